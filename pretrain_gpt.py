@@ -1,4 +1,5 @@
-"""Pretrain a GPT: `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`, or plain `python` for one process.
+"""Pretrain a GPT: `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`, or plain `python` for one
+process.
 
 Four functions say what is trained and on what; `pretrain` does the rest.
 """
@@ -40,10 +41,16 @@ def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
     )
 
 
-def datasets_provider(config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer) -> Datasets:
+def datasets_provider(
+    config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer
+) -> Datasets:
     """Train, validation and test samples."""
     assert config.model.vocab_size is not None
-    fim = FillInTheMiddle(config.data, tokenizer) if config.data.fim_data and not config.data.mock_data else None
+    fim = (
+        FillInTheMiddle(config.data, tokenizer)
+        if config.data.fim_data and not config.data.mock_data
+        else None
+    )
     return build_datasets(config.data, num_samples, tokenizer.eod, config.model.vocab_size, fim)
 
 
@@ -53,7 +60,9 @@ def loss_func(losses: Tensor, loss_mask: Tensor) -> Loss:
 
 
 def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None) -> Tensor | Loss:
-    """One micro batch through one chunk: the next activation [s, b, h], or the loss on the last stage."""
+    """One micro-batch through one chunk: the next activation [s, b, h], or the loss on the last
+    stage.
+    """
     output = chunk(
         batch.get("tokens"),
         batch.get("position_ids"),
@@ -72,7 +81,8 @@ def main() -> None:
     with errors_explained_once():
         config = parse_args(sys.argv[1:], environment_world_size())
         pretrain(config, model_provider, datasets_provider, forward_step)
-        # Without torchrun rank 0 hosts the store, in which other ranks may still look up how the last save ended.
+        # Without torchrun rank 0 hosts the store, in which other ranks may still look up how the
+        # last save ended.
         dist.barrier()
     dist.destroy_process_group()
 

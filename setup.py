@@ -7,7 +7,9 @@ from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8"))
+VERSION = re.search(
+    r'__version__ = "(.+)"', (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8")
+)
 assert VERSION is not None, "megatron/__init__.py must define __version__"
 
 setup(
@@ -31,20 +33,28 @@ setup(
     ],
     extras_require={
         "tiktoken": ["tiktoken>=0.7,<1"],
-        # Its kernels are compiled against the torch that is there: pip install --no-build-isolation.
+        # Its kernels are compiled against the torch that is there: pip install
+        # --no-build-isolation.
         "te": ["transformer_engine[core_cu13,pytorch]>=2.8,<2.21"],
         "plots": ["matplotlib>=3.8,<4"],
         "object-storage": ["obstore>=0.8,<0.13"],
         "docs": ["mkdocs-material>=9.5,<10"],
         "dev": ["pytest>=8", "pytest-xdist>=3.6,<4", "ruff>=0.9", "mypy>=1.13", "pre-commit>=3.8"]
-        + ["pybind11>=2.13", "setuptools>=70", "tiktoken>=0.7,<1", "obstore>=0.8,<0.13", "moto[server]>=5,<6"],
+        + [
+            "pybind11>=2.13",
+            "setuptools>=70",
+            "tiktoken>=0.7,<1",
+            "obstore>=0.8,<0.13",
+            "moto[server]>=5,<6",
+        ],
     },
     ext_modules=[
         Pybind11Extension(
             "megatron.core.datasets.helpers_cpp",
             ["megatron/core/datasets/helpers.cpp"],
             cxx_std=17,
-            # No contraction to fused multiply-add: a blend must have the same order on every processor.
+            # No contraction to fused multiply-add: a blend must have the same order on every
+            # processor.
             extra_compile_args=["-O3", "-Wall", "-Wextra", "-ffp-contract=off"],
         )
     ],

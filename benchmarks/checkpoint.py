@@ -1,9 +1,10 @@
-"""Checkpoint speed, side by side with torch.distributed.checkpoint in one run: same state, same disk, all with fsync.
+"""Checkpoint speed, side by side with torch.distributed.checkpoint in one run: same state, same
+disk, all with fsync.
 
-The state is sharded over the processes (DTensor for DCP, boxes for us): bf16 weights, fp32 main parameters and two
-moments. Contestants take turns, so that a noisy machine disturbs all alike; reported are medians. "lost" is the
-training time that one save costs, everything counted: a window of iterations (GEMMs, then an update of all tensors)
-with a save against the same without.
+The state is sharded over the processes (DTensor for DCP, boxes for us): bf16 weights, fp32 main
+parameters and two moments. Contestants take turns, so that a noisy machine disturbs all alike;
+reported are medians. "lost" is the training time that one save costs, everything counted: a window
+of iterations (GEMMs, then an update of all tensors) with a save against the same without.
 
     python benchmarks/checkpoint.py                          # 1.6 GB, 2 processes
     python benchmarks/checkpoint.py --size-gb 0.2 --repeats 2
@@ -53,7 +54,8 @@ class State:
     """The same tensors as DCP and as we see them."""
 
     def __init__(self, rows: int, layers: int, dim: int = 0, fill: bool = True) -> None:
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
         self.dtensors: dict[str, torch.Tensor] = {}
         self.boxes: ShardedStateDict = {}
         mesh = init_device_mesh("cpu", (size,))
@@ -62,9 +64,13 @@ class State:
         for layer in range(layers):
             for name in NAMES:
                 key = f"layers.{layer}.{name}"
-                local = torch.full(shape, -1.0, dtype=torch.bfloat16 if name == "weight" else torch.float32)
+                local = torch.full(
+                    shape, -1.0, dtype=torch.bfloat16 if name == "weight" else torch.float32
+                )
                 if fill:
-                    place = torch.arange(local.numel()) + layer * 7 + NAMES.index(name) * 3 + rank * 11
+                    place = (
+                        torch.arange(local.numel()) + layer * 7 + NAMES.index(name) * 3 + rank * 11
+                    )
                     local.copy_((place % 251).view(shape))
                 self.dtensors[key] = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
                 self.boxes[key] = ShardedTensor.split(key, local, dim, rank, size)
@@ -80,7 +86,9 @@ class State:
             tensor.fill_(-1)
 
     def checksum(self) -> float:
-        total = torch.tensor(sum(float(tensor.float().sum(dtype=torch.float64)) for tensor in self.locals))
+        total = torch.tensor(
+            sum(float(tensor.float().sum(dtype=torch.float64)) for tensor in self.locals)
+        )
         dist.all_reduce(total)
         return total.item()
 
@@ -105,16 +113,24 @@ def timed(action: Callable[[], object]) -> float:
 
 
 class PlainWrite:
-    """What the disk can do: every process writes its bytes with large writes from `workers` threads, then fsync."""
+    """What the disk can do: every process writes its bytes with large writes from `workers`
+    threads, then fsync.
+    """
 
     def __init__(self, state: State, path: Path, workers: int, direct: bool) -> None:
         size = state.nbytes // dist.get_world_size() // workers >> 23 << 23
-        self._buffers = [torch.empty(size + 4096, dtype=torch.uint8).fill_(i + 1) for i in range(workers)]
-        self._size, self._path, self._flags = size, path, os.O_DIRECT if direct else 0
+        self._buffers = [
+            torch.empty(size + 4096, dtype=torch.uint8).fill_(i + 1) for i in range(workers)
+        ]
+        self._size = size
+        self._path = path
+        self._flags = os.O_DIRECT if direct else 0
 
     def __call__(self) -> None:
         self._path.mkdir(exist_ok=True, parents=True)
-        threads = [threading.Thread(target=self._write, args=(i,)) for i in range(len(self._buffers))]
+        threads = [
+            threading.Thread(target=self._write, args=(i,)) for i in range(len(self._buffers))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -178,7 +194,9 @@ class Bench:
         for round_number in range(self.args.repeats + 1):
             for name, run in contestants.items():
                 measured = run()
-                seconds = ", ".join(f"{key} {value:.2f} s" for key, value in measured.items() if "bytes" not in key)
+                seconds = ", ".join(
+                    f"{key} {value:.2f} s" for key, value in measured.items() if "bytes" not in key
+                )
                 self.tell(f"round {round_number} of {self.args.repeats}, {name}: {seconds}")
                 if round_number:
                     samples[name].append(measured)
@@ -196,28 +214,43 @@ class Bench:
     # Synchronous saves
 
     def sync_saves(self) -> None:
-        state, workers = self.state, self.args.workers
+        state = self.state
+        workers = self.args.workers
 
-        saver = AsyncSaver(workers=workers, staging_mem_limit=staging_for_waiting(workers))  # as without --async-save
+        saver = AsyncSaver(
+            workers=workers, staging_mem_limit=staging_for_waiting(workers)
+        )  # as without --async-save
         saver.prepare(state.boxes)
 
         def ours() -> dict[str, float]:
             self.remove(self.path("ours"))
-            return {"sync save": timed(lambda: committed(saver.save(state.boxes, self.path("ours"), common={})))}
+            return {
+                "sync save": timed(
+                    lambda: committed(saver.save(state.boxes, self.path("ours"), common={}))
+                )
+            }
 
         def theirs() -> dict[str, float]:
             self.remove(self.path("dcp"))
             storage = writer(self.path("dcp"), workers)
             return {"sync save": timed(lambda: dcp.save(state.dtensors, storage_writer=storage))}
 
-        plain = {direct: PlainWrite(state, self.path("plain"), workers, direct) for direct in (False, True)}
+        plain = {
+            direct: PlainWrite(state, self.path("plain"), workers, direct)
+            for direct in (False, True)
+        }
 
         def floor(direct: bool) -> dict[str, float]:
             self.remove(self.path("plain"))
             return {"sync save": timed(plain[direct])}
 
         self.repeat(
-            {"ours": ours, "dcp": theirs, "plain write": lambda: floor(False), "plain O_DIRECT": lambda: floor(True)}
+            {
+                "ours": ours,
+                "dcp": theirs,
+                "plain write": lambda: floor(False),
+                "plain O_DIRECT": lambda: floor(True),
+            }
         )
         self.remove(self.path("plain"))
         saver.close()
@@ -225,7 +258,8 @@ class Bench:
     # Asynchronous saves
 
     def async_saves(self) -> None:
-        state, workers = self.state, self.args.workers
+        state = self.state
+        workers = self.args.workers
 
         def ours() -> dict[str, float]:
             def save() -> Callable[[], object]:
@@ -236,11 +270,15 @@ class Bench:
 
         def theirs() -> dict[str, float]:
             def save() -> Callable[[], object]:
-                return dcp.async_save(state.dtensors, storage_writer=writer(self.path("dcp_async"), workers)).result
+                return dcp.async_save(
+                    state.dtensors, storage_writer=writer(self.path("dcp_async"), workers)
+                ).result
 
             return self.training(save, self.path("dcp_async"), lambda: None)
 
-        stager = DefaultStager(StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False))
+        stager = DefaultStager(
+            StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False)
+        )
         staging: list[Callable[[], object]] = []
 
         def theirs_with_stager() -> dict[str, float]:
@@ -248,7 +286,9 @@ class Bench:
 
             def save() -> Callable[[], object]:
                 storage = writer(self.path("dcp_async"), workers)
-                response = dcp.async_save(state.dtensors, storage_writer=storage, async_stager=stager)
+                response = dcp.async_save(
+                    state.dtensors, storage_writer=storage, async_stager=stager
+                )
                 staging[:] = [response.staging_completion.result]
                 return response.upload_completion.result
 
@@ -257,7 +297,9 @@ class Bench:
         self.repeat({"ours": ours, "dcp": theirs, "dcp, async stager": theirs_with_stager})
         stager.close()
 
-    def training(self, save: Callable[[], Callable[[], object]], path: Path, before_step: Callable[[], None]) -> dict:
+    def training(
+        self, save: Callable[[], Callable[[], object]], path: Path, before_step: Callable[[], None]
+    ) -> dict:
         """One window with a save, one without."""
         self.remove(path)
         calm = self.window(None, before_step)
@@ -270,18 +312,30 @@ class Bench:
             start = time.perf_counter()
             wait = save()
             blocked.append(time.perf_counter() - start)
-            watchers.append(watcher.submit(lambda: (wait(), time.perf_counter())[1]))  # when it is durable
+            watchers.append(
+                watcher.submit(lambda: (wait(), time.perf_counter())[1])
+            )  # when it is durable
 
         with ThreadPoolExecutor(1) as watcher:
             with_save = self.window(begin, before_step, blocked)
         total = watchers[0].result() - began
-        numbers = torch.tensor([sum(blocked), with_save - calm, total, calm / WINDOW], dtype=torch.float64)
+        numbers = torch.tensor(
+            [sum(blocked), with_save - calm, total, calm / WINDOW], dtype=torch.float64
+        )
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         blocking, lost, until_durable, iteration = numbers.tolist()
-        return {"async blocking": blocking, "async lost": lost, "async total": until_durable, "iteration": iteration}
+        return {
+            "async blocking": blocking,
+            "async lost": lost,
+            "async total": until_durable,
+            "iteration": iteration,
+        }
 
     def window(
-        self, begin: Callable[[], None] | None, before_step: Callable[[], None], blocked: list[float] | None = None
+        self,
+        begin: Callable[[], None] | None,
+        before_step: Callable[[], None],
+        blocked: list[float] | None = None,
     ) -> float:
         a = torch.randn(1024, 1024)
         dist.barrier()
@@ -301,21 +355,34 @@ class Bench:
     # Loads
 
     def loads(self) -> None:
-        """Same layout and another one (rows against columns), of both writers' files, from page cache and from disk."""
+        """Same layout and another one (rows against columns), of both writers' files, from page
+        cache and from disk.
+        """
         expected = self.state.checksum()
-        same, turned = State(self.rows, self.layers, fill=False), State(self.rows, self.layers, dim=1, fill=False)
+        same = State(self.rows, self.layers, fill=False)
+        turned = State(self.rows, self.layers, dim=1, fill=False)
         for files in ("dcp", "ours"):
             for what, target in ((f"load {files} files", same), (f"reshard {files} files", turned)):
                 for cold in (False, True):
                     name = what + (" from disk" if cold else "")
 
-                    def theirs(target: State = target, files: str = files, name: str = name, cold: bool = cold) -> dict:
+                    def theirs(
+                        target: State = target,
+                        files: str = files,
+                        name: str = name,
+                        cold: bool = cold,
+                    ) -> dict:
                         def action() -> None:
                             dcp.load(target.dtensors, checkpoint_id=self.path(files))
 
                         return self._load(target, files, name, cold, expected, action)
 
-                    def ours(target: State = target, files: str = files, name: str = name, cold: bool = cold) -> dict:
+                    def ours(
+                        target: State = target,
+                        files: str = files,
+                        name: str = name,
+                        cold: bool = cold,
+                    ) -> dict:
                         def action() -> None:
                             load(target.boxes, self.path(files))  # with its own default of threads
 
@@ -323,11 +390,15 @@ class Bench:
 
                     contestants = {"dcp": theirs, "ours": ours}
                     if cold:  # what the disk can do, in the order of the files
-                        contestants["plain read"] = lambda files=files, name=name: self._plain_read(files, name)
+                        contestants["plain read"] = lambda files=files, name=name: self._plain_read(
+                            files, name
+                        )
                     self.repeat(contestants)
 
     def _plain_read(self, files: str, name: str) -> dict[str, float]:
-        """Every process reads its share of the files with large reads from `workers` threads, into the same 8 MiB."""
+        """Every process reads its share of the files with large reads from `workers` threads, into
+        the same 8 MiB.
+        """
         evict(self.path(files))
         paths = sorted(self.path(files).glob("*.distcp"))[dist.get_rank() :: dist.get_world_size()]
 
@@ -341,7 +412,13 @@ class Bench:
             return {name: timed(lambda: list(pool.map(read, paths)))}
 
     def _load(
-        self, target: State, files: str, name: str, cold: bool, expected: float, action: Callable[[], None]
+        self,
+        target: State,
+        files: str,
+        name: str,
+        cold: bool,
+        expected: float,
+        action: Callable[[], None],
     ) -> dict[str, float]:
         """Seconds, and from disk what came from it per byte of the state, over all processes."""
         target.clear()
@@ -353,7 +430,9 @@ class Bench:
         dist.all_reduce(fetched)
         assert target.checksum() == expected
         results = {name: seconds}
-        return results | ({f"{name}: bytes read / needed": fetched.item() / self.state.nbytes} if cold else {})
+        return results | (
+            {f"{name}: bytes read / needed": fetched.item() / self.state.nbytes} if cold else {}
+        )
 
     def verification(self) -> None:
         if dist.get_rank() == 0:
@@ -382,16 +461,26 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def launch(processes: int, argv: list[str]) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    result = subprocess.run([*command, __file__, "--worker", *argv], env=environment, stdout=subprocess.PIPE, text=True)
+    result = subprocess.run(
+        [*command, __file__, "--worker", *argv], env=environment, stdout=subprocess.PIPE, text=True
+    )
     if result.returncode:
         raise SystemExit(result.returncode)
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
 def print_table(measured: dict) -> None:
-    results, nbytes = measured["results"], measured["bytes"]
+    results = measured["results"]
+    nbytes = measured["bytes"]
     rows = list(dict.fromkeys(row for values in results.values() for row in values))
     print(f"{'':40}" + "".join(f"{name:>22}" for name in results))
     for row in rows:
@@ -403,21 +492,33 @@ def print_table(measured: dict) -> None:
                 cells += f"{values[row]:>22.3f}"
             else:
                 speed = (
-                    "" if row.startswith(("async b", "async l", "iter")) else f" {nbytes / values[row] / 1e9:5.2f} GB/s"
+                    ""
+                    if row.startswith(("async b", "async l", "iter"))
+                    else f" {nbytes / values[row] / 1e9:5.2f} GB/s"
                 )
                 cells += f"{1e3 * values[row]:>11.0f} ms{speed:>8}".rjust(22)
         print(f"{row:40}{cells}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size-gb", type=float, default=1.6, help="bytes of the whole state")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=2, help="writer threads and files per process, for all")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="writer threads and files per process, for all"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--gemms", type=int, default=40, help="1024^3 GEMMs per training iteration")
-    parser.add_argument("--directory", default="/tmp/benchmark_checkpoint", help="on the disk to measure")
-    parser.add_argument("--flatness", action="store_true", help="sync save of the same bytes by 1, 2, 4, 8 processes")
+    parser.add_argument(
+        "--directory", default="/tmp/benchmark_checkpoint", help="on the disk to measure"
+    )
+    parser.add_argument(
+        "--flatness",
+        action="store_true",
+        help="sync save of the same bytes by 1, 2, 4, 8 processes",
+    )
     parser.add_argument("--only-sync", action="store_true")
     parser.add_argument("--only-loads", action="store_true")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -429,7 +530,9 @@ def main() -> None:
     try:
         for processes in (1, 2, 4, 8) if args.flatness else (args.processes,):
             measured = launch(processes, argv + (["--only-sync"] if args.flatness else []))
-            print(f"\n{processes} processes, {measured['bytes'] / 1e9:.2f} GB in all, medians of {args.repeats}")
+            print(
+                f"\n{processes} processes, {measured['bytes'] / 1e9:.2f} GB in all, medians of {args.repeats}"
+            )
             print_table(measured)
     finally:
         shutil.rmtree(args.directory, ignore_errors=True)

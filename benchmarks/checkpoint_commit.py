@@ -1,8 +1,10 @@
-"""What rank 0 does to commit at scale: the reports of 16,384 ranks, merged and written while training goes on.
+"""What rank 0 does to commit at scale: the reports of 16,384 ranks, merged and written while
+training goes on.
 
-Every rank reports over a real TCPStore as in a save (objects, checksums of its files); then rank 0 collects and
-commits. Its CPU time bounds how long it can hold the interpreter's lock. What another thread really waits for
-the lock is measured, too; beside it, what it waits without any commit (other work of the machine).
+Every rank reports over a real TCPStore as in a save (objects, checksums of its files); then rank 0
+collects and commits. Its CPU time bounds how long it can hold the interpreter's lock. What another
+thread really waits for the lock is measured, too; beside it, what it waits without any commit
+(other work of the machine).
 
     python benchmarks/checkpoint_commit.py                        # 16384 ranks, 350 MB each (405B in training)
     python benchmarks/checkpoint_commit.py --world 1024 --megabytes 1000
@@ -45,11 +47,14 @@ BOXES = 76  # that a rank writes
 
 
 class Ticker(threading.Thread):
-    """The training thread: how long it waits for the lock, at most, when it wants it every millisecond."""
+    """The training thread: how long it waits for the lock, at most, when it wants it every
+    millisecond.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.longest, self.running = 0.0, True
+        self.longest = 0.0
+        self.running = True
 
     def run(self) -> None:
         while self.running:
@@ -74,7 +79,9 @@ def stored_tensors(world: int) -> CheckpointMetadata:
         offset = np.stack([number, 0 * number], axis=1)
         shape = np.broadcast_to(np.array([1, 16384]), (boxes, 2))
         table = ChunkTable(offset, shape, files, file, position, np.full(boxes, 32768))
-        result.tensors[f"decoder.layers.{tensor}.weight"] = StoredTensor((boxes, 16384), torch.bfloat16, table)
+        result.tensors[f"decoder.layers.{tensor}.weight"] = StoredTensor(
+            (boxes, 16384), torch.bfloat16, table
+        )
     return result
 
 
@@ -87,7 +94,8 @@ def report(store: dist.Store, save_id: str, rank: int, world: int, blocks: int) 
 
 
 def commit(store: dist.Store, save_id: str, world: int, cache: MetadataCache, root: Path) -> None:
-    barrier, pending = SaveBarrier(store, save_id, 0, world, 600), PendingCheckpoint(root / "iter_0000001", save_id)
+    barrier = SaveBarrier(store, save_id, 0, world, 600)
+    pending = PendingCheckpoint(root / "iter_0000001", save_id)
     pending.begin(0)
     idle = Ticker()
     idle.start()
@@ -95,13 +103,18 @@ def commit(store: dist.Store, save_id: str, world: int, cache: MetadataCache, ro
     idle.stop()
     ticker = Ticker()
     ticker.start()
-    began, cpu = time.perf_counter(), time.thread_time()
+    began = time.perf_counter()
+    cpu = time.thread_time()
     objects, checksums = barrier.collect()
     collected = time.perf_counter() - began
     pending.commit(checksums, cache.encode(objects), b"", {})
-    cpu, seconds = time.thread_time() - cpu, time.perf_counter() - began
+    cpu = time.thread_time() - cpu
+    seconds = time.perf_counter() - began
     ticker.stop()
-    sizes = [(root / "iter_0000001" / name).stat().st_size / 1e6 for name in ("checksums.bin", ".metadata")]
+    sizes = [
+        (root / "iter_0000001" / name).stat().st_size / 1e6
+        for name in ("checksums.bin", ".metadata")
+    ]
     print(
         f"{world} ranks: checksums.bin {sizes[0]:.1f} MB, .metadata {sizes[1]:.1f} MB; "
         f"collected after {1e3 * collected:.0f} ms, committed after "
@@ -111,20 +124,29 @@ def commit(store: dist.Store, save_id: str, world: int, cache: MetadataCache, ro
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world", type=int, default=16384, help="number of ranks")
     parser.add_argument("--megabytes", type=int, default=350, help="what each rank writes")
-    parser.add_argument("--saves", type=int, default=3, help="the first one also merges the places of objects")
+    parser.add_argument(
+        "--saves", type=int, default=3, help="the first one also merges the places of objects"
+    )
     args = parser.parse_args()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
-    cache, root = MetadataCache(stored_tensors(args.world)), Path(tempfile.mkdtemp())
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
+    )
+    cache = MetadataCache(stored_tensors(args.world))
+    root = Path(tempfile.mkdtemp())
     try:
         for number in range(args.saves):
             began = time.perf_counter()
             for rank in range(args.world):
                 report(store, f"save-{number}", rank, args.world, args.megabytes)
             seconds = time.perf_counter() - began
-            print(f"reports: {1e6 * seconds / args.world:.0f} us each, from one client after the other")
+            print(
+                f"reports: {1e6 * seconds / args.world:.0f} us each, from one client after the other"
+            )
             commit(store, f"save-{number}", args.world, cache, root)
     finally:
         shutil.rmtree(root)

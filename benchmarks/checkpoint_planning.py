@@ -1,8 +1,10 @@
-"""What planning a checkpoint costs at scale: all ranks of a 70B and of a 405B model, simulated on one machine.
+"""What planning a checkpoint costs at scale: all ranks of a 70B and of a 405B model, simulated on
+one machine.
 
-The plan is a pure function of what the ranks hold, so all of it can be computed here: what every rank describes (the
-model as built in training, without memory; both overlaps, so buckets in reverse order, each sharded over DP), the plan
-on rank 0, the layout of all files, `.metadata`. Every save after the first costs none of this.
+The plan is a pure function of what the ranks hold, so all of it can be computed here: what every
+rank describes (the model as built in training, without memory; both overlaps, so buckets in reverse
+order, each sharded over DP), the plan on rank 0, the layout of all files, `.metadata`. Every save
+after the first costs none of this.
 
     python benchmarks/checkpoint_planning.py                 # 70B on 1,024 ranks, 405B on 16,384
     python benchmarks/checkpoint_planning.py --model 70b --world 256
@@ -75,9 +77,13 @@ def config_of(flags: str, world: int) -> Config:
     return config
 
 
-def optimizer_state(chunks: list[EmptyChunk], weights: ShardedStateDict, dp: int, dp_size: int) -> ShardedStateDict:
+def optimizer_state(
+    chunks: list[EmptyChunk], weights: ShardedStateDict, dp: int, dp_size: int
+) -> ShardedStateDict:
     """What `MegatronOptimizer.sharded_state_dict` gives on data-parallel rank `dp`."""
-    entry_of = {id(entry.local): entry for entry in weights.values() if isinstance(entry, ShardedTensor)}
+    entry_of = {
+        id(entry.local): entry for entry in weights.values() if isinstance(entry, ShardedTensor)
+    }
     state: ShardedStateDict = {}
     for chunk in chunks:
         params = dict(chunk.module.named_parameters())
@@ -97,7 +103,9 @@ def optimizer_state(chunks: list[EmptyChunk], weights: ShardedStateDict, dp: int
 
 def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, PackedSpec]]:
     """What every rank sends to rank 0."""
-    pp_size, tp_size, dp_size = config.parallel.pp_size, config.parallel.tp_size, config.parallel.dp_size(world)
+    pp_size = config.parallel.pp_size
+    tp_size = config.parallel.tp_size
+    dp_size = config.parallel.dp_size(world)
     for pp in range(pp_size):
         for tp in range(tp_size):
             ps = ParallelState.for_rank(config.parallel, world, tp + tp_size * dp_size * pp)
@@ -106,13 +114,17 @@ def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, PackedSpec
             for chunk in chunks:
                 weights |= chunk.module.sharded_state_dict()
             for dp in range(dp_size):
-                rng: ShardedStateDict = {"rng": ShardedObject(f"rng_state/shard_{pp}.{tp}_{pp_size}.{tp_size}", None)}
+                rng: ShardedStateDict = {
+                    "rng": ShardedObject(f"rng_state/shard_{pp}.{tp}_{pp_size}.{tp_size}", None)
+                }
                 state = weights | optimizer_state(chunks, weights, dp, dp_size) | rng
                 yield tp + tp_size * (dp + dp_size * pp), pack(describe(state))
 
 
 def timed(function: Callable[[], T]) -> tuple[T, float]:
-    """Seconds of the processor: all of it runs in one thread, and other work on the machine does not count."""
+    """Seconds of the processor: all of it runs in one thread, and other work on the machine does
+    not count.
+    """
     began = time.process_time()
     result = function()
     return result, time.process_time() - began
@@ -143,7 +155,9 @@ def _read(directory: str, keys: list[str] | None) -> ReadCost:
 
 
 def peak_memory() -> float:
-    """GB that this process has had at most. (`ru_maxrss` of a new process would count its parent's.)"""
+    """GB that this process has had at most. (`ru_maxrss` of a new process would count its
+    parent's.)
+    """
     status = Path("/proc/self/status").read_text().split()
     return int(status[status.index("VmHWM:") + 1]) / 1e6
 
@@ -172,27 +186,40 @@ def simulate(name: str, world: int, workers: int) -> None:
         wanted = read_apart(directory, [key for key, _, _ in specs[-1].tensors])
         everything = read_apart(directory, None)
 
-    loads, parallel = plan.loads, config.parallel
+    loads = plan.loads
+    parallel = config.parallel
     print(
         f"{name} on {world} ranks: TP {parallel.tp_size} x PP {parallel.pp_size} x DP {parallel.dp_size(world)}, "
         f"{sum(loads) / 1e9:.0f} GB, {everything.boxes} boxes"
     )
     print(f"  describe   {1e3 * describing / world:.1f} ms, {sent / 1e3:.0f} kB per rank to rank 0")
     back = statistics.mean(map(len, results)) / 1e3
-    print(f"  rank 0     receives in {receiving:.1f} s, returns {back:.0f} kB per rank in {cutting:.1f} s")
-    print(f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, {planned:.2f} after")
+    print(
+        f"  rank 0     receives in {receiving:.1f} s, returns {back:.0f} kB per rank in {cutting:.1f} s"
+    )
+    print(
+        f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, {planned:.2f} after"
+    )
     print(f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s")
     print(f"  .metadata  {sum(map(len, encoded)) / 1e6:.1f} MB")
     for what, cost in (("what one rank wants", wanted), ("all of it", everything)):
-        print(f"             read {what}: {cost.boxes} boxes in {cost.seconds:.2f} s and {cost.megabytes:.0f} MB")
+        print(
+            f"             read {what}: {cost.boxes} boxes in {cost.seconds:.2f} s and {cost.megabytes:.0f} MB"
+        )
     largest = max(loads) / statistics.mean(loads)
-    print(f"  per rank   {min(loads) / 1e9:.3f} .. {max(loads) / 1e9:.3f} GB, largest {largest:.3f} x the mean")
+    print(
+        f"  per rank   {min(loads) / 1e9:.3f} .. {max(loads) / 1e9:.3f} GB, largest {largest:.3f} x the mean"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", nargs="*", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--world", type=int, help="number of ranks (default: 1024 for 70b, 16384 for 405b)")
+    parser.add_argument(
+        "--world", type=int, help="number of ranks (default: 1024 for 70b, 16384 for 405b)"
+    )
     parser.add_argument("--workers", type=int, default=2, help="files per rank")
     args = parser.parse_args()
     for name in args.model:

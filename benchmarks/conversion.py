@@ -1,10 +1,12 @@
-"""Conversion of a checkpoint of more than 4 GB, optimizer included: memory, speed against `cp`, disk.
+"""Conversion of a checkpoint of more than 4 GB, optimizer included: memory, speed against `cp`,
+disk.
 
-The checkpoint is written by one step of `pretrain_gpt.py`. Each conversion is a process of the tool, whose peak memory
-must stay below 600 MB + 3 times the largest tensor; `cp` of what it wrote (with fsync, as the tool does) is the
-yardstick of its speed. Both find what they read in the page cache or, with --cold, both on disk. They take turns, and
-the best of each counts, after one conversion and copy to warm up: on a virtual machine the first touch of memory can
-cost more than the copy.
+The checkpoint is written by one step of `pretrain_gpt.py`. Each conversion is a process of the
+tool, whose peak memory must stay below 600 MB + 3 times the largest tensor; `cp` of what it wrote
+(with fsync, as the tool does) is the yardstick of its speed. Both find what they read in the page
+cache or, with --cold, both on disk. They take turns, and the best of each counts, after one
+conversion and copy to warm up: on a virtual machine the first touch of memory can cost more than
+the copy.
 
     python benchmarks/conversion.py                          # 5.2 GB: a Llama of 373M parameters, bf16
     python benchmarks/conversion.py --layers 2 --hidden 256  # small, to try it out
@@ -52,9 +54,14 @@ def train_one_step(directory: Path, args: argparse.Namespace) -> None:
 
 def run(command: list[str], root: Path | None = None) -> tuple[float, int, int]:
     """Seconds, peak resident bytes of a process, and the most it had on disk below `root`."""
-    began, disk = time.perf_counter(), DiskUse(root)
+    began = time.perf_counter()
+    disk = DiskUse(root)
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     ) as process:
         assert process.stdout is not None
         output = process.stdout.read()
@@ -70,7 +77,9 @@ class DiskUse:
     """Watches the bytes allocated below a directory."""
 
     def __init__(self, root: Path | None) -> None:
-        self._root, self._peak, self._done = root, 0, threading.Event()
+        self._root = root
+        self._peak = 0
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
@@ -120,7 +129,14 @@ def copy(source: Path, target: Path) -> float:
 
 
 def tool(source: Path, target: Path, result: str, args: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "tools/checkpoint/convert.py", "--load-dir", str(source), "--save-dir", str(target)]
+    command = [
+        sys.executable,
+        "tools/checkpoint/convert.py",
+        "--load-dir",
+        str(source),
+        "--save-dir",
+        str(target),
+    ]
     return [*command, *SAVERS[result], "--workers", str(args.workers)]
 
 
@@ -135,20 +151,28 @@ def listed(times: list[float]) -> str:
     return ", ".join(f"{seconds:.1f}" for seconds in times)
 
 
-def convert(root: Path, source: str, result: str, args: argparse.Namespace, start_up: float) -> None:
-    target, copied = root / f"{source}_to_{result}", root / "copy"
+def convert(
+    root: Path, source: str, result: str, args: argparse.Namespace, start_up: float
+) -> None:
+    target = root / f"{source}_to_{result}"
+    copied = root / "copy"
     command = tool(root / source, target, result, args)
-    times, copies, memory, extra = [], [], 0, 0
+    times = []
+    copies = []
+    memory = 0
+    extra = 0
     for _ in range(args.turns):
         shutil.rmtree(target, ignore_errors=True)
         settle(root / source, args.cold)
         seconds, resident, disk = run(command, root)
         times.append(seconds)
-        memory, extra = max(memory, resident), max(extra, disk - allocated(root))
+        memory = max(memory, resident)
+        extra = max(extra, disk - allocated(root))
         settle(target, args.cold)
         copies.append(copy(target, copied))
         shutil.rmtree(copied)
-    seconds, copying = min(times), min(copies)
+    seconds = min(times)
+    copying = min(copies)
     nbytes = sum(path.stat().st_size for path in files(target))
     print(
         f"{f'{source} -> {result}':28}{nbytes / 1e9:6.2f} GB {seconds:6.2f} s {nbytes / seconds / 1e9:6.2f} GB/s   "
@@ -164,13 +188,17 @@ def convert(root: Path, source: str, result: str, args: argparse.Namespace, star
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--cold", action="store_true", help="read from disk instead of the page cache")
+    parser.add_argument(
+        "--cold", action="store_true", help="read from disk instead of the page cache"
+    )
     parser.add_argument("--directory", type=Path, default=Path("/tmp/benchmark_conversion"))
     args = parser.parse_args()
     root: Path = args.directory
@@ -180,7 +208,9 @@ def main() -> None:
         nbytes = sum(path.stat().st_size for path in files(root / "torch_dist"))
         largest = args.vocab * args.hidden * 4
         bare = min(run([sys.executable, "-c", "import torch"])[0] for _ in range(3))
-        print(f"{nbytes / 1e9:.2f} GB; largest tensor {largest / 1e6:.0f} MB: bound {600 + 3 * largest / 1e6:.0f} MB")
+        print(
+            f"{nbytes / 1e9:.2f} GB; largest tensor {largest / 1e6:.0f} MB: bound {600 + 3 * largest / 1e6:.0f} MB"
+        )
         print(f"start-up: import torch takes {bare:.2f} s; {args.workers} workers", flush=True)
         warm_up(root, args)
         for source, result in PAIRS:

@@ -1,11 +1,12 @@
-"""What is to be run on a GPU: doubts, tests, training speed beside transformers, saves behind training, experts.
+"""What is to be run on a GPU: doubts, tests, training speed beside transformers, saves behind
+training, experts.
 
     python benchmarks/gpu.py                          # all of it, on one GPU with 80 GB
     python benchmarks/gpu.py training --models 1b
     python benchmarks/gpu.py --smoke                  # the same program on a tiny model and the CPU: does it work?
 
-MFU is against the matmul ceiling measured here, and the data sheet's, by one formula for all. Write results to
-docs/gpu_results.md with date, GPU, torch version and commit.
+MFU is against the matmul ceiling measured here, and the data sheet's, by one formula for all. Write
+results to docs/gpu_results.md with date, GPU, torch version and commit.
 """
 
 import argparse
@@ -89,7 +90,11 @@ VARIANTS = {
     "fp8": _FP8,
     "fp8 weights": [*_FP8, "--fp8-param-gather"],
 }
-NEEDS = {"apex": "amp_C", "te": "transformer_engine_torch", "fp8": "transformer_engine_torch"}  # by the first word
+NEEDS = {
+    "apex": "amp_C",
+    "te": "transformer_engine_torch",
+    "fp8": "transformer_engine_torch",
+}  # by the first word
 DATA_SHEET = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s
 
 
@@ -100,15 +105,23 @@ def available_variants() -> list[str]:
 
 def run(command: list[str]) -> str:
     with Progress(" ".join(command[:1] + command[-4:])):
-        result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+        result = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True
+        )
     if result.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+        )
     return result.stdout
 
 
 def iteration_times(output: str) -> list[float]:
-    """ms per iteration, by interval of the log; the first one, with allocation and compilation, left out."""
-    return [float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)][1:]
+    """ms per iteration, by interval of the log; the first one, with allocation and compilation,
+    left out.
+    """
+    return [
+        float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
+    ][1:]
 
 
 def matmul_ceiling(device: str, size: int) -> float:
@@ -139,14 +152,31 @@ def planned_memory(shape: Shape, iterations: int) -> float:
 def tests(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
     """What `pytest -m gpu` says last, and which tests failed or were left out."""
     how = ["--collect-only"] if options.smoke else ["-rfEs"]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu", *how]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        "tests/gpu",
+        *how,
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lines = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
+    lines = [
+        line
+        for line in result.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR", "SKIPPED"))
+    ]
     return ["tests:", *(f"  {line}" for line in [*lines, *result.stdout.strip().splitlines()[-1:]])]
 
 
 def experts(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """The products of 8 experts, forward and backward: one grouped kernel against one kernel for each."""
+    """The products of 8 experts, forward and backward: one grouped kernel against one kernel for
+    each.
+    """
     tokens, hidden, ffn = (64, 32, 48) if options.smoke else (16384, 4096, 14336)
     x = torch.randn(tokens, hidden, device=options.device).bfloat16()
     matrices = torch.randn(8, hidden, ffn, device=options.device).bfloat16()
@@ -154,13 +184,21 @@ def experts(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
     parts = counts.tolist()
     ways: dict[str, Callable[[], object]] = {
         "grouped": lambda: grouped_product(x, matrices, counts),
-        "loop": lambda: torch.cat([rows @ matrix for rows, matrix in zip(x.split(parts), matrices, strict=True)]),
+        "loop": lambda: torch.cat(
+            [rows @ matrix for rows, matrix in zip(x.split(parts), matrices, strict=True)]
+        ),
     }
     times = {name: best_time(way, options.device) for name, way in ways.items()}
     assert torch.allclose(ways["grouped"](), ways["loop"](), rtol=2e-2, atol=2e-1)  # type: ignore[arg-type]
     work = 2.0 * tokens * hidden * ffn / 1e12
-    rows = [f"  {name:8s} {1e3 * time:8.3f} ms {work / time:8.3g} TFLOP/s" for name, time in times.items()]
-    return [f"experts: {tokens} tokens, 8 experts {hidden} x {ffn}, bf16, kernel: {has_grouped_kernel(x)}", *rows]
+    rows = [
+        f"  {name:8s} {1e3 * time:8.3f} ms {work / time:8.3g} TFLOP/s"
+        for name, time in times.items()
+    ]
+    return [
+        f"experts: {tokens} tokens, 8 experts {hidden} x {ffn}, bf16, kernel: {has_grouped_kernel(x)}",
+        *rows,
+    ]
 
 
 def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
@@ -175,37 +213,64 @@ def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]
         work = model_flops_per_token(config, shape.seq, shape.vocab) * shape.seq * shape.batch
         for variant in options.variants:
             device = ["--device", options.device]
-            output = run(["pretrain_gpt.py", *shape.ours(options.iterations), *device, *VARIANTS[variant]])
+            output = run(
+                ["pretrain_gpt.py", *shape.ours(options.iterations), *device, *VARIANTS[variant]]
+            )
             theirs = ["--compile"] if variant != "eager" else []
-            peer = ["benchmarks/peers/transformers_training.py", *shape.peer(options.iterations), *device, *theirs]
+            peer = [
+                "benchmarks/peers/transformers_training.py",
+                *shape.peer(options.iterations),
+                *device,
+                *theirs,
+            ]
             memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
             assert memory is not None
             if tuple(peer) not in peers:
                 peers[tuple(peer)] = step_times(run(peer))[options.iterations // 4 :]
-            for who, times in {"ours": iteration_times(output), "transformers": peers[tuple(peer)]}.items():
+            for who, times in {
+                "ours": iteration_times(output),
+                "transformers": peers[tuple(peer)],
+            }.items():
                 seconds = statistics.median(times) / 1e3
-                speed, tokens = work / seconds, shape.seq * shape.batch / seconds
+                speed = work / seconds
+                tokens = shape.seq * shape.batch / seconds
                 lines.append(
                     f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step {tokens:9.0f} tokens/s "
                     f"{speed / 1e12:8.3g} TFLOP/s  MFU {100 * speed / ceiling:5.1f} %"
-                    + (f", {100 * speed / sheet:.1f} % of the data sheet" if sheet is not None else "")
+                    + (
+                        f", {100 * speed / sheet:.1f} % of the data sheet"
+                        if sheet is not None
+                        else ""
+                    )
                 )
             planned = planned_memory(shape, options.iterations)
-            lines.append(f"  {name} peak memory {memory[1]} GB, of tensors as planned {planned:.3f} GB")
+            lines.append(
+                f"  {name} peak memory {memory[1]} GB, of tensors as planned {planned:.3f} GB"
+            )
     return lines
 
 
 def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """Iterations with an asynchronous save every 10 against none: what a save holds up, and what it costs in all.
+    """Iterations with an asynchronous save every 10 against none: what a save holds up, and what it
+    costs in all.
 
-    Beside it the same of transformers with `async_save` of torch.distributed.checkpoint, of as many bytes.
+    Beside it the same of transformers with `async_save` of torch.distributed.checkpoint, of as many
+    bytes.
     """
     name, shape = next(iter(models.items()))
     iterations = 40
     flags = ["pretrain_gpt.py", *shape.ours(iterations), "--device", options.device]
     plain = statistics.mean(iteration_times(run(flags)))
     directory = Path(options.disk or tempfile.mkdtemp(prefix="gpu_benchmark_"))
-    saving = ["--save", str(directory), "--save-interval", "10", "--async-save", "--keep-last-n", "1"]
+    saving = [
+        "--save",
+        str(directory),
+        "--save-interval",
+        "10",
+        "--async-save",
+        "--keep-last-n",
+        "1",
+    ]
     began = time.perf_counter()
     output = run([*flags, *saving])
     whole = time.perf_counter() - began
@@ -215,19 +280,27 @@ def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[st
     with_saves = statistics.mean(iteration_times(output)) + sum(blocking) / iterations
     head = f"checkpoint: {name}, {saves[0][1]} GB, every 10 iterations, {len(saves)} saves in {whole:.0f} s"
     lines = [head, *saving_lines("ours", plain, with_saves, blocking)]
-    peer = ["benchmarks/peers/transformers_training.py", *shape.peer(iterations), "--device", options.device]
+    peer = [
+        "benchmarks/peers/transformers_training.py",
+        *shape.peer(iterations),
+        "--device",
+        options.device,
+    ]
     alone = statistics.mean(step_times(run(peer))[10:])
     for who, more in {"DCP": [], "DCP, its own stager": ["--stager"]}.items():
         output = run([*peer, "--save", str(directory), *more])
         shutil.rmtree(directory)
-        blocking = [float(value) for value in re.findall(r"^blocking ([\d.]+) ms", output, re.MULTILINE)]
+        blocking = [
+            float(value) for value in re.findall(r"^blocking ([\d.]+) ms", output, re.MULTILINE)
+        ]
         lines += saving_lines(who, alone, statistics.mean(step_times(output)[10:]), blocking)
     return lines
 
 
 def saving_lines(who: str, plain: float, with_saves: float, blocking: list[float]) -> list[str]:
     """Of iterations without saves and with them, in ms."""
-    cost, held = 100 * (with_saves / plain - 1), statistics.median(blocking)
+    cost = 100 * (with_saves / plain - 1)
+    held = statistics.median(blocking)
     return [
         f"  {who}: iteration {plain:.1f} ms without saves, {with_saves:.1f} ms with them ({cost:+.1f} %)",
         f"  {who}: blocking per save: {held:.0f} ms, {100 * held / plain:.1f} % of an iteration",
@@ -243,7 +316,15 @@ def profile(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
     """The operations of one step that take the most time."""
     name, shape = next(iter(models.items()))
     with tempfile.TemporaryDirectory() as directory:
-        window = ["--profile", "--profile-step-start", "6", "--profile-step-end", "7", "--profile-dir", directory]
+        window = [
+            "--profile",
+            "--profile-step-start",
+            "6",
+            "--profile-step-end",
+            "7",
+            "--profile-dir",
+            directory,
+        ]
         run(["pretrain_gpt.py", *shape.ours(8), "--device", options.device, *window])
         (table,) = Path(directory).glob("*.txt")
         rows = table.read_text().splitlines()
@@ -251,9 +332,15 @@ def profile(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
 
 
 def suspicions(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """What reading the code made doubtful: kernels really taken, waits for the device, the devices that are chosen."""
+    """What reading the code made doubtful: kernels really taken, waits for the device, the devices
+    that are chosen.
+    """
     lines = ["suspicions:", *_masked_attention(options), *_loss_of_a_large_vocabulary(options)]
-    return [*lines, *_waits_of_a_save(*next(iter(models.items())), options), *_devices_of_a_node(options)]
+    return [
+        *lines,
+        *_waits_of_a_save(*next(iter(models.items())), options),
+        *_devices_of_a_node(options),
+    ]
 
 
 def _launched(function: Callable[[], object], device: str) -> Counter[str]:
@@ -261,25 +348,34 @@ def _launched(function: Callable[[], object], device: str) -> Counter[str]:
     function()
     with torch.profiler.profile() as trace:
         function()
-    on_device = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
+    on_device = (
+        torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
+    )
     return Counter(event.name for event in trace.events() if event.device_type == on_device)
 
 
 def _masked_attention(options: argparse.Namespace) -> list[str]:
-    """Fewer key heads than query heads under a window: torch must not fall back to products that keep all scores."""
+    """Fewer key heads than query heads under a window: torch must not fall back to products that
+    keep all scores.
+    """
     heads, length = (4, 64) if options.smoke else (32, 4096)
     config = TransformerConfig(
         1, 128 * heads, heads, group_query_attention=True, num_query_groups=heads // 4, attention_dropout=0.0,
         window_size=(length // 4, 0), bf16=True,
     )  # fmt: skip
-    core = CoreAttention(config, Placement(Axis(), TensorParallelRng(0, 0)), window=config.window_size)
+    core = CoreAttention(
+        config, Placement(Axis(), TensorParallelRng(0, 0)), window=config.window_size
+    )
     shapes = ((length, 1, heads // 4, 4, 128), *[(length, 1, heads // 4, 1, 128)] * 2)
     inputs = [torch.randn(shape, device=options.device).bfloat16() for shape in shapes]
     before = torch.cuda.memory_allocated() if options.device == "cuda" else 0
     kernels = _launched(lambda: core(*inputs, None), options.device)
     peak = torch.cuda.max_memory_allocated() - before if options.device == "cuda" else 0
-    scores, most = heads * length**2 * 2, ", ".join(name[:60] for name, _ in kernels.most_common(4))
-    return [f"  windowed attention: {peak / 1e6:.0f} MB at most (all scores: {scores / 1e6:.0f} MB); {most}"]
+    scores = heads * length**2 * 2
+    most = ", ".join(name[:60] for name, _ in kernels.most_common(4))
+    return [
+        f"  windowed attention: {peak / 1e6:.0f} MB at most (all scores: {scores / 1e6:.0f} MB); {most}"
+    ]
 
 
 def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> list[str]:
@@ -294,12 +390,17 @@ def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> list[str]:
     def step() -> None:
         linear_cross_entropy(states, weight, labels, vocab_size=vocab, tp=Axis()).mean().backward()
 
-    count, time_ms = _launched(step, options.device).total(), 1e3 * best_time(step, options.device)
-    return [f"  loss over {vocab} words, {tokens} tokens: {count} kernels, {time_ms:.2f} ms forward and backward"]
+    count = _launched(step, options.device).total()
+    time_ms = 1e3 * best_time(step, options.device)
+    return [
+        f"  loss over {vocab} words, {tokens} tokens: {count} kernels, {time_ms:.2f} ms forward and backward"
+    ]
 
 
 def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> list[str]:
-    """Calls that wait for the device, in two iterations behind an asynchronous save and in two without one."""
+    """Calls that wait for the device, in two iterations behind an asynchronous save and in two
+    without one.
+    """
     lines = []
     with tempfile.TemporaryDirectory(dir=options.disk) as directory:
         for what, saving in {
@@ -307,36 +408,82 @@ def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> li
             "none": [],
         }.items():
             traces = Path(directory) / what.replace(" ", "_")
-            window = ["--profile", "--profile-step-start", "4", "--profile-step-end", "6", "--profile-dir", str(traces)]
+            window = [
+                "--profile",
+                "--profile-step-start",
+                "4",
+                "--profile-step-end",
+                "6",
+                "--profile-dir",
+                str(traces),
+            ]
             run(["pretrain_gpt.py", *shape.ours(8), "--device", options.device, *saving, *window])
             events = json.loads(next(traces.glob("*.json")).read_text())["traceEvents"]
-            waits = Counter(event["name"] for event in events if "Synchronize" in event.get("name", ""))
-            lines.append(f"  {name}, two iterations behind {what}: waits for the device: {dict(waits) or 'none'}")
+            waits = Counter(
+                event["name"] for event in events if "Synchronize" in event.get("name", "")
+            )
+            lines.append(
+                f"  {name}, two iterations behind {what}: waits for the device: {dict(waits) or 'none'}"
+            )
     return lines
 
 
 def _devices_of_a_node(options: argparse.Namespace) -> list[str]:
-    """The device of local rank 1 that sees one device alone (as `srun --gpus-per-task=1` starts it)."""
+    """The device of local rank 1 that sees one device alone (as `srun --gpus-per-task=1` starts
+    it).
+    """
     code = "from megatron.training import launch; from megatron.training.config.options import DistributedConfig"
     code += f"; print(launch.choose_device(DistributedConfig(device={options.device!r})))"
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "0",
+        "LOCAL_RANK": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     lines = [f"  local rank 1 that sees one device: {result.stdout.strip()}"]
     if torch.cuda.device_count() < 2:
-        return [*lines, "  contexts of background threads on the first device: needs two GPUs, not run"]
+        return [
+            *lines,
+            "  contexts of background threads on the first device: needs two GPUs, not run",
+        ]
     return [*lines, *_contexts(options)]
 
 
 def _contexts(options: argparse.Namespace) -> list[str]:
-    """Processes on each GPU while two ranks save in the background: one, unless a thread opened another context."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py"]
-    asked, most = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"], Counter[str]()
+    """Processes on each GPU while two ranks save in the background: one, unless a thread opened
+    another context.
+    """
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "pretrain_gpt.py",
+    ]
+    asked = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
+    most = Counter[str]()
     with tempfile.TemporaryDirectory(dir=options.disk) as directory:
-        saving = ["--save", directory, "--save-interval", "5", "--async-save", "--global-batch-size", "4"]
+        saving = [
+            "--save",
+            directory,
+            "--save-interval",
+            "5",
+            "--async-save",
+            "--global-batch-size",
+            "4",
+        ]
         words = [sys.executable, *launcher, *SMALL["small"].ours(200), *saving]
-        with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as training_run:
+        with subprocess.Popen(
+            words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as training_run:
             while training_run.poll() is None:
-                rows = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split("\n")
+                rows = subprocess.run(
+                    asked, capture_output=True, text=True, check=True
+                ).stdout.split("\n")
                 now = Counter(row.split(",")[0] for row in set(rows) if row)
                 most |= now
                 time.sleep(0.5)
@@ -356,17 +503,28 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: those that can run here")
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS), help="default: those that can run here"
+    )
     parser.add_argument("--iterations", type=int, default=20, help="of every training run")
-    parser.add_argument("--disk", help="an empty directory for checkpoints; default: a temporary one")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU in place of all this")
+    parser.add_argument(
+        "--disk", help="an empty directory for checkpoints; default: a temporary one"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny model on the CPU in place of all this"
+    )
     options = parser.parse_args()
     options.device = "cpu" if options.smoke else "cuda"
     if options.smoke:
-        options.iterations, options.variants = 8, options.variants or ["eager"]
+        options.iterations = 8
+        options.variants = options.variants or ["eager"]
     options.variants = options.variants or available_variants()
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
@@ -376,8 +534,13 @@ def main() -> None:
 
     models = SMALL if options.smoke else {name: MODELS[name] for name in options.models}
     where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    commit = subprocess.run(["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    print(f"{time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}, commit {commit}", flush=True)
+    commit = subprocess.run(
+        ["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}, commit {commit}",
+        flush=True,
+    )
     for part in options.parts or PARTS:
         print("\n".join(PARTS[part](models, options)), flush=True)
 

@@ -1,15 +1,17 @@
-"""What `tools/preprocess_data.py` costs beside its tokenizer alone, in processor time on the same text.
+"""What `tools/preprocess_data.py` costs beside its tokenizer alone, in processor time on the same
+text.
 
-The text is the source of Python's standard library as JSON lines, the tokenizer a byte-level BPE trained on a part of
-it. Reading, JSON, the workers' queues and writing come on top of the tokenizer; the limit is 1. Processor time, of all
-processes together, says how much of a core is left for tokenizing whatever else the machine does.
+The text is the source of Python's standard library as JSON lines, the tokenizer a byte-level BPE
+trained on a part of it. Reading, JSON, the workers' queues and writing come on top of the
+tokenizer; the limit is 1. Processor time, of all processes together, says how much of a core is
+left for tokenizing whatever else the machine does.
 
     python benchmarks/preprocessing.py                      # one process, and two workers
     python benchmarks/preprocessing.py --tool OTHER/tools/preprocess_data.py    # of another commit, taking turns
     python benchmarks/preprocessing.py --megatron-lm DIRECTORY --megatron-core-python PATH    # beside Megatron-LM's
 
-Megatron-LM's reads the files of GPT-2's tokenizer in Python; so beside it all of them use the same `tokenizer.json`
-through transformers. What the two write is compared.
+Megatron-LM's reads the files of GPT-2's tokenizer in Python; so beside it all of them use the same
+`tokenizer.json` through transformers. What the two write is compared.
 """
 
 import argparse
@@ -45,13 +47,16 @@ def make_corpus(directory: Path) -> Path:
         Path(sysconfig.get_path("stdlib")).glob("*/*.py")
     )
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in sources]
-    corpus, size = directory / "corpus.jsonl", 0
+    corpus = directory / "corpus.jsonl"
+    size = 0
     with corpus.open("w", encoding="utf-8") as file:
         while size < MEGABYTES * 1_000_000:
             for text in texts:
                 size += file.write(json.dumps({"text": text}) + "\n")
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts[:200], vocab_size=8000, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(
+        texts[:200], vocab_size=8000, special_tokens=["<|endoftext|>"], show_progress=False
+    )
     tokenizer.save_model(str(directory))
     (directory / "hf").mkdir()
     tokenizer.save(str(directory / "hf/tokenizer.json"))
@@ -63,21 +68,34 @@ def make_corpus(directory: Path) -> Path:
 def cpu_seconds(root: Path, command: list[str], python: str = sys.executable) -> float:
     """Of a command and all processes that it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = os.environ | {"PYTHONPATH": str(root), "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": str(root),
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
     subprocess.run([python, *command], env=environment, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tool", type=Path, action="append", default=[], help="preprocess_data.py of another tree")
-    parser.add_argument("--megatron-lm", type=Path, help="a source tree of Megatron-LM, core_r0.16.0")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tool", type=Path, action="append", default=[], help="preprocess_data.py of another tree"
+    )
+    parser.add_argument(
+        "--megatron-lm", type=Path, help="a source tree of Megatron-LM, core_r0.16.0"
+    )
     parser.add_argument("--megatron-core-python", help="the interpreter for it")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     tools = {"ours": (TOOL, sys.executable)}
-    tools |= {f"ours of {tool.resolve().parents[1].name}": (tool.resolve(), sys.executable) for tool in args.tool}
+    tools |= {
+        f"ours of {tool.resolve().parents[1].name}": (tool.resolve(), sys.executable)
+        for tool in args.tool
+    }
     if args.megatron_lm is not None:
         tool = (args.megatron_lm / "tools/preprocess_data.py").resolve()
         tools["Megatron-LM's"] = (tool, args.megatron_core_python or sys.executable)
@@ -85,15 +103,28 @@ def main() -> None:
         measure(Path(name), tools, args.turns, through_transformers=args.megatron_lm is not None)
 
 
-def measure(directory: Path, tools: dict[str, tuple[Path, str]], turns: int, through_transformers: bool) -> None:
-    """Print a line for the tokenizer alone and for each tool, by name with its interpreter, with 1 and 2 workers."""
-    corpus, empty = make_corpus(directory), directory / "empty.jsonl"
+def measure(
+    directory: Path, tools: dict[str, tuple[Path, str]], turns: int, through_transformers: bool
+) -> None:
+    """Print a line for the tokenizer alone and for each tool, by name with its interpreter, with 1
+    and 2 workers.
+    """
+    corpus = make_corpus(directory)
+    empty = directory / "empty.jsonl"
     empty.write_text('{"text": "a"}\n')
     if through_transformers:
-        options = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory / "hf")}
+        options = {
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(directory / "hf"),
+        }
     else:
-        options = {"vocab_file": str(directory / "vocab.json"), "merge_file": str(directory / "merges.txt")}
-    common = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)]
+        options = {
+            "vocab_file": str(directory / "vocab.json"),
+            "merge_file": str(directory / "merges.txt"),
+        }
+    common = [
+        word for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)
+    ]
     seconds: dict[str, list[float]] = {}
     for _ in range(turns):
         alone = ["-c", TOKENIZER_ALONE, json.dumps(options), str(corpus)]
@@ -102,17 +133,31 @@ def measure(directory: Path, tools: dict[str, tuple[Path, str]], turns: int, thr
         seconds.setdefault("tokenizer alone", []).append(spent)
         written = set()
         for (name, (tool, python)), workers in itertools.product(tools.items(), (1, 2)):
-            flags = [*common, "--workers", str(workers), "--output-prefix", str(directory / "out"), "--append-eod"]
+            flags = [
+                *common,
+                "--workers",
+                str(workers),
+                "--output-prefix",
+                str(directory / "out"),
+                "--append-eod",
+            ]
             start = cpu_seconds(tool.parents[1], [str(tool), "--input", str(empty), *flags], python)
-            spent = cpu_seconds(tool.parents[1], [str(tool), "--input", str(corpus), *flags], python) - start
+            spent = (
+                cpu_seconds(tool.parents[1], [str(tool), "--input", str(corpus), *flags], python)
+                - start
+            )
             seconds.setdefault(f"{name}, --workers {workers}", []).append(spent)
-            written.add(hashlib.sha256((directory / "out_text_document.bin").read_bytes()).hexdigest())
+            written.add(
+                hashlib.sha256((directory / "out_text_document.bin").read_bytes()).hexdigest()
+            )
         assert len(written) == 1, "not the same tokens"
     limit = statistics.median(seconds["tokenizer alone"])
     for what, all_spent in seconds.items():
         median = statistics.median(all_spent)
         rate = corpus.stat().st_size / 1e6 / median
-        print(f"{median:7.2f} s of a core, {rate:6.2f} MB/s, {limit / median:.2f} of the tokenizer: {what}")
+        print(
+            f"{median:7.2f} s of a core, {rate:6.2f} MB/s, {limit / median:.2f} of the tokenizer: {what}"
+        )
 
 
 if __name__ == "__main__":

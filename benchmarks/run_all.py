@@ -1,8 +1,9 @@
 """All benchmarks, one after the other, and their output into docs/benchmarks.md (`make bench`).
 
-The page has a block for each of them, between `<!-- begin NAME -->` and `<!-- end NAME -->`: command, date, commit and
-machine, then what the command printed. A benchmark that fails leaves its block as it was, and the exit code says so.
-More than an hour on two idle cores (training 17 minutes, checkpoint 9); figures from a busy machine are worth nothing.
+The page has a block for each of them, between `<!-- begin NAME -->` and `<!-- end NAME -->`:
+command, date, commit and machine, then what the command printed. A benchmark that fails leaves its
+block as it was, and the exit code says so. More than an hour on two idle cores (training 17
+minutes, checkpoint 9); figures from a busy machine are worth nothing.
 
     python benchmarks/run_all.py                          # or: make bench
     python benchmarks/run_all.py --only startup,checkpoint
@@ -40,7 +41,9 @@ COMMANDS = {
 
 def block_of(command: str, output: str) -> str:
     """What stands between the two comments."""
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True
+    ).strip()
     where = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     text = "\n".join(line.rstrip() for line in output.strip().splitlines())
     return f"\n`python {command}`; {time.strftime('%Y-%m-%d')}, {commit}, {where}:\n\n```text\n{text}\n```\n"
@@ -48,15 +51,23 @@ def block_of(command: str, output: str) -> str:
 
 def replace_block(page: str, name: str, content: str) -> str:
     """Raises ValueError if the page has no such block."""
-    pattern = re.compile(rf"(?<=<!-- begin {re.escape(name)} -->\n).*?(?=<!-- end {re.escape(name)} -->)", re.DOTALL)
+    pattern = re.compile(
+        rf"(?<=<!-- begin {re.escape(name)} -->\n).*?(?=<!-- end {re.escape(name)} -->)", re.DOTALL
+    )
     if not pattern.search(page):
-        raise ValueError(f"the page has no block {name!r}: it needs <!-- begin {name} --> and <!-- end {name} -->")
+        raise ValueError(
+            f"the page has no block {name!r}: it needs <!-- begin {name} --> and <!-- end {name} -->"
+        )
     return pattern.sub(lambda _: content, page)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(COMMANDS), help="some of them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=list(COMMANDS), help="some of them"
+    )
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument(PEER, help="its interpreter, with megatron-core 0.16.1")
     parser.add_argument("--megatron-lm", help="a source tree of Megatron-LM, core_r0.16.0")
@@ -68,20 +79,30 @@ def main() -> int:
     for number, name in enumerate(args.only, 1):
         command = COMMANDS[name]
         peer = []
-        has_peer = name in ("preprocessing", "startup") or command.startswith("benchmarks/training.py")
+        has_peer = name in ("preprocessing", "startup") or command.startswith(
+            "benchmarks/training.py"
+        )
         if args.megatron_core_python and has_peer:
             peer += [PEER, args.megatron_core_python]
         if args.megatron_lm and name == "preprocessing":
             peer += ["--megatron-lm", args.megatron_lm]
         began = time.monotonic()
         print(f"[{number}/{len(args.only)}] {name}: python {command}", file=sys.stderr, flush=True)
-        run = subprocess.run([sys.executable, *command.split(), *peer], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        run = subprocess.run(
+            [sys.executable, *command.split(), *peer], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
         if run.returncode:
             failed.append(name)
-            print(f"    failed with exit code {run.returncode}: its block stays", file=sys.stderr, flush=True)
+            print(
+                f"    failed with exit code {run.returncode}: its block stays",
+                file=sys.stderr,
+                flush=True,
+            )
             continue
         print(f"    {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        args.page.write_text(replace_block(args.page.read_text(), name, block_of(command, run.stdout)))
+        args.page.write_text(
+            replace_block(args.page.read_text(), name, block_of(command, run.stdout))
+        )
     return 1 if failed else 0
 
 

@@ -1,11 +1,14 @@
-"""From the command line to the first training iteration, and to it from a checkpoint of another layout.
+"""From the command line to the first training iteration, and to it from a checkpoint of another
+layout.
 
-Start-up: a model of 35,000 parameters under torchrun, up to the log line of its first iteration, against the limit: the
-same processes with `import torch`, a process group and one all-reduce. The tools are measured against `import torch`,
-in processor time, the least of all turns. Resume: a run of TP2 goes on at DP2 with the distributed optimizer, up to the
-log line of its next iteration, against peers that do the same on the same shapes: a transformers model under FSDP with
-torch.distributed.checkpoint, whose files are sharded the other way, and megatron-core, which reads ours. Contestants
-take turns; reported are medians. Files come from the page cache, and modules are compiled, as installed ones are.
+Start-up: a model of 35,000 parameters under torchrun, up to the log line of its first iteration,
+against the limit: the same processes with `import torch`, a process group and one all-reduce. The
+tools are measured against `import torch`, in processor time, the least of all turns. Resume: a run
+of TP2 goes on at DP2 with the distributed optimizer, up to the log line of its next iteration,
+against peers that do the same on the same shapes: a transformers model under FSDP with
+torch.distributed.checkpoint, whose files are sharded the other way, and megatron-core, which reads
+ours. Contestants take turns; reported are medians. Files come from the page cache, and modules are
+compiled, as installed ones are.
 
     python benchmarks/startup.py                       # start-up, tools and resume
     python benchmarks/startup.py --size-gb 0.2 --turns 3
@@ -33,7 +36,8 @@ MODEL = (
     "--lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-iters 0 --micro-batch-size 1 --global-batch-size 2 "
 )
 TINY = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 "
-HIDDEN, VOCABULARY = 1024, 16000
+HIDDEN = 1024
+VOCABULARY = 16000
 # Without --help or anything else of ours: what every run of two processes must do.
 LIMIT = """
 import datetime, torch, torch.distributed as dist
@@ -44,8 +48,13 @@ print("iteration", flush=True)
 
 
 def environment_of(command: list[str]) -> dict[str, str]:
-    """Another Python has a megatron of its own. Without bytecode every start would compile our modules alone."""
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT) if command[0] == sys.executable else ""}
+    """Another Python has a megatron of its own. Without bytecode every start would compile our
+    modules alone.
+    """
+    variables = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT) if command[0] == sys.executable else "",
+    }
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     return variables
 
@@ -55,12 +64,18 @@ def until_iteration(command: list[str]) -> float:
     start = time.perf_counter()
     seconds = None
     variables = environment_of(command)
-    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+    with subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
         assert run.stdout is not None
         lines = []
         for line in run.stdout:
             lines.append(line)
-            if seconds is None and "iteration" in line and ("lm loss" in line or line.startswith("iteration")):
+            if (
+                seconds is None
+                and "iteration" in line
+                and ("lm loss" in line or line.startswith("iteration"))
+            ):
                 seconds = time.perf_counter() - start
     if run.returncode or seconds is None:
         raise RuntimeError(f"{' '.join(command)}\n{''.join(lines)}")
@@ -68,7 +83,9 @@ def until_iteration(command: list[str]) -> float:
 
 
 def processor_time(command: list[str]) -> float:
-    """Seconds of user and system; the exit code does not matter: that of `diff` says that something differs."""
+    """Seconds of user and system; the exit code does not matter: that of `diff` says that something
+    differs.
+    """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, env=environment_of(command), stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -80,7 +97,9 @@ def train(flags: str) -> list[str]:
 
 
 def compare(
-    contestants: dict[str, Callable[[], float]], turns: int, of: Callable[[list[float]], float] = statistics.median
+    contestants: dict[str, Callable[[], float]],
+    turns: int,
+    of: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
     """Medians of seconds, or what `of` makes of them, after a first turn that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -95,7 +114,9 @@ def compare(
 def print_rows(title: str, medians: dict[str, float], limit: str) -> None:
     print(f"\n| {title} | s | against {limit} |\n|---|---|---|")
     for name, median in medians.items():
-        print(f"| {name} | {median:.2f} | {'' if name == limit else f'{median / medians[limit]:.2f}x'} |")
+        print(
+            f"| {name} | {median:.2f} | {'' if name == limit else f'{median / medians[limit]:.2f}x'} |"
+        )
 
 
 def measure_start_up(directory: Path, turns: int) -> None:
@@ -103,44 +124,70 @@ def measure_start_up(directory: Path, turns: int) -> None:
     limit.write_text(LIMIT)
     medians = compare(
         {
-            "import torch, process group, all-reduce": lambda: until_iteration([*TORCHRUN, str(limit)]),
-            "pretrain_gpt.py, first iteration": lambda: until_iteration(train(f"{MODEL}{TINY}--train-iters 1")),
+            "import torch, process group, all-reduce": lambda: until_iteration(
+                [*TORCHRUN, str(limit)]
+            ),
+            "pretrain_gpt.py, first iteration": lambda: until_iteration(
+                train(f"{MODEL}{TINY}--train-iters 1")
+            ),
         },
         turns,
     )
-    print_rows("start-up, torchrun with two processes", medians, "import torch, process group, all-reduce")
+    print_rows(
+        "start-up, torchrun with two processes", medians, "import torch, process group, all-reduce"
+    )
 
 
 def measure_tools(directory: Path, turns: int) -> None:
-    checkpoint, legacy = directory / "tiny", directory / "legacy"
+    checkpoint = directory / "tiny"
+    legacy = directory / "legacy"
     for save in (f"--save {checkpoint}", f"--ckpt-format torch --save {legacy}"):
         until_iteration(train(f"{MODEL}{TINY}--train-iters 1 {save} --save-interval 1"))
-    convert, inspect = (str(ROOT / "tools/checkpoint" / name) for name in ("convert.py", "inspect.py"))
-    conversion = f"--saver hf --overwrite --load-dir {checkpoint} --save-dir {directory / 'hf'}".split()
+    convert, inspect = (
+        str(ROOT / "tools/checkpoint" / name) for name in ("convert.py", "inspect_checkpoint.py")
+    )
+    conversion = (
+        f"--saver hf --overwrite --load-dir {checkpoint} --save-dir {directory / 'hf'}".split()
+    )
     commands = {
         "import torch": ["-c", "import torch"],
         "convert.py --help": [convert, "--help"],
-        "inspect.py --help": [inspect, "--help"],
-        "inspect.py show": [inspect, "show", str(checkpoint)],
-        "inspect.py verify": [inspect, "verify", str(checkpoint)],
-        "inspect.py diff, torch_dist and legacy": [inspect, "diff", str(checkpoint), str(legacy)],
+        "inspect_checkpoint.py --help": [inspect, "--help"],
+        "inspect_checkpoint.py show": [inspect, "show", str(checkpoint)],
+        "inspect_checkpoint.py verify": [inspect, "verify", str(checkpoint)],
+        "inspect_checkpoint.py diff, torch_dist and legacy": [
+            inspect,
+            "diff",
+            str(checkpoint),
+            str(legacy),
+        ],
         "convert.py, torch_dist to hf": [convert, *conversion],
         "pretrain_gpt.py --help": [str(ROOT / "pretrain_gpt.py"), "--help"],
     }
-    contestants = {name: partial(processor_time, [sys.executable, *command]) for name, command in commands.items()}
+    contestants = {
+        name: partial(processor_time, [sys.executable, *command])
+        for name, command in commands.items()
+    }
     print_rows("tools, processor time", compare(contestants, turns, min), "import torch")
 
 
 def measure_resume(directory: Path, size_gb: float, turns: int, megatron_core: str | None) -> None:
     """fp32: 12 bytes of a parameter travel."""
     layers = max(1, round((size_gb * 1e9 / 12 - 2 * VOCABULARY * HIDDEN) / (11 * HIDDEN**2)))
-    ffn, heads, length = HIDDEN * 5 // 2, 16, 32
+    ffn = HIDDEN * 5 // 2
+    heads = 16
+    length = 32
     model = (
         f"{MODEL}--num-layers {layers} --hidden-size {HIDDEN} --ffn-hidden-size {ffn} --seq-length {length} "
         f"--num-attention-heads {heads} --vocab-size {VOCABULARY} --untie-embeddings-and-output-weights "
     )
-    ours, theirs = directory / "ours", directory / "dcp"
-    until_iteration(train(f"{model}--tensor-model-parallel-size 2 --train-iters 1 --save {ours} --save-interval 1"))
+    ours = directory / "ours"
+    theirs = directory / "dcp"
+    until_iteration(
+        train(
+            f"{model}--tensor-model-parallel-size 2 --train-iters 1 --save {ours} --save-interval 1"
+        )
+    )
     size = sum(file.stat().st_size for file in ours.rglob("*") if file.is_file())
     numbers = map(str, (layers, HIDDEN, ffn, heads, VOCABULARY, length))
     dcp = [*TORCHRUN, str(ROOT / "benchmarks/peers/dcp_resume.py"), str(theirs), *numbers]
@@ -154,7 +201,9 @@ def measure_resume(directory: Path, size_gb: float, turns: int, megatron_core: s
         )
     at_dp2 = f"{model}--use-distributed-optimizer --train-iters"
     own = {
-        "pretrain_gpt.py at DP2, first iteration": partial(until_iteration, train(f"{at_dp2} 2 --load {ours}")),
+        "pretrain_gpt.py at DP2, first iteration": partial(
+            until_iteration, train(f"{at_dp2} 2 --load {ours}")
+        ),
         "the same from random weights": partial(until_iteration, train(f"{at_dp2} 1")),
     }
     medians = compare(peers | own, turns)
@@ -162,10 +211,16 @@ def measure_resume(directory: Path, size_gb: float, turns: int, megatron_core: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-gb", type=float, default=1.6, help="of the checkpoint that is resumed from")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size-gb", type=float, default=1.6, help="of the checkpoint that is resumed from"
+    )
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core")
+    parser.add_argument(
+        "--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         measure_start_up(Path(name), args.turns)

@@ -1,7 +1,9 @@
-"""Where a training step goes: operators by kind, and the time in which none runs (Python and the autograd engine).
+"""Where a training step goes: operators by kind, and the time in which none runs (Python and the
+autograd engine).
 
-Our `pretrain_gpt.py` with `--profile` on the model of `training.py`; the phases are those of its timers. The profiler
-itself costs time around every operator, so the share without an operator is an upper bound.
+Our `pretrain_gpt.py` with `--profile` on the model of `training.py`; the phases are those of its
+timers. The profiler itself costs time around every operator, so the share without an operator is an
+upper bound.
 
     python benchmarks/step_profile.py                # bf16
     python benchmarks/step_profile.py --dtype fp32 --steps 6
@@ -34,12 +36,18 @@ def kind_of(name: str) -> str:
     return next((kind for part, kind in KINDS.items() if part in name), "other operators")
 
 
-def outermost_and_own(events: Iterable[Event]) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
-    """Of one thread's operators: intervals of the outermost; name with shapes, and time without inner ones, of each."""
-    outermost, own = [], []
+def outermost_and_own(
+    events: Iterable[Event],
+) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
+    """Of one thread's operators: intervals of the outermost; name with shapes, and time without
+    inner ones, of each.
+    """
+    outermost = []
+    own = []
     open_calls: list[tuple[float, int]] = []  # (end, index in `own`)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
-        start, end = event["ts"], event["ts"] + event["dur"]
+        start = event["ts"]
+        end = event["ts"] + event["dur"]
         while open_calls and open_calls[-1][0] <= start:
             open_calls.pop()
         if open_calls:
@@ -55,7 +63,8 @@ def outermost_and_own(events: Iterable[Event]) -> tuple[list[tuple[float, float]
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:
     """The length of what they cover together."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
@@ -64,30 +73,47 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 
 def read_trace(path: Path) -> tuple[float, list[list[Event]]]:
     """The microseconds from the first phase to the last, and the operators of each thread."""
-    spans = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    spans = [
+        event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"
+    ]
     phases = [event for event in spans if event["cat"] == "user_annotation"]
     threads: dict[int, list[Event]] = defaultdict(list)
     for event in spans:
         if event["cat"] == "cpu_op":
             threads[event["tid"]].append(event)
-    whole = max(event["ts"] + event["dur"] for event in phases) - min(event["ts"] for event in phases)
+    whole = max(event["ts"] + event["dur"] for event in phases) - min(
+        event["ts"] for event in phases
+    )
     return whole, list(threads.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", default="bf16", choices=["fp32", "bf16"])
-    parser.add_argument("--steps", type=int, default=4, help="how many are profiled, after the warm-up")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="how many are profiled, after the warm-up"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
-        "--least", type=float, default=0.5, help="per cent of a step that an operator must take to be listed"
+        "--least",
+        type=float,
+        default=0.5,
+        help="per cent of a step that an operator must take to be listed",
     )
     args = parser.parse_args()
 
-    first, end = SKIP + 1, SKIP + args.steps + 1
+    first = SKIP + 1
+    end = SKIP + args.steps + 1
     with tempfile.TemporaryDirectory() as directory:
         window = ("--profile-step-start", str(first), "--profile-step-end", str(end))
-        times = ours(args.dtype, 2 * end, args.threads, extra=("--profile", *window, "--profile-dir", directory))
+        times = ours(
+            args.dtype,
+            2 * end,
+            args.threads,
+            extra=("--profile", *window, "--profile-dir", directory),
+        )
         whole, threads = read_trace(next(Path(directory).glob("*.json")))
     measured = [outermost_and_own(events) for events in threads]
     busy = union(interval for outermost, _ in measured for interval in outermost)
@@ -98,7 +124,9 @@ def main() -> None:
             kinds[kind_of(name)] += time
             operators[name] += time
     plain = statistics.median(times[end:])
-    print(f"{args.dtype}: {plain:.0f} ms/step, {whole / args.steps / 1e3:.0f} while profiled; shares of the latter:")
+    print(
+        f"{args.dtype}: {plain:.0f} ms/step, {whole / args.steps / 1e3:.0f} while profiled; shares of the latter:"
+    )
     for name, time in kinds.most_common():
         print(f"  {100 * time / whole:5.1f} %  {name}")
     print("operators and the shapes they take:")

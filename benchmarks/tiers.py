@@ -1,10 +1,12 @@
-"""What a checkpoint costs on the nodes' own disks, with and without copies, and what it saves after a node is lost.
+"""What a checkpoint costs on the nodes' own disks, with and without copies, and what it saves after
+a node is lost.
 
-Two processes are two nodes. All is measured in one run, in turns; reported are medians. "lost" is the training time
-that a save costs: a window of iterations (GEMMs, then an update) with a save against the same without. The window ends
-when the save has. CPU seconds are those of a whole process beyond what the same iterations take without a save.
-"exchange" is the part of a load that waits for other nodes. "restart" is a run of two agents of torchrun that loses a
-node with its disk and gets another one, from SIGKILL to the next step and to one that had not been done before.
+Two processes are two nodes. All is measured in one run, in turns; reported are medians. "lost" is
+the training time that a save costs: a window of iterations (GEMMs, then an update) with a save
+against the same without. The window ends when the save has. CPU seconds are those of a whole
+process beyond what the same iterations take without a save. "exchange" is the part of a load that
+waits for other nodes. "restart" is a run of two agents of torchrun that loses a node with its disk
+and gets another one, from SIGKILL to the next step and to one that had not been done before.
 
     python benchmarks/tiers.py                             # 1.6 GB of state, in the current directory's file system
     python benchmarks/tiers.py --size-gb 0.2 --turns 3
@@ -13,7 +15,8 @@ node with its disk and gets another one, from SIGKILL to the next step and to on
     python benchmarks/tiers.py --store local --size-gb 0.2 # object storage alone, in a server of this machine
     AWS_ENDPOINT_URL=... python benchmarks/tiers.py --store s3://bucket/prefix
 
-Over plain http the data is signed with a SHA-256, as it is not over https; AWS_UNSIGNED_PAYLOAD=true leaves that out.
+Over plain http the data is signed with a SHA-256, as it is not over https;
+AWS_UNSIGNED_PAYLOAD=true leaves that out.
 """
 
 import argparse
@@ -39,11 +42,12 @@ from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadChe
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier  # noqa: E402
 from megatron.core.object_storage import PART_SIZE, path_of  # noqa: E402
 from megatron.training.reporting.run_record import read_record  # noqa: E402
-from tests.cluster import Cluster  # noqa: E402
-from tests.object_server import object_server  # noqa: E402
-from tests.processes import is_running  # noqa: E402
+from tests.support.cluster import Cluster  # noqa: E402
+from tests.support.object_server import object_server  # noqa: E402
+from tests.support.processes import is_running  # noqa: E402
 
-COLUMNS, TENSORS = 4096, 8
+COLUMNS = 4096
+TENSORS = 8
 WAYS = ("own disk", "own disk and a copy")
 RUN = (
     "--num-layers 4 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -52,7 +56,9 @@ RUN = (
     "--save-interval 10 "
 )
 LOCAL = "--non-persistent-ckpt-type local --non-persistent-save-interval 2 --replication "
-LOST_AFTER = 18  # iterations: the last checkpoint of --save is that of 10, the nodes have a newer one
+LOST_AFTER = (
+    18  # iterations: the last checkpoint of --save is that of 10, the nodes have a newer one
+)
 
 
 class Training:
@@ -60,7 +66,9 @@ class Training:
 
     def __init__(self, size_gb: float, rank: int, size: int) -> None:
         rows = int(size_gb * 1e9 / size / TENSORS / COLUMNS / 4)
-        self.tensors = [torch.full((rows, COLUMNS), float(rank + number)) for number in range(TENSORS)]
+        self.tensors = [
+            torch.full((rows, COLUMNS), float(rank + number)) for number in range(TENSORS)
+        ]
         names = (f"layers.{number}" for number in range(TENSORS))
         self.state = {
             name: ShardedTensor.split(name, tensor, 0, rank, size)
@@ -79,7 +87,9 @@ class Training:
 
 def window(training, saver, begin):
     """(iterations, seconds, CPU seconds, report) until the save that `begin` starts has ended."""
-    wall, cpu, iterations = time.perf_counter(), time.process_time(), 0
+    wall = time.perf_counter()
+    cpu = time.process_time()
+    iterations = 0
     handle = begin()
     while not handle.done() or iterations < 3:
         training.iterate(saver.wait_staged)
@@ -90,7 +100,8 @@ def window(training, saver, begin):
 
 
 def per_iteration(training, count=20):
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     for _ in range(count):
         training.iterate(lambda: None)
     return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
@@ -109,13 +120,17 @@ def measure_saves(rank, size, training, root, turns):
             wall, cpu = per_iteration(training)
             dist.barrier()
             pending = partial(nodes.checkpoint, turn + 1)
-            begin = partial(saver.save, training.state, root, common={"iteration": 1}, pending=pending)
+            begin = partial(
+                saver.save, training.state, root, common={"iteration": 1}, pending=pending
+            )
             iterations, seconds, cpu_seconds, report = window(training, saver, begin)
             if turn:  # the first one warms up
                 results[way]["training blocked, ms"].append(report.blocking * 1e3)
                 results[way]["training time lost, ms"].append((seconds - iterations * wall) * 1e3)
                 results[way]["until committed, s"].append(report.total)
-                results[way]["CPU s per GB saved"].append((cpu_seconds - iterations * cpu) / training.bytes * 1e9)
+                results[way]["CPU s per GB saved"].append(
+                    (cpu_seconds - iterations * cpu) / training.bytes * 1e9
+                )
     for saver, nodes in savers.values():
         saver.close()
         nodes.close()
@@ -124,7 +139,8 @@ def measure_saves(rank, size, training, root, turns):
 
 def timed(owner, name, but_in):
     """The seconds of every call of a function from now on, in other threads than `but_in`."""
-    method, seconds = getattr(owner, name), []
+    method = getattr(owner, name)
+    seconds = []
 
     def call(*arguments):
         started = time.perf_counter()
@@ -144,7 +160,9 @@ def slowest(seconds):
 
 
 def measure_loads(rank, size, training, root, turns):
-    """The disk of node 1 is gone: what it held is read from node 0. Against the same from a shared directory."""
+    """The disk of node 1 is gone: what it held is read from node 0. Against the same from a shared
+    directory.
+    """
     results = defaultdict(lambda: defaultdict(list))
     save(training.state, root / "persistent", common={"iteration": 1})
     if rank == 1:
@@ -162,12 +180,18 @@ def measure_loads(rank, size, training, root, turns):
         started = time.perf_counter()
         load(training.state, local.directory)
         local.close()
-        results["from the copies"]["read, exchange and verify, s"].append(time.perf_counter() - started)
-        results["from the copies"]["of it exchange, on node 1, s"].append(slowest(sum(exchange, 0.0)))
+        results["from the copies"]["read, exchange and verify, s"].append(
+            time.perf_counter() - started
+        )
+        results["from the copies"]["of it exchange, on node 1, s"].append(
+            slowest(sum(exchange, 0.0))
+        )
         dist.barrier()
         started = time.perf_counter()
         load(training.state, root / "persistent", verify=True)
-        results["from a shared directory"]["read, exchange and verify, s"].append(time.perf_counter() - started)
+        results["from a shared directory"]["read, exchange and verify, s"].append(
+            time.perf_counter() - started
+        )
     return results
 
 
@@ -186,7 +210,9 @@ def measure_restart(root, flags):
         cluster.start("a")
         cluster.start("b")
         cluster.until(lambda: done() >= LOST_AFTER)
-        workers, killed, last = cluster.workers("a"), time.time(), done()
+        workers = cluster.workers("a")
+        killed = time.time()
+        last = done()
         cluster.lose("b")
         cluster.start("c")
         cluster.until(lambda: not any(map(is_running, workers)))
@@ -195,7 +221,9 @@ def measure_restart(root, flags):
         again = starts()[-1]
     finally:
         cluster.close()
-    began, loading, trains = again.began, again.start["loading"], again.start["time"]
+    began = again.began
+    loading = again.start["loading"]
+    trains = again.start["time"]
     new = next(row["time"] for row in again.intervals if row["iteration"] > last)
     return {
         "detect, s": noticed - killed,
@@ -236,29 +264,41 @@ def measure_store(rank, size, training, prefix, turns):
                 upload.write(content[offset : offset + PART_SIZE])
             upload.close()
             dist.barrier()
-            results["plain obstore"]["put, GB/s"].append(size * len(content) / (time.perf_counter() - started) / 1e9)
+            results["plain obstore"]["put, GB/s"].append(
+                size * len(content) / (time.perf_counter() - started) / 1e9
+            )
             cpu = time.process_time()
-            report = saver.save(training.state, f"{prefix}/iter_{turn:07d}", common={"iteration": 1}).wait()
+            report = saver.save(
+                training.state, f"{prefix}/iter_{turn:07d}", common={"iteration": 1}
+            ).wait()
             saver.finish()
             assert report.error is None, report
-            results["checkpoint"]["CPU s per GB saved"].append((time.process_time() - cpu) / len(content) * 1e9)
+            results["checkpoint"]["CPU s per GB saved"].append(
+                (time.process_time() - cpu) / len(content) * 1e9
+            )
             results["checkpoint"]["put, GB/s"].append(report.gb_per_second)
             dist.barrier()
             started = time.perf_counter()
             for offset in range(0, len(content), 64 << 20):
                 path.store.get_range(path.key, offset, min(64 << 20, len(content) - offset))
             dist.barrier()
-            results["plain obstore"]["get, GB/s"].append(size * len(content) / (time.perf_counter() - started) / 1e9)
+            results["plain obstore"]["get, GB/s"].append(
+                size * len(content) / (time.perf_counter() - started) / 1e9
+            )
             started = time.perf_counter()
             load(training.state, f"{prefix}/iter_{turn:07d}")
             dist.barrier()
-            results["checkpoint"]["get, GB/s"].append(size * len(content) / (time.perf_counter() - started) / 1e9)
+            results["checkpoint"]["get, GB/s"].append(
+                size * len(content) / (time.perf_counter() - started) / 1e9
+            )
     return results
 
 
 def worker(rank, size, options, root, port):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
+    )
     training = Training(options.size_gb, rank, size)
     if options.store:
         tables = [measure_store(rank, size, training, options.store, options.turns)]
@@ -266,7 +306,9 @@ def worker(rank, size, options, root, port):
         tables = [measure_saves(rank, size, training, root, options.turns)]
         tables.append(measure_loads(rank, size, training, root, options.turns))
     if rank == 0:
-        print(f"{options.size_gb} GB of state on {size} nodes of one process, medians of {options.turns} turns")
+        print(
+            f"{options.size_gb} GB of state on {size} nodes of one process, medians of {options.turns} turns"
+        )
         for results in tables:
             show(results)
     dist.barrier()
@@ -282,12 +324,20 @@ def show(results):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size-gb", type=float, help="of all nodes together; default 1.6, with --restart 0.082")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size-gb", type=float, help="of all nodes together; default 1.6, with --restart 0.082"
+    )
     parser.add_argument("--turns", type=int, help="default 5, with --restart 1")
     parser.add_argument("--directory", default=".", help="on the disk to measure")
-    parser.add_argument("--store", help="measure object storage, and nothing else: s3://bucket/prefix, or `local`")
-    parser.add_argument("--restart", action="store_true", help="measure the loss of a node, and nothing else")
+    parser.add_argument(
+        "--store", help="measure object storage, and nothing else: s3://bucket/prefix, or `local`"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="measure the loss of a node, and nothing else"
+    )
     options = parser.parse_args()
     options.turns = options.turns or (1 if options.restart else 5)
     options.size_gb = options.size_gb or (0.082 if options.restart else 1.6)
@@ -295,7 +345,9 @@ def main() -> None:
         if options.store == "local":
             stack.enter_context(object_server())
             options.store = "s3://bucket/run"
-        root = stack.enter_context(tempfile.TemporaryDirectory(dir=options.directory, prefix="tiers-"))
+        root = stack.enter_context(
+            tempfile.TemporaryDirectory(dir=options.directory, prefix="tiers-")
+        )
         if options.restart:
             show(measure_restarts(Path(root), options.turns, options.size_gb))
             return

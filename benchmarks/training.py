@@ -1,9 +1,10 @@
 """Training speed, side by side with peers in one run.
 
-Our `pretrain_gpt.py` (the whole step as users run it: data, loss, clipping, optimizer, logging) against plain loops of
-transformers (SDPA, fused AdamW) and megatron-core (its local layers, fused AdamW), on the same model, taking turns so
-that a noisy machine disturbs all alike. Reported are medians, GFLOP/s by one formula for all, the ratio to the best
-peer, and the machine's own GEMM ceiling.
+Our `pretrain_gpt.py` (the whole step as users run it: data, loss, clipping, optimizer, logging)
+against plain loops of transformers (SDPA, fused AdamW) and megatron-core (its local layers, fused
+AdamW), on the same model, taking turns so that a noisy machine disturbs all alike. Reported are
+medians, GFLOP/s by one formula for all, the ratio to the best peer, and the machine's own GEMM
+ceiling.
 
     python benchmarks/training.py                    # fp32 and bf16 against transformers
     python benchmarks/training.py --megatron-core-python PATH  # and megatron-core, installed in its own environment
@@ -32,8 +33,17 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.core.utils import Progress  # noqa: E402
 
-LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB, SEQ, BATCH = 8, 512, 1408, 8, 4, 32000, 512, 4
-EXPERTS, EXPERT_FFN = 8, FFN // 2  # of --moe: 2 experts for a token cost what the dense MLP does
+LAYERS = 8
+HIDDEN = 512
+FFN = 1408
+HEADS = 8
+GROUPS = 4
+VOCAB = 32000
+SEQ = 512
+BATCH = 4
+# of --moe: 2 experts for a token cost what the dense MLP does
+EXPERTS = 8
+EXPERT_FFN = FFN // 2
 SKIP = 2  # first steps of every run: allocation and warm-up
 
 Program = Callable[[int], list[float]]
@@ -53,7 +63,9 @@ EP2 = ["--expert-model-parallel-size", "2", *LAYOUTS["DP2"]]
 
 
 def flops_per_step() -> float:
-    """Model FLOPs of one step: 6 per matrix parameter and token, and causal attention counted in half."""
+    """Model FLOPs of one step: 6 per matrix parameter and token, and causal attention counted in
+    half.
+    """
     head = HIDDEN // HEADS
     attention = HIDDEN * head * (HEADS + 2 * GROUPS) + HEADS * head * HIDDEN
     matrices = LAYERS * (attention + 3 * HIDDEN * FFN) + HIDDEN * VOCAB
@@ -83,14 +95,34 @@ def ours(
         flags.append("--bf16")
     launcher = [sys.executable]
     if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+        ]
     output = run([*launcher, "pretrain_gpt.py", *flags, *extra], threads)
-    return [float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)]
+    return [
+        float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
+    ]
 
 
-def peer(name: str, python: str, dtype: str, steps: int, threads: int, extra: Sequence[str] = ()) -> list[float]:
+def peer(
+    name: str, python: str, dtype: str, steps: int, threads: int, extra: Sequence[str] = ()
+) -> list[float]:
     script = str(ROOT / f"benchmarks/peers/{name}_training.py")
-    command = [python, script, "--dtype", dtype, "--steps", str(steps), "--threads", str(threads), *extra]
+    command = [
+        python,
+        script,
+        "--dtype",
+        dtype,
+        "--steps",
+        str(steps),
+        "--threads",
+        str(threads),
+        *extra,
+    ]
     output = run(command, threads)
     return [float(line) for line in re.findall(r"^[\d.]+$", output, re.MULTILINE)]
 
@@ -100,7 +132,9 @@ def run(command: list[str], threads: int) -> str:
     environment.pop("PYTHONPATH", None)  # it could bring this project's `megatron` into a peer
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
+        )
     return result.stdout
 
 
@@ -110,10 +144,11 @@ def wall_clock(program: Program, steps: int) -> list[float]:
 
 
 def processor_time(program: Program, steps: int) -> list[float]:
-    """The processor's milliseconds per step, of all processes together: what more steps add to a run.
+    """The processor's milliseconds per step, of all processes together: what more steps add to a
+    run.
 
-    Other programs disturb it little. It does not see a process that waits, and counts threads that spin as busy: so
-    one thread each.
+    Other programs disturb it little. It does not see a process that waits, and counts threads that
+    spin as busy: so one thread each.
     """
     used = [children_time()]
     for count in (SKIP, steps):
@@ -131,7 +166,8 @@ def children_time() -> float:
 
 def compare_context_parallelism(dtype: str, args: argparse.Namespace) -> None:
     """One sequence on two processes, whichever way, against one process with the threads of both."""
-    sequence, threads = args.context, args.threads
+    sequence = args.context
+    threads = args.threads
     programs: dict[str, tuple[int, list[str]]] = {"one process": (1, [])}
     for way in ("p2p", "all_gather", "a2a"):
         programs[f"CP2 {way}"] = (2, ["--context-parallel-size", "2", "--cp-comm-type", way])
@@ -139,8 +175,12 @@ def compare_context_parallelism(dtype: str, args: argparse.Namespace) -> None:
     for _ in range(args.rounds):
         for name, (processes, extra) in programs.items():
 
-            def program(steps: int, processes: int = processes, extra: tuple[str, ...] = tuple(extra)) -> list[float]:
-                return ours(dtype, steps, max(1, threads // processes), processes, 1, extra, sequence, 1)
+            def program(
+                steps: int, processes: int = processes, extra: tuple[str, ...] = tuple(extra)
+            ) -> list[float]:
+                return ours(
+                    dtype, steps, max(1, threads // processes), processes, 1, extra, sequence, 1
+                )
 
             times[name] += args.measure(program, args.steps)
     alone = statistics.median(times["one process"])
@@ -157,7 +197,8 @@ def unit_of(args: argparse.Namespace) -> str:
 def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
     """Best GFLOP/s of the GEMM shapes of this model's MLP, over several tries."""
     torch.set_num_threads(threads)
-    a, b = torch.randn(SEQ * BATCH, HIDDEN).to(dtype), torch.randn(2 * FFN, HIDDEN).to(dtype)
+    a = torch.randn(SEQ * BATCH, HIDDEN).to(dtype)
+    b = torch.randn(2 * FFN, HIDDEN).to(dtype)
     best = float("inf")
     for _ in range(20):
         start = time.perf_counter()
@@ -166,24 +207,36 @@ def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
     return 2.0 * SEQ * BATCH * HIDDEN * 2 * FFN / best / 1e9
 
 
-def programs_of(args: argparse.Namespace, dtype: str, pythons: dict[str, str]) -> dict[str, Program]:
+def programs_of(
+    args: argparse.Namespace, dtype: str, pythons: dict[str, str]
+) -> dict[str, Program]:
     """What takes turns."""
     threads = args.threads
     experts = ("--experts", str(EXPERTS), "--ffn", str(EXPERT_FFN)) if args.moe else ()
     model = tuple(MOE) if args.moe else ()
     programs: dict[str, Program] = {
-        name: partial(peer, name, python, dtype, threads=threads, extra=experts) for name, python in pythons.items()
+        name: partial(peer, name, python, dtype, threads=threads, extra=experts)
+        for name, python in pythons.items()
     }
     programs["ours"] = partial(ours, dtype, threads=threads, extra=model)
     if args.also:
-        programs[f"ours {args.also}"] = partial(ours, dtype, threads=threads, extra=(*model, *args.also.split()))
+        programs[f"ours {args.also}"] = partial(
+            ours, dtype, threads=threads, extra=(*model, *args.also.split())
+        )
 
     def two(micro_batch: int, *flags: str) -> Program:
         return partial(
-            ours, dtype, threads=max(1, threads // 2), processes=2, micro_batch=micro_batch, extra=(*model, *flags)
+            ours,
+            dtype,
+            threads=max(1, threads // 2),
+            processes=2,
+            micro_batch=micro_batch,
+            extra=(*model, *flags),
         )
 
-    if args.moe:  # new weights use some experts far more than others, so that a rank waits for the other
+    if (
+        args.moe
+    ):  # new weights use some experts far more than others, so that a rank waits for the other
         programs["ours EP2"] = two(BATCH // 2, *EP2)
         programs["ours, even load"] = partial(ours, dtype, threads=threads, extra=(*model, EVEN))
         programs["ours EP2, even load"] = two(BATCH // 2, *EP2, EVEN)
@@ -194,17 +247,36 @@ def programs_of(args: argparse.Namespace, dtype: str, pythons: dict[str, str]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--steps", type=int, default=8, help=f"steps of every run; the first {SKIP} are not counted")
+    parser.add_argument(
+        "--steps", type=int, default=8, help=f"steps of every run; the first {SKIP} are not counted"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="how often the programs take turns")
     parser.add_argument("--threads", type=int, help="2; 1 with --processor-time")
-    parser.add_argument("--layouts", action="store_true", help="also 2 processes with 1 thread each")
-    parser.add_argument("--moe", action="store_true", help="a model with experts, and EP2 beside it")
-    parser.add_argument("--also", metavar="FLAGS", help='ours with more flags beside ours without, as "--compile"')
-    parser.add_argument("--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core")
-    parser.add_argument("--context", metavar="LENGTH", type=int, help="CP2 against one process at this length, alone")
-    parser.add_argument("--processor-time", action="store_true", help="of all processes instead of wall-clock time")
+    parser.add_argument(
+        "--layouts", action="store_true", help="also 2 processes with 1 thread each"
+    )
+    parser.add_argument(
+        "--moe", action="store_true", help="a model with experts, and EP2 beside it"
+    )
+    parser.add_argument(
+        "--also", metavar="FLAGS", help='ours with more flags beside ours without, as "--compile"'
+    )
+    parser.add_argument(
+        "--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core"
+    )
+    parser.add_argument(
+        "--context",
+        metavar="LENGTH",
+        type=int,
+        help="CP2 against one process at this length, alone",
+    )
+    parser.add_argument(
+        "--processor-time", action="store_true", help="of all processes instead of wall-clock time"
+    )
     args = parser.parse_args()
     args.measure = processor_time if args.processor_time else wall_clock
     args.threads = args.threads or (1 if args.processor_time else 2)
@@ -214,7 +286,9 @@ def main() -> None:
             compare_context_parallelism(dtype, args)
         return
     work = flops_per_step()
-    print(f"{work / 1e9:.0f} GFLOP per step of {BATCH * SEQ} tokens; {args.threads} threads; torch {torch.__version__}")
+    print(
+        f"{work / 1e9:.0f} GFLOP per step of {BATCH * SEQ} tokens; {args.threads} threads; torch {torch.__version__}"
+    )
     for dtype in args.dtypes:
         ceiling = gemm_ceiling(torch.float32 if dtype == "fp32" else torch.bfloat16, args.threads)
         pythons = {"transformers": sys.executable}
@@ -232,7 +306,9 @@ def main() -> None:
         for name, values in times.items():
             median = statistics.median(values)
             speed = work / median / 1e6
-            print(f"  {name:20s} {median:8.0f} ms/step  {speed:6.0f} GFLOP/s  {best_peer / median:5.2f}x the best peer")
+            print(
+                f"  {name:20s} {median:8.0f} ms/step  {speed:6.0f} GFLOP/s  {best_peer / median:5.2f}x the best peer"
+            )
 
 
 if __name__ == "__main__":

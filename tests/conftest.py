@@ -8,11 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import DistributedPool
+from tests.support.distributed import DistributedPool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run-slow", action="store_true", help="also run tests marked slow (soak and fault injection)")
+    parser.addoption(
+        "--run-slow",
+        action="store_true",
+        help="also run tests marked slow (soak and fault injection)",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -24,11 +28,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--run-slow"):
         skip = pytest.mark.skip(reason="slow: needs --run-slow")
         for item in items:
-            if item.get_closest_marker("slow") is not None:  # not item.keywords: they hold directory names, too
+            if (
+                item.get_closest_marker("slow") is not None
+            ):  # not item.keywords: they hold directory names, too
                 item.add_marker(skip)
 
 
-# As in the workers of the pool: results do not depend on how many cores there are, nor do processes compete for them.
+# As in the workers of the pool: results do not depend on how many cores there are, nor do processes
+# compete for them.
 torch.set_num_threads(1)
 
 
@@ -47,7 +54,11 @@ class Disk:
         self.path = path
 
     def mount(self, options: str) -> None:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(self.path)], check=True, capture_output=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "none", str(self.path)],
+            check=True,
+            capture_output=True,
+        )
 
     def remount(self, options: str) -> bool:
         """Whether it was possible: not read-only, while files are open for writing."""

@@ -1,10 +1,12 @@
-"""What a run will need, before it is started: memory, checkpoint bytes, pipeline bubble and traffic of every stage.
+"""What a run will need, before it is started: memory, checkpoint bytes, pipeline bubble and traffic
+of every stage.
 
     python tools/plan_run.py --world-size 8 --device-memory-gb 80 FLAGS      FLAGS: those of pretrain_gpt.py
     LAUNCH="python tools/plan_run.py --world-size 8 --device-memory-gb 80" bash examples/one_node_8_gpus.sh
 
 With --json the same, in bytes, for programs; with --plot PNG as a picture (schedule and memory).
-The vocabulary is that of --vocab-size, else of the tokenizer, which then must be there. Exit status 1: it does not fit.
+The vocabulary is that of --vocab-size, else of the tokenizer, which then must be there. Exit status
+1: it does not fit.
 """
 
 from __future__ import annotations
@@ -46,8 +48,10 @@ MTBF_HELP = (
 
 
 def save_interval(cost: float, mtbf: float) -> float:
-    """Seconds of training between saves that lose least, if a save costs `cost` seconds and the mean time between
-    failures is `mtbf` seconds (J. T. Daly, A higher order estimate of the optimum checkpoint interval, 2006)."""
+    """Seconds of training between saves that lose least, if a save costs `cost` seconds and the
+    mean time between failures is `mtbf` seconds (J. T. Daly, A higher order estimate of the optimum
+    checkpoint interval, 2006).
+    """
     if cost >= 2 * mtbf:
         return mtbf
     ratio = cost / (2 * mtbf)
@@ -55,7 +59,8 @@ def save_interval(cost: float, mtbf: float) -> float:
 
 
 def save_intervals(starts: Sequence[RecordedStart], mtbf_hours: Sequence[float]) -> list[str]:
-    """A line for each tier that saved in these starts: the interval that loses least, in Daly's approximation.
+    """A line for each tier that saved in these starts: the interval that loses least, in Daly's
+    approximation.
 
     A save costs what it blocked training; it cannot be due again before it has ended.
     """
@@ -64,18 +69,32 @@ def save_intervals(starts: Sequence[RecordedStart], mtbf_hours: Sequence[float])
     if not iterations:
         raise ValueError("--measured: this run has recorded no iterations")
     iteration = sum(row["seconds"] for row in rows) / iterations
-    spent, lines = goodput(starts), []
+    spent = goodput(starts)
+    lines = []
     restart = (spent["loading"] + spent["starting"]) / len(starts)
-    local = [row["values"] for start in starts for row in start.points if "local-save-total-time" in row["values"]]
-    persistent = [row["values"] for start in starts for row in start.points if "save-total-time" in row["values"]]
-    hours = [*mtbf_hours, 10 * mtbf_hours[0]][:2]  # of (any failure, one that the local tier does not survive)
+    local = [
+        row["values"]
+        for start in starts
+        for row in start.points
+        if "local-save-total-time" in row["values"]
+    ]
+    persistent = [
+        row["values"]
+        for start in starts
+        for row in start.points
+        if "save-total-time" in row["values"]
+    ]
+    hours = [*mtbf_hours, 10 * mtbf_hours[0]][
+        :2
+    ]  # of (any failure, one that the local tier does not survive)
     for flag_name, saves, prefix, every in (
         ("--non-persistent-save-interval", local, "local-", hours[0]),
         ("--save-interval", persistent, "", hours[1] if local else hours[0]),
     ):
         if saves:
             blocked, total = (
-                median(row[f"{prefix}save-{name}-time"] for row in saves) for name in ("blocking", "total")
+                median(row[f"{prefix}save-{name}-time"] for row in saves)
+                for name in ("blocking", "total")
             )
             seconds = max(save_interval(blocked, 3600 * every), total)
             lines.append(
@@ -88,9 +107,13 @@ def save_intervals(starts: Sequence[RecordedStart], mtbf_hours: Sequence[float])
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
     """Our own options, and those of the run by field name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world-size", type=int, default=1, help="number of ranks, one per GPU")
-    parser.add_argument("--device-memory-gb", type=float, help="memory of a GPU in GB of 10^9 bytes, as it is sold")
+    parser.add_argument(
+        "--device-memory-gb", type=float, help="memory of a GPU in GB of 10^9 bytes, as it is sold"
+    )
     parser.add_argument(
         "--reserve-gb",
         type=float,
@@ -98,10 +121,24 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
         help="what CUDA, NCCL and gaps of the allocator take of it (default: 4)",
     )
     parser.add_argument("--mtbf-hours", type=float, nargs="+", metavar=("H", "H2"), help=MTBF_HELP)
-    parser.add_argument("--measured", type=Path, metavar="RUN", help="the --save directory of a run, for --mtbf-hours")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the pipeline schedule and the memory of stages")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead; sizes in bytes")
-    options, rest = parser.parse_known_args([word for word in argv if not word.endswith("pretrain_gpt.py")])
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        metavar="RUN",
+        help="the --save directory of a run, for --mtbf-hours",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PNG",
+        help="draw the pipeline schedule and the memory of stages",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead; sizes in bytes"
+    )
+    options, rest = parser.parse_known_args(
+        [word for word in argv if not word.endswith("pretrain_gpt.py")]
+    )
     given, _ = parse_flags(flag_parser(), rest)
     given = {"lr": 1.0, "min_lr": 0.0} | given  # nothing here depends on these
     if "train_samples" not in given:
@@ -117,10 +154,14 @@ def make_plan(given: Given, world_size: int) -> tuple[Config, RunPlan]:
 
 
 def alternatives(given: Given, world_size: int, needed: int) -> list[tuple[str, int]]:
-    """Flags that change one thing and make the run need less than `needed` bytes on its fullest rank, and how much."""
+    """Flags that change one thing and make the run need less than `needed` bytes on its fullest
+    rank, and how much.
+    """
     axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
     sizes = {name: given.get(name, 1) * 2 for name in axes}
-    changes = ALTERNATIVES + [(f"--{name.replace('_', '-')} {size}", {name: size}) for name, size in sizes.items()]
+    changes = ALTERNATIVES + [
+        (f"--{name.replace('_', '-')} {size}", {name: size}) for name, size in sizes.items()
+    ]
     plans = []
     for flags, change in changes:
         if not change.items() <= given.items():
@@ -149,9 +190,20 @@ def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
         "bubble": plan.bubble,
         "notes": config.notes,
         "stages": [
-            {field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "ps"}
-            | {"stage": stage.ps.pp.rank, "memory": asdict(stage.memory) | {"total": stage.memory.total}}
-            | {"traffic": {name: asdict(axis) | {"wire": axis.wire} for name, axis in stage.traffic.items()}}
+            {
+                field.name: getattr(stage, field.name)
+                for field in fields(stage)
+                if field.name != "ps"
+            }
+            | {
+                "stage": stage.ps.pp.rank,
+                "memory": asdict(stage.memory) | {"total": stage.memory.total},
+            }
+            | {
+                "traffic": {
+                    name: asdict(axis) | {"wire": axis.wire} for name, axis in stage.traffic.items()
+                }
+            }
             for stage in plan.stages
         ],
     }
@@ -164,20 +216,30 @@ def verdict(needed: int, available: float, reserve: float) -> str:
 
 def main(argv: Sequence[str]) -> int:
     options, given = parse(argv)
-    world_size, limited = options.world_size, options.device_memory_gb is not None
+    world_size = options.world_size
+    limited = options.device_memory_gb is not None
     config, plan = make_plan(given, world_size)
-    needed, available, reserve = plan.largest, (options.device_memory_gb or 0) * 1e9, options.reserve_gb * 1e9
+    needed = plan.largest
+    available = (options.device_memory_gb or 0) * 1e9
+    reserve = options.reserve_gb * 1e9
     fits = not limited or needed + reserve <= available
     intervals = []
     if options.mtbf_hours is not None:
         if options.measured is None or min(options.mtbf_hours) <= 0 or len(options.mtbf_hours) > 2:
-            raise ValueError("--mtbf-hours takes one or two positive numbers, and --measured, the --save of a run")
+            raise ValueError(
+                "--mtbf-hours takes one or two positive numbers, and --measured, the --save of a run"
+            )
         intervals = save_intervals(read_record(options.measured), options.mtbf_hours)
     better = [] if fits else alternatives(given, world_size, needed)
     if options.plot is not None:
-        plan_picture(plan, options.plot, available if limited else None, reserve if limited else 0.0)
+        plan_picture(
+            plan, options.plot, available if limited else None, reserve if limited else 0.0
+        )
     if options.json:
-        ways = [{"flags": flags, "memory": size, "fits": size + reserve <= available} for flags, size in better]
+        ways = [
+            {"flags": flags, "memory": size, "fits": size + reserve <= available}
+            for flags, size in better
+        ]
         answer: dict[str, Any] = {"fits": fits, "alternatives": ways} if limited else {}
         answer |= {"save_intervals": intervals} if intervals else {}
         print(json.dumps(as_json(config, plan, world_size) | answer, indent=2))

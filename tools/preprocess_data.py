@@ -3,9 +3,10 @@
     python tools/preprocess_data.py --input corpus/*.jsonl --output-prefix data/corpus --append-eod --workers 8
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
-Inputs, in the order given: JSON lines (.jsonl, .ndjson, .json: one object a line) or plain text (anything else), each
-also compressed (.gz). Documents keep the order of the input whatever the number of workers. The output
-`<prefix>_<key>_document.bin/.idx` appears when everything is written: an interrupted run leaves none.
+Inputs, in the order given: JSON lines (.jsonl, .ndjson, .json: one object a line) or plain text
+(anything else), each also compressed (.gz). Documents keep the order of the input whatever the
+number of workers. The output `<prefix>_<key>_document.bin/.idx` appears when everything is written:
+an interrupted run leaves none.
 """
 
 from __future__ import annotations
@@ -40,16 +41,22 @@ class PreprocessConfig:
     """What to read, how to cut it into documents, and where to write the tokens."""
 
     input: list[str] | None = flag(None)
-    """Files or patterns ('corpus/**/*.txt', in quotes), read in this order; the files of a pattern are sorted."""
+    """Files or patterns ('corpus/**/*.txt', in quotes), read in this order; the files of a pattern
+    are sorted.
+    """
     output_prefix: str | None = flag(None)
     """Files <prefix>_<key>_document.bin and .idx are written."""
     input_format: str = flag("auto", choices=("auto", "jsonl", "text"))
-    """auto: .jsonl, .ndjson and .json (also .gz) hold a JSON object per line, all else is plain text."""
+    """auto: .jsonl, .ndjson and .json (also .gz) hold a JSON object per line, all else is plain
+    text.
+    """
     json_keys: list[str] | None = flag(None)
-    """Fields of the JSON objects, each written to files of its own; a field is a string, or a list of them that makes
-    one document of several sequences. Default: text."""
+    """Fields of the JSON objects, each written to files of its own; a field is a string, or a list
+    of them that makes one document of several sequences. Default: text.
+    """
     text_documents: str = flag("file", choices=("file", "block", "line"))
-    """What is one document of plain text: a file, a block of lines between blank lines, or a line."""
+    """What is one document of plain text: a file, a block of lines between blank lines, or a line.
+    """
     append_eod: bool = flag(False)
     """Append the end-of-document token to every document."""
     workers: int | None = flag(None, positive=True)
@@ -115,34 +122,51 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
     with contextlib.ExitStack() as stack:
         prefixes = {key: f"{config.output_prefix}_{key}_document" for key in config.keys}
         builders = {
-            key: stack.enter_context(IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size)))
+            key: stack.enter_context(
+                IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size))
+            )
             for key, prefix in prefixes.items()
         }
-        bar = stack.enter_context(Progress("tokenizing", total_bytes(paths), quiet=not sys.stderr.isatty()))
-        documents, began = 0, time.perf_counter()
+        bar = stack.enter_context(
+            Progress("tokenizing", total_bytes(paths), quiet=not sys.stderr.isatty())
+        )
+        documents = 0
+        began = time.perf_counter()
 
         def report() -> None:
             rate = documents / max(time.perf_counter() - began, 1e-9)
-            print(f"{documents} documents, {rate:.1f} docs/s; {bar.text()}", file=sys.stderr, flush=True)
+            print(
+                f"{documents} documents, {rate:.1f} docs/s; {bar.text()}",
+                file=sys.stderr,
+                flush=True,
+            )
 
-        encoded_chunks = stack.enter_context(contextlib.closing(OrderedWorkers(encoder, chunks, workers, CHUNKS_AHEAD)))
+        encoded_chunks = stack.enter_context(
+            contextlib.closing(OrderedWorkers(encoder, chunks, workers, CHUNKS_AHEAD))
+        )
         for chunk, encoded in encoded_chunks:
             for key, result in encoded.items():
                 builders[key].add(*result)
             bar.add(chunk.num_bytes)
-            due = documents // config.log_interval < (documents + len(chunk.documents)) // config.log_interval
+            due = (
+                documents // config.log_interval
+                < (documents + len(chunk.documents)) // config.log_interval
+            )
             documents += len(chunk.documents)
             if due and bar.quiet:  # on a terminal the bar says it
                 report()
         for key, builder in builders.items():
             if builder.num_documents == 0:
-                raise ValueError(f"no document of {len(paths)} files has any token of {key!r}: nothing is written")
+                raise ValueError(
+                    f"no document of {len(paths)} files has any token of {key!r}: nothing is written"
+                )
     report()
     for key, builder in builders.items():
         empty = documents - builder.num_documents
         skipped = f" ({empty} empty ones left out)" if empty else ""
         print(
-            f"{prefixes[key]}: {builder.num_documents} documents{skipped}, {builder.num_tokens} tokens", file=sys.stderr
+            f"{prefixes[key]}: {builder.num_documents} documents{skipped}, {builder.num_tokens} tokens",
+            file=sys.stderr,
         )
 
 
@@ -156,7 +180,11 @@ def find_files(patterns: list[str]) -> list[str]:
         found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         files = [path for path in found if not os.path.isdir(path)]  # a pipe will do
         if not files:
-            hint = f": it is a directory, give a pattern such as '{pattern}/**/*.txt'" if os.path.isdir(pattern) else ""
+            hint = (
+                f": it is a directory, give a pattern such as '{pattern}/**/*.txt'"
+                if os.path.isdir(pattern)
+                else ""
+            )
             raise ValueError(f"--input {pattern}: no such file{hint}")
         paths.update(dict.fromkeys(files))
     return list(paths)
@@ -184,7 +212,8 @@ def read_chunks(path: str, config: PreprocessConfig) -> Iterator[LineBatch]:
                 size += len(document)
                 if size >= CHUNK_BYTES:
                     yield LineBatch(path, is_json, batch)
-                    batch, size = [], 0
+                    batch = []
+                    size = 0
             if batch:
                 yield LineBatch(path, is_json, batch)
     except (OSError, EOFError) as error:  # EOFError: a cut .gz
@@ -201,7 +230,9 @@ def split_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def split_blocks(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    for is_text, group in itertools.groupby(enumerate(lines, start=1), key=lambda row: bool(row[1].strip())):
+    for is_text, group in itertools.groupby(
+        enumerate(lines, start=1), key=lambda row: bool(row[1].strip())
+    ):
         if is_text:
             numbers, block = zip(*group, strict=True)
             yield numbers[0], b"".join(block).rstrip(b"\r\n")
@@ -267,7 +298,9 @@ def _texts(record: dict, key: str) -> list[str]:
     value = record[key]
     texts = value if isinstance(value, list) else [value]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"field {key!r} is {json.dumps(value)[:60]}, expected a string or a list of strings")
+        raise ValueError(
+            f"field {key!r} is {json.dumps(value)[:60]}, expected a string or a list of strings"
+        )
     return texts
 
 
@@ -280,5 +313,7 @@ def _pack(documents: list[list[list[int]]], dtype: np.dtype) -> Tokens:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwind: discard files, end workers
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # unwind: discard files, end workers
     main()

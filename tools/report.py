@@ -1,9 +1,11 @@
-"""One self-contained HTML page about a run: curves over all its starts, saves, goodput, checkpoints.
+"""One self-contained HTML page about a run: curves over all its starts, saves, goodput,
+checkpoints.
 
     python tools/report.py RUN [--output RUN/report.html] [--verify]
 
-RUN is a --save directory. What it shows comes from the record of the run (`run.json` and `runs/` in it) and from the
-checkpoints themselves. --verify reads them whole and compares checksums. The page loads nothing from elsewhere.
+RUN is a --save directory. What it shows comes from the record of the run (`run.json` and `runs/` in
+it) and from the checkpoints themselves. --verify reads them whole and compares checksums. The page
+loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from megatron.core.dist_checkpointing.generation import read_parent
 from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.core.durable_files import write_durably
 from megatron.core.utils import Progress
-from megatron.training.reporting.run_record import RecordedStart, goodput, kept_until, plain, read_record
+from megatron.training.reporting.run_record import (
+    RecordedStart,
+    goodput,
+    kept_until,
+    plain,
+    read_record,
+)
 
 PAGE = Path(__file__).with_name("report_page.html")
 MAX_POINTS = 1500  # of a curve; more are averaged
@@ -44,9 +52,15 @@ def curve(start: RecordedStart, name: str) -> list[tuple[float, float]]:
 
 
 def checkpoints(root: Path, starts: Sequence[RecordedStart], check: bool) -> list[Row]:
-    """Every checkpoint that is there: when, how large, by which start, where it descends from, whether whole."""
-    writers = {row["iteration"]: index for index, start in enumerate(starts) for row in saves_of(start)}
-    directories = {iteration: iteration_directory(root, iteration) for iteration in saved_iterations(root)}
+    """Every checkpoint that is there: when, how large, by which start, where it descends from,
+    whether whole.
+    """
+    writers = {
+        row["iteration"]: index for index, start in enumerate(starts) for row in saves_of(start)
+    }
+    directories = {
+        iteration: iteration_directory(root, iteration) for iteration in saved_iterations(root)
+    }
     lineages = {iteration: read_lineage(directory) for iteration, directory in directories.items()}
     head = None
     with contextlib.suppress(ValueError):  # a garbled tracker is no reason not to report
@@ -73,7 +87,9 @@ def checkpoints(root: Path, starts: Sequence[RecordedStart], check: bool) -> lis
 
 
 def parent(directory: Path, writer: RecordedStart | None) -> str | None:
-    """The checkpoint that it descends from, by name; the first of a directory, what its start began with."""
+    """The checkpoint that it descends from, by name; the first of a directory, what its start began
+    with.
+    """
     before = read_parent(directory)
     if before is not None:
         return iteration_directory("", before).name
@@ -99,7 +115,9 @@ def facts(root: Path, check: bool) -> Row:
     """Everything the page shows, as plain values. Raises ValueError where there is no record."""
     starts = read_record(root)
     if not starts:
-        raise ValueError(f"{root}: no record of a run (runs/*.jsonl); give the --save directory of a run")
+        raise ValueError(
+            f"{root}: no record of a run (runs/*.jsonl); give the --save directory of a run"
+        )
     run = starts[-1].start
     return {
         "name": str(root),
@@ -107,7 +125,10 @@ def facts(root: Path, check: bool) -> Row:
         "command": run["command"],
         "train_iters": run["train_iters"],
         "goodput": goodput(starts),
-        "starts": [start_facts(start, limit) for start, limit in zip(starts, kept_until(starts), strict=True)],
+        "starts": [
+            start_facts(start, limit)
+            for start, limit in zip(starts, kept_until(starts), strict=True)
+        ],
         "checkpoints": checkpoints(root, starts, check),
     }
 
@@ -126,14 +147,20 @@ def start_facts(start: RecordedStart, limit: int) -> Row:
         "failed": start.end is None or start.end["failed"],
         "loss": curve(start, "lm_loss"),
         "throughput": curve(start, "tokens_per_second"),
-        "validation": [(i, values["lm loss validation"]) for i, values in points if "lm loss validation" in values],
+        "validation": [
+            (i, values["lm loss validation"])
+            for i, values in points
+            if "lm loss validation" in values
+        ],
         "saves": [(row["iteration"], save_stages(row["values"])) for row in saves_of(start)],
     }
 
 
 def save_stages(values: dict[str, float]) -> dict[str, float]:
     """Seconds of a save one after the other; `training waited` overlaps with them."""
-    staged, written, total = (values[f"save-{name}-time"] for name in ("staging", "writing", "total"))
+    staged, written, total = (
+        values[f"save-{name}-time"] for name in ("staging", "writing", "total")
+    )
     return {
         "copy to host memory": staged,
         "write": max(0.0, written - staged),
@@ -150,10 +177,14 @@ def page(values: Row) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="the --save directory of a run")
     parser.add_argument("--output", type=Path, help="HTML file to write (default: RUN/report.html)")
-    parser.add_argument("--verify", action="store_true", help="read every checkpoint and compare its checksums")
+    parser.add_argument(
+        "--verify", action="store_true", help="read every checkpoint and compare its checksums"
+    )
     args = parser.parse_args(argv)
     output = args.output or args.run / "report.html"
     write_durably(output, page(facts(args.run, args.verify)).encode())

@@ -1,8 +1,10 @@
-"""What resuming takes a user of torch.distributed.checkpoint: a transformers model under FSDP, AdamW, load, one step.
+"""What resuming takes a user of torch.distributed.checkpoint: a transformers model under FSDP,
+AdamW, load, one step.
 
     torchrun --nproc-per-node 2 dcp_resume.py DIRECTORY LAYERS HIDDEN FFN HEADS VOCABULARY LENGTH [--write]
 
-What --write leaves is split along the other dimension, as tensor parallelism would. Prints `iteration` after the step.
+What --write leaves is split along the other dimension, as tensor parallelism would. Prints
+`iteration` after the step.
 """
 
 import sys
@@ -18,7 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def along_columns(value: object) -> object:
-    return value.redistribute(placements=[Shard(1)]) if isinstance(value, DTensor) and value.dim() > 1 else value
+    return (
+        value.redistribute(placements=[Shard(1)])
+        if isinstance(value, DTensor) and value.dim() > 1
+        else value
+    )
 
 
 def main() -> None:
@@ -48,7 +54,9 @@ def main() -> None:
         dcp.save(tree_map(along_columns, state), checkpoint_id=directory)
     else:
         dcp.load(state, checkpoint_id=directory)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         tokens = torch.randint(vocabulary, (1, length))
         model(input_ids=tokens, labels=tokens).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,9 +1,10 @@
-"""What resuming takes with megatron-core: its model and distributed optimizer from our checkpoint, and one step.
+"""What resuming takes with megatron-core: its model and distributed optimizer from our checkpoint,
+and one step.
 
     torchrun --nproc-per-node 2 megatron_core_resume.py DIRECTORY LENGTH
 
-Runs where megatron-core is installed, on the CPU: what stands in for CUDA and for Apex's Adam is `tests/interop`'s.
-Prints `iteration` after the step.
+Runs where megatron-core is installed, on the CPU: what stands in for CUDA and for Apex's Adam is
+`tests/interop`'s. Prints `iteration` after the step.
 """
 
 import os
@@ -46,7 +47,8 @@ class Adam(FusedAdam):
 
 
 def main() -> None:
-    root, length = Path(sys.argv[1]), int(sys.argv[2])
+    root = Path(sys.argv[1])
+    length = int(sys.argv[2])
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.set_num_threads(1)
     stand_in_for_cuda(adam=Adam)
@@ -61,9 +63,13 @@ def main() -> None:
     args = common["args"]
     model = build_model(args, 1, 1)
     model.output_layer.gather_output = False  # as for training
-    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    ddp = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
+    )
     optimizer = build_optimizer(args, ddp)
-    state = dist_checkpointing.load(request(args, metadata, model, optimizer, is_loading=True), path)
+    state = dist_checkpointing.load(
+        request(args, metadata, model, optimizer, is_loading=True), path
+    )
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
 

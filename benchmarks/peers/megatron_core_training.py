@@ -1,7 +1,8 @@
 """A plain training loop of megatron-core: GPTModel of its local layers, clipping, fused AdamW.
 
-Prints one step time (ms) a line. Needs megatron-core in a virtual environment of its own: it installs a package named
-`megatron`, as we do. As for transformers, bf16 means bf16 parameters and moments without fp32 main parameters.
+Prints one step time (ms) a line. Needs megatron-core in a virtual environment of its own: it
+installs a package named `megatron`, as we do. As for transformers, bf16 means bf16 parameters and
+moments without fp32 main parameters.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from megatron.core.transformer.moe import moe_utils
 def build_model(args: argparse.Namespace, dtype: torch.dtype) -> GPTModel:
     experts = {}
     if args.experts:
-        moe_utils.te_general_gemm = None  # 0.16.1 has no such name without Transformer Engine, and asks for it
+        moe_utils.te_general_gemm = (
+            None  # 0.16.1 has no such name without Transformer Engine, and asks for it
+        )
         experts = {
             "num_moe_experts": args.experts,
             "moe_ffn_hidden_size": args.ffn,
@@ -73,7 +76,12 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=0, help="experts of width --ffn in every layer, 2 for a token")
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=0,
+        help="experts of width --ffn in every layer, 2 for a token",
+    )
     args = parser.parse_args()
 
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29533", RANK="0", WORLD_SIZE="1")
@@ -81,7 +89,9 @@ def main() -> None:
     torch.manual_seed(0)
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel()
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)  # the one that needs no CUDA
+    tensor_parallel.random.initialize_rng_tracker(
+        inference_rng_tracker=True
+    )  # the one that needs no CUDA
     torch.cuda.current_device = lambda: "cpu"  # where its rotary embedding puts its tables, unasked
     dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
     model = build_model(args, dtype)
@@ -95,7 +105,11 @@ def main() -> None:
     for _ in range(args.steps):
         start = time.perf_counter()
         tokens = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator)
-        loss = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous()).float().mean()
+        loss = (
+            model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+            .float()
+            .mean()
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

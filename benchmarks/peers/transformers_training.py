@@ -1,9 +1,9 @@
-"""A plain training loop of transformers: Llama or Mixtral with SDPA, clipping, fused AdamW. Prints one step time (ms) a
-line.
+"""A plain training loop of transformers: Llama or Mixtral with SDPA, clipping, fused AdamW. Prints
+one step time (ms) a line.
 
-With --save it saves behind training by `async_save` of torch.distributed.checkpoint (DCP) every 10 steps, and prints
-for how long each save held up training. bf16 here is the fastest form, bf16 parameters and moments without fp32 main
-parameters (which our bf16 has).
+With --save it saves behind training by `async_save` of torch.distributed.checkpoint (DCP) every 10
+steps, and prints for how long each save held up training. bf16 here is the fastest form, bf16
+parameters and moments without fp32 main parameters (which our bf16 has).
 """
 
 import argparse
@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 
 def build_model(args: argparse.Namespace) -> PreTrainedModel:
@@ -32,27 +38,41 @@ def build_model(args: argparse.Namespace) -> PreTrainedModel:
     }
     if not args.experts:
         return LlamaForCausalLM(LlamaConfig(**shape))
-    router = {"num_local_experts": args.experts, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.01}
-    config = MixtralConfig(**shape, **router, output_router_logits=True, experts_implementation=args.experts_by)
+    router = {
+        "num_local_experts": args.experts,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.01,
+    }
+    config = MixtralConfig(
+        **shape, **router, output_router_logits=True, experts_implementation=args.experts_by
+    )
     return MixtralForCausalLM(config)
 
 
 class Saves:
     """DCP's asynchronous saves of a training state, one at a time."""
 
-    def __init__(self, path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, stager: bool) -> None:
+    def __init__(
+        self, path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, stager: bool
+    ) -> None:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo",
             store=dist.HashStore(),
             rank=0,
             world_size=1,
         )
-        self.path, self.model, self.optimizer = path, model, optimizer
+        self.path = path
+        self.model = model
+        self.optimizer = optimizer
         # As many bytes as a run of ours saves: moments in fp32, and main parameters.
         missing = 3 * 4 - 2 * next(model.parameters()).element_size()
-        self.rest = [torch.zeros(p.numel() * missing // 4, device=p.device) for p in model.parameters()]
+        self.rest = [
+            torch.zeros(p.numel() * missing // 4, device=p.device) for p in model.parameters()
+        ]
         pinned = model.device.type == "cuda"
-        options = StagingOptions(pinned, False, use_async_staging=True, use_non_blocking_copy=pinned)
+        options = StagingOptions(
+            pinned, False, use_async_staging=True, use_non_blocking_copy=pinned
+        )
         self.stager = DefaultStager(options) if stager else None
         self.staged: Callable[[], object] = lambda: None
         self.written: Callable[[], object] = lambda: None
@@ -61,13 +81,18 @@ class Saves:
     def begin(self, step: int) -> None:
         start = time.perf_counter()
         self.written()
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rest": self.rest}
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rest": self.rest,
+        }
         storage = dcp.FileSystemWriter(self.path / str(step), sync_files=True)
         if self.stager is None:
             self.written = dcp.async_save(state, storage_writer=storage).result
         else:
             response = dcp.async_save(state, storage_writer=storage, async_stager=self.stager)
-            self.staged, self.written = response.staging_completion.result, response.upload_completion.result
+            self.staged = response.staging_completion.result
+            self.written = response.upload_completion.result
         self.blocked = time.perf_counter() - start
 
     def wait_staged(self) -> None:
@@ -75,8 +100,11 @@ class Saves:
         start = time.perf_counter()
         self.staged()
         if self.blocked:
-            print(f"blocking {(self.blocked + time.perf_counter() - start) * 1e3:.1f} ms", flush=True)
-        self.staged, self.blocked = lambda: None, 0.0
+            print(
+                f"blocking {(self.blocked + time.perf_counter() - start) * 1e3:.1f} ms", flush=True
+            )
+        self.staged = lambda: None
+        self.blocked = 0.0
 
     def close(self) -> None:
         self.written()
@@ -98,12 +126,23 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--experts", type=int, default=0, help="experts of width --ffn in every layer, 2 for a token")
-    parser.add_argument("--experts-by", default="grouped_mm", help="how: eager, batched_mm or grouped_mm")
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=0,
+        help="experts of width --ffn in every layer, 2 for a token",
+    )
+    parser.add_argument(
+        "--experts-by", default="grouped_mm", help="how: eager, batched_mm or grouped_mm"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--save", type=Path, help="a directory for checkpoints")
-    parser.add_argument("--stager", action="store_true", help="with --save: DCP stages in a thread, into kept buffers")
+    parser.add_argument(
+        "--stager",
+        action="store_true",
+        help="with --save: DCP stages in a thread, into kept buffers",
+    )
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)
@@ -123,7 +162,9 @@ def main() -> None:
         start = time.perf_counter()
         if saves is not None and step > 0 and step % 10 == 0:
             saves.begin(step)
-        tokens = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator).to(args.device)
+        tokens = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator).to(
+            args.device
+        )
         labels = tokens[:, 1:].contiguous()
         loss = model(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels).loss
         loss.backward()

@@ -1,7 +1,8 @@
-"""Write a corpus of plain English from text that this machine has: the docstrings of Python and of what is installed.
+"""Write a corpus of plain English from text that this machine has: the docstrings of Python and of
+what is installed.
 
-One JSON document per docstring (`{"text": ...}`), of which only the paragraphs that read as prose are kept: sentences
-without code, tables and markup.
+One JSON document per docstring (`{"text": ...}`), of which only the paragraphs that read as prose
+are kept: sentences without code, tables and markup.
 """
 
 import argparse
@@ -19,7 +20,9 @@ PACKAGES = ("torch", "numpy", "sympy", "networkx", "matplotlib", "setuptools", "
 
 
 def sources() -> Iterator[Path]:
-    """Python's own modules, then those of the packages that `make setup` installs, in a fixed order."""
+    """Python's own modules, then those of the packages that `make setup` installs, in a fixed
+    order.
+    """
     library = Path(sysconfig.get_paths()["stdlib"])
     yield from sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts)
     for package in PACKAGES:
@@ -28,7 +31,9 @@ def sources() -> Iterator[Path]:
 
 def docstrings(path: Path) -> Iterator[str]:
     """The texts in triple quotes; parsing the files would take ten times as long."""
-    for text in re.findall(r'"""(.*?)"""', path.read_text(encoding="utf-8", errors="ignore"), re.DOTALL):
+    for text in re.findall(
+        r'"""(.*?)"""', path.read_text(encoding="utf-8", errors="ignore"), re.DOTALL
+    ):
         yield inspect.cleandoc(text)
 
 
@@ -54,13 +59,16 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=4.0, help="stop after this much text")
     args = parser.parse_args()
 
-    texts, size = [], 0
+    texts = []
+    size = 0
     for text in documents():
         texts.append(text)
         size += len(text)
         if size >= args.megabytes * 1e6:
             break
-    random.Random(0).shuffle(texts)  # so that the validation split is of the same kind as the training split
+    random.Random(0).shuffle(
+        texts
+    )  # so that the validation split is of the same kind as the training split
     temporary = args.output.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)

@@ -1,4 +1,6 @@
-"""Train a SentencePiece vocabulary (BPE, byte fallback) that keeps newlines and indentation, on a JSONL corpus."""
+"""Train a SentencePiece vocabulary (BPE, byte fallback) that keeps newlines and indentation, on a
+JSONL corpus.
+"""
 
 import argparse
 import json

@@ -1,8 +1,9 @@
 """Serve a Hugging Face directory over HTTP: POST {"prompt": "..."} answers {"text": "..."}.
 
-An example for one machine: requests are answered one after the other, by whoever can reach the port. Idle clients are
-cut off, bodies and answers are bounded, and a name in `Host` that is not ours is refused, so that no web page in a
-browser on this machine can ask. There is no authentication: what faces a network belongs behind a proxy that has it.
+An example for one machine: requests are answered one after the other, by whoever can reach the
+port. Idle clients are cut off, bodies and answers are bounded, and a name in `Host` that is not
+ours is refused, so that no web page in a browser on this machine can ask. There is no
+authentication: what faces a network belongs behind a proxy that has it.
 """
 
 from __future__ import annotations
@@ -33,14 +34,21 @@ class Generator:
         self.model = loaded.to(device).eval()
         self._one_at_a_time = threading.Lock()
 
-    def __call__(self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0) -> str:
+    def __call__(
+        self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0
+    ) -> str:
         """What follows `prompt`; the most likely tokens at temperature 0."""
         inputs = torch.tensor([self.tokenizer.encode(prompt)], device=self.device)
-        sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+        sampling: dict[str, Any] = (
+            {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
+        )
         with self._one_at_a_time:
             torch.manual_seed(seed)
             output = self.model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, **sampling
+                inputs,
+                attention_mask=torch.ones_like(inputs),
+                max_new_tokens=max_new_tokens,
+                **sampling,
             )
         return self.tokenizer.decode(output[0, inputs.shape[1] :])
 
@@ -51,8 +59,16 @@ def checked(body: bytes) -> dict[str, Any]:
         request = json.loads(body)
     except (ValueError, RecursionError):
         raise ValueError("the body is not JSON") from None
-    limits = {"max_new_tokens": (int, 1, MAX_NEW_TOKENS), "temperature": (float, 0, 100), "seed": (int, 0, 2**63 - 1)}
-    if not isinstance(request, dict) or not isinstance(request.get("prompt"), str) or not request["prompt"]:
+    limits = {
+        "max_new_tokens": (int, 1, MAX_NEW_TOKENS),
+        "temperature": (float, 0, 100),
+        "seed": (int, 0, 2**63 - 1),
+    }
+    if (
+        not isinstance(request, dict)
+        or not isinstance(request.get("prompt"), str)
+        or not request["prompt"]
+    ):
         raise ValueError('give an object with a "prompt"')
     for name, value in request.items():
         if name == "prompt":
@@ -122,17 +138,23 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", help="Hugging Face directory")
     parser.add_argument("--tokenizer", help="directory of its tokenizer; default: the same")
     parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1: this machine only")
     parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
-    parser.add_argument("--allowed-host", action="append", default=[], help="another name by which clients may ask")
+    parser.add_argument(
+        "--allowed-host", action="append", default=[], help="another name by which clients may ask"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
 
     generate = Generator(args.model, args.tokenizer or args.model, args.device)
-    server = Server((args.host, args.port), generate, [args.host, "127.0.0.1", "localhost", *args.allowed_host])
+    server = Server(
+        (args.host, args.port), generate, [args.host, "127.0.0.1", "localhost", *args.allowed_host]
+    )
     print(f"serving {args.model} at http://{args.host}:{server.server_port}", flush=True)
     server.serve_forever()
 

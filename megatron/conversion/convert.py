@@ -1,4 +1,6 @@
-"""Opening a checkpoint of any format, writing it in any other, and loading it into a run: all through model space."""
+"""Opening a checkpoint of any format, writing it in any other, and loading it into a run: all
+through model space.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from megatron.conversion.formats import Found, Hints, Options, require_checkpoin
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, open_torch_dist, write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import (
+    RunCheckpoint,
+    StackedLayers,
+    open_torch_dist,
+    write_torch_dist,
+)
 from megatron.conversion.model_space.model import Layout, is_trained
 from megatron.conversion.model_space.pieces import make_empty_directory, same_bits
 from megatron.conversion.model_space.source import (
@@ -35,7 +42,13 @@ from megatron.conversion.model_space.source import (
     no_progress,
     optimizer_states,
 )
-from megatron.core.dist_checkpointing import LoadReport, ShardedStateDict, ShardedTensor, fill, write_tracker
+from megatron.core.dist_checkpointing import (
+    LoadReport,
+    ShardedStateDict,
+    ShardedTensor,
+    fill,
+    write_tracker,
+)
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.dist_checkpointing.loading.reader import Request
@@ -55,7 +68,9 @@ READERS: dict[str, Callable[[Path, Hints], Source]] = {
 }
 
 
-def open_checkpoint(root: Path, loader: str = "auto", step: int | None = None, hints: Hints | None = None) -> Source:
+def open_checkpoint(
+    root: Path, loader: str = "auto", step: int | None = None, hints: Hints | None = None
+) -> Source:
     """The checkpoint that `root` means as a `Source`."""
     return open_found(require_checkpoint(root, step, loader), hints)
 
@@ -73,14 +88,20 @@ def open_found(found: Found, hints: Hints | None = None) -> Source:
     return source
 
 
-def _write_torch_dist(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
+def _write_torch_dist(
+    source: Source, root: Path, options: Options, progress: Progress
+) -> list[str]:
     stored = StackedLayers(source) if options.stacked_layers else source
-    return _in_iteration(source, root, lambda to: write_torch_dist(stored, to, options.workers, progress))
+    return _in_iteration(
+        source, root, lambda to: write_torch_dist(stored, to, options.workers, progress)
+    )
 
 
 def _write_legacy(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
     layout = _target_layout(source.args, options)
-    return _in_iteration(source, root, lambda to: write_legacy(source, to, layout, options.workers, progress))
+    return _in_iteration(
+        source, root, lambda to: write_legacy(source, to, layout, options.workers, progress)
+    )
 
 
 # Each returns what could not be carried.
@@ -116,17 +137,20 @@ def convert(
     progress: Progress = no_progress,
     starting: Callable[[int], None] = lambda nbytes: None,
 ) -> ConversionReport:
-    """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there complete or not at all.
+    """Write the checkpoint at `load_dir` to `save_dir` in the format `saver`; it appears there
+    complete or not at all.
 
     `starting` receives the number of bytes to write and then, with `verify`, to compare. Raises ValueError for an
-    existing target without `overwrite`, an unreadable source, or a format that cannot hold the model; nothing is left
-    behind then.
+    existing target without `overwrite`, an unreadable source, or a format that cannot hold the
+    model; nothing is left behind then.
     """
     options = options or Options()
     source = open_checkpoint(load_dir, loader, step, hints)
     _check_target(save_dir, load_dir, saver, overwrite)
     sidecar = options.optim_sidecar and source.training is not None
-    options = dataclasses.replace(options, trusted=(*options.trusted, load_dir), optim_sidecar=sidecar)
+    options = dataclasses.replace(
+        options, trusted=(*options.trusted, load_dir), optim_sidecar=sidecar
+    )
     changed = CastSource(source, options)
     starting(bytes_to_write(changed, saver, options))
 
@@ -158,24 +182,33 @@ class CastSource:
     """
 
     def __init__(self, source: Source, options: Options) -> None:
-        self._source, self._dtype = source, options.dtype
-        self.description, self.unused = source.description, source.unused
+        self._source = source
+        self._dtype = options.dtype
+        self.description = source.description
+        self.unused = source.unused
         self.args = dict(source.args)
         self.training: TrainingState | None = source.training
         self.tensors: dict[str, TensorInfo] = {}
         for key, info in source.tensors.items():
             if not key.startswith("optimizer.state."):
-                wanted = options.dtype if is_trained(key) else None  # what the load moves is fp32 in any model
+                wanted = (
+                    options.dtype if is_trained(key) else None
+                )  # what the load moves is fp32 in any model
                 self.tensors[key] = TensorInfo(info.shape, wanted or info.dtype)
             elif options.optimizer:
                 self.tensors[key] = info
         if options.dtype is not None:
-            self.args |= {"bf16": options.dtype == torch.bfloat16, "fp16": options.dtype == torch.float16}
+            self.args |= {
+                "bf16": options.dtype == torch.bfloat16,
+                "fp16": options.dtype == torch.float16,
+            }
             self.args["params_dtype"] = options.dtype
         if options.transformer_impl is not None:
             self.args["transformer_impl"] = options.transformer_impl
         if not options.optimizer and source.training is not None:
-            self.training = dataclasses.replace(source.training, param_groups=None, scheduler=None, grad_scaler=None)
+            self.training = dataclasses.replace(
+                source.training, param_groups=None, scheduler=None, grad_scaler=None
+            )
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         wanted = self.tensors[key].dtype
@@ -185,15 +218,29 @@ class CastSource:
 
 
 def _check_target(save_dir: Path, load_dir: Path, saver: str, overwrite: bool) -> None:
-    if save_dir.exists() and not (save_dir.is_dir() and not any(save_dir.iterdir())) and not overwrite:
-        raise ValueError(f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it")
-    if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(save_dir.resolve()):
+    if (
+        save_dir.exists()
+        and not (save_dir.is_dir() and not any(save_dir.iterdir()))
+        and not overwrite
+    ):
+        raise ValueError(
+            f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it"
+        )
+    if save_dir.resolve() == load_dir.resolve() or load_dir.resolve().is_relative_to(
+        save_dir.resolve()
+    ):
         raise ValueError(
             f"--save-dir {save_dir} is or contains the source {load_dir}, which would be lost: choose another"
         )
     if isinstance(save_dir, ObjectPath) and (saver != "torch_dist" or overwrite):
-        reason = "nothing is replaced there: delete it first" if overwrite else "give --saver torch_dist or a directory"
-        raise ValueError(f"--save-dir {save_dir}: object storage holds torch_dist checkpoints alone; {reason}")
+        reason = (
+            "nothing is replaced there: delete it first"
+            if overwrite
+            else "give --saver torch_dist or a directory"
+        )
+        raise ValueError(
+            f"--save-dir {save_dir}: object storage holds torch_dist checkpoints alone; {reason}"
+        )
 
 
 def bytes_to_write(source: Source, saver: str, options: Options) -> int:
@@ -208,15 +255,21 @@ def bytes_to_write(source: Source, saver: str, options: Options) -> int:
 
 
 def compare(source: Source, result: Source, progress: Progress = no_progress) -> int:
-    """Number of tensors of `result` found bitwise equal to `source`; ValueError names the first that is not."""
+    """Number of tensors of `result` found bitwise equal to `source`; ValueError names the first
+    that is not.
+    """
     count = 0
     for key, info in result.tensors.items():
         if key not in source.tensors:
-            raise ValueError(f"verification: {result.description} has {key}, which the source lacks")
+            raise ValueError(
+                f"verification: {result.description} has {key}, which the source lacks"
+            )
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _VERIFY_BYTES):
             expected = source.read(key, offset, shape).to(info.dtype)
             if not same_bits(result.read(key, offset, shape), expected):
-                raise ValueError(f"verification: {key} differs from the source (in the box at {offset} of {shape})")
+                raise ValueError(
+                    f"verification: {key} differs from the source (in the box at {offset} of {shape})"
+                )
             progress(expected.nbytes)
         count += 1
     # A result without any optimizer state has no place for it, or it was not wanted.
@@ -224,12 +277,16 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
     wanted = [key for key in source.tensors if has_optimizer or not key.startswith("optimizer.")]
     lost = [key for key in wanted if key not in result.tensors]
     if lost:
-        raise ValueError(f"verification: {result.description} lacks {len(lost)} tensors of the source, {lost[0]} first")
+        raise ValueError(
+            f"verification: {result.description} lacks {len(lost)} tensors of the source, {lost[0]} first"
+        )
     return count
 
 
 def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
-    """The source's layout unless the options change it; a new number of stages drops chunks and uneven stages."""
+    """The source's layout unless the options change it; a new number of stages drops chunks and
+    uneven stages.
+    """
 
     def stored(axis: str) -> int:
         return args.get(f"{axis}_parallel_size") or 1
@@ -237,12 +294,15 @@ def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
     tp = options.tensor_parallel or stored("tensor_model")
     pp = options.pipeline_parallel or stored("pipeline_model")
     same_pipeline = pp == stored("pipeline_model")
-    vpp = options.virtual_pipeline_parallel or (stored("virtual_pipeline_model") if same_pipeline else 1)
+    vpp = options.virtual_pipeline_parallel or (
+        stored("virtual_pipeline_model") if same_pipeline else 1
+    )
     ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
     splits = {name: args.get(name) for name in ends if same_pipeline}
     if (args.get("num_experts") or 0) <= 1:
         return Layout.of(args["num_layers"], tp, pp, vpp, splits)
-    ep, etp = options.expert_parallel or stored("expert_model"), options.expert_tensor_parallel
+    ep = options.expert_parallel or stored("expert_model")
+    etp = options.expert_tensor_parallel
     if ep == 1 and etp not in (None, tp):
         raise ValueError(
             f"--target-expert-tensor-parallel-size {etp} needs --target-expert-model-parallel-size: legacy files split "
@@ -265,7 +325,9 @@ def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]
 
 
 class _SourceReader:
-    """What the engine reads a `Source` of another program by: tensors box by box, generators as objects."""
+    """What the engine reads a `Source` of another program by: tensors box by box, generators as
+    objects.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -287,16 +349,22 @@ class _SourceReader:
 
 
 def load_from_source(state: ShardedStateDict, source: Source, **options: Any) -> LoadReport:
-    """Fill the tensors of `state` in place from `source`; a collective. Options are those of `fill`.
+    """Fill the tensors of `state` in place from `source`; a collective. Options are those of
+    `fill`.
 
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """
     reader = source.reader if isinstance(source, RunCheckpoint) else _SourceReader(source)
     total = sum(
-        box.tensor.nbytes for entry in state.values() if isinstance(entry, ShardedTensor) for box in entry.boxes
+        box.tensor.nbytes
+        for entry in state.values()
+        if isinstance(entry, ShardedTensor)
+        for box in entry.boxes
     )
     quiet = dist.is_initialized() and dist.get_rank() > 0  # the first rank's share stands for all
-    with ProgressBar(f"loading {source.description}", total, count=lambda: reader.bytes_read, quiet=quiet):
+    with ProgressBar(
+        f"loading {source.description}", total, count=lambda: reader.bytes_read, quiet=quiet
+    ):
         return fill(state, reader, source.description, **options)
 
 
@@ -304,7 +372,8 @@ def load_from_source(state: ShardedStateDict, source: Source, **options: Any) ->
 def exclusive_output_dir(directory: Path) -> Iterator[None]:
     """Create or empty `directory` for one process at a time, and remove it if the block fails.
 
-    Raises ValueError while another conversion works there. Leftovers of a killed conversion are removed.
+    Raises ValueError while another conversion works there. Leftovers of a killed conversion are
+    removed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     handle = _open_own(directory)
@@ -336,8 +405,12 @@ def _open_own(directory: Path) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
-        raise ValueError(f"{directory} is a link: remove it, since a conversion would write to its target") from error
+        raise ValueError(
+            f"{directory} is a link: remove it, since a conversion would write to its target"
+        ) from error
     if os.fstat(handle).st_uid != os.geteuid():
         os.close(handle)
-        raise ValueError(f"{directory} belongs to another user: remove it, or choose another --save-dir")
+        raise ValueError(
+            f"{directory} belongs to another user: remove it, or choose another --save-dir"
+        )
     return handle

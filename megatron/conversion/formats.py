@@ -1,10 +1,11 @@
-"""The formats of checkpoints: how each is recognised, and which checkpoint a path means, in which format, and whether
-it is complete; and what a user may ask of a conversion.
+"""The formats of checkpoints: how each is recognised, and which checkpoint a path means, in which
+format, and whether it is complete; and what a user may ask of a conversion.
 
-The one answer for training, convert.py and inspect.py. A directory of checkpoints holds a tracker and `iter_0000010/`,
-`release/` or, from DeepSpeed, `global_step10_universal/`. The tracker moves last, so what it names is complete unless
-something was lost since; then the newest complete checkpoint is taken instead. All of this needs no torch, but for the
-faults of other formats than torch_dist.
+The one answer for training, convert.py and inspect_checkpoint.py. A directory of checkpoints holds
+a tracker and `iter_0000010/`, `release/` or, from DeepSpeed, `global_step10_universal/`. The
+tracker moves last, so what it names is complete unless something was lost since; then the newest
+complete checkpoint is taken instead. All of this needs no torch, but for the faults of other
+formats than torch_dist.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ else:
 
 logger = logging.getLogger(__name__)
 
-MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"  # of a rank in a legacy directory
-LATEST, ZERO = "latest_universal", "zero"
+# of a rank in a legacy directory
+MODEL_FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+LATEST = "latest_universal"
+ZERO = "zero"
 _UNIVERSAL = re.compile(r"global_step(\d+)_universal")
 RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
 STYLES = ("pipeline", "bigscience", "no-pipeline")  # of names in universal checkpoints
@@ -62,7 +66,9 @@ def is_huggingface(directory: Path) -> bool:
 
 # Each is read and written. By name: whether a directory looks like it.
 FORMATS: dict[str, Callable[[Path], bool]] = {
-    "torch_dist": lambda directory: (directory / METADATA).is_file() and not is_unfinished(directory),
+    "torch_dist": lambda directory: (
+        (directory / METADATA).is_file() and not is_unfinished(directory)
+    ),
     "legacy": lambda directory: any(directory.glob(f"mp_rank_*/{MODEL_FILE}")),
     "hf": is_huggingface,
     "universal": lambda directory: (directory / ZERO).is_dir(),
@@ -74,7 +80,9 @@ def formats_of(directory: Path) -> list[str]:
 
 
 def read_latest(root: Path) -> str | None:
-    """The directory that `latest_universal` in `root` names; None without that file, CheckpointError for a bad name."""
+    """The directory that `latest_universal` in `root` names; None without that file,
+    CheckpointError for a bad name.
+    """
     path = root / LATEST
     if not path.is_file():
         return None
@@ -88,7 +96,9 @@ class NoCheckpointError(ValueError):
 
 # By format: which files are missing or truncated, found without reading tensors.
 _FAULTS: dict[str, Callable[[Path], list[str]]] = {
-    "torch_dist": lambda it: missing_or_truncated(it) if is_complete(it) else [f"{METADATA_JSON} is missing"],
+    "torch_dist": lambda it: (
+        missing_or_truncated(it) if is_complete(it) else [f"{METADATA_JSON} is missing"]
+    ),
     "legacy": lambda directory: legacy.legacy_faults(directory),
     "hf": lambda directory: [],  # opening it checks all of its files
     "universal": lambda directory: universal.universal_faults(directory),
@@ -103,29 +113,42 @@ class Found(NamedTuple):
     note: str | None = None
 
 
-def find_checkpoint(root: str | Path, step: int | None = None, loader: str = "auto") -> Found | None:
+def find_checkpoint(
+    root: str | Path, step: int | None = None, loader: str = "auto"
+) -> Found | None:
     """The checkpoint that `root` means, or None if there is none at all.
 
     `root` itself if it is one; iteration `step`, if given; else what the tracker names; else (the tracker or that
-    checkpoint is lost or damaged) the newest complete one. Raises NoCheckpointError if `step` is missing or incomplete,
-    or if no checkpoint is complete: starting from scratch would overwrite them. `loader` names the format of a
-    directory that looks like several.
+    checkpoint is lost or damaged) the newest complete one. Raises NoCheckpointError if `step` is
+    missing or incomplete, or if no checkpoint is complete: starting from scratch would overwrite
+    them. `loader` names the format of a directory that looks like several.
     """
     root = path_of(root)
     if step is None and formats_of(root):
         return Found(root, detect(root, loader))
-    if step is None and isinstance(root, ObjectPath):  # the tracker is a hint there: what is committed counts
-        whole = next((directory for directory in newest_first(root) if fault(directory) is None), None)
+    if step is None and isinstance(
+        root, ObjectPath
+    ):  # the tracker is a hint there: what is committed counts
+        whole = next(
+            (directory for directory in newest_first(root) if fault(directory) is None), None
+        )
         if whole is not None:
             return Found(whole, detect(whole, loader))
-    named, reason = (None, None) if isinstance(root, ObjectPath) and step is None else named_checkpoint(root, step)
+    named, reason = (
+        (None, None)
+        if isinstance(root, ObjectPath) and step is None
+        else named_checkpoint(root, step)
+    )
     if named is not None:
         if (problem := fault(named)) is None:
             return Found(named, detect(named, loader))
         if step is not None:
-            raise NoCheckpointError(f"{reason}: {named} cannot be loaded, {problem}; {_listed(root)}")
+            raise NoCheckpointError(
+                f"{reason}: {named} cannot be loaded, {problem}; {_listed(root)}"
+            )
         reason = f"{reason}, but {problem}"
-    # Nothing usable is named. Only now are all checkpoints looked at: on a parallel file system that takes a while.
+    # Nothing usable is named. Only now are all checkpoints looked at: on a parallel file system
+    # that takes a while.
     others = [directory for directory in newest_first(root, named) if directory != named]
     if reason is None and not others:
         return None
@@ -151,16 +174,23 @@ def named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, str | N
         named = read_tracker(root)
     except CheckpointError as error:
         return None, str(error)
-    return (None, None) if named is None else (checkpoint_directory(root, named), f"the tracker names {named}")
+    return (
+        (None, None)
+        if named is None
+        else (checkpoint_directory(root, named), f"the tracker names {named}")
+    )
 
 
 def newest_first(root: Path, head: Path | None = None) -> list[Path]:
     """The checkpoints in `root`, complete or not, in the order in which they replace a lost one.
 
-    Only this function decides which of two checkpoints is newer. Iterations must be on the branch that ends with
-    `head`, or by default on the branch of the latest start (see `dist_checkpointing.lineage`).
+    Only this function decides which of two checkpoints is newer. Iterations must be on the branch
+    that ends with `head`, or by default on the branch of the latest start (see
+    `dist_checkpointing.lineage`).
     """
-    iterations = [i for i in saved_iterations(root) if not is_unfinished(iteration_directory(root, i))]
+    iterations = [
+        i for i in saved_iterations(root) if not is_unfinished(iteration_directory(root, i))
+    ]
     lineages = {i: read_lineage(iteration_directory(root, i)) for i in iterations}
     end = read_lineage(head) if head is not None and head.is_dir() and head.parent == root else None
     numbered = {iteration_directory(root, i): i for i in on_branch(lineages, end)}
@@ -196,7 +226,8 @@ def checkpoint_directory(root: Path, named: int | str) -> Path:
 
 
 def fault(directory: Path) -> str | None:
-    """Why the checkpoint `directory` cannot be loaded, judged without reading tensors; None if it can.
+    """Why the checkpoint `directory` cannot be loaded, judged without reading tensors; None if it
+    can.
 
     It looks at the files of all ranks, so only one rank should call it.
     """
@@ -212,7 +243,9 @@ def fault(directory: Path) -> str | None:
 
 
 def detect(directory: Path, loader: str = "auto") -> str:
-    """The format of a directory: `loader`, or the one it looks like. NoCheckpointError unless it is exactly one."""
+    """The format of a directory: `loader`, or the one it looks like. NoCheckpointError unless it is
+    exactly one.
+    """
     formats = formats_of(directory) if loader == "auto" else [loader]
     if len(formats) != 1:
         what = "looks like " + " and ".join(formats) if formats else "is in no known format"
@@ -221,10 +254,16 @@ def detect(directory: Path, loader: str = "auto") -> str:
 
 
 def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto") -> Found:
-    """As `find_checkpoint`, but NoCheckpointError where there is none, and the note is logged: for tools."""
+    """As `find_checkpoint`, but NoCheckpointError where there is none, and the note is logged: for
+    tools.
+    """
     found = find_checkpoint(root, step, loader)
     if found is None:
-        there = ", ".join(sorted(path.name for path in root.iterdir())[:8]) if root.is_dir() else "no such directory"
+        there = (
+            ", ".join(sorted(path.name for path in root.iterdir())[:8])
+            if root.is_dir()
+            else "no such directory"
+        )
         raise NoCheckpointError(
             f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); it holds: {there}"
         )
@@ -254,10 +293,13 @@ def is_extra_state(key: str) -> bool:
 class Hints:
     """What the user knows about a source that its files do not say, and what is wanted of it."""
 
-    args: Mapping[str, Any] = field(default_factory=dict)  # Megatron-LM's names; they override those in the files
+    args: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # Megatron-LM's names; they override those in the files
     ignored_fields: tuple[str, ...] = ()  # of config.json, known to be harmless
-    # Of a universal checkpoint: "groups" (per query group its queries, key, value) or "tp-blocks" (Megatron-DeepSpeed
-    # since December 2024: per tensor-parallel rank all queries, keys, values). Default: what the arguments imply.
+    # Of a universal checkpoint: "groups" (per query group its queries, key, value) or "tp-blocks"
+    # (Megatron-DeepSpeed since December 2024: per tensor-parallel rank all queries, keys, values).
+    # Default: what the arguments imply.
     qkv_layout: str | None = None
     optimizer: bool = True  # False: skip its state, whatever it is
     as_saved: bool = False  # keep the keys of what a run here saved, whatever its model
@@ -276,22 +318,36 @@ class Options:
     dtype: torch.dtype | None = None  # of the weights
     optimizer: bool = True
     vocab_size: int | None = None  # rows beyond it are cut
-    tokenizer: Path | None = None  # a directory or SentencePiece model; default: the one in the arguments
+    tokenizer: Path | None = (
+        None  # a directory or SentencePiece model; default: the one in the arguments
+    )
     max_shard_size: int = 5 * 10**9
     optim_sidecar: bool = False
     workers: int = 1
-    universal_style: str | None = None  # pipeline, bigscience or no-pipeline; default: bigscience for models like BLOOM
-    qkv_blocks: bool = False  # as Megatron-DeepSpeed has them since December 2024, for the target's TP size
+    universal_style: str | None = (
+        None  # pipeline, bigscience or no-pipeline; default: bigscience for models like BLOOM
+    )
+    qkv_blocks: bool = (
+        False  # as Megatron-DeepSpeed has them since December 2024, for the target's TP size
+    )
     transformer_impl: str | None = None  # whose modules of Megatron-LM legacy files are for
     stacked_layers: bool = False
-    trusted: tuple[Path, ...] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
+    trusted: tuple[
+        Path, ...
+    ] = ()  # where a tokenizer that the checkpoint names may lie, besides the checkpoint itself
     note: Callable[[str], None] = lambda text: None  # receives further lines for the user
 
 
 def parse_size(text: str | int) -> int:
     """Bytes of "5GB", "300MB", "2GiB" or a plain number; decimal units as in `transformers`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?))?B?", str(text).strip().upper())
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
+    size = (
+        int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+        if match
+        else 0
+    )
     if size <= 0:
-        raise ValueError(f"--max-shard-size {text!r}: give a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")
+        raise ValueError(
+            f"--max-shard-size {text!r}: give a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB"
+        )
     return size

@@ -1,4 +1,5 @@
-"""Files and directories that appear whole or not at all, and survive a crash of the machine once they have a name.
+"""Files and directories that appear whole or not at all, and survive a crash of the machine once
+they have a name.
 
 The only place that writes a temporary file, flushes it, renames it and flushes the directory.
 """
@@ -48,7 +49,10 @@ def fsync_directory(directory: str | os.PathLike[str]) -> None:
         with naming(directory):
             os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some network file systems cannot, and need not
             raise
     finally:
         os.close(descriptor)
@@ -63,16 +67,22 @@ def fsync_tree(directory: Path) -> None:
 
 
 def temporary_name(path: str | os.PathLike[str]) -> Path:
-    """A name beside `path` that no other process on any node uses and that no reader takes for a data file."""
-    return Path(f"{os.fspath(path)}.tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+    """A name beside `path` that no other process on any node uses and that no reader takes for a
+    data file.
+    """
+    return Path(
+        f"{os.fspath(path)}.tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    )
 
 
 @contextlib.contextmanager
 def committed(path: str | os.PathLike[str], replace: bool = True) -> Iterator[Path]:
-    """A temporary path to write to; the file is flushed and takes the name `path` only if the block ends well.
+    """A temporary path to write to; the file is flushed and takes the name `path` only if the block
+    ends well.
 
-    Its name is durable after `fsync_directory`. Without `replace` an older file of that name is kept: where many nodes
-    write equal files at once, readers of a network file system lose a mapped file when another node replaces it.
+    Its name is durable after `fsync_directory`. Without `replace` an older file of that name is
+    kept: where many nodes write equal files at once, readers of a network file system lose a mapped
+    file when another node replaces it.
     """
     temporary = temporary_name(path)
     try:
@@ -100,7 +110,9 @@ def _name_unless_taken(temporary: Path, path: str | os.PathLike[str]) -> None:
 
 
 def write_flushed(path: Path, *parts: bytes) -> None:
-    """A file in a directory that has no name yet: durable with `fsync_directory`, but not all or nothing."""
+    """A file in a directory that has no name yet: durable with `fsync_directory`, but not all or
+    nothing.
+    """
     with naming(path), path.open("wb", buffering=0) as file:
         for part in parts:
             view = memoryview(part)
@@ -122,10 +134,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def put_in_place(pending: Path, directory: Path) -> None:
-    """Rename the finished directory `pending` to `directory`, durably; what was there is removed afterwards.
+    """Rename the finished directory `pending` to `directory`, durably; what was there is removed
+    afterwards.
 
-    The old directory waits beside `pending` under a name with the prefix `REPLACED`. An error or interruption between
-    the two renames puts it back; after a crash there `restore_replaced` does.
+    The old directory waits beside `pending` under a name with the prefix `REPLACED`. An error or
+    interruption between the two renames puts it back; after a crash there `restore_replaced` does.
     """
     old = pending.with_name(f"{REPLACED}{directory.name}")
     try:
@@ -142,7 +155,9 @@ def put_in_place(pending: Path, directory: Path) -> None:
 
 
 def restore_replaced(path: Path, root: Path) -> bool:
-    """Give `path`, which a crash inside `put_in_place` left, its name in `root` again if nothing has taken it."""
+    """Give `path`, which a crash inside `put_in_place` left, its name in `root` again if nothing
+    has taken it.
+    """
     original = root / path.name.removeprefix(REPLACED)
     if original.exists():
         return False
@@ -160,7 +175,9 @@ def remove(path: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a directory that others may still be writing to: under another name first, so that nothing can join it."""
+    """Remove a directory that others may still be writing to: under another name first, so that
+    nothing can join it.
+    """
     aside = directory.with_name(f"{DISCARDED}{directory.name}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         os.rename(directory, aside)
@@ -170,7 +187,9 @@ def discard(directory: Path) -> None:
 
 
 def check_free_space(directory: Path, needed: int) -> None:
-    """Raises OSError(ENOSPC) when the file system of `directory` has less than `needed` bytes left for us."""
+    """Raises OSError(ENOSPC) when the file system of `directory` has less than `needed` bytes left
+    for us.
+    """
     usage = os.statvfs(directory)
     free = usage.f_bavail * usage.f_frsize
     if usage.f_blocks and free < needed:

@@ -1,4 +1,5 @@
-"""Modules that are imported late: what a program can do without torch starts in a tenth of the time.
+"""Modules that are imported late: what a program can do without torch starts in a tenth of the
+time.
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,9 @@ def lazy_module(name: str) -> Any:
 
 def lazy_names(package: str, file: str) -> tuple[Any, list[str]]:
     """`__getattr__` and `__all__` of a package: what its `file` imports for type checkers, in the first `if`."""
-    block = next(node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If))
+    block = next(
+        node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If)
+    )
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     home = {alias.name: str(node.module) for node in imports for alias in node.names}
 

@@ -13,7 +13,9 @@ from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedStateDict, ShardedTensor
 
-_INIT_BLOCK = 1 << 20  # elements that are drawn from one generator; fixed for ever, it is part of the seed's meaning
+_INIT_BLOCK = (
+    1 << 20
+)  # elements that are drawn from one generator; fixed for ever, it is part of the seed's meaning
 
 
 class Init(Protocol):
@@ -24,10 +26,12 @@ class Init(Protocol):
 
 @dataclass(frozen=True)
 class Normal:
-    """N(0, std^2), a function of seed, key and place in the global tensor alone: the same under every layout.
+    """N(0, std^2), a function of seed, key and place in the global tensor alone: the same under
+    every layout.
 
-    The rows are drawn in blocks of about a million elements, each from its own CPU generator, in fp32, so a rank draws
-    only the blocks its box touches and the values do not depend on device or dtype (beyond rounding).
+    The rows are drawn in blocks of about a million elements, each from its own CPU generator, in
+    fp32, so a rank draws only the blocks its box touches and the values do not depend on device or
+    dtype (beyond rounding).
     """
 
     std: float
@@ -36,19 +40,28 @@ class Normal:
         if len(global_shape) == 3:  # matrices one above the other: their rows are the rows
             (count, rows, width), (first, row, column) = global_shape, box.offset
             for index, matrix in enumerate(box.tensor):
-                self(Box(((first + index) * rows + row, column), matrix), key, (count * rows, width), seed)
+                self(
+                    Box(((first + index) * rows + row, column), matrix),
+                    key,
+                    (count * rows, width),
+                    seed,
+                )
             return
         row_shape = global_shape[1:]
         rows_per_block = max(1, _INIT_BLOCK // max(1, torch.Size(row_shape).numel()))
-        start, stop = box.offset[0], box.offset[0] + box.shape[0]
+        start = box.offset[0]
+        stop = box.offset[0] + box.shape[0]
         columns = tuple(slice(o, o + n) for o, n in zip(box.offset[1:], box.shape[1:], strict=True))
         for block in range(start // rows_per_block, -(-stop // rows_per_block)):
             first = block * rows_per_block
             rows = min(rows_per_block, global_shape[0] - first)
             generator = torch.Generator().manual_seed(_block_seed(seed, key, block))
             values = torch.empty(rows, *row_shape).normal_(0.0, self.std, generator=generator)
-            lo, hi = max(start, first), min(stop, first + rows)
-            box.tensor[lo - start : hi - start].copy_(values[(slice(lo - first, hi - first), *columns)])
+            lo = max(start, first)
+            hi = min(stop, first + rows)
+            box.tensor[lo - start : hi - start].copy_(
+                values[(slice(lo - first, hi - first), *columns)]
+            )
 
 
 @dataclass(frozen=True)
@@ -67,13 +80,15 @@ def _block_seed(seed: int, key: str, block: int) -> int:
 
 
 class Fp8Tensors(Protocol):
-    """Holds the values of a parameter in fp8, in tensors of a back end."""
+    """Holds the values of a parameter in fp8, in tensors of a backend."""
 
     tensors: Sequence[torch.Tensor]
     """One after the other they are the parameter; none before `quantize`."""
 
     def quantize(self, memory: torch.Tensor) -> None:
-        """The values go to `memory`, uint8, one for each element; the parameter keeps its shape and its gradient."""
+        """The values go to `memory`, uint8, one for each element; the parameter keeps its shape and
+        its gradient.
+        """
 
     def cast(
         self,
@@ -85,7 +100,8 @@ class Fp8Tensors(Protocol):
     ) -> None:
         """Fill `tensors` of any such parameters, from their elements `starts` on, with `main`.
 
-        The ranks of `group` have all parts; None is no part. `rescale`: no scale is known of these values yet.
+        The ranks of `group` have all parts; None is no part. `rescale`: no scale is known of these
+        values yet.
         """
 
 
@@ -94,12 +110,22 @@ class ParamInfo:
     """What the optimizer and the gradient reductions must know of a parameter."""
 
     init: Init
-    tp_dim: int | None = None  # the dimension that is split over TP; None: every TP rank holds the same values
-    tp_blocks: int = 1  # the tensor is that many stacked matrices (gate and up), each of which is split
-    partial_grad: bool = False  # under sequence parallelism each TP rank sees a part of the sequence: sum over TP
-    shared_embedding: bool = False  # tied embedding with PP > 1: one copy on the first and one on the last stage
+    tp_dim: int | None = (
+        None  # the dimension that is split over TP; None: every TP rank holds the same values
+    )
+    tp_blocks: int = (
+        1  # the tensor is that many stacked matrices (gate and up), each of which is split
+    )
+    partial_grad: bool = (
+        False  # under sequence parallelism each TP rank sees a part of the sequence: sum over TP
+    )
+    shared_embedding: bool = (
+        False  # tied embedding with PP > 1: one copy on the first and one on the last stage
+    )
     counted: bool = True  # False for the copy on the last stage: it is left out of norms
-    row_blocks: tuple[int, ...] = ()  # rows repeat in blocks of these sizes, each a part of a matrix of its own
+    row_blocks: tuple[
+        int, ...
+    ] = ()  # rows repeat in blocks of these sizes, each a part of a matrix of its own
     expert: bool = False  # split over ETP and EP in place of TP, replicated over EDP in place of DP
     trained: bool = True  # False: no gradient changes it
     fp8: Fp8Tensors | None = None  # what computes has it in fp8
@@ -109,8 +135,12 @@ class ParamInfo:
         return self.tp_dim is not None
 
 
-def make_parameter(shape: Shape, dtype: torch.dtype, device: torch.device | None, info: ParamInfo) -> nn.Parameter:
-    """An uninitialised parameter that carries its `ParamInfo`; `MegatronModule.initialize` fills it."""
+def make_parameter(
+    shape: Shape, dtype: torch.dtype, device: torch.device | None, info: ParamInfo
+) -> nn.Parameter:
+    """An uninitialised parameter that carries its `ParamInfo`; `MegatronModule.initialize` fills
+    it.
+    """
     param = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=info.trained)
     set_param_info(param, info)
     return param
@@ -125,7 +155,9 @@ def set_param_info(param: nn.Parameter, info: ParamInfo) -> None:
 
 
 class MegatronModule(nn.Module):
-    """Recursive `sharded_state_dict`: who creates a parameter that is split over TP overrides it in the same class."""
+    """Recursive `sharded_state_dict`: who creates a parameter that is split over TP overrides it in
+    the same class.
+    """
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Own parameters are replicated over TP; children say their own."""
@@ -157,7 +189,9 @@ def child_sharded_state_dict(child: nn.Module, prefix: str) -> ShardedStateDict:
     """`sharded_state_dict` of a child that may be a plain container (ModuleList, ModuleDict)."""
     if isinstance(child, MegatronModule):
         return child.sharded_state_dict(prefix)
-    assert not child._parameters, f"{prefix}: {type(child).__name__} has parameters but is no MegatronModule"
+    assert not child._parameters, (
+        f"{prefix}: {type(child).__name__} has parameters but is no MegatronModule"
+    )
     state: ShardedStateDict = {}
     for name, grandchild in child.named_children():
         state.update(child_sharded_state_dict(grandchild, f"{prefix}{name}."))

@@ -1,8 +1,10 @@
-"""Object storage: `s3://bucket/prefix`, `gs://` and `az://` as paths, through `obstore` (extra `object-storage`).
+"""Object storage: `s3://bucket/prefix`, `gs://` and `az://` as paths, through `obstore` (extra
+`object-storage`).
 
-An object appears whole when its upload ends, so nothing is renamed and nothing flushed. Conditional requests decide
-between writers: `create` succeeds for one of them, `replace` only for who has seen the last version. Credentials and
-endpoints come from the environment, as the clouds' own tools read them (docs/storage.md).
+An object appears whole when its upload ends, so nothing is renamed and nothing flushed. Conditional
+requests decide between writers: `create` succeeds for one of them, `replace` only for who has seen
+the last version. Credentials and endpoints come from the environment, as the clouds' own tools read
+them (docs/storage.md).
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Version(NamedTuple):
 
 
 def request_deadline() -> float:
-    """Seconds that one request may take; with all its repetitions an operation may take four times as long."""
+    """Seconds that one request may take; with all its repetitions an operation may take four times
+    as long.
+    """
     text = os.environ.get("MEGATRON_STORAGE_DEADLINE", "60")
     try:
         if (seconds := float(text)) > 0:
@@ -52,10 +56,14 @@ def request_deadline() -> float:
 def _config(root: str) -> dict[str, Any]:
     """What the environment leaves open.
 
-    A signature over SHA-256 of all that is sent costs five times the CPU time of sending it (1.0 of 1.2 s per GB).
-    Under https, whose messages are authenticated, it protects nothing more; under http it is all that there is.
+    A signature over SHA-256 of all that is sent costs five times the CPU time of sending it (1.0 of
+    1.2 s per GB). Under https, whose messages are authenticated, it protects nothing more; under
+    http it is all that there is.
     """
-    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3"))
+    endpoints = (
+        os.environ.get(name, "")
+        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
+    )
     unprotected = any(endpoint.startswith("http:") for endpoint in endpoints)
     if not root.startswith("s3:") or unprotected or "AWS_UNSIGNED_PAYLOAD" in os.environ:
         return {}
@@ -73,13 +81,23 @@ class ObjectStore:
             raise ValueError(
                 f"{root} needs the package obstore: pip install 'megatron[object-storage]', or give a directory"
             ) from error
-        self._root, self._api = root, obstore
+        self._root = root
+        self._api = obstore
         deadline = timedelta(seconds=request_deadline())
-        # Endpoints of test servers and of stores inside a cluster speak plain HTTP; the clouds' own are https.
-        client: dict[str, Any] = {"timeout": deadline, "connect_timeout": deadline / 4, "allow_http": True}
+        # Endpoints of test servers and of stores inside a cluster speak plain HTTP; the clouds' own
+        # are https.
+        client: dict[str, Any] = {
+            "timeout": deadline,
+            "connect_timeout": deadline / 4,
+            "allow_http": True,
+        }
         # Repeated with exponential back-off and jitter, until the total limit.
         retries: dict[str, Any] = {"max_retries": 10, "retry_timeout": 4 * deadline}
-        options: dict[str, Any] = {"client_options": client, "retry_config": retries, "config": _config(root)}
+        options: dict[str, Any] = {
+            "client_options": client,
+            "retry_config": retries,
+            "config": _config(root),
+        }
         try:
             self._store: Any = store.from_url(root, **options)
         except obstore.exceptions.BaseError as error:
@@ -99,7 +117,8 @@ class ObjectStore:
         try:
             return self._put_if(key, content, {"e_tag": e_tag})
         except ConflictError:
-            # Ceph's gateway compares the header with the tag without its quotes. The condition is the same.
+            # Ceph's gateway compares the header with the tag without its quotes. The condition is
+            # the same.
             if not e_tag.startswith('"') or self.version(key) != e_tag:
                 raise
             return self._put_if(key, content, {"e_tag": e_tag.strip('"')})
@@ -107,10 +126,14 @@ class ObjectStore:
     def _put_if(self, key: str, content: bytes, mode: Any) -> str:
         try:
             with self.errors(key):
-                return str(self._api.put(self._store, key, content, mode=mode, use_multipart=False)["e_tag"])
+                return str(
+                    self._api.put(self._store, key, content, mode=mode, use_multipart=False)[
+                        "e_tag"
+                    ]
+                )
         except ConflictError:
-            # The answer to a request that succeeded may be lost; repeated, the request meets its own object. Every
-            # content says who wrote it, so equal content is ours.
+            # The answer to a request that succeeded may be lost; repeated, the request meets its
+            # own object. Every content says who wrote it, so equal content is ours.
             with contextlib.suppress(FileNotFoundError):
                 found = self.read(key)
                 if found.content == content:
@@ -143,7 +166,9 @@ class ObjectStore:
         """An object of `size` bytes that is sent while it is made."""
         part = max(PART_SIZE, -(-size // _MAX_PARTS))
         with self.errors(key):
-            writer = self._api.open_writer(self._store, key, buffer_size=part, max_concurrency=_CONCURRENCY)
+            writer = self._api.open_writer(
+                self._store, key, buffer_size=part, max_concurrency=_CONCURRENCY
+            )
             return Upload(self, key, writer)
 
     def sizes(self, prefix: str) -> dict[str, int]:
@@ -163,7 +188,9 @@ class ObjectStore:
         try:
             with self.errors(keys[0] if keys else ""):
                 self._api.delete(self._store, keys)
-        except FileNotFoundError:  # Google's and Azure's stores stop at the first one that is missing
+        except (
+            FileNotFoundError
+        ):  # Google's and Azure's stores stop at the first one that is missing
             for key in keys:
                 with contextlib.suppress(FileNotFoundError), self.errors(key):
                     self._api.delete(self._store, key)
@@ -179,7 +206,9 @@ class ObjectStore:
         except (kinds.AlreadyExistsError, kinds.PreconditionError) as error:
             raise ConflictError(errno.EEXIST, "another writer was first", where) from error
         except (kinds.PermissionDeniedError, kinds.UnauthenticatedError) as error:
-            raise PermissionError(errno.EACCES, f"access denied: {first_line(error)}", where) from error
+            raise PermissionError(
+                errno.EACCES, f"access denied: {first_line(error)}", where
+            ) from error
         except kinds.BaseError as error:
             raise OSError(errno.EIO, first_line(error), where) from error
 
@@ -188,7 +217,8 @@ class Upload:
     """An object that grows; it appears at `close`. One that is dropped instead never does."""
 
     def __init__(self, store: ObjectStore, key: str, writer: Any) -> None:
-        self._writer, self._errors = writer, partial(store.errors, key)
+        self._writer = writer
+        self._errors = partial(store.errors, key)
 
     def write(self, data: bytes | memoryview) -> int:
         with self._errors():
@@ -210,12 +240,18 @@ def _open_store(root: str, pid: int) -> ObjectStore:
 
 
 def check_conditional_requests(directory: ObjectPath) -> None:
-    """Raises ValueError for a store that ignores conditions: two writers would overwrite each other's checkpoints."""
-    store, key = directory.store, (directory / f".probe-{secrets.token_hex(8)}").key
+    """Raises ValueError for a store that ignores conditions: two writers would overwrite each
+    other's checkpoints.
+    """
+    store = directory.store
+    key = (directory / f".probe-{secrets.token_hex(8)}").key
     try:
         e_tag = store.create(key, b"1")
         refused = 0
-        for attempt in (lambda: store.create(key, b"2"), lambda: store.replace(key, b"3", f'"{"0" * 32}"')):
+        for attempt in (
+            lambda: store.create(key, b"2"),
+            lambda: store.replace(key, b"3", f'"{"0" * 32}"'),
+        ):
             try:
                 attempt()
             except ConflictError:
@@ -241,8 +277,8 @@ class _Stat(NamedTuple):
 class ObjectPath(type(Path())):  # type: ignore[misc]
     """A path in object storage, with as much of `pathlib.Path` as readers of checkpoints use.
 
-    It is a Path so that a checkpoint's directory has one type. Where a path of this machine's file system is needed
-    (`open`, `os.rename`, `shutil`), ValueError says that there is none.
+    It is a Path so that a checkpoint's directory has one type. Where a path of this machine's file
+    system is needed (`open`, `os.rename`, `shutil`), ValueError says that there is none.
     """
 
     __slots__ = ()

@@ -1,10 +1,10 @@
 """The topology of a run as a value: which rank stands where on the TP, CP, DP and PP axes.
 
-Rank order is Megatron's: TP varies fastest, then CP, DP and PP
-(`rank = tp + TP * (cp + CP * (dp + DP * pp))`, unless --use-tp-pp-dp-mapping; Narayanan et al. 2021, "Efficient
-Large-Scale Language Model Training"). Experts are split over axes of their own through the same ranks of a stage:
-`rank = etp + ETP * (ep + EP * (edp + EDP * pp))`. `ParallelState` is built once and passed down; layers take a single
-`Axis`. There are no module globals.
+Rank order is Megatron's: TP varies fastest, then CP, DP and PP (`rank = tp + TP * (cp + CP * (dp +
+DP * pp))`, unless --use-tp-pp-dp-mapping; Narayanan et al. 2021, "Efficient Large-Scale Language
+Model Training"). Experts are split over axes of their own through the same ranks of a stage: `rank
+= etp + ETP * (ep + EP * (edp + EDP * pp))`. `ParallelState` is built once and passed down; layers
+take a single `Axis`. There are no module globals.
 """
 
 from __future__ import annotations
@@ -46,26 +46,37 @@ class ParallelConfig:
     pipeline_model_parallel_size: int = flag(1, positive=True)
     """Number of pipeline stages."""
     virtual_pipeline_model_parallel_size: int | None = flag(
-        None, "--virtual-pipeline-model-parallel-size", "--num-virtual-stages-per-pipeline-rank", positive=True
+        None,
+        "--virtual-pipeline-model-parallel-size",
+        "--num-virtual-stages-per-pipeline-rank",
+        positive=True,
     )
     """Number of model chunks per pipeline stage (interleaved schedule)."""
     microbatch_group_size_per_vp_stage: int | None = flag(
         None, "--microbatch-group-size-per-virtual-pipeline-stage", positive=True
     )
-    """Micro batches that pass one model chunk of a stage before the next chunk. Default: the number of stages."""
+    """Micro-batches that pass one model chunk of a stage before the next chunk. Default: the number
+    of stages.
+    """
     sequence_parallel: bool = flag(False)
     """Split activations outside the tensor-parallel regions along the sequence."""
     use_tp_pp_dp_mapping: bool = flag(False)
-    """Count ranks over TP, CP, PP, DP, so that the stages of a replica are neighbours; else over TP, CP, DP, PP."""
+    """Count ranks over TP, CP, PP, DP, so that the stages of a replica are neighbours; else over
+    TP, CP, DP, PP.
+    """
     context_parallel_size: int = flag(1, positive=True)
     """Number of ranks over which every sequence is split."""
     cp_comm_type: list[str] = flag(("p2p",), choices=("p2p", "all_gather", "a2a"))
-    """How attention gets at keys and values of other context-parallel ranks: around a ring (p2p), all at once
-    (all_gather), or by exchanging positions for heads (a2a). One for all layers, or one for each."""
+    """How attention gets at keys and values of other context-parallel ranks: around a ring (p2p),
+    all at once (all_gather), or by exchanging positions for heads (a2a). One for all layers, or one
+    for each.
+    """
     expert_model_parallel_size: int = flag(1, positive=True)
     """Number of ranks over which the experts of a layer are distributed."""
     expert_tensor_parallel_size: int | None = flag(None, positive=True)
-    """Number of ranks over which the matrices of each expert are split. Default: the tensor-parallel size."""
+    """Number of ranks over which the matrices of each expert are split. Default: the
+    tensor-parallel size.
+    """
 
     def __post_init__(self) -> None:
         ways: Any = self.cp_comm_type
@@ -102,7 +113,11 @@ class ParallelConfig:
 
     @property
     def etp_size(self) -> int:
-        return self.tp_size if self.expert_tensor_parallel_size is None else self.expert_tensor_parallel_size
+        return (
+            self.tp_size
+            if self.expert_tensor_parallel_size is None
+            else self.expert_tensor_parallel_size
+        )
 
     @property
     def splits_experts(self) -> bool:
@@ -121,7 +136,10 @@ class ParallelConfig:
                 f"({self.ep_size}) x pipeline ({self.pp_size}) = {ranks} ranks: change --expert-tensor-parallel-size / "
                 "--expert-model-parallel-size, or the number of processes"
             )
-        if self.use_tp_pp_dp_mapping and self.etp_size * self.ep_size != self.tp_size * self.cp_size:
+        if (
+            self.use_tp_pp_dp_mapping
+            and self.etp_size * self.ep_size != self.tp_size * self.cp_size
+        ):
             raise ValueError(
                 f"--use-tp-pp-dp-mapping with --expert-model-parallel-size {self.ep_size}: the pipelines of experts "
                 "and of dense layers would run through different ranks; leave it out"
@@ -159,7 +177,11 @@ class ParallelConfig:
     def rank_at(self, place: Place, world_size: int) -> int:
         """The rank that stands there."""
         tp, cp, dp, pp = place
-        outer = pp + self.pp_size * dp if self.use_tp_pp_dp_mapping else dp + self.dp_size(world_size) * pp
+        outer = (
+            pp + self.pp_size * dp
+            if self.use_tp_pp_dp_mapping
+            else dp + self.dp_size(world_size) * pp
+        )
         return tp + self.tp_size * (cp + self.cp_size * outer)
 
 
@@ -193,13 +215,13 @@ class ExpertAxes:
     all: Axis = Axis()
     """ETP x EP, ETP fastest: all experts of a layer."""
     tokens: tuple[Axis, ...] = ()
-    """Those over whose ranks the tokens of a micro batch are split."""
+    """Those over whose ranks the tokens of a micro-batch are split."""
     everyone: tuple[Axis, ...] = ()
     """Those over whose ranks the tokens of a step are split."""
 
     @property
     def token_ranks(self) -> int:
-        """Number of ranks over which the tokens of a micro batch are split."""
+        """Number of ranks over which the tokens of a micro-batch are split."""
         return math.prod(axis.size for axis in self.tokens)
 
     @property
@@ -212,15 +234,17 @@ class ExpertAxes:
 class ParallelState:
     """Place of one rank on every axis.
 
-    Ranks of `dp` read different samples, ranks of `cp` hold different parts of the same samples. All of them hold the
-    same parameters: gradients are reduced and optimizer shards dealt out over `dp_cp`, which is both (CP varies
-    fastest). Nothing is exchanged over `dp` alone, so it has no group of its own; with one rank of `cp` it is `dp_cp`.
-    `model` spans TP x PP of one replica (reductions over a whole model); `embedding` spans the first and the last
-    stage (tied embeddings), and is of size 1 on the stages between.
+    Ranks of `dp` read different samples, ranks of `cp` hold different parts of the same samples.
+    All of them hold the same parameters: gradients are reduced and optimizer shards dealt out over
+    `dp_cp`, which is both (CP varies fastest). Nothing is exchanged over `dp` alone, so it has no
+    group of its own; with one rank of `cp` it is `dp_cp`. `model` spans TP x PP of one replica
+    (reductions over a whole model); `embedding` spans the first and the last stage (tied
+    embeddings), and is of size 1 on the stages between.
 
     `etp`, `ep` and `edp` are for experts: the inner width of each is split over `etp`, the experts of a layer are
-    distributed over `ep`, and `edp` holds the replicas of one. `experts` spans ETP x EP (ETP fastest), all experts of a
-    layer. Without expert parallelism these are `tp`, an axis of size 1, `dp_cp` and `tp`.
+    distributed over `ep`, and `edp` holds the replicas of one. `experts` spans ETP x EP (ETP
+    fastest), all experts of a layer. Without expert parallelism these are `tp`, an axis of size 1,
+    `dp_cp` and `tp`.
     """
 
     config: ParallelConfig
@@ -249,10 +273,14 @@ class ParallelState:
 
     @property
     def expert_axes(self) -> ExpertAxes:
-        return ExpertAxes(self.etp, self.ep, self.experts, (self.tp, self.cp), (self.tp, self.dp_cp))
+        return ExpertAxes(
+            self.etp, self.ep, self.experts, (self.tp, self.cp), (self.tp, self.dp_cp)
+        )
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """All ranks of this rank's pipeline stage; None: the world is one. Collective on them when first asked for."""
+        """All ranks of this rank's pipeline stage; None: the world is one. Collective on them when
+        first asked for.
+        """
         if self.config.pp_size == 1:
             return None
         (ranks,) = _groups_along(self.config, self.world_size, self.rank, "tp", "cp", "dp")
@@ -271,18 +299,22 @@ class ParallelState:
         """Describe any rank of any layout without process groups (converters, planners, tests)."""
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not part of a world of {world_size} ranks")
-        axes = {name: Axis(r.index(rank), len(r), r) for name, (r,) in _groups(config, world_size, rank).items()}
+        axes = {
+            name: Axis(r.index(rank), len(r), r)
+            for name, (r,) in _groups(config, world_size, rank).items()
+        }
         return cls(config, rank, world_size, **_with_expert_axes(axes, rank))
 
     @classmethod
     def create(cls, config: ParallelConfig, timeout: timedelta | None = None) -> ParallelState:
         """Build the process groups of this rank's axes; all ranks of the initialised world call it.
 
-        A rank takes part in at most six groups (ten with experts) whatever the size of the world. NCCL's
-        communicators are split off that of the world, all of an axis in one call; other groups are made by their
-        members alone.
+        A rank takes part in at most six groups (ten with experts) whatever the size of the world.
+        NCCL's communicators are split off that of the world, all of an axis in one call; other
+        groups are made by their members alone.
         """
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world_size = dist.get_world_size()
         state = cls.for_rank(config, world_size, rank)
         everyone = _groups(config, world_size) if _can_split() else None
         own = _groups(config, world_size, rank)
@@ -296,9 +328,12 @@ class ParallelState:
                 if several:
                     group = dist.split_group(split_ranks=several, timeout=timeout, group_desc=name)
             elif len(ranks) > 1 or (name == "embedding" and config.pp_size > 2):
-                # Stages in the middle make one of themselves: from 2.15 on torch names a group by how many its members
-                # have made before, so later groups of all ranks would wait for each other under different names.
-                group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name)
+                # Stages in the middle make one of themselves: from 2.15 on torch names a group by
+                # how many its members have made before, so later groups of all ranks would wait for
+                # each other under different names.
+                group = dist.new_group(
+                    list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
+                )
             if group is not None and len(ranks) > 1:
                 axes[name] = Axis(ranks.index(rank), len(ranks), ranks, group)
         if config.cp_size == 1:
@@ -318,23 +353,35 @@ def _group_in(world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.P
 
 def _with_expert_axes(axes: dict[str, Axis], rank: int) -> dict[str, Axis]:
     """Without expert parallelism experts are split as dense layers are."""
-    dense = {"etp": axes["tp"], "ep": Axis(ranks=(rank,)), "edp": axes["dp_cp"], "experts": axes["tp"]}
+    dense = {
+        "etp": axes["tp"],
+        "ep": Axis(ranks=(rank,)),
+        "edp": axes["dp_cp"],
+        "experts": axes["tp"],
+    }
     return dense | axes
 
 
 def _can_split() -> bool:
-    """Whether the communicator of the world can be split: NCCL's can, once it is bound to its device."""
+    """Whether the communicator of the world can be split: NCCL's can, once it is bound to its
+    device.
+    """
     world = dist.group.WORLD
     return dist.get_backend() == "nccl" and world is not None and world.bound_device_id is not None
 
 
-def _groups(config: ParallelConfig, world_size: int, rank: int | None = None) -> dict[str, list[tuple[int, ...]]]:
-    """Axis name -> global ranks of each group along that axis: of all of them, or of the one that holds `rank`.
+def _groups(
+    config: ParallelConfig, world_size: int, rank: int | None = None
+) -> dict[str, list[tuple[int, ...]]]:
+    """Axis name -> global ranks of each group along that axis: of all of them, or of the one that
+    holds `rank`.
 
-    The embedding axis joins the ends of the pipeline; a rank between them is a group of its own if it is asked for.
+    The embedding axis joins the ends of the pipeline; a rank between them is a group of its own if
+    it is asked for.
     """
     groups = partial(_groups_along, config, world_size, rank)
-    pipelines, ends = groups("pp"), sorted({0, config.pp_size - 1})
+    pipelines = groups("pp")
+    ends = sorted({0, config.pp_size - 1})
     embedding = [tuple(ranks[end] for end in ends) for ranks in pipelines]
     dense: dict[str, list[tuple[int, ...]]] = {
         "tp": groups("tp"),
@@ -348,22 +395,37 @@ def _groups(config: ParallelConfig, world_size: int, rank: int | None = None) ->
     return dense | (_expert_groups(config, world_size, rank) if config.splits_experts else {})
 
 
-def _expert_groups(config: ParallelConfig, world_size: int, rank: int | None) -> dict[str, list[tuple[int, ...]]]:
+def _expert_groups(
+    config: ParallelConfig, world_size: int, rank: int | None
+) -> dict[str, list[tuple[int, ...]]]:
     """`_groups` of the expert axes: the dense grid with ETP in the place of TP, and EP in that of CP."""
     config.edp_size(world_size)
     sizes = {"tensor_model_parallel_size": config.etp_size, "context_parallel_size": config.ep_size}
     groups = partial(_groups_along, replace(config, **sizes), world_size, rank)  # type: ignore[arg-type]
-    return {"etp": groups("tp"), "ep": groups("cp"), "edp": groups("dp"), "experts": groups("tp", "cp")}
+    return {
+        "etp": groups("tp"),
+        "ep": groups("cp"),
+        "edp": groups("dp"),
+        "experts": groups("tp", "cp"),
+    }
 
 
-def _groups_along(config: ParallelConfig, world_size: int, rank: int | None, *along: str) -> list[tuple[int, ...]]:
+def _groups_along(
+    config: ParallelConfig, world_size: int, rank: int | None, *along: str
+) -> list[tuple[int, ...]]:
     """The groups of ranks that differ on the axes `along` alone."""
     sizes = Place(config.tp_size, config.cp_size, config.dp_size(world_size), config.pp_size)
-    here = [range(size) for size in sizes] if rank is None else [(at,) for at in config.place(rank, world_size)]
+    here = (
+        [range(size) for size in sizes]
+        if rank is None
+        else [(at,) for at in config.place(rank, world_size)]
+    )
     split = [name in along for name in Place._fields]
     inside = _places([range(size) if on else (0,) for size, on in zip(sizes, split, strict=True)])
     outside = _places([(0,) if on else at for at, on in zip(here, split, strict=True)])
-    return [tuple(config.rank_at(Place(*map(add, o, i)), world_size) for i in inside) for o in outside]
+    return [
+        tuple(config.rank_at(Place(*map(add, o, i)), world_size) for i in inside) for o in outside
+    ]
 
 
 def _places(spans: Sequence[Sequence[int]]) -> list[Place]:

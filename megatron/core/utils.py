@@ -59,7 +59,8 @@ def raise_problems(problems: Iterable[str]) -> None:
 
 def out_of_range(value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
     """What the value of a `flag` must be and is not."""
-    low, high = metadata["at_least"], metadata["at_most"]
+    low = metadata["at_least"]
+    high = metadata["at_most"]
     for wrong, wanted in (
         # In any case: NaN is neither above nor below anything.
         (isinstance(value, float) and not math.isfinite(value), "a finite number"),
@@ -91,9 +92,9 @@ def size_text(nbytes: float) -> str:
 class Progress:
     """`with Progress("reading", total) as progress: ... progress.add(n)`; nothing for work of less than two seconds.
 
-    A thread does the telling, so that work which cannot count says at least for how long it has been running. `count`
-    is asked in place of calls of `add`. Amounts are bytes (`unit` "B"), or whatever `unit` names; `total` None is
-    unknown.
+    A thread does the telling, so that work which cannot count says at least for how long it has
+    been running. `count` is asked in place of calls of `add`. Amounts are bytes (`unit` "B"), or
+    whatever `unit` names; `total` None is unknown.
     """
 
     def __init__(
@@ -107,11 +108,17 @@ class Progress:
         file: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.what, self.total, self.unit, self.quiet = what, total, unit, quiet
-        self._count, self._done, self._clock = count, 0, clock
+        self.what = what
+        self.total = total
+        self.unit = unit
+        self.quiet = quiet
+        self._count = count
+        self._done = 0
+        self._clock = clock
         self._file = sys.stderr if file is None else file
         self._terminal = self._file.isatty()
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._started = self._told = clock()
         self._shown = 0  # characters of the line on the terminal
 
@@ -155,7 +162,11 @@ class Progress:
     def _amount(self, amount: float) -> str:
         if self.unit == "B":
             return size_text(amount)
-        return f"{amount:,.0f} {self.unit}" if amount >= 100 or amount == int(amount) else f"{amount:.2f} {self.unit}"
+        return (
+            f"{amount:,.0f} {self.unit}"
+            if amount >= 100 or amount == int(amount)
+            else f"{amount:.2f} {self.unit}"
+        )
 
     def _overwrite(self, text: str) -> None:
         print("\r" + text.ljust(self._shown), end="", file=self._file, flush=True)
@@ -192,16 +203,19 @@ def flag(
     when: Mapping[str, Any] | None = None,
     meaning: str | None = None,
 ) -> Any:
-    """A dataclass field that is also a command-line flag; the docstring under the field is its help.
+    """A dataclass field that is also a command-line flag; the docstring under the field is its
+    help.
 
-    Without `names` the flag is the field's name with dashes: `--field-name VALUE`; for a bool that is False
-    `--field-name`, for one that is True `--no-field-name`. `names` replaces these spellings; a bool then takes the
-    opposite of its default. `parse` makes the value of a word whose form the type does not tell; that a number is
-    `positive`, `at_least` or `at_most` so large is checked where the command line is read, and by `range_problems`.
+    Without `names` the flag is the field's name with dashes: `--field-name VALUE`; for a bool that
+    is False `--field-name`, for one that is True `--no-field-name`. `names` replaces these
+    spellings; a bool then takes the opposite of its default. `parse` makes the value of a word
+    whose form the type does not tell; that a number is `positive`, `at_least` or `at_most` so large
+    is checked where the command line is read, and by `range_problems`.
 
-    A field of the model says what it `decides`: "shapes" (keys and shapes of the weights) or "mathematics" (what the
-    same weights compute). It counts only `when` other fields have these values. `meaning` is the property that two
-    spellings of the same model agree on, where that is not the field itself.
+    A field of the model says what it `decides`: "shapes" (keys and shapes of the weights) or
+    "mathematics" (what the same weights compute). It counts only `when` other fields have these
+    values. `meaning` is the property that two spellings of the same model agree on, where that is
+    not the field itself.
     """
     metadata = {
         "flags": names,

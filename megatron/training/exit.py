@@ -1,8 +1,10 @@
-"""When a run saves and when it ends: flags, signals and clocks, a failed save, a loss that is no longer finite.
+"""When a run saves and when it ends: flags, signals and clocks, a failed save, a loss that is no
+longer finite.
 
-All ranks must save and exit at the same iteration, but a signal may reach one rank only, clocks differ, and a rank
-may notice alone that a save failed. So the ranks exchange votes and act on their maximum, if a flag needs it. The votes
-of an iteration are counted after the next one, so that nobody waits for the exchange.
+All ranks must save and exit at the same iteration, but a signal may reach one rank only, clocks
+differ, and a rank may notice alone that a save failed. So the ranks exchange votes and act on their
+maximum, if a flag needs it. The votes of an iteration are counted after the next one, so that
+nobody waits for the exchange.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what job schedulers send befo
 
 @contextmanager
 def exit_signals(wanted: bool) -> Iterator[list[signal.Signals]]:
-    """The exit signals that come inside the block, in order, if `wanted`: they are remembered and do not terminate.
+    """The exit signals that come inside the block, in order, if `wanted`: they are remembered and
+    do not terminate.
 
-    torchrun passes SIGTERM to its workers and kills them 30 seconds later; Slurm sends SIGUSR1 (`--signal`) ahead of
-    the time limit.
+    torchrun passes SIGTERM to its workers and kills them 30 seconds later; Slurm sends SIGUSR1
+    (`--signal`) ahead of the time limit.
     """
     received: list[signal.Signals] = []
 
@@ -85,10 +88,19 @@ class SaveAndExitPolicy:
         started: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._signals, self._saver, self._device = signals, saver, device
-        self._training, self._checkpoint = training, checkpoint
-        self._clock, self._start, self._last_save = clock, started, clock()
-        self._may_fail = checkpoint.exit_on_save_failure and checkpoint.save is not None and checkpoint.async_save
+        self._signals = signals
+        self._saver = saver
+        self._device = device
+        self._training = training
+        self._checkpoint = checkpoint
+        self._clock = clock
+        self._start = started
+        self._last_save = clock()
+        self._may_fail = (
+            checkpoint.exit_on_save_failure
+            and checkpoint.save is not None
+            and checkpoint.async_save
+        )
         self._needs_votes = (
             training.exit_signal_handler
             or training.exit_duration_in_mins is not None
@@ -98,9 +110,11 @@ class SaveAndExitPolicy:
         self._exchange: Callable[[], _Votes] | None = None  # under way
 
     def after(self, iteration: int, seconds: float = 0.0) -> SaveAndExit:
-        """What to do after `iteration`, which took `seconds`. Signals and timers take effect one iteration later.
+        """What to do after `iteration`, which took `seconds`. Signals and timers take effect one
+        iteration later.
 
-        Raises SaveFailedError on all ranks together if a save behind training has failed (--exit-on-save-failure).
+        Raises SaveFailedError on all ranks together if a save behind training has failed
+        (--exit-on-save-failure).
         """
         votes = self.finish()
         if votes.failed:
@@ -116,7 +130,8 @@ class SaveAndExitPolicy:
 
     def finish(self) -> _Votes:
         """Complete the last exchange, which other ranks may be waiting in."""
-        exchange, self._exchange = self._exchange, None
+        exchange = self._exchange
+        self._exchange = None
         return _Votes() if exchange is None else exchange()
 
     def _leave(self, iteration: int, votes: _Votes) -> Exit | None:
@@ -124,14 +139,21 @@ class SaveAndExitPolicy:
         if votes.signal:
             return Exit(f"{signal.Signals(votes.signal).name} was received", urgent=True)
         if votes.late:
-            return Exit(f"{training.exit_duration_in_mins:g} minutes are over (--exit-duration-in-mins)", urgent=True)
+            return Exit(
+                f"{training.exit_duration_in_mins:g} minutes are over (--exit-duration-in-mins)",
+                urgent=True,
+            )
         if is_multiple(iteration, training.exit_interval):
-            return Exit(f"iteration {iteration} is a multiple of --exit-interval {training.exit_interval}")
+            return Exit(
+                f"iteration {iteration} is a multiple of --exit-interval {training.exit_interval}"
+            )
         return None
 
     def _votes(self, seconds: float) -> _Votes:
-        now, minutes = self._clock(), self._training.exit_duration_in_mins
-        since_save, due = now - self._last_save, self._checkpoint.save_interval_secs
+        now = self._clock()
+        minutes = self._training.exit_duration_in_mins
+        since_save = now - self._last_save
+        due = self._checkpoint.save_interval_secs
         # The vote takes effect after the next iteration, and then the last save must still fit in.
         end = now - self._start + 2 * seconds + self._saver.expected_seconds
         return _Votes(
@@ -143,7 +165,9 @@ class SaveAndExitPolicy:
 
 
 def start_maxima(votes: _Votes, device: torch.device) -> Callable[[], _Votes]:
-    """Begin to exchange the votes of all ranks; the function that is returned waits for their maxima."""
+    """Begin to exchange the votes of all ranks; the function that is returned waits for their
+    maxima.
+    """
     if dist.get_backend() == "nccl":
         # Queued behind the work of the device and copied back without waiting for it.
         on_device = torch.tensor(votes, dtype=torch.int32, device=device)
@@ -161,7 +185,9 @@ def start_maxima(votes: _Votes, device: torch.device) -> Callable[[], _Votes]:
 
 
 def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy a small tensor to the host; the function that is returned does not wait for newer work."""
+    """Begin to copy a small tensor to the host; the function that is returned does not wait for
+    newer work.
+    """
     if tensor.device.type != "cuda":
         return lambda: tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -188,12 +214,15 @@ class NotFiniteError(ValueError):
 class NanCheck:
     """Checks every iteration one iteration later, so that the host never waits for the device.
 
-    The optimizer leaves out every update whose gradient norm is not finite, so nothing is damaged in the meantime. With
-    a dynamic loss scale an overflow of the gradient is expected; a loss that is not finite is not.
+    The optimizer leaves out every update whose gradient norm is not finite, so nothing is damaged
+    in the meantime. With a dynamic loss scale an overflow of the gradient is expected; a loss that
+    is not finite is not.
     """
 
     def __init__(self, ps: ParallelState, wanted: bool, dynamic_loss_scale: bool) -> None:
-        self._ps, self._wanted, self._dynamic_loss_scale = ps, wanted, dynamic_loss_scale
+        self._ps = ps
+        self._wanted = wanted
+        self._dynamic_loss_scale = dynamic_loss_scale
         self._last: tuple[int, torch.Tensor, StepResult, Callable[[], torch.Tensor]] | None = None
 
     def submit(self, iteration: int, loss: torch.Tensor, step: StepResult) -> None:
@@ -203,19 +232,26 @@ class NanCheck:
             self._last = iteration, loss, step, start_copy(step.skipped)
 
     def finish(self) -> None:
-        """Check what is still unchecked. Raises NotFiniteError on every rank that names the ranks where it began."""
+        """Check what is still unchecked. Raises NotFiniteError on every rank that names the ranks
+        where it began.
+        """
         if self._last is None:
             return
         (iteration, loss, step, skipped), self._last = self._last, None
         if not skipped():  # the same on all ranks: the norm is over all gradients
             return
-        # The norm says that something is wrong on all ranks; only the ranks with the loss can say where it began.
+        # The norm says that something is wrong on all ranks; only the ranks with the loss can say
+        # where it began.
         finite = bool(torch.isfinite(loss).all())
         places: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(places, None if finite else f"rank {self._ps.rank} ({self._ps.place})")
+        dist.all_gather_object(
+            places, None if finite else f"rank {self._ps.rank} ({self._ps.place})"
+        )
         where = ", ".join(place for place in places if place is not None)
         if where:
-            raise NotFiniteError(f"iteration {iteration}: the loss is not finite on {where}. {_ADVICE}")
+            raise NotFiniteError(
+                f"iteration {iteration}: the loss is not finite on {where}. {_ADVICE}"
+            )
         if not self._dynamic_loss_scale:
             norm = step.grad_norm.item()
             raise NotFiniteError(
@@ -226,7 +262,9 @@ class NanCheck:
         """Check the losses of a closed interval: one may be NaN while its gradient is finite."""
         for iteration in interval.iterations:
             if self._wanted and not iteration.skipped and not math.isfinite(iteration.lm_loss):
-                raise NotFiniteError(f"iteration {iteration.iteration}: the loss is {iteration.lm_loss}. {_ADVICE}")
+                raise NotFiniteError(
+                    f"iteration {iteration.iteration}: the loss is {iteration.lm_loss}. {_ADVICE}"
+                )
 
 
 _ADVICE = (

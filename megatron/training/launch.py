@@ -1,7 +1,8 @@
-"""From a process and its environment to a rank: device, threads, process groups, seeds, `--compile`.
+"""From a process and its environment to a rank: device, threads, process groups, seeds,
+`--compile`.
 
-With --max-restarts, torchrun gives all starts of a job the same store. The addresses that a killed start left there
-would mislead the next one, so every start first agrees on a prefix of its own.
+With --max-restarts, torchrun gives all starts of a job the same store. The addresses that a killed
+start left there would mislead the next one, so every start first agrees on a prefix of its own.
 """
 
 from __future__ import annotations
@@ -46,10 +47,14 @@ def environment_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def initialize(config: DistributedConfig, parallel: ParallelConfig) -> tuple[ParallelState, torch.device]:
+def initialize(
+    config: DistributedConfig, parallel: ParallelConfig
+) -> tuple[ParallelState, torch.device]:
     """Join the run: threads, device, process groups. Under torchrun or as a single plain process."""
     device = join(config)
-    return ParallelState.create(parallel, timedelta(minutes=config.distributed_timeout_minutes)), device
+    return ParallelState.create(
+        parallel, timedelta(minutes=config.distributed_timeout_minutes)
+    ), device
 
 
 def join(config: DistributedConfig) -> torch.device:
@@ -61,7 +66,9 @@ def join(config: DistributedConfig) -> torch.device:
         torch.backends.cudnn.benchmark = False
     device = choose_device(config)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.tf32
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not config.disable_bf16_reduced_precision_matmul
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
+        not config.disable_bf16_reduced_precision_matmul
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -69,7 +76,9 @@ def join(config: DistributedConfig) -> torch.device:
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if not dist.is_initialized():
         _init_process_group(
-            config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"), timeout, device
+            config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo"),
+            timeout,
+            device,
         )
     return device
 
@@ -77,8 +86,9 @@ def join(config: DistributedConfig) -> torch.device:
 def choose_device(config: DistributedConfig) -> torch.device:
     """`cuda:LOCAL_RANK` where there is CUDA (processes share devices if they are more), else the CPU.
 
-    A launcher may show every process its own device alone (`srun --gpus-per-task=1`): one device is everybody's first.
-    If two processes do get the same device, NCCL reports it ("Duplicate GPU detected").
+    A launcher may show every process its own device alone (`srun --gpus-per-task=1`): one device is
+    everybody's first. If two processes do get the same device, NCCL reports it ("Duplicate GPU
+    detected").
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
@@ -87,7 +97,8 @@ def choose_device(config: DistributedConfig) -> torch.device:
         if config.distributed_backend == "nccl":
             raise ValueError("--distributed-backend nccl needs CUDA devices: use gloo on the CPU")
         return torch.device("cpu")
-    local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    devices = torch.cuda.device_count()
     if 1 < devices <= local_rank and config.distributed_backend != "gloo":
         raise ValueError(
             f"local rank {local_rank}, but only {devices} CUDA devices here: start at most {devices} processes per "
@@ -99,7 +110,8 @@ def choose_device(config: DistributedConfig) -> torch.device:
 def num_threads(config: DistributedConfig) -> int:
     """CPU threads of this process.
 
-    torchrun sets OMP_NUM_THREADS=1 when it is unset, which looks like a user's own 1: give --num-threads then.
+    torchrun sets OMP_NUM_THREADS=1 when it is unset, which looks like a user's own 1: give
+    --num-threads then.
     """
     if config.num_threads is not None:
         return config.num_threads
@@ -109,11 +121,14 @@ def num_threads(config: DistributedConfig) -> int:
     return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, iteration: int = 0) -> None:
+def seed_everything(
+    seed: int, state: ParallelState, rng: TensorParallelRng, iteration: int = 0
+) -> None:
     """Seed Python, NumPy and PyTorch as a function of seed, place in the run and iteration.
 
-    Every rank draws its own numbers, but for tensor-parallel ranks of one replica: they hold the same activations
-    outside the tensor-parallel regions and must drop the same elements. Inside, `rng` takes over.
+    Every rank draws its own numbers, but for tensor-parallel ranks of one replica: they hold the
+    same activations outside the tensor-parallel regions and must drop the same elements. Inside,
+    `rng` takes over.
     """
     place = np.random.SeedSequence([seed, iteration, state.pp.rank, state.dp_cp.rank])
     value = int(place.generate_state(1)[0])
@@ -125,15 +140,18 @@ def seed_everything(seed: int, state: ParallelState, rng: TensorParallelRng, ite
 
 @contextmanager
 def errors_explained_once(status: int = 1) -> Iterator[None]:
-    """End the process on a ValueError with a message and without a traceback; if all ranks have it, rank 0 reports it.
+    """End the process on a ValueError with a message and without a traceback; if all ranks have it,
+    rank 0 reports it.
 
-    The others wait before they report: if rank 0 fails, too, the launcher ends them meanwhile; if it does not, the
-    error is theirs alone. torchrun shows the first error of all ranks as the root cause.
+    The others wait before they report: if rank 0 fails, too, the launcher ends them meanwhile; if
+    it does not, the error is theirs alone. torchrun shows the first error of all ranks as the root
+    cause.
     """
     try:
         yield
     except ValueError as error:
-        rank, when = environment_rank(), time.time()
+        rank = environment_rank()
+        when = time.time()
         if rank > 0:
             time.sleep(_WAIT_FOR_RANK_0)
         message = f"error on rank {rank}: {error}" if rank > 0 else f"error: {error}"
@@ -149,11 +167,17 @@ def errors_explained_once(status: int = 1) -> Iterator[None]:
 
 
 def _tell_launcher(message: str, when: float) -> None:
-    """Write torchrun's error file; of all ranks it shows the message with the earliest time, and nothing else."""
+    """Write torchrun's error file; of all ranks it shows the message with the earliest time, and
+    nothing else.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
-        # the form of torch.distributed.elastic's ErrorHandler, which has no way to leave out the traceback
-        error = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(when))}}
+        # the form of torch.distributed.elastic's ErrorHandler, which has no way to leave out the
+        # traceback
+        error = {
+            "message": message,
+            "extraInfo": {"py_callstack": message, "timestamp": str(int(when))},
+        }
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": error}), encoding="utf-8")
 
@@ -169,7 +193,9 @@ def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[
         yield
     except RuntimeError as error:
         text = str(error)
-        if not isinstance(error, dist.DistError) and not any(word in text for word in ("gloo", "NCCL", "has died")):
+        if not isinstance(error, dist.DistError) and not any(
+            word in text for word in ("gloo", "NCCL", "has died")
+        ):
             raise
         raise LostRankError(
             f"rank {ps.rank} of {ps.world_size} ({ps.place}) stops: another "
@@ -180,30 +206,37 @@ def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[
 
 def _init_process_group(backend: str, timeout: timedelta, device: torch.device) -> None:
     if environment_world_size() == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
         return
     device_id = device if backend == "nccl" else None
     shared = launcher_store(timeout)
     if shared is None:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)
         return
-    rank, world_size = environment_rank(), environment_world_size()
+    rank = environment_rank()
+    world_size = environment_world_size()
     store = store_of_this_start(shared, rank, world_size)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device_id
     )
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h> of glibc
+# <malloc.h> of glibc
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 
 
 def keep_freed_memory() -> bool:
-    """Let the C allocator reuse large blocks instead of returning them to the system; True when it agreed.
+    """Let the C allocator reuse large blocks instead of returning them to the system; True when it
+    agreed.
 
-    By default glibc maps every block of more than 32 MiB anew and unmaps it when it is freed: the kernel clears the
-    pages of the logits in every step, some percent of a step of a small bf16 model on a CPU. The price is that the
-    process stays at its peak size. Nothing is done where the environment configures the allocator (MALLOC_*,
-    GLIBC_TUNABLES, or another allocator in LD_PRELOAD), or where it is not glibc's.
+    By default glibc maps every block of more than 32 MiB anew and unmaps it when it is freed: the
+    kernel clears the pages of the logits in every step, some percent of a step of a small bf16
+    model on a CPU. The price is that the process stays at its peak size. Nothing is done where the
+    environment configures the allocator (MALLOC_*, GLIBC_TUNABLES, or another allocator in
+    LD_PRELOAD), or where it is not glibc's.
     """
     configured = [name for name in os.environ if name.startswith("MALLOC_")]
     if configured or "GLIBC_TUNABLES" in os.environ or "LD_PRELOAD" in os.environ:
@@ -211,7 +244,11 @@ def keep_freed_memory() -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
         is_glibc = hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
-    except (OSError, AttributeError, TypeError):  # no such function, or no such library on this system
+    except (
+        OSError,
+        AttributeError,
+        TypeError,
+    ):  # no such function, or no such library on this system
         return False
     if not is_glibc:
         return False
@@ -226,15 +263,19 @@ def launcher_store(timeout: timedelta) -> dist.TCPStore | None:
     """The launcher's store, if it has one for its workers."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
+    )
 
 
 def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> dist.Store:
-    """A part of `shared` that no earlier start knows. All ranks of this start call it; none of an earlier one lives.
+    """A part of `shared` that no earlier start knows. All ranks of this start call it; none of an
+    earlier one lives.
 
-    Starts cannot be numbered: each node counts its own. So every rank sends a request with a token that it has made up,
-    and rank 0 replies to that token with the prefix: a reply can belong to no other start. Rank 0 may also find
-    requests of an earlier start, so it replies until all ranks of this one have joined.
+    Starts cannot be numbered: each node counts its own. So every rank sends a request with a token
+    that it has made up, and rank 0 replies to that token with the prefix: a reply can belong to no
+    other start. Rank 0 may also find requests of an earlier start, so it replies until all ranks of
+    this one have joined.
     """
     if rank > 0:
         token = uuid.uuid4().hex
@@ -264,30 +305,40 @@ _EXCHANGES = (
 
 
 def compile_layers(chunk: MegatronModule) -> None:
-    """Compile what lies between the linear layers: norms, rotation, attention, activation, residual sums.
+    """Compile what lies between the linear layers: norms, rotation, attention, activation, residual
+    sums.
 
-    One compilation serves all layers of one shape. The products of the linear layers are left as they are: they are
-    library calls in any case, and they add to gradient buffers and overlap with collectives. Modules, hooks and keys
-    stay the same.
+    One compilation serves all layers of one shape. The products of the linear layers are left as
+    they are: they are library calls in any case, and they add to gradient buffers and overlap with
+    collectives. Modules, hooks and keys stay the same.
     """
     for owner, name in _EXCHANGES:
         _leave_uncompiled(owner, name)
     for layer in outermost_layers(chunk):
-        for kind in {type(m) for m in layer.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)}:
-            # Of the class: torch before 2.8 compiles anew for every module that has a function of its own.
+        for kind in {
+            type(m)
+            for m in layer.modules()
+            if isinstance(m, ColumnParallelLinear | RowParallelLinear)
+        }:
+            # Of the class: torch before 2.8 compiles anew for every module that has a function of
+            # its own.
             _leave_uncompiled(kind, "project")
         # dropout draws the numbers that it draws without compilation
         layer.forward = torch.compile(layer.forward, options={"fallback_random": True})  # type: ignore[method-assign]
 
 
 def _leave_uncompiled(owner: Any, name: str) -> None:
-    """Only here: `torch.compiler.disable` imports the compiler, which takes as long as torch itself."""
+    """Only here: `torch.compiler.disable` imports the compiler, which takes as long as torch
+    itself.
+    """
     if not hasattr(getattr(owner, name), "_torchdynamo_disable"):
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))
 
 
 def check_compiler(device: torch.device) -> None:
-    """ValueError with the reason when torch.compile does not work here; forgets what was compiled before."""
+    """ValueError with the reason when torch.compile does not work here; forgets what was compiled
+    before.
+    """
     try:
         torch.compiler.reset()
         torch.compile(lambda x: x.sin() + 1)(torch.ones(2, device=device))

@@ -1,4 +1,6 @@
-"""What a run consists of, how it is built, how far it is, and one global batch through it, to train or to evaluate."""
+"""What a run consists of, how it is built, how far it is, and one global batch through it, to train
+or to evaluate.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from megatron.training.reporting.measurements import Timers, model_flops_per_tok
 
 
 class Loss(NamedTuple):
-    """What the last stage returns for a micro batch."""
+    """What the last stage returns for a micro-batch."""
 
     total: Tensor
     """Sum of the losses of all tokens that count; differentiable, fp32 scalar."""
@@ -41,9 +43,9 @@ class Loss(NamedTuple):
 Batch = dict[str, Tensor]
 
 ForwardStep = Callable[[MegatronModule, Batch, Tensor | None], Tensor | Loss]
-"""(model chunk, micro batch, activation of the stage before) -> activation, or the `Loss` on the last stage.
+"""(model chunk, micro-batch, activation of the stage before) -> activation, or the `Loss` on the last stage.
 
-The micro batch is empty on chunks that need no data.
+The micro-batch is empty on chunks that need no data.
 """
 
 
@@ -80,15 +82,21 @@ class Run:
     vocab_size: int  # of the model, without padding
     flops_per_token: float
     saver: CheckpointSaver
-    clock: Callable[[], float] = time.monotonic  # that of --save-interval-secs and --exit-duration-in-mins
+    clock: Callable[[], float] = (
+        time.monotonic
+    )  # that of --save-interval-secs and --exit-duration-in-mins
     started: float = field(default_factory=time.monotonic)  # when the program began, by `clock`
     loaded: str | None = None  # the checkpoint that it continues from
     loading_seconds: float = 0.0
     exit_reason: str | None = None  # why it ended early
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation
-    train_data_fingerprint: str | None = None  # decides the order of samples; None until the data is built or loaded
+    train_data_fingerprint: str | None = (
+        None  # decides the order of samples; None until the data is built or loaded
+    )
     state: TrainState = field(default_factory=TrainState)
-    writers: list[Writer] = field(default_factory=list)  # where measurements go besides the log; empty but on rank 0
+    writers: list[Writer] = field(
+        default_factory=list
+    )  # where measurements go besides the log; empty but on rank 0
 
     @property
     def is_complete(self) -> bool:
@@ -100,7 +108,9 @@ class Run:
         training = self.config.training
         if training.train_samples is not None:
             state = self.state  # earlier iterations may have had another batch size
-            return state.iteration + self.batches.iterations_for(training.train_samples, state.consumed_train_samples)
+            return state.iteration + self.batches.iterations_for(
+                training.train_samples, state.consumed_train_samples
+            )
         return training.train_iters or 0
 
     @property
@@ -111,10 +121,14 @@ class Run:
     @property
     def learning_rate(self) -> float:
         """That of the parameters without one of their own."""
-        return next(group["lr"] for group in self.optimizer.param_groups if not group["is_decoupled_lr"])
+        return next(
+            group["lr"] for group in self.optimizer.param_groups if not group["is_decoupled_lr"]
+        )
 
     def needs_batch(self, chunk: int) -> bool:
-        """Tokens enter at the first layer, labels at the loss; attention needs to know the documents everywhere."""
+        """Tokens enter at the first layer, labels at the loss; attention needs to know the
+        documents everywhere.
+        """
         at_an_end = self.ps.is_first_chunk(chunk) or self.ps.is_last_chunk(chunk)
         return at_an_end or self.config.data.reset_attention_mask
 
@@ -128,18 +142,22 @@ def build_run(
     *,
     random_weights: bool = True,
 ) -> Run:
-    """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed; no data.
+    """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed;
+    no data.
 
     Without `random_weights` they are zero: a load that must bring all of them comes next.
     """
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
-    # Weights depend on the seed and their names alone; these generators are for what follows, such as dropout.
+    # Weights depend on the seed and their names alone; these generators are for what follows, such
+    # as dropout.
     rng = TensorParallelRng(0, ps.tp.rank, device)
     seed_everything(config.training.seed, ps, rng)
     tokens = config.data.seq_length // config.parallel.cp_size * config.training.micro_batch_size
     layer_spec(config.model).set_up(config.model, tokens, ps.tp.size)
-    chunks = build_chunks(config, ps, rng, model_provider, config.training.seed if random_weights else None)
+    chunks = build_chunks(
+        config, ps, rng, model_provider, config.training.seed if random_weights else None
+    )
     optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
     return Run(
         config=config,
@@ -164,16 +182,23 @@ def build_run(
 
 
 def build_chunks(
-    config: Config, ps: ParallelState, rng: TensorParallelRng, model_provider: ModelProvider, seed: int | None
+    config: Config,
+    ps: ParallelState,
+    rng: TensorParallelRng,
+    model_provider: ModelProvider,
+    seed: int | None,
 ) -> list[DistributedDataParallel]:
-    """This rank's pipeline chunks, initialised from `seed`, on the device, gradients reduced over data parallelism."""
+    """This rank's pipeline chunks, initialised from `seed`, on the device, gradients reduced over
+    data parallelism.
+    """
     if config.distributed.compile:
         check_compiler(rng.device)
     chunks = []
     for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, place)
         chunk.initialize(seed)
-        # Moves the parameters into one buffer, so it must come after they are initialised and before they are compiled.
+        # Moves the parameters into one buffer, so it must come after they are initialised and
+        # before they are compiled.
         chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp))
         if config.distributed.compile:
             compile_layers(chunks[-1])
@@ -181,25 +206,33 @@ def build_chunks(
 
 
 class MicrobatchFeed:
-    """The micro batches of one iteration on the device: each is fetched once and kept until its last chunk used it.
+    """The micro-batches of one iteration on the device: each is fetched once and kept until its
+    last chunk used it.
 
     `documents` stay on the host: where they begin and end decides what attention launches, and the device, asked for
     it, would first have to finish all that it was given.
     """
 
-    def __init__(self, batches: Iterator[Batch] | None, device: torch.device, users: Sequence[int]) -> None:
+    def __init__(
+        self, batches: Iterator[Batch] | None, device: torch.device, users: Sequence[int]
+    ) -> None:
         """`users`: the chunks that need any of a batch."""
-        self._batches, self._device, self._users = batches, device, users
+        self._batches = batches
+        self._device = device
+        self._users = users
         self._held: dict[int, Batch] = {}
 
     def __call__(self, chunk: int, microbatch: int) -> Batch:
         if chunk not in self._users:
             return {}
-        if chunk == self._users[0]:  # the chunks see micro batches in the same order, the first one before the others
+        if (
+            chunk == self._users[0]
+        ):  # the chunks see micro-batches in the same order, the first one before the others
             assert self._batches is not None
             batch = next(self._batches)
             self._held[microbatch] = {
-                key: x if key == "documents" else x.to(self._device, non_blocking=True) for key, x in batch.items()
+                key: x if key == "documents" else x.to(self._device, non_blocking=True)
+                for key, x in batch.items()
             }
         return self._held.pop(microbatch) if chunk == self._users[-1] else self._held[microbatch]
 
@@ -207,19 +240,22 @@ class MicrobatchFeed:
 def forward_backward(
     run: Run, batches: Iterator[Batch] | None, num_microbatches: int, forward_only: bool = False
 ) -> Tensor:
-    """Forward (and backward) of `num_microbatches` micro batches; gradients accumulate in the chunks' buffers.
+    """Forward (and backward) of `num_microbatches` micro-batches; gradients accumulate in the
+    chunks' buffers.
 
-    Returns fp32 [numerator, denominator] of the loss as this rank saw it, zeros but on the last stage: the sum over
-    micro batches of their mean loss and the number of micro batches, or with --calculate-per-token-loss the sum over
-    tokens and their number. Under context parallelism, too, it is the sum over tokens that is reported, because a rank
-    sees only a part of each sequence; what is minimized without that flag are the means of the parts, as in
-    Megatron-LM. Nothing is read back from the device.
+    Returns fp32 [numerator, denominator] of the loss as this rank saw it, zeros but on the last
+    stage: the sum over micro-batches of their mean loss and the number of micro-batches, or with
+    --calculate-per-token-loss the sum over tokens and their number. Under context parallelism, too,
+    it is the sum over tokens that is reported, because a rank sees only a part of each sequence;
+    what is minimized without that flag are the means of the parts, as in Megatron-LM. Nothing is
+    read back from the device.
     """
     totals = torch.zeros(2, dtype=torch.float32, device=run.device)
     users = [chunk for chunk in range(len(run.chunks)) if run.needs_batch(chunk)]
     feed = MicrobatchFeed(batches, run.device, users)
     forward_step = _make_forward_step(run, feed, num_microbatches, totals)
-    # Gradients accumulate locally; only the last backward pass of each chunk starts their reduction.
+    # Gradients accumulate locally; only the last backward pass of each chunk starts their
+    # reduction.
     for chunk in run.chunks:
         chunk.require_sync = False
     layer_spec(run.config.model).start_step()
@@ -245,7 +281,9 @@ def forward_backward(
 
 
 def start_step(run: Run, num_microbatches: int) -> None:
-    """Auxiliary losses are means over micro batches and replicas, as the loss is; ranks of CP have shares of them."""
+    """Auxiliary losses are means over micro-batches and replicas, as the loss is; ranks of CP have
+    shares of them.
+    """
     per_token = run.config.training.calculate_per_token_loss
     scale = run.optimizer.loss_scale * (1.0 if per_token else run.ps.cp.size / num_microbatches)
     for router in routers(run.chunks):
@@ -253,7 +291,9 @@ def start_step(run: Run, num_microbatches: int) -> None:
 
 
 def measure_experts(run: Run, num_microbatches: int) -> Tensor | None:
-    """This rank's share of the auxiliary losses by layer; the expert bias follows the load. After the reductions."""
+    """This rank's share of the auxiliary losses by layer; the expert bias follows the load. After
+    the reductions.
+    """
     if not run.config.model.has_experts:
         return None
     of_rank = routers(run.chunks)
@@ -288,7 +328,9 @@ def _make_forward_step(
         reported = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
         totals.add_(torch.stack(reported).detach())
         # The scale keeps small fp16 gradients from underflow; the optimizer divides by it.
-        if per_token:  # the gradients are divided by the number of tokens of the global batch at the end
+        if (
+            per_token
+        ):  # the gradients are divided by the number of tokens of the global batch at the end
             return total * loss_scale
         return mean * (loss_scale / num_microbatches)
 

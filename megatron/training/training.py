@@ -42,10 +42,22 @@ from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.exit import NanCheck, NotFiniteError, SaveAndExitPolicy, exit_signals, is_multiple
+from megatron.training.exit import (
+    NanCheck,
+    NotFiniteError,
+    SaveAndExitPolicy,
+    exit_signals,
+    is_multiple,
+)
 from megatron.training.launch import environment_rank, initialize, lost_ranks_explained
 from megatron.training.planning.run_plan import plan_run
-from megatron.training.planning.summary import arguments, as_lines, device_name, layout_name, summarize
+from megatron.training.planning.summary import (
+    arguments,
+    as_lines,
+    device_name,
+    layout_name,
+    summarize,
+)
 from megatron.training.reporting.logging import (
     Iteration,
     OnDevice,
@@ -57,7 +69,14 @@ from megatron.training.reporting.logging import (
     report_line,
 )
 from megatron.training.reporting.measurements import StepProfiler, memory, memory_line, params_norm
-from megatron.training.reporting.run_record import RECORDS, RUN_FILE, RunRecord, goodput, plain, read_record
+from megatron.training.reporting.run_record import (
+    RECORDS,
+    RUN_FILE,
+    RunRecord,
+    goodput,
+    plain,
+    read_record,
+)
 from megatron.training.run import (
     Batch,
     DatasetsProvider,
@@ -86,7 +105,8 @@ def pretrain(
 
     Raises ValueError for what the user can correct, the same on every rank that can see it.
     """
-    # Initialize. What can fail on one rank alone fails before the ranks meet: otherwise the others would wait for it.
+    # Initialize. What can fail on one rank alone fails before the ranks meet: otherwise the others
+    # would wait for it.
     started = clock()
     configure_logging(environment_rank(), config.logging.log_format)
     tokenizer = build_tokenizer(config.tokenizer)
@@ -105,7 +125,8 @@ def pretrain(
     # Build and load.
     random_weights = start is None or may_leave_weights(config.checkpoint)
     run = build_run(config, ps, device, model_provider, forward_step, random_weights=random_weights)
-    run.started, run.clock = started, clock
+    run.started = started
+    run.clock = clock
     run.saver.own(generation, tier)
     check_hf_target(run)
     load_checkpoint(run, start, tier)
@@ -127,21 +148,32 @@ def pretrain(
 
 
 def train(run: Run, data: Data) -> None:
-    """Iterate until the run is complete or there is a reason to end it early; log, evaluate and save on the way."""
-    config, training = run.config, run.config.training
+    """Iterate until the run is complete or there is a reason to end it early; log, evaluate and
+    save on the way.
+    """
+    config = run.config
+    training = run.config.training
     log = TrainingLog(run.ps, run.device, run.flops_per_token, config.data.seq_length, config.model)
-    nan_check = NanCheck(run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic)
-    first, leave = run.state.iteration + 1, None
+    nan_check = NanCheck(
+        run.ps, training.check_for_nan_in_loss_and_grad, run.optimizer.grad_scaler.dynamic
+    )
+    first = run.state.iteration + 1
+    leave = None
     with (
         exit_signals(training.exit_signal_handler) as signals,
         lost_ranks_explained(run.ps, config.distributed.distributed_timeout_minutes),
         _saver_closed(run.saver),
         _garbage_collection(training.manual_gc),
-        StepProfiler(config.profiling, config.logging.tensorboard_dir, run.ps.rank, run.timers) as profiler,
+        StepProfiler(
+            config.profiling, config.logging.tensorboard_dir, run.ps.rank, run.timers
+        ) as profiler,
     ):
-        policy = SaveAndExitPolicy(signals, training, config.checkpoint, run.saver, run.device, run.started, run.clock)
+        policy = SaveAndExitPolicy(
+            signals, training, config.checkpoint, run.saver, run.device, run.started, run.clock
+        )
         while leave is None and not run.is_complete:
-            # One optimizer step. The host does not wait for the device: it reads no number of this iteration.
+            # One optimizer step. The host does not wait for the device: it reads no number of this
+            # iteration.
             began = run.clock()
             profiler.before(run.state.iteration + 1)
             iterate(run, data.train.batches, log, nan_check)
@@ -166,9 +198,11 @@ def train(run: Run, data: Data) -> None:
             run.saver.after_iteration()
             report_saves(run)
             if training.manual_gc and is_multiple(iteration, training.manual_gc_interval):
-                gc.collect()  # at the same iterations on all ranks, so that none waits for another's
+                # at the same iterations on all ranks, so that none waits for another's
+                gc.collect()
 
-        # What still runs behind training: the last check, the last exchange between ranks, the last save.
+        # What still runs behind training: the last check, the last exchange between ranks, the last
+        # save.
         nan_check.finish()
         policy.finish()
         run.saver.close()
@@ -180,7 +214,9 @@ def train(run: Run, data: Data) -> None:
 
 @contextmanager
 def _saver_closed(saver: CheckpointSaver) -> Iterator[None]:
-    """A run that stops on all ranks together completes the save under way, and cleans up after a failed one."""
+    """A run that stops on all ranks together completes the save under way, and cleans up after a
+    failed one.
+    """
     try:
         yield
     except (NotFiniteError, SaveFailedError):
@@ -199,13 +235,20 @@ def _garbage_collection(manual: bool) -> Iterator[None]:
         gc.enable()
 
 
-def save_if_finite(run: Run, log: TrainingLog, nan_check: NanCheck, locally: bool = False, last: bool = False) -> None:
-    """Save, unless the last loss was not finite. Only a save that training waits for anyway waits for the device."""
-    config, since = run.config.checkpoint, time.perf_counter()
+def save_if_finite(
+    run: Run, log: TrainingLog, nan_check: NanCheck, locally: bool = False, last: bool = False
+) -> None:
+    """Save, unless the last loss was not finite. Only a save that training waits for anyway waits
+    for the device.
+    """
+    config = run.config.checkpoint
+    since = time.perf_counter()
     with nullcontext() if config.async_save else log.paused():
         nan_check.finish()
         if locally:
-            run.saver.save_locally(state_to_save(run), run.state.iteration, common_state(run), since)
+            run.saver.save_locally(
+                state_to_save(run), run.state.iteration, common_state(run), since
+            )
         elif config.save is not None:
             save_checkpoint(run, config.save, config.ckpt_format, since, last)
 
@@ -214,19 +257,29 @@ def save_converted(run: Run) -> None:
     """--ckpt-convert-format: what was loaded, in another format, where Megatron-LM places it."""
     config = run.config.checkpoint
     assert config.ckpt_convert_format is not None and config.ckpt_convert_save is not None
-    save_checkpoint(run, os.path.join(config.ckpt_convert_save, config.ckpt_convert_format), config.ckpt_convert_format)
+    save_checkpoint(
+        run,
+        os.path.join(config.ckpt_convert_save, config.ckpt_convert_format),
+        config.ckpt_convert_format,
+    )
     run.saver.close()
 
 
-def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, nan_check: NanCheck) -> None:
+def iterate(
+    run: Run, batches: Iterator[Batch] | None, log: TrainingLog, nan_check: NanCheck
+) -> None:
     """One optimizer step, and everything that counts it."""
     state = run.state
     batch_size = run.batches.global_batch_size_at(state.consumed_train_samples)
     loss_scale = run.optimizer.loss_scale
-    loss, step, experts = train_step(run, batches, run.batches.num_microbatches_at(state.consumed_train_samples))
+    loss, step, experts = train_step(
+        run, batches, run.batches.num_microbatches_at(state.consumed_train_samples)
+    )
     state.iteration += 1
     state.consumed_train_samples += batch_size
-    state.num_floating_point_operations_so_far += run.flops_per_token * run.config.data.seq_length * batch_size
+    state.num_floating_point_operations_so_far += (
+        run.flops_per_token * run.config.data.seq_length * batch_size
+    )
     nan_check.submit(state.iteration, loss, step)
     log.record(
         Iteration(
@@ -236,7 +289,12 @@ def iterate(run: Run, batches: Iterator[Batch] | None, log: TrainingLog, nan_che
             learning_rate=run.learning_rate,  # of the next iteration, as Megatron-LM logs it
             loss_scale=loss_scale,
         ),
-        OnDevice(loss, step, params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None, experts),
+        OnDevice(
+            loss,
+            step,
+            params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None,
+            experts,
+        ),
     )
 
 
@@ -245,23 +303,26 @@ def train_step(
 ) -> tuple[torch.Tensor, StepResult, torch.Tensor | None]:
     """Gradients of one global batch, their reductions, the update, the schedule.
 
-    Returns this rank's [numerator, denominator] of the loss, what the optimizer says, and in a model with experts what
-    is measured of them; all stay on the device.
+    Returns this rank's [numerator, denominator] of the loss, what the optimizer says, and in a
+    model with experts what is measured of them; all stay on the device.
     """
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     with run.timers("forward-backward"):
         loss = forward_backward(run, batches, num_microbatches)
     with run.timers("finalize-model-grads"):
-        # Sums over DP, TP and the tied embedding; most of the DP reductions have overlapped with the backward pass.
+        # Sums over DP, TP and the tied embedding; most of the DP reductions have overlapped with
+        # the backward pass.
         per_token = run.config.training.calculate_per_token_loss
         finalize_model_grads(run.chunks, run.ps, loss[1] if per_token else None)
         experts = measure_experts(run, num_microbatches)
     with run.timers("optimizer"):
-        # The only place where a save behind training holds it up: nothing else changes the tensors that are copied.
+        # The only place where a save behind training holds it up: nothing else changes the tensors
+        # that are copied.
         run.saver.before_update()
         step = run.optimizer.step(run.config.logging.log_num_zeros_in_grad)
-    # An overflow under a dynamic loss scale is retried with other data, not with another learning rate.
+    # An overflow under a dynamic loss scale is retried with other data, not with another learning
+    # rate.
     if not step.held_back:
         run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
     return loss, step, experts
@@ -269,7 +330,8 @@ def train_step(
 
 def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
     """The line of the log and the points of all iterations since the last one. Collective."""
-    interval, config = log.close_interval(), run.config.logging
+    interval = log.close_interval()
+    config = run.config.logging
     fields = interval.as_fields() | {
         "train_iters": run.train_iters,
         "eta_seconds": interval.seconds_to_go(run.train_iters),
@@ -277,13 +339,18 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
     report_line(log_line(interval, run.train_iters), event="interval", **fields)
     times = run.timers.take()
     if times:
-        report_line(run.timers.report(times, len(interval.iterations)), event="timers", seconds=times)
+        report_line(
+            run.timers.report(times, len(interval.iterations)), event="timers", seconds=times
+        )
     for writer in run.writers:
         writer.interval(interval)
         if config.log_memory_to_tensorboard:
             writer.scalars(memory(run.device), interval.last.iteration)
         if config.log_timers_to_tensorboard:
-            slowest = {f"{name}-time": max(seconds) / len(interval.iterations) for name, seconds in times.items()}
+            slowest = {
+                f"{name}-time": max(seconds) / len(interval.iterations)
+                for name, seconds in times.items()
+            }
             writer.scalars(slowest, interval.last.iteration)
     nan_check.check_interval(interval)
 
@@ -297,13 +364,16 @@ def report_saves(run: Run) -> None:
 
 def evaluate_split(run: Run, split: Split, name: str) -> None:
     """The loss of one split, where there is data for it and --eval-iters asks for it."""
-    config, iteration = run.config, run.state.iteration
+    config = run.config
+    iteration = run.state.iteration
     if not (config.training.eval_iters and split.exists):
         return
     loss = evaluate(run, split.batches)
     perplexity = math.exp(min(20.0, loss))
     line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
-    report_line(line, event="evaluation", split=name, iteration=iteration, loss=loss, perplexity=perplexity)
+    report_line(
+        line, event="evaluation", split=name, iteration=iteration, loss=loss, perplexity=perplexity
+    )
     values = {f"lm loss {name}": loss}
     if config.logging.log_validation_ppl_to_tensorboard:
         values[f"lm loss {name} ppl"] = perplexity
@@ -315,7 +385,9 @@ def evaluate_split(run: Run, split: Split, name: str) -> None:
 
 
 def evaluate_at_the_end(run: Run, data: Data) -> None:
-    """The validation loss of the last iteration, unless training has just measured it, and the test loss."""
+    """The validation loss of the last iteration, unless training has just measured it, and the test
+    loss.
+    """
     if run.validated is None or run.validated[0] != run.state.iteration:
         evaluate_split(run, data.valid, "validation")
     evaluate_split(run, data.test, "test")
@@ -323,19 +395,29 @@ def evaluate_at_the_end(run: Run, data: Data) -> None:
 
 @contextmanager
 def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[None]:
-    """Print the summary; inside the block rank 0 has `writers` and those of the flags; record how the run ended."""
+    """Print the summary; inside the block rank 0 has `writers` and those of the flags; record how
+    the run ended.
+    """
     if run.ps.rank > 0:
         yield
         return
-    config, flags = run.config, run.config.flags()
-    start = f"iteration {run.state.iteration}" + (f" of {run.loaded}" if run.loaded else ", from random weights")
+    config = run.config
+    flags = run.config.flags()
+    start = f"iteration {run.state.iteration}" + (
+        f" of {run.loaded}" if run.loaded else ", from random weights"
+    )
     world_size = run.ps.world_size
     plan = plan_run(config, world_size, model_provider, run.device.type)
     topics = summarize(config, world_size, plan, f"{device_name(run.device)} on every rank", start)
     report_line(as_lines(topics), event="start", **topics)
     if config.logging.print_args:
-        report_line(arguments(flags), event="arguments", arguments={name: str(value) for name, value in flags.items()})
-    # Records and logs are appended to line by line, which object storage cannot: they need a directory of their own.
+        report_line(
+            arguments(flags),
+            event="arguments",
+            arguments={name: str(value) for name, value in flags.items()},
+        )
+    # Records and logs are appended to line by line, which object storage cannot: they need a
+    # directory of their own.
     save = config.checkpoint.save
     directory = None if save is None or isinstance(path_of(save), ObjectPath) else save
     run.writers = [*writers, *make_writers(config.logging, directory, flags)]
@@ -363,12 +445,20 @@ def _report_goodput(run: Run, save: Path) -> None:
     """Where the time of all starts went (--goodput)."""
     try:
         spent = goodput(read_record(save))
-    except (OSError, ValueError, LookupError) as error:  # the record is for people: a gap in it must not fail a run
-        logger.warning(f"--goodput: the record in {save / RECORDS} cannot be read ({type(error).__name__}: {error})")
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+    ) as error:  # the record is for people: a gap in it must not fail a run
+        logger.warning(
+            f"--goodput: the record in {save / RECORDS} cannot be read ({type(error).__name__}: {error})"
+        )
         return
     total = sum(spent.values()) or 1.0
     parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
-    line = f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first start: {parts}"
+    line = (
+        f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first start: {parts}"
+    )
     report_line(f" > {line}", event="goodput", seconds=spent)
     for writer in run.writers:
         points = {f"goodput/{name.replace(' ', '-')}": seconds for name, seconds in spent.items()}
@@ -376,7 +466,8 @@ def _report_goodput(run: Run, save: Path) -> None:
 
 
 def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
-    config, now = run.config, time.time()
+    config = run.config
+    now = time.time()
     assert config.checkpoint.save is not None
     start = {
         "command": sys.argv,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.functional_tests.crash_harness import launching
+from tests.support.crash_harness import launching
 
 
 @pytest.fixture(scope="session")

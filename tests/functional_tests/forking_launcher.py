@@ -1,8 +1,9 @@
 """Starts the training program as processes of its own without paying for imports each time.
 
-This program imports everything once and forks: a child becomes rank R of N exactly as torchrun's environment says, runs
-`pretrain_gpt.main()` and writes its output to a file. It is killed, and waited for, by its process id.
-Requests come as JSON lines on standard input, answers go to standard output; see crash_harness.py.
+This program imports everything once and forks: a child becomes rank R of N exactly as torchrun's
+environment says, runs `pretrain_gpt.main()` and writes its output to a file. It is killed, and
+waited for, by its process id. Requests come as JSON lines on standard input, answers go to standard
+output; see crash_harness.py.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def main() -> None:
         if "wait" in request:
             answer: Any = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
         else:
-            answer = [start(request, rank) for rank in range(int(request["environment"]["WORLD_SIZE"]))]
+            answer = [
+                start(request, rank) for rank in range(int(request["environment"]["WORLD_SIZE"]))
+            ]
         print(json.dumps(answer), flush=True)
 
 

@@ -8,8 +8,9 @@ from megatron.core.optimizer import update_rules
 from megatron.core.optimizer.update_rules import apex_sum_of_squares
 from megatron.core.utils import import_apex
 from megatron.training.config.run_config import parse_args
-from tests import ROOT, apex_checks
-from tests.training_harness import COMMON, LAYOUTS, MODELS, train
+from tests import ROOT
+from tests.support import apex_checks
+from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train
 
 STAND_IN = [str(ROOT / "tests/apex_stand_in" / part) for part in ("kernels", "python")]
 APEX = "--optimizer-impl apex --norm-impl apex "
@@ -48,7 +49,9 @@ def test_a_run_goes_on_with_the_other_kernels(pool, tmp_path):
     expected = pool.run(train, 1, flags)[0].measured
     common = f"{flags} --save {tmp_path} --load {tmp_path} "
     first = pool.run(
-        train_with_stand_in, 2, f"{common} {APEX} {LAYOUTS['dp2_distributed_optimizer'][1]} --exit-interval 2"
+        train_with_stand_in,
+        2,
+        f"{common} {APEX} {LAYOUTS['dp2_distributed_optimizer'][1]} --exit-interval 2",
     )
     second = pool.run(train, 1, common)
     for name in ("losses", "grad_norms"):
@@ -58,7 +61,9 @@ def test_a_run_goes_on_with_the_other_kernels(pool, tmp_path):
 
 def test_without_apex_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "amp_C", None)
-    with pytest.raises(ValueError, match=r"amp_C cannot be imported.*Build apex.*--optimizer-impl torch"):
+    with pytest.raises(
+        ValueError, match=r"amp_C cannot be imported.*Build apex.*--optimizer-impl torch"
+    ):
         apex_sum_of_squares([apex_checks.torch.ones(3)], apex_checks.torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)
     with pytest.raises(ValueError, match=r"Build apex.*--norm-impl torch"):

@@ -18,7 +18,7 @@ from megatron.training.run import Loss
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests import ROOT
-from tests.training_harness import COMMON, LAYOUTS, MODELS, train
+from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train
 
 MOCK = f"--mock-data --train-iters 4 {MODELS['llama']}"
 
@@ -74,8 +74,22 @@ def test_tokens_of_another_vocabulary(pool, prefix):
 
 def test_torchrun_shows_an_error_of_the_data_as_the_root_cause(prefix):
     flags = f"{COMMON} {MODELS['llama']} --data-path {prefix} --split 100,0,0 --train-iters 3 --vocab-size 20 "
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["pretrain_gpt.py", *shlex.split(flags), "--num-workers", "1", "--dataloader-type", "cyclic"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    command += [
+        "pretrain_gpt.py",
+        *shlex.split(flags),
+        "--num-workers",
+        "1",
+        "--dataloader-type",
+        "cyclic",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1
     message = f"{prefix}.bin holds token"
@@ -95,11 +109,15 @@ def test_corrupt_tracker(pool, tmp_path):
     assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train")[0].iteration == 2
     tracker.write_text("3")  # its checkpoint is gone
     assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train")[0].iteration == 2
-    assert pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train --ckpt-step 2")[0].iteration == 2
+    assert (
+        pool.run(train, 1, f"{MOCK} --load {tmp_path} --skip-train --ckpt-step 2")[0].iteration == 2
+    )
     with pytest.raises(ValueError, match=r"--ckpt-step 7.*complete are: iter_0000002"):
         pool.run(train, 1, f"{MOCK} --load {tmp_path} --ckpt-step 7")
     (tmp_path / "iter_0000002/.metadata").unlink()
-    with pytest.raises(ValueError, match=r"(?s)names 3, but it does not exist.*no complete checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"(?s)names 3, but it does not exist.*no complete checkpoint"
+    ):
         pool.run(train, 1, f"{MOCK} --load {tmp_path}")
 
 
@@ -107,10 +125,17 @@ def test_corrupt_tracker(pool, tmp_path):
 def test_load_without_a_checkpoint(pool, tmp_path, path):
     """Random weights only where nothing says that a checkpoint is meant, and never without a word."""
     (tmp_path / "empty").mkdir()
-    directory, other = tmp_path / path, tmp_path / "other"
-    for meant in ("--finetune", "--ckpt-step 3", "--exit-on-missing-checkpoint", "--use-checkpoint-args"):
+    directory = tmp_path / path
+    other = tmp_path / "other"
+    for meant in (
+        "--finetune",
+        "--ckpt-step 3",
+        "--exit-on-missing-checkpoint",
+        "--use-checkpoint-args",
+    ):
         with pytest.raises(
-            ValueError, match=rf"{path} holds no checkpoint|--use-checkpoint-args: .* holds no|--ckpt-step 3"
+            ValueError,
+            match=rf"{path} holds no checkpoint|--use-checkpoint-args: .* holds no|--ckpt-step 3",
         ):
             pool.run(train, 1, f"{MOCK} --load {directory} --save {other} {meant}")
     assert pool.run(train, 2, f"{MOCK} --load {directory} --exit-interval 1")[0].iteration == 1
@@ -127,7 +152,9 @@ def test_load_without_a_checkpoint(pool, tmp_path, path):
 def test_checkpoint_of_another_model(pool, tmp_path):
     pool.run(train, 1, f"{MOCK} --save {tmp_path} --exit-interval 2")
     with pytest.raises(ValueError) as error:
-        pool.run(train, 1, f"{MOCK} --load {tmp_path} --hidden-size 64 --num-layers 6 --qk-layernorm")
+        pool.run(
+            train, 1, f"{MOCK} --load {tmp_path} --hidden-size 64 --num-layers 6 --qk-layernorm"
+        )
     for line in (
         "num_layers: 4 in the checkpoint, 6 now",
         "hidden_size: 32 in the checkpoint, 64 now",
@@ -161,14 +188,20 @@ def test_nan_stops_with_rank_and_iteration(pool, tmp_path, layout):
     flags = f"{MOCK} {flags} --micro-batch-size 2 --global-batch-size {8 if 'dp' in layout else 4} --save {tmp_path}"
     with pytest.raises(ValueError, match=r"iteration 2: the loss is not finite on rank 1"):
         pool.run(nan_on_the_last_rank, world_size, flags)
-    assert not [path for path in tmp_path.iterdir() if "iter" in path.name], "nothing is saved of a broken model"
-    finite = pool.run(nan_on_the_last_rank, world_size, f"{flags} --no-check-for-nan-in-loss-and-grad")
+    assert not [path for path in tmp_path.iterdir() if "iter" in path.name], (
+        "nothing is saved of a broken model"
+    )
+    finite = pool.run(
+        nan_on_the_last_rank, world_size, f"{flags} --no-check-for-nan-in-loss-and-grad"
+    )
     assert all(all(rank) for rank in finite)  # updates were left out
 
 
 def test_mistakes_end_with_one_message_and_no_traceback(launcher):
     """Both ranks find the same mistake, before they have met; the first one tells it."""
-    job = launcher.start(2, f"{COMMON} {MOCK} --tensor-model-parallel-size 2 --num-query-groups 3 --unfused")
+    job = launcher.start(
+        2, f"{COMMON} {MOCK} --tensor-model-parallel-size 2 --num-query-groups 3 --unfused"
+    )
     job.until(job.has_ended)
     job.kill(1)
     assert job.wait()[0] == 1

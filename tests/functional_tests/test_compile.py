@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests import ROOT
-from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, train
+from tests.support.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, train
 
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
 RUNS = {
@@ -17,7 +17,10 @@ RUNS = {
     "full recomputation, evaluated": (1, LLAMA + FULL + "--eval-iters 1 --eval-interval 2 "),
     "selective recomputation": (1, LLAMA + "--recompute-granularity selective "),
     "tensor parallel": (2, LLAMA + "--tensor-model-parallel-size 2 --sequence-parallel "),
-    "pipeline": (2, LLAMA + "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "),
+    "pipeline": (
+        2,
+        LLAMA + "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 ",
+    ),
     "data parallel": (2, LLAMA + DISTRIBUTED_OPTIMIZER),
     "context parallel, ring": (2, LLAMA + "--context-parallel-size 2 "),
     "context parallel, heads": (2, LLAMA + "--context-parallel-size 2 --cp-comm-type a2a "),
@@ -25,7 +28,11 @@ RUNS = {
 
 
 def outcome(rank, world_size, flags):
-    common = COMMON.replace("--hidden-dropout 0 --attention-dropout 0 ", "") if "dropout" in flags else COMMON
+    common = (
+        COMMON.replace("--hidden-dropout 0 --attention-dropout 0 ", "")
+        if "dropout" in flags
+        else COMMON
+    )
     return train(rank, world_size, "--mock-data --train-iters 3 " + flags, common)
 
 
@@ -33,7 +40,8 @@ IN_EVERY_RUN = "full recomputation, evaluated"  # the others are slow: each comp
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+    "name",
+    [name if name == IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in RUNS],
 )
 def test_same_curve_and_same_keys(pool, name):
     world_size, flags = RUNS[name]
@@ -49,7 +57,9 @@ def test_same_curve_and_same_keys(pool, name):
 @pytest.mark.slow
 def test_bf16_is_close(pool):
     """Fused operations round once where separate ones round each time."""
-    ((eager,), (compiled,)) = (pool.run(outcome, 1, LLAMA + f"--bf16 {c}", timeout=300) for c in ("", "--compile"))
+    ((eager,), (compiled,)) = (
+        pool.run(outcome, 1, LLAMA + f"--bf16 {c}", timeout=300) for c in ("", "--compile")
+    )
     assert compiled.measured.losses == pytest.approx(eager.measured.losses, rel=1e-3)
     assert compiled.measured.losses != eager.measured.losses  # it was compiled
 
@@ -58,7 +68,13 @@ def test_without_a_compiler_there_is_a_message(tmp_path):
     flags = [*(COMMON + LLAMA).split(), "--mock-data", "--train-iters", "3", "--compile"]
     environment = {**os.environ, "CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "pretrain_gpt.py", *flags],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("error: --compile: torch.compile does not work here")
+    assert result.stderr.splitlines()[-1].startswith(
+        "error: --compile: torch.compile does not work here"
+    )

@@ -10,10 +10,20 @@ from megatron.training.config.run_config import parse_args
 from megatron.training.run import Loss
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, loss_func, model_provider
-from tests.compare import assert_same
-from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, Measurements, train, whole
+from tests.support.compare import assert_same
+from tests.support.training_harness import (
+    COMMON,
+    DISTRIBUTED_OPTIMIZER,
+    LAYOUTS,
+    MODELS,
+    Measurements,
+    train,
+    whole,
+)
 
-DOCUMENTS = "--mock-data --train-iters 4 --reset-attention-mask --reset-position-ids --eod-mask-loss "
+DOCUMENTS = (
+    "--mock-data --train-iters 4 --reset-attention-mask --reset-position-ids --eod-mask-loss "
+)
 WAYS = {
     "p2p": (2, f"--context-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
     "all_gather": (
@@ -27,13 +37,19 @@ WAYS = {
 
 
 def numbers(measured):
-    points = [value for (name, _), value in sorted(measured.points.items()) if name == "lm loss validation"]
+    points = [
+        value
+        for (name, _), value in sorted(measured.points.items())
+        if name == "lm loss validation"
+    ]
     return torch.tensor(measured.losses + measured.grad_norms + points, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
 def of_one_process(pool):
-    flags = f"{DOCUMENTS} {MODELS['gpt2']} --calculate-per-token-loss --eval-iters 1 --eval-interval 2"
+    flags = (
+        f"{DOCUMENTS} {MODELS['gpt2']} --calculate-per-token-loss --eval-iters 1 --eval-interval 2"
+    )
     return flags, numbers(pool.run(train, 1, flags)[0].measured)
 
 
@@ -49,8 +65,11 @@ def test_documents_and_masked_losses_are_exact_per_token(pool, of_one_process, w
 
 def mean_of_both_parts(chunk, batch, activation):
     """The mean over two ranks' positions of the means there."""
-    losses = chunk(batch["tokens"], batch["position_ids"], labels=batch["labels"], documents=batch["documents"])
-    mask, means = batch["loss_mask"], []
+    losses = chunk(
+        batch["tokens"], batch["position_ids"], labels=batch["labels"], documents=batch["documents"]
+    )
+    mask = batch["loss_mask"]
+    means = []
     for rank in range(2):
         part = local_positions(losses.shape[1], rank, 2)
         total, count = loss_func(losses[:, part], mask[:, part])
@@ -66,7 +85,9 @@ def train_on_both_parts(rank, world_size, flags):
 
 
 def test_without_a_loss_per_token_ranks_average_their_means(pool):
-    """As in Megatron-LM: a token counts more where a rank has fewer of them. The log has the mean over all tokens."""
+    """As in Megatron-LM: a token counts more where a rank has fewer of them. The log has the mean
+    over all tokens.
+    """
     flags = f"{DOCUMENTS} {MODELS['llama']} "
     (expected,) = pool.run(train_on_both_parts, 1, flags)
     measured = pool.run(train, 2, f"{flags} --context-parallel-size 2")[0].measured
@@ -97,8 +118,12 @@ def test_the_ranks_of_a_replica_read_the_same_samples(pool):
 
 
 def test_random_numbers_go_on_bitwise(pool, tmp_path):
-    """Dropout draws other numbers on every rank, and goes on with them after a load; at CP 1 the state is the same."""
-    flags = f"--mock-data --train-iters 4 {MODELS['llama']} --hidden-dropout 0.2 {LAYOUTS['cp2'][1]}"
+    """Dropout draws other numbers on every rank, and goes on with them after a load; at CP 1 the
+    state is the same.
+    """
+    flags = (
+        f"--mock-data --train-iters 4 {MODELS['llama']} --hidden-dropout 0.2 {LAYOUTS['cp2'][1]}"
+    )
     straight = pool.run(train, 2, flags)
     first = pool.run(train, 2, f"{flags} --save {tmp_path} --exit-interval 2")
     second = pool.run(train, 2, f"{flags} --load {tmp_path}")

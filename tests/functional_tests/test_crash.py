@@ -1,4 +1,5 @@
-"""Killed at any moment: every restart goes on from a complete checkpoint, and the end is bitwise the undisturbed one.
+"""Killed at any moment: every restart goes on from a complete checkpoint, and the end is bitwise
+the undisturbed one.
 
 `pytest --run-slow tests/functional_tests/test_crash.py` kills 200 times, without it 20 times.
 """
@@ -10,9 +11,9 @@ import time
 import pytest
 
 from megatron.core.dist_checkpointing import is_complete
-from tests.compare import assert_same
-from tests.functional_tests.crash_harness import stored_tensors
-from tests.training_harness import COMMON, LAYOUTS, LLAMA
+from tests.support.compare import assert_same
+from tests.support.crash_harness import stored_tensors
+from tests.support.training_harness import COMMON, LAYOUTS, LLAMA
 
 MODEL = (
     f"{COMMON} {LLAMA} --num-layers 2 --mock-data --async-save --save-interval {{interval}} --keep-last-n 3 "
@@ -60,13 +61,18 @@ MOMENTS = [anywhere, while_training, while_writing, while_writing, while_removin
 
 
 def crash(launcher, root, world_size, flags, interval, kills, victims, rng):
-    """Start and kill `kills` times; then let the program finish. Returns what each start resumed from."""
-    least, resumed = 0, []
+    """Start and kill `kills` times; then let the program finish. Returns what each start resumed
+    from.
+    """
+    least = 0
+    resumed = []
     for number in range(kills):
         job = launcher.start(world_size, f"{flags} --save {root} --load {root}")
         MOMENTS[number % len(MOMENTS)](job, root, interval, rng)
         job.kill(*rng.choice(victims))
-        time.sleep(rng.uniform(0, 0.1))  # the others go on for a moment, until the launcher ends them
+        time.sleep(
+            rng.uniform(0, 0.1)
+        )  # the others go on for a moment, until the launcher ends them
         job.kill()
         codes = job.wait()
         assert -9 in codes, f"the run was over too early, or failed:\n{job.output()}"
@@ -93,13 +99,17 @@ def run(launcher, root, kills, world_size, layout, interval, victims, seed):
     flags = MODEL.format(interval=interval, iterations=iterations) + " " + layout
     rng = random.Random(seed)
     resumed = crash(launcher, root / "crashed", world_size, flags, interval, kills, victims, rng)
-    assert resumed == sorted(resumed) and len(set(resumed)) > kills // 4, "there must be progress to lose"
+    assert resumed == sorted(resumed) and len(set(resumed)) > kills // 4, (
+        "there must be progress to lose"
+    )
     launcher.run(world_size, f"{flags} --save {root}/straight --save-interval {iterations}")
     final = f"iter_{iterations:07d}"
     assert_same(stored_tensors(root / "crashed" / final), stored_tensors(root / "straight" / final))
     kept = [f"iter_{iterations - back * interval:07d}" for back in (2, 1, 0)]
     (generation,) = (root / "crashed").glob(".*")
-    assert [path.name for path in generation.iterdir()] == ["owner.json"], "nothing unfinished is left behind"
+    assert [path.name for path in generation.iterdir()] == ["owner.json"], (
+        "nothing unfinished is left behind"
+    )
     left = sorted(
         path.name
         for path in (root / "crashed").iterdir()

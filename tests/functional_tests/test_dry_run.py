@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests import ROOT
-from tests.training_harness import COMMON
+from tests.support.training_harness import COMMON
 
 
 def dry_run(flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -24,12 +24,16 @@ def dry_run(flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_summary_and_plan(tmp_path):
     layout = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
-    result = dry_run(f"--mock-data --train-iters 4 {layout} --save {tmp_path / 'save'}", WORLD_SIZE="8")
+    result = dry_run(
+        f"--mock-data --train-iters 4 {layout} --save {tmp_path / 'save'}", WORLD_SIZE="8"
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert "TP 2 x PP 2 x DP 2 on 8 ranks" in result.stdout and "weights" in result.stdout
     assert not (tmp_path / "save").exists()
     alone = dry_run(f"--mock-data --train-iters 4 {layout}")
-    assert "TP 2 x PP 2 x DP 1 on 4 ranks" in alone.stdout  # one replica where no launcher says more
+    assert (
+        "TP 2 x PP 2 x DP 1 on 4 ranks" in alone.stdout
+    )  # one replica where no launcher says more
     experts = "--num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --disable-bias-linear"
     spread = dry_run(f"--mock-data --train-iters 4 {experts}")
     assert "PP 2 x DP 4, experts ETP 1 x EP 4 x DP 1 on 8 ranks" in spread.stdout
@@ -54,7 +58,14 @@ def test_training_imports_no_compiler_without_compile(tmp_path, ways):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     flags = f"--mock-data --train-iters 1 --lr-warmup-iters 0 --context-parallel-size 2 --cp-comm-type {ways}"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(program),
+    ]
     result = subprocess.run(
         [*torchrun, *shlex.split(f"{COMMON} {flags} --device cpu --reset-attention-mask")],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
@@ -63,7 +74,8 @@ def test_training_imports_no_compiler_without_compile(tmp_path, ways):
 
 
 def test_a_start_imports_nothing_that_takes_long_and_is_not_needed():
-    """DTensor and sympy come with DCP's package, a third of the time of a start; the others take seconds.
+    """DTensor and sympy come with DCP's package, a third of the time of a start; the others take
+    seconds.
 
     In older versions sympy comes with recomputation, too.
     """
@@ -75,5 +87,7 @@ def test_a_start_imports_nothing_that_takes_long_and_is_not_needed():
         "import sys, torch.utils.checkpoint; before = set(sys.modules); import pretrain_gpt; "
         f"print(sorted((sys.modules.keys() - before) & set({heavy.split()})))"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout == "[]\n"

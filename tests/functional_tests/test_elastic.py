@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.compare import assert_same
-from tests.functional_tests.crash_harness import DEADLINE, ONE_THREAD, Job, free_port, stored_tensors
-from tests.processes import wait_until
-from tests.training_harness import COMMON, LAYOUTS, LLAMA
+from tests.support.compare import assert_same
+from tests.support.crash_harness import DEADLINE, ONE_THREAD, Job, free_port, stored_tensors
+from tests.support.processes import wait_until
+from tests.support.training_harness import COMMON, LAYOUTS, LLAMA
 
 FLAGS = f"{COMMON} {LLAMA} --mock-data --async-save --train-iters 30 --save-interval 3 "
 ROUNDING = 1e-5
@@ -25,7 +25,11 @@ def undisturbed(launcher, tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
     single = launcher.run(1, FLAGS).losses()
     world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
-    return single, launcher.run(world_size, f"{FLAGS} {layout} --save {directory}").losses(), directory
+    return (
+        single,
+        launcher.run(world_size, f"{FLAGS} {layout} --save {directory}").losses(),
+        directory,
+    )
 
 
 class Torchrun:
@@ -33,16 +37,22 @@ class Torchrun:
 
     def __init__(self, nodes, processes, flags, logs):
         self._logs = [logs / f"node{node}" for node in range(nodes)]
-        launch = (
-            f"-m torch.distributed.run --nproc-per-node {processes // nodes} --max-restarts 2 --monitor-interval 0.1 "
-        )
+        launch = f"-m torch.distributed.run --nproc-per-node {processes // nodes} "
+        launch += "--max-restarts 2 --monitor-interval 0.1 "
         launch += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id job"
-        self._command = [sys.executable, *launch.split(), str(ROOT / "pretrain_gpt.py"), *flags.split()]
+        self._command = [
+            sys.executable,
+            *launch.split(),
+            str(ROOT / "pretrain_gpt.py"),
+            *flags.split(),
+        ]
         self._agents = [self._start(log) for log in self._logs]
 
     def _start(self, log):
         with log.open("a") as file:
-            return subprocess.Popen(self._command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | ONE_THREAD)
+            return subprocess.Popen(
+                self._command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | ONE_THREAD
+            )
 
     def output(self):
         return "\n".join(log.read_text() for log in self._logs)
@@ -66,19 +76,25 @@ def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
     world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
     root = tmp_path / "run"
     job = Torchrun(nodes, world_size, f"{FLAGS} {layout} --save {root} --load {root}", tmp_path)
-    wait_until(lambda: re.search(r"iteration +12/", job.output()), 2 * DEADLINE, job.output, pause=0.01)
+    wait_until(
+        lambda: re.search(r"iteration +12/", job.output()), 2 * DEADLINE, job.output, pause=0.01
+    )
     job.kill_last_worker()
     codes = job.wait()
     output = job.output()
     assert codes == [0] * nodes, output
-    resumed = [int(iteration) for iteration in re.findall(r"> loaded .* at iteration (\d+)", output)]
+    resumed = [
+        int(iteration) for iteration in re.findall(r"> loaded .* at iteration (\d+)", output)
+    ]
     assert output.count("starting from scratch") == len(resumed) == 1
     assert resumed[0] >= 9 and resumed[0] % 3 == 0
     logged: dict[int, set[float]] = {}
     for iteration, loss in re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", output):
         logged.setdefault(int(iteration), set()).add(float(loss))
     _, expected, directory = undisturbed
-    assert logged == {iteration: {loss} for iteration, loss in expected.items()}, "also what was done twice"
+    assert logged == {iteration: {loss} for iteration, loss in expected.items()}, (
+        "also what was done twice"
+    )
     final = "iter_0000030"
     assert_same(stored_tensors(root / final), stored_tensors(directory / final))
 
@@ -86,7 +102,10 @@ def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
 @pytest.mark.parametrize(
     "layouts",
     [
-        pytest.param(["dp2_distributed_optimizer", "single", "dp2_distributed_optimizer"], marks=pytest.mark.slow),
+        pytest.param(
+            ["dp2_distributed_optimizer", "single", "dp2_distributed_optimizer"],
+            marks=pytest.mark.slow,
+        ),
         ["tp2_pp2", "pp2_dp2", "single", "tp2_sp"],
     ],
 )
@@ -94,7 +113,9 @@ def test_other_ranks_go_on_where_these_were_killed(launcher, undisturbed, tmp_pa
     losses: dict[int, float] = {}
     for number, layout in enumerate(layouts):
         world_size, layout_flags = {"single": (1, ""), **LAYOUTS}[layout]
-        job: Job = launcher.start(world_size, f"{FLAGS} {layout_flags} --save {tmp_path} --load {tmp_path}")
+        job: Job = launcher.start(
+            world_size, f"{FLAGS} {layout_flags} --save {tmp_path} --load {tmp_path}"
+        )
         if number < len(layouts) - 1:
             job.until_iteration(8 * (number + 1))
             job.kill(world_size - 1)
@@ -111,16 +132,23 @@ def test_other_ranks_go_on_where_these_were_killed(launcher, undisturbed, tmp_pa
 
 
 def test_a_run_that_was_stopped_yields_to_its_successor(launcher, tmp_path):
-    """Stopped between two saves, continued when the next start has finished: it says who took over, and ends."""
+    """Stopped between two saves, continued when the next start has finished: it says who took over,
+    and ends.
+    """
     flags = f"{COMMON} {LLAMA} --num-layers 2 --mock-data --save-interval 2 --save {tmp_path} --load {tmp_path}"
     stopped = launcher.start(1, f"{flags} --train-iters 1000000")
     stopped.until_iteration(5)
     stopped.signal(0, signal.SIGSTOP)
-    stopped.until(lambda: "\nState:\tT" in Path(f"/proc/{stopped.pids[0]}/status").read_text(), "the stop")
+    stopped.until(
+        lambda: "\nState:\tT" in Path(f"/proc/{stopped.pids[0]}/status").read_text(), "the stop"
+    )
     longer = f"--train-iters {max(stopped.iterations()) + 20} --override-opt_param-scheduler"
     successor = launcher.run(1, f"{flags} {longer}")
     last = successor.iterations()[-1]
     stopped.signal(0, signal.SIGCONT)
     assert stopped.wait() == [1]
-    assert re.search(r"error: .* another start has taken over this directory \(generation 2: .*pid", stopped.output())
+    assert re.search(
+        r"error: .* another start has taken over this directory \(generation 2: .*pid",
+        stopped.output(),
+    )
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)

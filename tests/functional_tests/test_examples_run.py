@@ -46,11 +46,22 @@ def corpus(tmp_path_factory):
 
 def environment(**variables):
     dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_JOB_ID")
-    return {**{k: v for k, v in os.environ.items() if k not in dropped}, "OMP_NUM_THREADS": "1", **variables}
+    return {
+        **{k: v for k, v in os.environ.items() if k not in dropped},
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
 
 
 def run_script(script, processes, flags, corpus, run_dir):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
     result = subprocess.run(
         ["bash", script, *shlex.split(f"{SMALL} --device cpu {flags}")],
         cwd=ROOT,
@@ -70,7 +81,9 @@ def run_script(script, processes, flags, corpus, run_dir):
 def trained(corpus, tmp_path_factory):
     """Checkpoints of the single-GPU example."""
     run_dir = tmp_path_factory.mktemp("single")
-    return run_script("examples/single_gpu.sh", *RUNS["examples/single_gpu.sh"], corpus, run_dir), run_dir
+    return run_script(
+        "examples/single_gpu.sh", *RUNS["examples/single_gpu.sh"], corpus, run_dir
+    ), run_dir
 
 
 def losses(text):
@@ -93,7 +106,9 @@ def test_others_at_their_kind_of_layout(script, corpus, tmp_path):
 
 def ask(url, request):
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(request).encode())) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, json.dumps(request).encode())
+        ) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -112,7 +127,11 @@ def test_convert_and_serve(trained, tmp_path):
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        url = next(match[1] for line in process.stdout if (match := re.search(r"serving .* at (http\S+)", line)))
+        url = next(
+            match[1]
+            for line in process.stdout
+            if (match := re.search(r"serving .* at (http\S+)", line))
+        )
         status, answer = ask(url, {"prompt": "import", "max_new_tokens": 5})
         assert ask(url, {"max_new_tokens": 5})[0] == 400
         assert ask(url, {"prompt": "x", "unknown": 1})[0] == 400

@@ -1,4 +1,6 @@
-"""A save that fails costs nothing but itself: a clear message, no partial files, the one before is the newest."""
+"""A save that fails costs nothing but itself: a clear message, no partial files, the one before is
+the newest.
+"""
 
 import re
 import signal
@@ -7,9 +9,9 @@ import time
 import pytest
 
 from megatron.core.dist_checkpointing import clean_up, verify
-from tests.compare import assert_same
-from tests.functional_tests.crash_harness import stored_tensors
-from tests.training_harness import COMMON, LLAMA
+from tests.support.compare import assert_same
+from tests.support.crash_harness import stored_tensors
+from tests.support.training_harness import COMMON, LLAMA
 
 FLAGS = f"{COMMON} {LLAMA} --num-layers 2 --mock-data --train-iters 6 --save-interval 2 "
 MODES = ["", "--async-save"]
@@ -20,11 +22,17 @@ LAST_FAILED = "It was the last save of the run"
 
 
 def names(directory):
-    """The checkpoints and the tracker; nothing unfinished may be left in the generation that owns the directory."""
+    """The checkpoints and the tracker; nothing unfinished may be left in the generation that owns
+    the directory.
+    """
     for generation in directory.glob(".generation-*"):
         assert [path.name for path in generation.iterdir()] == ["owner.json"]
     others = ("run.json", "runs")  # the record of the run
-    return sorted(p.name for p in directory.iterdir() if not p.name.startswith(".generation-") and p.name not in others)
+    return sorted(
+        p.name
+        for p in directory.iterdir()
+        if not p.name.startswith(".generation-") and p.name not in others
+    )
 
 
 def run_without_its_last_save(launcher, ranks, flags, **limits):
@@ -68,8 +76,9 @@ def bytes_on(disk, straight, launcher):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_full_disk(launcher, disk, straight, mode):
-    """The first checkpoint fits, the second does not, and it says so before the first byte. With room again the run
-    goes on as if nothing had happened."""
+    """The first checkpoint fits, the second does not, and it says so before the first byte. With
+    room again the run goes on as if nothing had happened.
+    """
     needed = bytes_on(disk, straight, launcher)
     disk.mount(f"size={needed * 3 // 2}")
     job = run_without_its_last_save(launcher, 1, flags(disk.path, more=mode))
@@ -86,8 +95,14 @@ def test_a_full_disk(launcher, disk, straight, mode):
 @pytest.mark.slow
 def test_a_disk_that_is_full_at_any_point(launcher, disk, straight):
     """From too small for a shard to too small for the tracker: in the files or in the commit."""
-    needed, outcomes = bytes_on(disk, straight, launcher), []
-    for pages in (0, 8, 16, *(needed // 4096 - back for back in (24, 16, 10, 8, 6, 5, 4, 3, 2, 1, 0))):
+    needed = bytes_on(disk, straight, launcher)
+    outcomes = []
+    for pages in (
+        0,
+        8,
+        16,
+        *(needed // 4096 - back for back in (24, 16, 10, 8, 6, 5, 4, 3, 2, 1, 0)),
+    ):
         disk.mount(f"size={max(1, pages) * 4096}")
         job = launcher.start(1, flags(disk.path, stop=2))
         outcomes.append(job.wait() == [0])
@@ -96,7 +111,9 @@ def test_a_disk_that_is_full_at_any_point(launcher, disk, straight):
             assert_whole(disk.path, straight, 2)
         else:
             assert "was not saved: " in job.output() and "No space left" in job.output()
-            assert not [name for name in names(disk.path) if not name.startswith("iter_")], "nothing is left"
+            assert not [name for name in names(disk.path) if not name.startswith("iter_")], (
+                "nothing is left"
+            )
             assert all(verify(path).ok for path in disk.path.iterdir()), "what is there is whole"
         disk.unmount()
     assert outcomes == sorted(outcomes) and not outcomes[0] and outcomes[-1]
@@ -113,7 +130,9 @@ def test_no_room_for_another_file(launcher, disk, straight, mode):
         job = launcher.start(1, flags(disk.path, mode, stop=4))
         if job.wait() == [0]:
             break
-        if "checkpoints cannot be saved to" in job.output():  # there is no room to take the directory
+        if (
+            "checkpoints cannot be saved to" in job.output()
+        ):  # there is no room to take the directory
             continue
         assert "iter_0000004 was not saved: " in job.output() and "No space left" in job.output()
         assert_whole(disk.path, straight, 2)
@@ -124,13 +143,19 @@ def test_no_room_for_another_file(launcher, disk, straight, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_kernel_refuses_to_write(launcher, tmp_path, mode, ranks):
-    """Every file is cut off in the middle, on all ranks or on the last one alone, while the others write well."""
+    """Every file is cut off in the middle, on all ranks or on the last one alone, while the others
+    write well.
+    """
     limits = [None] * (ranks - 1) + [20_000]
-    job = run_without_its_last_save(launcher, ranks, flags(tmp_path, more=mode), file_size_limits=limits)
+    job = run_without_its_last_save(
+        launcher, ranks, flags(tmp_path, more=mode), file_size_limits=limits
+    )
     assert job.iterations() == [1, 2, 3, 4, 5, 6]
     failed = re.findall(r"WARNING: \S*iter_000000(\d) was not saved: (.*)", job.output())
     assert [number for number, _ in failed] == ["2", "4", "6"]
-    assert all("File too large" in reason and ("rank 1" in reason) == (ranks == 2) for _, reason in failed)
+    assert all(
+        "File too large" in reason and ("rank 1" in reason) == (ranks == 2) for _, reason in failed
+    )
     assert names(tmp_path) == []
 
 
@@ -160,13 +185,20 @@ def test_a_path_that_cannot_be_written_is_an_error_before_training(launcher, dis
     for path in (disk.path, disk.path / "deeper", tmp_path / "file"):
         job = launcher.start(1, flags(path))
         assert job.wait() == [1]
-        assert f"error: checkpoints cannot be saved to {path}: " in job.output() and not job.iterations()
+        assert (
+            f"error: checkpoints cannot be saved to {path}: " in job.output()
+            and not job.iterations()
+        )
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_stale_files_of_earlier_crashes_go(launcher, tmp_path, straight, form):
     launcher.run(1, flags(tmp_path, stop=2, more=f"--ckpt-format {form}"))
-    for name in (".saving-iter_0000004-abc-1", ".deleting-iter_0000001", ".saving-iter_0000004-torch_dist"):
+    for name in (
+        ".saving-iter_0000004-abc-1",
+        ".deleting-iter_0000001",
+        ".saving-iter_0000004-torch_dist",
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
     (tmp_path / ".saving-iter_0000004-abc-1.failed").touch()
@@ -183,11 +215,15 @@ def test_exit_on_save_failure(launcher, tmp_path, mode):
     job = launcher.start(2, flags(tmp_path, more, stop=1_000_000), file_size_limits=[20_000, None])
     job.until(job.has_ended)
     time.sleep(0.5)
-    job.signal(1, signal.SIGTERM)  # rank 1 leaves the word to rank 0 for some seconds; launchers do not wait for it
+    job.signal(
+        1, signal.SIGTERM
+    )  # rank 1 leaves the word to rank 0 for some seconds; launchers do not wait for it
     assert job.wait() == [1, -signal.SIGTERM]
     assert re.search(r"error: \S*/iter_0000002 was not saved: .*File too large", job.output())
     assert "Traceback" not in job.output(1), "it has not waited for a rank that is gone"
-    clean_up(tmp_path)  # rank 1 may have come so late that rank 0 was gone: the next start removes its directory
+    clean_up(
+        tmp_path
+    )  # rank 1 may have come so late that rank 0 was gone: the next start removes its directory
     assert names(tmp_path) == []
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import IndexedDatasetBuilder
-from tests.training_harness import LLAMA, train
+from tests.support.training_harness import LLAMA, train
 
 FIM = (
     "--fim-data --fim-rate 0.9 --fim-prefix-token 50 --fim-middle-token 51 --fim-suffix-token 52 --fim-pad-token 53 "

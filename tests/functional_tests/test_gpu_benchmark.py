@@ -12,17 +12,31 @@ from tests import ROOT
 
 @pytest.mark.slow
 def test_all_parts():
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     result = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", "--smoke"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "benchmarks/gpu.py", "--smoke"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
     text = result.stdout
     assert re.search(r"small ours +eager +[\d.]+ ms/step .* MFU +[\d.]+ %", text)
     assert re.search(r"small transformers +eager +[\d.]+ ms/step .* MFU +[\d.]+ %", text)
     assert re.search(r"peak memory [\d.]+ GB, of tensors as planned 0\.0\d+ GB", text)
-    assert re.search(r"every 10 iterations, 4 saves", text) and len(re.findall(r"blocking per save: \d+ ms", text)) == 3
+    assert (
+        re.search(r"every 10 iterations, 4 saves", text)
+        and len(re.findall(r"blocking per save: \d+ ms", text)) == 3
+    )
     assert re.search(r"\d+/\d+ tests collected", text)
-    assert "local rank 1 that sees one device: cpu" in text and text.count("waits for the device: none") == 2
-    assert re.search(r"windowed attention: .*aten::", text) and re.search(r"loss over 1000 words, .*\d kernels", text)
+    assert (
+        "local rank 1 that sees one device: cpu" in text
+        and text.count("waits for the device: none") == 2
+    )
+    assert re.search(r"windowed attention: .*aten::", text) and re.search(
+        r"loss over 1000 words, .*\d kernels", text
+    )
     assert re.search(r"grouped +[\d.]+ ms", text) and "aten::mm" in text

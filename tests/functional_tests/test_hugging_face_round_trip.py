@@ -1,4 +1,6 @@
-"""From training to transformers and back: the same next tokens, and a fine-tune that starts at the same loss."""
+"""From training to transformers and back: the same next tokens, and a fine-tune that starts at the
+same loss.
+"""
 
 import json
 import shlex
@@ -14,7 +16,7 @@ from megatron.conversion.formats import Options
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
-from tests.training_harness import COMMON, LAYOUTS, MODELS, train
+from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train
 
 PROMPTS = ((3, 1, 4), (15, 9), (26,), (53, 5, 8, 9), (7, 9, 3, 2, 3))
 NEW_TOKENS = 16
@@ -34,7 +36,9 @@ def trained(request, pool, tmp_path_factory):
 
 
 def generate(rank, world_size, flags):
-    """Greedy continuations of the prompts by the training program's own model, and the logits of their last tokens."""
+    """Greedy continuations of the prompts by the training program's own model, and the logits of
+    their last tokens.
+    """
     config = parse_args(shlex.split(COMMON + flags), world_size)
     run = pretrain(config, model_provider, datasets_provider, forward_step)
     (model,) = run.chunks
@@ -59,12 +63,20 @@ def test_transformers_generates_the_same_tokens(pool, trained, tp):
     peer = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
     for prompt, (text, logits) in zip(PROMPTS, ours, strict=True):
         theirs = peer.generate(
-            torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0
+            torch.tensor([prompt]),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            eos_token_id=None,
+            pad_token_id=0,
         )[0]
         assert text == theirs.tolist()
         with torch.no_grad():
-            torch.testing.assert_close(logits, peer(theirs[None, :-1]).logits[0, -1], atol=1e-4, rtol=0)
-    assert len({token for text, _ in ours for token in text[-NEW_TOKENS:]}) > 5, "the choice is never the same"
+            torch.testing.assert_close(
+                logits, peer(theirs[None, :-1]).logits[0, -1], atol=1e-4, rtol=0
+            )
+    assert len({token for text, _ in ours for token in text[-NEW_TOKENS:]}) > 5, (
+        "the choice is never the same"
+    )
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2"])
@@ -103,16 +115,22 @@ def test_a_damaged_model_is_no_start(pool, trained, tmp_path, damage):
     shutil.copytree(hf, tmp_path / "hf")
     reason = damage(tmp_path / "hf")
     with pytest.raises(ValueError, match=reason):
-        pool.run(train, 1, f"{RUN} {MODELS[model]} --load {tmp_path / 'hf'} --save {tmp_path / 'hf'}")
+        pool.run(
+            train, 1, f"{RUN} {MODELS[model]} --load {tmp_path / 'hf'} --save {tmp_path / 'hf'}"
+        )
 
 
 def test_a_fine_tune_leaves_the_optimizer_beside_a_model_alone(pool, trained, tmp_path):
-    """The weights may have been changed since: it belongs to a run that goes on, which then is told."""
+    """The weights may have been changed since: it belongs to a run that goes on, which then is
+    told.
+    """
     model, run, hf = trained
     convert(run, tmp_path / "hf", "hf", options=Options(optim_sidecar=True))
     path = tmp_path / "hf/model.safetensors"
     weights = load_file(path)
-    save_file({name: 1.01 * value for name, value in weights.items()}, path, metadata={"format": "pt"})
+    save_file(
+        {name: 1.01 * value for name, value in weights.items()}, path, metadata={"format": "pt"}
+    )
     flags = f"{RUN} {MODELS[model]} --load {tmp_path / 'hf'} --exit-interval 1"
     from_changed = pool.run(train, 1, f"{flags} --finetune")[0]
     assert from_changed.iteration == 1

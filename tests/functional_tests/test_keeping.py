@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.training_harness import COMMON, LAYOUTS, LLAMA, train
+from tests.support.training_harness import COMMON, LAYOUTS, LLAMA, train
 
 FLAGS = f"--mock-data {LLAMA} --num-layers 2 --train-iters 12 --save-interval 1 "
 MODES = ["", "--async-save"]
@@ -12,7 +12,9 @@ MODES = ["", "--async-save"]
 
 def kept(directory):
     (generation,) = directory.glob(".*")
-    assert [path.name for path in generation.iterdir()] == ["owner.json"], "nothing is left of what was removed"
+    assert [path.name for path in generation.iterdir()] == ["owner.json"], (
+        "nothing is left of what was removed"
+    )
     return sorted(int(path.name.removeprefix("iter_")) for path in directory.glob("iter_*"))
 
 
@@ -33,14 +35,18 @@ def test_best(pool, tmp_path, mode):
     flags = f"{FLAGS} --save {tmp_path} --load {tmp_path} --keep-best-n 2 --eval-interval 2 --eval-iters 1 {mode}"
     first = pool.run(train, 1, f"{flags} --exit-interval 7")[0].measured.points
     second = pool.run(train, 1, flags)[0].measured.points
-    losses = {i: value for (name, i), value in (first | second).items() if name == "lm loss validation"}
+    losses = {
+        i: value for (name, i), value in (first | second).items() if name == "lm loss validation"
+    }
     assert sorted(losses) == [2, 4, 6, 8, 10, 12]
     best = sorted(losses, key=losses.get)[:2]
     assert kept(tmp_path) == sorted({*best, 12})
 
 
 def test_after_a_rollback_the_branch_decides(pool, tmp_path):
-    """Back from 10 to 4, then on: 8 and 10 are of a branch that was left, they neither count nor are removed."""
+    """Back from 10 to 4, then on: 8 and 10 are of a branch that was left, they neither count nor
+    are removed.
+    """
     flags = f"{FLAGS} --save {tmp_path} --load {tmp_path}"
     pool.run(train, 1, f"{flags} --save-interval 2 --exit-interval 10")
     pool.run(train, 1, f"{flags} --ckpt-step 4 --keep-last-n 2 --exit-interval 6")
@@ -53,7 +59,13 @@ def test_after_a_rollback_the_branch_decides(pool, tmp_path):
 def test_the_log_tells_of_it_in_order(launcher, tmp_path):
     job = launcher.run(1, f"{COMMON} {FLAGS} --train-iters 3 --save {tmp_path} --keep-last-n 1")
     told = re.findall(r"> (saved|removed) \S*iter_000000(\d)", job.output())
-    assert told == [("saved", "1"), ("saved", "2"), ("removed", "1"), ("saved", "3"), ("removed", "2")]
+    assert told == [
+        ("saved", "1"),
+        ("saved", "2"),
+        ("removed", "1"),
+        ("saved", "3"),
+        ("removed", "2"),
+    ]
 
 
 def test_without_rules_everything_stays(pool, tmp_path):
@@ -62,7 +74,9 @@ def test_without_rules_everything_stays(pool, tmp_path):
 
 
 def test_the_best_by_a_loss_that_nobody_measures(pool):
-    with pytest.raises(ValueError, match=r"--keep-best-n 2 compares validation losses: give --eval-interval"):
+    with pytest.raises(
+        ValueError, match=r"--keep-best-n 2 compares validation losses: give --eval-interval"
+    ):
         pool.run(train, 1, f"{FLAGS} --keep-best-n 2 --eval-iters 0")
     with pytest.raises(ValueError, match="--keep-last-n must be positive, got 0"):
         pool.run(train, 1, f"{FLAGS} --keep-last-n 0")

@@ -9,7 +9,15 @@ import pytest
 from megatron.core.dist_checkpointing import is_complete
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
-from tests.training_harness import COMMON, LAYOUTS, LLAMA, Measurements, datasets_provider, forward_step, model_provider
+from tests.support.training_harness import (
+    COMMON,
+    LAYOUTS,
+    LLAMA,
+    Measurements,
+    datasets_provider,
+    forward_step,
+    model_provider,
+)
 
 LONG = f"{COMMON} {LLAMA} --num-layers 2 --mock-data --train-iters 1000000 --save {{directory}} --load {{directory}} "
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -29,7 +37,10 @@ def test_a_signal_to_one_rank(launcher, tmp_path, number, mode):
     job.until_iteration(5)
     job.signal(1, number)
     job.succeed()
-    assert f"exiting after iteration {job.iterations()[-1]}: {number.name} was received" in job.output()
+    assert (
+        f"exiting after iteration {job.iterations()[-1]}: {number.name} was received"
+        in job.output()
+    )
     assert_saved_where_it_left(job, tmp_path)
     again = launcher.start(2, flags)
     again.until(again.iterations)
@@ -59,7 +70,12 @@ def train_by_the_clock(rank, world_size, flags):
     clock = MovedClock()
     config = parse_args(shlex.split(flags), world_size)
     run = pretrain(
-        config, model_provider, datasets_provider, forward_step, writers=[clock], clock=lambda: clock.seconds
+        config,
+        model_provider,
+        datasets_provider,
+        forward_step,
+        writers=[clock],
+        clock=lambda: clock.seconds,
     )
     return run.state.iteration, run.exit_reason
 
@@ -77,7 +93,10 @@ def test_saves_by_the_clock(pool, tmp_path, mode):
 
 
 def test_the_log_says_where_the_time_of_a_save_went(launcher, tmp_path):
-    job = launcher.run(1, f"{LONG.format(directory=tmp_path)} --exit-interval 3 --tensorboard-dir {tmp_path}/events")
+    job = launcher.run(
+        1,
+        f"{LONG.format(directory=tmp_path)} --exit-interval 3 --tensorboard-dir {tmp_path}/events",
+    )
     number = r"[\d.]+"
     line = rf"> saved \S+iter_0000003 in {number} ms \(training blocked {number} ms\): {number} GB at {number} GB/s"
     assert re.search(line, job.output())
@@ -86,9 +105,18 @@ def test_the_log_says_where_the_time_of_a_save_went(launcher, tmp_path):
 
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()
-    names = ("blocking-time", "staging-time", "writing-time", "commit-time", "total-time", "gigabytes")
+    names = (
+        "blocking-time",
+        "staging-time",
+        "writing-time",
+        "commit-time",
+        "total-time",
+        "gigabytes",
+    )
     values = {name: events.Scalars(f"save-{name}")[0] for name in (*names, "gigabytes-per-second")}
     assert all(value.step == 3 and value.value > 0 for value in values.values())
-    assert values["total-time"].value >= values["writing-time"].value >= values["staging-time"].value
+    assert (
+        values["total-time"].value >= values["writing-time"].value >= values["staging-time"].value
+    )
     size = sum(path.stat().st_size for path in (tmp_path / "iter_0000003").glob("__0_[01].distcp"))
     assert values["gigabytes"].value == pytest.approx(size / 1e9, rel=0.1)

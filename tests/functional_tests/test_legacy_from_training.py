@@ -7,16 +7,31 @@ import torch
 
 from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.formats import Hints, Options
-from tests.compare import assert_same
-from tests.training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, LLAMA, MODELS, train, whole
+from tests.support.compare import assert_same
+from tests.support.training_harness import (
+    DISTRIBUTED_OPTIMIZER,
+    LAYOUTS,
+    LLAMA,
+    MODELS,
+    train,
+    whole,
+)
 
 FLAGS = f"--mock-data --train-iters 6 --use-distributed-optimizer {LLAMA}"
 
 
 def files(directory):
-    """Megatron-LM's; not the records of the run's starts, of its owners and of what a checkpoint descends from."""
-    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
-    return [name for name in names if not name.startswith((".generation", "runs/")) and not name.endswith(".json")]
+    """Megatron-LM's; not the records of the run's starts, of its owners and of what a checkpoint
+    descends from.
+    """
+    names = sorted(
+        str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
+    )
+    return [
+        name
+        for name in names
+        if not name.startswith((".generation", "runs/")) and not name.endswith(".json")
+    ]
 
 
 EXPECTED = {
@@ -29,15 +44,28 @@ EXPECTED = {
 
 @pytest.mark.parametrize("layout", EXPECTED)
 def test_saved_and_resumed(pool, tmp_path, layout):
-    """The run goes on from its own legacy checkpoint bit for bit; another layout finds the same tensors in it."""
+    """The run goes on from its own legacy checkpoint bit for bit; another layout finds the same
+    tensors in it.
+    """
     world_size, flags = {"single": (1, ""), **LAYOUTS}[layout]
     flags = f"{FLAGS} {flags} --ckpt-format torch --save {tmp_path} --load {tmp_path}"
-    straight = pool.run(train, world_size, flags.replace(f"--save {tmp_path} --load {tmp_path}", ""))
-    first = pool.run(train, world_size, f"{flags} --exit-interval 3 --save-interval 2 --keep-last-n 1")
-    assert {name.partition("/")[0] for name in files(tmp_path)} == {"iter_0000003", "latest_checkpointed_iteration.txt"}
+    straight = pool.run(
+        train, world_size, flags.replace(f"--save {tmp_path} --load {tmp_path}", "")
+    )
+    first = pool.run(
+        train, world_size, f"{flags} --exit-interval 3 --save-interval 2 --keep-last-n 1"
+    )
+    assert {name.partition("/")[0] for name in files(tmp_path)} == {
+        "iter_0000003",
+        "latest_checkpointed_iteration.txt",
+    }
     names = ("distrib_optim.pt", "model_optim_rng.pt")
-    assert files(tmp_path / "iter_0000003") == [f"{rank}/{name}" for rank in EXPECTED[layout] for name in names]
-    elsewhere = pool.run(train, 2, f"{FLAGS} --pipeline-model-parallel-size 2 --load {tmp_path} --skip-train")
+    assert files(tmp_path / "iter_0000003") == [
+        f"{rank}/{name}" for rank in EXPECTED[layout] for name in names
+    ]
+    elsewhere = pool.run(
+        train, 2, f"{FLAGS} --pipeline-model-parallel-size 2 --load {tmp_path} --skip-train"
+    )
     assert_same(whole(elsewhere), whole(first))
     second = pool.run(train, world_size, flags)
     assert second[0].iteration == 6
@@ -48,9 +76,15 @@ def test_saved_and_resumed(pool, tmp_path, layout):
 def test_without_the_distributed_optimizer(pool, tmp_path, precision):
     """The names are those of Megatron-core's local modules."""
     flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} {precision}"
-    saved = pool.run(train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path}")
-    assert files(tmp_path / "iter_0000004") == [f"mp_rank_0{rank}/model_optim_rng.pt" for rank in (0, 1)]
-    content = torch.load(tmp_path / "iter_0000004/mp_rank_01/model_optim_rng.pt", weights_only=False)
+    saved = pool.run(
+        train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path}"
+    )
+    assert files(tmp_path / "iter_0000004") == [
+        f"mp_rank_0{rank}/model_optim_rng.pt" for rank in (0, 1)
+    ]
+    content = torch.load(
+        tmp_path / "iter_0000004/mp_rank_01/model_optim_rng.pt", weights_only=False
+    )
     assert (content["iteration"], content["args"].consumed_train_samples) == (4, 32)
     assert "decoder.layers.3.input_layernorm.weight" in content["model"]
     loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {tmp_path} --skip-train")
@@ -59,14 +93,21 @@ def test_without_the_distributed_optimizer(pool, tmp_path, precision):
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_sgd(pool, tmp_path, momentum):
-    """Legacy files of SGD, with and without momentum; convert.py takes them, with and without their optimizer."""
+    """Legacy files of SGD, with and without momentum; convert.py takes them, with and without their
+    optimizer.
+    """
     flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum} --bf16"
-    legacy, again = tmp_path / "legacy", tmp_path / "torch_dist"
-    saved = pool.run(train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {legacy}")
+    legacy = tmp_path / "legacy"
+    again = tmp_path / "torch_dist"
+    saved = pool.run(
+        train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {legacy}"
+    )
     convert(legacy, again, "torch_dist", verify=True)
     loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {again} --skip-train")
     assert_same(whole(loaded), whole(saved))
-    convert(again, tmp_path / "hf", "hf", options=Options(optimizer=False), hints=Hints(optimizer=False))
+    convert(
+        again, tmp_path / "hf", "hf", options=Options(optimizer=False), hints=Hints(optimizer=False)
+    )
     weights = open_checkpoint(tmp_path / "hf").tensors
     assert weights.keys() == {key for key in whole(saved) if not key.startswith("optimizer.")}
 
@@ -87,7 +128,8 @@ def stopped(pool, tmp_path_factory):
 def test_a_run_never_starts_from_scratch_over_its_own_checkpoints(pool, stopped, tmp_path, damage):
     straight, directory = stopped
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    tracker, newest = tmp_path / "latest_checkpointed_iteration.txt", tmp_path / "iter_0000004"
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    newest = tmp_path / "iter_0000004"
     if damage == "lost tracker":
         tracker.unlink()
     elif damage == "garbled tracker":
@@ -110,6 +152,8 @@ def test_behind_training(pool, tmp_path):
     names = [name for name in files(tmp_path / "sync") if name.endswith(".pt")]
     assert len(names) == 3 * 4 and files(tmp_path / "async") == files(tmp_path / "sync")
     for name in names:
-        one, other = (torch.load(tmp_path / mode / name, weights_only=False) for mode in ("sync", "async"))
+        one, other = (
+            torch.load(tmp_path / mode / name, weights_only=False) for mode in ("sync", "async")
+        )
         one.pop("args", None), other.pop("args", None)  # they name the directories
         assert_same(one, other, name)

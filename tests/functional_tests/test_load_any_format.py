@@ -13,8 +13,8 @@ import megatron.conversion.convert as loading
 import megatron.training.checkpoint.checkpointing as checkpointing
 from megatron.conversion.convert import convert
 from megatron.conversion.formats import Options
-from tests.compare import assert_same
-from tests.training_harness import LAYOUTS, MODELS, train, whole
+from tests.support.compare import assert_same
+from tests.support.training_harness import LAYOUTS, MODELS, train, whole
 
 FLAGS = f"--mock-data --train-iters 6 {MODELS['llama']} --num-layers 2"
 FORMATS = ("torch_dist", "legacy", "universal", "hf")
@@ -39,7 +39,8 @@ def counting_train(rank, world_size, flags):
         counted.append(original(*args, **options))
         return counted[-1]
 
-    original, loading.fill = loading.fill, fill
+    original = loading.fill
+    loading.fill = fill
     try:
         return train(rank, world_size, flags), counted[0].bytes_needed
     finally:
@@ -68,18 +69,28 @@ WATCHED = ("common.pt", ".metadata", *DECIDING)
 
 
 def watching_train(rank, world_size, flags):
-    """What `train` gives, and how often this rank opened or asked for a file of the checkpoint, by (what, name)."""
+    """What `train` gives, and how often this rank opened or asked for a file of the checkpoint, by
+    (what, name).
+    """
     seen = Counter()
 
     def spy(kind, function):
         def call(path, *args, **options):
-            if isinstance(path, (str, os.PathLike)) and (Path(path).suffix == ".distcp" or Path(path).name in WATCHED):
+            if isinstance(path, (str, os.PathLike)) and (
+                Path(path).suffix == ".distcp" or Path(path).name in WATCHED
+            ):
                 seen[kind, Path(path).name] += 1
             return function(path, *args, **options)
 
         return call
 
-    spied = [(os, "stat"), (os, "open"), (io, "open"), (builtins, "open"), (Path, "stat")]  # Python 3.10 keeps its own
+    spied = [
+        (os, "stat"),
+        (os, "open"),
+        (io, "open"),
+        (builtins, "open"),
+        (Path, "stat"),
+    ]  # Python 3.10 keeps its own
     originals = [getattr(module, name) for module, name in spied]
     for (module, name), function in zip(spied, originals, strict=True):
         setattr(module, name, spy(name, function))
@@ -97,7 +108,9 @@ def test_no_rank_but_the_first_looks_for_the_files_of_others(pool, tmp_path):
     asked = [{name for kind, name in seen if kind == "stat"} for _, seen in results]
     assert {f"__{rank}_0.distcp" for rank in range(4)} <= asked[0], "one rank looks at all"
     for rank in range(1, 4):
-        assert not any(name.endswith(".distcp") or name in DECIDING for name in asked[rank]), asked[rank]
+        assert not any(name.endswith(".distcp") or name in DECIDING for name in asked[rank]), asked[
+            rank
+        ]
         assert not any(results[rank][1]["open", name] for name in DECIDING)
     for name in ("common.pt", ".metadata"):
         assert [seen["open", name] for _, seen in results] == [1, 1, 1, 1]
@@ -108,9 +121,13 @@ def train_as_on_a_gpu(rank, world_size, flags):
 
     def get_rng_state(rng):
         cuda = torch.arange(16, dtype=torch.uint8)
-        return original(rng) | {"cuda_rng_state": cuda, "rng_tracker_states": {"model-parallel-rng": cuda}}
+        return original(rng) | {
+            "cuda_rng_state": cuda,
+            "rng_tracker_states": {"model-parallel-rng": cuda},
+        }
 
-    original, checkpointing.get_rng_state = checkpointing.get_rng_state, get_rng_state
+    original = checkpointing.get_rng_state
+    checkpointing.get_rng_state = get_rng_state
     try:
         return train(rank, world_size, flags)
     finally:
@@ -118,7 +135,9 @@ def train_as_on_a_gpu(rank, world_size, flags):
 
 
 def test_from_a_gpu_to_the_cpu(pool, tmp_path):
-    """Its generators do not fit: they are seeded anew, so that the run goes on, and can be repeated."""
+    """Its generators do not fit: they are seeded anew, so that the run goes on, and can be
+    repeated.
+    """
     flags = f"{FLAGS} --hidden-dropout 0.1 --attention-dropout 0.1 --tensor-model-parallel-size 2 --sequence-parallel"
     pool.run(train_as_on_a_gpu, 2, f"{flags} --exit-interval 3 --save {tmp_path}")
     first, second = (pool.run(train, 2, f"{flags} --load {tmp_path}") for _ in range(2))
@@ -128,7 +147,9 @@ def test_from_a_gpu_to_the_cpu(pool, tmp_path):
 
 def test_another_optimizer_names_the_ways_out(pool, runs):
     flags = f"{FLAGS} --load {runs[0]['torch_dist']} --skip-train --optimizer sgd"
-    with pytest.raises(ValueError, match=r"--optimizer adam.*--no-load-optim.*--finetune.*--optimizer adam"):
+    with pytest.raises(
+        ValueError, match=r"--optimizer adam.*--no-load-optim.*--finetune.*--optimizer adam"
+    ):
         pool.run(train, 2, flags)
     loaded = pool.run(train, 2, f"{flags} --no-load-optim")
     assert loaded[0].iteration == 3
@@ -137,6 +158,10 @@ def test_another_optimizer_names_the_ways_out(pool, runs):
 
 
 def test_another_momentum_names_the_ways_out(pool, tmp_path):
-    pool.run(train, 1, f"{FLAGS} --optimizer sgd --sgd-momentum 0 --exit-interval 1 --save {tmp_path}")
-    with pytest.raises(ValueError, match=r"--sgd-momentum 0.*--no-load-optim.*--finetune.*--sgd-momentum 0"):
+    pool.run(
+        train, 1, f"{FLAGS} --optimizer sgd --sgd-momentum 0 --exit-interval 1 --save {tmp_path}"
+    )
+    with pytest.raises(
+        ValueError, match=r"--sgd-momentum 0.*--no-load-optim.*--finetune.*--sgd-momentum 0"
+    ):
         pool.run(train, 1, f"{FLAGS} --optimizer sgd --load {tmp_path} --skip-train")

@@ -1,6 +1,8 @@
-"""Checkpoints on the nodes' own disks: what is left of them after nodes were lost is resumed, at any layout.
+"""Checkpoints on the nodes' own disks: what is left of them after nodes were lost is resumed, at
+any layout.
 
-A node is a directory that only its ranks may touch: an audit hook fails the test when another rank opens a file there.
+A node is a directory that only its ranks may touch: an audit hook fails the test when another rank
+opens a file there.
 """
 
 import itertools
@@ -13,8 +15,8 @@ import pytest
 
 import pretrain_gpt
 from megatron.core.dist_checkpointing import verify
-from tests.compare import assert_same
-from tests.training_harness import LAYOUTS, LLAMA, train, whole
+from tests.support.compare import assert_same
+from tests.support.training_harness import LAYOUTS, LLAMA, train, whole
 
 FLAGS = (
     f"{LLAMA} --num-layers 2 --mock-data --train-iters 10 --save-interval 5 "
@@ -29,7 +31,9 @@ class KilledError(Exception):
 
 
 class Guard:
-    """Forbids a process the directories of other nodes. An audit hook stays for the life of the process."""
+    """Forbids a process the directories of other nodes. An audit hook stays for the life of the
+    process.
+    """
 
     own: Path | None = None
     installed = False
@@ -43,20 +47,35 @@ class Guard:
 
     @classmethod
     def _hook(cls, event, args):
-        if cls.own is None or event not in ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove"):
+        if cls.own is None or event not in (
+            "open",
+            "os.listdir",
+            "os.scandir",
+            "os.mkdir",
+            "os.rename",
+            "os.remove",
+        ):
             return
         if isinstance(args[0], str | Path):
             path = Path(args[0])
-            assert path.is_relative_to(cls.own) or not path.is_relative_to(cls.own.parent), f"{event} {path}: not mine"
+            assert path.is_relative_to(cls.own) or not path.is_relative_to(cls.own.parent), (
+                f"{event} {path}: not mine"
+            )
 
 
 def train_on_nodes(rank, world_size, flags, nodes, killed_in=None):
-    """The log and the outcome of a rank on the node `nodes[rank]`; all ranks are killed in iteration `killed_in`."""
-    own, passes, messages = Path(nodes[rank]), itertools.count(), []
+    """The log and the outcome of a rank on the node `nodes[rank]`; all ranks are killed in
+    iteration `killed_in`.
+    """
+    own = Path(nodes[rank])
+    passes = itertools.count()
+    messages = []
     own.mkdir(parents=True, exist_ok=True)
 
     def forward_step(model, batch, activation):
-        if killed_in is not None and next(passes) == 2 * (killed_in - 1):  # micro batches of a replica
+        if killed_in is not None and next(passes) == 2 * (
+            killed_in - 1
+        ):  # micro-batches of a replica
             raise KilledError
         return pretrain_gpt.forward_step(model, batch, activation)
 
@@ -66,7 +85,12 @@ def train_on_nodes(rank, world_size, flags, nodes, killed_in=None):
     Guard.watch(own)
     outcome = None
     try:
-        outcome = train(rank, world_size, f"{flags} --non-persistent-local-ckpt-dir {own}", forward_step=forward_step)
+        outcome = train(
+            rank,
+            world_size,
+            f"{flags} --non-persistent-local-ckpt-dir {own}",
+            forward_step=forward_step,
+        )
     except KilledError:
         pass
     finally:
@@ -76,10 +100,13 @@ def train_on_nodes(rank, world_size, flags, nodes, killed_in=None):
 
 
 class Killed:
-    """What a run left when it was killed in iteration 10: on the nodes a and b iterations 6 and 8, in --save 5."""
+    """What a run left when it was killed in iteration 10: on the nodes a and b iterations 6 and 8,
+    in --save 5.
+    """
 
     def __init__(self, pool, root):
-        self.pool, self.root = pool, root
+        self.pool = pool
+        self.root = root
 
     def node(self, name):
         return self.root / "nodes" / name
@@ -92,7 +119,11 @@ class Killed:
         save = f"--save {self.root}/run --load {self.root}/run"
         directories = [str(self.node(name)) for name in nodes]
         answers = self.pool.run(
-            train_on_nodes, world_size, f"{FLAGS} {flags} {save} {more}", directories, *options.values()
+            train_on_nodes,
+            world_size,
+            f"{FLAGS} {flags} {save} {more}",
+            directories,
+            *options.values(),
         )
         return [log for log, _ in answers], [outcome for _, outcome in answers]
 
@@ -119,7 +150,9 @@ def killed(killed_once):
 
 @pytest.fixture(scope="module")
 def undisturbed(pool):
-    return pool.run(train, LAYOUTS[LAYOUT][0], f"{FLAGS.partition('--save')[0]} {LAYOUTS[LAYOUT][1]}")
+    return pool.run(
+        train, LAYOUTS[LAYOUT][0], f"{FLAGS.partition('--save')[0]} {LAYOUTS[LAYOUT][1]}"
+    )
 
 
 def train_without_a_disk(rank, world_size, flags, root):
@@ -132,17 +165,30 @@ def train_without_a_disk(rank, world_size, flags, root):
             own.touch()
         return pretrain_gpt.forward_step(model, batch, activation)
 
-    train(rank, world_size, f"{flags} --non-persistent-local-ckpt-dir {own}", forward_step=forward_step)
+    train(
+        rank,
+        world_size,
+        f"{flags} --non-persistent-local-ckpt-dir {own}",
+        forward_step=forward_step,
+    )
 
 
 def test_a_node_that_holds_nothing_costs_no_persistent_checkpoint(pool, tmp_path):
-    """The one at iteration 2 was to come from the nodes' disks: the next save, at 3, makes up for it."""
+    """The one at iteration 2 was to come from the nodes' disks: the next save, at 3, makes up for
+    it.
+    """
     world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
-    flags = FLAGS.replace("--save-interval 5", "--save-interval 2 --async-save --exit-on-save-failure")
+    flags = FLAGS.replace(
+        "--save-interval 5", "--save-interval 2 --async-save --exit-on-save-failure"
+    )
     flags = flags.replace("--non-persistent-save-interval 2", "--non-persistent-save-interval 3")
-    pool.run(train_without_a_disk, world_size, f"{flags} {layout} --save {tmp_path}/run", str(tmp_path))
+    pool.run(
+        train_without_a_disk, world_size, f"{flags} {layout} --save {tmp_path}/run", str(tmp_path)
+    )
     saved = sorted(path for path in (tmp_path / "run").glob("iter_*"))
-    assert [path.name for path in saved] == [f"iter_{iteration:07d}" for iteration in (3, 4, 6, 8, 10)]
+    assert [path.name for path in saved] == [
+        f"iter_{iteration:07d}" for iteration in (3, 4, 6, 8, 10)
+    ]
     assert all(verify(path).ok for path in saved)
 
 
@@ -161,14 +207,17 @@ def test_a_node_is_replaced_and_the_ranks_are_others(killed, undisturbed):
     logs, outcomes = killed.run("ccaa")
     assert "iter_0000008-" in logs[0] and "at iteration 8" in logs[0]
     assert_same(whole(outcomes), whole(undisturbed))
-    assert "no replica" not in logs[0] and "seeded anew" not in logs[0], "also the generators came over"
+    assert "no replica" not in logs[0] and "seeded anew" not in logs[0], (
+        "also the generators came over"
+    )
 
 
 OTHERS = [("tp2_pp2", "ccaa"), ("pp2_dp2", "acbd"), ("cp2", "bc"), ("tp2_sp", "bb")]
 
 
 @pytest.mark.parametrize(
-    ("layout", "nodes"), [("single", "a"), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)]
+    ("layout", "nodes"),
+    [("single", "a"), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
 )
 def test_other_layouts_and_fewer_nodes_go_on_along_the_curve(killed, undisturbed, layout, nodes):
     if "b" not in nodes:
@@ -179,21 +228,28 @@ def test_other_layouts_and_fewer_nodes_go_on_along_the_curve(killed, undisturbed
     assert outcomes[0].measured.losses == pytest.approx(expected, rel=ROUNDING)
 
 
-def test_two_neighbours_at_once_cost_what_was_trained_since_the_persistent_checkpoint(killed, undisturbed):
+def test_two_neighbours_at_once_cost_what_was_trained_since_the_persistent_checkpoint(
+    killed, undisturbed
+):
     for node in "ab":
         shutil.rmtree(killed.node(node))
     logs, outcomes = killed.run("cd", "dp2_distributed_optimizer")
     assert "at iteration 5" in logs[0]
-    assert outcomes[0].measured.losses == pytest.approx(undisturbed[0].measured.losses[5:], rel=ROUNDING)
+    assert outcomes[0].measured.losses == pytest.approx(
+        undisturbed[0].measured.losses[5:], rel=ROUNDING
+    )
 
 
 def test_damage_is_found_and_every_other_copy_is_tried_first(killed, undisturbed):
-    """One copy is damaged: the other node's is taken. Both are: the checkpoint before. That, too: the persistent one.
-    A file that is missing or cut off is no holder from the start."""
+    """One copy is damaged: the other node's is taken. Both are: the checkpoint before. That, too:
+    the persistent one. A file that is missing or cut off is no holder from the start.
+    """
     expected = undisturbed[0].measured.losses
 
     def resumed(*texts):
-        logs, outcomes = killed.run("ab", "tp2_sp", "--exit-interval 9 --non-persistent-save-interval 100")
+        logs, outcomes = killed.run(
+            "ab", "tp2_sp", "--exit-interval 9 --non-persistent-save-interval 100"
+        )
         for path in (killed.root / "run").glob("iter_0000009"):  # saved at the exit
             shutil.rmtree(path)
             (killed.root / "run" / "latest_checkpointed_iteration.txt").write_text("5")

@@ -1,4 +1,6 @@
-"""Models with experts: on every layout, from every form and back, they go on along the curve of Megatron-LM."""
+"""Models with experts: on every layout, from every form and back, they go on along the curve of
+Megatron-LM.
+"""
 
 import shlex
 
@@ -10,8 +12,13 @@ from megatron.conversion.model_space.source import read_whole
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from tests import ROOT
-from tests.training_harness import Measurements, datasets_provider, forward_step, model_provider
-from tests.unpacked import unpacked
+from tests.support.training_harness import (
+    Measurements,
+    datasets_provider,
+    forward_step,
+    model_provider,
+)
+from tests.support.unpacked import unpacked
 
 GOLDEN = ROOT / "tests/golden"
 PATHS = ("--save", "--load", "--data-path", "--data-cache-path", "--save-interval")
@@ -22,7 +29,8 @@ LAYOUT = (
     "--no-load-rng",
     "--finetune",
 )
-ZERO, ALLTOALL = "--use-distributed-optimizer", "--moe-token-dispatcher-type alltoall"
+ZERO = "--use-distributed-optimizer"
+ALLTOALL = "--moe-token-dispatcher-type alltoall"
 OVERLAP = f"{ZERO} --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
 LAYOUTS = {  # name -> (processes, flags)
     "single": (1, ZERO),
@@ -31,7 +39,10 @@ LAYOUTS = {  # name -> (processes, flags)
     "ep4": (4, f"--expert-model-parallel-size 4 {ALLTOALL} {ZERO}"),
     "dp4_ep2": (4, f"--expert-model-parallel-size 2 {ALLTOALL} {OVERLAP}"),
     "tp2": (2, f"--tensor-model-parallel-size 2 --sequence-parallel {ZERO}"),
-    "tp2_etp1": (2, f"--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 {ZERO}"),
+    "tp2_etp1": (
+        2,
+        f"--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 {ZERO}",
+    ),
     "tp2_ep2_etp1": (
         4,
         "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
@@ -46,8 +57,14 @@ LAYOUTS = {  # name -> (processes, flags)
         f"--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 {ZERO}",
     ),
     "cp2": (2, f"--context-parallel-size 2 {ZERO}"),
-    "cp2_ep2": (4, f"--context-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} {OVERLAP}"),
-    "pp2_ep2": (4, f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} {OVERLAP}"),
+    "cp2_ep2": (
+        4,
+        f"--context-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} {OVERLAP}",
+    ),
+    "pp2_ep2": (
+        4,
+        f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} {OVERLAP}",
+    ),
     "pp2_ep2_recomputed": (
         4,
         f"--pipeline-model-parallel-size 2 --expert-model-parallel-size 2 {ALLTOALL} "
@@ -72,7 +89,9 @@ ALWAYS = {"single", "ep2", "tp2_ep2_etp2", "pp2_ep2_recomputed"}
 def some(rows, always):
     """Parameters, of which those that are not among `always` are slow."""
     return [
-        row if row in always else pytest.param(*([row] if isinstance(row, str) else row), marks=pytest.mark.slow)
+        row
+        if row in always
+        else pytest.param(*([row] if isinstance(row, str) else row), marks=pytest.mark.slow)
         for row in rows
     ]
 
@@ -85,7 +104,8 @@ def archives(tmp_path_factory):
 
 def flags_of(model: str) -> list[str]:
     """The model's own command line, without paths and layout."""
-    kept, skip = [], False
+    kept = []
+    skip = False
     for word in shlex.split((GOLDEN / "megatron_moe" / model / "flags.txt").read_text()):
         if word.startswith("--"):
             skip = word in PATHS or word in LAYOUT
@@ -97,7 +117,11 @@ def flags_of(model: str) -> list[str]:
 
 def train(rank, world_size, model, flags):
     measured = Measurements()
-    words = [word for word in flags_of(model) if flags.find(GPT_OSS) < 0 or word not in OTHER_THAN_GPT_OSS]
+    words = [
+        word
+        for word in flags_of(model)
+        if flags.find(GPT_OSS) < 0 or word not in OTHER_THAN_GPT_OSS
+    ]
     args = parse_args([*words, *shlex.split(flags)], world_size)
     run = pretrain(args, model_provider, datasets_provider, forward_step, writers=[measured])
     return run.state.iteration, measured.losses, measured.grad_norms, measured.experts
@@ -108,7 +132,10 @@ def golden(model):
     rows = {}
     for line in (GOLDEN / "megatron_moe" / model / "loss.txt").read_text().splitlines():
         if line.startswith("iter="):
-            row = {name: value.strip("[]") for name, value in (word.split("=") for word in line.split())}
+            row = {
+                name: value.strip("[]")
+                for name, value in (word.split("=") for word in line.split())
+            }
             rows.setdefault(int(row["iter"]), row)
     return rows
 
@@ -117,16 +144,25 @@ def check(model, results, first=1, tolerance=1e-5):
     rows = golden(model)
     iteration, losses, grad_norms, experts = results[0]
     assert iteration == 10 and len(losses) == 11 - first
-    for step, (loss, grad_norm, of_layers) in enumerate(zip(losses, grad_norms, experts, strict=True), start=first):
-        assert loss == pytest.approx(float(rows[step]["lm_loss"]), abs=tolerance), f"iteration {step}"
-        assert grad_norm == pytest.approx(float(rows[step]["grad_norm"]), rel=100 * tolerance), f"iteration {step}"
+    for step, (loss, grad_norm, of_layers) in enumerate(
+        zip(losses, grad_norms, experts, strict=True), start=first
+    ):
+        assert loss == pytest.approx(float(rows[step]["lm_loss"]), abs=tolerance), (
+            f"iteration {step}"
+        )
+        assert grad_norm == pytest.approx(float(rows[step]["grad_norm"]), rel=100 * tolerance), (
+            f"iteration {step}"
+        )
         for name in of_layers.keys() - {"load"}:
             # Megatron-LM's log has a 0 for a dense layer.
             expected = [float(value) for value in rows[step][name].split(",") if float(value)]
-            assert of_layers[name] == pytest.approx(expected, rel=100 * tolerance), f"iteration {step}: {name}"
+            assert of_layers[name] == pytest.approx(expected, rel=100 * tolerance), (
+                f"iteration {step}: {name}"
+            )
 
 
-MIXTRAL, DEEPSEEK = "mixtral_fp32", "deepseek_fp32"
+MIXTRAL = "mixtral_fp32"
+DEEPSEEK = "deepseek_fp32"
 
 
 @pytest.mark.parametrize("layout", some(LAYOUTS, ALWAYS))
@@ -150,7 +186,9 @@ def from_the_start(pool, tmp_path, archives, model, layout):
 def test_muon_makes_whole_matrices_of_experts_that_are_split(pool, tmp_path):
     """ETP2 goes on along the curve of one process, which is not Adam's."""
     muon = f"--optimizer muon --muon-extra-scale-factor 0.2 --train-iters 3 --data-cache-path {tmp_path}"
-    (expected,), split = (pool.run(train, n, MIXTRAL, f"{f} {muon}") for n, f in ((1, ZERO), LAYOUTS["tp2"]))
+    (expected,), split = (
+        pool.run(train, n, MIXTRAL, f"{f} {muon}") for n, f in ((1, ZERO), LAYOUTS["tp2"])
+    )
     adam = pool.run(train, 1, MIXTRAL, f"{ZERO} --train-iters 3 --data-cache-path {tmp_path}")[0]
     assert split[0][1] == pytest.approx(expected[1], abs=2e-5)
     assert adam[1][-1] != pytest.approx(expected[1][-1], abs=1e-3)
@@ -159,13 +197,20 @@ def test_muon_makes_whole_matrices_of_experts_that_are_split(pool, tmp_path):
 @pytest.mark.parametrize("layout", some(["single", "ep2"], {"ep2"}))
 def test_in_bf16(pool, tmp_path, archives, layout):
     """With a gated shared expert and the z-loss."""
-    model, tolerance = "qwen2moe_bf16", 2e-3
+    model = "qwen2moe_bf16"
+    tolerance = 2e-3
     processes, flags = LAYOUTS[layout]
     start = f"--load {archives(model, 'initial')} --finetune --no-load-optim --no-load-rng"
-    check(model, pool.run(train, processes, model, f"{flags} {start} --data-cache-path {tmp_path}"), 1, tolerance)
+    check(
+        model,
+        pool.run(train, processes, model, f"{flags} {start} --data-cache-path {tmp_path}"),
+        1,
+        tolerance,
+    )
 
 
-# Stored tensors: weights, their main copies and two moments of each; the expert bias has no optimizer.
+# Stored tensors: weights, their main copies and two moments of each; the expert bias has no
+# optimizer.
 PARAMETERS = {MIXTRAL: 4 * 17, DEEPSEEK: 4 * 56 + 3}
 
 CHAIN = [
@@ -193,7 +238,9 @@ def test_saved_at_one_layout_it_goes_on_at_another(pool, tmp_path, archives, mod
     load = f"{flags} --load {tmp_path / 'saved'} {cache}"
     pool.run(train, processes, model, f"{load} {convert}")
     copy = open_checkpoint(tmp_path / "torch_dist")
-    assert compare(open_checkpoint(tmp_path / "saved"), copy) == len(copy.tensors) == PARAMETERS[model]
+    assert (
+        compare(open_checkpoint(tmp_path / "saved"), copy) == len(copy.tensors) == PARAMETERS[model]
+    )
     check(model, pool.run(train, processes, model, load), first=6)
 
 
@@ -206,7 +253,11 @@ def test_legacy_files_of_a_run(pool, tmp_path, archives, layout):
     pool.run(train, processes, MIXTRAL, f"{flags} {start} {cache} {save}")
     names = {path.name for path in (tmp_path / "saved/iter_0000005").glob("mp_rank_*")}
     assert len(names) == processes and "mp_rank_00_001" in names
-    check(MIXTRAL, pool.run(train, processes, MIXTRAL, f"{flags} --load {tmp_path / 'saved'} {cache}"), first=6)
+    check(
+        MIXTRAL,
+        pool.run(train, processes, MIXTRAL, f"{flags} --load {tmp_path / 'saved'} {cache}"),
+        first=6,
+    )
 
 
 FORMS = [
@@ -223,13 +274,16 @@ FORMS = [
 
 @pytest.mark.parametrize("model,form,layout", some(FORMS, FORMS[:3]))
 def test_what_megatron_saved_goes_on(pool, tmp_path, archives, model, form, layout):
-    """With its optimizer, at another layout: EP 1 to 2 and back, which Megatron-LM itself cannot do."""
+    """With its optimizer, at another layout: EP 1 to 2 and back, which Megatron-LM itself cannot
+    do.
+    """
     processes, flags = LAYOUTS[layout]
     load = f"--load {archives(model, form)} --data-cache-path {tmp_path}"
     check(model, pool.run(train, processes, model, f"{flags} {load}"), first=6)
 
 
-# What the golden models leave out: a dense layer, groups, the bias of the router, losses by sequence, loss by token.
+# What the golden models leave out: a dense layer, groups, the bias of the router, losses by
+# sequence, loss by token.
 OTHER = (
     "--moe-layer-freq [0]+[1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
     "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
@@ -245,20 +299,29 @@ GPT_OSS = (
 OTHER_THAN_GPT_OSS = ("--swiglu", "--disable-bias-linear")
 CURVES = [(OTHER, "cp2_ep2"), (GPT_OSS, "tp2_ep2_etp2")]
 CURVES += [(OTHER, layout) for layout in ("ep2", "tp2_ep2_etp1", "pp2_ep2")]
-CURVES += [(GPT_OSS, layout) for layout in ("tp2", "tp2_ep2_etp1", "tp2_ep2_etp2_gathered", "cp2_ep2", "pp2_ep2")]
+CURVES += [
+    (GPT_OSS, layout)
+    for layout in ("tp2", "tp2_ep2_etp1", "tp2_ep2_etp2_gathered", "cp2_ep2", "pp2_ep2")
+]
 CURVES += [(GPT_OSS, "pp2_ep2_recomputed")]
 
 
 @pytest.mark.parametrize("options,layout", some(CURVES, CURVES[:2]))
 def test_one_seed_one_curve_with_every_option(pool, tmp_path, options, layout):
-    """From one seed, saved on one process after five iterations; at the layout from there and from the start."""
+    """From one seed, saved on one process after five iterations; at the layout from there and from
+    the start.
+    """
     cache = f"--data-cache-path {tmp_path / 'cache'}"
     save = f"--save {tmp_path / 'saved'} --save-interval 5"
-    _, losses, norms, experts = pool.run(train, 1, "mixtral_fp32", f"{options} {ZERO} {cache} {save}")[0]
+    _, losses, norms, experts = pool.run(
+        train, 1, "mixtral_fp32", f"{options} {ZERO} {cache} {save}"
+    )[0]
     processes, flags = LAYOUTS[layout]
     flags = f"{flags} {options} {cache}"
     whole = pool.run(train, processes, "mixtral_fp32", flags)[0]
-    rest = pool.run(train, processes, "mixtral_fp32", f"{flags} --load {tmp_path / 'saved'} --ckpt-step 5")[0]
+    rest = pool.run(
+        train, processes, "mixtral_fp32", f"{flags} --load {tmp_path / 'saved'} --ckpt-step 5"
+    )[0]
     assert len(rest[1]) == 5
     for ours, first in ((whole, 0), (rest, 5)):
         assert ours[1] == pytest.approx(losses[first:], abs=5e-6)

@@ -1,4 +1,6 @@
-"""Whole nodes are lost under torchrun: an agent with all its processes is killed, and its disk is deleted."""
+"""Whole nodes are lost under torchrun: an agent with all its processes is killed, and its disk is
+deleted.
+"""
 
 import random
 import re
@@ -6,10 +8,10 @@ import time
 
 import pytest
 
-from tests.cluster import Cluster
-from tests.compare import assert_same
-from tests.functional_tests.crash_harness import stored_tensors
-from tests.training_harness import COMMON, LAYOUTS, LLAMA
+from tests.support.cluster import Cluster
+from tests.support.compare import assert_same
+from tests.support.crash_harness import stored_tensors
+from tests.support.training_harness import COMMON, LAYOUTS, LLAMA
 
 ITERATIONS = 60
 FLAGS = (
@@ -33,19 +35,26 @@ def cluster(tmp_path):
 
 
 def resumed(output):
-    return [(match[1], int(match[2])) for match in re.finditer(r"> loaded .* of (\S+) at iteration (\d+)", output)]
+    return [
+        (match[1], int(match[2]))
+        for match in re.finditer(r"> loaded .* of (\S+) at iteration (\d+)", output)
+    ]
 
 
 def moment(cluster, node, kind, rng):
     """When to kill: somewhere in a save or in the removal after it, as the node's own disk shows."""
     seen = len(re.findall(r"iteration +\d+/", cluster.output()))
-    cluster.until(lambda: len(re.findall(r"iteration +\d+/", cluster.output())) > seen + rng.randrange(4, 12))
+    cluster.until(
+        lambda: len(re.findall(r"iteration +\d+/", cluster.output())) > seen + rng.randrange(4, 12)
+    )
     saves = lambda: set(cluster.disk(node).glob("*/iter_*"))  # noqa: E731
     before = saves()
     if kind == "writing":
         cluster.until(lambda: saves() - before)
     elif kind == "replicating":
-        cluster.until(lambda: any(len(list(path.glob("*.distcp"))) > 3 for path in saves() - before))
+        cluster.until(
+            lambda: any(len(list(path.glob("*.distcp"))) > 3 for path in saves() - before)
+        )
     elif kind == "committing":
         cluster.until(lambda: any(list(path.glob(".done-*")) for path in saves() - before))
     elif kind == "draining":
@@ -56,12 +65,16 @@ def moment(cluster, node, kind, rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["staging", "writing", "replicating", "committing", "draining", "removing"])
+@pytest.mark.parametrize(
+    "kind", ["staging", "writing", "replicating", "committing", "draining", "removing"]
+)
 @pytest.mark.parametrize("victim", ["a", "b"])
 def test_a_lost_node_is_replaced(cluster, launcher, tmp_path, kind, victim):
     """Bitwise the undisturbed end, from a local checkpoint newer than the persistent one."""
     world_size, layout_flags = LAYOUTS["dp2_distributed_optimizer"]
-    launcher.run(world_size, f"{FLAGS.partition('--non-')[0]} {layout_flags} --save {tmp_path}/straight")
+    launcher.run(
+        world_size, f"{FLAGS.partition('--non-')[0]} {layout_flags} --save {tmp_path}/straight"
+    )
     nodes = cluster(2, "dp2_distributed_optimizer", 1)
     nodes.start("a")
     nodes.start("b")
@@ -73,12 +86,16 @@ def test_a_lost_node_is_replaced(cluster, launcher, tmp_path, kind, victim):
     loaded = resumed(nodes.output())
     assert loaded and "/disks/" in loaded[-1][0], nodes.output()
     final = f"iter_{ITERATIONS:07d}"
-    assert_same(stored_tensors(tmp_path / "run" / final), stored_tensors(tmp_path / "straight" / final))
+    assert_same(
+        stored_tensors(tmp_path / "run" / final), stored_tensors(tmp_path / "straight" / final)
+    )
 
 
 @pytest.mark.slow
 def test_fewer_nodes_go_on(cluster, tmp_path):
-    """A node is lost and not replaced: the other one goes on alone, with what it and the lost one had saved."""
+    """A node is lost and not replaced: the other one goes on alone, with what it and the lost one
+    had saved.
+    """
     nodes = cluster("1:2", "dp2_distributed_optimizer", 1)
     nodes.start("a")
     nodes.start("b")
@@ -86,7 +103,9 @@ def test_fewer_nodes_go_on(cluster, tmp_path):
     nodes.lose("b")
     assert nodes.wait() == [0], nodes.output()
     assert "there are no more nodes" in nodes.output()
-    assert [iteration >= 10 and "/disks/a/" in path for path, iteration in resumed(nodes.output())] == [True]
+    assert [
+        iteration >= 10 and "/disks/a/" in path for path, iteration in resumed(nodes.output())
+    ] == [True]
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, train
+from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, train
 
 DATA = "--mock-data --train-iters 8 "
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -24,11 +24,15 @@ def reference(pool, flags):
 
 
 def relative_differences(measured, expected):
-    pairs = zip(measured.losses + measured.grad_norms, expected.losses + expected.grad_norms, strict=True)
+    pairs = zip(
+        measured.losses + measured.grad_norms, expected.losses + expected.grad_norms, strict=True
+    )
     return [abs(a - b) / abs(b) for a, b in pairs]
 
 
-CASES = [(model, way) for model in MODELS for way in LAYOUTS] + [("llama", way) for way in OTHER_WAYS]
+CASES = [(model, way) for model in MODELS for way in LAYOUTS] + [
+    ("llama", way) for way in OTHER_WAYS
+]
 
 
 @pytest.mark.parametrize(("model", "way"), CASES)
@@ -40,7 +44,9 @@ def test_fp32_curves_agree(pool, model, way):
     assert max(relative_differences(measured, expected)) < 1e-5
 
 
-@pytest.mark.parametrize("way", ["tp2_sp", "pp2_interleaved", "tp2_pp2", "dp2_distributed_optimizer"])
+@pytest.mark.parametrize(
+    "way", ["tp2_sp", "pp2_interleaved", "tp2_pp2", "dp2_distributed_optimizer"]
+)
 def test_bf16_curves_agree_within_its_rounding(pool, way):
     world_size, flags = LAYOUTS[way]
     expected = reference(pool, DATA + MODELS["llama"] + "--bf16")
@@ -56,9 +62,15 @@ def test_bf16_and_fp16_follow_fp32(pool):
 
 
 def test_masked_tokens_count_per_token(pool):
-    """With masked tokens, micro batches hold unequal numbers of tokens; a loss per token does not see it."""
+    """With masked tokens, micro-batches hold unequal numbers of tokens; a loss per token does not
+    see it.
+    """
     flags = f"{DATA} {MODELS['llama']} --eod-mask-loss --calculate-per-token-loss "
     expected = reference(pool, flags)
-    for world_size, more in [(1, "--micro-batch-size 1"), (2, DISTRIBUTED_OPTIMIZER), (2, LAYOUTS["pp2"][1])]:
+    for world_size, more in [
+        (1, "--micro-batch-size 1"),
+        (2, DISTRIBUTED_OPTIMIZER),
+        (2, LAYOUTS["pp2"][1]),
+    ]:
         measured = pool.run(train, world_size, flags + more)[0].measured
         assert max(relative_differences(measured, expected)) < 1e-5

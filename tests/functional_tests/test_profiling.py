@@ -15,8 +15,16 @@ from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import initialize
 from megatron.training.run import build_run
 from megatron.training.training import train_step
-from tests.live_tensors import LiveTensors
-from tests.training_harness import COMMON, LLAMA, datasets_provider, forward_step, model_provider, parse_args, train
+from tests.support.live_tensors import LiveTensors
+from tests.support.training_harness import (
+    COMMON,
+    LLAMA,
+    datasets_provider,
+    forward_step,
+    model_provider,
+    parse_args,
+    train,
+)
 
 FLAGS = "--mock-data --train-iters 5 " + LLAMA
 
@@ -26,7 +34,9 @@ def traced(rank, world_size, flags):
 
 
 def events(path):
-    return [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
+    return [
+        event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"
+    ]
 
 
 def test_the_trace_has_its_iterations_and_phases(pool, tmp_path):
@@ -36,21 +46,29 @@ def test_the_trace_has_its_iterations_and_phases(pool, tmp_path):
         "rank_1_iterations_2_to_3.pt.trace.json",
         "rank_1_iterations_2_to_3.txt",
     ]
-    names = Counter(event["name"] for event in events(tmp_path / "rank_1_iterations_2_to_3.pt.trace.json"))
+    names = Counter(
+        event["name"] for event in events(tmp_path / "rank_1_iterations_2_to_3.pt.trace.json")
+    )
     assert names["forward-backward"] == names["optimizer"] == 2
-    assert names["forward-compute"] == 4  # 2 iterations of 2 micro batches
+    assert names["forward-compute"] == 4  # 2 iterations of 2 micro-batches
     assert names["aten::_fused_adamw_"] >= 2
     assert "aten::mm" in (tmp_path / "rank_1_iterations_2_to_3.txt").read_text()
 
 
 def test_a_run_that_ends_first_still_writes_its_trace(pool, tmp_path):
-    pool.run(traced, 1, f"--profile --profile-step-start 4 --profile-step-end 9 --tensorboard-dir {tmp_path}")
+    pool.run(
+        traced,
+        1,
+        f"--profile --profile-step-start 4 --profile-step-end 9 --tensorboard-dir {tmp_path}",
+    )
     assert (tmp_path / "rank_0_iterations_4_to_5.pt.trace.json").exists()
 
 
 def test_a_directory_that_cannot_be(pool, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="no traces in .*/file/traces: Not a directory; give another --profile-dir"):
+    with pytest.raises(
+        ValueError, match="no traces in .*/file/traces: Not a directory; give another --profile-dir"
+    ):
         pool.run(traced, 1, f"--profile --profile-dir {tmp_path}/file/traces")
 
 
@@ -82,11 +100,20 @@ def test_memory_lines(pool):
 
 
 # Operations whose result the host has to wait for on CUDA.
-WAITS = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "_unique2")
+WAITS = (
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "unique",
+    "_unique2",
+)
 
 
 def operations(rank, world_size, flags):
-    """How often a training step of 4 micro batches calls each operation, after a first step."""
+    """How often a training step of 4 micro-batches calls each operation, after a first step."""
     config = parse_args(shlex.split(COMMON + FLAGS + flags), world_size)
     tokenizer = build_tokenizer(config.tokenizer)
     ps, device = initialize(config.distributed, config.parallel)
@@ -103,7 +130,10 @@ def operations(rank, world_size, flags):
     ("world_size", "flags"),
     [
         (1, ""),
-        (1, "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+        (
+            1,
+            "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        ),
         (1, "--calculate-per-token-loss --log-num-zeros-in-grad"),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16"),
         (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
@@ -146,7 +176,10 @@ def test_mistakes_name_the_flag():
 def test_pretrain_is_not_changed_by_being_watched(pool, tmp_path):
     plain, watched = (
         pool.run(losses, 1, flags)[0]
-        for flags in ("", f"--profile --profile-step-start 2 --profile-dir {tmp_path} --log-memory-interval 1")
+        for flags in (
+            "",
+            f"--profile --profile-step-start 2 --profile-dir {tmp_path} --log-memory-interval 1",
+        )
     )
     assert plain == watched
 

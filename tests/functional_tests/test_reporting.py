@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.training.reporting.run_record import RUN_FILE, read_record
-from tests.training_harness import train
+from tests.support.training_harness import train
 
 FLAGS = (
     "--mock-data --train-iters 6 --eval-iters 1 --eval-interval 2 --save {0} --load {0} --save-interval 2 "
@@ -24,10 +24,16 @@ def printed(rank, world_size, flags):
 
 @pytest.fixture(scope="module")
 def starts(pool, tmp_path_factory):
-    """The directory of a run of two starts, DP 2 and then TP 2, and what each rank of each start printed."""
+    """The directory of a run of two starts, DP 2 and then TP 2, and what each rank of each start
+    printed.
+    """
     directory = tmp_path_factory.mktemp("run")
     flags = FLAGS.format(directory)
-    first = pool.run(printed, 2, flags + f"--exit-interval 4 --print-args --tensorboard-dir {directory}/tensorboard")
+    first = pool.run(
+        printed,
+        2,
+        flags + f"--exit-interval 4 --print-args --tensorboard-dir {directory}/tensorboard",
+    )
     second = pool.run(printed, 2, flags + "--tensor-model-parallel-size 2 --log-format json")
     return directory, first, second
 
@@ -43,16 +49,23 @@ def test_text(starts):
     assert lines.index("-------------------- end of arguments ---------------------") < next(
         index for index, line in enumerate(lines) if "] iteration        1/" in line
     )
-    assert lines[-1] == " > exiting after iteration 4: iteration 4 is a multiple of --exit-interval 4"
+    assert (
+        lines[-1] == " > exiting after iteration 4: iteration 4 is a multiple of --exit-interval 4"
+    )
 
 
-def test_a_record_that_cannot_be_kept_fails_no_run_and_other_mathematics_is_a_warning(pool, tmp_path):
+def test_a_record_that_cannot_be_kept_fails_no_run_and_other_mathematics_is_a_warning(
+    pool, tmp_path
+):
     (tmp_path / "runs").write_text("a file in the way")
     flags = f"{FLAGS.format(tmp_path)} --goodput --lr-warmup-iters 0 --train-iters 2 --eval-iters 0"
     first = pool.run(printed, 1, f"{flags} --exit-interval 1")[0]
     assert " > WARNING: --goodput: the record in " in first and "iteration        1/" in first
     second = pool.run(printed, 1, f"{flags} --norm-epsilon 1e-3")[0]
-    assert "WARNING: " in second and "other mathematics: norm_epsilon: 1e-05 in the checkpoint, 0.001 now" in second
+    assert (
+        "WARNING: " in second
+        and "other mathematics: norm_epsilon: 1e-05 in the checkpoint, 0.001 now" in second
+    )
 
 
 def test_json(starts):
@@ -60,11 +73,20 @@ def test_json(starts):
     lines = [json.loads(line) for line in rank_0.splitlines()]
     intervals = [line for line in lines if line.get("event") == "interval"]
     assert [line["iteration"] for line in intervals] == [5, 6]
-    assert intervals[0].keys() >= {"lm_loss", "grad_norm", "tokens_per_second", "eta_seconds", "consumed_samples"}
+    assert intervals[0].keys() >= {
+        "lm_loss",
+        "grad_norm",
+        "tokens_per_second",
+        "eta_seconds",
+        "consumed_samples",
+    }
     (start,) = (line for line in lines if line.get("event") == "start")
     assert start["layout"].startswith("TP 2 x PP 1 x DP 1") and "iter_0000004" in start["start"]
     assert [line["iteration"] for line in lines if line.get("event") == "save"] == [6]
-    assert {line["split"] for line in lines if line.get("event") == "evaluation"} == {"validation", "test"}
+    assert {line["split"] for line in lines if line.get("event") == "evaluation"} == {
+        "validation",
+        "test",
+    }
 
 
 def test_record(starts):
@@ -74,21 +96,42 @@ def test_record(starts):
     assert one.end["reason"].startswith("iteration 4 is a multiple") and not one.end["failed"]
     assert two.end["reason"] == "complete" and two.start["loaded"].endswith("iter_0000004")
     assert [row["iteration"] for row in one.intervals] == [1, 2, 4]
-    saves = [row["iteration"] for start in (one, two) for row in start.points if "save-total-time" in row["values"]]
+    saves = [
+        row["iteration"]
+        for start in (one, two)
+        for row in start.points
+        if "save-total-time" in row["values"]
+    ]
     assert saves == [2, 4, 6]
     assert one.began <= one.start["time"] <= one.ended <= two.began
     run = json.loads((directory / RUN_FILE).read_text())
-    assert run["arguments"]["tensor_model_parallel_size"] == 2 and run["layout"] == two.start["layout"]
+    assert (
+        run["arguments"]["tensor_model_parallel_size"] == 2 and run["layout"] == two.start["layout"]
+    )
 
 
 def test_tensorboard_curves_over_samples(starts):
     directory, _, _ = starts
     events = EventAccumulator(str(directory / "tensorboard")).Reload()
-    over_iterations, over_samples = events.Scalars("lm loss"), events.Scalars("lm loss vs samples")
-    assert [event.step for event in over_samples] == [8 * event.step for event in over_iterations] == [8, 16, 24, 32]
+    over_iterations = events.Scalars("lm loss")
+    over_samples = events.Scalars("lm loss vs samples")
+    assert (
+        [event.step for event in over_samples]
+        == [8 * event.step for event in over_iterations]
+        == [8, 16, 24, 32]
+    )
     assert [event.value for event in over_samples] == [event.value for event in over_iterations]
     names = set(events.Tags()["scalars"])
-    assert {"world-size", "world-size vs samples", "grad-norm vs samples", "lm loss validation vs samples"} <= names
-    assert {"lm loss validation ppl vs samples", "learning-rate vs samples", "batch-size vs samples"} <= names
+    assert {
+        "world-size",
+        "world-size vs samples",
+        "grad-norm vs samples",
+        "lm loss validation vs samples",
+    } <= names
+    assert {
+        "lm loss validation ppl vs samples",
+        "learning-rate vs samples",
+        "batch-size vs samples",
+    } <= names
     assert events.Scalars("world-size")[0].value == 2
     assert any(tag.startswith("train_iters") for tag in events.Tags()["tensors"])  # the text tab

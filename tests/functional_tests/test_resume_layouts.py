@@ -1,4 +1,6 @@
-"""A checkpoint has no layout: saved anywhere, resumed anywhere, and at the same layout as if nothing had happened."""
+"""A checkpoint has no layout: saved anywhere, resumed anywhere, and at the same layout as if
+nothing had happened.
+"""
 
 import shlex
 
@@ -12,8 +14,15 @@ from megatron.core.dist_checkpointing import Reader
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
-from tests.compare import assert_same
-from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LAYOUTS, MODELS, train, whole
+from tests.support.compare import assert_same
+from tests.support.training_harness import (
+    COMMON,
+    DISTRIBUTED_OPTIMIZER,
+    LAYOUTS,
+    MODELS,
+    train,
+    whole,
+)
 
 SAVED = 3  # the iteration of a checkpoint, of five
 DATA = "--mock-data --train-iters 5 "
@@ -26,7 +35,9 @@ def losses(outcomes):
 
 
 def close(a, b):
-    return len(a) == len(b) and max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)) < ROUNDING
+    return (
+        len(a) == len(b) and max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True)) < ROUNDING
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +54,9 @@ def train_and_save(pool, model, layout, directory, more=""):
 def load_and_stop(pool, model, layout, directory):
     """Everything that a run at `layout` holds right after loading: it is told to go no further."""
     world_size, flags = SINGLE[layout]
-    return pool.run(train, world_size, f"{DATA} {MODELS[model]} {flags} --load {directory} --skip-train")
+    return pool.run(
+        train, world_size, f"{DATA} {MODELS[model]} {flags} --load {directory} --skip-train"
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -57,25 +70,35 @@ def test_saved_at_any_layout_loads_at_one_process(pool, tmp_path, uninterrupted,
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_one_checkpoint_loads_at_every_layout_and_the_loss_goes_on(pool, tmp_path, uninterrupted, model):
+def test_one_checkpoint_loads_at_every_layout_and_the_loss_goes_on(
+    pool, tmp_path, uninterrupted, model
+):
     """Every bit of the state is the same everywhere, so that one model is enough to see it go on."""
     saved = whole(train_and_save(pool, model, "tp2_pp2", tmp_path, DISTRIBUTED_OPTIMIZER))
     for layout in SINGLE:
         world_size, flags = SINGLE[layout]
         assert_same(whole(load_and_stop(pool, model, layout, tmp_path)), saved)
         if model == "llama":
-            resumed = pool.run(train, world_size, f"{DATA} {MODELS[model]} {flags} --load {tmp_path}")
+            resumed = pool.run(
+                train, world_size, f"{DATA} {MODELS[model]} {flags} --load {tmp_path}"
+            )
             assert close(losses(resumed), uninterrupted[model][SAVED:]), layout
 
 
 def test_a_save_holds_what_megatron_core_asks_for(pool, tmp_path):
-    """An extra state of every module that has one, and the generators of each model-parallel rank in its form."""
+    """An extra state of every module that has one, and the generators of each model-parallel rank
+    in its form.
+    """
     train_and_save(pool, "llama", "tp2_pp2", tmp_path)
     reader = Reader(tmp_path / f"iter_{SAVED:07}")
     modules = [f"self_attention.{name}" for name in ("linear_qkv", "linear_proj", "core_attention")]
     modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
     wanted = {f"decoder.layers.{layer}.{module}" for layer in range(4) for module in modules}
-    found = {key.removesuffix("._extra_state/shard_0_1") for key in reader.metadata.objects if is_extra_state(key)}
+    found = {
+        key.removesuffix("._extra_state/shard_0_1")
+        for key in reader.metadata.objects
+        if is_extra_state(key)
+    }
     assert found == wanted | {"decoder.final_layernorm"}
     for pp, tp in np.ndindex(2, 2):
         (theirs,) = reader.read_object(f"rng_state/shard_{pp}.{tp}_2.2")
@@ -114,15 +137,23 @@ def test_bf16_checkpoint_reshards(pool, tmp_path):
     """bf16 weights and fp32 main parameters both."""
     saved = whole(train_and_save(pool, "llama", "tp2_dp2", tmp_path, "--bf16"))
     assert saved["decoder.layers.0.mlp.linear_fc1.weight"].dtype == torch.bfloat16
-    assert saved["optimizer.state.param.decoder.layers.0.mlp.linear_fc1.weight"].dtype == torch.float32
-    loaded = pool.run(train, 2, f"{DATA} {MODELS['llama']} --bf16 {LAYOUTS['pp2'][1]} --load {tmp_path} --skip-train")
+    assert (
+        saved["optimizer.state.param.decoder.layers.0.mlp.linear_fc1.weight"].dtype == torch.float32
+    )
+    loaded = pool.run(
+        train,
+        2,
+        f"{DATA} {MODELS['llama']} --bf16 {LAYOUTS['pp2'][1]} --load {tmp_path} --skip-train",
+    )
     assert_same(whole(loaded), saved)
 
 
 def test_random_numbers_of_another_layout_are_drawn_anew_but_repeatably(pool, tmp_path):
     flags = f"{DATA} {MODELS['gpt2']} {DROPOUT}"
     pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED}")
-    first, second = (pool.run(train, 2, f"{flags} {LAYOUTS['tp2'][1]} --load {tmp_path}") for _ in range(2))
+    first, second = (
+        pool.run(train, 2, f"{flags} {LAYOUTS['tp2'][1]} --load {tmp_path}") for _ in range(2)
+    )
     assert losses(first) == losses(second)
     assert_same(whole(first), whole(second))
 
@@ -131,8 +162,13 @@ def test_finetune_takes_weights_only(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
     saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED}")
     tuned = pool.run(train, 1, f"{flags} --load {tmp_path} --finetune --skip-train")
-    assert (tuned[0].iteration, tuned[0].consumed_train_samples, tuned[0].learning_rate) == (0, 0, 0.0)
-    before, after = whole(saved), whole(tuned)
+    assert (tuned[0].iteration, tuned[0].consumed_train_samples, tuned[0].learning_rate) == (
+        0,
+        0,
+        0.0,
+    )
+    before = whole(saved)
+    after = whole(tuned)
     for key, tensor in after.items():
         if key.startswith("optimizer.state.exp_avg"):
             assert not tensor.any()
@@ -142,8 +178,12 @@ def test_finetune_takes_weights_only(pool, tmp_path):
 
 def test_no_load_optim_keeps_the_position(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
-    saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED} --no-save-optim --no-save-rng")
-    assert all(is_extra_state(key) for key in Reader(tmp_path / f"iter_{SAVED:07}").metadata.objects)
+    saved = pool.run(
+        train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED} --no-save-optim --no-save-rng"
+    )
+    assert all(
+        is_extra_state(key) for key in Reader(tmp_path / f"iter_{SAVED:07}").metadata.objects
+    )
     with pytest.raises(ValueError, match=r"holds no optimizer.*--no-load-optim"):
         pool.run(train, 1, f"{flags} --load {tmp_path}")
     resumed = pool.run(train, 1, f"{flags} --load {tmp_path} --no-load-optim --skip-train")
@@ -156,9 +196,13 @@ def test_no_load_optim_keeps_the_position(pool, tmp_path):
 
 def test_use_checkpoint_args(pool, tmp_path):
     """Nothing of the model, its tokenizer or its schedule has to be typed again."""
-    saved = pool.run(train, 1, f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval {SAVED}")
+    saved = pool.run(
+        train, 1, f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval {SAVED}"
+    )
     run = "--num-threads 1 --lr 1 --train-iters 5 --mock-data --eval-iters 0 --skip-train --num-layers 2 "
-    from_checkpoint = f"--load {tmp_path} --use-checkpoint-args --use-checkpoint-opt_param-scheduler"
+    from_checkpoint = (
+        f"--load {tmp_path} --use-checkpoint-args --use-checkpoint-opt_param-scheduler"
+    )
     loaded = pool.run(train, 2, f"{from_checkpoint} --tensor-model-parallel-size 2", run)
     assert_same(whole(loaded), whole(saved))
 
@@ -189,20 +233,29 @@ def train_and_record_tokens(rank, world_size, flags):
 
 
 def stream(results):
-    """The samples of all replicas in the order of the stream: micro batch by micro batch, replica by replica."""
+    """The samples of all replicas in the order of the stream: micro-batch by micro-batch, replica
+    by replica.
+    """
     replicas = [tokens for _, tokens, _ in sorted(results, key=lambda result: result[0])]
     return torch.stack(replicas, 1).flatten(0, 2)
 
 
 def test_samples_go_on_without_loss_or_repetition(pool, tmp_path, tokens):
-    """Other data-parallel size, micro batch and global batch on resume: the stream does not notice."""
-    data = (
-        f"--data-path {tokens} --split 100,0,0 {MODELS['llama']} --train-samples 48 --save {tmp_path} --load {tmp_path}"
+    """Other data-parallel size, micro-batch and global batch on resume: the stream does not notice."""
+    data = f"--data-path {tokens} --split 100,0,0 {MODELS['llama']} --train-samples 48 "
+    data += f"--save {tmp_path} --load {tmp_path}"
+    straight = stream(
+        pool.run(
+            train_and_record_tokens, 1, data.replace(str(tmp_path), str(tmp_path / "straight"))
+        )
     )
-    straight = stream(pool.run(train_and_record_tokens, 1, data.replace(str(tmp_path), str(tmp_path / "straight"))))
     parts = [
         pool.run(train_and_record_tokens, 1, f"{data} --exit-interval 2"),
-        pool.run(train_and_record_tokens, 2, f"{data} --global-batch-size 4 --micro-batch-size 1 --exit-interval 5"),
+        pool.run(
+            train_and_record_tokens,
+            2,
+            f"{data} --global-batch-size 4 --micro-batch-size 1 --exit-interval 5",
+        ),
         pool.run(train_and_record_tokens, 4, f"{data} --global-batch-size 8 --micro-batch-size 2"),
     ]
     assert [len(stream(part)) for part in parts] == [16, 12, 20 // 8 * 8]
@@ -234,14 +287,18 @@ def test_damage_is_found_where_it_is_read(pool, tmp_path):
 def test_missing_keys_are_an_error_unless_the_user_says_otherwise(pool, tmp_path):
     """A model without biases becomes one with: the checkpoint does not say that it lacks them."""
     flags = f"{DATA} {MODELS['gpt2']}"
-    saved = whole(pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED} --no-save-optim"))
+    saved = whole(
+        pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED} --no-save-optim")
+    )
     common = tmp_path / f"iter_{SAVED:07}/common.pt"
     state = torch.load(common, weights_only=False)
     del state["args"].qk_layernorm
     torch.save(state, common)
     (tmp_path / f"iter_{SAVED:07}/checksums.bin").unlink()  # it knows what we have just changed
     load = f"{flags} --qk-layernorm --load {tmp_path} --no-load-optim --skip-train"
-    with pytest.raises(ValueError, match=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight"):
+    with pytest.raises(
+        ValueError, match=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight"
+    ):
         pool.run(train, 1, load)
     loaded = whole(pool.run(train, 1, f"{load} --dist-ckpt-strictness log_unexpected"))
     weights = [key for key in loaded if not key.startswith("optimizer.")]

@@ -1,4 +1,6 @@
-"""Runs that Megatron-LM began: loaded from its own files, at its layout and at others, they go on along its curve."""
+"""Runs that Megatron-LM began: loaded from its own files, at its layout and at others, they go on
+along its curve.
+"""
 
 import shlex
 
@@ -8,19 +10,34 @@ from megatron.conversion.convert import compare, open_checkpoint
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
 from tests import ROOT
-from tests.training_harness import Measurements, datasets_provider, forward_step, model_provider
+from tests.support.training_harness import (
+    Measurements,
+    datasets_provider,
+    forward_step,
+    model_provider,
+)
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm"
-NOT_OURS = ("--ckpt-convert-format", "--ckpt-convert-save", "--save", "--load", "--data-path", "--data-cache-path")
-LAYOUT = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--save-interval", "--ckpt-format")
-
-TP1, TP2, PP2, VPP2, TP2PP2 = (
-    "",
-    "--tensor-model-parallel-size 2 --sequence-parallel",
-    "--pipeline-model-parallel-size 2",
-    "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
-    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+NOT_OURS = (
+    "--ckpt-convert-format",
+    "--ckpt-convert-save",
+    "--save",
+    "--load",
+    "--data-path",
+    "--data-cache-path",
 )
+LAYOUT = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--save-interval",
+    "--ckpt-format",
+)
+
+TP1 = ""
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2"
+VPP2 = "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"
+TP2PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 CASES = [  # case, format, processes, layout
     ("mcore_0.16.1/llama_fp32_tp2pp2", "torch_dist_fully_reshardable", 4, TP2PP2),
     ("mcore_0.16.1/llama_fp32_tp2pp2", "torch_dist_fully_reshardable", 1, TP1),
@@ -45,7 +62,8 @@ CASES = [  # case, format, processes, layout
 def flags_of(case: str) -> list[str]:
     """The case's own command line, without paths and layout."""
     words = shlex.split((GOLDEN / case / "flags.txt").read_text())
-    kept, skip = [], False
+    kept = []
+    skip = False
     for word in words:
         if word.startswith("--"):
             skip = word in NOT_OURS or word in LAYOUT
@@ -62,30 +80,58 @@ def resume(rank, world_size, case, directory, layout, cache):
         *shlex.split(layout),
     ]
     measured = Measurements()
-    run = pretrain(parse_args(flags, world_size), model_provider, datasets_provider, forward_step, writers=[measured])
-    return run.state.iteration, measured.losses, measured.grad_norms, run.config.tokenizer.null_tokenizer_eod_id
+    run = pretrain(
+        parse_args(flags, world_size),
+        model_provider,
+        datasets_provider,
+        forward_step,
+        writers=[measured],
+    )
+    return (
+        run.state.iteration,
+        measured.losses,
+        measured.grad_norms,
+        run.config.tokenizer.null_tokenizer_eod_id,
+    )
 
 
 @pytest.mark.parametrize("case,form,processes,layout", CASES)
 def test_the_losses_go_on_as_megatrons_own(pool, tmp_path, case, form, processes, layout):
-    lines = [line for line in (GOLDEN / case / "loss.txt").read_text().splitlines() if line.startswith("iter=")]
+    lines = [
+        line
+        for line in (GOLDEN / case / "loss.txt").read_text().splitlines()
+        if line.startswith("iter=")
+    ]
     rows = [dict(word.split("=") for word in line.split()) for line in lines]
     expected = {int(row["iter"]): (float(row["lm_loss"]), float(row["grad_norm"])) for row in rows}
     results = pool.run(resume, processes, case, GOLDEN / case / form, layout, tmp_path)
     iteration, losses, grad_norms, eod = results[0]
-    assert eod == (256 if "0.19" in case else None)  # 0.19 counts it within --vocab-size, and tells so
+    assert eod == (
+        256 if "0.19" in case else None
+    )  # 0.19 counts it within --vocab-size, and tells so
     assert iteration == 10 and len(losses) == 5
     tolerance = 1e-3 if "bf16" in case else 1e-5
     for step, (loss, grad_norm) in enumerate(zip(losses, grad_norms, strict=True), start=6):
         assert loss == pytest.approx(expected[step][0], abs=tolerance), f"iteration {step}"
-        assert grad_norm == pytest.approx(expected[step][1], rel=100 * tolerance), f"iteration {step}"
+        assert grad_norm == pytest.approx(expected[step][1], rel=100 * tolerance), (
+            f"iteration {step}"
+        )
 
 
 def convert(rank, world_size, case, form, layout, save, to):
     """Returns where the run stood."""
     flags = [*flags_of(case), "--mock-data", "--num-threads", "1", *shlex.split(layout)]
-    flags += ["--load", str(GOLDEN / case / form), "--ckpt-convert-format", to, "--ckpt-convert-save", str(save)]
-    return pretrain(parse_args(flags, world_size), model_provider, datasets_provider, forward_step).state.iteration
+    flags += [
+        "--load",
+        str(GOLDEN / case / form),
+        "--ckpt-convert-format",
+        to,
+        "--ckpt-convert-save",
+        str(save),
+    ]
+    return pretrain(
+        parse_args(flags, world_size), model_provider, datasets_provider, forward_step
+    ).state.iteration
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,18 @@
-"""A checkpoint of any precision resumed in any other: the main parameters decide, on every replica alike."""
+"""A checkpoint of any precision resumed in any other: the main parameters decide, on every replica
+alike.
+"""
 
 import pytest
 import torch
 
-from tests.training_harness import DISTRIBUTED_OPTIMIZER, MODELS, train, whole
+from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, MODELS, train, whole
 
 FLAGS = f"--mock-data --train-iters 3 {MODELS['gpt2']} --num-layers 2"
-PRECISIONS = {"fp32": ("", torch.float32), "bf16": ("--bf16", torch.bfloat16), "fp16": ("--fp16", torch.float16)}
+PRECISIONS = {
+    "fp32": ("", torch.float32),
+    "bf16": ("--bf16", torch.bfloat16),
+    "fp16": ("--fp16", torch.float16),
+}
 LAYOUTS = {
     "dp2": DISTRIBUTED_OPTIMIZER,
     "dp2_replicated": "",
@@ -30,7 +36,9 @@ def saved(pool, tmp_path_factory):
 @pytest.mark.parametrize("old", PRECISIONS)
 @pytest.mark.parametrize("new", PRECISIONS)
 def test_weights_and_main_parameters_agree_on_every_replica(pool, saved, old, new, layout):
-    """Weights of an fp32 model are its main parameters, the same memory: a bf16 weight must not be read over them."""
+    """Weights of an fp32 model are its main parameters, the same memory: a bf16 weight must not be
+    read over them.
+    """
     directory, expected = saved[old]
     flag, dtype = PRECISIONS[new]
     flags = f"{FLAGS} {flag} --initial-loss-scale 1024 {LAYOUTS[layout]} --load {directory} --skip-train"

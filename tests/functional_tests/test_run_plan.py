@@ -1,13 +1,22 @@
-"""The plan of a run against the run: peak of live tensors, bytes handed to collectives, bytes of a checkpoint."""
+"""The plan of a run against the run: peak of live tensors, bytes handed to collectives, bytes of a
+checkpoint.
+"""
 
 import shlex
 
 import pytest
 
 from megatron.training.planning.run_plan import RunPlan, plan_run
-from tests.live_tensors import LiveTensors
-from tests.torch_versions import of_current_torch
-from tests.training_harness import Measurements, datasets_provider, forward_step, model_provider, parse_args, pretrain
+from tests.support.live_tensors import LiveTensors
+from tests.support.torch_versions import of_current_torch
+from tests.support.training_harness import (
+    Measurements,
+    datasets_provider,
+    forward_step,
+    model_provider,
+    parse_args,
+    pretrain,
+)
 
 COMMON = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
@@ -19,7 +28,8 @@ LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disab
 UNTIED = LLAMA + "--untie-embeddings-and-output-weights "
 FULL = "--recompute-granularity full --recompute-method {} --recompute-num-layers {} "
 CP2 = "--context-parallel-size 2 "
-TP2, PP2 = "--tensor-model-parallel-size 2 ", "--pipeline-model-parallel-size 2 "
+TP2 = "--tensor-model-parallel-size 2 "
+PP2 = "--pipeline-model-parallel-size 2 "
 SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100000 "
 
 RUNS = {  # name -> (processes, flags)
@@ -36,10 +46,15 @@ RUNS = {  # name -> (processes, flags)
     "alibi": (1, "--position-embedding-type alibi"),
     "qk norm": (1, UNTIED + "--qk-layernorm"),
     "selective": (1, UNTIED + "--recompute-granularity selective"),
-    "selective parts": (1, LLAMA + "--recompute-granularity selective --recompute-modules layernorm mlp"),
+    "selective parts": (
+        1,
+        LLAMA + "--recompute-granularity selective --recompute-modules layernorm mlp",
+    ),
     "tp2 sp, selective parts": (
         2,
-        UNTIED + TP2 + "--sequence-parallel --recompute-granularity selective --recompute-modules mlp",
+        UNTIED
+        + TP2
+        + "--sequence-parallel --recompute-granularity selective --recompute-modules mlp",
     ),
     "full, uniform": (1, UNTIED + FULL.format("uniform", 2) + "--bf16"),
     "full, block": (1, UNTIED + FULL.format("block", 3)),
@@ -48,7 +63,10 @@ RUNS = {  # name -> (processes, flags)
     "tp2 sp, full": (2, LLAMA + TP2 + "--sequence-parallel " + FULL.format("uniform", 1)),
     "tp2, block": (2, LLAMA + TP2 + FULL.format("block", 1)),
     "cp2, p2p": (2, UNTIED + CP2),
-    "cp2, all_gather, window": (2, UNTIED + CP2 + "--cp-comm-type all_gather --window-size 32,0 --bf16"),
+    "cp2, all_gather, window": (
+        2,
+        UNTIED + CP2 + "--cp-comm-type all_gather --window-size 32,0 --bf16",
+    ),
     "cp2, a2a": (2, UNTIED + CP2 + "--cp-comm-type a2a"),
     "cp2, one for each layer": (2, UNTIED + CP2 + "--cp-comm-type p2p a2a all_gather a2a"),
     "cp4, selective": (4, UNTIED + CP2.replace("2", "4") + "--recompute-granularity selective"),
@@ -62,7 +80,8 @@ RUNS = {  # name -> (processes, flags)
 
 def measure(rank, world_size, flags):
     """(peak bytes in the iterations, bytes sent per iteration by operation) of `pretrain_gpt.py COMMON flags`."""
-    seen, started = LiveTensors(), []
+    seen = LiveTensors()
+    started = []
 
     def step(chunk, batch, activation):
         if not started:
@@ -92,7 +111,10 @@ def test_memory_and_traffic(pool, name):
         assert stage.memory.total == pytest.approx(peak, rel=0.03)
 
         axes = [stage.traffic[name] for name in ("tp", "cp", "dp", "pp", "embedding")]
-        for operations, counted in {  # with gloo the buckets go shard by shard: broadcasts and reduces
+        for (
+            operations,
+            counted,
+        ) in {  # with gloo the buckets go shard by shard: broadcasts and reduces
             ("allreduce_",): sum(axis.all_reduce for axis in axes),
             ("_allgather_base_", "broadcast_"): sum(axis.all_gather for axis in axes),
             ("_reduce_scatter_base_", "reduce_"): sum(axis.reduce_scatter for axis in axes),
@@ -100,7 +122,9 @@ def test_memory_and_traffic(pool, name):
             ("alltoall_base_",): sum(axis.all_to_all for axis in axes),
         }.items():
             small = 0.01 * max(sent.values()) + 100  # scalars, and the loss's numbers per token
-            assert counted <= sum(sent.get(name, 0) for name in operations) <= counted + small, operations
+            assert counted <= sum(sent.get(name, 0) for name in operations) <= counted + small, (
+                operations
+            )
 
 
 def save(rank, world_size, flags, directory):
@@ -112,8 +136,12 @@ def save(rank, world_size, flags, directory):
 
 @pytest.mark.parametrize("flags", [UNTIED + "--bf16", LLAMA, UNTIED + "--no-save-optim --bf16"])
 def test_checkpoint_bytes(pool, flags, tmp_path):
-    """All ranks write the planned number together and no more than what surrounds tensors in files; shares add up."""
+    """All ranks write the planned number together and no more than what surrounds tensors in files;
+    shares add up.
+    """
     total, _ = pool.run(save, 2, flags, str(tmp_path))
     planned = plan(flags, 2)
     assert 0 <= total * 1e9 - planned.checkpoint_bytes <= 0.02 * planned.checkpoint_bytes
-    assert 2 * planned.stages[0].checkpoint_bytes == pytest.approx(planned.checkpoint_bytes, rel=1e-3)
+    assert 2 * planned.stages[0].checkpoint_bytes == pytest.approx(
+        planned.checkpoint_bytes, rel=1e-3
+    )

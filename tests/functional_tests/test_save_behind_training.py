@@ -1,4 +1,6 @@
-"""A checkpoint written behind training is, bit for bit, the one that training would have waited for."""
+"""A checkpoint written behind training is, bit for bit, the one that training would have waited
+for.
+"""
 
 import shlex
 import stat
@@ -11,8 +13,8 @@ import torch
 from megatron.core.dist_checkpointing import Reader, is_complete
 from megatron.training.config.run_config import parse_args
 from megatron.training.training import pretrain
-from tests.compare import assert_same
-from tests.training_harness import (
+from tests.support.compare import assert_same
+from tests.support.training_harness import (
     COMMON,
     LAYOUTS,
     LLAMA,
@@ -29,14 +31,21 @@ SAVING = f"--mock-data {LLAMA} --train-iters 8 --save-interval 2 --bf16 "
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
     reader = Reader(directory, verify=True)
-    return {key: reader.read(key, (0,) * len(t.shape), t.shape) for key, t in reader.metadata.tensors.items()}
+    return {
+        key: reader.read(key, (0,) * len(t.shape), t.shape)
+        for key, t in reader.metadata.tensors.items()
+    }
 
 
 @pytest.mark.parametrize("layout", ["dp2_distributed_optimizer", "pp2_interleaved"])
 def test_every_asynchronous_checkpoint_is_the_synchronous_one(pool, tmp_path, layout):
     world_size, flags = LAYOUTS[layout]
     pool.run(train, world_size, f"{SAVING} {flags} --save {tmp_path / 'sync'}")
-    pool.run(train, world_size, f"{SAVING} {flags} --save {tmp_path / 'async'} --async-save --dist-ckpt-workers 1")
+    pool.run(
+        train,
+        world_size,
+        f"{SAVING} {flags} --save {tmp_path / 'async'} --async-save --dist-ckpt-workers 1",
+    )
     for iteration in (2, 4, 6, 8):
         name = f"iter_{iteration:07d}"
         assert_same(stored(tmp_path / "sync" / name), stored(tmp_path / "async" / name))
@@ -49,13 +58,22 @@ def test_resuming_from_an_asynchronous_checkpoint_is_bitwise_the_uninterrupted_r
     expected = whole(pool.run(train, world_size, flags))
     pool.run(train, world_size, f"{flags} --exit-interval 5 --save {tmp_path} --load {tmp_path}")
     assert is_complete(tmp_path / "iter_0000005")
-    assert_same(whole(pool.run(train, world_size, f"{flags} --save {tmp_path} --load {tmp_path}")), expected)
+    assert_same(
+        whole(pool.run(train, world_size, f"{flags} --save {tmp_path} --load {tmp_path}")), expected
+    )
 
 
 def test_first_replica_writes_without_fully_parallel_save(pool, tmp_path):
-    pool.run(train, 2, f"{SAVING} --save {tmp_path} --no-ckpt-fully-parallel-save --dist-ckpt-workers 1")
-    written = {rank: sorted(p.name for p in (tmp_path / "iter_0000008").glob(f"__{rank}_*")) for rank in (0, 1)}
-    assert written == {0: ["__0_0.distcp", "__0_1.distcp"], 1: ["__1_1.distcp"]}, "rank 1 has its generators to write"
+    pool.run(
+        train, 2, f"{SAVING} --save {tmp_path} --no-ckpt-fully-parallel-save --dist-ckpt-workers 1"
+    )
+    written = {
+        rank: sorted(p.name for p in (tmp_path / "iter_0000008").glob(f"__{rank}_*"))
+        for rank in (0, 1)
+    }
+    assert written == {0: ["__0_0.distcp", "__0_1.distcp"], 1: ["__1_1.distcp"]}, (
+        "rank 1 has its generators to write"
+    )
 
 
 class DirectoryThief(Measurements):
@@ -74,15 +92,20 @@ class DirectoryThief(Measurements):
 
 def train_robbed(rank, world_size, root, flags, reached=None):
     thief = DirectoryThief()
-    thief.root, thief.reached = root, reached
+    thief.root = root
+    thief.reached = reached
     config = parse_args(shlex.split(f"{COMMON} {SAVING} --save {root} {flags}"), world_size)
-    return pretrain(config, model_provider, datasets_provider, forward_step, writers=[thief]).state.iteration
+    return pretrain(
+        config, model_provider, datasets_provider, forward_step, writers=[thief]
+    ).state.iteration
 
 
 @pytest.mark.parametrize("mode", ["", "--async-save"])
 def test_a_save_that_fails_does_not_stop_training(pool, tmp_path, mode):
     reached = tmp_path / "reached"
-    with pytest.raises(ValueError, match=r"iter_0000008 was not saved: .*It was the last save of the run"):
+    with pytest.raises(
+        ValueError, match=r"iter_0000008 was not saved: .*It was the last save of the run"
+    ):
         pool.run(train_robbed, 2, tmp_path / "checkpoints", mode, reached)
     assert reached.read_text() == "8", "training went on to the end"
     assert is_complete(tmp_path / "stolen/iter_0000002"), "the checkpoint before is as it was"
@@ -90,7 +113,9 @@ def test_a_save_that_fails_does_not_stop_training(pool, tmp_path, mode):
 
 
 def test_exit_on_save_failure(pool, tmp_path):
-    with pytest.raises(ValueError, match=r"iter_0000004 was not saved: .*(Not a directory|File exists)"):
+    with pytest.raises(
+        ValueError, match=r"iter_0000004 was not saved: .*(Not a directory|File exists)"
+    ):
         pool.run(train_robbed, 2, tmp_path / "checkpoints", "--exit-on-save-failure")
 
 

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.conversion.convert import convert
-from tests.training_harness import LAYOUTS, LLAMA, train
+from tests.support.training_harness import LAYOUTS, LLAMA, train
 
 RUN = f"--mock-data {LLAMA} --train-iters 8 --bf16 "
 
@@ -22,7 +22,9 @@ def assert_same_model(a, b):
 def test_the_export_is_the_same_from_every_layout(pool, tmp_path):
     for name in ("single", "tp2_pp2"):
         world_size, flags = LAYOUTS.get(name, (1, ""))
-        pool.run(train, 1, f"{RUN} --save {tmp_path / 'run'} --load {tmp_path / 'run'}")  # to share the weights
+        pool.run(
+            train, 1, f"{RUN} --save {tmp_path / 'run'} --load {tmp_path / 'run'}"
+        )  # to share the weights
         flags += f" --load {tmp_path / 'run'} --save-hf {tmp_path / name}"
         pool.run(train, world_size, f"{RUN} {flags}")
         assert leftovers(tmp_path) == []
@@ -43,8 +45,11 @@ def test_it_is_the_conversion_of_the_last_checkpoint(pool, tmp_path):
 
 
 def test_a_full_disk(pool, disk):
-    """Full before the shards, and between them and the model: every rank says why, and nothing is left."""
-    flags = f"{RUN} --train-iters 3 --vocab-size 4000 --tensor-model-parallel-size 2"  # 0.5 MB of weights
+    """Full before the shards, and between them and the model: every rank says why, and nothing is
+    left.
+    """
+    # 0.5 MB of weights
+    flags = f"{RUN} --train-iters 3 --vocab-size 4000 --tensor-model-parallel-size 2"
     for size in ("256k", "800k"):
         disk.mount(f"size={size}")
         with pytest.raises(ValueError, match="No space left") as failed:

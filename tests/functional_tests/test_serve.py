@@ -1,4 +1,6 @@
-"""examples/serve: what the server refuses, and that one idle client does not keep the others waiting."""
+"""examples/serve: what the server refuses, and that one idle client does not keep the others
+waiting.
+"""
 
 import importlib.util
 import json
@@ -29,10 +31,14 @@ def server():
     thread.join()
 
 
-def ask(server, body: bytes, host: str = "127.0.0.1", length: str | None = None) -> tuple[int, dict]:
+def ask(
+    server, body: bytes, host: str = "127.0.0.1", length: str | None = None
+) -> tuple[int, dict]:
     with socket.create_connection(server.server_address) as client:
         length = str(len(body)) if length is None else length
-        client.sendall(f"POST / HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n".encode() + body)
+        client.sendall(
+            f"POST / HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n".encode() + body
+        )
         answer = b"".join(iter(lambda: client.recv(65536), b""))
     head, _, content = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(content)

@@ -1,4 +1,5 @@
-"""The boxes of all ranks of any layout tile the same global tensors: what one layout saves, every other one can load.
+"""The boxes of all ranks of any layout tile the same global tensors: what one layout saves, every
+other one can load.
 
 All ranks of a layout are built one after the other in this process; no rank knows a process group.
 """
@@ -14,14 +15,24 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config.run_config import parse_args
 from megatron.training.run import build_chunks
 from pretrain_gpt import model_provider
-from tests.compare import assert_same
-from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, MODELS, Measurements, Outcome, whole
+from tests.support.compare import assert_same
+from tests.support.training_harness import (
+    COMMON,
+    DISTRIBUTED_OPTIMIZER,
+    MODELS,
+    Measurements,
+    Outcome,
+    whole,
+)
 
 LAYOUTS = {  # name -> (processes, flags)
     "tp4_sp": (4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "tp2_pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
     "pp4_dp2": (8, "--pipeline-model-parallel-size 4"),
-    "pp2_interleaved_4_chunks": (2, "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 4"),
+    "pp2_interleaved_4_chunks": (
+        2,
+        "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 4",
+    ),
     "pp3_uneven": (
         3,
         "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
@@ -29,7 +40,10 @@ LAYOUTS = {  # name -> (processes, flags)
     "dp2_distributed_optimizer": (2, "--use-distributed-optimizer"),
     "dp3_buckets": (3, DISTRIBUTED_OPTIMIZER),
     "dp16_more_ranks_than_rows": (16, DISTRIBUTED_OPTIMIZER),
-    "tp2_dp5_buckets": (10, f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED_OPTIMIZER}"),
+    "tp2_dp5_buckets": (
+        10,
+        f"--tensor-model-parallel-size 2 --sequence-parallel {DISTRIBUTED_OPTIMIZER}",
+    ),
     "tp2_pp2_dp3_interleaved": (
         12,
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 "
@@ -39,19 +53,29 @@ LAYOUTS = {  # name -> (processes, flags)
 
 
 def held_by(rank, world_size, flags):
-    """The boxes of one rank: initial weights, main parameters, and moments that are made functions of them."""
+    """The boxes of one rank: initial weights, main parameters, and moments that are made functions
+    of them.
+    """
     batch = f"--num-layers 8 --num-query-groups 4 --micro-batch-size 1 --global-batch-size {4 * world_size} "
-    config = parse_args(shlex.split(f"{COMMON} --mock-data --train-iters 9 {flags} {batch}"), world_size)
+    config = parse_args(
+        shlex.split(f"{COMMON} --mock-data --train-iters 9 {flags} {batch}"), world_size
+    )
     config.set_vocab_size(61)
     ps = ParallelState.for_rank(config.parallel, world_size, rank)
-    chunks = build_chunks(config, ps, TensorParallelRng(0, ps.tp.rank), model_provider, config.training.seed)
+    chunks = build_chunks(
+        config, ps, TensorParallelRng(0, ps.tp.rank), model_provider, config.training.seed
+    )
     optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
     for shard in optimizer.shards:
         shard.state["exp_avg"].copy_(shard.param + 1)
         shard.state["exp_avg_sq"].copy_(shard.param**2)
     state = {key: entry for chunk in chunks for key, entry in chunk.sharded_state_dict().items()}
     state |= optimizer.sharded_state_dict(state)
-    boxes = [(key, entry.global_shape, box.offset, box.tensor) for key, entry in state.items() for box in entry.boxes]
+    boxes = [
+        (key, entry.global_shape, box.offset, box.tensor)
+        for key, entry in state.items()
+        for box in entry.boxes
+    ]
     return Outcome(Measurements(), 0, 0, 0.0, boxes)
 
 
@@ -66,7 +90,9 @@ def single():
 
 def test_main_parameters_and_moments_belong_to_their_weights(single):
     for tensors in single.values():
-        weights = {key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")}
+        weights = {
+            key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")
+        }
         assert len(tensors) == 4 * len(weights)
         for key, weight in weights.items():
             param = tensors[f"optimizer.state.param.{key}"]

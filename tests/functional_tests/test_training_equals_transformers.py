@@ -14,7 +14,7 @@ from megatron.training.launch import initialize
 from megatron.training.run import build_run
 from megatron.training.training import train
 from pretrain_gpt import datasets_provider, forward_step, model_provider
-from tests.training_harness import COMMON, LAYOUTS, MODELS, Measurements
+from tests.support.training_harness import COMMON, LAYOUTS, MODELS, Measurements
 
 STEPS = 20
 FLAGS = f"{COMMON} --mock-data --train-iters {STEPS} --lr-decay-style constant --lr-warmup-iters 0 "
@@ -22,33 +22,46 @@ SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_atten
 PEERS = {
     "llama": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            **SIZES, num_key_value_heads=2, intermediate_size=48, rms_norm_eps=1e-5, max_position_embeddings=16
+            **SIZES,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            rms_norm_eps=1e-5,
+            max_position_embeddings=16,
         )
     ),
     "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=61, n_embd=32, n_layer=4, n_head=4, n_positions=16, resid_pdrop=0.0)
+        transformers.GPT2Config(
+            vocab_size=61, n_embd=32, n_layer=4, n_head=4, n_positions=16, resid_pdrop=0.0
+        )
     ),
 }
 
 
 def llama_weights(hf):
-    """Their weights under our keys. Our QKV rows are, per group, its query heads, its key head, its value head."""
+    """Their weights under our keys. Our QKV rows are, per group, its query heads, its key head, its
+    value head.
+    """
     weights = {
         "embedding.word_embeddings.weight": hf["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": hf["model.norm.weight"],
         "output_layer.weight": hf["lm_head.weight"],
     }
     for layer in range(4):
-        theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        theirs = f"model.layers.{layer}."
+        ours = f"decoder.layers.{layer}."
         q, k, v = (hf[f"{theirs}self_attn.{x}_proj.weight"].view(2, -1, 8, 32) for x in "qkv")
         up = [hf[f"{theirs}mlp.{x}_proj.weight"] for x in ("gate", "up")]
         weights |= {
             f"{ours}self_attention.linear_qkv.weight": torch.cat([q, k, v], 1).flatten(0, 2),
             f"{ours}self_attention.linear_proj.weight": hf[f"{theirs}self_attn.o_proj.weight"],
-            f"{ours}self_attention.linear_qkv.layer_norm_weight": hf[f"{theirs}input_layernorm.weight"],
+            f"{ours}self_attention.linear_qkv.layer_norm_weight": hf[
+                f"{theirs}input_layernorm.weight"
+            ],
             f"{ours}mlp.linear_fc1.weight": torch.cat(up),
             f"{ours}mlp.linear_fc2.weight": hf[f"{theirs}mlp.down_proj.weight"],
-            f"{ours}mlp.linear_fc1.layer_norm_weight": hf[f"{theirs}post_attention_layernorm.weight"],
+            f"{ours}mlp.linear_fc1.layer_norm_weight": hf[
+                f"{theirs}post_attention_layernorm.weight"
+            ],
         }
     return weights
 
@@ -61,9 +74,14 @@ def gpt2_weights(hf):
         "decoder.final_layernorm.bias": hf["transformer.ln_f.bias"],
     }
     for layer in range(4):
-        theirs, ours = f"transformer.h.{layer}.", f"decoder.layers.{layer}."
+        theirs = f"transformer.h.{layer}."
+        ours = f"decoder.layers.{layer}."
         for part in ("weight", "bias"):
-            qkv = hf[f"{theirs}attn.c_attn.{part}"].t() if part == "weight" else hf[f"{theirs}attn.c_attn.bias"]
+            qkv = (
+                hf[f"{theirs}attn.c_attn.{part}"].t()
+                if part == "weight"
+                else hf[f"{theirs}attn.c_attn.bias"]
+            )
             heads = [x.reshape(4, 1, 8, *x.shape[1:]) for x in qkv.split(32)]
             weights |= {
                 f"{ours}self_attention.linear_qkv.{part}": torch.cat(heads, 1).flatten(0, 2),
@@ -92,20 +110,32 @@ def train_from(rank, world_size, flags, weights):
     measured = Measurements()
     run.writers = [measured]
     train(run, build_data(run, tokenizer, datasets_provider))
-    batches = build_data(build_run(config, ps, device, model_provider, forward_step), tokenizer, datasets_provider)
-    return measured, [next(batches.train.batches) for _ in range(4 * STEPS)] if world_size == 1 else []
+    batches = build_data(
+        build_run(config, ps, device, model_provider, forward_step), tokenizer, datasets_provider
+    )
+    return measured, [
+        next(batches.train.batches) for _ in range(4 * STEPS)
+    ] if world_size == 1 else []
 
 
 def plain_loop(model, batches):
-    """Losses and gradient norms of the textbook loop: one batch of 8 per step, AdamW, clipping at 1."""
+    """Losses and gradient norms of the textbook loop: one batch of 8 per step, AdamW, clipping at
+    1.
+    """
     matrices = [p for name, p in model.named_parameters() if p.dim() > 1]
     vectors = [p for name, p in model.named_parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.999), eps=1e-8)
-    losses, norms = [], []
+    losses = []
+    norms = []
     for step in range(STEPS):
-        tokens, labels = (torch.cat([b[key] for b in batches[4 * step : 4 * step + 4]]) for key in ("tokens", "labels"))
-        loss = torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+        tokens, labels = (
+            torch.cat([b[key] for b in batches[4 * step : 4 * step + 4]])
+            for key in ("tokens", "labels")
+        )
+        loss = torch.nn.functional.cross_entropy(
+            model(tokens).logits.flatten(0, 1), labels.flatten()
+        )
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()

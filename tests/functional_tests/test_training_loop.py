@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests import ROOT
-from tests.compare import assert_same
-from tests.training_harness import COMMON, LAYOUTS, MODELS, train, whole
+from tests.support.compare import assert_same
+from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train, whole
 
 LLAMA = f"--mock-data {MODELS['llama']} "
 CLOSE = 1e-6
@@ -34,15 +34,21 @@ def test_evaluation_is_the_same_everywhere_and_disturbs_nothing(pool, layout):
     for key in keys:
         assert parallel.points[key] == pytest.approx(single.points[key], rel=CLOSE)
     perplexity = single.points["lm loss validation ppl", 2]
-    assert perplexity == pytest.approx(torch.tensor(single.points["lm loss validation", 2]).exp().item(), rel=1e-5)
+    assert perplexity == pytest.approx(
+        torch.tensor(single.points["lm loss validation", 2]).exp().item(), rel=1e-5
+    )
 
 
 def test_the_schedule_waits_for_steps_that_the_loss_scale_held_back(pool):
     flags = f"{LLAMA} --train-iters 16 --lr-decay-style linear --lr-warmup-iters 0 --min-lr 0 "
     plain = pool.run(train, 1, flags)[0].measured
-    fp16 = pool.run(train, 1, f"{flags} --fp16 --initial-loss-scale 67108864 --hysteresis 1")[0].measured
+    fp16 = pool.run(train, 1, f"{flags} --fp16 --initial-loss-scale 67108864 --hysteresis 1")[
+        0
+    ].measured
     assert fp16.skipped[0] and not fp16.skipped[-1]
-    rate, schedule = fp16.learning_rates[0], iter(plain.learning_rates)  # first that at which the run started
+    # first that at which the run started
+    rate = fp16.learning_rates[0]
+    schedule = iter(plain.learning_rates)
     for skipped, learning_rate in zip(fp16.skipped, fp16.learning_rates, strict=True):
         rate = rate if skipped else next(schedule)
         assert learning_rate == rate
@@ -59,7 +65,11 @@ def test_skip_train_evaluates_what_was_loaded(pool, tmp_path):
 def test_saves_on_time_and_at_the_end(pool, tmp_path):
     pool.run(train, 1, f"{LLAMA} --train-iters 5 --save {tmp_path} --save-interval 2")
     assert saved(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000005"]
-    pool.run(train, 1, f"{LLAMA} --train-iters 8 --override-opt_param-scheduler --load {tmp_path} --save {tmp_path}")
+    pool.run(
+        train,
+        1,
+        f"{LLAMA} --train-iters 8 --override-opt_param-scheduler --load {tmp_path} --save {tmp_path}",
+    )
     assert saved(tmp_path)[-1] == "iter_0000008"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "8"
 
@@ -81,7 +91,9 @@ def test_a_time_limit_saves_and_ends(pool, tmp_path):
 
 
 def test_a_limit_at_the_last_iteration_leaves_the_last_validation_to_the_end(pool):
-    """The time is over after iteration 2, which is the last: a save comes first, then what the run owes."""
+    """The time is over after iteration 2, which is the last: a save comes first, then what the run
+    owes.
+    """
     flags = f"{LLAMA} --train-iters 2 --eval-interval 2 --eval-iters 1 --exit-duration-in-mins 1e-9 --lr-warmup-iters 0"
     measured = pool.run(train, 1, flags)[0].measured
     assert {("lm loss validation", 2), ("lm loss test", 2)} <= measured.points.keys()
@@ -109,7 +121,9 @@ def test_checkpoint_is_converted_without_training(pool, tmp_path, form):
     convert = f"--load {tmp_path}/a --ckpt-convert-format {form} --ckpt-convert-save {tmp_path}/b"
     pool.run(train, 2, f"{flags} {convert} --tensor-model-parallel-size 2")
     assert saved(tmp_path / "b" / form) == ["iter_0000002"]
-    assert_same(whole(pool.run(train, 1, f"{flags} --load {tmp_path}/b/{form} --skip-train")), whole(before))
+    assert_same(
+        whole(pool.run(train, 1, f"{flags} --load {tmp_path}/b/{form} --skip-train")), whole(before)
+    )
 
 
 def params_norm_and_zeros(rank, world_size, flags):
@@ -119,7 +133,11 @@ def params_norm_and_zeros(rank, world_size, flags):
 
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
-        outcome = train(rank, world_size, f"{flags} --log-params-norm --log-num-zeros-in-grad --timing-log-level 2")
+        outcome = train(
+            rank,
+            world_size,
+            f"{flags} --log-params-norm --log-num-zeros-in-grad --timing-log-level 2",
+        )
     return text.getvalue(), outcome
 
 
@@ -127,22 +145,53 @@ def params_norm_and_zeros(rank, world_size, flags):
 @pytest.mark.parametrize("model", MODELS)
 def test_norms_and_zeros_count_every_parameter_once(pool, layout, model):
     world_size, flags = {"single": (1, ""), **LAYOUTS}[layout]
-    results = pool.run(params_norm_and_zeros, world_size, f"--mock-data --train-iters 3 {MODELS[model]} {flags}")
-    text, tensors = results[0][0], whole([outcome for _, outcome in results])
-    norm = sum(t.double().square().sum() for k, t in tensors.items() if not k.startswith("optimizer.")).sqrt()
-    assert float(re.findall(r"params norm: ([\d.]+)", text)[-1]) == pytest.approx(norm.item(), abs=6e-4)
-    reference = pool.run(params_norm_and_zeros, 1, f"--mock-data --train-iters 3 {MODELS[model]}")[0][0]
-    zeros, expected = ([int(n) for n in re.findall(r"num zeros: (\d+)", log)] for log in (text, reference))
+    results = pool.run(
+        params_norm_and_zeros, world_size, f"--mock-data --train-iters 3 {MODELS[model]} {flags}"
+    )
+    text = results[0][0]
+    tensors = whole([outcome for _, outcome in results])
+    norm = sum(
+        t.double().square().sum() for k, t in tensors.items() if not k.startswith("optimizer.")
+    ).sqrt()
+    assert float(re.findall(r"params norm: ([\d.]+)", text)[-1]) == pytest.approx(
+        norm.item(), abs=6e-4
+    )
+    reference = pool.run(params_norm_and_zeros, 1, f"--mock-data --train-iters 3 {MODELS[model]}")[
+        0
+    ][0]
+    zeros, expected = (
+        [int(n) for n in re.findall(r"num zeros: (\d+)", log)] for log in (text, reference)
+    )
     rounding = 4 * 32 if model == "gpt2" else 0  # the gradient of a key bias is zero up to rounding
     assert len(zeros) == 3 and zeros == pytest.approx(expected, abs=rounding)
-    for name in ("forward-backward", "finalize-model-grads", "optimizer", "forward-compute", "batch-generator"):
+    for name in (
+        "forward-backward",
+        "finalize-model-grads",
+        "optimizer",
+        "forward-compute",
+        "batch-generator",
+    ):
         assert re.search(rf"{name} \.+: \(\d+\.\d\d, \d+\.\d\d\)", text)
     assert all(output == "" for output, _ in results[1:])  # rank 0 speaks for all
 
 
 def test_help_is_grouped_and_needs_nothing(tmp_path):
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--help"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
-    groups = ["Model", "Parallelism", "Training", "Optimizer", "Data", "Tokenizer", "Checkpoints", "Logging"]
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    groups = [
+        "Model",
+        "Parallelism",
+        "Training",
+        "Optimizer",
+        "Data",
+        "Tokenizer",
+        "Checkpoints",
+        "Logging",
+    ]
     assert all(f"\n{group}:" in result.stdout for group in groups)
-    assert "--tensor-model-parallel-size N" in result.stdout and max(map(len, result.stdout.splitlines())) <= 120
+    assert (
+        "--tensor-model-parallel-size N" in result.stdout
+        and max(map(len, result.stdout.splitlines())) <= 120
+    )

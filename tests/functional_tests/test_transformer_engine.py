@@ -1,4 +1,6 @@
-"""The wiring of Transformer Engine, tried with a stand-in (tests/te_stand_in): local curves and checkpoints."""
+"""The wiring of Transformer Engine, tried with a stand-in (tests/te_stand_in): local curves and
+checkpoints.
+"""
 
 import functools
 import importlib
@@ -20,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run_config import parse_args
 from tests import ROOT
-from tests.training_harness import COMMON, LAYOUTS, MODELS, train, whole
+from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train, whole
 
 STAND_IN = str(ROOT / "tests/te_stand_in")
 TE = "--transformer-impl transformer_engine "
@@ -75,10 +77,19 @@ def local(pool, world_size, flags):
     return pool.run(train, world_size, flags)
 
 
-ALWAYS = {"gpt2_tp2_sp", "pp2_interleaved", "recompute_selective", "documents", "cp2", "experts_tp2_ep2"}
+ALWAYS = {
+    "gpt2_tp2_sp",
+    "pp2_interleaved",
+    "recompute_selective",
+    "documents",
+    "cp2",
+    "experts_tp2_ep2",
+}
 
 
-@pytest.mark.parametrize("way", [way if way in ALWAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [way if way in ALWAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def test_curves_are_those_of_the_local_layers(pool, way):
     world_size, model, flags = WAYS[way]
     flags = f"{DATA} {MODELS[model]} {flags} "
@@ -86,7 +97,7 @@ def test_curves_are_those_of_the_local_layers(pool, way):
     outcomes, told, _ = zip(*pool.run(train_with_stand_in, world_size, flags + TE), strict=True)
     assert told[0] and all(call["fused"] for call in told[0])
     steps = [call["first"] for call in told[0]]
-    assert steps.count(True) * 2 <= len(steps)  # some later micro batches in every step
+    assert steps.count(True) * 2 <= len(steps)  # some later micro-batches in every step
     for mine, theirs in zip(outcomes, expected, strict=True):
         for name in ("losses", "grad_norms"):
             ours = getattr(mine.measured, name)
@@ -102,7 +113,8 @@ def test_a_run_changes_its_back_end_by_load_alone(pool, tmp_path):
 
     A legacy checkpoint has the names of its modules.
     """
-    model, steps = f"--mock-data {MODELS['llama']} --train-iters 6 ", []
+    model = f"--mock-data {MODELS['llama']} --train-iters 6 "
+    steps = []
     expected = local(pool, 1, model)[0].measured.losses
     for exit_at, layout, impl in (
         (2, "tp2_sp", f"{TE} --ckpt-format torch"),
@@ -113,7 +125,9 @@ def test_a_run_changes_its_back_end_by_load_alone(pool, tmp_path):
         outcome = pool.run(train_with_stand_in if impl else train, 2, flags)[0]
         steps += (outcome[0] if impl else outcome).measured.losses
     assert steps == pytest.approx(expected, rel=2e-5)
-    stored = torch.load(tmp_path / "iter_0000002/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
+    stored = torch.load(
+        tmp_path / "iter_0000002/mp_rank_00/model_optim_rng.pt", weights_only=False
+    )["model"]
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in stored
 
 
@@ -122,7 +136,9 @@ FP8 = f"{TE} --bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-comp
 
 @pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layout):
-    """The same losses, bit for bit, after a resume at the same layout; other recipes take the weights alone."""
+    """The same losses, bit for bit, after a resume at the same layout; other recipes take the
+    weights alone.
+    """
     model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS[layout][1]} "
     flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 3 "
     straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
@@ -130,7 +146,7 @@ def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layou
     in_fp8 = [call["fp8"] for call in told[0]]
     assert 0 < sum(in_fp8) < len(in_fp8)  # the first and the last layer are not
     steps = [call["first"] for call in told[0] if call["fp8"]]
-    assert steps.count(True) * 4 == len(steps)  # weights are rounded in one micro batch of four
+    assert steps.count(True) * 4 == len(steps)  # weights are rounded in one micro-batch of four
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     stored = read_metadata(tmp_path / "iter_0000003").objects
     assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in stored
@@ -149,10 +165,14 @@ def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layou
 
 
 def test_recomputed_attention_leaves_fp8_alone(pool):
-    """It has no tensor in fp8: scales and histories are those of a run that keeps it, after as many reductions."""
+    """It has no tensor in fp8: scales and histories are those of a run that keeps it, after as many
+    reductions.
+    """
     flags = f"{DATA} {MODELS['llama']} {FP8} "
     ((kept, _, scales),) = pool.run(train_with_stand_in, 1, flags)
-    ((again, _, same_scales),) = pool.run(train_with_stand_in, 1, flags + "--recompute-granularity selective")
+    ((again, _, same_scales),) = pool.run(
+        train_with_stand_in, 1, flags + "--recompute-granularity selective"
+    )
     assert again.measured.losses == kept.measured.losses and same_scales == scales
 
 
@@ -170,7 +190,9 @@ def user_buffers(rank, world_size, flags):
     _, told, _ = train_with_stand_in(rank, world_size, flags)
     te = importlib.import_module("transformer_engine.pytorch")
     ((shape, tp_size, modes, *others),) = te.USER_BUFFERS
-    return (shape, tp_size, [mode.name for mode in modes], *others), {call["overlaps"] for call in told}
+    return (shape, tp_size, [mode.name for mode in modes], *others), {
+        call["overlaps"] for call in told
+    }
 
 
 def groups_of_one(rank, world_size, first_layer):
@@ -182,7 +204,9 @@ def groups_of_one(rank, world_size, first_layer):
     )  # fmt: skip
     place = Placement(Axis(), TensorParallelRng(0, 0))
     with unittest.mock.patch.object(dist, "new_group") as new_group:
-        TransformerBlock(config, place, layers=range(first_layer, first_layer + 1), post_process=False)
+        TransformerBlock(
+            config, place, layers=range(first_layer, first_layer + 1), post_process=False
+        )
     return [call.args[0] for call in new_group.call_args_list]
 
 
@@ -201,20 +225,33 @@ def test_user_buffers_of_tensor_parallelism(pool, tmp_path):
     shape, tp_size, modes, dtype, ub_cfgs, backend = made
     assert (shape, tp_size, dtype, backend) == ([32, 32], 2, torch.bfloat16, "gloo")
     assert ub_cfgs == {"qkv_fprop": {"method": "ring_exchange"}} and modes == ["NONE", "FP8"]
-    overlaps = (True, True, False, False, True)  # all-gather, reduce-scatter, not its dgrad; bulk wgrad, not dgrad
+    overlaps = (
+        True,
+        True,
+        False,
+        False,
+        True,
+    )  # all-gather, reduce-scatter, not its dgrad; bulk wgrad, not dgrad
     assert told == {(name, overlaps) for name in ("qkv", "proj", "fc1", "fc2")}
 
 
-FP8_WEIGHTS = f"{FP8} --fp8-param-gather --log-params-norm {LAYOUTS['dp2_distributed_optimizer'][1]} "
+FP8_WEIGHTS = (
+    f"{FP8} --fp8-param-gather --log-params-norm {LAYOUTS['dp2_distributed_optimizer'][1]} "
+)
 
 
 def stored(directory, step):
     """The tensors of a checkpoint, whole."""
     source = open_checkpoint(directory / f"iter_{step:07d}")
-    return {key: source.read(key, (0,) * len(info.shape), info.shape) for key, info in source.tensors.items()}
+    return {
+        key: source.read(key, (0,) * len(info.shape), info.shape)
+        for key, info in source.tensors.items()
+    }
 
 
-@pytest.mark.parametrize("more", ["", pytest.param(f"{EXPERTS} --ffn-hidden-size 48", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "more", ["", pytest.param(f"{EXPERTS} --ffn-hidden-size 48", marks=pytest.mark.slow)]
+)
 def test_fp8_weights_are_main_parameters_to_readers(pool, tmp_path, more):
     """--fp8-param-gather: losses of fp8, a bitwise resume; and from and to bf16, with the optimizer and without."""
     model = f"--mock-data --train-iters 6 {MODELS['llama']} {more} "
@@ -231,7 +268,9 @@ def test_fp8_weights_are_main_parameters_to_readers(pool, tmp_path, more):
 
     def resumed(flags, ranks=2):
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-        (outcome, _, found), *_ = pool.run(train_with_stand_in, ranks, f"{model} {flags} --load {tmp_path}")
+        (outcome, _, found), *_ = pool.run(
+            train_with_stand_in, ranks, f"{model} {flags} --load {tmp_path}"
+        )
         return outcome.measured.losses, found
 
     last = straight.measured.losses[3:]
@@ -243,38 +282,64 @@ def test_fp8_weights_are_main_parameters_to_readers(pool, tmp_path, more):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     back = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} --load {tmp_path}")[0][0]
     assert bf16.measured.losses + back.measured.losses == pytest.approx(last, abs=0.03)
-    weights = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} --load {tmp_path} --finetune")[0][0]
+    weights = pool.run(
+        train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} --load {tmp_path} --finetune"
+    )[0][0]
     (expected,) = pool.run(train, 1, f"{model} --bf16 --load {tmp_path} --finetune")
     assert weights.measured.losses == pytest.approx(expected.measured.losses, abs=0.03)
     large = f"{model} {FP8_WEIGHTS} --load {tmp_path} --finetune --init-method-std 0.5"
-    other = pool.run(train_with_stand_in, 2, large)[0][0]  # first values that are gone leave nothing in the scales
+    other = pool.run(train_with_stand_in, 2, large)[0][
+        0
+    ]  # first values that are gone leave nothing in the scales
     assert other.measured.losses == weights.measured.losses
 
 
 def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    monkeypatch.delitem(sys.modules, "megatron.core.transformer.transformer_engine.layers", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "megatron.core.transformer.transformer_engine.layers", raising=False
+    )
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=4, transformer_impl="transformer_engine"
     )
-    with pytest.raises(ValueError, match=r"transformer_engine.*pip install.*\[te\].*--transformer-impl local"):
+    with pytest.raises(
+        ValueError, match=r"transformer_engine.*pip install.*\[te\].*--transformer-impl local"
+    ):
         layer_spec(config)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--bf16 --fp8-format hybrid --transformer-impl local", "--fp8-format hybrid needs --transformer-impl"),
+        (
+            "--bf16 --fp8-format hybrid --transformer-impl local",
+            "--fp8-format hybrid needs --transformer-impl",
+        ),
         ("--fp8-format hybrid", "--fp8-format hybrid needs --bf16"),
         ("--bf16 --fp8-format e4m3 --hidden-size 40", "--hidden-size 40 is not a multiple of 16"),
-        ("--transformer-impl local --cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "te needs --transf"),
-        (f"{TE} --apply-rope-fusion --position-embedding-type rope --rope-type yarn", "neither scales"),
-        (f"{TE} --bf16 --fp8-format hybrid --fp8-param-gather", "needs --use-distributed-optimizer"),
+        (
+            "--transformer-impl local --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+            "te needs --transf",
+        ),
+        (
+            f"{TE} --apply-rope-fusion --position-embedding-type rope --rope-type yarn",
+            "neither scales",
+        ),
+        (
+            f"{TE} --bf16 --fp8-format hybrid --fp8-param-gather",
+            "needs --use-distributed-optimizer",
+        ),
         (f"{TE} --bf16 --fp8-param-gather", "--fp8-param-gather needs --fp8-format"),
         (f"{TE} --bf16 --fp8-format e4m3 --fp4-format e2m1", "exclude each other"),
-        (f"{TE} --bf16 --fp4-format e2m1 --disable-bias-linear {EXPERTS}", "does not support experts"),
+        (
+            f"{TE} --bf16 --fp4-format e2m1 --disable-bias-linear {EXPERTS}",
+            "does not support experts",
+        ),
         (f"{TE} --bf16 --fp8-format e4m3 --no-fp8-wgrad", "no longer has"),
-        (f"{TE} --context-parallel-size 2 --reset-attention-mask", "--reset-attention-mask with --cp-comm-type p2p"),
+        (
+            f"{TE} --context-parallel-size 2 --reset-attention-mask",
+            "--reset-attention-mask with --cp-comm-type p2p",
+        ),
         (
             f"{TE} --context-parallel-size 2 --cp-comm-type a2a p2p a2a a2a --window-size 4,0",
             "--window-size with --cp-comm-type p2p",

@@ -22,16 +22,31 @@ WEIRD: list[Any] = [
     "x", "../../x", "/dev/zero", "a\nb\x1b[31m", "\ud800", "x" * 5000, [], {}, [[[]]], [1, 2, 3], [None],
     {"a": {"b": 1}},
 ]  # fmt: skip
-WEIRD_IN_PICKLES = [*WEIRD, b"bytes", (1, 2), ((1,),), torch.zeros(2), torch.float32, {1: 2}, argparse.Namespace(a=1)]
+WEIRD_IN_PICKLES = [
+    *WEIRD,
+    b"bytes",
+    (1, 2),
+    ((1,),),
+    torch.zeros(2),
+    torch.float32,
+    {1: 2},
+    argparse.Namespace(a=1),
+]
 
-_FOOTER = struct.Struct("<QQQ8s")  # position, length and hash of the index of a .metadata, magic number
+_FOOTER = struct.Struct(
+    "<QQQ8s"
+)  # position, length and hash of the index of a .metadata, magic number
 
 
 def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
     """Flip, overwrite, insert, remove, repeat, cut."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 5))):
-        place = rng.randrange(len(data) + 1) if rng.random() < 0.7 else rng.randrange(min(len(data), 200) + 1)
+        place = (
+            rng.randrange(len(data) + 1)
+            if rng.random() < 0.7
+            else rng.randrange(min(len(data), 200) + 1)
+        )
         size = rng.choice((1, 1, 2, 4, 8, 100))
         kind = rng.randrange(6)
         if kind == 0 and place < len(data):
@@ -118,7 +133,9 @@ def damaged_safetensors(content: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_archive(content: bytes, rng: random.Random) -> bytes:
-    """What torch.save has written, with another value in it; or its program damaged, under a good checksum."""
+    """What torch.save has written, with another value in it; or its program damaged, under a good
+    checksum.
+    """
     try:
         value = torch.load(io.BytesIO(content), weights_only=False)
     except ModuleNotFoundError:
@@ -159,7 +176,9 @@ def damaged_lines(content: bytes, rng: random.Random) -> bytes:
     return b"\n".join(lines) + b"\n"
 
 
-def damage(path: Path, structural: Callable[[bytes, random.Random], bytes] | None, rng: random.Random) -> None:
+def damage(
+    path: Path, structural: Callable[[bytes, random.Random], bytes] | None, rng: random.Random
+) -> None:
     content = path.read_bytes()
     changed = None
     if structural is not None and rng.random() < 0.75:

@@ -1,7 +1,8 @@
-"""Whatever the bytes, a reader gives a result or one clean error: no traceback, no hang, no crash, no file elsewhere.
+"""Whatever the bytes, a reader gives a result or one clean error: no traceback, no hang, no crash,
+no file elsewhere.
 
-Every reader runs in a process of its own, whose memory the kernel bounds. `make test` tries 30 damages of every reader,
-`--run-slow` 1000.
+Every reader runs in a process of its own, whose memory the kernel bounds. `make test` tries 30
+damages of every reader, `--run-slow` 1000.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tests.fuzz.mutations import (
     damaged_pickle,
     damaged_safetensors,
 )
-from tests.memory_source import LLAMA_ARGS, random_source
+from tests.support.memory_source import LLAMA_ARGS, random_source
 
 SECONDS = 20  # of processor time for one damage, some hundred times what it takes
 MEMORY = 1 << 30
@@ -53,7 +54,9 @@ TARGETS = ("to", "data_text_document.bin", "data_text_document.idx")
 
 def tool(path: str) -> Any:
     """A program of tools/ as a module."""
-    spec = importlib.util.spec_from_file_location(path.replace("/", "_").replace(".", "_"), ROOT / path)
+    spec = importlib.util.spec_from_file_location(
+        path.replace("/", "_").replace(".", "_"), ROOT / path
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -61,7 +64,8 @@ def tool(path: str) -> Any:
     return module
 
 
-CONVERT, INSPECT = tool("tools/checkpoint/convert.py"), tool("tools/checkpoint/inspect.py/__main__.py")
+CONVERT = tool("tools/checkpoint/convert.py")
+INSPECT = tool("tools/checkpoint/inspect_checkpoint.py")
 PREPROCESS = tool("tools/preprocess_data.py")
 
 
@@ -77,7 +81,8 @@ class Case:
 
 def run_main(argv: list[str], main: Callable[[], Any]) -> int:
     """Exit status of a tool; its errors are one line that begins with "error: "."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     code: Any = 0
     sys.argv = argv
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -89,8 +94,12 @@ def run_main(argv: list[str], main: Callable[[], Any]) -> int:
     status = 1 if isinstance(code, str) else int(code or 0)
     text = message if isinstance(code, str) else message[message.rfind("error: ") :]
     if status and (isinstance(code, str) or "error: " in message):
-        assert text.startswith("error: ") and len(text) < 6000, f"an error of another form: {text[:500]!r}"
-        assert all(line.isprintable() for line in text.rstrip("\n").split("\n")), f"not printable: {text[:500]!r}"
+        assert text.startswith("error: ") and len(text) < 6000, (
+            f"an error of another form: {text[:500]!r}"
+        )
+        assert all(line.isprintable() for line in text.rstrip("\n").split("\n")), (
+            f"not printable: {text[:500]!r}"
+        )
     if not any(flag in argv for flag in ("--json",)):
         assert "\x1b" not in out.getvalue().replace("\x1b[A", ""), "an escape sequence was printed"
     return status
@@ -115,7 +124,17 @@ def read_checkpoint(case: Case) -> None:
     else:
         saver = case.rng.choice(("torch_dist", "legacy", "hf", "universal"))
         extra = ["--save-optim-sidecar"] if saver == "hf" and case.rng.random() < 0.5 else []
-        argv = ["--saver", saver, "--load-dir", source, "--save-dir", str(case.out / "to"), "--workers", "1", *extra]
+        argv = [
+            "--saver",
+            saver,
+            "--load-dir",
+            source,
+            "--save-dir",
+            str(case.out / "to"),
+            "--workers",
+            "1",
+            *extra,
+        ]
         run_main(["convert", *argv], CONVERT.main)
 
 
@@ -151,7 +170,14 @@ def read_data_set(case: Case) -> None:
 
 
 def preprocess(case: Case) -> None:
-    argv = ["--input", str(case.source / "text.jsonl"), "--output-prefix", str(case.out / "data"), "--workers", "1"]
+    argv = [
+        "--input",
+        str(case.source / "text.jsonl"),
+        "--output-prefix",
+        str(case.out / "data"),
+        "--workers",
+        "1",
+    ]
     argv += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "99"]
     run_main(["preprocess", *argv], lambda: PREPROCESS.main(argv))
 
@@ -160,11 +186,17 @@ def read_index_cache(case: Case) -> None:
     """Another content is built anew."""
     arrays = load_or_build(case.source, "test", {"what": "test"}, build_index)
     wanted = build_index()
-    assert all(np.array_equal(arrays[key], wanted[key]) and arrays[key].dtype == wanted[key].dtype for key in wanted)
+    assert all(
+        np.array_equal(arrays[key], wanted[key]) and arrays[key].dtype == wanted[key].dtype
+        for key in wanted
+    )
 
 
 def build_index() -> dict[str, np.ndarray]:
-    return {"samples": np.arange(40, dtype=np.int32).reshape(20, 2), "order": np.arange(20, dtype=np.int64)}
+    return {
+        "samples": np.arange(40, dtype=np.int32).reshape(20, 2),
+        "order": np.arange(20, dtype=np.int64),
+    }
 
 
 RUN = (
@@ -179,8 +211,16 @@ RUN = (
 
 def load_run(case: Case) -> None:
     """`pretrain_gpt.py --load`, as one rank."""
-    extra = case.rng.choice(([], [], ["--finetune"], ["--use-checkpoint-args"], ["--no-load-optim"], ["--ckpt-verify"]))
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    extra = case.rng.choice(
+        ([], [], ["--finetune"], ["--use-checkpoint-args"], ["--no-load-optim"], ["--ckpt-verify"])
+    )
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
 
     def main() -> None:
         try:
@@ -199,7 +239,14 @@ def free_port() -> int:
 
 
 def export_with_tokenizer(case: Case) -> None:
-    argv = ["--saver", "hf", "--load-dir", str(case.source / "run"), "--save-dir", str(case.out / "to")]
+    argv = [
+        "--saver",
+        "hf",
+        "--load-dir",
+        str(case.source / "run"),
+        "--save-dir",
+        str(case.out / "to"),
+    ]
     run_main(["convert", *argv, "--tokenizer", str(case.source / "tokenizer")], CONVERT.main)
 
 
@@ -219,11 +266,27 @@ READERS: dict[str, tuple[str, dict[str, Structural], Callable[[Case], None]]] = 
         {"iter_*/*.distcp": None, "iter_*/*.json": damaged_json, "latest_*": None},
         read_or_verify,
     ),
-    "load": ("torch_dist", {"iter_*/.metadata": damaged_pickle, "iter_*/common.pt": damaged_archive}, load_run),
+    "load": (
+        "torch_dist",
+        {"iter_*/.metadata": damaged_pickle, "iter_*/common.pt": damaged_archive},
+        load_run,
+    ),
     "load files": ("torch_dist", {"iter_*/*.distcp": None, "latest_*": None}, load_run),
-    "megatron": ("megatron", {".metadata": damaged_pickle, "common.pt": damaged_archive}, read_checkpoint),
-    "megatron 0.12": ("megatron 0.12", {".metadata": damaged_pickle, "common.pt": damaged_archive}, read_checkpoint),
-    "legacy model": ("legacy", {"iter_*/mp_rank_0*/model_optim_rng.pt": damaged_archive}, read_checkpoint),
+    "megatron": (
+        "megatron",
+        {".metadata": damaged_pickle, "common.pt": damaged_archive},
+        read_checkpoint,
+    ),
+    "megatron 0.12": (
+        "megatron 0.12",
+        {".metadata": damaged_pickle, "common.pt": damaged_archive},
+        read_checkpoint,
+    ),
+    "legacy model": (
+        "legacy",
+        {"iter_*/mp_rank_0*/model_optim_rng.pt": damaged_archive},
+        read_checkpoint,
+    ),
     "legacy optimizer": ("megatron legacy", {"mp_rank_0*/*.pt": damaged_archive}, read_checkpoint),
     "universal state": (
         "universal",
@@ -235,7 +298,7 @@ READERS: dict[str, tuple[str, dict[str, Structural], Callable[[Case], None]]] = 
         {"*/zero/*.pt": damaged_archive, "*/zero/*/*.pt": damaged_archive},
         read_checkpoint,
     ),
-    "data set": ("data", {"data.idx": None, "data.bin": None}, read_data_set),
+    "dataset": ("data", {"data.idx": None, "data.bin": None}, read_data_set),
     "text": ("text", {"text.jsonl": damaged_lines}, preprocess),
     "index cache": ("index", {"*.npy": None, "*.json": damaged_json}, read_index_cache),
     "tokenizer": ("tokenizer", {"tokenizer/*": damaged_json}, export_with_tokenizer),
@@ -274,7 +337,12 @@ def build(kind: str, root: Path) -> None:
     else:
         write_torch_dist(random_source(LLAMA_ARGS, optimizer=False), root / "run")
         (root / "tokenizer").mkdir()
-        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"):
+        for name in (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "generation_config.json",
+            "config.json",
+        ):
             found = ROOT / "tests/golden/hf/llama" / name
             shutil.copy(found, root / "tokenizer" / name)
 
@@ -296,13 +364,16 @@ def snapshot(root: Path, apart: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-def try_damages(name: str, base: Path, work: Path, numbers: range, report: Callable[[str], None]) -> None:
+def try_damages(
+    name: str, base: Path, work: Path, numbers: range, report: Callable[[str], None]
+) -> None:
     """Damage `numbers` of a reader; `report` is told of every failure."""
     _, files, action = READERS[name]
     signal.signal(signal.SIGPROF, too_long)
     for number in numbers:
         rng = random.Random(f"{name} {number}")
-        source, out = work / "in", work / "out"
+        source = work / "in"
+        out = work / "out"
         for path in (source, out):
             shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(base, source, copy_function=os.link)
@@ -313,8 +384,12 @@ def try_damages(name: str, base: Path, work: Path, numbers: range, report: Calla
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             action(Case(source, base, out, rng))
-        except BaseException as error:  # also KeyboardInterrupt-like ones: nothing but a clean error is allowed
-            report(f"{name} {number}: {type(error).__name__}: {''.join(traceback.format_exc()[-1500:])}")
+        except (
+            BaseException
+        ) as error:  # also KeyboardInterrupt-like ones: nothing but a clean error is allowed
+            report(
+                f"{name} {number}: {type(error).__name__}: {''.join(traceback.format_exc()[-1500:])}"
+            )
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
         if before and snapshot(work, out) != before:

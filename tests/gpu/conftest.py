@@ -1,4 +1,6 @@
-"""Tests of a `device` run on the CPU too, where they hold the code against itself; marked `gpu`, on a CUDA device."""
+"""Tests of a `device` run on the CPU too, where they hold the code against itself; marked `gpu`, on
+a CUDA device.
+"""
 
 import pytest
 

@@ -4,8 +4,8 @@ import importlib.util
 
 import pytest
 
-from tests import apex_checks
-from tests.training_harness import LLAMA, train
+from tests.support import apex_checks
+from tests.support.training_harness import LLAMA, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,5 +27,7 @@ def losses(rank, world_size, flags):
 @pytest.mark.parametrize(("precision", "tolerance"), [("", 1e-4), ("--bf16", 1e-2)])
 def test_curves(pool, precision, tolerance):
     (expected,) = pool.run(losses, 1, precision, timeout=300)
-    (measured,) = pool.run(losses, 1, f"{precision} --optimizer-impl apex --norm-impl apex", timeout=300)
+    (measured,) = pool.run(
+        losses, 1, f"{precision} --optimizer-impl apex --norm-impl apex", timeout=300
+    )
     assert measured == pytest.approx(expected, rel=tolerance)

@@ -21,7 +21,11 @@ from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of the largest element
+TOLERANCES = {
+    torch.float32: 2e-5,
+    torch.bfloat16: 3e-2,
+    torch.float16: 4e-3,
+}  # of the largest element
 CPU = torch.device("cpu")
 LLAMA = {
     "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False,
@@ -30,7 +34,9 @@ LLAMA = {
 
 
 def config(dtype: torch.dtype, **options) -> TransformerConfig:
-    return TransformerConfig(1, 64, 4, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, **options)
+    return TransformerConfig(
+        1, 64, 4, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16, **options
+    )
 
 
 def placed(device) -> Placement:
@@ -42,12 +48,16 @@ def attention(dtype, device, **options):
 
 
 MODULES = {
-    "RMSNorm": lambda dtype, device: Norm(config(dtype, **LLAMA), 64, partial_grad=False, device=device),
+    "RMSNorm": lambda dtype, device: Norm(
+        config(dtype, **LLAMA), 64, partial_grad=False, device=device
+    ),
     "LayerNorm": lambda dtype, device: Norm(config(dtype), 64, partial_grad=False, device=device),
     "SwiGLU": lambda dtype, device: MLP(config(dtype, **LLAMA), placed(device)),
     "GELU": lambda dtype, device: MLP(config(dtype), placed(device)),
     "attention": attention,
-    "windows, norms of heads": lambda *place: attention(*place, window_size=(5, 0), qk_layernorm=True),
+    "windows, norms of heads": lambda *place: attention(
+        *place, window_size=(5, 0), qk_layernorm=True
+    ),
 }
 
 
@@ -59,7 +69,10 @@ def results(module, values, dtype, device):
     x = values["x"].to(device, dtype, copy=True).requires_grad_()
     y = module(x)
     y.backward(values["dy"].to(device, dtype))
-    return [t.detach().float().cpu() for t in (y, x.grad, *(param.grad for param in module.parameters()))]
+    return [
+        t.detach().float().cpu()
+        for t in (y, x.grad, *(param.grad for param in module.parameters()))
+    ]
 
 
 def assert_close(found, expected, tolerance):
@@ -73,7 +86,9 @@ def test_layers(name, dtype, device):
     torch.manual_seed(0)
     reference = MODULES[name](torch.float32, CPU)
     values = {"x": torch.randn(16, 2, 64).to(dtype), "dy": torch.randn(16, 2, 64).to(dtype)}
-    values["weights"] = [(0.2 * torch.randn(param.shape)).to(dtype) for param in reference.parameters()]
+    values["weights"] = [
+        (0.2 * torch.randn(param.shape)).to(dtype) for param in reference.parameters()
+    ]
     expected = results(reference, values, torch.float32, CPU)
     found = results(MODULES[name](dtype, torch.device(device)), values, dtype, device)
     assert_close(found, expected, TOLERANCES[dtype])
@@ -83,16 +98,22 @@ def test_layers(name, dtype, device):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"window_size": (5, 0)}], ids=["causal", "window"])
 def test_grouped_queries_never_keep_all_probabilities(dtype, options):
-    """Torch may use its fused kernels alone here: it refuses what only the plain products could compute."""
+    """Torch may use its fused kernels alone here: it refuses what only the plain products could
+    compute.
+    """
     module = attention(dtype, torch.device("cuda"), **options)
     x = torch.randn(256, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
         module(x).float().sum().backward()
 
 
-@pytest.mark.parametrize("options", [{}, {"window_size": (5, 0)}, {"position_embedding_type": "alibi"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"window_size": (5, 0)}, {"position_embedding_type": "alibi"}]
+)
 def test_copies_of_keys_and_values_give_the_same(options, device, monkeypatch):
-    """One key and value head per query head, as where no fused kernel takes groups, against torch's own grouping."""
+    """One key and value head per query head, as where no fused kernel takes groups, against torch's
+    own grouping.
+    """
     torch.manual_seed(0)
     values = {"x": torch.randn(16, 2, 64), "dy": torch.randn(16, 2, 64)}
 
@@ -102,13 +123,16 @@ def test_copies_of_keys_and_values_give_the_same(options, device, monkeypatch):
     values["weights"] = [0.2 * torch.randn(param.shape) for param in module().parameters()]
     found = []
     for grouped in (True, False):
-        monkeypatch.setattr(attention_module, "takes_groups", lambda *place, grouped=grouped: grouped)
+        monkeypatch.setattr(
+            attention_module, "takes_groups", lambda *place, grouped=grouped: grouped
+        )
         found.append(results(module(), values, torch.float32, device))
     assert_close(found[0], found[1], 1e-5)
 
 
 def test_which_kernels_take_groups():
-    half, single = torch.bfloat16, torch.float32
+    half = torch.bfloat16
+    single = torch.float32
     assert takes_groups("cpu", half, True) and takes_groups("cpu", single, False)
     assert takes_groups("cuda", half, False) and takes_groups("cuda", torch.float16, False)
     assert not takes_groups("cuda", half, True) and not takes_groups("cuda", single, False)
@@ -124,10 +148,13 @@ def loss(dtype, device, hidden, weight, labels):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_loss(dtype, device):
     torch.manual_seed(0)
-    hidden, weight = torch.randn(16, 2, 64).to(dtype), (0.2 * torch.randn(96, 64)).to(dtype)
+    hidden = torch.randn(16, 2, 64).to(dtype)
+    weight = (0.2 * torch.randn(96, 64)).to(dtype)
     labels = torch.randint(0, 90, (16, 2))
     logits = (hidden.double() @ weight.double().t())[..., :90]
-    plain = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(16, 2)
+    plain = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(16, 2)
     found = loss(dtype, device, hidden, weight, labels)
     assert_close(found[:1], [plain.float()], TOLERANCES[dtype])
     assert_close(found, loss(torch.float32, CPU, hidden, weight, labels), TOLERANCES[dtype])
@@ -138,7 +165,8 @@ def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch)
     """A GPU takes chunks 32 times as large as a CPU."""
     assert loss_chunk_elements("cuda") == 32 * loss_chunk_elements("cpu")
     torch.manual_seed(0)
-    hidden, weight = torch.randn(16, 2, 64).to(dtype), (0.2 * torch.randn(96, 64)).to(dtype)
+    hidden = torch.randn(16, 2, 64).to(dtype)
+    weight = (0.2 * torch.randn(96, 64)).to(dtype)
     labels = torch.randint(0, 90, (16, 2))
     found = []
     for elements in (1 << 20, 5 * 96, 1):
@@ -150,11 +178,14 @@ def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch)
 
 def test_embedding_gradient_is_the_same_every_time(device):
     torch.manual_seed(0)
-    tokens, dy = torch.randint(0, 8, (64, 4), device=device), torch.randn(64, 4, 32, device=device)
+    tokens = torch.randint(0, 8, (64, 4), device=device)
+    dy = torch.randn(64, 4, 32, device=device)
     grads = []
     for _ in range(3):
         info = ParamInfo(Normal(0.1))
-        module = VocabParallelEmbedding(8, 32, num_rows=8, info=info, tp=Axis(), device=torch.device(device))
+        module = VocabParallelEmbedding(
+            8, 32, num_rows=8, info=info, tp=Axis(), device=torch.device(device)
+        )
         module.initialize(1)
         module.weight.main_grad = torch.zeros(8, 32, device=device)
         module(tokens).backward(dy)

@@ -1,4 +1,6 @@
-"""Staging of a save: a snapshot to the bit, taken while the tensors it copies are waiting to change."""
+"""Staging of a save: a snapshot to the bit, taken while the tensors it copies are waiting to
+change.
+"""
 
 import pytest
 import torch
@@ -10,9 +12,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 
 def changed_behind_a_save(rank, world_size, device, directory, limit):
-    """Save two tensors of several slots, change them as soon as that is allowed; what was saved, and what is there."""
+    """Save two tensors of several slots, change them as soon as that is allowed; what was saved,
+    and what is there.
+    """
     torch.manual_seed(0)
-    tensors = [torch.randn(3 * SLOT_SIZE // 4 + 7, device=device), torch.randn(1000, 300, device=device).bfloat16()]
+    tensors = [
+        torch.randn(3 * SLOT_SIZE // 4 + 7, device=device),
+        torch.randn(1000, 300, device=device).bfloat16(),
+    ]
     before = [t.clone() for t in tensors]
 
     def state(tensors):

@@ -12,9 +12,9 @@ import torch
 
 from megatron.training.planning.run_plan import plan_run
 from tests import ROOT
-from tests.compare import assert_same
-from tests.torch_versions import of_current_torch
-from tests.training_harness import (
+from tests.support.compare import assert_same
+from tests.support.torch_versions import of_current_torch
+from tests.support.training_harness import (
     COMMON,
     LAYOUTS,
     LLAMA,
@@ -31,11 +31,15 @@ FLAGS = "--mock-data --distributed-backend gloo "  # two processes share the one
 
 
 def outcome(rank, world_size, flags, iterations=4):
-    result = train(rank, world_size, f"{FLAGS}{LLAMA}--train-iters 4 --exit-interval {iterations} {flags}")
+    result = train(
+        rank, world_size, f"{FLAGS}{LLAMA}--train-iters 4 --exit-interval {iterations} {flags}"
+    )
     return replace(result, boxes=[(*row, values.cpu()) for *row, values in result.boxes])
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("", 1e-4), ("--bf16", 2e-2), ("--fp16", 2e-2)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("", 1e-4), ("--bf16", 2e-2), ("--fp16", 2e-2)]
+)
 def test_same_curve_as_fp32_on_the_cpu(pool, device, precision, tolerance):
     (expected,) = pool.run(outcome, 1, "--device cpu")
     (result,) = pool.run(outcome, 1, f"--device {device} {precision} --initial-loss-scale 1024")
@@ -109,9 +113,13 @@ def test_the_trace_shows_the_device(pool, device, tmp_path):
 def test_a_plain_process_with_the_default_backend(device):
     """NCCL on CUDA: groups with a device, a timeout, and an end."""
     flags = f"{COMMON}{LLAMA}--mock-data --train-iters 4 --bf16 --device {device} --log-memory-interval 4"
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     command = [sys.executable, "pretrain_gpt.py", *flags.split()]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     assert len(re.findall(r"lm loss: \d\.\d+E\+00", result.stdout)) == 4
     assert ("max allocated" if device == "cuda" else "max resident") in result.stdout

@@ -1,4 +1,6 @@
-"""Transformer Engine's kernels against torch's: losses, recipes of fp8 and fp4, and resumes between them."""
+"""Transformer Engine's kernels against torch's: losses, recipes of fp8 and fp4, and resumes between
+them.
+"""
 
 import importlib.util
 import os
@@ -11,13 +13,17 @@ import torch
 
 from megatron.core.dist_checkpointing.loading.reader import Reader
 from tests import ROOT
-from tests.training_harness import COMMON, LLAMA, train
+from tests.support.training_harness import COMMON, LLAMA, train
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="no Transformer Engine"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("transformer_engine") is None, reason="no Transformer Engine"
+    ),
 ]
-WIDER = COMMON.replace("--hidden-size 32", "--hidden-size 256").replace("--seq-length 16", "--seq-length 64")
+WIDER = COMMON.replace("--hidden-size 32", "--hidden-size 256").replace(
+    "--seq-length 16", "--seq-length 64"
+)
 MODEL = LLAMA.replace("--ffn-hidden-size 48", "--ffn-hidden-size 512")
 TE = "--transformer-impl transformer_engine "
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 256 "
@@ -31,7 +37,9 @@ def losses(rank, world_size, flags, iterations=50):
     return train(rank, world_size, flags, WIDER).measured.losses
 
 
-@pytest.mark.parametrize("more", ["", "--qk-layernorm", "--window-size 20,0", "--reset-attention-mask", EXPERTS, FUSED])
+@pytest.mark.parametrize(
+    "more", ["", "--qk-layernorm", "--window-size 20,0", "--reset-attention-mask", EXPERTS, FUSED]
+)
 def test_bf16_curves_agree(pool, more):
     (expected,) = pool.run(losses, 1, more.replace(FUSED, ""), timeout=300)
     (measured,) = pool.run(losses, 1, TE + more, timeout=300)
@@ -75,12 +83,18 @@ def test_fp8_resumes_bitwise_and_goes_on_in_bf16(pool, tmp_path, more):
     found = extra_states(elsewhere / "iter_0000010")
     assert found.keys() == expected.keys()
     for key, state in expected.items():
-        assert all(torch.equal(found[key][name], value) for name, value in state.items() if name != "recipe"), key
+        assert all(
+            torch.equal(found[key][name], value)
+            for name, value in state.items()
+            if name != "recipe"
+        ), key
 
 
 def extra_states(directory):
     reader = Reader(directory)
-    states = {key: reader.read_object(key) for key in reader.metadata.objects if "_extra_state" in key}
+    states = {
+        key: reader.read_object(key) for key in reader.metadata.objects if "_extra_state" in key
+    }
     return {key: state for key, state in states.items() if isinstance(state, dict)}
 
 
@@ -90,7 +104,9 @@ def test_context_parallelism(more):
     """Two ranks with halves of the sequences, over the attention of Transformer Engine."""
     more = f"--cp-comm-type {more}"
     whole = logged_losses(1, more)
-    assert logged_losses(2, f"{TE} --context-parallel-size 2 {more}") == pytest.approx(whole, rel=1e-2)
+    assert logged_losses(2, f"{TE} --context-parallel-size 2 {more}") == pytest.approx(
+        whole, rel=1e-2
+    )
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
@@ -102,10 +118,24 @@ def test_overlapped_tensor_parallelism():
 
 
 def logged_losses(ranks, flags):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["pretrain_gpt.py", *f"{WIDER}{MODEL} --bf16 --mock-data --train-iters 10 {flags}".split()]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
+    command += [
+        "pretrain_gpt.py",
+        *f"{WIDER}{MODEL} --bf16 --mock-data --train-iters 10 {flags}".split(),
+    ]
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     environment |= {"UB_SKIPMC": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     return [float(loss) for loss in re.findall(r"lm loss: (\d\.\d+E[+-]\d+)", result.stdout)]

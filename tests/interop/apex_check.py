@@ -1,4 +1,5 @@
-"""Our calls over the real Python of apex, whose compiled modules are stood in for (tests/apex_stand_in/kernels).
+"""Our calls over the real Python of apex, whose compiled modules are stood in for
+(tests/apex_stand_in/kernels).
 
     python tests/interop/apex_check.py CHECKOUT
 
@@ -17,19 +18,24 @@ from typing import Any
 
 import torch
 
-CHECKOUT, REPOSITORY = Path(sys.argv[1]), Path(__file__).parents[2]
+CHECKOUT = Path(sys.argv[1])
+REPOSITORY = Path(__file__).parents[2]
 sys.path[:0] = [str(REPOSITORY / "tests/apex_stand_in/kernels"), str(CHECKOUT), str(REPOSITORY)]
 
 
 def check_declarations() -> int:
     """The stand-ins of compiled functions take what the real ones do."""
-    compiled, count = importlib.import_module("amp_C"), 0
+    compiled = importlib.import_module("amp_C")
+    count = 0
     text = (CHECKOUT / "csrc/amp_C_frontend.cpp").read_text()
     for name in ("multi_tensor_adam_capturable", "multi_tensor_l2norm"):
         declared = re.search(rf"{name}_cuda\(([^;]*)\);", text)
         assert declared is not None, name
         parameters = re.sub(r"<[^;]*?>>?", "", declared[1]).split(",")
-        assert len(inspect.signature(getattr(compiled, name)).parameters) == len(parameters), (name, parameters)
+        assert len(inspect.signature(getattr(compiled, name)).parameters) == len(parameters), (
+            name,
+            parameters,
+        )
         count += 1
     return count
 
@@ -41,13 +47,15 @@ def main() -> None:
         return made(*values, **{**options, "device": "cpu"})
 
     torch.tensor = on_the_cpu
-    checks = importlib.import_module("tests.apex_checks")
+    checks = importlib.import_module("tests.support.apex_checks")
     checks.check_adam("cpu", 1e-6)
     checks.check_sum_of_squares("cpu")
     checks.check_norms("cpu", 1e-5)
     loaded = importlib.import_module("apex.optimizers")
     assert Path(loaded.__file__ or "").is_relative_to(CHECKOUT), loaded.__file__
-    print(f"apex: its FusedAdam and norms give torch's numbers, {check_declarations()} declarations agree")
+    print(
+        f"apex: its FusedAdam and norms give torch's numbers, {check_declarations()} declarations agree"
+    )
 
 
 if __name__ == "__main__":

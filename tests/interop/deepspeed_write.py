@@ -1,10 +1,12 @@
-"""Write universal checkpoints of four models for `deepspeed_load.py`: DIRECTORY/{llama,llama-untied-bf16,gpt,bloom}."""
+"""Write universal checkpoints of four models for `deepspeed_load.py`:
+DIRECTORY/{llama,llama-untied-bf16,gpt,bloom}.
+"""
 
 import sys
 from pathlib import Path
 
 from megatron.conversion.deepspeed.universal import write_universal
-from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, random_source
+from tests.support.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, random_source
 
 MODELS = {
     "llama": LLAMA_ARGS | {"untie_embeddings_and_output_weights": False},

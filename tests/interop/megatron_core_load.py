@@ -1,13 +1,15 @@
-"""Load a torch_dist checkpoint with real megatron-core on CPU, and compare every value and the logits.
+"""Load a torch_dist checkpoint with real megatron-core on CPU, and compare every value and the
+logits.
 
     torchrun --nproc-per-node N megatron_core_load.py DIRECTORY TP [EP]
 
-Runs in a virtual environment with torch and megatron-core, without this project. DIRECTORY holds `checkpoint` and
-`expected.pt` of `megatron_core_write.py`. What is asked for is what Megatron-LM's trainer asks for: the model is built
-from the arguments in the checkpoint, keys follow from its `content_metadata`, generators are wanted at the same TP and
-PP. Weights, the distributed optimizer's state (after its own reshuffle into flat shards and back) and parameter groups
-must be the same bits, generators must draw the same numbers, logits must be ours within 1e-5 in fp32. With EP
-ranks share the experts of a layer, each of which is whole on its rank.
+Runs in a virtual environment with torch and megatron-core, without this project. DIRECTORY holds
+`checkpoint` and `expected.pt` of `megatron_core_write.py`. What is asked for is what Megatron-LM's
+trainer asks for: the model is built from the arguments in the checkpoint, keys follow from its
+`content_metadata`, generators are wanted at the same TP and PP. Weights, the distributed
+optimizer's state (after its own reshuffle into flat shards and back) and parameter groups must be
+the same bits, generators must draw the same numbers, logits must be ours within 1e-5 in fp32. With
+EP ranks share the experts of a layer, each of which is whole on its rank.
 """
 
 import argparse
@@ -29,7 +31,12 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    distrib_optimizer,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.package_info import __version__
 from megatron.core.transformer import TransformerConfig, torch_norm
@@ -41,34 +48,43 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.016}  # logits are about 1: 
 class CpuForCuda(TorchFunctionMode):
     """megatron-core names the GPU in a few places where it only means "the device of the model"."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
         result = func(*args, **kwargs)
-        if func is torch.Tensor.type and isinstance(result, str):  # the distributed optimizer looks for cuda's names
+        if func is torch.Tensor.type and isinstance(
+            result, str
+        ):  # the distributed optimizer looks for cuda's names
             return result.replace("torch.", "torch.cuda.")
         return result
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """The form of Apex's optimizer. With torch's Adam megatron-core 0.16.1 cannot load even what it writes itself: it
-    looks for a `step` in the state of every parameter, which the files have in the groups.
+    """The form of Apex's optimizer. With torch's Adam megatron-core 0.16.1 cannot load even what it
+    writes itself: it looks for a `step` in the state of every parameter, which the files have in
+    the groups.
     """
 
     def __init__(self, params: list[dict], adam_w_mode: bool, **defaults: Any) -> None:
         super().__init__(params, defaults | {"bias_correction": True})
 
 
-def stand_in_for_cuda(mode: type[CpuForCuda] = CpuForCuda, adam: type[FusedAdam] = FusedAdam) -> None:
+def stand_in_for_cuda(
+    mode: type[CpuForCuda] = CpuForCuda, adam: type[FusedAdam] = FusedAdam
+) -> None:
     mode().__enter__()
     mcore_optimizer.Adam = distrib_optimizer.Adam = adam
     mcore_optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
     torch.cuda.current_device = lambda: torch.device("cpu")
-    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)  # the one that needs no CUDA
+    tensor_parallel.random.initialize_rng_tracker(
+        inference_rng_tracker=True
+    )  # the one that needs no CUDA
 
 
 def build_model(args: argparse.Namespace, tp: int, ep: int) -> GPTModel:
@@ -128,8 +144,12 @@ def build_model(args: argparse.Namespace, tp: int, ep: int) -> GPTModel:
     return model.to(args.params_dtype)
 
 
-def norm_of_any_sequence(cls: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-    """The local norm refuses sequence parallelism, which experts under TP > 1 need; nothing is trained here."""
+def norm_of_any_sequence(
+    cls: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+) -> Any:
+    """The local norm refuses sequence parallelism, which experts under TP > 1 need; nothing is
+    trained here.
+    """
     return torch.nn.RMSNorm(hidden_size, eps=eps)
 
 
@@ -154,14 +174,24 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) ->
 
 
 def request(
-    args: argparse.Namespace, metadata: dict, model: GPTModel, optimizer: MegatronOptimizer, *, is_loading: bool
+    args: argparse.Namespace,
+    metadata: dict,
+    model: GPTModel,
+    optimizer: MegatronOptimizer,
+    *,
+    is_loading: bool,
 ) -> dict:
     """The sharded state dict of Megatron-LM's trainer."""
     model_state = model.sharded_state_dict(metadata=metadata)
     state = {"model": model_state}
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    state["optimizer"] = optimizer.sharded_state_dict(
+        state, is_loading=is_loading, metadata=metadata
+    )
     layout = (1, parallel_state.get_tensor_model_parallel_world_size())
-    if is_loading and layout == (args.pipeline_model_parallel_size, args.tensor_model_parallel_size):
+    if is_loading and layout == (
+        args.pipeline_model_parallel_size,
+        args.tensor_model_parallel_size,
+    ):
         place = (0, parallel_state.get_tensor_model_parallel_rank())
         replica = parallel_state.get_data_parallel_rank()
         state["rng_state"] = ShardedObject("rng_state", [], layout, place, replica_id=replica)
@@ -171,7 +201,8 @@ def request(
 def tensors_of(state: dict) -> list[ShardedTensor]:
     """All tensors of a sharded state dict, as they are in files."""
     apply_factories(state)
-    found, stack = [], [state]
+    found = []
+    stack = [state]
     while stack:
         value = stack.pop()
         if isinstance(value, ShardedTensor):
@@ -182,16 +213,26 @@ def tensors_of(state: dict) -> list[ShardedTensor]:
 
 
 def compare(state: dict, expected: dict[str, torch.Tensor]) -> set[str]:
-    """Every shard must be the bits of its place in the global tensor, rows of padding zero. Returns the keys."""
+    """Every shard must be the bits of its place in the global tensor, rows of padding zero. Returns
+    the keys.
+    """
     keys = set()
     for shard in tensors_of(state):
-        lead, offset = shard.global_offset[: shard.prepend_axis_num], shard.global_offset[shard.prepend_axis_num :]
-        place = [*lead, *(slice(o, o + n) for o, n in zip(offset, shard.local_shape, strict=True))]  # lead: the layer
+        lead = shard.global_offset[: shard.prepend_axis_num]
+        offset = shard.global_offset[shard.prepend_axis_num :]
+        place = [
+            *lead,
+            *(slice(o, o + n) for o, n in zip(offset, shard.local_shape, strict=True)),
+        ]  # lead: the layer
         want = expected[shard.key][tuple(place)]
         padded = torch.zeros(shard.local_shape, dtype=want.dtype)
         padded[tuple(slice(n) for n in want.shape)] = want
-        assert shard.data.dtype == want.dtype, f"{shard.key}: {shard.data.dtype}, {want.dtype} expected"
-        assert torch.equal(shard.data, padded), f"{shard.key} at {shard.global_offset}: other values"
+        assert shard.data.dtype == want.dtype, (
+            f"{shard.key}: {shard.data.dtype}, {want.dtype} expected"
+        )
+        assert torch.equal(shard.data, padded), (
+            f"{shard.key} at {shard.global_offset}: other values"
+        )
         keys.add(shard.key)
     return keys
 
@@ -201,7 +242,10 @@ def stacked(tensors: dict[str, torch.Tensor], num_layers: int) -> dict[str, torc
     result = {key: tensor for key, tensor in tensors.items() if ".layers." not in key}
     for key in tensors:
         if ".layers.0." in key:
-            layers = [tensors[key.replace(".layers.0.", f".layers.{layer}.")] for layer in range(num_layers)]
+            layers = [
+                tensors[key.replace(".layers.0.", f".layers.{layer}.")]
+                for layer in range(num_layers)
+            ]
             result[key.replace(".layers.0.", ".layers.")] = torch.stack(layers)
     return result
 
@@ -212,20 +256,44 @@ def check_groups(optimizer: MegatronOptimizer, stored: list[dict]) -> None:
     for group in optimizer.param_groups:
         want = by_multiplier[group["wd_mult"]]
         for name in ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps", "step"):
-            assert group[name] == want[name], f"param group {name}: {group[name]}, {want[name]} expected"
+            assert group[name] == want[name], (
+                f"param group {name}: {group[name]}, {want[name]} expected"
+            )
 
 
 def check_scheduler(optimizer: MegatronOptimizer, stored: dict, expected: dict) -> None:
     """megatron-core's schedule goes on where ours stopped, at the same learning rate."""
     rates = [group["lr"] for group in optimizer.param_groups]
     scheduler = OptimizerParamScheduler(
-        optimizer, 0.0, 1.0, 0.5, 0, 1, "constant", 0.0, 0.0, 0, "constant", use_checkpoint_opt_param_scheduler=True
+        optimizer,
+        0.0,
+        1.0,
+        0.5,
+        0,
+        1,
+        "constant",
+        0.0,
+        0.0,
+        0,
+        "constant",
+        use_checkpoint_opt_param_scheduler=True,
     )
     scheduler.load_state_dict(stored)
-    for name in ("num_steps", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style"):
-        assert getattr(scheduler, name) == expected[name], f"{name}: {getattr(scheduler, name)}, not {expected[name]}"
+    for name in (
+        "num_steps",
+        "max_lr",
+        "min_lr",
+        "lr_warmup_steps",
+        "lr_decay_steps",
+        "lr_decay_style",
+    ):
+        assert getattr(scheduler, name) == expected[name], (
+            f"{name}: {getattr(scheduler, name)}, not {expected[name]}"
+        )
     now = [group["lr"] for group in optimizer.param_groups]
-    assert all(abs(a - b) <= 1e-12 for a, b in zip(rates, now, strict=True)), f"{now}, {rates} expected"
+    assert all(abs(a - b) <= 1e-12 for a, b in zip(rates, now, strict=True)), (
+        f"{now}, {rates} expected"
+    )
 
 
 def check_generators(state: dict, expected: list[float]) -> None:
@@ -239,7 +307,8 @@ def check_generators(state: dict, expected: list[float]) -> None:
 
 @torch.no_grad()
 def check_logits(model: GPTModel, expected: dict, dtype: torch.dtype) -> float:
-    tokens, want = expected["tokens"], expected["logits"].float()
+    tokens = expected["tokens"]
+    want = expected["logits"].float()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)[None, None]
     logits = model.eval()(tokens, positions, mask).float()
@@ -276,7 +345,9 @@ def main() -> None:
         expected["tensors"] = stacked(expected["tensors"], args.num_layers)
 
     model = build_model(args, options.tp, options.ep)
-    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model)
+    ddp = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
+    )
     optimizer = build_optimizer(args, ddp)
 
     # Phase 1: load, as strictly as it can be.
@@ -299,7 +370,9 @@ def main() -> None:
     check_groups(optimizer, expected["param_groups"])
     check_scheduler(optimizer, common["opt_param_scheduler"], expected["opt_param_scheduler"])
     if "rng_state" in state:
-        rank = parallel_state.get_tensor_model_parallel_rank()  # of replicas those of the first one are stored
+        rank = (
+            parallel_state.get_tensor_model_parallel_rank()
+        )  # of replicas those of the first one are stored
         check_generators(state["rng_state"][0], expected["next_numbers"][rank])
     if dist.get_rank() == 0:
         layout = f"TP{options.tp} DP{dist.get_world_size() // options.tp} EP{options.ep}"

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 -m tests.interop.megatron_core_write DIRECTORY MODEL
 
-DIRECTORY/checkpoint is what `pretrain_gpt.py --save` leaves, with the distributed optimizer in several buckets.
-DIRECTORY/expected.pt holds, from the memory of the same processes, every global tensor of weights and optimizer, the
-parameter groups and the schedule, the numbers that the generators draw next, and tokens [b, s] with the logits
-[b, s, vocab] of one process.
+DIRECTORY/checkpoint is what `pretrain_gpt.py --save` leaves, with the distributed optimizer in
+several buckets. DIRECTORY/expected.pt holds, from the memory of the same processes, every global
+tensor of weights and optimizer, the parameter groups and the schedule, the numbers that the
+generators draw next, and tokens [b, s] with the logits [b, s, vocab] of one process.
 """
 
 import random
@@ -24,7 +24,15 @@ from megatron.training.config.run_config import parse_args
 from megatron.training.run import Run
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
-from tests.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, GPT2, LLAMA, Measurements, Outcome, whole
+from tests.support.training_harness import (
+    COMMON,
+    DISTRIBUTED_OPTIMIZER,
+    GPT2,
+    LLAMA,
+    Measurements,
+    Outcome,
+    whole,
+)
 
 TP2_DP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
 TP2_PP2 = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
@@ -35,7 +43,10 @@ MODELS = {
     "llama-pp2-bf16": LLAMA + TP2_PP2 + "--bf16 ",
     "gpt2": GPT2 + TP2_DP2 + "--vocab-size 63 ",  # 64 tokens: nobody pads
     "mixtral-ep2": LLAMA + EXPERTS + "--expert-model-parallel-size 2 ",
-    "mixtral-tp2-ep2": LLAMA + EXPERTS + TP2_DP2 + "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 ",
+    "mixtral-tp2-ep2": LLAMA
+    + EXPERTS
+    + TP2_DP2
+    + "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 ",
     "gpt2-pp2": GPT2 + TP2_PP2,  # tied embeddings on two stages
 }
 RUN = "--mock-data --train-iters 3 --lr-decay-iters 8 --save-interval 2 --adam-beta2 0.95 --adam-eps 1e-9 "
@@ -43,7 +54,13 @@ RUN = "--mock-data --train-iters 3 --lr-decay-iters 8 --save-interval 2 --adam-b
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    flags = COMMON + DISTRIBUTED_OPTIMIZER + RUN + MODELS[sys.argv[2]] + f"--save {directory / 'checkpoint'}"
+    flags = (
+        COMMON
+        + DISTRIBUTED_OPTIMIZER
+        + RUN
+        + MODELS[sys.argv[2]]
+        + f"--save {directory / 'checkpoint'}"
+    )
     config = parse_args(shlex.split(flags), world_size=4)
     run = pretrain(config, model_provider, datasets_provider, forward_step)
     next_numbers = gathered([random.random(), float(np.random.random()), torch.rand(()).item()])
@@ -67,8 +84,18 @@ def global_tensors(run: Run) -> dict[str, torch.Tensor]:
     """All weights and optimizer state by key, put together from the boxes of all ranks."""
     state = model_state(run)
     state |= run.optimizer.sharded_state_dict(state)
-    boxes = [(key, entry.global_shape, box.offset, box.tensor) for key, entry in state.items() for box in entry.boxes]
-    mine = Outcome(Measurements(), run.state.iteration, run.state.consumed_train_samples, run.learning_rate, boxes)
+    boxes = [
+        (key, entry.global_shape, box.offset, box.tensor)
+        for key, entry in state.items()
+        for box in entry.boxes
+    ]
+    mine = Outcome(
+        Measurements(),
+        run.state.iteration,
+        run.state.consumed_train_samples,
+        run.learning_rate,
+        boxes,
+    )
     return whole(gathered(mine))
 
 
@@ -85,7 +112,9 @@ def logits(run: Run, tensors: dict[str, torch.Tensor], tokens: torch.Tensor) -> 
     model = GPTModel(run.config.model)
     for key, entry in model.sharded_state_dict().items():
         for box in entry.boxes:
-            place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True))
+            place = tuple(
+                slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True)
+            )
             box.tensor.copy_(tensors[key][place])
     return model.eval()(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
 

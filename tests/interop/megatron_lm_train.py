@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node N megatron_lm_train.py SOURCE LOSSES [flags of pretrain_gpt.py]
 
-Runs in a virtual environment with torch and megatron-core, without this project. SOURCE is a checkout of Megatron-LM of
-the same release: `pretrain_gpt.py` and what the package lacks of the trainer come from there, `megatron.core` from the
-package. LOSSES gets a JSON object: iteration -> loss of the language model, of the last stage.
+Runs in a virtual environment with torch and megatron-core, without this project. SOURCE is a
+checkout of Megatron-LM of the same release: `pretrain_gpt.py` and what the package lacks of the
+trainer come from there, `megatron.core` from the package. LOSSES gets a JSON object: iteration ->
+loss of the language model, of the last stage.
 
-Sources are unmodified. At run time CUDA's devices, streams and generators are replaced by those of the CPU or by
-nothing, compiled and Triton kernels are left out, and Adam is `FusedAdam` of this file, in the form of Apex's.
+Sources are unmodified. At run time CUDA's devices, streams and generators are replaced by those of
+the CPU or by nothing, compiled and Triton kernels are left out, and Adam is `FusedAdam` of this
+file, in the form of Apex's.
 """
 
 import contextlib
@@ -27,7 +29,9 @@ from megatron_core_load import CpuForCuda, FusedAdam, stand_in_for_cuda
 class CpuTrainer(CpuForCuda):
     """The places where the trainer names the GPU, beside those where megatron-core does."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func is torch.Tensor.pin_memory:
             return args[0]
         return super().__torch_function__(func, types, args, kwargs)
@@ -55,7 +59,10 @@ class TrainingAdam(FusedAdam):
                 state["exp_avg"].lerp_(param.grad, 1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
                 denominator = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
-                update = state["exp_avg"] / (1 - beta1**step) / denominator + group["weight_decay"] * param
+                update = (
+                    state["exp_avg"] / (1 - beta1**step) / denominator
+                    + group["weight_decay"] * param
+                )
                 param.sub_(update, alpha=group["lr"])
 
 
@@ -71,7 +78,12 @@ def replace_cuda() -> None:
     cuda.memory_stats = lambda *_: {}
     for name in ("set_device", "synchronize", "empty_cache"):
         setattr(cuda, name, lambda *_: None)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         setattr(cuda, name, lambda *_: 0)
     for module in (cuda, cuda.random):
         module.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)
@@ -80,7 +92,9 @@ def replace_cuda() -> None:
 
 
 def leave_out_kernels() -> None:
-    """What is compiled at a start: helpers that the package has compiled already, and kernels for GPUs."""
+    """What is compiled at a start: helpers that the package has compiled already, and kernels for
+    GPUs.
+    """
     torch._dynamo.config.disable = True
     triton = MagicMock(is_batch_invariant_mode_enabled=lambda: False)
     sys.modules["megatron.core.transformer.custom_layers.batch_invariant_kernels"] = triton
@@ -90,7 +104,9 @@ def leave_out_kernels() -> None:
 
 
 def load_without_gradients() -> None:
-    """Legacy files of an fp32 model are copied into views of parameters, which its own runs could not do either."""
+    """Legacy files of an fp32 model are copied into views of parameters, which its own runs could
+    not do either.
+    """
     training = importlib.import_module("megatron.training.training")
     training.load_checkpoint = torch.no_grad()(training.load_checkpoint)
 
@@ -98,7 +114,8 @@ def load_without_gradients() -> None:
 def record_losses(path: Path) -> None:
     """Keep every loss in full: the log rounds them, and its first line counts into the second one."""
     training = importlib.import_module("megatron.training.training")
-    training_log, losses = training.training_log, {}
+    training_log = training.training_log
+    losses = {}
 
     def recording(loss_dict: dict, *rest: Any, **named: Any) -> Any:
         if loss_dict:  # of the last stage

@@ -4,9 +4,9 @@
     python tests/interop/run.py deepspeed         one of them
     python tests/interop/run.py megatron-core-0.19=/path/to/python deepspeed=/path/to/python    what is installed there
 
-The environments are kept in `.venv-interop/` and made anew when the packages change, beside the sources of Megatron-LM
-and apex (MEGATRON_LM_SOURCE and APEX_SOURCE name checkouts that exist). A peer that needs a newer Python than there is,
-is skipped, with the reason.
+The environments are kept in `.venv-interop/` and made anew when the packages change, beside the
+sources of Megatron-LM and apex (MEGATRON_LM_SOURCE and APEX_SOURCE name checkouts that exist). A
+peer that needs a newer Python than there is, is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -47,44 +47,95 @@ def check_deepspeed(python: Path, work: Path) -> None:
     for model in sorted(work.iterdir()):
         for ranks in (1, 2):
             for precision in ([], ["--bf16"]):
-                run(python, *torchrun(ranks), HERE / "deepspeed_load.py", model, *precision, quiet=True)
+                run(
+                    python,
+                    *torchrun(ranks),
+                    HERE / "deepspeed_load.py",
+                    model,
+                    *precision,
+                    quiet=True,
+                )
 
 
 def check_megatron_core(python: Path, work: Path) -> None:
     for model in MEGATRON_CORE_MODELS:
         (work / model).mkdir()
-        run(OURS, *torchrun(4), "-m", "tests.interop.megatron_core_write", work / model, model, quiet=True)
+        run(
+            OURS,
+            *torchrun(4),
+            "-m",
+            "tests.interop.megatron_core_write",
+            work / model,
+            model,
+            quiet=True,
+        )
     convert_there_and_back(work / "llama", work / "llama-converted")
     convert_there_and_back(work / "gpt2", work / "gpt2-stacked", "--stacked-layers")
     for directory in sorted(work.iterdir()):
-        # megatron-core itself does not load an optimizer with EP > 1 that was saved with EP 1, nor the reverse.
-        layouts = ((2, 1, 2), (4, 2, 2)) if "ep2" in directory.name else ((1, 1, 1), (2, 2, 1), (2, 1, 1))
+        # megatron-core itself does not load an optimizer with EP > 1 that was saved with EP 1, nor
+        # the reverse.
+        layouts = (
+            ((2, 1, 2), (4, 2, 2)) if "ep2" in directory.name else ((1, 1, 1), (2, 2, 1), (2, 1, 1))
+        )
         for ranks, tp, ep in layouts:
-            run(python, *torchrun(ranks), HERE / "megatron_core_load.py", directory, tp, ep, quiet=True)
+            run(
+                python,
+                *torchrun(ranks),
+                HERE / "megatron_core_load.py",
+                directory,
+                tp,
+                ep,
+                quiet=True,
+            )
 
 
 def check_megatron_lm(python: Path, work: Path, source: Path) -> None:
     """Its training program goes on where ours stopped, along our losses."""
-    # 258 tokens with the end of a document, which 0.19 counts and 0.16 does not: nobody pads at TP1 or TP2.
+    # 258 tokens with the end of a document, which 0.19 counts and 0.16 does not: nobody pads at TP1
+    # or TP2.
     vocabulary = ("--vocab-size", 258 if works(python, (3, 12)) else 257)
     tracker = "--inference-rng-tracker"  # the one that needs no CUDA
     losses = work / "losses.json"
     for name, (save_format, model, ours, layouts, tolerance) in MEGATRON_LM_RUNS.items():
         directory = work / name
-        common = (*MEGATRON_LM_FLAGS, *model.split(), "--ckpt-format", save_format, "--data-cache-path", work / "cache")
+        common = (
+            *MEGATRON_LM_FLAGS,
+            *model.split(),
+            "--ckpt-format",
+            save_format,
+            "--data-cache-path",
+            work / "cache",
+        )
         save = ("--vocab-size", 257, "--save", directory, "--save-interval", 5)
         run(OURS, *torchrun(2), "pretrain_gpt.py", *common, *ours.split(), *save, quiet=True)
         wanted = logged_losses(directory)
         (directory / "latest_checkpointed_iteration.txt").write_text("5")
         for layout in layouts:
             program = (*torchrun(2 if layout else 1), HERE / "megatron_lm_train.py", source, losses)
-            run(python, *program, *common, *layout.split(), *vocabulary, tracker, "--load", directory, quiet=True)
-            found = {int(iteration): loss for iteration, loss in json.loads(losses.read_text()).items()}
+            run(
+                python,
+                *program,
+                *common,
+                *layout.split(),
+                *vocabulary,
+                tracker,
+                "--load",
+                directory,
+                quiet=True,
+            )
+            found = {
+                int(iteration): loss for iteration, loss in json.loads(losses.read_text()).items()
+            }
             losses.unlink()
             assert found.keys() == set(range(6, 11)), found
             error = max(abs(loss - wanted[iteration]) for iteration, loss in found.items())
-            assert error <= tolerance, f"{name}, {layout}: losses differ by {error}: {found}, {wanted} expected"
-            print(f"{name}, {layout or 'one process'}: losses of iterations 6 to 10 within {error:.1e}", flush=True)
+            assert error <= tolerance, (
+                f"{name}, {layout}: losses differ by {error}: {found}, {wanted} expected"
+            )
+            print(
+                f"{name}, {layout or 'one process'}: losses of iterations 6 to 10 within {error:.1e}",
+                flush=True,
+            )
 
 
 def logged_losses(directory: Path) -> dict[int, float]:
@@ -99,7 +150,18 @@ def check_transformer_engine(python: Path, work: Path) -> None:
     for release in TRANSFORMER_ENGINE:
         folder = work / release
         package = f"transformer_engine=={release}"
-        run(python, "-m", "pip", "install", "-q", "--no-deps", "--target", folder, package, quiet=True)
+        run(
+            python,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--target",
+            folder,
+            package,
+            quiet=True,
+        )
         run(OURS, HERE / "transformer_engine_check.py", folder, quiet=True)
 
 
@@ -107,13 +169,23 @@ def check_azurite(python: Path, work: Path) -> None:
     """Microsoft's emulator of Azure Blob Storage, from npm."""
     folder = ENVIRONMENTS / "azurite-server"
     if not (folder / "node_modules").exists():
-        subprocess.run(["npm", "install", "--silent", "--prefix", str(folder), "azurite@3.37.0"], check=True)
+        subprocess.run(
+            ["npm", "install", "--silent", "--prefix", str(folder), "azurite@3.37.0"], check=True
+        )
     program = [str(folder / "node_modules/.bin/azurite-blob"), "--silent", "--inMemoryPersistence"]
-    with subprocess.Popen([*program, "--skipApiVersionCheck", "--blobPort", "10077"], cwd=work) as server:
+    with subprocess.Popen(
+        [*program, "--skipApiVersionCheck", "--blobPort", "10077"], cwd=work
+    ) as server:
         try:
             url = "http://127.0.0.1:10077"
             with storage({"AZURE_STORAGE_USE_EMULATOR": "true", "AZURITE_BLOB_STORAGE_URL": url}):
-                run(OURS, "-m", "tests.interop.object_store_check", "az://box/run", f"{url}/devstoreaccount1/box")
+                run(
+                    OURS,
+                    "-m",
+                    "tests.interop.object_store_check",
+                    "az://box/run",
+                    f"{url}/devstoreaccount1/box",
+                )
         finally:
             server.kill()
 
@@ -122,9 +194,19 @@ def check_radosgw(python: Path, work: Path) -> None:
     """Ceph's gateway, from Debian's packages; it takes 10 GB (sparse) and some seconds to start."""
     try:
         subprocess.run(["bash", str(HERE / "s3_radosgw.sh"), str(work)], check=True)
-        keys = {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret", "AWS_REGION": "us-east-1"}
+        keys = {
+            "AWS_ACCESS_KEY_ID": "testkey",
+            "AWS_SECRET_ACCESS_KEY": "testsecret",
+            "AWS_REGION": "us-east-1",
+        }
         with storage({"AWS_ENDPOINT_URL": "http://127.0.0.1:9106", **keys}):
-            run(OURS, "-m", "tests.interop.object_store_check", "s3://box/run", "http://127.0.0.1:9106/box")
+            run(
+                OURS,
+                "-m",
+                "tests.interop.object_store_check",
+                "s3://box/run",
+                "http://127.0.0.1:9106/box",
+            )
     finally:
         for file in (work / "run").glob("*.pid"):
             subprocess.run(["kill", "-KILL", file.read_text().strip()], check=False)
@@ -142,14 +224,36 @@ def check_apex(python: Path, work: Path, source: Path) -> None:
 
 
 def convert_there_and_back(directory: Path, target: Path, *options: str) -> None:
-    """Through legacy files at another layout: the converter's torch_dist must do as well as the training program's."""
+    """Through legacy files at another layout: the converter's torch_dist must do as well as the
+    training program's.
+    """
     target.mkdir()
     shutil.copy(directory / "expected.pt", target)
     convert = (REPOSITORY / "tools" / "checkpoint" / "convert.py", "--load-dir")
     layout = ("--target-tensor-parallel-size", 1, "--target-pipeline-parallel-size", 2)
     legacy = directory / "legacy"
-    run(OURS, *convert, directory / "checkpoint", "--save-dir", legacy, "--saver", "legacy", *layout, quiet=True)
-    run(OURS, *convert, legacy, "--save-dir", target / "checkpoint", "--saver", "torch_dist", *options, quiet=True)
+    run(
+        OURS,
+        *convert,
+        directory / "checkpoint",
+        "--save-dir",
+        legacy,
+        "--saver",
+        "legacy",
+        *layout,
+        quiet=True,
+    )
+    run(
+        OURS,
+        *convert,
+        legacy,
+        "--save-dir",
+        target / "checkpoint",
+        "--saver",
+        "torch_dist",
+        *options,
+        quiet=True,
+    )
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -157,7 +261,15 @@ def torchrun(ranks: int) -> list[str]:
 
 
 TRANSFORMER_ENGINE = ("2.8.0", "2.13.0", "2.20.2")
-MEGATRON_CORE_MODELS = ("llama", "llama-bf16", "llama-pp2-bf16", "gpt2", "gpt2-pp2", "mixtral-ep2", "mixtral-tp2-ep2")
+MEGATRON_CORE_MODELS = (
+    "llama",
+    "llama-bf16",
+    "llama-pp2-bf16",
+    "gpt2",
+    "gpt2-pp2",
+    "mixtral-ep2",
+    "mixtral-tp2-ep2",
+)
 MEGATRON_LM_FLAGS = shlex.split(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
@@ -173,19 +285,33 @@ MEGATRON_LM_LLAMA = (
     "--ffn-hidden-size 80 --group-query-attention --num-query-groups 2 --position-embedding-type rope "
     "--normalization RMSNorm --swiglu --untie-embeddings-and-output-weights --disable-bias-linear"
 )
-TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
 TP2_SP = f"{TP2} --sequence-parallel"
-MEGATRON_LM_RUNS = {  # name -> (format, model, our layout, its layouts without SP, by how much losses may differ)
+# name -> (format, model, our layout, its layouts without SP, by how much losses may differ)
+MEGATRON_LM_RUNS = {
     "llama": ("torch_dist", MEGATRON_LM_LLAMA, TP2_SP, ("", PP2), 1e-5),
     "gpt2-bf16": ("torch_dist", "--bf16", PP2, (TP2,), 1e-3),
     "llama-legacy": ("torch", MEGATRON_LM_LLAMA, TP2, (TP2,), 1e-5),
 }
-MEGATRON_LM_016, MEGATRON_LM_019 = "Megatron-LM@core_v0.16.1", "Megatron-LM@core_v0.19.0"
-TRAINER = ("six", "regex", "pyyaml", "pydantic", "tqdm", "tensorboard")  # what it imports beside megatron-core
+MEGATRON_LM_016 = "Megatron-LM@core_v0.16.1"
+MEGATRON_LM_019 = "Megatron-LM@core_v0.19.0"
+TRAINER = (
+    "six",
+    "regex",
+    "pyyaml",
+    "pydantic",
+    "tqdm",
+    "tensorboard",
+)  # what it imports beside megatron-core
 PEERS = {
     "deepspeed": Peer(("torch==2.13.0", "numpy", "deepspeed==0.19.8"), check_deepspeed),
-    "megatron-core-0.16": Peer(("torch==2.13.0", "numpy", "megatron-core==0.16.1"), check_megatron_core),
-    "megatron-core-0.19": Peer(("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_megatron_core, (3, 12)),
+    "megatron-core-0.16": Peer(
+        ("torch==2.13.0", "numpy", "megatron-core==0.16.1"), check_megatron_core
+    ),
+    "megatron-core-0.19": Peer(
+        ("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_megatron_core, (3, 12)
+    ),
     "megatron-lm-0.16": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.16.1", *TRAINER),
         check_megatron_lm,
@@ -205,14 +331,19 @@ PEERS = {
 
 
 def environment(name: str, peer: Peer) -> Path | None:
-    """The Python of the peer's environment, with its packages installed in the given order; None: there is no Python
-    for them.
+    """The Python of the peer's environment, with its packages installed in the given order; None:
+    there is no Python for them.
 
     The stamp is written last, so one that was cut off is made anew.
     """
     folder = ENVIRONMENTS / name
-    python, stamp = folder / "bin" / "python", folder / "installed.txt"
-    if stamp.exists() and stamp.read_text() == "\n".join(peer.packages) and works(python, peer.python):
+    python = folder / "bin" / "python"
+    stamp = folder / "installed.txt"
+    if (
+        stamp.exists()
+        and stamp.read_text() == "\n".join(peer.packages)
+        and works(python, peer.python)
+    ):
         return python
     base = interpreter(peer.python)
     if base is None:
@@ -235,21 +366,36 @@ def checkout(source: str) -> Path:
         return Path(existing)
     if not (folder / "setup.py").exists() and not (folder / "pretrain_gpt.py").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        clone = ("clone", "-q", "--depth", "1", "--branch", tag, f"https://github.com/NVIDIA/{repository}", str(folder))
+        clone = (
+            "clone",
+            "-q",
+            "--depth",
+            "1",
+            "--branch",
+            tag,
+            f"https://github.com/NVIDIA/{repository}",
+            str(folder),
+        )
         subprocess.run(["git", *clone], check=True)
     return folder
 
 
 def interpreter(oldest: tuple[int, int]) -> Path | None:
-    """A Python of at least this version: our own, or the first that starts on the PATH or among pyenv's versions."""
+    """A Python of at least this version: our own, or the first that starts on the PATH or among
+    pyenv's versions.
+    """
     names = [shutil.which(f"python3.{minor}") for minor in range(oldest[1], oldest[1] + 4)]
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob("versions/3.*/bin/python3")
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(
+        "versions/3.*/bin/python3"
+    )
     candidates = [OURS, *(Path(name) for name in names if name), *sorted(pyenv)]
     return next((python for python in candidates if works(python, oldest)), None)
 
 
 def works(python: Path, oldest: tuple[int, int]) -> bool:
-    """Whether it starts, and is new enough. A shim on the PATH may be of a version that is not installed."""
+    """Whether it starts, and is new enough. A shim on the PATH may be of a version that is not
+    installed.
+    """
     test = f"import sys; sys.exit(sys.version_info < {oldest})"
     try:
         return subprocess.run([str(python), "-c", test], capture_output=True).returncode == 0
@@ -278,19 +424,28 @@ def run(python: Path, *words: object, quiet: bool = False) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("peers", nargs="*", metavar="PEER[=PYTHON]", help=f"of {', '.join(PEERS)}; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "peers", nargs="*", metavar="PEER[=PYTHON]", help=f"of {', '.join(PEERS)}; default: all"
+    )
     for word in parser.parse_args().peers or PEERS:
         name, _, python = word.partition("=")
         if name not in PEERS:
             parser.error(f"no peer {name!r}: there are {', '.join(PEERS)}")
         peer = PEERS[name]
         if peer.program and shutil.which(peer.program) is None:
-            print(f"== {name}: skipped: it needs {peer.program}, which is not installed", flush=True)
+            print(
+                f"== {name}: skipped: it needs {peer.program}, which is not installed", flush=True
+            )
             continue
         found = Path(python) if python else environment(name, peer)
         if found is None:
-            print(f"== {name}: skipped: it needs Python {peer.python[0]}.{peer.python[1]}, there is none", flush=True)
+            print(
+                f"== {name}: skipped: it needs Python {peer.python[0]}.{peer.python[1]}, there is none",
+                flush=True,
+            )
             continue
         with tempfile.TemporaryDirectory() as work:
             peer.check(found, Path(work), *([checkout(peer.source)] if peer.source else []))

@@ -1,11 +1,13 @@
-"""Our layers over the real modules of Transformer Engine: names, shapes and every call, on a machine without a GPU.
+"""Our layers over the real modules of Transformer Engine: names, shapes and every call, on a
+machine without a GPU.
 
     python tests/interop/transformer_engine_check.py FOLDER      where pip install --no-deps --target has put it
 
 `transformer_engine` is Python; what is compiled is another package, in the place of which stands an inert module. So
-modules can be constructed but not run. What is held against the real package: a whole model at TP 1, 2 and 4 has the
-parameters, boxes and initial values of local's; the modules mean the same by them; every call that the forward pass
-makes (recorded over tests/te_stand_in) binds to the real signatures; every recipe can be made.
+modules can be constructed but not run. What is held against the real package: a whole model at TP
+1, 2 and 4 has the parameters, boxes and initial values of local's; the modules mean the same by
+them; every call that the forward pass makes (recorded over tests/te_stand_in) binds to the real
+signatures; every recipe can be made.
 """
 
 from __future__ import annotations
@@ -66,11 +68,19 @@ class Inert(types.ModuleType):
 
 
 class InertFinder(MetaPathFinder, Loader):
-    """For modules with packages of their own that nothing here uses: kernels in Triton, export to ONNX."""
+    """For modules with packages of their own that nothing here uses: kernels in Triton, export to
+    ONNX.
+    """
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         te = "transformer_engine.pytorch."
-        unused = ("onnxscript", "einops", f"{te}onnx_extensions", f"{te}triton", f"{te}attention.fused_mla")
+        unused = (
+            "onnxscript",
+            "einops",
+            f"{te}onnx_extensions",
+            f"{te}triton",
+            f"{te}attention.fused_mla",
+        )
         return ModuleSpec(name, self, is_package=True) if name.startswith(unused) else None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
@@ -105,7 +115,9 @@ class Number(int):
 
 
 def members(path: Path, enumeration: str) -> list[str]:
-    """Names in the Python copy of a compiled enumeration, which newer releases compare with it when imported."""
+    """Names in the Python copy of a compiled enumeration, which newer releases compare with it when
+    imported.
+    """
     if not path.is_file():
         return []
     classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
@@ -117,7 +129,9 @@ def import_without_kernels() -> types.ModuleType:
     common = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
     compiled = sys.modules["transformer_engine_torch"] = Inert("transformer_engine_torch")
-    tensors = [f"GEMM{product}_{what}" for product in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")]
+    tensors = [
+        f"GEMM{product}_{what}" for product in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")
+    ]
     gradients = [f"GRAD_{what}{product}" for product in (1, 2, 3) for what in ("OUTPUT", "INPUT")]
     compiled.FP8BwdTensors = enum.IntEnum("FP8BwdTensors", gradients, start=0)
     compiled.FP8FwdTensors = enum.IntEnum("FP8FwdTensors", tensors, start=0)  # indices of scales
@@ -128,7 +142,9 @@ def import_without_kernels() -> types.ModuleType:
         ("NVTE_Fused_Attn_Backend", "cpp_extensions/fused_attn.py", "FusedAttnBackend"),
     ):
         prefix = "NVTE_" if name.startswith("NVTE_") else ""
-        getattr(compiled, name).__members__ = [prefix + member for member in members(pytorch / file, python)]
+        getattr(compiled, name).__members__ = [
+            prefix + member for member in members(pytorch / file, python)
+        ]
     te = importlib.import_module("transformer_engine.pytorch")
     te.cpp_extensions.get_cudnn_version = lambda: 91000
     torch.cuda.is_available = lambda: True  # constructors of older releases ask for it
@@ -137,7 +153,13 @@ def import_without_kernels() -> types.ModuleType:
 
 def build(impl: str, tp: int, rank: int, **model: Any) -> GPTModel:
     config = TransformerConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=64, bf16=True, transformer_impl=impl, **model
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        vocab_size=64,
+        bf16=True,
+        transformer_impl=impl,
+        **model,
     )
     axis = Axis(rank, tp, tuple(range(tp)))
     return GPTModel(config, tp=axis, sequence_parallel=tp > 1, experts=ExpertAxes(axis))
@@ -147,7 +169,9 @@ def check_model(name: str, tp: int) -> int:
     """Every parameter of every rank; returns how many."""
     count = 0
     for rank in range(tp):
-        local, engine = (build(impl, tp, rank, **MODELS[name]) for impl in ("local", "transformer_engine"))
+        local, engine = (
+            build(impl, tp, rank, **MODELS[name]) for impl in ("local", "transformer_engine")
+        )
         states = []
         for model in (local, engine):
             model.initialize(7)
@@ -168,11 +192,15 @@ def check_model(name: str, tp: int) -> int:
 
 
 def check_engine(owner: nn.Module, tp: int) -> None:
-    """What the module of Transformer Engine has are the parameters of its owner, and it sees the same place in TP."""
+    """What the module of Transformer Engine has are the parameters of its owner, and it sees the
+    same place in TP.
+    """
     engine: Any = owner.engine.module  # type: ignore[union-attr]
     parameters = dict(engine.named_parameters())
     if hasattr(owner, "axes"):  # experts: one for each, bound in the forward pass
-        assert [tuple(p.shape) for p in parameters.values()] == [tuple(owner.weight.shape[1:])] * len(owner.weight)  # type: ignore
+        assert [tuple(p.shape) for p in parameters.values()] == [
+            tuple(owner.weight.shape[1:])
+        ] * len(owner.weight)  # type: ignore
         return
     own = dict(owner.named_parameters(recurse=False))
     assert parameters.keys() == own.keys(), (type(owner), parameters.keys(), own.keys())
@@ -186,7 +214,14 @@ def check_engine(owner: nn.Module, tp: int) -> None:
 @contextmanager
 def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], int]]) -> Any:
     """Bind every call of a module's forward pass in place of running it."""
-    kinds = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "DotProductAttention")
+    kinds = (
+        "Linear",
+        "LayerNormLinear",
+        "GroupedLinear",
+        "LayerNorm",
+        "RMSNorm",
+        "DotProductAttention",
+    )
     kept = {name: getattr(te, name).forward for name in (*kinds, "Fp8Padding", "Fp8Unpadding")}
 
     def stand_in(name: str, forward: Any) -> Any:
@@ -212,10 +247,14 @@ def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], i
     for name, forward in kept.items():
         getattr(te, name).forward = stand_in(name, forward)
     adapter: Any = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
-    rope, loss = adapter.apply_rotary_pos_emb, te.parallel_cross_entropy
-    # Of older releases the loss is the `apply` of a function, whose `forward` says what it takes after its context.
+    rope = adapter.apply_rotary_pos_emb
+    loss = te.parallel_cross_entropy
+    # Of older releases the loss is the `apply` of a function, whose `forward` says what it takes
+    # after its context.
     own = getattr(loss, "__self__", None)
-    takes_loss, context = (inspect.signature(loss), ()) if own is None else (inspect.signature(own.forward), (None,))
+    takes_loss, context = (
+        (inspect.signature(loss), ()) if own is None else (inspect.signature(own.forward), (None,))
+    )
 
     def bind_rope(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         inspect.signature(rope).bind(x, *args, **options)
@@ -227,11 +266,13 @@ def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], i
         calls.add(("loss", "call", (), len(args)))
         return logits[..., 0].float()
 
-    adapter.apply_rotary_pos_emb, te.parallel_cross_entropy = bind_rope, bind_loss
+    adapter.apply_rotary_pos_emb = bind_rope
+    te.parallel_cross_entropy = bind_loss
     try:
         yield
     finally:
-        adapter.apply_rotary_pos_emb, te.parallel_cross_entropy = rope, loss
+        adapter.apply_rotary_pos_emb = rope
+        te.parallel_cross_entropy = loss
         for name, forward in kept.items():
             getattr(te, name).forward = forward
 
@@ -248,8 +289,12 @@ def check_calls(te: types.ModuleType) -> int:
     ]  # fmt: skip
     with recorded(te, calls), torch.no_grad():
         for name, more, mask in cases:
-            model = build("transformer_engine", 1, 0, **(MODELS[name] | more | {"attention_dropout": 0.0}))
-            model.decoder.precision = layer_spec(TransformerConfig(1, 16, 1)).precision(model.config, None)
+            model = build(
+                "transformer_engine", 1, 0, **(MODELS[name] | more | {"attention_dropout": 0.0})
+            )
+            model.decoder.precision = layer_spec(TransformerConfig(1, 16, 1)).precision(
+                model.config, None
+            )
             model.initialize(1)
             layer_spec(model.config).start_step()
             tokens = torch.zeros(2, 16, dtype=torch.long)
@@ -261,15 +306,23 @@ def check_functions(te: types.ModuleType) -> None:
     """What is called besides modules."""
     adapter = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
     for options in RECIPES:
-        config = TransformerConfig(2, 64, 4, bf16=True, transformer_impl="transformer_engine", **options)
+        config = TransformerConfig(
+            2, 64, 4, bf16=True, transformer_impl="transformer_engine", **options
+        )
         made = adapter.TEPrecision(config, None)._recipe
         if made.delayed():
             assert options is RECIPES[0]
-            assert (made.margin, made.amax_history_len, made.amax_compute_algo) == (1, 1, "most_recent")
+            assert (made.margin, made.amax_history_len, made.amax_compute_algo) == (
+                1,
+                1,
+                "most_recent",
+            )
     for kind in (te.Linear, te.LayerNormLinear, te.GroupedLinear):  # how scales are restored
         inspect.signature(kind.init_fp8_meta_tensors).bind(kind, made)
     inspect.signature(te.fp8_autocast).bind(enabled=True, fp8_recipe=made, fp8_group=None)
-    assert any(p.kind is p.VAR_KEYWORD for p in inspect.signature(te.checkpoint).parameters.values())
+    assert any(
+        p.kind is p.VAR_KEYWORD for p in inspect.signature(te.checkpoint).parameters.values()
+    )
     source = inspect.getsource(te.checkpoint)
     assert '"use_reentrant"' in source or "'use_reentrant'" in source
 
@@ -277,7 +330,9 @@ def check_functions(te: types.ModuleType) -> None:
 class OnTheCPU(TorchFunctionMode):
     """Scales are made on the device that there is."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         options = dict(kwargs or {})
         if torch.device(options.get("device") or "cpu").type == "cuda":
             options["device"] = "cpu"
@@ -286,13 +341,16 @@ class OnTheCPU(TorchFunctionMode):
 
 def check_fp8_weights(te: types.ModuleType) -> int:
     """--fp8-param-gather: what is taken from a module that is made for it, and the functions that fill its weights."""
-    tensor, count = importlib.import_module("transformer_engine.pytorch.tensor"), 0
+    tensor = importlib.import_module("transformer_engine.pytorch.tensor")
+    count = 0
     inspect.signature(tensor.replace_raw_data).bind("tensor", "memory")
     inspect.signature(tensor.cast_master_weights_to_fp8).bind(["tensor"], ["main"], [0], "group")
     for options in RECIPES[:3]:
         for name in ("llama", "mixtral"):
             with OnTheCPU():
-                model = build("transformer_engine", 1, 0, **MODELS[name], **options, fp8_param_gather=True)
+                model = build(
+                    "transformer_engine", 1, 0, **MODELS[name], **options, fp8_param_gather=True
+                )
             for owner in model.modules():
                 fp8 = param_info(owner.weight).fp8 if hasattr(owner, "engine") else None  # type: ignore
                 if fp8 is None:
@@ -300,7 +358,9 @@ def check_fp8_weights(te: types.ModuleType) -> int:
                 module: Any = owner.engine.module  # type: ignore[union-attr]
                 made = module.fp8_meta["recipe"]
                 assert module.primary_weights_in_fp8 and made.delayed() == (options is RECIPES[0])
-                for weight in [weight for weight in module._parameters if weight.startswith("weight")]:
+                for weight in [
+                    weight for weight in module._parameters if weight.startswith("weight")
+                ]:
                     slot = owner.engine.about_parameters[weight].fp8_meta_index  # type: ignore[union-attr]
                     quantizer = module.quantizers["scaling_fwd"][slot]
                     assert isinstance(quantizer.internal, bool) and callable(quantizer)
@@ -320,36 +380,54 @@ def check_fp8_weights(te: types.ModuleType) -> int:
 def check_overlap(te: types.ModuleType) -> int:
     """--tp-comm-overlap: every module takes its options, and its buffers are set up."""
     bound: list[Any] = []
-    setup, te.initialize_ub = inspect.signature(te.initialize_ub), lambda **o: bound.append(setup.bind(**o))
+    setup, te.initialize_ub = (
+        inspect.signature(te.initialize_ub),
+        lambda **o: bound.append(setup.bind(**o)),
+    )
     overlap = {"tp_comm_overlap": True, "fp8": "hybrid", "first_last_layers_bf16": True}
-    config = TransformerConfig(2, 64, 4, bf16=True, transformer_impl="transformer_engine", **overlap)
+    config = TransformerConfig(
+        2, 64, 4, bf16=True, transformer_impl="transformer_engine", **overlap
+    )
     layer_spec(config).set_up(config, 32, 2)
     base: Any = importlib.import_module("transformer_engine.pytorch.module.base")
     base._ub_initialized = True  # newer releases insist on this order
     model = build("transformer_engine", 2, 0, **MODELS["llama"], **overlap)
     assert bound[0].arguments["quantization_modes"] == [te.UserBufferQuantizationMode.NONE]
-    engines: list[Any] = [module.engine.module for module in model.modules() if hasattr(module, "engine")]
+    engines: list[Any] = [
+        module.engine.module for module in model.modules() if hasattr(module, "engine")
+    ]
     named = [engine for engine in engines if getattr(engine, "ub_name", None) is not None]
-    assert sorted({engine.ub_name for engine in named}) == ["fc1", "fc2", "proj", "qkv"] and len(named) == 8
+    assert (
+        sorted({engine.ub_name for engine in named}) == ["fc1", "fc2", "proj", "qkv"]
+        and len(named) == 8
+    )
     for engine in named:
         column = engine.parallel_mode == "column"
-        assert (engine.ub_overlap_ag_fprop, engine.ub_overlap_rs_fprop) == (column, not column), engine.ub_name
+        assert (engine.ub_overlap_ag_fprop, engine.ub_overlap_rs_fprop) == (column, not column), (
+            engine.ub_name
+        )
         assert engine.ub_bulk_dgrad == column and engine.ub_bulk_wgrad == column, engine.ub_name
     return len(named)
 
 
 def check_context_parallel(te: types.ModuleType) -> None:
     adapter = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
-    config = TransformerConfig(2, 64, 4, bf16=True, transformer_impl="transformer_engine", attention_dropout=0.0)
+    config = TransformerConfig(
+        2, 64, 4, bf16=True, transformer_impl="transformer_engine", attention_dropout=0.0
+    )
     group: Any = object()
     torch.cuda.Stream = object  # type: ignore[assignment, misc]
     for comm_type in ("p2p", "all_gather", "a2a"):
         cp = ContextParallel(Axis(0, 2, (0, 1), group), comm_type)
-        module = adapter.TECoreAttention(config, Placement(Axis(), TensorParallelRng(0, 0), cp)).module
+        module = adapter.TECoreAttention(
+            config, Placement(Axis(), TensorParallelRng(0, 0), cp)
+        ).module
         whole = comm_type == "a2a"  # our exchange of heads is around it
         assert module.num_attention_heads == (2 if whole else 4)
         core = module.flash_attention if hasattr(module, "flash_attention") else module
-        assert module.cp_group is (None if whole else group) and module.cp_comm_type == comm_type, core
+        assert module.cp_group is (None if whole else group) and module.cp_comm_type == comm_type, (
+            core
+        )
 
 
 def main() -> None:
@@ -358,7 +436,8 @@ def main() -> None:
     calls = check_calls(te)
     check_functions(te)
     check_context_parallel(te)
-    weights, overlaps = check_fp8_weights(te), check_overlap(te)
+    weights = check_fp8_weights(te)
+    overlaps = check_overlap(te)
     print(
         f"transformer_engine {version('transformer_engine')}: {sum(found.values())} parameters of {len(found)} models "
         f"as in local, {calls} kinds of calls bind, {len(RECIPES)} recipes, "

@@ -1,4 +1,6 @@
-"""A real command line made small: the same flags, with sizes, paths and lengths that a CPU can run in seconds."""
+"""A real command line made small: the same flags, with sizes, paths and lengths that a CPU can run
+in seconds.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ FIXED = {
     "--distributed-timeout-minutes": "2",
     "--split": "90,9,1",
 }
-# Lengths and paths, which are given anew; what sizes cannot be kept; and what belongs to the machine of the script.
+# Lengths and paths, which are given anew; what sizes cannot be kept; and what belongs to the
+# machine of the script.
 _DROPPED = (
     "--train-iters --train-samples --lr-decay-iters --lr-decay-samples --lr-warmup-iters --lr-warmup-samples "
     "--lr-warmup-fraction --lr-wsd-decay-iters --lr-wsd-decay-samples --rampup-batch-size --global-batch-size "
@@ -59,7 +62,10 @@ def shrunk(argv: Sequence[str], directory: Path, iterations: int = 4) -> tuple[l
     sizes: dict[str, int] = {}
     interleaved = False
     for name, values in _options(argv):
-        interleaved |= name in ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
+        interleaved |= name in (
+            "--num-layers-per-virtual-pipeline-stage",
+            "--num-virtual-stages-per-pipeline-rank",
+        )
         if name in DROPPED:
             continue
         if name in MOST:
@@ -76,9 +82,22 @@ def shrunk(argv: Sequence[str], directory: Path, iterations: int = 4) -> tuple[l
         kept += ["--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", str(model)]
     world = model * stages
     replicas = 2 if world == 1 else 1
-    kept += ["--num-layers", str(2 * stages), "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "60"]
+    kept += [
+        "--num-layers",
+        str(2 * stages),
+        "--mock-data",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        "60",
+    ]
     kept += ["--train-iters", str(iterations), "--save", str(directory), "--load", str(directory)]
-    kept += ["--save-interval", "2", "--global-batch-size", str(4 * sizes.get("--micro-batch-size", 1) * replicas)]
+    kept += [
+        "--save-interval",
+        "2",
+        "--global-batch-size",
+        str(4 * sizes.get("--micro-batch-size", 1) * replicas),
+    ]
     if interleaved and stages > 1:
         kept += ["--num-layers-per-virtual-pipeline-stage", "1"]
     if "WSD" in kept:

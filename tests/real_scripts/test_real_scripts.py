@@ -1,20 +1,24 @@
-"""Command lines of real launch scripts, made small and really run: train, save, evaluate, go on from what was saved."""
+"""Command lines of real launch scripts, made small and really run: train, save, evaluate, go on
+from what was saved.
+"""
 
 import math
 
 import pytest
 
 from tests import GOLDEN
-from tests.flag_sets import read
 from tests.real_scripts.shrink import shrunk
-from tests.training_harness import train
+from tests.support.flag_sets import read
+from tests.support.training_harness import train
 
 SCRIPTS = [row for row in read(GOLDEN / "flag_sets/flag_sets.jsonl") if row["outcome"] == "parses"]
 EVERY = 5  # of them, one runs in the plain suite
 
 
 def script(index, row):
-    return pytest.param(row["argv"], id=row["id"], marks=[] if index % EVERY == 0 else [pytest.mark.slow])
+    return pytest.param(
+        row["argv"], id=row["id"], marks=[] if index % EVERY == 0 else [pytest.mark.slow]
+    )
 
 
 @pytest.mark.parametrize("argv", [script(index, row) for index, row in enumerate(SCRIPTS)])

@@ -6,20 +6,22 @@ import pytest
 
 from benchmarks.run_all import COMMANDS, PAGE, replace_block
 from tests import ROOT
-from tests.options_page import page
+from tests.support.options_page import page
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_table_of_options_is_current():
     text = (ROOT / "docs/megatron_lm_options.md").read_text(encoding="utf-8")
-    assert text == page(), "run: python -m tests.options_page > docs/megatron_lm_options.md"
+    assert text == page(), "run: python -m tests.support.options_page > docs/megatron_lm_options.md"
 
 
 def anchors(path):
     """The anchors of headings, as GitHub and the site make them."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -41,7 +43,9 @@ def test_every_page_is_in_the_site():
 
 
 def test_every_benchmark_has_its_block():
-    blocks = re.findall(r"<!-- begin (\w+) -->\n.*?<!-- end (\w+) -->", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(
+        r"<!-- begin (\w+) -->\n.*?<!-- end (\w+) -->", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert all(begin == end for begin, end in blocks)
     assert [begin for begin, _ in blocks] == list(COMMANDS)
     assert all((ROOT / command.split()[0]).exists() for command in COMMANDS.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.training.config.run_config import parse_args
-from tests.launch_scripts import ROOT, launched, pod_command
+from tests.support.launch_scripts import ROOT, launched, pod_command
 
 SCRIPTS = {
     "examples/single_gpu.sh": 1,
@@ -19,7 +19,12 @@ MODELS = {"llama_1b": 1.24e9, "llama_8b": 8.03e9, "llama_70b": 70.6e9}
 
 
 def slurm(directory: Path) -> dict[str, str]:
-    return {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "16", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]"}
+    return {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_NNODES": "16",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+    }
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -32,10 +37,19 @@ def test_the_parser_takes_every_flag(script, tmp_path):
 
 
 def test_a_local_disk_adds_a_tier(tmp_path):
-    launch = launched(["bash", "examples/slurm/pretrain.sbatch"], tmp_path, LOCAL_DISK="/nvme/a b", **slurm(tmp_path))
+    launch = launched(
+        ["bash", "examples/slurm/pretrain.sbatch"],
+        tmp_path,
+        LOCAL_DISK="/nvme/a b",
+        **slurm(tmp_path),
+    )
     checkpoint = parse_args(launch.flags, launch.world_size).checkpoint
     assert checkpoint.non_persistent_local_ckpt_dir == "/nvme/a b"
-    assert checkpoint.replication and checkpoint.async_save and checkpoint.non_persistent_save_interval == 50
+    assert (
+        checkpoint.replication
+        and checkpoint.async_save
+        and checkpoint.non_persistent_save_interval == 50
+    )
 
 
 def test_kubernetes(tmp_path):
@@ -49,7 +63,10 @@ def test_kubernetes(tmp_path):
     assert config.checkpoint.non_persistent_local_ckpt_dir == "/local"
     text = (ROOT / "examples/kubernetes/pytorchjob.yaml").read_text()
     grace = int(re.search(r"terminationGracePeriodSeconds: (\d+)", text)[1])
-    assert config.training.exit_signal_handler and 30 < int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
+    assert (
+        config.training.exit_signal_handler
+        and 30 < int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
+    )
 
 
 @pytest.mark.parametrize(("reached", "requeued"), [(None, True), ("100", True), ("200000", False)])
@@ -89,7 +106,11 @@ def test_demo(tmp_path):
     (tmp_path / "demo/checkpoints/latest_checkpointed_iteration.txt").write_text("80")
     variables = {"DEMO": str(tmp_path / "demo"), "VENV": str(tmp_path / "venv")}
     result = subprocess.run(
-        ["bash", "examples/demo/run.sh"], cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True
+        ["bash", "examples/demo/run.sh"],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
     legs = [line.split() for line in result.stdout.splitlines() if " pretrain_gpt.py " in line]

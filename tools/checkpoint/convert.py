@@ -1,11 +1,13 @@
-"""Convert a checkpoint: torch_dist, legacy (mp_rank_XX), Hugging Face, DeepSpeed universal; optimizer included.
+"""Convert a checkpoint: torch_dist, legacy (mp_rank_XX), Hugging Face, DeepSpeed universal;
+optimizer included.
 
     python tools/checkpoint/convert.py --saver hf --load-dir run/checkpoints --save-dir model
     python tools/checkpoint/convert.py --saver legacy --load-dir run/checkpoints --save-dir old \\
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 4
 
-One process, no GPU, no torchrun. The source's format and the model's arguments are found in the files; what these lack
-is given as the flags of training (--num-attention-heads 16 --position-embedding-type rope ...).
+One process, no GPU, no torchrun. The source's format and the model's arguments are found in the
+files; what these lack is given as the flags of training (--num-attention-heads 16
+--position-embedding-type rope ...).
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ else:  # a command line is judged without torch
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
-ALL, AS_SOURCE = " ".join(FORMATS), "default: as the source"
+ALL = " ".join(FORMATS)
+AS_SOURCE = "default: as the source"
 
 
 def positive(text: str) -> int:
@@ -47,10 +50,12 @@ def positive(text: str) -> int:
     return value
 
 
-INT, SWITCH = {"type": positive}, {"action": "store_true"}
+INT = {"type": positive}
+SWITCH = {"action": "store_true"}
 QKV_BLOCKS = "order q, k and v for Megatron-DeepSpeed since December 2024 at the target's TP size"
 WHOSE_MODULES = "whose modules of Megatron-LM the files are for; default: as the source, else transformer_engine"
-# Flag -> the field of Options that it sets, the savers that it says something to, its help, and how it is parsed.
+# Flag -> the field of Options that it sets, the savers that it says something to, its help, and how
+# it is parsed.
 TARGET_FLAGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "--target-tensor-parallel-size": ("tensor_parallel", "legacy universal", AS_SOURCE, INT),
     "--target-pipeline-parallel-size": ("pipeline_parallel", "legacy", AS_SOURCE, INT),
@@ -75,23 +80,42 @@ TARGET_FLAGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Options of the conversion, and the model's arguments that were given."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--load-dir", type=path_of, required=True, help="a run's --save directory, an iteration, or a model")
+    add(
+        "--load-dir",
+        type=path_of,
+        required=True,
+        help="a run's --save directory, an iteration, or a model",
+    )
     add("--save-dir", type=path_of, required=True, help="where the result goes; must not exist")
     add("--loader", choices=["auto", *FORMATS], default="auto", help="format of the source")
     add("--saver", choices=[*FORMATS], required=True, help="format of the result")
     add("--ckpt-step", type=int, help="iteration to convert; default: the newest")
     add("--no-optim", action="store_true", help="leave the optimizer state out")
-    add("--hf-ignore-fields", nargs="+", default=[], metavar="NAME", help="fields of config.json that change nothing")
-    add("--universal-qkv-layout", choices=QKV_LAYOUTS, help="of a universal source; default: what its arguments tell")
+    add(
+        "--hf-ignore-fields",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="fields of config.json that change nothing",
+    )
+    add(
+        "--universal-qkv-layout",
+        choices=QKV_LAYOUTS,
+        help="of a universal source; default: what its arguments tell",
+    )
     for flag, (_, savers, text, how) in TARGET_FLAGS.items():
         add(flag, help=text if savers == ALL else f"for {savers.replace(' ', ', ')}: {text}", **how)
     add("--overwrite", action="store_true", help="replace an existing --save-dir")
     add("--verify", action="store_true", help="read the result back and compare it with the source")
     args, rest = parser.parse_known_args(argv)
-    given, ignored = parse_flags(FlagParser({"model": TransformerConfig, "layout": ParallelConfig}), rest)
+    given, ignored = parse_flags(
+        FlagParser({"model": TransformerConfig, "layout": ParallelConfig}), rest
+    )
     if ignored:
         raise ValueError(f"{', '.join(ignored)}: no effect on a conversion")
     return args, given
@@ -106,7 +130,11 @@ def given_for_target(args: argparse.Namespace) -> dict[str, Any]:
 def without_effect(args: argparse.Namespace) -> list[str]:
     """Flags that were given, and mean nothing to the saver."""
     meant = {flag: TARGET_FLAGS[flag][1].split() for flag in given_for_target(args)}
-    return [f"{flag} (for {', '.join(savers)})" for flag, savers in meant.items() if args.saver not in savers]
+    return [
+        f"{flag} (for {', '.join(savers)})"
+        for flag, savers in meant.items()
+        if args.saver not in savers
+    ]
 
 
 def run(
@@ -117,12 +145,17 @@ def run(
         "--max-shard-size": parse_size,
     }
     told = given_for_target(args).items()
-    fields = {TARGET_FLAGS[flag][0]: parsed[flag](value) if flag in parsed else value for flag, value in told}
+    fields = {
+        TARGET_FLAGS[flag][0]: parsed[flag](value) if flag in parsed else value
+        for flag, value in told
+    }
     options = Options(**fields, optimizer=not args.no_optim, note=note)
     hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
     what = (args.load_dir, args.save_dir, args.saver, args.loader, args.ckpt_step, hints, options)
     with Progress(f"-> {args.saver}") as progress:
-        return conversion.convert(*what, args.overwrite, args.verify, progress.add, progress.restart)
+        return conversion.convert(
+            *what, args.overwrite, args.verify, progress.add, progress.restart
+        )
 
 
 def stop(number: int, frame: object) -> NoReturn:

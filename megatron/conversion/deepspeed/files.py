@@ -1,14 +1,17 @@
-"""The files of a DeepSpeed universal checkpoint, and arguments and training state between them and ours.
+"""The files of a DeepSpeed universal checkpoint, and arguments and training state between them and
+ours.
 
 <root>/latest_universal                            name of the directory
-<root>/<tag>/mp_rank_XX_model_states.pt            arguments, schedule, counters; equal for all XX but rank numbers
-<root>/<tag>/zero/optimizer_state.pt               parameter groups (not in BLOOM-era directories)
-<root>/<tag>/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt; of SGD {fp32,momentum_buffer,step}.pt
+<root>/<tag>/mp_rank_XX_model_states.pt            arguments, schedule, counters; equal for all XX
+but rank numbers <root>/<tag>/zero/optimizer_state.pt               parameter groups (not in
+BLOOM-era directories) <root>/<tag>/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt; of SGD
+{fp32,momentum_buffer,step}.pt
 
-Parameters have names in three styles, those of the programs that train them. A pipeline numbers its stages:
-Megatron-DeepSpeed has 0 cast, 1 embedding, 2.. layers, final norm, head; BigScience's fork (BLOOM) has two
-transpositions around the layers. Without a pipeline the names are those of the module. Both programs descend from older
-Megatron-LM: most of their arguments have the same names, a few differ or are missing, and a few are no model of ours.
+Parameters have names in three styles, those of the programs that train them. A pipeline numbers its
+stages: Megatron-DeepSpeed has 0 cast, 1 embedding, 2.. layers, final norm, head; BigScience's fork
+(BLOOM) has two transpositions around the layers. Without a pipeline the names are those of the
+module. Both programs descend from older Megatron-LM: most of their arguments have the same names, a
+few differ or are missing, and a few are no model of ours.
 """
 
 from __future__ import annotations
@@ -62,12 +65,15 @@ _IN_EMBEDDING = {
     "embedding.position_embeddings.": "position_embeddings.",
     "embedding.word_embeddings_layernorm.": "word_embeddings.norm.",
 }
-_FINAL_NORM, _HEAD = "decoder.final_layernorm.", "output_layer.weight"
+_FINAL_NORM = "decoder.final_layernorm."
+_HEAD = "output_layer.weight"
 _KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias)")
 
 
 class Style(NamedTuple):
-    """How one program names parameters; `{n}` is the number of a layer or of what comes after the layers."""
+    """How one program names parameters; `{n}` is the number of a layer or of what comes after the
+    layers.
+    """
 
     first_layer: int  # number of layer 0
     gap: int  # numbers without parameters between the last layer and the final norm
@@ -78,14 +84,20 @@ class Style(NamedTuple):
     head: str = "{n}.lm_head.weight"
 
     def of(self, key: str, num_layers: int, tied: bool) -> str:
-        """The universal name of model-space `key`; raises ValueError for a tensor that these programs do not have."""
+        """The universal name of model-space `key`; raises ValueError for a tensor that these
+        programs do not have.
+        """
         end = self.first_layer + num_layers + self.gap
         match = _KEY.fullmatch(key)
         number, module, kind = match.groups() if match else (None, key, "")
         if number is not None and module in _IN_LAYER:
             return self.layer.format(n=self.first_layer + int(number)) + _IN_LAYER[module] + kind
         if module in _IN_EMBEDDING:
-            return (self.tied_embedding if tied else self.untied_embedding) + _IN_EMBEDDING[module] + kind
+            return (
+                (self.tied_embedding if tied else self.untied_embedding)
+                + _IN_EMBEDDING[module]
+                + kind
+            )
         if module == _FINAL_NORM:
             return self.final_norm.format(n=end) + kind
         if key == _HEAD:
@@ -114,29 +126,46 @@ _FIRST_NORM = re.compile(r"(?:language_model\.encoder\.layers\.)?(\d+)\.input_la
 
 
 def model_space_names(names: Sequence[str], description: str) -> dict[str, str]:
-    """Model-space key -> universal name; layers are counted from the smallest number that has an input norm.
+    """Model-space key -> universal name; layers are counted from the smallest number that has an
+    input norm.
 
     Raises ValueError for names of another kind of model, or layers with gaps.
     """
     plain = {name: name.removeprefix("module.") for name in names}
     layers = {int(match[1]) for match in map(_FIRST_NORM.fullmatch, plain.values()) if match}
     if not layers:
-        raise ValueError(f"{description} has no layers with the names of Megatron-DeepSpeed (N.input_layernorm.weight)")
+        raise ValueError(
+            f"{description} has no layers with the names of Megatron-DeepSpeed (N.input_layernorm.weight)"
+        )
     first = min(layers)
     if layers != set(range(first, first + len(layers))):
-        raise ValueError(f"{description}: layers {sorted(layers)} have gaps: the directory is incomplete")
-    modules = [f"decoder.layers.{number}.{module}" for number in range(len(layers)) for module in _IN_LAYER]
-    keys = [module + kind for module in (*modules, *_IN_EMBEDDING, _FINAL_NORM) for kind in ("weight", "bias")]
+        raise ValueError(
+            f"{description}: layers {sorted(layers)} have gaps: the directory is incomplete"
+        )
+    modules = [
+        f"decoder.layers.{number}.{module}" for number in range(len(layers)) for module in _IN_LAYER
+    ]
+    keys = [
+        module + kind
+        for module in (*modules, *_IN_EMBEDDING, _FINAL_NORM)
+        for kind in ("weight", "bias")
+    ]
     keys.append(_HEAD)
     styles = [style._replace(first_layer=first) for style in STYLES.values()]
-    known = {s.of(key, len(layers), tied): key for s in styles for tied in (True, False) for key in keys}
+    known = {
+        s.of(key, len(layers), tied): key for s in styles for tied in (True, False) for key in keys
+    }
     unknown = [name for name in names if plain[name] not in known]
     if unknown:
-        raise ValueError(f"{description}: {', '.join(unknown)} are not parameters of a GPT that is supported here")
+        raise ValueError(
+            f"{description}: {', '.join(unknown)} are not parameters of a GPT that is supported here"
+        )
     found = {known[plain[name]]: name for name in names}
     if len(found) < len(names):
         twice = [name for name in names if found[known[plain[name]]] != name]
-        raise ValueError(f"{description}: {', '.join(twice)} and other names are the same parameters of a GPT")
+        raise ValueError(
+            f"{description}: {', '.join(twice)} and other names are the same parameters of a GPT"
+        )
     return found
 
 
@@ -174,7 +203,9 @@ def universal_faults(directory: Path) -> list[str]:
     A state that one parameter has (Adam's moments or the momentum of SGD) all must have.
     """
     folders = _parameter_folders(directory)
-    names = [name for name in STATE_FILES.values() if any((folder / name).exists() for folder in folders)]
+    names = [
+        name for name in STATE_FILES.values() if any((folder / name).exists() for folder in folders)
+    ]
     required = {folder / name for folder in folders for name in {*names, STATE_FILES["param"]}}
     files = required | {directory / model_state_name(0)} | set(directory.rglob("*.pt"))
     return archive_faults(sorted(files), directory)
@@ -189,14 +220,18 @@ class UniversalFiles:
 
     def __init__(self, directory: Path) -> None:
         if not (directory / ZERO).is_dir():
-            raise ValueError(f"{directory} is no DeepSpeed universal checkpoint: it has no {ZERO}/ directory")
+            raise ValueError(
+                f"{directory} is no DeepSpeed universal checkpoint: it has no {ZERO}/ directory"
+            )
         self.directory = directory
         self.description = f"DeepSpeed universal checkpoint {directory}"
         states = sorted(directory.glob("mp_rank_*_model_states.pt"))
         if not states:
             raise ValueError(f"{self.description} is incomplete: it has no {model_state_name(0)}")
         self.state: dict[str, Any] = dict(_STATE(safe_load(states[0]), str(states[0])))
-        self.args: dict[str, Any] = vars(self.state.pop("args", argparse.Namespace()))  # under their names
+        self.args: dict[str, Any] = vars(
+            self.state.pop("args", argparse.Namespace())
+        )  # under their names
         folders = [path.name for path in _parameter_folders(directory)]
         sequence(check_key)(folders, str(directory / ZERO))
         self.names = model_space_names(folders, self.description)  # model-space key -> parameter
@@ -213,10 +248,14 @@ class UniversalFiles:
     def tensor(self, key: str, state: str) -> torch.Tensor:
         entry = self.entry(key, state)
         if isinstance(entry, dict) and entry.get("is_expert_param"):
-            raise ValueError(f"{self.description}: {self.names[key]} is an expert, which is not supported")
+            raise ValueError(
+                f"{self.description}: {self.names[key]} is an expert, which is not supported"
+            )
         tensor = entry.get("param") if isinstance(entry, dict) else entry
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{self.description}: {STATE_FILES[state]} of {self.names[key]} holds no tensor")
+            raise ValueError(
+                f"{self.description}: {STATE_FILES[state]} of {self.names[key]} holds no tensor"
+            )
         shape = self.shapes.get(key, tensor.shape)  # of its parameter, which is looked at first
         if tensor.shape != shape or not tensor.is_floating_point():
             raise ValueError(
@@ -237,11 +276,15 @@ class UniversalFiles:
         return SGD if (folder / STATE_FILES["momentum_buffer"]).exists() else SGD[:1]
 
     def step(self) -> int:
-        """Of Adam: stored per parameter, all equal; BLOOM-era directories count the steps that were not skipped."""
+        """Of Adam: stored per parameter, all equal; BLOOM-era directories count the steps that were
+        not skipped.
+        """
         paths = [self.directory / ZERO / name / STEP for name in self.names.values()]
         steps = {int(scalar(safe_load(path), str(path))) for path in paths if path.exists()}
         if len(steps) > 1:
-            raise ValueError(f"{self.description}: parameters are at different steps: {sorted(steps)}")
+            raise ValueError(
+                f"{self.description}: parameters are at different steps: {sorted(steps)}"
+            )
         if steps:
             return steps.pop()
         return (self.state.get("global_steps") or 0) - (self.state.get("skipped_steps") or 0)
@@ -256,9 +299,17 @@ _REQUIRED = {
 }
 # The change of Megatron-DeepSpeed that brought blocks of q, k and v also brought this option.
 BLOCKS_MARK = "ds_sequence_parallel_fpdt"
-_RENAMED = {"layernorm_epsilon": "norm_epsilon", "embed_layernorm": "embedding_layernorm", "rope_theta": "rotary_base"}
+_RENAMED = {
+    "layernorm_epsilon": "norm_epsilon",
+    "embed_layernorm": "embedding_layernorm",
+    "rope_theta": "rotary_base",
+}
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-_POSITION_TYPES = {1: "rope", 2: "learned_absolute", 3: "alibi"}  # PositionEmbeddingType of BigScience's fork
+_POSITION_TYPES = {
+    1: "rope",
+    2: "learned_absolute",
+    3: "alibi",
+}  # PositionEmbeddingType of BigScience's fork
 _SCHEDULE = (
     "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "start_wd", "end_wd",
     "wd_incr_style", "wd_incr_steps",
@@ -297,11 +348,14 @@ def _position_type(namespace: Mapping[str, Any]) -> str:
 def write_args(
     config: TransformerConfig, args: Mapping[str, Any], training: TrainingState, blocks: int | None
 ) -> argparse.Namespace:
-    """All arguments under our names and under theirs, with the consumed samples: else their data would start over.
+    """All arguments under our names and under theirs, with the consumed samples: else their data
+    would start over.
 
     `blocks` of q, k and v are marked as their writers mark them.
     """
-    rope, learned = (config.position_embedding_type == kind for kind in ("rope", "learned_absolute"))
+    rope, learned = (
+        config.position_embedding_type == kind for kind in ("rope", "learned_absolute")
+    )
     theirs: dict[str, Any] = {
         "num_key_value_heads": config.query_groups,
         "add_position_embedding": learned,
@@ -317,7 +371,9 @@ def write_args(
         "consumed_valid_samples": training.consumed_valid_samples,
     }
     if args.get("vocab_size") is not None:
-        theirs["vocab_size"] = args["vocab_size"]  # of the tokenizer; the model's is in the vocabulary's record
+        theirs["vocab_size"] = args[
+            "vocab_size"
+        ]  # of the tokenizer; the model's is in the vocabulary's record
     everything = {**plain_args(args), **dataclasses.asdict(config), **theirs}
     everything.pop(BLOCKS_MARK, None)  # the source's own
     return argparse.Namespace(**everything, **({BLOCKS_MARK: False} if blocks else {}))
@@ -331,13 +387,16 @@ _WITHOUT_FORM = (
 
 
 def parts_without_place(config: TransformerConfig) -> list[str]:
-    """What of the model their programs lack: the files hold it, but only a reader that knows it computes the same.
+    """What of the model their programs lack: the files hold it, but only a reader that knows it
+    computes the same.
 
     Raises ValueError where the files have no form for it.
     """
     for name in _WITHOUT_FORM:
         if getattr(config, name) != TransformerConfig.__dataclass_fields__[name].default:
-            raise ValueError(f"--{name.replace('_', '-')}: Megatron-DeepSpeed has no such model to write this one as")
+            raise ValueError(
+                f"--{name.replace('_', '-')}: Megatron-DeepSpeed has no such model to write this one as"
+            )
     parts = {
         "window_size": config.window_size is not None,
         "use_rope_scaling": config.use_rope_scaling,
@@ -346,28 +405,40 @@ def parts_without_place(config: TransformerConfig) -> list[str]:
         "add_qkv_bias": config.has_qkv_bias and not config.add_bias_linear,
     }
     return [
-        f"{name}: Megatron-DeepSpeed has no such model; other readers need to know" for name in parts if parts[name]
+        f"{name}: Megatron-DeepSpeed has no such model; other readers need to know"
+        for name in parts
+        if parts[name]
     ]
 
 
 def read_training(
-    state: Mapping[str, Any], optimizer: Mapping[str, Any] | None, step: int, args: Mapping[str, Any]
+    state: Mapping[str, Any],
+    optimizer: Mapping[str, Any] | None,
+    step: int,
+    args: Mapping[str, Any],
 ) -> TrainingState:
-    """From a model-state file, `optimizer_state.pt` (BLOOM-era directories have none) and the Adam step."""
+    """From a model-state file, `optimizer_state.pt` (BLOOM-era directories have none) and the Adam
+    step.
+    """
     scheduler = _read_scheduler(state.get("lr_scheduler"), args)
     operations = "num_floating_point_operations_so_far"
     return TrainingState(
         iteration=state.get("iteration") or state.get("global_steps") or 0,
-        consumed_train_samples=args.get("consumed_train_samples") or state.get("global_samples") or 0,
+        consumed_train_samples=args.get("consumed_train_samples")
+        or state.get("global_samples")
+        or 0,
         consumed_valid_samples=args.get("consumed_valid_samples") or 0,
         num_floating_point_operations_so_far=float(state.get(operations) or 0.0),
         grad_scaler=state.get("grad_scaler"),
-        param_groups=state.get("megatron_param_groups") or _read_groups(optimizer, scheduler, step, args),
+        param_groups=state.get("megatron_param_groups")
+        or _read_groups(optimizer, scheduler, step, args),
         scheduler=scheduler,
     )
 
 
-def _read_scheduler(state: Mapping[str, Any] | None, args: Mapping[str, Any]) -> dict[str, Any] | None:
+def _read_scheduler(
+    state: Mapping[str, Any] | None, args: Mapping[str, Any]
+) -> dict[str, Any] | None:
     """Megatron-LM's schedule; one that counts tokens has no counterpart (`lost_state` names it)."""
     if not state or any(state.get(name) for name in _BY_TOKENS):
         return None
@@ -379,13 +450,24 @@ def _read_scheduler(state: Mapping[str, Any] | None, args: Mapping[str, Any]) ->
 
 
 def _read_groups(
-    optimizer: Mapping[str, Any] | None, scheduler: Mapping[str, Any] | None, step: int, args: Mapping[str, Any]
+    optimizer: Mapping[str, Any] | None,
+    scheduler: Mapping[str, Any] | None,
+    step: int,
+    args: Mapping[str, Any],
 ) -> list[dict[str, Any]] | None:
-    """Megatron-LM's two groups, with and without weight decay (BigScience's fork splits the first in two)."""
+    """Megatron-LM's two groups, with and without weight decay (BigScience's fork splits the first
+    in two).
+    """
     if optimizer is None and "lr" not in args:
         return None
-    schedule, groups = scheduler or {}, list(optimizer["param_groups"]) if optimizer is not None else []
-    fixed = {"is_expert_parallel": False, "is_decoupled_lr": False, "bias_correction": True, "step": step}
+    schedule = scheduler or {}
+    groups = list(optimizer["param_groups"]) if optimizer is not None else []
+    fixed = {
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+        "bias_correction": True,
+        "step": step,
+    }
     implied = {
         "lr": args.get("lr"),
         "betas": (args.get("adam_beta1", 0.9), args.get("adam_beta2", 0.999)),
@@ -393,12 +475,22 @@ def _read_groups(
         "weight_decay": schedule.get("end_wd", args.get("weight_decay", 0.01)),
         "lr_mult": 1.0,
     }
-    limits = {name: schedule.get(name, args.get(ours)) for name, ours in (("max_lr", "lr"), ("min_lr", "min_lr"))}
+    limits = {
+        name: schedule.get(name, args.get(ours))
+        for name, ours in (("max_lr", "lr"), ("min_lr", "min_lr"))
+    }
     result = []
     for decays in (True, False):
-        known = [g for g in groups if bool(g.get("wd_mult", 1.0) and g.get("weight_decay")) == decays]
-        group = {name: (known[0] if known else {}).get(name, value) for name, value in implied.items()}
-        group |= {"betas": tuple(group["betas"]), "weight_decay": group["weight_decay"] if decays else 0.0}
+        known = [
+            g for g in groups if bool(g.get("wd_mult", 1.0) and g.get("weight_decay")) == decays
+        ]
+        group = {
+            name: (known[0] if known else {}).get(name, value) for name, value in implied.items()
+        }
+        group |= {
+            "betas": tuple(group["betas"]),
+            "weight_decay": group["weight_decay"] if decays else 0.0,
+        }
         result.append(fixed | limits | group | {"wd_mult": float(decays)})
     return result
 
@@ -418,8 +510,12 @@ def write_groups(training: TrainingState, counts: tuple[int, int]) -> list[dict[
     return result
 
 
-def write_scheduler(training: TrainingState, tokens: int, bigscience: bool) -> dict[str, Any] | None:
-    """Megatron's schedule with the token counts of its descendants; BigScience's fork has older names."""
+def write_scheduler(
+    training: TrainingState, tokens: int, bigscience: bool
+) -> dict[str, Any] | None:
+    """Megatron's schedule with the token counts of its descendants; BigScience's fork has older
+    names.
+    """
     if training.scheduler is None:
         return None
     state = {name: training.scheduler[name] for name in _SCHEDULE if name in training.scheduler}
@@ -432,6 +528,10 @@ def write_scheduler(training: TrainingState, tokens: int, bigscience: bool) -> d
 
 def lost_state(state: Mapping[str, Any]) -> list[str]:
     """What a model-state file holds that a `Source` has no place for."""
-    lost = [name for name in ("rng_state", "random_rng_state", "data_sampler", "random_ltd") if state.get(name)]
+    lost = [
+        name
+        for name in ("rng_state", "random_rng_state", "data_sampler", "random_ltd")
+        if state.get(name)
+    ]
     scheduler = state.get("lr_scheduler") or {}
     return lost + [f"lr_scheduler.{name}" for name in _BY_TOKENS if scheduler.get(name)]

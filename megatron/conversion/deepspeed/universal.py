@@ -1,4 +1,6 @@
-"""A DeepSpeed universal checkpoint as a `Source`, and a `Source` written as one, one tensor at a time."""
+"""A DeepSpeed universal checkpoint as a `Source`, and a `Source` written as one, one tensor at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,8 @@ _VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
 class UniversalSource:
     """Full-precision parameters, moments and run of a universal checkpoint.
 
-    The weights of a bf16 or fp16 run are its main parameters, cast. A `vocab_size` that is given is the number of
-    tokens to keep.
+    The weights of a bf16 or fp16 run are its main parameters, cast. A `vocab_size` that is given is
+    the number of tokens to keep.
     """
 
     def __init__(self, directory: Path, hints: Hints | None = None) -> None:
@@ -98,7 +100,9 @@ class UniversalSource:
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         info = self.tensors[key]
         parameter, state = split_key(key)
-        stored = self._files.tensor(parameter, state or "param")  # weights are main parameters, cast
+        stored = self._files.tensor(
+            parameter, state or "param"
+        )  # weights are main parameters, cast
         if stored.dim() != len(info.shape):
             stored = stored.view(info.shape)  # flat, from ZeRO-3
         columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
@@ -108,12 +112,18 @@ class UniversalSource:
 
         is_qkv = parameter.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         row_map = self._qkv_map if is_qkv and self._qkv_map is not None else as_is(info.shape[0])
-        return unpack_rows(row_map, offset[0], offset[0] + shape[0], read_rows).to(info.dtype, copy=True)
+        return unpack_rows(row_map, offset[0], offset[0] + shape[0], read_rows).to(
+            info.dtype, copy=True
+        )
 
     def _blocks(self, layout: str | None, config: TransformerConfig) -> int | None:
-        """Number of [q; k; v] blocks, None for the layout by groups; the arguments decide unless `layout` does."""
+        """Number of [q; k; v] blocks, None for the layout by groups; the arguments decide unless
+        `layout` does.
+        """
         if layout not in (None, *QKV_LAYOUTS):
-            raise ValueError(f"--universal-qkv-layout {layout!r}: give one of {', '.join(QKV_LAYOUTS)}")
+            raise ValueError(
+                f"--universal-qkv-layout {layout!r}: give one of {', '.join(QKV_LAYOUTS)}"
+            )
         if layout is None and BLOCKS_MARK in self._files.args:
             layout = "tp-blocks"
         if layout != "tp-blocks":
@@ -128,12 +138,16 @@ class UniversalSource:
         blocks = sizes.get("tp_degree") or self.args.get("tensor_model_parallel_size")
         if not blocks:
             flag = "--tensor-model-parallel-size"
-            raise ValueError(f"{self.description} does not say how many ranks split q, k and v: give {flag}")
+            raise ValueError(
+                f"{self.description} does not say how many ranks split q, k and v: give {flag}"
+            )
         return int(blocks)
 
 
 def _vocabulary(files: UniversalFiles, given: Mapping[str, Any]) -> int:
-    """Number of tokens: given, or recorded; else the rows, if the converter has cut the padding off."""
+    """Number of tokens: given, or recorded; else the rows, if the converter has cut the padding
+    off.
+    """
     if not files.shapes.get(WORD_EMBEDDINGS):
         raise ValueError(f"{files.description} has no word embedding")
     rows = files.shapes[WORD_EMBEDDINGS][0]
@@ -142,16 +156,21 @@ def _vocabulary(files: UniversalFiles, given: Mapping[str, Any]) -> int:
     if wanted is None:
         entry = files.entry(WORD_EMBEDDINGS, "param")
         if not (isinstance(entry, dict) and entry.get("vocab_tensor")):
-            raise ValueError(f"{files.description} does not tell tokens from padding: give --vocab-size (rows: {rows})")
+            raise ValueError(
+                f"{files.description} does not tell tokens from padding: give --vocab-size (rows: {rows})"
+            )
         wanted = rows
     if len(files.shapes[WORD_EMBEDDINGS]) > 1 and wanted > rows:
-        raise ValueError(f"--vocab-size {wanted} is more than the {rows} rows of {files.description}")
+        raise ValueError(
+            f"--vocab-size {wanted} is more than the {rows} rows of {files.description}"
+        )
     return int(wanted)
 
 
 def _implied(files: UniversalFiles, told: Mapping[str, Any]) -> dict[str, Any]:
     """What follows from names and shapes, for directories without arguments."""
-    names, shapes = files.names, files.shapes
+    names = files.names
+    shapes = files.shapes
     implied: dict[str, Any] = {
         "num_layers": sum(key.endswith("linear_qkv.layer_norm_weight") for key in names),
         "normalization": "LayerNorm" if "decoder.final_layernorm.bias" in names else "RMSNorm",
@@ -161,24 +180,44 @@ def _implied(files: UniversalFiles, told: Mapping[str, Any]) -> dict[str, Any]:
     }
     fc1, fc2, proj, qkv = (
         shapes.get(f"decoder.layers.0.{name}.weight", ())
-        for name in ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv")
+        for name in (
+            "mlp.linear_fc1",
+            "mlp.linear_fc2",
+            "self_attention.linear_proj",
+            "self_attention.linear_qkv",
+        )
     )
     heads = told.get("num_attention_heads")
     if len(fc1) == len(fc2) == 2:
-        implied |= {"hidden_size": fc2[0], "ffn_hidden_size": fc2[1], "swiglu": fc1[0] == 2 * fc2[1]}
+        implied |= {
+            "hidden_size": fc2[0],
+            "ffn_hidden_size": fc2[1],
+            "swiglu": fc1[0] == 2 * fc2[1],
+        }
     if heads and len(proj) == len(qkv) == 2 and proj[1] >= heads:
         head_dim = proj[1] // heads
         groups = (qkv[0] // head_dim - heads) // 2
-        implied |= {"kv_channels": head_dim, "num_query_groups": groups, "group_query_attention": groups != heads}
+        implied |= {
+            "kv_channels": head_dim,
+            "num_query_groups": groups,
+            "group_query_attention": groups != heads,
+        }
     if len(shapes.get(_POSITIONS, ())) == 2:
-        implied |= {"position_embedding_type": "learned_absolute", "max_position_embeddings": shapes[_POSITIONS][0]}
+        implied |= {
+            "position_embedding_type": "learned_absolute",
+            "max_position_embeddings": shapes[_POSITIONS][0],
+        }
     elif "position_embedding_type" not in told:
         flag = flag_name("position_embedding_type")
-        raise ValueError(f"{files.description} does not say how positions enter the model: give {flag}")
+        raise ValueError(
+            f"{files.description} does not say how positions enter the model: give {flag}"
+        )
     return implied
 
 
-def _tensors(files: UniversalFiles, config: TransformerConfig, optimizer: bool) -> dict[str, TensorInfo]:
+def _tensors(
+    files: UniversalFiles, config: TransformerConfig, optimizer: bool
+) -> dict[str, TensorInfo]:
     """Weights and states; raises ValueError unless files and arguments describe the same model."""
     wanted = model_tensors(config)
     missing = [key for key in wanted if key not in files.names]
@@ -196,40 +235,58 @@ def _tensors(files: UniversalFiles, config: TransformerConfig, optimizer: bool) 
             )
     tensors = {key: TensorInfo(shape, config.params_dtype) for key, shape in wanted.items()}
     for state in files.states() if optimizer else ():
-        tensors |= {optimizer_key(state, key): TensorInfo(shape, torch.float32) for key, shape in wanted.items()}
+        tensors |= {
+            optimizer_key(state, key): TensorInfo(shape, torch.float32)
+            for key, shape in wanted.items()
+        }
     return tensors
 
 
-_DS_VERSION = "0.19.8"  # the release whose loader this was checked with; loaders want 0.3.17 at least
+_DS_VERSION = (
+    "0.19.8"  # the release whose loader this was checked with; loaders want 0.3.17 at least
+)
 
 
 def write_universal(
-    source: Source, directory: Path, options: Options | None = None, progress: Progress = no_progress
+    source: Source,
+    directory: Path,
+    options: Options | None = None,
+    progress: Progress = no_progress,
 ) -> list[str]:
     """Write `source` below the empty `directory`; returns what could not be carried.
 
     `latest_universal` is written last. A source without an optimizer gets the state of one that has not begun: the
-    loader needs it. Raises ValueError for a model that the programs in question lack, before anything is written.
+    loader needs it. Raises ValueError for a model that the programs in question lack, before
+    anything is written.
     """
     options = options or Options()
     writer = _UniversalWriter(source, options)
-    layers, tied = writer.config.num_layers, not writer.config.untie_embeddings_and_output_weights
+    layers = writer.config.num_layers
+    tied = not writer.config.untie_embeddings_and_output_weights
     names = {key: STYLES[writer.style].of(key, layers, tied) for key in writer.parameters}
     lost = parts_without_place(writer.config)
     make_empty_directory(directory)
     training = source.training or TrainingState()
     target = directory / file_name(f"global_step{training.iteration}_universal", "the iteration")
     (target / ZERO).mkdir(parents=True)
-    jobs = [partial(writer.write_parameter, target / ZERO / name, key, progress) for key, name in names.items()]
+    jobs = [
+        partial(writer.write_parameter, target / ZERO / name, key, progress)
+        for key, name in names.items()
+    ]
     run_jobs(jobs, options.workers)
     _save(target / ZERO / OPTIMIZER_STATE, writer.optimizer_state(training))
     _save(target / model_state_name(0), writer.model_state(training, names))
-    # `latest_universal` makes the directory a checkpoint: it must not be durable before the rest is.
+    # `latest_universal` makes the directory a checkpoint: it must not be durable before the rest
+    # is.
     fsync_tree(directory)
     with committed(directory / LATEST) as temporary:
         temporary.write_text(target.name)
     fsync_tree(directory)
-    lost += [] if writer.has_optimizer else ["optimizer state: there is none, so moments are zero and the step is 0"]
+    lost += (
+        []
+        if writer.has_optimizer
+        else ["optimizer state: there is none, so moments are zero and the step is 0"]
+    )
     return lost + (["random number state: it belongs to one layout"] if training.rng else [])
 
 
@@ -241,17 +298,31 @@ class _UniversalWriter:
         shapes = {key: parameter.shape for key, parameter in self.parameters.items()}
         check_parameters(source.tensors, shapes, source.description, config.vocab_size)
         self.style = _style(options.universal_style, config)
-        tensor_parallel = options.tensor_parallel or source.args.get("tensor_model_parallel_size") or 1
+        tensor_parallel = (
+            options.tensor_parallel or source.args.get("tensor_model_parallel_size") or 1
+        )
         self.blocks = tensor_parallel if options.qkv_blocks else None
-        heads, groups, head_dim = config.num_attention_heads, config.query_groups, config.head_dim
+        heads = config.num_attention_heads
+        groups = config.query_groups
+        head_dim = config.head_dim
         self._qkv_map = qkv_blocks(heads, groups, head_dim, self.blocks) if self.blocks else None
         if self.blocks and groups != heads:
-            raise ValueError("Megatron-DeepSpeed that stores blocks of q, k and v has no --group-query-attention")
+            raise ValueError(
+                "Megatron-DeepSpeed that stores blocks of q, k and v has no --group-query-attention"
+            )
         self.states = optimizer_states(source.tensors)
         self.has_optimizer = bool(self.states)
-        steps = [group.get("step") for group in (source.training and source.training.param_groups) or []]
-        taken = source.training.iteration if source.training is not None else 0  # SGD does not count
-        self.step = float(next((step for step in steps if step is not None), taken)) if self.has_optimizer else 0.0
+        steps = [
+            group.get("step") for group in (source.training and source.training.param_groups) or []
+        ]
+        taken = (
+            source.training.iteration if source.training is not None else 0
+        )  # SGD does not count
+        self.step = (
+            float(next((step for step in steps if step is not None), taken))
+            if self.has_optimizer
+            else 0.0
+        )
 
     def write_parameter(self, folder: Path, key: str, progress: Progress) -> None:
         folder.mkdir()
@@ -269,7 +340,11 @@ class _UniversalWriter:
         shape = self.parameters[key].shape
         if state != "param" and not self.has_optimizer:
             return torch.zeros(shape)
-        stored = full_precision_key(key, self.source.tensors) if state == "param" else optimizer_key(state, key)
+        stored = (
+            full_precision_key(key, self.source.tensors)
+            if state == "param"
+            else optimizer_key(state, key)
+        )
         return self.source.read(stored, (0,) * len(shape), shape).float()
 
     def _marks(self, key: str) -> dict[str, Any]:
@@ -278,7 +353,9 @@ class _UniversalWriter:
         marks = {
             "cat_dim": parameter.info.tp_dim,
             "vocab_tensor": parameter.group.embedding or None,
-            "param_n_sub_params": parameter.info.tp_blocks if parameter.info.tp_blocks > 1 else None,
+            "param_n_sub_params": parameter.info.tp_blocks
+            if parameter.info.tp_blocks > 1
+            else None,
         }
         return {name: value for name, value in marks.items() if value is not None}
 
@@ -294,7 +371,10 @@ class _UniversalWriter:
 
     def model_state(self, training: TrainingState, names: Mapping[str, str]) -> dict[str, Any]:
         args = write_args(self.config, self.source.args, training, blocks=self.blocks)
-        vocabulary = {"original_vocab_size": self.config.vocab_size, "padded_vocab_size": self.config.vocab_size}
+        vocabulary = {
+            "original_vocab_size": self.config.vocab_size,
+            "padded_vocab_size": self.config.vocab_size,
+        }
         tokens = training.consumed_train_samples * int(self.source.args.get("seq_length") or 0)
         state = {
             "module": None,
@@ -304,7 +384,9 @@ class _UniversalWriter:
             "frozen_param_shapes": None,
             "shared_params": {},
             "frozen_param_fragments": None,
-            "lr_scheduler": write_scheduler(training, tokens, bigscience=self.style == "bigscience"),
+            "lr_scheduler": write_scheduler(
+                training, tokens, bigscience=self.style == "bigscience"
+            ),
             "data_sampler": None,
             "random_ltd": None,
             "skipped_steps": training.iteration - int(self.step) if self.has_optimizer else 0,
@@ -315,13 +397,16 @@ class _UniversalWriter:
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": self.blocks or 1},
             "ds_config": {},
             "ds_version": _DS_VERSION,
-            "universal_checkpoint_info": {"universal_checkpoint_version": 0.4} | vocabulary | self._patterns(names),
+            "universal_checkpoint_info": {"universal_checkpoint_version": 0.4}
+            | vocabulary
+            | self._patterns(names),
             "args": args,
             "checkpoint_version": 3.0,
             "iteration": training.iteration,
             "tokens": tokens,
             # No loader of DeepSpeed asks for these; the way back does.
-            "megatron_param_groups": training.param_groups and [plain_args(group) for group in training.param_groups],
+            "megatron_param_groups": training.param_groups
+            and [plain_args(group) for group in training.param_groups],
             "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far,
             "grad_scaler": training.grad_scaler,
         }
@@ -331,7 +416,9 @@ class _UniversalWriter:
         """By group: with weight decay (matrices), without (vectors)."""
         groups: list[OrderedDict[str, torch.Size]] = [OrderedDict(), OrderedDict()]
         for key, name in names.items():
-            groups[not self.parameters[key].group.weight_decay][name] = torch.Size(self.parameters[key].shape)
+            groups[not self.parameters[key].group.weight_decay][name] = torch.Size(
+                self.parameters[key].shape
+            )
         return groups
 
     def _patterns(self, names: Mapping[str, str]) -> dict[str, list[str]]:
@@ -353,7 +440,9 @@ def _style(name: str | None, config: TransformerConfig) -> str:
     if name not in STYLES:
         raise ValueError(f"--universal-style {name!r}: give one of {', '.join(STYLES)}")
     if like_bloom and name != "bigscience":
-        raise ValueError(f"--universal-style {name}: Megatron-DeepSpeed has no ALiBi and no normalized embedding")
+        raise ValueError(
+            f"--universal-style {name}: Megatron-DeepSpeed has no ALiBi and no normalized embedding"
+        )
     return name
 
 

@@ -1,8 +1,9 @@
 """A Hugging Face directory as a `Source`, and a `Source` written as one, a few rows at a time.
 
-Beside an exported model may lie what transformers has no place for, so that the way back loses nothing: the sidecar,
-`megatron_state/` in the model's directory (a subdirectory, so that no loader takes its files for weights). It holds the
-optimizer state in model space as safetensors, and run arguments and training state as JSON.
+Beside an exported model may lie what transformers has no place for, so that the way back loses
+nothing: the sidecar, `megatron_state/` in the model's directory (a subdirectory, so that no loader
+takes its files for weights). It holds the optimizer state in model space as safetensors, and run
+arguments and training state as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ import torch
 
 from megatron.conversion.formats import Hints, Options
 from megatron.conversion.huggingface.families import Family, choose_family, family_of
-from megatron.conversion.huggingface.tokenizer import export_tokenizer, tokenizer_arguments, write_generation_config
+from megatron.conversion.huggingface.tokenizer import (
+    export_tokenizer,
+    tokenizer_arguments,
+    write_generation_config,
+)
 from megatron.conversion.huggingface.weight_files import (
     Outgoing,
     Stored,
@@ -40,7 +45,12 @@ from megatron.conversion.model_space.model import (
     model_tensors,
     resolved,
 )
-from megatron.conversion.model_space.pieces import as_is, make_empty_directory, same_bits, unpack_rows
+from megatron.conversion.model_space.pieces import (
+    as_is,
+    make_empty_directory,
+    same_bits,
+    unpack_rows,
+)
 from megatron.conversion.model_space.source import (
     ADAM,
     ARGUMENTS,
@@ -68,7 +78,9 @@ _STATE = "state.json"  # written last: without it there is no sidecar
 _QUANTIZATION = "quantization_config"
 _TUPLES = ("window_size", "betas")  # JSON has lists only
 
-_SCHEMA = schema.record({"files": schema.sequence(schema.file_name), "training": TRAINING_STATE, "args": ARGUMENTS})
+_SCHEMA = schema.record(
+    {"files": schema.sequence(schema.file_name), "training": TRAINING_STATE, "args": ARGUMENTS}
+)
 
 
 class Sidecar(NamedTuple):
@@ -90,7 +102,9 @@ def open_sidecar(directory: Path) -> Sidecar | None:
             f"{directory} lacks {', '.join(missing)}: copy it again, or leave the optimizer out (--no-optim)"
         )
     training = TrainingState(**state["training"])
-    training.param_groups = training.param_groups and [_with_tuples(group) for group in training.param_groups]
+    training.param_groups = training.param_groups and [
+        _with_tuples(group) for group in training.param_groups
+    ]
     tensors = {name: stored for path in paths for name, stored in open_safetensors(path).items()}
     return Sidecar(_with_tuples(state["args"]), training, tensors)
 
@@ -98,8 +112,8 @@ def open_sidecar(directory: Path) -> Sidecar | None:
 def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> list[Outgoing]:
     """The optimizer state of the model's parameters, under their keys.
 
-    Without main parameters the weights are the fp32 values that the optimizer works on; they are stored as such, since
-    the exported weights may be rounded.
+    Without main parameters the weights are the fp32 values that the optimizer works on; they are
+    stored as such, since the exported weights may be rounded.
     """
     states = {"param": None} | dict.fromkeys(optimizer_states(source.tensors) or ADAM)
     tensors = []
@@ -108,7 +122,9 @@ def sidecar_tensors(source: Source, parameters: Mapping[str, Shape]) -> list[Out
             key = optimizer_key(state, parameter)
             read = full_precision_key(parameter, source.tensors) if state == "param" else key
             if read not in source.tensors:
-                raise ValueError(f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer state")
+                raise ValueError(
+                    f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer state"
+                )
             part = StoredParameter(key, (), shape, (key,), as_is(shape[0]))
             tensors.append(Outgoing(source, read, part, torch.float32))
     return tensors
@@ -120,8 +136,12 @@ def write_state(directory: Path, source: Source, files: list[str]) -> None:
     try:
         json.dumps(training)
     except TypeError as error:
-        raise ValueError(f"{source.description}: its training state is not plain data ({error})") from error
-    write_json(directory / _STATE, {"files": files, "training": training, "args": plain_args(source.args)})
+        raise ValueError(
+            f"{source.description}: its training state is not plain data ({error})"
+        ) from error
+    write_json(
+        directory / _STATE, {"files": files, "training": training, "args": plain_args(source.args)}
+    )
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +152,8 @@ _NOT_THIS_MODELS = "is not this model's: leave it out (--no-optim) or remove it"
 
 
 class HuggingFaceSource:
-    """Weights of a model of transformers; with the sidecar of an earlier export, the optimizer and the run too.
+    """Weights of a model of transformers; with the sidecar of an earlier export, the optimizer and
+    the run too.
 
     Raises ValueError for a model that is not supported, or files that do not fit together.
     """
@@ -154,11 +175,19 @@ class HuggingFaceSource:
         self._files = open_weights(directory)
         if block is not None:
             self._files = dequantized(self._files, block, config.params_dtype)
-        # A save of the base model alone (AutoModel, not AutoModelForCausalLM) names its tensors without the prefix.
-        self._prefix = "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
-        # Where biases of attention and MLP are an option, those that are off are zero in a model that has the others.
-        self._biases_off = [name for rule in family.rules for name in rule.biases if not hf.get(name)]
-        self._parts: dict[str, list[StoredParameter]] = defaultdict(list)  # of a tensor: one, or one per expert
+        # A save of the base model alone (AutoModel, not AutoModelForCausalLM) names its tensors
+        # without the prefix.
+        self._prefix = (
+            "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
+        )
+        # Where biases of attention and MLP are an option, those that are off are zero in a model
+        # that has the others.
+        self._biases_off = [
+            name for rule in family.rules for name in rule.biases if not hf.get(name)
+        ]
+        self._parts: dict[str, list[StoredParameter]] = defaultdict(
+            list
+        )  # of a tensor: one, or one per expert
         for part in _places(family, config, lambda name: self._name(name) in self._files):
             if self._holds(part):
                 self._check_shapes(part)
@@ -169,7 +198,12 @@ class HuggingFaceSource:
             for key, shape in model_tensors(config).items()
         }
         self._check_tied(config)
-        used = {self._name(name) for parts in self._parts.values() for part in parts for name in part.names}
+        used = {
+            self._name(name)
+            for parts in self._parts.values()
+            for part in parts
+            for name in part.names
+        }
         self.unused = sorted(set(self._files) - used)
         if "bf16" not in self.args and "fp16" not in self.args:  # config.json is silent
             self.args |= {"bf16": default == torch.bfloat16, "fp16": default == torch.float16}
@@ -186,9 +220,14 @@ class HuggingFaceSource:
         if self._sidecar is not None:
             if key in self._sidecar.tensors:
                 return self._read_optimizer(self._sidecar.tensors[key], key, offset, shape)
-            # Weights exported in another dtype: those of the run are its main parameters, rounded to its own dtype.
+            # Weights exported in another dtype: those of the run are its main parameters, rounded
+            # to its own dtype.
             if key in self._parts and self._stored_dtype(key) != info.dtype:
-                return self._sidecar.tensors[optimizer_key("param", key)].read(offset, shape).to(info.dtype)
+                return (
+                    self._sidecar.tensors[optimizer_key("param", key)]
+                    .read(offset, shape)
+                    .to(info.dtype)
+                )
         return self._read_parameter(key, offset, shape)
 
     def _read_parameter(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -204,21 +243,34 @@ class HuggingFaceSource:
         lead = part.lead if part.packed is not None else ()
 
         def read_box(source: int, start: Shape, extent: Shape) -> torch.Tensor:
-            box = self._stored(part.names[source]).read((*lead, *start), (*[1] * len(lead), *extent))
+            box = self._stored(part.names[source]).read(
+                (*lead, *start), (*[1] * len(lead), *extent)
+            )
             return box.view(extent)
 
         def read_rows(source: int, first: int, count: int) -> torch.Tensor:
             return read_box(source, (first, *offset[1:]), (count, *shape[1:]))
 
-        if part.transposed:  # its rows are columns of the file: these are read once, not once for every run
-            stored = read_box(0, (offset[1], 0), (shape[1], self._stored(part.names[0]).shape[-1])).t()
+        if (
+            part.transposed
+        ):  # its rows are columns of the file: these are read once, not once for every run
+            stored = read_box(
+                0, (offset[1], 0), (shape[1], self._stored(part.names[0]).shape[-1])
+            ).t()
             return unpack_rows(
-                part.row_map, offset[0], offset[0] + shape[0], lambda _, first, count: stored[first : first + count]
+                part.row_map,
+                offset[0],
+                offset[0] + shape[0],
+                lambda _, first, count: stored[first : first + count],
             ).contiguous()
         return unpack_rows(part.row_map, offset[0], offset[0] + shape[0], read_rows).contiguous()
 
-    def _read_optimizer(self, stored: Stored, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Main parameters must still be those of the weights, to the bit: else the moments belong to another model."""
+    def _read_optimizer(
+        self, stored: Stored, key: str, offset: Shape, shape: Shape
+    ) -> torch.Tensor:
+        """Main parameters must still be those of the weights, to the bit: else the moments belong
+        to another model.
+        """
         value = stored.read(offset, shape)
         parameter, state = split_key(key)
         if state == "param" and parameter in self._parts:
@@ -240,16 +292,21 @@ class HuggingFaceSource:
     def _stored_dtype(self, key: str) -> torch.dtype:
         """Promoted, should q, k and v differ."""
         return reduce(
-            torch.promote_types, {self._stored(name).dtype for part in self._parts[key] for name in part.names}
+            torch.promote_types,
+            {self._stored(name).dtype for part in self._parts[key] for name in part.names},
         )
 
     def _holds(self, part: StoredParameter) -> bool:
-        """False for a bias that config.json says is absent: it is zero. Raises ValueError for a missing tensor."""
+        """False for a bias that config.json says is absent: it is zero. Raises ValueError for a
+        missing tensor.
+        """
         missing = [name for name in map(self._name, part.names) if name not in self._files]
         flag = "attention_bias" if ".self_attention." in part.key else "mlp_bias"
         is_off = part.key.endswith(".bias") and flag in self._biases_off
         if missing and not (is_off and len(missing) == len(part.names)):
-            raise ValueError(f"{self._directory}: the weights lack {', '.join(missing)}, which config.json calls for")
+            raise ValueError(
+                f"{self._directory}: the weights lack {', '.join(missing)}, which config.json calls for"
+            )
         return not missing
 
     def _check_shapes(self, part: StoredParameter) -> None:
@@ -272,17 +329,26 @@ class HuggingFaceSource:
         if config.untie_embeddings_and_output_weights or name not in self._files:
             return
         head = self._files[name].read((0, 0), self._files[name].shape)
-        if not torch.equal(head, self._read_parameter(WORD_EMBEDDINGS, (0, 0), self.tensors[WORD_EMBEDDINGS].shape)):
+        if not torch.equal(
+            head, self._read_parameter(WORD_EMBEDDINGS, (0, 0), self.tensors[WORD_EMBEDDINGS].shape)
+        ):
             raise ValueError(
                 f"{self._directory}: config.json ties the head to the embedding, but lm_head.weight differs from it: "
                 "set tie_word_embeddings to false in config.json to keep the head"
             )
 
-    def _add_sidecar(self, sidecar: Sidecar, config: TransformerConfig, given: Mapping[str, Any]) -> None:
+    def _add_sidecar(
+        self, sidecar: Sidecar, config: TransformerConfig, given: Mapping[str, Any]
+    ) -> None:
         where = self._directory / DIRECTORY
         run = model_config(sidecar.args, self.args["vocab_size"], str(where))
-        wanted, found = model_signature(run), model_signature(config)
-        differing = [f"{name} ({wanted[name]} -> {found[name]})" for name in wanted if wanted[name] != found[name]]
+        wanted = model_signature(run)
+        found = model_signature(config)
+        differing = [
+            f"{name} ({wanted[name]} -> {found[name]})"
+            for name in wanted
+            if wanted[name] != found[name]
+        ]
         if differing:
             raise ValueError(
                 f"{self._directory}: config.json was changed after the export ({', '.join(differing)}), so the "
@@ -291,21 +357,32 @@ class HuggingFaceSource:
         self.args |= {**sidecar.args, **given}
         self.training = sidecar.training
         for key, info in self.tensors.items():
-            self.tensors[key] = TensorInfo(info.shape, run.params_dtype if is_trained(key) else info.dtype)
-        strange = [key for key in sidecar.tensors if split_key(key)[1] is None or split_key(key)[0] not in self.tensors]
+            self.tensors[key] = TensorInfo(
+                info.shape, run.params_dtype if is_trained(key) else info.dtype
+            )
+        strange = [
+            key
+            for key in sidecar.tensors
+            if split_key(key)[1] is None or split_key(key)[0] not in self.tensors
+        ]
         if strange:
             raise ValueError(f"{where}: {strange[0]} is no optimizer state of this model")
-        self.tensors |= {key: TensorInfo(stored.shape, stored.dtype) for key, stored in sidecar.tensors.items()}
+        self.tensors |= {
+            key: TensorInfo(stored.shape, stored.dtype) for key, stored in sidecar.tensors.items()
+        }
         check_optimizer_complete(self.tensors, str(where))
 
 
 def write_huggingface(
-    source: Source, directory: Path, options: Options | None = None, progress: Progress = no_progress
+    source: Source,
+    directory: Path,
+    options: Options | None = None,
+    progress: Progress = no_progress,
 ) -> list[str]:
     """Write `source` into the empty `directory`; returns what it holds that could not be carried.
 
-    config.json is written last, so an interrupted export is no model. Raises ValueError for a model that transformers
-    cannot express, before anything is written.
+    config.json is written last, so an interrupted export is no model. Raises ValueError for a model
+    that transformers cannot express, before anything is written.
     """
     options = options or Options()
     config = _config(source, options)
@@ -320,7 +397,9 @@ def write_huggingface(
     weights = []
     for place in places:
         dtype = config.params_dtype if is_trained(place.key) else source.tensors[place.key].dtype
-        weights.append(Outgoing(source, full_precision_key(place.key, source.tensors), place, dtype))
+        weights.append(
+            Outgoing(source, full_precision_key(place.key, source.tensors), place, dtype)
+        )
     write_weight_files(directory, "model", weights, *limits)
     if optimizer:
         folder = directory / DIRECTORY
@@ -332,7 +411,10 @@ def write_huggingface(
         options.note(f"tokenizer: {copied}")
     # Readers recognise a model by config.json: it must not be durable before the weights are.
     fsync_tree(directory)
-    write_json(directory / "config.json", {**family.write_config(config), **tokenizer.ids, "use_cache": True})
+    write_json(
+        directory / "config.json",
+        {**family.write_config(config), **tokenizer.ids, "use_cache": True},
+    )
     fsync_tree(directory)
     return tokenizer.lost + _not_carried(source, bool(optimizer))
 
@@ -345,28 +427,42 @@ def _config(source: Source, options: Options) -> TransformerConfig:
     return dataclasses.replace(config, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
 
 
-def _check_complete(source: Source, config: TransformerConfig, places: list[StoredParameter]) -> None:
-    """Every parameter of the model is in the source, and has a place in the family or is a bias of zeros."""
+def _check_complete(
+    source: Source, config: TransformerConfig, places: list[StoredParameter]
+) -> None:
+    """Every parameter of the model is in the source, and has a place in the family or is a bias of
+    zeros.
+    """
     shapes = model_tensors(config)
     placed = {place.key for place in places}
     check_parameters(source.tensors, shapes, source.description, config.vocab_size)
     for key in shapes:
         if key not in placed and torch.count_nonzero(read_whole(source, key)):
-            raise ValueError(f"{source.description}: {key} is not zero, and models of this family have no such bias")
+            raise ValueError(
+                f"{source.description}: {key} is not zero, and models of this family have no such bias"
+            )
     extra = [k for k in source.tensors if k not in shapes and not k.startswith("optimizer.")]
     if extra:
-        raise ValueError(f"{source.description}: {', '.join(extra)} are not part of the model its arguments describe")
+        raise ValueError(
+            f"{source.description}: {', '.join(extra)} are not part of the model its arguments describe"
+        )
 
 
-def _places(family: Family, config: TransformerConfig, has: Callable[[str], bool]) -> list[StoredParameter]:
-    """Every parameter of the model that has a row, in the order of the model, in files that have these names."""
+def _places(
+    family: Family, config: TransformerConfig, has: Callable[[str], bool]
+) -> list[StoredParameter]:
+    """Every parameter of the model that has a row, in the order of the model, in files that have
+    these names.
+    """
     return stored_parameters(model_tensors(config), family.rows, family.layers, config, has)
 
 
 def _not_carried(source: Source, sidecar: bool) -> list[str]:
     lost = []
     if any(key.startswith("optimizer.") for key in source.tensors) and not sidecar:
-        lost.append("optimizer state and training state: give --save-optim-sidecar to keep them beside the model")
+        lost.append(
+            "optimizer state and training state: give --save-optim-sidecar to keep them beside the model"
+        )
     if source.training is not None and source.training.rng:
         lost.append("random number state: it belongs to one layout")
     return lost

@@ -1,4 +1,6 @@
-"""The model families of transformers as tables: rows for parameters, rules for config fields, with their inverses."""
+"""The model families of transformers as tables: rows for parameters, rules for config fields, with
+their inverses.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,19 @@ from megatron.conversion.huggingface.rules import (
     sliding_window,
 )
 from megatron.conversion.model_space.source import MODEL_ARGUMENTS
-from megatron.core.dist_checkpointing.format.schema import optional, printable, record, sequence, shown, text
-from megatron.core.transformer.transformer_config import COMPUTED_LOCALLY, TransformerConfig, model_signature
+from megatron.core.dist_checkpointing.format.schema import (
+    optional,
+    printable,
+    record,
+    sequence,
+    shown,
+    text,
+)
+from megatron.core.transformer.transformer_config import (
+    COMPUTED_LOCALLY,
+    TransformerConfig,
+    model_signature,
+)
 
 # Fields that describe files, tokens, generation or speed; none of them changes the logits.
 HARMLESS = """
@@ -58,7 +71,8 @@ HARMLESS = """
 class Family:
     """One `model_type`.
 
-    Rows for parameters that no model of the family has do no harm: `obstacles` compares whole models.
+    Rows for parameters that no model of the family has do no harm: `obstacles` compares whole
+    models.
     """
 
     model_type: str
@@ -67,30 +81,40 @@ class Family:
     rules: tuple[Rule, ...]
     harmless: str = ""  # fields of this family that change nothing
     layers: str = "model.layers."  # the names of layers begin with it
-    whole_heads: bool = False  # transformers insists that heads divide hidden_size, whatever head_dim is
+    whole_heads: bool = (
+        False  # transformers insists that heads divide hidden_size, whatever head_dim is
+    )
 
     @property
     def prefix(self) -> str:
         """Of the base model's names; files of the base model alone lack it."""
         return self.layers.partition(".")[0] + "."
 
-    def read_config(self, hf: Json, args: Mapping[str, Any], ignored: Collection[str] = ()) -> dict[str, Any]:
+    def read_config(
+        self, hf: Json, args: Mapping[str, Any], ignored: Collection[str] = ()
+    ) -> dict[str, Any]:
         """Arguments of the model in `hf`; `args` were given by the user and win.
 
         Raises ValueError for a field that is not known, missing or of an unsupported value.
         """
-        # A field that nobody reads may still change the model, so all must be known before any is used.
+        # A field that nobody reads may still change the model, so all must be known before any is
+        # used.
         rules = COMMON_RULES + self.rules
         checks = {field: check for rule in rules for field, check in rule.fields.items()}
         known = {*HARMLESS.split(), *self.harmless.split(), *ignored, *checks}
-        unknown = sorted(name for name, value in hf.items() if value is not None and name not in known)
+        unknown = sorted(
+            name for name, value in hf.items() if value is not None and name not in known
+        )
         if unknown:
             listed = ", ".join(f"{printable(name)} = {shown(hf[name])}" for name in unknown)
             raise ValueError(
                 f"config.json has fields that are not supported and may change what the model computes: {listed}. "
                 f"If they do not, convert it with --hf-ignore-fields {printable(' '.join(unknown))}"
             )
-        typed = {name: MODEL_ARGUMENTS[check] if isinstance(check, str) else check for name, check in checks.items()}
+        typed = {
+            name: MODEL_ARGUMENTS[check] if isinstance(check, str) else check
+            for name, check in checks.items()
+        }
         record({f"{name}?": optional(check) for name, check in typed.items()})(hf, "config.json")
         result = dict(args)
         for rule in rules:
@@ -98,19 +122,32 @@ class Family:
         return result
 
     def write_config(self, config: TransformerConfig) -> Json:
-        fields = {name: value for rule in COMMON_RULES + self.rules for name, value in rule.write(config).items()}
+        fields = {
+            name: value
+            for rule in COMMON_RULES + self.rules
+            for name, value in rule.write(config).items()
+        }
         return {"architectures": [self.architecture], "model_type": self.model_type} | fields
 
     def obstacles(self, config: TransformerConfig) -> list[str]:
-        """What of the model this family cannot express: config.json is written, read back and compared."""
+        """What of the model this family cannot express: config.json is written, read back and
+        compared.
+        """
         wanted = model_signature(config)
-        # Written fields are read back as if from a file. GPT-2 requires a length, which not every model has.
+        # Written fields are read back as if from a file. GPT-2 requires a length, which not every
+        # model has.
         usual = {"kv_channels": config.hidden_size // config.num_attention_heads}
-        args = usual | self.read_config({"n_positions": 0} | self.write_config(config), {}, ("n_positions",))
+        args = usual | self.read_config(
+            {"n_positions": 0} | self.write_config(config), {}, ("n_positions",)
+        )
         try:
             got = model_signature(TransformerConfig(**(args | COMPUTED_LOCALLY)))
         except ValueError as error:  # what the family implies does not go with this model
-            differing = [f"{name} = {wanted[name]}" for name in wanted if args.get(name, wanted[name]) != wanted[name]]
+            differing = [
+                f"{name} = {wanted[name]}"
+                for name in wanted
+                if args.get(name, wanted[name]) != wanted[name]
+            ]
             return [*str(error).splitlines(), *differing]
         if self.whole_heads and config.hidden_size % config.num_attention_heads:
             got["num_attention_heads"] = None
@@ -147,7 +184,10 @@ LLAMA = Family(
     whole_heads=True,
 )
 MISTRAL = Family(
-    "mistral", "MistralForCausalLM", rows.LLAMA_ROWS, (*_LLAMA_RULES, heads(8), _NO_BIAS, sliding_window(4096))
+    "mistral",
+    "MistralForCausalLM",
+    rows.LLAMA_ROWS,
+    (*_LLAMA_RULES, heads(8), _NO_BIAS, sliding_window(4096)),
 )
 PHI3 = Family(
     "phi3",
@@ -180,7 +220,13 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     rows.QWEN3_ROWS,
-    (*_LLAMA_RULES, heads(32, 128), biases("attention_bias"), QWEN_WINDOW, implied(qk_layernorm=True)),
+    (
+        *_LLAMA_RULES,
+        heads(32, 128),
+        biases("attention_bias"),
+        QWEN_WINDOW,
+        implied(qk_layernorm=True),
+    ),
 )
 _OLMO_RULES = (
     *_GATED_RMS_RULES,
@@ -192,7 +238,9 @@ _OLMO_RULES = (
     *always(attention_bias=False),
     implied(qk_layernorm=True, qk_layernorm_across_heads=True),
 )
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", rows.OLMO2_ROWS, (*_OLMO_RULES, implied(norm_placement="post")))
+OLMO2 = Family(
+    "olmo2", "Olmo2ForCausalLM", rows.OLMO2_ROWS, (*_OLMO_RULES, implied(norm_placement="post"))
+)
 _GEMMA_RULES = (
     *_SIZE_RULES,
     copied("norm_epsilon", "rms_norm_eps", default=1e-6),
@@ -202,7 +250,13 @@ _GEMMA_RULES = (
     heads(4, 256),
     _NO_BIAS,
     QUERY_SCALAR,
-    implied(geglu=True, norm_placement="both", apply_layernorm_1p=True, scale_embeddings=True, hidden_dropout=0.0),
+    implied(
+        geglu=True,
+        norm_placement="both",
+        apply_layernorm_1p=True,
+        scale_embeddings=True,
+        hidden_dropout=0.0,
+    ),
 )
 _OF_GEMMA = "cache_implementation hidden_act"
 GEMMA2 = Family(
@@ -233,7 +287,12 @@ GEMMA3 = Family(
     f"{_OF_GEMMA} attn_logit_softcapping",  # which its attention does not read
     whole_heads=True,
 )
-_GPT_OSS_SCALING = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_GPT_OSS_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 
 
 def _experts(count: Rule, width: str, **default: Any) -> tuple[Rule, ...]:
@@ -269,12 +328,16 @@ QWEN2_MOE = Family(
     (
         *QWEN2.rules,
         *_QWEN_EXPERT_RULES,
-        copied("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=None),
+        copied(
+            "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=None
+        ),
         implied(moe_shared_expert_gate=True),
         fixed("qkv_bias", True),
     ),
 )
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", rows.QWEN3_ROWS, (*QWEN3.rules, *_QWEN_EXPERT_RULES))
+QWEN3_MOE = Family(
+    "qwen3_moe", "Qwen3MoeForCausalLM", rows.QWEN3_ROWS, (*QWEN3.rules, *_QWEN_EXPERT_RULES)
+)
 OLMOE = Family(
     "olmoe",
     "OlmoeForCausalLM",
@@ -302,7 +365,9 @@ GPT_OSS = Family(
         fixed("swiglu_alpha", 1.702),
         fixed("hidden_act", "silu", "swish", written=True),
         fixed("attention_bias", True, written=True),
-        implied(quick_geglu=True, glu_linear_offset=1.0, add_bias_linear=True, softmax_type="learnable"),
+        implied(
+            quick_geglu=True, glu_linear_offset=1.0, add_bias_linear=True, softmax_type="learnable"
+        ),
         implied(hidden_dropout=0.0),
     ),
     "experts_per_token initial_context_length",  # others of the same meaning are read
@@ -311,7 +376,9 @@ _DEEPSEEK_RULES = (
     *_GATED_RMS_RULES,
     # The norms within attention have this epsilon whatever the field says.
     fixed("rms_norm_eps", 1e-6, written=True),
-    implied(norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True),
+    implied(
+        norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True
+    ),
     implied(qk_layernorm=True, moe_router_dtype="fp32"),
     rope(),
     NO_GROUPS,
@@ -322,7 +389,8 @@ _DEEPSEEK_RULES = (
     copied("v_head_dim", "v_head_dim", default=128),
     fixed("moe_layer_freq", 1),
 )
-# Widths that follow from others; layers that predict later tokens, which transformers leaves out; training.
+# Widths that follow from others; layers that predict later tokens, which transformers leaves out;
+# training.
 _OF_DEEPSEEK = """
     head_dim qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size auto_map"""
 DEEPSEEK_V2 = Family(
@@ -376,7 +444,11 @@ GPT2 = Family(
         GELU,
         copied("attention_dropout", "attn_pdrop", default=0.1),
         copied("hidden_dropout", "resid_pdrop", "embd_pdrop", default=0.1, write_all=True),
-        *always(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False),
+        *always(
+            scale_attn_weights=True,
+            scale_attn_by_inverse_layer_idx=False,
+            reorder_and_upcast_attn=False,
+        ),
         implied(position_embedding_type="learned_absolute"),
     ),
     layers="transformer.h.",
@@ -412,18 +484,27 @@ _LACKING = {
     "olmo": "norms without weights",
 }
 
-_NAMES = record({"model_type?": optional(text(256)), "architectures?": optional(sequence(text(256), 10**5))})
+_NAMES = record(
+    {"model_type?": optional(text(256)), "architectures?": optional(sequence(text(256), 10**5))}
+)
 
 
 def family_of(hf: Json) -> Family:
     """The family that config.json names; raises ValueError for any other model."""
     _NAMES(hf, "config.json")
-    model_type, architectures = hf.get("model_type"), hf.get("architectures") or []
-    named = [f for f in FAMILIES if f.model_type == model_type or (not model_type and f.architecture in architectures)]
+    model_type = hf.get("model_type")
+    architectures = hf.get("architectures") or []
+    named = [
+        f
+        for f in FAMILIES
+        if f.model_type == model_type or (not model_type and f.architecture in architectures)
+    ]
     if not named:
         why = f" (it has {_LACKING[model_type]})" if model_type in _LACKING else ""
         supported = ", ".join(family.model_type for family in FAMILIES)
-        raise ValueError(f"config.json: model_type {model_type!r} is not supported{why}; supported are {supported}")
+        raise ValueError(
+            f"config.json: model_type {model_type!r} is not supported{why}; supported are {supported}"
+        )
     family = named[0]
     headless = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
     if architectures and not {family.architecture, headless} & set(architectures):

@@ -9,27 +9,36 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """The stored tensors that hold a module's weight, or its bias: equal shares of the rows, one after the other.
+    """The stored tensors that hold a module's weight, or its bias: equal shares of the rows, one
+    after the other.
 
-    Names lack the "weight" or "bias" at their end, or what `suffixes` has in its place; those with `{e}` are of one
-    expert.
+    Names lack the "weight" or "bias" at their end, or what `suffixes` has in its place; those with
+    `{e}` are of one expert.
     """
 
     names: tuple[str, ...]
-    qkv: bool = False  # the model has its rows by query group; the files have q, k and v, apart or one after the other
+    # the model has its rows by query group; the files have q, k and v, apart or one after the other
+    qkv: bool = False
     transposed: bool = False  # matrices are stored as [in, out] (Conv1D of GPT-2)
-    fused: str | None = None  # the one tensor that transformers 5 has in memory: all experts in one; read, too
+    fused: str | None = (
+        None  # the one tensor that transformers 5 has in memory: all experts in one; read, too
+    )
     biased: bool = True  # False: a bias has no place in the files
     packed: bool = False  # all experts are in one tensor
     alternating: bool = False  # rows of the two halves of the model's matrix take turns
-    suffixes: Mapping[str, str] = field(default_factory=dict)  # "weight" or "bias" -> what names have instead
+    suffixes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # "weight" or "bias" -> what names have instead
 
 
-# Module of the model -> where it is. Keys of layers lack `decoder.layers.N.`, their names what `Family.layers` says.
+# Module of the model -> where it is. Keys of layers lack `decoder.layers.N.`, their names what
+# `Family.layers` says.
 LLAMA_ROWS = {
     "embedding.word_embeddings.": Row(("model.embed_tokens.",)),
     "self_attention.linear_qkv.layer_norm_": Row(("input_layernorm.",)),
-    "self_attention.linear_qkv.": Row(("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."), qkv=True),
+    "self_attention.linear_qkv.": Row(
+        ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."), qkv=True
+    ),
     "self_attention.q_layernorm.": Row(("self_attn.q_norm.",)),
     "self_attention.k_layernorm.": Row(("self_attn.k_norm.",)),
     "self_attention.linear_proj.": Row(("self_attn.o_proj.",)),
@@ -41,8 +50,12 @@ LLAMA_ROWS = {
     "mlp.experts.experts.linear_fc1.": Row(
         ("mlp.experts.{e}.gate_proj.", "mlp.experts.{e}.up_proj."), fused="mlp.experts.gate_up_proj"
     ),
-    "mlp.experts.experts.linear_fc2.": Row(("mlp.experts.{e}.down_proj.",), fused="mlp.experts.down_proj"),
-    "mlp.shared_experts.linear_fc1.": Row(("mlp.shared_expert.gate_proj.", "mlp.shared_expert.up_proj.")),
+    "mlp.experts.experts.linear_fc2.": Row(
+        ("mlp.experts.{e}.down_proj.",), fused="mlp.experts.down_proj"
+    ),
+    "mlp.shared_experts.linear_fc1.": Row(
+        ("mlp.shared_expert.gate_proj.", "mlp.shared_expert.up_proj.")
+    ),
     "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_expert.down_proj.",)),
     "mlp.shared_experts.gate_": Row(("mlp.shared_expert_gate.",)),
     "decoder.final_layernorm.": Row(("model.norm.",)),
@@ -51,12 +64,17 @@ LLAMA_ROWS = {
 MIXTRAL_ROWS = LLAMA_ROWS | {
     "mlp.router.": Row(("block_sparse_moe.gate.",), fused="mlp.gate.weight"),
     "mlp.experts.experts.linear_fc1.": Row(
-        ("block_sparse_moe.experts.{e}.w1.", "block_sparse_moe.experts.{e}.w3."), fused="mlp.experts.gate_up_proj"
+        ("block_sparse_moe.experts.{e}.w1.", "block_sparse_moe.experts.{e}.w3."),
+        fused="mlp.experts.gate_up_proj",
     ),
-    "mlp.experts.experts.linear_fc2.": Row(("block_sparse_moe.experts.{e}.w2.",), fused="mlp.experts.down_proj"),
+    "mlp.experts.experts.linear_fc2.": Row(
+        ("block_sparse_moe.experts.{e}.w2.",), fused="mlp.experts.down_proj"
+    ),
 }
 # Biases are in attention alone.
-QWEN3_ROWS = {key: replace(row, biased=not key.startswith("mlp.")) for key, row in LLAMA_ROWS.items()}
+QWEN3_ROWS = {
+    key: replace(row, biased=not key.startswith("mlp.")) for key, row in LLAMA_ROWS.items()
+}
 DEEPSEEK_ROWS = LLAMA_ROWS | {
     "input_layernorm.": Row(("input_layernorm.",)),
     "self_attention.linear_q_proj.": Row(("self_attn.q_proj.",)),
@@ -67,7 +85,9 @@ DEEPSEEK_ROWS = LLAMA_ROWS | {
     "self_attention.linear_kv_up_proj.layer_norm_": Row(("self_attn.kv_a_layernorm.",)),
     "self_attention.linear_kv_up_proj.": Row(("self_attn.kv_b_proj.",)),
     "mlp.router.expert_": Row(("mlp.gate.e_score_correction_",)),
-    "mlp.shared_experts.linear_fc1.": Row(("mlp.shared_experts.gate_proj.", "mlp.shared_experts.up_proj.")),
+    "mlp.shared_experts.linear_fc1.": Row(
+        ("mlp.shared_experts.gate_proj.", "mlp.shared_experts.up_proj.")
+    ),
     "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_experts.down_proj.",)),
 }
 _NORMS_BEHIND = {
@@ -80,11 +100,17 @@ PHI3_ROWS = LLAMA_ROWS | {
     "self_attention.linear_qkv.": Row(("self_attn.qkv_proj.",), qkv=True),
     "mlp.linear_fc1.": Row(("mlp.gate_up_proj.",)),
 }
-_PACKED: dict[str, Any] = {"transposed": True, "packed": True, "suffixes": {"weight": "", "bias": "_bias"}}
+_PACKED: dict[str, Any] = {
+    "transposed": True,
+    "packed": True,
+    "suffixes": {"weight": "", "bias": "_bias"},
+}
 GPT_OSS_ROWS = LLAMA_ROWS | {
     "self_attention.core_attention.": Row(("self_attn.sinks",), suffixes={"softmax_offset": ""}),
     "mlp.router.": Row(("mlp.router.",)),
-    "mlp.experts.experts.linear_fc1.": Row(("mlp.experts.gate_up_proj",), alternating=True, **_PACKED),
+    "mlp.experts.experts.linear_fc1.": Row(
+        ("mlp.experts.gate_up_proj",), alternating=True, **_PACKED
+    ),
     "mlp.experts.experts.linear_fc2.": Row(("mlp.experts.down_proj",), **_PACKED),
 }
 GPT2_ROWS = {
@@ -103,7 +129,9 @@ BLOOM_ROWS = {
     "embedding.word_embeddings.": Row(("transformer.word_embeddings.",)),
     "embedding.word_embeddings_layernorm.": Row(("transformer.word_embeddings_layernorm.",)),
     "self_attention.linear_qkv.layer_norm_": Row(("input_layernorm.",)),
-    "self_attention.linear_qkv.": Row(("self_attention.query_key_value.",)),  # by query group, as the model has it
+    "self_attention.linear_qkv.": Row(
+        ("self_attention.query_key_value.",)
+    ),  # by query group, as the model has it
     "self_attention.linear_proj.": Row(("self_attention.dense.",)),
     "mlp.linear_fc1.layer_norm_": Row(("post_attention_layernorm.",)),
     "mlp.linear_fc1.": Row(("mlp.dense_h_to_4h.",)),

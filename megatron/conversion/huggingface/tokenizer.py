@@ -1,11 +1,13 @@
 """The tokenizer beside a model of transformers: its files, and the ids of its special tokens.
 
-A checkpoint only names its tokenizer, and may name any file. So a path from a checkpoint is used only if it lies in
-a directory that the user has named (links resolved), and a file is copied only if it is what its name says.
+A checkpoint only names its tokenizer, and may name any file. So a path from a checkpoint is used
+only if it lies in a directory that the user has named (links resolved), and a file is copied only
+if it is what its name says.
 
-A SentencePiece model is also written as `tokenizer.json`, so that transformers splits text exactly as training did:
-transformers' own Llama tokenizer adds no space before a text that begins with one, which SentencePiece does. The file
-written here says the same as the model: prefix, spaces, pieces and their merges, bytes for what is unknown.
+A SentencePiece model is also written as `tokenizer.json`, so that transformers splits text exactly
+as training did: transformers' own Llama tokenizer adds no space before a text that begins with one,
+which SentencePiece does. The file written here says the same as the model: prefix, spaces, pieces
+and their merges, bytes for what is unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     import sentencepiece
     import tokenizers
 else:
-    sentencepiece, tokenizers = lazy_module("sentencepiece"), lazy_module("tokenizers")
+    sentencepiece = lazy_module("sentencepiece")
+    tokenizers = lazy_module("tokenizers")
 
 SPACE = "\u2581"
 _PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would change
@@ -33,13 +36,17 @@ _PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would c
 def sentencepiece_tokenizer(model: Path) -> tokenizers.Tokenizer | None:
     """The same tokenizer for transformers; None for a model that it could not repeat exactly.
 
-    That is one that normalizes text, or a unigram model (it chooses otherwise between segmentations of equal score).
+    That is one that normalizes text, or a unigram model (it chooses otherwise between segmentations
+    of equal score).
     """
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     scores = [processor.get_score(number) for number in range(processor.vocab_size())]
-    if any(score != int(score) for score in scores):  # of BPE they count down from 0, in the order of the merges
+    if any(
+        score != int(score) for score in scores
+    ):  # of BPE they count down from 0, in the order of the merges
         return None
-    plain, normalized = _PROBE.replace(" ", SPACE), processor.normalize(_PROBE)
+    plain = _PROBE.replace(" ", SPACE)
+    normalized = processor.normalize(_PROBE)
     if normalized not in (plain, SPACE + plain):
         return None
     prefix = normalized != plain
@@ -54,13 +61,24 @@ def sentencepiece_tokenizer(model: Path) -> tokenizers.Tokenizer | None:
     )
     tokenizer = tokenizers.Tokenizer(bpe)
     steps = [tokenizers.normalizers.Prepend(SPACE)] if prefix else []
-    tokenizer.normalizer = tokenizers.normalizers.Sequence([*steps, tokenizers.normalizers.Replace(" ", SPACE)])
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(
+        [*steps, tokenizers.normalizers.Replace(" ", SPACE)]
+    )
     undo = [tokenizers.decoders.Strip(" ", 1, 0)] if prefix else []
     tokenizer.decoder = tokenizers.decoders.Sequence(
-        [tokenizers.decoders.Replace(SPACE, " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(), *undo]
+        [
+            tokenizers.decoders.Replace(SPACE, " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            *undo,
+        ]
     )
-    special = [p for n, p in enumerate(pieces) if processor.is_control(n) or processor.is_unknown(n)]
-    tokenizer.add_special_tokens([tokenizers.AddedToken(piece, normalized=False, special=True) for piece in special])
+    special = [
+        p for n, p in enumerate(pieces) if processor.is_control(n) or processor.is_unknown(n)
+    ]
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(piece, normalized=False, special=True) for piece in special]
+    )
     return tokenizer
 
 
@@ -69,7 +87,8 @@ def _merge_pairs(numbers: dict[str, int], scores: list[float]) -> list[tuple[str
     ranked = []
     for piece, number in numbers.items():
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
+            left = piece[:cut]
+            right = piece[cut:]
             if left in numbers and right in numbers:
                 ranked.append((-scores[number], numbers[left], numbers[right], left, right))
     return [(left, right) for *_, left, right in sorted(ranked)]
@@ -84,7 +103,9 @@ def _token_ids(value: Any, where: str) -> Any:
     """None, a token, or several: a text may end in more than one way."""
     if value is None:
         return value
-    return schema.sequence(_TOKEN, 1000)(value, where) if type(value) is list else _TOKEN(value, where)
+    return (
+        schema.sequence(_TOKEN, 1000)(value, where) if type(value) is list else _TOKEN(value, where)
+    )
 
 
 TOKEN_IDS = schema.record({f"{name}?": _token_ids for name in _IDS})
@@ -115,7 +136,9 @@ class ExportedTokenizer:
 def export_tokenizer(
     args: Mapping[str, Any], tokenizer: Path | None, directory: Path, trusted: Sequence[Path] = ()
 ) -> ExportedTokenizer:
-    """Copy the tokenizer that the user names into `directory`, or else the one in `args` if it lies in `trusted`."""
+    """Copy the tokenizer that the user names into `directory`, or else the one in `args` if it lies
+    in `trusted`.
+    """
     told = args.get("hf_token_ids") or {}
     TOKEN_IDS(told, "the arguments: hf_token_ids")
     result = ExportedTokenizer({name: told.get(name) for name in _IDS}, [], [])
@@ -168,7 +191,9 @@ def _export_sentencepiece(model: Path, directory: Path, result: ExportedTokenize
         return
     processor = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
     numbers = (processor.bos_id(), processor.eos_id(), processor.pad_id())
-    result.ids = {name: number if number >= 0 else None for name, number in zip(_IDS, numbers, strict=True)}
+    result.ids = {
+        name: number if number >= 0 else None for name, number in zip(_IDS, numbers, strict=True)
+    }
     tokenizer = sentencepiece_tokenizer(directory / "tokenizer.model")
     if tokenizer is None:
         lost = "tokenizer: transformers would not split text as its SentencePiece model; use tokenizer.model"
@@ -176,15 +201,24 @@ def _export_sentencepiece(model: Path, directory: Path, result: ExportedTokenize
         return
     with committed(directory / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))
-    names = {name.removesuffix("_id"): processor.id_to_piece(i) for name, i in result.ids.items() if i is not None}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+    names = {
+        name.removesuffix("_id"): processor.id_to_piece(i)
+        for name, i in result.ids.items()
+        if i is not None
+    }
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }
     write_json(directory / "tokenizer_config.json", config)
 
 
 def _export_bpe(vocab: Path, merges: Path, directory: Path, result: ExportedTokenizer) -> None:
     missing = [path for path in (vocab, merges) if not path.exists()]
     result.lost += [
-        f"tokenizer: {path} is not here; give --tokenizer with a directory that has both" for path in missing
+        f"tokenizer: {path} is not here; give --tokenizer with a directory that has both"
+        for path in missing
     ]
     copies = {vocab: "vocab.json", merges: "merges.txt"}
     if missing or not all(_copy(path, directory / name, result) for path, name in copies.items()):
@@ -240,7 +274,9 @@ def _lines(content: bytes, where: str) -> list[str]:
 def _merges(content: bytes, where: str) -> None:
     lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line]
     if not all(line.startswith("#version") or len(line.split(" ")) == 2 for line in lines):
-        raise CheckpointError(f"{where} does not have two parts of a token on every line: it is not a list of merges")
+        raise CheckpointError(
+            f"{where} does not have two parts of a token on every line: it is not a list of merges"
+        )
 
 
 def _template(content: bytes, where: str) -> None:

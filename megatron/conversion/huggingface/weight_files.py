@@ -1,10 +1,11 @@
-"""The weight files of a Hugging Face directory: one file or shards with an index, safetensors or pickles of torch.
+"""The weight files of a Hugging Face directory: one file or shards with an index, safetensors or
+pickles of torch.
 
 Boxes of safetensors files are read without mapping the file, and files are written as a stream.
 Format (https://github.com/huggingface/safetensors): u64 length of the header, the header as JSON
-`{name: {"dtype", "shape", "data_offsets"}}`, then the row-major data. Memory is one piece of one tensor both ways:
-mapped pages would count as resident, and the library's writer wants all tensors of a file at once. Its `get_slice` was
-measured for the reader: rows came at a tenth of the speed.
+`{name: {"dtype", "shape", "data_offsets"}}`, then the row-major data. Memory is one piece of one
+tensor both ways: mapped pages would count as resident, and the library's writer wants all tensors
+of a file at once. Its `get_slice` was measured for the reader: rows came at a tenth of the speed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ _DTYPES = {
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _ENTRY = schema.record(
-    {"shape": schema.SHAPE, "dtype": schema.one_of(*_DTYPES), "data_offsets": schema.sequence(schema.COUNT, 2, least=2)}
+    {
+        "shape": schema.SHAPE,
+        "dtype": schema.one_of(*_DTYPES),
+        "data_offsets": schema.sequence(schema.COUNT, 2, least=2),
+    }
 )
 _HEADER = schema.mapping(_ENTRY, keys=schema.key)
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -69,23 +74,37 @@ class Stored(NamedTuple):
 def open_safetensors(path: Path) -> dict[str, Stored]:
     """The tensors of one file; raises ValueError where it is truncated or its header is damaged."""
     with schema.open_file(path) as file:
-        size, length = file.size, int.from_bytes(file.read(0, 8), "little")
+        size = file.size
+        length = int.from_bytes(file.read(0, 8), "little")
         if size < 8 or length > min(_MAX_HEADER, size - 8):
-            raise ValueError(f"{path} is truncated or no safetensors file: header of {length} bytes in {size}")
-        header = schema.parse_json(file.read(8, length), f"{path}: the header", object_pairs_hook=_once)
+            raise ValueError(
+                f"{path} is truncated or no safetensors file: header of {length} bytes in {size}"
+            )
+        header = schema.parse_json(
+            file.read(8, length), f"{path}: the header", object_pairs_hook=_once
+        )
     tensors: dict[str, Stored] = {}
     base = end = 8 + length
-    for name, entry in sorted(_HEADER(header, str(path)).items(), key=lambda item: item[1]["data_offsets"]):
+    for name, entry in sorted(
+        _HEADER(header, str(path)).items(), key=lambda item: item[1]["data_offsets"]
+    ):
         info = TensorInfo(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
         start, stop = (base + place for place in entry["data_offsets"])
         if stop - start != info.nbytes:
-            raise ValueError(f"{path}: {name!r} has {stop - start} bytes, shape {info.shape} needs {info.nbytes}")
+            raise ValueError(
+                f"{path}: {name!r} has {stop - start} bytes, shape {info.shape} needs {info.nbytes}"
+            )
         if start != end:  # tensors lie back to back
-            raise ValueError(f"{path}: {name!r} begins at byte {start}, the one before ends at {end}")
+            raise ValueError(
+                f"{path}: {name!r} begins at byte {start}, the one before ends at {end}"
+            )
         place = FileTensor(path, start, info.dtype, info.shape)
-        tensors[name], end = Stored(info.shape, info.dtype, partial(_read_box, place)), stop
+        tensors[name] = Stored(info.shape, info.dtype, partial(_read_box, place))
+        end = stop
     if end != size:
-        raise ValueError(f"{path} has {size} bytes, its header describes {end}: it is truncated or damaged")
+        raise ValueError(
+            f"{path} has {size} bytes, its header describes {end}: it is truncated or damaged"
+        )
     return tensors
 
 
@@ -99,8 +118,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_box(stored: FileTensor, offset: Shape, shape: Shape) -> torch.Tensor:
-    # The file is opened for each read: a model may have more shards than a process may have open files.
-    first, row = offset[0] if offset else 0, math.prod(stored.shape[1:])
+    # The file is opened for each read: a model may have more shards than a process may have open
+    # files.
+    first = offset[0] if offset else 0
+    row = math.prod(stored.shape[1:])
     if shape[1:] == stored.shape[1:]:
         return stored.read_flat(first * row, math.prod(shape)).view(shape)
     # Of columns whole rows are read in blocks: one large read beats many small ones.
@@ -125,12 +146,17 @@ def open_torch_file(path: Path) -> dict[str, Stored]:
 
 SCALES = "_scale_inv"
 _QUANTIZATION = schema.record(
-    {"quant_method": schema.text(256), "weight_block_size?": schema.sequence(schema.integer(1), 2, least=2)}
+    {
+        "quant_method": schema.text(256),
+        "weight_block_size?": schema.sequence(schema.integer(1), 2, least=2),
+    }
 )
 
 
 def scaled_blocks(quantization: Any) -> Sequence[int]:
-    """Rows and columns of a block with a scale, as `quantization_config` says; ValueError for other kinds."""
+    """Rows and columns of a block with a scale, as `quantization_config` says; ValueError for other
+    kinds.
+    """
     _QUANTIZATION(quantization, "config.json: quantization_config")
     block = quantization.get("weight_block_size")
     if quantization["quant_method"] != "fp8" or block is None:
@@ -143,7 +169,9 @@ def scaled_blocks(quantization: Any) -> Sequence[int]:
     return size
 
 
-def dequantized(tensors: Mapping[str, Stored], block: Sequence[int], dtype: torch.dtype) -> dict[str, Stored]:
+def dequantized(
+    tensors: Mapping[str, Stored], block: Sequence[int], dtype: torch.dtype
+) -> dict[str, Stored]:
     """`tensors` with matrices in `dtype` in place of 8-bit ones and their scales. ValueError where these do not fit."""
     result = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALES)}
     for name in (name for name in tensors if name.endswith(SCALES)):
@@ -154,13 +182,20 @@ def dequantized(tensors: Mapping[str, Stored], block: Sequence[int], dtype: torc
     return result
 
 
-def _scaled(name: str, stored: Stored, scales: Stored, block: Sequence[int], dtype: torch.dtype) -> Stored:
-    """A matrix of 8-bit floats with a scale for each block of it, as what is computed with: stored * scale.
+def _scaled(
+    name: str, stored: Stored, scales: Stored, block: Sequence[int], dtype: torch.dtype
+) -> Stored:
+    """A matrix of 8-bit floats with a scale for each block of it, as what is computed with: stored
+    * scale.
 
     (Source: DeepSeek-V3's files, whose scales are called `weight_scale_inv`.)
     """
     wanted = tuple(-(-n // size) for n, size in zip(stored.shape, block, strict=False))
-    if len(stored.shape) != 2 or scales.shape != wanted or scales.dtype not in (torch.float32, torch.bfloat16):
+    if (
+        len(stored.shape) != 2
+        or scales.shape != wanted
+        or scales.dtype not in (torch.float32, torch.bfloat16)
+    ):
         raise ValueError(
             f"{name} of shape {list(stored.shape)} has scales in {scales.dtype} of shape {list(scales.shape)}, but "
             f"blocks of {list(block)} need floating-point numbers of shape {list(wanted)}"
@@ -168,7 +203,9 @@ def _scaled(name: str, stored: Stored, scales: Stored, block: Sequence[int], dty
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
         factors = scales.read((0, 0), scales.shape).float()
-        rows, columns = (torch.arange(o, o + n) // size for o, n, size in zip(offset, shape, block, strict=True))
+        rows, columns = (
+            torch.arange(o, o + n) // size for o, n, size in zip(offset, shape, block, strict=True)
+        )
         return (stored.read(offset, shape).float() * factors[rows][:, columns]).to(dtype)
 
     return Stored(stored.shape, dtype, read)
@@ -184,7 +221,8 @@ _KINDS: dict[str, Callable[[Path], dict[str, Stored]]] = {
 def open_weights(directory: Path) -> dict[str, Stored]:
     """The tensors of a model by name.
 
-    Raises ValueError where a shard is missing, truncated, or lacks a tensor that the index promises.
+    Raises ValueError where a shard is missing, truncated, or lacks a tensor that the index
+    promises.
     """
     for name, open_file in _KINDS.items():
         index = directory / f"{name}.index.json"
@@ -197,12 +235,19 @@ def open_weights(directory: Path) -> dict[str, Stored]:
     )
 
 
-def _open_shards(directory: Path, index: Path, open_file: Callable[[Path], dict[str, Stored]]) -> dict[str, Stored]:
+def _open_shards(
+    directory: Path, index: Path, open_file: Callable[[Path], dict[str, Stored]]
+) -> dict[str, Stored]:
     weight_map = _INDEX(schema.read_json(index), str(index))["weight_map"]
-    paths = {name: schema.named_file(directory, name, str(index)) for name in sorted(set(weight_map.values()))}
+    paths = {
+        name: schema.named_file(directory, name, str(index))
+        for name in sorted(set(weight_map.values()))
+    }
     missing = [name for name, path in paths.items() if not path.exists()]
     if missing:
-        raise ValueError(f"{directory} lacks {len(missing)} of {len(paths)} shards: {', '.join(missing)}")
+        raise ValueError(
+            f"{directory} lacks {len(missing)} of {len(paths)} shards: {', '.join(missing)}"
+        )
     shards = {name: open_file(path) for name, path in paths.items()}
     for tensor, name in weight_map.items():
         if tensor not in shards[name]:
@@ -215,7 +260,9 @@ _KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias|softmax_offse
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A row for one tensor of one model, or for the matrix of one expert: where exactly its values are."""
+    """A row for one tensor of one model, or for the matrix of one expert: where exactly its values
+    are.
+    """
 
     key: str
     lead: Shape  # the number of the expert, if it is one's
@@ -238,26 +285,37 @@ def stored_parameters(
     config: TransformerConfig,
     has: Callable[[str], bool],
 ) -> list[StoredParameter]:
-    """Every parameter among `shapes` that has a row; the names of layer N begin with `layers` and N.
+    """Every parameter among `shapes` that has a row; the names of layer N begin with `layers` and
+    N.
 
     `has` says whether the files have a tensor: then it holds all experts.
     """
     parameters = []
     for key, shape in shapes.items():
         match = _KEY.fullmatch(key)
-        if match is None or match[2] not in rows or (match[3] == "bias" and not rows[match[2]].biased):
+        if (
+            match is None
+            or match[2] not in rows
+            or (match[3] == "bias" and not rows[match[2]].biased)
+        ):
             continue
-        row, prefix = rows[match[2]], "" if match[1] is None else f"{layers}{match[1]}."
+        row = rows[match[2]]
+        prefix = "" if match[1] is None else f"{layers}{match[1]}."
         if row.fused is not None and has(prefix + row.fused):
-            parameters.append(StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0])))
+            parameters.append(
+                StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0]))
+            )
             continue
-        of_experts, suffix = row.packed or len(shape) == 3, row.suffixes.get(match[3], match[3])
+        of_experts = row.packed or len(shape) == 3
+        suffix = row.suffixes.get(match[3], match[3])
         own = shape[1:] if of_experts else shape
         row_map = _row_map(row, own[0], config)
         form = row_map, row.transposed and len(own) == 2, shape[0] if row.packed else None
         for expert in range(shape[0]) if of_experts else [None]:
             names = tuple(prefix + name.replace("{e}", str(expert)) + suffix for name in row.names)
-            parameters.append(StoredParameter(key, () if expert is None else (expert,), own, names, *form))
+            parameters.append(
+                StoredParameter(key, () if expert is None else (expert,), own, names, *form)
+            )
     return parameters
 
 
@@ -270,7 +328,9 @@ def _row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
     return stacked(rows // len(row.names), len(row.names))
 
 
-_RUN_BYTES = 16 << 20  # what a worker holds of a tensor, in the dtype it is read in (at most four bytes an element)
+_RUN_BYTES = (
+    16 << 20
+)  # what a worker holds of a tensor, in the dtype it is read in (at most four bytes an element)
 
 
 @dataclass(frozen=True)
@@ -294,14 +354,19 @@ class Outgoing:
 
     @property
     def rows_at_once(self) -> int:
-        rows, elements = self.part.shape[0], math.prod(self.part.shape)
+        rows = self.part.shape[0]
+        elements = math.prod(self.part.shape)
         return rows if self.whole else max(1, _RUN_BYTES // 4 * rows // max(1, elements))
 
     def write(self, files: Mapping[str, SafetensorsWriter], first: int, progress: Progress) -> None:
         """The model rows from `first` on, as many as fit; `files`: where each stored tensor is."""
-        part, lead, rest = self.part, self.part.lead, self.part.shape[1:]
+        part = self.part
+        lead = self.part.lead
+        rest = self.part.shape[1:]
         count = min(self.rows_at_once, part.shape[0] - first)
-        box = self.source.read(self.key, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest))
+        box = self.source.read(
+            self.key, (*lead, first, *[0] * len(rest)), (*[1] * len(lead), count, *rest)
+        )
         rows = box.view(count, *rest).to(self.dtype)
         if self.whole:
             for number, name in enumerate(part.names):
@@ -322,28 +387,39 @@ class Outgoing:
 class SafetensorsWriter:
     """A file of these tensors: any rows of any of them may be written next, by any thread.
 
-    Raises AssertionError for rows that are not theirs and, when the file is closed, if bytes of it were not written.
+    Raises AssertionError for rows that are not theirs and, when the file is closed, if bytes of it
+    were not written.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
-        self._path, self._tensors = path, dict(tensors)
+        self._path = path
+        self._tensors = dict(tensors)
         self._starts: dict[str, int] = {}
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # older `transformers` insist on it
+        header: dict[str, Any] = {
+            "__metadata__": {"format": "pt"}
+        }  # older `transformers` insist on it
         end = 0
         for name, info in tensors.items():
-            start, end = end, end + info.nbytes
+            start = end
+            end = end + info.nbytes
             dtype = _DTYPE_NAMES[info.dtype]
             header[name] = {"dtype": dtype, "shape": list(info.shape), "data_offsets": [start, end]}
             self._starts[name] = start
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
         path.write_bytes(len(text).to_bytes(8, "little") + text)
-        self._base, self._missing, self._lock = 8 + len(text), end, Lock()
+        self._base = 8 + len(text)
+        self._missing = end
+        self._lock = Lock()
 
     def write(self, name: str, rows: torch.Tensor, first: int = 0) -> None:
         """The rows of `name` from `first` on."""
         info = self._tensors[name]
-        assert rows.dtype == info.dtype and tuple(rows.shape[1:]) == info.shape[1:], (name, rows.dtype, rows.shape)
+        assert rows.dtype == info.dtype and tuple(rows.shape[1:]) == info.shape[1:], (
+            name,
+            rows.dtype,
+            rows.shape,
+        )
         start = first * rows[:1].nbytes if rows.dim() else 0
         assert start + rows.nbytes <= info.nbytes, (name, first, rows.shape)
         write_at(self._path, rows.contiguous(), self._base + self._starts[name] + start)
@@ -354,18 +430,30 @@ class SafetensorsWriter:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        assert kind is not None or not self._missing, f"{self._missing} bytes of {self._path} were not written"
+        assert kind is not None or not self._missing, (
+            f"{self._missing} bytes of {self._path} were not written"
+        )
 
 
 def write_weight_files(
-    directory: Path, stem: str, tensors: Sequence[Outgoing], max_size: int, workers: int, progress: Progress
+    directory: Path,
+    stem: str,
+    tensors: Sequence[Outgoing],
+    max_size: int,
+    workers: int,
+    progress: Progress,
 ) -> list[str]:
-    """One file, or numbered shards of at most `max_size` bytes with an index; returns the names of the files."""
-    shards = _shards({name: info for tensor in tensors for name, info in tensor.infos().items()}, max_size)
+    """One file, or numbered shards of at most `max_size` bytes with an index; returns the names of
+    the files.
+    """
+    shards = _shards(
+        {name: info for tensor in tensors for name, info in tensor.infos().items()}, max_size
+    )
     files = [f"{stem}.safetensors"]
     if len(shards) > 1:
         files = [f"{stem}-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    # All shards are laid out first, since any worker may write to any of them; each is renamed when all are complete.
+    # All shards are laid out first, since any worker may write to any of them; each is renamed when
+    # all are complete.
     with ExitStack() as stack:
         writers: dict[str, SafetensorsWriter] = {}
         for file, shard in zip(files, shards, strict=True):

@@ -25,7 +25,8 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 
 CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query group
 
-# What loaders of Megatron-LM and Megatron-Bridge read of the arguments, of a model that has none of it.
+# What loaders of Megatron-LM and Megatron-Bridge read of the arguments, of a model that has none of
+# it.
 ASKED_FOR: dict[str, Any] = {
     "multi_latent_attention": False,
     "qk_l2_norm": False,
@@ -60,7 +61,8 @@ def with_asked_for(args: Mapping[str, Any]) -> dict[str, Any]:
     return {**ASKED_FOR, **args, **({"no_persist_layer_norm": True} if local else {})}
 
 
-# How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at the parameter's shape.
+# How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at
+# the parameter's shape.
 _BY_LAYER = "non_homogeneous_layers"
 _CONTENT_METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -81,11 +83,14 @@ class Counters(Protocol):
 def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The run's arguments under our names.
 
-    Raises CheckpointError where there are none, ValueError where they describe a model that we do not have.
+    Raises CheckpointError where there are none, ValueError where they describe a model that we do
+    not have.
     """
     COMMON(common, where)
     if "args" not in common:
-        raise CheckpointError(f"{where}: no arguments are stored with this checkpoint, so its model is unknown")
+        raise CheckpointError(
+            f"{where}: no arguments are stored with this checkpoint, so its model is unknown"
+        )
     version = common.get("checkpoint_version", CHECKPOINT_VERSION)
     if version < CHECKPOINT_VERSION:
         raise CheckpointError(
@@ -93,7 +98,9 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"Megatron-LM that writes version {CHECKPOINT_VERSION}."
         )
     args = {name: _plain(value) for name, value in vars(common["args"]).items()}
-    unknown = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)]
+    unknown = [
+        name for name in ("num_layers", "hidden_size", "num_attention_heads") if not args.get(name)
+    ]
     if unknown:
         raise CheckpointError(f"{where}: the stored arguments lack {', '.join(unknown)}")
     if "layernorm_epsilon" in args:
@@ -103,20 +110,27 @@ def arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     if args.get("window_size") is not None:
         args["window_size"] = tuple(args["window_size"])
     if isinstance(args.get("num_experts"), list | tuple):
-        raise CheckpointError(f"{where}: num_experts is {args['num_experts']}, but must be a whole number")
+        raise CheckpointError(
+            f"{where}: num_experts is {args['num_experts']}, but must be a whole number"
+        )
     refuse_other_models(args, _MODEL, where)
     return args
 
 
 def _plain(value: Any) -> Any:
-    """Values as they are, but objects of Megatron-LM's own classes (its enums) as text: nobody else could load them."""
+    """Values as they are, but objects of Megatron-LM's own classes (its enums) as text: nobody else
+    could load them.
+    """
     if isinstance(value, Placeholder):
         return f"{type(value).__qualname__}({', '.join(map(shown, value.args))})"
     return value
 
 
 def common_state(
-    args: argparse.Namespace, training: Counters | None, torch_dist: bool = True, stacked: bool = False
+    args: argparse.Namespace,
+    training: Counters | None,
+    torch_dist: bool = True,
+    stacked: bool = False,
 ) -> dict[str, Any]:
     """What every checkpoint of Megatron-LM holds beside tensors and schedules.
 
@@ -126,9 +140,15 @@ def common_state(
         "args": args,
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": training.iteration if training else 0,
-        "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far if training else 0.0,
+        "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far
+        if training
+        else 0.0,
     }
-    form = {name: value for name, value in _CONTENT_METADATA.items() if not (stacked and name == _BY_LAYER)}
+    form = {
+        name: value
+        for name, value in _CONTENT_METADATA.items()
+        if not (stacked and name == _BY_LAYER)
+    }
     return common | ({"content_metadata": form} if torch_dist else {})
 
 
@@ -140,7 +160,9 @@ def training_state(
         iteration=common.get("iteration", 0),
         consumed_train_samples=args.get("consumed_train_samples") or 0,
         consumed_valid_samples=args.get("consumed_valid_samples") or 0,
-        num_floating_point_operations_so_far=float(common.get("num_floating_point_operations_so_far", 0.0)),
+        num_floating_point_operations_so_far=float(
+            common.get("num_floating_point_operations_so_far", 0.0)
+        ),
         param_groups=_ordered(groups) if groups else None,
         scheduler=common.get("opt_param_scheduler"),
         grad_scaler=_grad_scaler(common.get("optimizer")),
@@ -148,7 +170,9 @@ def training_state(
 
 
 def _ordered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups without their parameters, that with weight decay first (0.12 has them in either order)."""
+    """The groups without their parameters, that with weight decay first (0.12 has them in either
+    order).
+    """
     plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     for group in plain:
         if group.get("step") is not None:
@@ -172,12 +196,19 @@ def in_chain(optimizer: dict[str, Any], args: Mapping[str, Any]) -> dict[Any, An
         return optimizer
     groups = optimizer["optimizer"]["param_groups"]
     kinds = {False: groups, True: groups if args.get("add_bias_linear", True) else groups[:1]}
-    marked = [[group | {"is_expert_parallel": experts} for group in kind] for experts, kind in kinds.items()]
-    return {number: optimizer | {"optimizer": {"param_groups": kind}} for number, kind in enumerate(marked)}
+    marked = [
+        [group | {"is_expert_parallel": experts} for group in kind]
+        for experts, kind in kinds.items()
+    ]
+    return {
+        number: optimizer | {"optimizer": {"param_groups": kind}}
+        for number, kind in enumerate(marked)
+    }
 
 
 def param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
-    """The groups in the `optimizer` of any variant (formats: one level deeper with half precision or sharding).
+    """The groups in the `optimizer` of any variant (formats: one level deeper with half precision
+    or sharding).
 
     Those of experts have the hyperparameters of the others.
     """
@@ -215,7 +246,10 @@ _MODEL: dict[str, tuple[Any, ...]] = {
 }
 
 
-_MODEL_PARALLEL, _EXPERT_PARALLEL, _PER_STAGE = 2718, 1024, 100  # how Megatron-LM spreads one seed over its ranks
+# how Megatron-LM spreads one seed over its ranks
+_MODEL_PARALLEL = 2718
+_EXPERT_PARALLEL = 1024
+_PER_STAGE = 100
 
 
 def rng_key(rank: tuple[int, int], parallel: ParallelConfig) -> str:
@@ -224,8 +258,11 @@ def rng_key(rank: tuple[int, int], parallel: ParallelConfig) -> str:
     return f"rng_state/shard_{pp}.{tp}_{parallel.pp_size}.{parallel.tp_size}"
 
 
-def initial_rng_state(seed: int, tp: int, pp: int, expert: tuple[int, int] | None = None) -> list[dict[str, Any]]:
-    """The generators of a rank in Megatron-LM's form, as its `--seed` sets them before any number is drawn.
+def initial_rng_state(
+    seed: int, tp: int, pp: int, expert: tuple[int, int] | None = None
+) -> list[dict[str, Any]]:
+    """The generators of a rank in Megatron-LM's form, as its `--seed` sets them before any number
+    is drawn.
 
     `expert`: its (etp, ep), by default those of a run whose experts are split as its dense layers are.
     """
@@ -238,7 +275,9 @@ def initial_rng_state(seed: int, tp: int, pp: int, expert: tuple[int, int] | Non
     return [host | initial_cuda_state(seed, tp, pp, expert)]
 
 
-def initial_cuda_state(seed: int, tp: int, pp: int, expert: tuple[int, int] | None = None) -> dict[str, Any]:
+def initial_cuda_state(
+    seed: int, tp: int, pp: int, expert: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """The part of it that belongs to CUDA."""
     base = seed + _PER_STAGE * pp
     etp, ep = expert or (tp, 0)
@@ -256,11 +295,12 @@ def _cuda_state(seed: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(struct.pack("<QQ", seed, 0)), dtype=torch.uint8)
 
 
-# Megatron-core's modules ask for an `_extra_state` each (the scales of FP8 training), and its reader stops at the first
-# one that is not there, even though all of them are empty in other precisions.
+# Megatron-core's modules ask for an `_extra_state` each (the scales of FP8 training), and its
+# reader stops at the first one that is not there, even though all of them are empty in other
+# precisions.
 
-# Modules that have a state, by their weight. Transformer Engine's attention and norms have one, Megatron-core's own do
-# not ask for it; each expert of a layer is a module.
+# Modules that have a state, by their weight. Transformer Engine's attention and norms have one,
+# Megatron-core's own do not ask for it; each expert of a layer is a module.
 _STATEFUL = re.compile(
     r"(decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj|q_proj|(?:q|kv)_(?:down|up)_proj)"
     r"|mlp\.(?:shared_experts\.|experts\.experts\.)?linear_fc[12]"
@@ -271,21 +311,29 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)  # how norms say it; the others say N
 
 
 def extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, ShardedObject]:
-    """One entry per module, of the model whose weights are among `keys` and which has so many experts in a layer."""
+    """One entry per module, of the model whose weights are among `keys` and which has so many
+    experts in a layer.
+    """
     states: dict[str, torch.Tensor | None] = {}
     for key in keys:
         if match := _STATEFUL.fullmatch(key):
             module = match[1]
             count = experts if ".experts.experts." in module else 1
             for place in range(count):
-                states[f"{module}._extra_state/shard_{place}_{count}"] = _EMPTY if module.endswith("norm") else None
+                states[f"{module}._extra_state/shard_{place}_{count}"] = (
+                    _EMPTY if module.endswith("norm") else None
+                )
             if module.endswith("self_attention.linear_proj"):
-                states[module.replace("linear_proj", "core_attention") + "._extra_state/shard_0_1"] = None
+                states[
+                    module.replace("linear_proj", "core_attention") + "._extra_state/shard_0_1"
+                ] = None
     return {key: ShardedObject(key, value) for key, value in states.items()}
 
 
 class MegatronRank(NamedTuple):
-    """A rank that writes a directory; with expert parallelism those that hold the first replica of their experts."""
+    """A rank that writes a directory; with expert parallelism those that hold the first replica of
+    their experts.
+    """
 
     tp: int
     pp: int
@@ -296,12 +344,15 @@ class MegatronRank(NamedTuple):
     def of(cls, parallel: ParallelConfig, world_size: int) -> list[MegatronRank]:
         if parallel.ep_size == 1:
             return [cls(tp, pp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)]
-        world, least = world_size, least_world(parallel)
+        world = world_size
+        least = least_world(parallel)
         world = world if world and world % least == 0 else least
         RANKS(world, f"a world of {world} ranks")
         states = [ParallelState.for_rank(parallel, world, rank) for rank in range(world)]
         return [
-            cls(ps.tp.rank, ps.pp.rank, (ps.etp.rank, ps.ep.rank), ps.dp.is_first) for ps in states if ps.edp.is_first
+            cls(ps.tp.rank, ps.pp.rank, (ps.etp.rank, ps.ep.rank), ps.dp.is_first)
+            for ps in states
+            if ps.edp.is_first
         ]
 
     def __str__(self) -> str:
@@ -331,7 +382,9 @@ def open_legacy(path: Path, *kinds: type) -> Any:
 def first_legacy(directory: Path) -> Path:
     files = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
     if not files:
-        raise CheckpointError(f"{directory} is no legacy checkpoint: it has no mp_rank_*/{MODEL_FILE}")
+        raise CheckpointError(
+            f"{directory} is no legacy checkpoint: it has no mp_rank_*/{MODEL_FILE}"
+        )
     return files[0]
 
 
@@ -341,14 +394,26 @@ def legacy_faults(directory: Path) -> list[str]:
     stored = COMMON(open_legacy(first), str(first)).get("args")
     args = vars(stored) if isinstance(stored, argparse.Namespace) else {}
     has_experts = isinstance(args.get("num_experts"), int) and args["num_experts"] > 1
-    axes = ("tensor_model", "pipeline_model", *(("expert_model", "expert_tensor") if has_experts else ()))
+    axes = (
+        "tensor_model",
+        "pipeline_model",
+        *(("expert_model", "expert_tensor") if has_experts else ()),
+    )
     sizes = {f"{axis}_parallel_size": args.get(f"{axis}_parallel_size") or None for axis in axes}
     parallel = ParallelConfig(**{name: size for name, size in sizes.items() if size is not None})
-    RANKS(parallel.tp_size * parallel.pp_size, f"{first}: {parallel.tp_size} x {parallel.pp_size} ranks")
-    ranks = {rank.directory(parallel) for rank in MegatronRank.of(parallel, int(args.get("world_size") or 0))}
+    RANKS(
+        parallel.tp_size * parallel.pp_size,
+        f"{first}: {parallel.tp_size} x {parallel.pp_size} ranks",
+    )
+    ranks = {
+        rank.directory(parallel)
+        for rank in MegatronRank.of(parallel, int(args.get("world_size") or 0))
+    }
     if not args or first.parent.name not in ranks:
         return []  # of a layout or an age that is refused when it is opened
     names = [MODEL_FILE]
     if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
         names.append(OPTIMIZER_FILE)
-    return archive_faults([directory / rank / name for rank in sorted(ranks) for name in names], directory)
+    return archive_faults(
+        [directory / rank / name for rank in sorted(ranks) for name in names], directory
+    )

@@ -1,7 +1,9 @@
-"""Megatron-Bridge's checkpoints: torch_dist, with `run_config.yaml` and `train_state.pt` in place of the arguments.
+"""Megatron-Bridge's checkpoints: torch_dist, with `run_config.yaml` and `train_state.pt` in place
+of the arguments.
 
-Bridge builds its model from a configuration of Megatron-core, so most names of the `model:` section are arguments of
-Megatron-LM; a few differ. (Source: Megatron-Bridge 0.6.2, checked against a file of it.)
+Bridge builds its model from a configuration of Megatron-core, so most names of the `model:` section
+are arguments of Megatron-LM; a few differ. (Source: Megatron-Bridge 0.6.2, checked against a file
+of it.)
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 else:
     yaml = lazy_module("yaml")
 
-RUN_CONFIG, TRAIN_STATE, _TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
+RUN_CONFIG = "run_config.yaml"
+TRAIN_STATE = "train_state.pt"
+_TOKENIZER = "tokenizer"
 
 _RENAMED = {
     "num_moe_experts": "num_experts",
@@ -54,14 +58,24 @@ _MAX_CONFIG = 4 << 20  # bytes
 def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
     """`common` with the arguments and counters that Megatron-LM would have put there.
 
-    Raises CheckpointError for files that are damaged or of another kind, ValueError for a model that we do not have.
+    Raises CheckpointError for files that are damaged or of another kind, ValueError for a model
+    that we do not have.
     """
     path = directory / RUN_CONFIG
     try:
         config = yaml.safe_load(read_regular(path, _MAX_CONFIG).decode("utf-8"))
         model = mapping(anything, keys=text(256))(dict(config["model"]), str(path))
-    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not the configuration of a model ({error}): it is damaged") from error
+    except (
+        yaml.YAMLError,
+        UnicodeDecodeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        raise CheckpointError(
+            f"{path} is not the configuration of a model ({error}): it is damaged"
+        ) from error
     counters = _counters(directory / TRAIN_STATE)
     args = _arguments(model, str(path)) | _training_arguments(config, directory)
     args["consumed_train_samples"] = counters.get("consumed_train_samples", 0)
@@ -70,7 +84,9 @@ def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
         **common,
         "args": argparse.Namespace(**args),
         "iteration": counters.get("step", common.get("iteration", 0)),
-        "num_floating_point_operations_so_far": counters.get("floating_point_operations_so_far", 0.0),
+        "num_floating_point_operations_so_far": counters.get(
+            "floating_point_operations_so_far", 0.0
+        ),
     }
 
 
@@ -88,12 +104,15 @@ def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     lists = ("window_size", "window_attn_skip_freq", "moe_layer_freq")
     flat = {name: value for name, value in model.items() if _is_flat(value, name in lists)}
     args = {_RENAMED.get(name, name): value for name, value in plain_args(flat).items()}
-    heads, groups = args.get("num_attention_heads"), args.get("num_query_groups")
+    heads = args.get("num_attention_heads")
+    groups = args.get("num_query_groups")
     spec = _target(model.get("transformer_layer_spec"))
     return args | {
         **_activation(model, where),
         "group_query_attention": groups is not None and groups != heads,
-        "untie_embeddings_and_output_weights": not model.get("share_embeddings_and_output_weights", True),
+        "untie_embeddings_and_output_weights": not model.get(
+            "share_embeddings_and_output_weights", True
+        ),
         "max_position_embeddings": model.get("seq_length"),
         "params_dtype": _dtype(model, where),
         "transformer_impl": "local" if "local" in spec else "transformer_engine",
@@ -106,11 +125,16 @@ def _is_flat(value: Any, is_list: bool) -> bool:
 
 
 def _activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function, gated = _target(model.get("activation_func")), bool(model.get("gated_linear_unit"))
+    function = _target(model.get("activation_func"))
+    gated = bool(model.get("gated_linear_unit"))
     if (function, gated) not in _ACTIVATIONS:
         kind = "gated " if gated else ""
-        raise ValueError(f"{where} is of a model that is not supported here: its activation is {kind}{function}")
-    approximate = isinstance(model["activation_func"], Mapping) and model["activation_func"].get("approximate")
+        raise ValueError(
+            f"{where} is of a model that is not supported here: its activation is {kind}{function}"
+        )
+    approximate = isinstance(model["activation_func"], Mapping) and model["activation_func"].get(
+        "approximate"
+    )
     return {
         "swiglu": gated,
         "bias_gelu_fusion": bool(model.get("bias_activation_fusion")) and not gated,
@@ -122,14 +146,23 @@ def _dtype(model: Mapping[str, Any], where: str) -> torch.dtype:
     name = _target(model.get("params_dtype")).removeprefix("torch.")
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:
-        raise ValueError(f"{where}: weights of {name or 'an unknown type'} are not supported: only {', '.join(known)}")
+        raise ValueError(
+            f"{where}: weights of {name or 'an unknown type'} are not supported: only {', '.join(known)}"
+        )
     return known[name]
 
 
 def _training_arguments(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """What of the other sections has a name among the arguments; the tokenizer is the one beside the weights."""
+    """What of the other sections has a name among the arguments; the tokenizer is the one beside
+    the weights.
+    """
     sections = [config.get(name) for name in ("rng", "tokenizer", "train", "ddp", "optimizer")]
-    known = {name: value for section in sections if isinstance(section, Mapping) for name, value in section.items()}
+    known = {
+        name: value
+        for section in sections
+        if isinstance(section, Mapping)
+        for name, value in section.items()
+    }
     args = plain_args({name: known[name] for name in _TRAINING if name in known})
     if args.get("tokenizer_type") == "HuggingFaceTokenizer" and (directory / _TOKENIZER).is_dir():
         args["tokenizer_model"] = str(directory / _TOKENIZER)

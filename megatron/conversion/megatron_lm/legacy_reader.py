@@ -48,15 +48,22 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
 from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import COUNT, anything, mapping, record, sequence
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    anything,
+    mapping,
+    record,
+    sequence,
+)
 
 
 @dataclass(frozen=True)
 class _GroupedExpert:
     """One expert's matrix of GroupedMLP, as the linear layer of the expert has it: [rows, columns].
 
-    Stored are all experts of a rank in a row, each transposed; the shape of what is stored says otherwise. (Source:
-    Megatron-core's GroupedMLP, which views its weights as [experts, columns, rows].)
+    Stored are all experts of a rank in a row, each transposed; the shape of what is stored says
+    otherwise. (Source: Megatron-core's GroupedMLP, which views its weights as [experts, columns,
+    rows].)
     """
 
     stored: FileTensor | torch.Tensor
@@ -96,24 +103,45 @@ class LegacySource:
         begin = writers[0]
         # Files record the padded vocabulary only as the number of rows per rank.
         rows_per_rank = _vocabulary_rows(files[begin], folders[begin])
-        # Megatron-LM trains the rows that pad the vocabulary, so they are part of its model; ours says how many count.
-        vocab_size = self.args.setdefault("model_vocab_size", rows_per_rank * layout.parallel.tp_size)
+        # Megatron-LM trains the rows that pad the vocabulary, so they are part of its model; ours
+        # says how many count.
+        vocab_size = self.args.setdefault(
+            "model_vocab_size", rows_per_rank * layout.parallel.tp_size
+        )
         self.config = model_config(self.args, vocab_size, self.description)
-        stale = {path.name for path in directory.glob("mp_rank_*")} - {folder.name for folder in folders.values()}
+        stale = {path.name for path in directory.glob("mp_rank_*")} - {
+            folder.name for folder in folders.values()
+        }
         sizes = f"tensor parallel {layout.parallel.tp_size}, pipeline parallel {layout.parallel.pp_size}"
         self.unused = [f"{name} (the arguments say {sizes})" for name in sorted(stale)]
         self._table = PieceTable(self.description)
         sharded = optimizer and _sharded_optimizer(list(folders.values()))
         for rank, content in files.items():
             folder = folders[rank]
-            # What this rank holds follows from the layers; the order of its parameters from its file, since flat
-            # optimizer buffers were filled in the order of the modules.
-            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert, self.args)
+            # What this rank holds follows from the layers; the order of its parameters from its
+            # file, since flat optimizer buffers were filled in the order of the modules.
+            chunks = rank_parameters(
+                self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert, self.args
+            )
             chunks = self._add_weights(content, chunks, folder)
-            grouped = any(name.endswith(".experts.weight1") for model in _models(content, folder) for name in model)
+            grouped = any(
+                name.endswith(".experts.weight1")
+                for model in _models(content, folder)
+                for name in model
+            )
             where = folder / (OPTIMIZER_FILE if sharded else MODEL_FILE)
-            found = open_legacy(where, list, dict) if sharded else content.get("optimizer") or {} if optimizer else None
-            kinds = [found] if rank.expert is None else sequence(anything, 2, least=2)(found or [{}, {}], str(where))
+            found = (
+                open_legacy(where, list, dict)
+                if sharded
+                else content.get("optimizer") or {}
+                if optimizer
+                else None
+            )
+            kinds = (
+                [found]
+                if rank.expert is None
+                else sequence(anything, 2, least=2)(found or [{}, {}], str(where))
+            )
             for kind, own in zip(kinds, by_optimizer(chunks, rank.expert is not None), strict=True):
                 if kind and any(own) and grouped:
                     raise CheckpointError(
@@ -130,7 +158,9 @@ class LegacySource:
         groups = param_groups(files[begin].get("optimizer")) if optimizer else None
         self.training: TrainingState | None = training_state(files[begin], self.args, groups)
         if layout.parallel.ep_size == 1:
-            self.training.rng = _generators({(rank.tp, rank.pp): content for rank, content in files.items()}, layout)
+            self.training.rng = _generators(
+                {(rank.tp, rank.pp): content for rank, content in files.items()}, layout
+            )
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         return self._table.read(key, offset, shape)
@@ -138,18 +168,28 @@ class LegacySource:
     def _add_weights(
         self, content: dict[str, Any], chunks: list[list[LocalParameter]], folder: Path
     ) -> list[list[LocalParameter]]:
-        """Returns the parameters by the names and in the order of the file, which is that of the modules."""
+        """Returns the parameters by the names and in the order of the file, which is that of the
+        modules.
+        """
         where = folder / MODEL_FILE
         models = _models(content, where)
         if len(models) != len(chunks):
-            raise CheckpointError(f"{folder}: {len(models)} model chunks, but the arguments say {len(chunks)}")
+            raise CheckpointError(
+                f"{folder}: {len(models)} model chunks, but the arguments say {len(chunks)}"
+            )
         result = []
         for model, parameters in zip(models, chunks, strict=True):
             model = _by_expert(model, parameters, where)
-            stored = {name: replace(p, name=name) for p in parameters for name in [_stored_name(model, p, where)]}
+            stored = {
+                name: replace(p, name=name)
+                for p in parameters
+                for name in [_stored_name(model, p, where)]
+            }
             for name, parameter in stored.items():
                 self._add_tensor(parameter.key, parameter, model[name], where)
-            extra = sorted(name for name in model.keys() - stored.keys() if not name.endswith("_extra_state"))
+            extra = sorted(
+                name for name in model.keys() - stored.keys() if not name.endswith("_extra_state")
+            )
             self.unused += [f"{folder.name}: {name}" for name in extra]
             result.append([stored[name] for name in model if name in stored])
         return result
@@ -162,7 +202,9 @@ class LegacySource:
             )
         self._table.add_local(key, parameter, tensor.dtype, _flat_reader(tensor), 0)
 
-    def _add_buffers(self, content: Any, path: Path, chunks: list[list[LocalParameter]], pp: int) -> None:
+    def _add_buffers(
+        self, content: Any, path: Path, chunks: list[list[LocalParameter]], pp: int
+    ) -> None:
         """`distrib_optim.pt`: flat tensors of whole chunks, buckets end to end."""
         buffers = mapping(anything, keys=anything)(content, str(path))
         num_parameters = sum(parameter.numel for parameters in chunks for parameter in parameters)
@@ -170,10 +212,18 @@ class LegacySource:
             if not parameters:
                 continue
             found = buffers.get(index)
-            if not buffers.get("buckets_coalesced") or not isinstance(found, dict) or len(found) != 1:
-                raise CheckpointError(f"{path}: model chunk {index} is not one buffer of coalesced buckets")
+            if (
+                not buffers.get("buckets_coalesced")
+                or not isinstance(found, dict)
+                or len(found) != 1
+            ):
+                raise CheckpointError(
+                    f"{path}: model chunk {index} is not one buffer of coalesced buckets"
+                )
             states = _BUFFER(next(iter(found.values())), f"{path}: model chunk {index}")
-            placed, sizes = plan_buckets(parameters, bucket_size_of(self.args, pp, index, num_parameters))
+            placed, sizes = plan_buckets(
+                parameters, bucket_size_of(self.args, pp, index, num_parameters)
+            )
             if sum(sizes) != states["numel_unpadded"]:
                 raise CheckpointError(
                     f"{path}: {states['numel_unpadded']} elements, but the stored arguments make it {sum(sizes)}"
@@ -182,14 +232,22 @@ class LegacySource:
             refuse_unknown_optimizer(self.args, names, str(path))
             for state in names:
                 if _tensor(states[state], f"{path}: {state}").numel() < sum(sizes):
-                    raise CheckpointError(f"{path}: {state} has {states[state].numel()} elements of {sum(sizes)}")
+                    raise CheckpointError(
+                        f"{path}: {state} has {states[state].numel()} elements of {sum(sizes)}"
+                    )
             for parameter, bucket, start in placed:
                 for state in names:
-                    key, flat, first = optimizer_key(state, parameter.key), states[state], sum(sizes[:bucket]) + start
+                    key = optimizer_key(state, parameter.key)
+                    flat = states[state]
+                    first = sum(sizes[:bucket]) + start
                     self._table.add_local(key, parameter, flat.dtype, _flat_reader(flat), first)
 
-    def _add_states(self, optimizer: dict[str, Any], chunks: list[list[LocalParameter]], where: Path) -> None:
-        """torch's own form: parameters numbered group by group; half precision has its main parameters apart."""
+    def _add_states(
+        self, optimizer: dict[str, Any], chunks: list[list[LocalParameter]], where: Path
+    ) -> None:
+        """torch's own form: parameters numbered group by group; half precision has its main
+        parameters apart.
+        """
         mapping(anything)(optimizer, f"{where}: optimizer")
         inner = optimizer.get("optimizer", optimizer) or {}
         if "state" not in inner:
@@ -205,20 +263,33 @@ class LegacySource:
         everything = [parameter for parameters in chunks for parameter in parameters]
         for index, group in enumerate(inner["param_groups"]):
             decay = float(in_memory(group.get("wd_mult", 1.0))) > 0.0
-            members = [parameter for parameter in everything if parameter.group.weight_decay == decay]
+            members = [
+                parameter for parameter in everything if parameter.group.weight_decay == decay
+            ]
             if len(members) != len(group["params"]):
                 raise CheckpointError(
                     f"{where}: parameter group {index} (wd_mult {group.get('wd_mult')}) has {len(group['params'])} "
                     f"parameters, the model has {len(members)} of that kind"
                 )
-            for position, (number, parameter) in enumerate(zip(group["params"], members, strict=True)):
+            for position, (number, parameter) in enumerate(
+                zip(group["params"], members, strict=True)
+            ):
                 for state in [name for name in states.get(number, {}) if name != "step"]:
-                    tensor = _tensor(states[number][state], f"{where}: optimizer: state[{number}]: {state}")
+                    tensor = _tensor(
+                        states[number][state], f"{where}: optimizer: state[{number}]: {state}"
+                    )
                     self._add_tensor(optimizer_key(state, parameter.key), parameter, tensor, where)
                 if main is not None:
                     if index >= len(main) or position >= len(main[index]):
-                        raise CheckpointError(f"{where}: the main parameter of {parameter.key} is missing")
-                    self._add_tensor(optimizer_key("param", parameter.key), parameter, main[index][position], where)
+                        raise CheckpointError(
+                            f"{where}: the main parameter of {parameter.key} is missing"
+                        )
+                    self._add_tensor(
+                        optimizer_key("param", parameter.key),
+                        parameter,
+                        main[index][position],
+                        where,
+                    )
 
 
 def _tensor(value: Any, where: str) -> Stored:
@@ -256,18 +327,29 @@ def _vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
 
 
 def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Path) -> str:
-    # Megatron-core's grouped experts: experts.linear_fc1.weight3 is what others call experts.local_experts.3...
+    # Megatron-core's grouped experts: experts.linear_fc1.weight3 is what others call
+    # experts.local_experts.3...
     grouped = re.sub(r"\.local_experts\.(\d+)\.(.+)", r".\2\1", parameter.name)
-    for name in (parameter.name, local_name(parameter.name), norm_key(parameter.name, model), grouped):
+    for name in (
+        parameter.name,
+        local_name(parameter.name),
+        norm_key(parameter.name, model),
+        grouped,
+    ):
         if name in model:
             return name
     raise CheckpointError(f"{where}: {parameter.name} is missing")
 
 
-_GROUPED = {"linear_fc1.weight": "weight1", "linear_fc2.weight": "weight2"}  # of --moe-use-legacy-grouped-gemm
+_GROUPED = {
+    "linear_fc1.weight": "weight1",
+    "linear_fc2.weight": "weight2",
+}  # of --moe-use-legacy-grouped-gemm
 
 
-def _by_expert(model: dict[str, Stored], parameters: Sequence[LocalParameter], where: Path) -> dict[str, Stored]:
+def _by_expert(
+    model: dict[str, Stored], parameters: Sequence[LocalParameter], where: Path
+) -> dict[str, Stored]:
     """`model` with a name for each expert in place of GroupedMLP's one for all of them."""
     result = dict(model)
     for parameter in parameters:
@@ -278,9 +360,17 @@ def _by_expert(model: dict[str, Stored], parameters: Sequence[LocalParameter], w
         if grouped not in model:
             continue
         result.pop(grouped, None)
-        stored, rows = _tensor(model[grouped], f"{where}: {grouped}"), parameter.shape
-        experts = sum(p.name.startswith(f"{match[1]}local_experts.") and p.name.endswith(match[3]) for p in parameters)
-        shape = (rows[1], experts * rows[0]) if match[3] == "linear_fc1.weight" else (experts * rows[1], rows[0])
+        stored = _tensor(model[grouped], f"{where}: {grouped}")
+        rows = parameter.shape
+        experts = sum(
+            p.name.startswith(f"{match[1]}local_experts.") and p.name.endswith(match[3])
+            for p in parameters
+        )
+        shape = (
+            (rows[1], experts * rows[0])
+            if match[3] == "linear_fc1.weight"
+            else (experts * rows[1], rows[0])
+        )
         if isinstance(stored, _GroupedExpert) or tuple(stored.shape) != shape:
             raise CheckpointError(
                 f"{where}: {grouped} has shape {tuple(stored.shape)}, but the stored arguments make it {shape}"
@@ -304,7 +394,9 @@ def _sharded_optimizer(folders: Sequence[Path]) -> bool:
     return not missing
 
 
-def _generators(files: Mapping[tuple[int, int], dict[str, Any]], layout: Layout) -> dict[str, Callable[[], Any]]:
+def _generators(
+    files: Mapping[tuple[int, int], dict[str, Any]], layout: Layout
+) -> dict[str, Callable[[], Any]]:
     """The state of every rank's generators, under the keys that they have in torch_dist."""
 
     def reader(state: Any) -> Callable[[], Any]:

@@ -1,7 +1,7 @@
 """Writes a `Source` as a Megatron-LM legacy iteration directory, for any TP, PP, VPP, EP and ETP.
 
-Where every byte of every file goes is known before the first is read. So the tensors are streamed: each is read once,
-a few rows at a time, and every rank's part is written to its place.
+Where every byte of every file goes is known before the first is read. So the tensors are streamed:
+each is read once, a few rows at a time, and every rank's part is written to its place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from megatron.conversion.megatron_lm.args import (
     least_world,
     rng_key,
 )
-from megatron.conversion.megatron_lm.optimizer_state import bucket_size_of, by_optimizer, plan_buckets
+from megatron.conversion.megatron_lm.optimizer_state import (
+    bucket_size_of,
+    by_optimizer,
+    plan_buckets,
+)
 from megatron.conversion.model_space.model import (
     Layout,
     LocalBox,
@@ -33,7 +37,12 @@ from megatron.conversion.model_space.model import (
     model_config,
     rank_parameters,
 )
-from megatron.conversion.model_space.pieces import FilePlace, run_jobs, write_archive, write_to_places
+from megatron.conversion.model_space.pieces import (
+    FilePlace,
+    run_jobs,
+    write_archive,
+    write_to_places,
+)
 from megatron.conversion.model_space.source import (
     WORD_EMBEDDINGS,
     Progress,
@@ -51,22 +60,30 @@ _WITH_EXTRA_STATE = (
     "linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
 )  # fmt: skip
-_DIVISIBLE_BY, _SEED = 128, 1234  # defaults of Megatron-LM
+# defaults of Megatron-LM
+_DIVISIBLE_BY = 128
+_SEED = 1234
 
 Chunks = list[list[LocalParameter]]
 
 
 def write_legacy(
-    source: Source, directory: Path, layout: Layout, workers: int = 1, progress: Progress = no_progress
+    source: Source,
+    directory: Path,
+    layout: Layout,
+    workers: int = 1,
+    progress: Progress = no_progress,
 ) -> list[str]:
-    """Write `directory` (an iteration), which appears when it is complete; returns what could not be carried.
+    """Write `directory` (an iteration), which appears when it is complete; returns what could not
+    be carried.
 
-    The optimizer is written as the run had it: sharded (`distrib_optim.pt`) with the distributed optimizer, numbered
-    states without. Rows that pad the vocabulary, and gaps in the flat buffers, are zero. Raises ValueError where the
-    model cannot be split like that.
+    The optimizer is written as the run had it: sharded (`distrib_optim.pt`) with the distributed
+    optimizer, numbered states without. Rows that pad the vocabulary, and gaps in the flat buffers,
+    are zero. Raises ValueError where the model cannot be split like that.
     """
     args = _target_args(source, layout)
-    contents, ranks = _Contents(source, args), MegatronRank.of(layout.parallel, args["world_size"])
+    contents = _Contents(source, args)
+    ranks = MegatronRank.of(layout.parallel, args["world_size"])
     _check_directories(layout, ranks)
     pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
     pending.mkdir(parents=True)
@@ -83,7 +100,13 @@ def write_legacy(
                         places[key].append(FilePlace(box.offset, box.shape, path, place))
         # Only now is every file laid out, and a tensor that several ranks hold is read once.
         assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
-        run_jobs([partial(write_to_places, source, key, wanted, progress) for key, wanted in places.items()], workers)
+        run_jobs(
+            [
+                partial(write_to_places, source, key, wanted, progress)
+                for key, wanted in places.items()
+            ],
+            workers,
+        )
         fsync_tree(pending)
         put_in_place(pending, directory)
     except BaseException:
@@ -93,10 +116,15 @@ def write_legacy(
 
 
 def _check_directories(layout: Layout, ranks: Sequence[MegatronRank]) -> None:
-    """Directories are named after (tp, pp, ep): each must be one rank's, and all dense ranks must have one."""
-    named, dense = {rank.directory(layout.parallel) for rank in ranks}, {rank[:2] for rank in ranks}
+    """Directories are named after (tp, pp, ep): each must be one rank's, and all dense ranks must
+    have one.
+    """
+    named = {rank.directory(layout.parallel) for rank in ranks}
+    dense = {rank[:2] for rank in ranks}
     if len(named) < len(ranks) or dense < set(layout.ranks):
-        tp, etp, ep = layout.parallel.tp_size, layout.parallel.etp_size, layout.parallel.ep_size
+        tp = layout.parallel.tp_size
+        etp = layout.parallel.etp_size
+        ep = layout.parallel.ep_size
         raise ValueError(
             f"TP {tp} with expert tensor parallelism {etp} and expert parallelism {ep}: Megatron-LM's legacy files "
             f"have no place for all of these ranks. Take expert tensor parallelism {tp}"
@@ -107,13 +135,18 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
     """The source's arguments, but for what the layout decides."""
     vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
     divisible_by = int(source.args.get("make_vocab_size_divisible_by") or _DIVISIBLE_BY)
-    tp, pp = layout.parallel.tp_size, layout.parallel.pp_size
+    tp = layout.parallel.tp_size
+    pp = layout.parallel.pp_size
     args = dict(source.args)
     args.setdefault("use_distributed_optimizer", True)
-    least, replicas = least_world(layout.parallel), int(args.get("data_parallel_size") or 1)
+    least = least_world(layout.parallel)
+    replicas = int(args.get("data_parallel_size") or 1)
     world = tp * pp * replicas if tp * pp * replicas % least == 0 else least
     placed = layout.arguments()
-    if "pipeline_model_parallel_layout" not in args and placed["pipeline_model_parallel_layout"] is None:
+    if (
+        "pipeline_model_parallel_layout" not in args
+        and placed["pipeline_model_parallel_layout"] is None
+    ):
         del placed["pipeline_model_parallel_layout"]  # releases before 0.13 do not have it
     return (
         args
@@ -137,17 +170,23 @@ class _Contents:
     """
 
     def __init__(self, source: Source, args: dict[str, Any]) -> None:
-        self._source, self._args = source, args
+        self._source = source
+        self._args = args
         self._config = model_config(args, args["model_vocab_size"], source.description)
         self.held: dict[TensorSlot, list[tuple[str, LocalBox, int]]] = defaultdict(list)
-        self.implied: set[str] = set()  # main parameters that the format leaves out: they are the weights
+        self.implied: set[str] = (
+            set()
+        )  # main parameters that the format leaves out: they are the weights
         self.not_carried: list[str] = []
 
     def of_rank(self, layout: Layout, rank: MegatronRank) -> dict[str, Any]:
         """By file name."""
-        args, training = self._args, self._source.training
+        args = self._args
+        training = self._source.training
         divisible_by = args["make_vocab_size_divisible_by"]
-        chunks = rank_parameters(self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert, args)
+        chunks = rank_parameters(
+            self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert, args
+        )
         content = common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
             content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)
@@ -175,12 +214,16 @@ class _Contents:
             groups = [optimizer["optimizer"]["param_groups"] for optimizer in optimizers]
             optimizers = [self._numbered(*kind) for kind in zip(groups, kinds, strict=True)]
         if training.grad_scaler is not None:
-            optimizers = [optimizer | {"grad_scaler": training.grad_scaler} for optimizer in optimizers]
+            optimizers = [
+                optimizer | {"grad_scaler": training.grad_scaler} for optimizer in optimizers
+            ]
         content["optimizer"] = optimizers if len(kinds) == 2 else optimizers[0]
         return files
 
     def _model(self, parameters: list[LocalParameter]) -> OrderedDict[str, TensorSlot | None]:
-        """Local tensors by Megatron-LM's names, with the empty extra states where its modules have them."""
+        """Local tensors by Megatron-LM's names, with the empty extra states where its modules have
+        them.
+        """
         model: OrderedDict[str, TensorSlot | None] = OrderedDict()
         for position, parameter in enumerate(parameters):
             model[parameter.name] = self._slot(parameter.key, parameter)
@@ -208,7 +251,9 @@ class _Contents:
         for index, parameters in enumerate(chunks):
             if not parameters:
                 continue
-            placed, sizes = plan_buckets(parameters, bucket_size_of(self._args, pp, index, num_parameters))
+            placed, sizes = plan_buckets(
+                parameters, bucket_size_of(self._args, pp, index, num_parameters)
+            )
             states: dict[str, Any] = {}
             for state in optimizer_states(self._source.tensors):
                 states[state] = TensorSlot(torch.float32, (sum(sizes),))
@@ -222,7 +267,9 @@ class _Contents:
     def _numbered(self, param_groups: list[dict[str, Any]], chunks: Chunks) -> dict[str, Any]:
         """torch's own form: parameters with weight decay first, then those without."""
         everything = [parameter for parameters in chunks for parameter in parameters]
-        members = [[p for p in everything if p.group.weight_decay is decayed] for decayed in (True, False)]
+        members = [
+            [p for p in everything if p.group.weight_decay is decayed] for decayed in (True, False)
+        ]
         state: dict[int, dict[str, TensorSlot]] = {}
         groups = []
         decays = [float(group.get("wd_mult", 1.0)) > 0 for group in param_groups]
@@ -232,7 +279,9 @@ class _Contents:
                 f"{[group.get('wd_mult') for group in param_groups]}; legacy files have one with weight decay and one "
                 "without: leave it out (--no-optim), or write torch_dist"
             )
-        for group, parameters in zip(param_groups, members, strict=False):  # the second may be empty, and not there
+        for group, parameters in zip(
+            param_groups, members, strict=False
+        ):  # the second may be empty, and not there
             groups.append(group | {"params": list(range(len(state), len(state) + len(parameters)))})
             for parameter in parameters:
                 state[len(state)] = {
@@ -245,11 +294,18 @@ class _Contents:
         if self._source.tensors[everything[0].key].dtype == torch.float32:
             self.implied |= main_keys
             return inner
-        main = [[self._slot(optimizer_key("param", p.key), p) for p in parameters] for parameters in members]
+        main = [
+            [self._slot(optimizer_key("param", p.key), p) for p in parameters]
+            for parameters in members
+        ]
         return {"optimizer": inner, "fp32_from_fp16_params": main}
 
-    def _generators(self, training: TrainingState, layout: Layout, rank: MegatronRank) -> list[dict[str, Any]]:
-        """Those of the source if it had them for this rank of this layout, else as a run begins with its seed."""
+    def _generators(
+        self, training: TrainingState, layout: Layout, rank: MegatronRank
+    ) -> list[dict[str, Any]]:
+        """Those of the source if it had them for this rank of this layout, else as a run begins
+        with its seed.
+        """
         key = rng_key((rank.tp, rank.pp), layout.parallel)
         if key in training.rng and rank.expert is None:
             state: list[dict[str, Any]] = training.rng[key]()

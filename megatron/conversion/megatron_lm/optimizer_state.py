@@ -1,8 +1,10 @@
-"""The optimizer state in Megatron-LM's checkpoints: what must hold of it, and how its flat buffers are filled.
+"""The optimizer state in Megatron-LM's checkpoints: what must hold of it, and how its flat buffers
+are filled.
 
-A buffer of the distributed optimizer holds a chunk's parameters in reverse module order, each at a multiple of 64
-elements, in buckets. Positions here are relative to the concatenation of the buckets without the padding at their ends,
-as the files have them. (Source: Megatron-LM core 0.12 to 0.20, checked against files of 0.16.1.)
+A buffer of the distributed optimizer holds a chunk's parameters in reverse module order, each at a
+multiple of 64 elements, in buckets. Positions here are relative to the concatenation of the buckets
+without the padding at their ends, as the files have them. (Source: Megatron-LM core 0.12 to 0.20,
+checked against files of 0.16.1.)
 """
 
 from __future__ import annotations
@@ -30,26 +32,39 @@ if TYPE_CHECKING:
 
 _SAMPLE = 256  # elements compared per piece
 ALIGNMENT = 64  # elements
-_DEFAULT_BUCKET, _DEFAULT_BUCKET_PER_RANK = 40_000_000, 1_000_000
+_DEFAULT_BUCKET = 40_000_000
+_DEFAULT_BUCKET_PER_RANK = 1_000_000
 
 
-def by_optimizer(chunks: Sequence[Sequence[LocalParameter]], apart: bool) -> list[list[list[LocalParameter]]]:
-    """The trained parameters of a rank's chunks by their optimizer: that of all, or of dense layers and of experts."""
+def by_optimizer(
+    chunks: Sequence[Sequence[LocalParameter]], apart: bool
+) -> list[list[list[LocalParameter]]]:
+    """The trained parameters of a rank's chunks by their optimizer: that of all, or of dense layers
+    and of experts.
+    """
     kinds = ({False}, {True}) if apart else ({False, True},)
-    return [[[p for p in chunk if p.info.trained and p.info.expert in kind] for chunk in chunks] for kind in kinds]
+    return [
+        [[p for p in chunk if p.info.trained and p.info.expert in kind] for chunk in chunks]
+        for kind in kinds
+    ]
 
 
 Placed = tuple["LocalParameter", int, int]  # a parameter begins in this bucket, at this element
 
 
-def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) -> tuple[list[Placed], list[int]]:
-    """Where each parameter lies, and the unpadded size of each bucket; `bucket_size` None: no limit."""
+def plan_buckets(
+    parameters: Sequence[LocalParameter], bucket_size: int | None
+) -> tuple[list[Placed], list[int]]:
+    """Where each parameter lies, and the unpadded size of each bucket; `bucket_size` None: no
+    limit.
+    """
     placed: list[Placed] = []
     sizes: list[int] = []
     end = 0  # of the last parameter, in the open bucket
     for parameter in reversed(parameters):
         start = round_up(end, ALIGNMENT)
-        # The tied embedding is reduced separately, so Megatron-LM closes the bucket before it and after it.
+        # The tied embedding is reduced separately, so Megatron-LM closes the bucket before it and
+        # after it.
         if parameter.info.shared_embedding and start > 0:
             sizes.append(start)
             start = 0
@@ -63,17 +78,25 @@ def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) 
     return placed, sizes
 
 
-def fit_buckets(parameters: Sequence[LocalParameter], sizes: Sequence[int], where: str) -> list[Placed]:
+def fit_buckets(
+    parameters: Sequence[LocalParameter], sizes: Sequence[int], where: str
+) -> list[Placed]:
     """Where each parameter lies, given the unpadded sizes of the buckets.
 
-    The sizes show where the buckets were closed, whatever rule closed them. Raises ValueError if they do not fit.
+    The sizes show where the buckets were closed, whatever rule closed them. Raises ValueError if
+    they do not fit.
     """
     placed: list[Placed] = []
-    bucket, end = 0, 0  # end of the last parameter in the open bucket
+    # end of the last parameter in the open bucket
+    bucket = 0
+    end = 0
     for parameter in reversed(parameters):
         start = round_up(end, ALIGNMENT)
-        if end and bucket < len(sizes) and sizes[bucket] in (end, start):  # `start` where a tied one closed it
-            bucket, start = bucket + 1, 0
+        if (
+            end and bucket < len(sizes) and sizes[bucket] in (end, start)
+        ):  # `start` where a tied one closed it
+            bucket = bucket + 1
+            start = 0
         end = start + parameter.numel
         if bucket >= len(sizes) or end > sizes[bucket]:
             raise ValueError(
@@ -89,12 +112,16 @@ def fit_buckets(parameters: Sequence[LocalParameter], sizes: Sequence[int], wher
     return placed
 
 
-def bucket_size_of(args: Mapping[str, Any], pp_rank: int, chunk: int, num_parameters: int) -> int | None:
+def bucket_size_of(
+    args: Mapping[str, Any], pp_rank: int, chunk: int, num_parameters: int
+) -> int | None:
     """Elements after which a run with these arguments closed its buckets; None: one bucket.
 
     `num_parameters` counts the elements of all chunks of the rank.
     """
-    bucketed = args.get("overlap_grad_reduce") and not args.get("overlap_param_gather_with_optimizer_step")
+    bucketed = args.get("overlap_grad_reduce") and not args.get(
+        "overlap_param_gather_with_optimizer_step"
+    )
     if not bucketed or pp_rank > 0 or chunk > 0:
         return None
     if args.get("ddp_num_buckets"):
@@ -119,12 +146,13 @@ def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], wher
 
 
 class PieceTable:
-    """The pieces that weights and optimizer state are stored in, by key; where several hold the same elements the
-    first is read. Main parameters, rounded, must be the weights, to the bit.
+    """The pieces that weights and optimizer state are stored in, by key; where several hold the
+    same elements the first is read. Main parameters, rounded, must be the weights, to the bit.
 
-    This proves that flat buffers were cut where they had been joined: a buffer does not record which element belongs to
-    which parameter, and Megatron-core up to 0.19.2 shifts the parameters of fully_reshardable state behind a padded
-    bucket. Training would continue with the moments of other parameters.
+    This proves that flat buffers were cut where they had been joined: a buffer does not record
+    which element belongs to which parameter, and Megatron-core up to 0.19.2 shifts the parameters
+    of fully_reshardable state behind a padded bucket. Training would continue with the moments of
+    other parameters.
     """
 
     def __init__(self, where: str) -> None:
@@ -133,32 +161,55 @@ class PieceTable:
         self._pieces: dict[str, dict[Extent, ReadRegion]] = {}  # by key, then by (offset, shape)
         self._implied: set[str] = set()  # main parameters that are the weights themselves
 
-    def add(self, key: str, info: TensorInfo, offset: Shape, shape: Shape, read: ReadRegion) -> None:
-        """A piece, any region of which `read` gives. Raises ValueError when pieces disagree about the tensor."""
+    def add(
+        self, key: str, info: TensorInfo, offset: Shape, shape: Shape, read: ReadRegion
+    ) -> None:
+        """A piece, any region of which `read` gives. Raises ValueError when pieces disagree about
+        the tensor.
+        """
         known = self.tensors.setdefault(key, info)
         if known != info:
-            raise ValueError(f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in another")
+            raise ValueError(
+                f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in another"
+            )
         self._pieces.setdefault(key, {}).setdefault((offset, shape), read)
 
     def add_local(
-        self, key: str, parameter: LocalParameter, dtype: torch.dtype, read_flat: ReadFlat, first: int
+        self,
+        key: str,
+        parameter: LocalParameter,
+        dtype: torch.dtype,
+        read_flat: ReadFlat,
+        first: int,
     ) -> None:
-        """What a rank holds of a parameter, or of a state of it: its local elements in a row from element `first`."""
+        """What a rank holds of a parameter, or of a state of it: its local elements in a row from
+        element `first`.
+        """
         info = TensorInfo(parameter.global_shape, dtype)
         for box in parameter.boxes:
-            self.add(key, info, box.offset, box.shape, region_of_flat(read_flat, first + box.start, box.shape))
+            self.add(
+                key,
+                info,
+                box.offset,
+                box.shape,
+                region_of_flat(read_flat, first + box.start, box.shape),
+            )
 
     def complete(self) -> None:
-        """Call when all pieces are added: adds implied main parameters, and checks both ends of every stored piece."""
+        """Call when all pieces are added: adds implied main parameters, and checks both ends of
+        every stored piece.
+        """
         moments = [state for state in optimizer_states(self.tensors) if state != "param"]
         for key in [key for key in self.tensors if not key.startswith("optimizer.")]:
-            main, dtype = optimizer_key("param", key), self.tensors[key].dtype
+            main = optimizer_key("param", key)
+            dtype = self.tensors[key].dtype
             has_state = any(optimizer_key(state, key) in self.tensors for state in moments)
             if main in self.tensors:
                 self._check_ends(main)
             elif has_state and dtype == torch.float32:
                 # An fp32 model without the distributed optimizer stores no main parameters.
-                self.tensors[main], self._pieces[main] = self.tensors[key], self._pieces[key]
+                self.tensors[main] = self.tensors[key]
+                self._pieces[main] = self._pieces[key]
                 self._implied.add(main)
 
     def _check_ends(self, main: str) -> None:
@@ -170,8 +221,8 @@ class PieceTable:
                     self.read(main, offset, shape)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """The box of `key`. Raises KeyError for an unknown key, ValueError where no piece holds an element,
-        CheckpointError where a main parameter is not the weight.
+        """The box of `key`. Raises KeyError for an unknown key, ValueError where no piece holds an
+        element, CheckpointError where a main parameter is not the weight.
         """
         value = self._paste(key, offset, shape)
         parameter, state = split_key(key)

@@ -1,8 +1,9 @@
-"""torch_dist directories: a run's own, all of Megatron-LM's variants as a `Source`, and a `Source` written as one.
+"""torch_dist directories: a run's own, all of Megatron-LM's variants as a `Source`, and a `Source`
+written as one.
 
-Written in one process, a few megabytes at a time. Layers may be stacked: one tensor for each kind of parameter, with a
-leading axis of layers. It is the form that Megatron-core writes for models whose layers are all alike, and the only one
-that its newer model classes ask for.
+Written in one process, a few megabytes at a time. Layers may be stacked: one tensor for each kind
+of parameter, with a leading axis of layers. It is the form that Megatron-core writes for models
+whose layers are all alike, and the only one that its newer model classes ask for.
 """
 
 from __future__ import annotations
@@ -73,7 +74,14 @@ from megatron.core.dist_checkpointing import (
     save,
 )
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
-from megatron.core.dist_checkpointing.format.schema import COUNT, SHAPE, mapping, number, optional, record
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    SHAPE,
+    mapping,
+    number,
+    optional,
+    record,
+)
 
 _COMMON_STATE = "common_state/shard_0_1"  # in newer Megatron-LM in place of common.pt
 _STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
@@ -91,29 +99,45 @@ _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 def stored_common(reader: Reader, directory: Path, verify: bool = False) -> dict[str, Any]:
     """What stands beside the tensors: `common.pt`, or an object in newer Megatron-LM."""
     common = load_common(directory, verify=verify)
-    return reader.read_object(_COMMON_STATE) if not common and _COMMON_STATE in reader.metadata.objects else common
+    return (
+        reader.read_object(_COMMON_STATE)
+        if not common and _COMMON_STATE in reader.metadata.objects
+        else common
+    )
 
 
 def open_torch_dist(directory: Path, hints: Hints) -> Source:
-    """What a run here saved is presented as it is, if that is asked for, and all else in model space."""
+    """What a run here saved is presented as it is, if that is asked for, and all else in model
+    space.
+    """
     if hints.as_saved:
         common = COMMON(load_common(directory, verify=hints.verify), str(directory / COMMON_FILE))
         if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
             run = RunCheckpoint(directory, common, hints.verify)
-            # Earlier versions had another key for the norm before experts: the reader of all forms knows both.
-            if all(norm_key(key, run.tensors) == key for key in run.tensors if not key.startswith("optimizer.")):
+            # Earlier versions had another key for the norm before experts: the reader of all forms
+            # knows both.
+            if all(
+                norm_key(key, run.tensors) == key
+                for key in run.tensors
+                if not key.startswith("optimizer.")
+            ):
                 return run
     return TorchDistSource(directory, hints)
 
 
 def _generators(reader: Reader) -> dict[str, Callable[[], Any]]:
     """The state of every rank's random generators, read when it is asked for."""
-    return {key: partial(reader.read_object, key) for key in reader.metadata.objects if key.startswith("rng_state/")}
+    return {
+        key: partial(reader.read_object, key)
+        for key in reader.metadata.objects
+        if key.startswith("rng_state/")
+    }
 
 
 class TorchDistSource:
-    """One iteration directory. Layers may be stacked or numbered, and the optimizer in any of Megatron-LM's forms:
-    fully_reshardable, dp_reshardable (flat buckets), fully_sharded_model_space (0.12), or not distributed.
+    """One iteration directory. Layers may be stacked or numbered, and the optimizer in any of
+    Megatron-LM's forms: fully_reshardable, dp_reshardable (flat buckets), fully_sharded_model_space
+    (0.12), or not distributed.
     """
 
     def __init__(self, directory: Path, hints: Hints | None = None) -> None:
@@ -121,7 +145,9 @@ class TorchDistSource:
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(directory, verify=verify)
         stored = self._reader.metadata
-        if not any(key.startswith(_OURS) for key in stored.tensors) and any("model." in key for key in stored.tensors):
+        if not any(key.startswith(_OURS) for key in stored.tensors) and any(
+            "model." in key for key in stored.tensors
+        ):
             raise CheckpointError(
                 f"{directory}: a checkpoint of Megatron-FSDP (fsdp_dtensor, keys such as {next(iter(stored.tensors))}) "
                 "is not read here: save that run with --ckpt-format torch_dist"
@@ -136,7 +162,11 @@ class TorchDistSource:
         self._originals = _ORIGINALS(stored.extra.get("mcore_data", {}), f"{directory}: mcore_data")
         if optimizer:
             states = [match[5] for match in map(_BUCKET.fullmatch, stored.tensors) if match]
-            states += [_NAMES.get(match[1], match[1]) for match in map(_STATE.fullmatch, stored.tensors) if match]
+            states += [
+                _NAMES.get(match[1], match[1])
+                for match in map(_STATE.fullmatch, stored.tensors)
+                if match
+            ]
             refuse_unknown_optimizer(self.args, states, self.description)
         buckets: Buckets = {}
         for key in stored.tensors:
@@ -145,7 +175,8 @@ class TorchDistSource:
                 buckets[place] = key
             elif optimizer or not key.startswith(("optimizer.", "chained_")):
                 self._add(key)
-        # The rows that are stored define the vocabulary: Megatron-LM stores its padding, runs here do not.
+        # The rows that are stored define the vocabulary: Megatron-LM stores its padding, runs here
+        # do not.
         rows = vocabulary_rows(self._table.tensors, str(directory))
         self.args["model_vocab_size"] = rows
         self.config = model_config(self.args, rows, self.description)
@@ -178,7 +209,11 @@ class TorchDistSource:
             )
         for layer in range(self._num_layers) if stacked else [None]:
             lead: Shape = () if layer is None else (layer,)
-            own = name if layer is None else name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
+            own = (
+                name
+                if layer is None
+                else name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
+            )
             target = optimizer_key(state, own) if state else own
             if original is None:
                 shape = stored.shape[len(lead) :]
@@ -203,15 +238,21 @@ class TorchDistSource:
             or not 0 < math.prod(grid) <= len(stored.chunks)
             or any(map(operator.mod, shape, grid))
         ):
-            raise CheckpointError(f"{self.description}: {key} of shape {shape} lies in a grid of {grid} fragments")
+            raise CheckpointError(
+                f"{self.description}: {key} of shape {shape} lies in a grid of {grid} fragments"
+            )
         extent = tuple(n // parts for n, parts in zip(shape, grid, strict=True))
-        for index in torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, len(grid)).tolist():
+        for index in (
+            torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, len(grid)).tolist()
+        ):
             offset = tuple(i * n for i, n in zip(index, extent, strict=True))
             region = region_of_flat(self._flat_reader(key, (*lead, *index)), 0, extent)
             self._table.add(target, TensorInfo(shape, stored.dtype), offset, extent, region)
 
     def _add_buckets(self, buckets: Buckets) -> None:
-        """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled them."""
+        """dp_reshardable: flat buckets of every model-parallel rank, cut by the rules that filled
+        them.
+        """
         layout = Layout.from_args(self.args)
         apart = layout.parallel.ep_size > 1  # experts have an optimizer of their own
         ranks: list[tuple[int, int, MegatronRank]] = []  # optimizer, its place among those, rank
@@ -219,28 +260,47 @@ class TorchDistSource:
         # Every rank of the experts' grid but their replicas, ETP fastest.
         sizes = (layout.parallel.pp_size, layout.parallel.ep_size, layout.parallel.etp_size)
         grid = itertools.product(*map(range, sizes)) if apart else ()
-        ranks += [(1, place, MegatronRank(0, pp, (etp, ep))) for place, (pp, ep, etp) in enumerate(grid)]
+        ranks += [
+            (1, place, MegatronRank(0, pp, (etp, ep))) for place, (pp, ep, etp) in enumerate(grid)
+        ]
         for optimizer, place, rank in ranks:
-            chunks = rank_parameters(self.config, layout, rank.tp, rank.pp, 1, rank.expert, self.args)
+            chunks = rank_parameters(
+                self.config, layout, rank.tp, rank.pp, 1, rank.expert, self.args
+            )
             for chunk, parameters in enumerate(by_optimizer(chunks, apart)[optimizer]):
                 if parameters:
-                    self._add_chunk(buckets, (optimizer, place, chunk), parameters, f"{self.description}, {rank}")
+                    self._add_chunk(
+                        buckets,
+                        (optimizer, place, chunk),
+                        parameters,
+                        f"{self.description}, {rank}",
+                    )
         self.unused += sorted(buckets.values())
 
     def _add_chunk(
-        self, buckets: Buckets, place: tuple[int, int, int], parameters: Sequence[LocalParameter], where: str
+        self,
+        buckets: Buckets,
+        place: tuple[int, int, int],
+        parameters: Sequence[LocalParameter],
+        where: str,
     ) -> None:
         """The buckets of one chunk, taken out of `buckets`; `place` is (optimizer, rank, chunk)."""
         for state in sorted({state for *_, state in buckets}):
             keys: list[str] = []
-            # Buckets are numbered without gaps; whatever is left over at the end is reported as unused.
+            # Buckets are numbered without gaps; whatever is left over at the end is reported as
+            # unused.
             while (*place, len(keys), state) in buckets:
                 keys.append(buckets.pop((*place, len(keys), state)))
             stored = [self._reader.metadata.tensors[key] for key in keys]
             if any(len(entry.shape) != 1 for entry in stored):
-                raise CheckpointError(f"{where}: buckets of shapes {[entry.shape for entry in stored]} are not flat")
-            for parameter, bucket, start in fit_buckets(parameters, [entry.shape[0] for entry in stored], where):
-                key, flat = optimizer_key(state, parameter.key), self._flat_reader(keys[bucket], ())
+                raise CheckpointError(
+                    f"{where}: buckets of shapes {[entry.shape for entry in stored]} are not flat"
+                )
+            for parameter, bucket, start in fit_buckets(
+                parameters, [entry.shape[0] for entry in stored], where
+            ):
+                key = optimizer_key(state, parameter.key)
+                flat = self._flat_reader(keys[bucket], ())
                 self._table.add_local(key, parameter, stored[bucket].dtype, flat, start)
 
     def _flat_reader(self, key: str, place: Shape) -> ReadFlat:
@@ -255,11 +315,17 @@ class TorchDistSource:
         """The arguments describe exactly the weights that are there."""
         wanted = model_tensors(self.config)
         check_parameters(self.tensors, wanted, str(directory))
-        known = set(wanted) | {optimizer_key(state, key) for state in OPTIMIZER_STATES for key in wanted}
+        known = set(wanted) | {
+            optimizer_key(state, key) for state in OPTIMIZER_STATES for key in wanted
+        }
         self.unused += sorted(set(self.tensors) - known)
         # Objects that carry nothing to convert, or that are read elsewhere.
         read = ("rng_state/", "optimizer.distributed.", "chained_", "common_state/", "rerun_state")
-        objects = [key for key in self._reader.metadata.objects if not is_extra_state(key) and not key.startswith(read)]
+        objects = [
+            key
+            for key in self._reader.metadata.objects
+            if not is_extra_state(key) and not key.startswith(read)
+        ]
         self.unused += sorted(objects)
         self.tensors = {key: info for key, info in self.tensors.items() if key in known}
         check_optimizer_complete(self.tensors, str(directory))
@@ -270,7 +336,8 @@ _CONSUMED = record({"consumed_train_samples": COUNT, "consumed_valid_samples": C
 
 
 class RunCheckpoint:
-    """A torch_dist directory that a run of this program saved: its keys are model space, whatever the model is.
+    """A torch_dist directory that a run of this program saved: its keys are model space, whatever
+    the model is.
 
     `common` is the content of its common.pt.
     """
@@ -278,7 +345,9 @@ class RunCheckpoint:
     def __init__(self, directory: Path, common: Mapping[str, Any], verify: bool = False) -> None:
         self.description = str(directory)
         if "args" not in common:
-            raise CheckpointError(f"{directory} holds tensors, but not the arguments and the state of a training run")
+            raise CheckpointError(
+                f"{directory} holds tensors, but not the arguments and the state of a training run"
+            )
         self.args: dict[str, Any] = dict(vars(common["args"]))
         if "iteration" in common or "optimizer" in common:  # else it is a released model, converted
             _POSITION(common, f"{directory}: the state of the run")
@@ -286,8 +355,12 @@ class RunCheckpoint:
         self.reader = Reader(directory, verify=verify)
         self.unused: list[str] = []
         stored = self.reader.metadata
-        self.tensors = {key: TensorInfo(tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()}
-        self.training: TrainingState | None = training_state(common, self.args, param_groups(common.get("optimizer")))
+        self.tensors = {
+            key: TensorInfo(tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()
+        }
+        self.training: TrainingState | None = training_state(
+            common, self.args, param_groups(common.get("optimizer"))
+        )
         self.training.rng = _generators(self.reader)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -302,8 +375,11 @@ class StackedLayers:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self.by_layer, self.num_layers = source.tensors, int(source.args["num_layers"])
-        self.description, self.args, self.unused = source.description, source.args, source.unused
+        self.by_layer = source.tensors
+        self.num_layers = int(source.args["num_layers"])
+        self.description = source.description
+        self.args = source.args
+        self.unused = source.unused
         self.training: TrainingState | None = source.training
         self.tensors: dict[str, TensorInfo] = {}
         self._layers: dict[str, list[str]] = {}  # stacked key -> the key of every layer
@@ -317,7 +393,9 @@ class StackedLayers:
         for key, layers in found.items():
             infos = {source.tensors[layer] for layer in layers.values()}
             if len(infos) > 1 or len(layers) != self.num_layers:
-                raise ValueError(f"{self.description}: {key} is not alike in all {self.num_layers} layers")
+                raise ValueError(
+                    f"{self.description}: {key} is not alike in all {self.num_layers} layers"
+                )
             (info,) = infos
             self.tensors[key] = TensorInfo((len(layers), *info.shape), info.dtype)
             self._layers[key] = [layers[number] for number in range(self.num_layers)]
@@ -341,7 +419,9 @@ def stacked_key(key: str, num_layers: int) -> str:
     return f"{module}/shard_{match[2]}.{expert}_{num_layers}.{experts}"
 
 
-def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: Progress = no_progress) -> list[str]:
+def write_torch_dist(
+    source: Source, directory: Path, files: int = 1, progress: Progress = no_progress
+) -> list[str]:
     """Write `directory` (an iteration), `files` files at once; it appears complete or not at all.
 
     Returns what could not be carried: nothing.
@@ -350,7 +430,8 @@ def write_torch_dist(source: Source, directory: Path, files: int = 1, progress: 
         key: ShardedTensor.lazy(key, info.shape, info.dtype, partial(source.read, key))
         for key, info in source.tensors.items()
     }
-    # What Megatron-core asks for, and the generators, for a run that goes on at the layout they belong to.
+    # What Megatron-core asks for, and the generators, for a run that goes on at the layout they
+    # belong to.
     state |= _extra_states(source)
     rng = source.training.rng if source.training is not None else {}
     state |= {key: ShardedObject(key, read()) for key, read in rng.items()}
@@ -372,8 +453,13 @@ def _common(source: Source) -> dict[str, Any]:
     training = source.training
     weights = source.tensors[WORD_EMBEDDINGS]
     config = dataclasses.asdict(model_config(source.args, weights.shape[0], source.description))
-    # Defaults first, then the model, then what the source says: None in the source must not hide a default.
-    told = {name: value for name, value in source.args.items() if value is not None or name not in ASKED_FOR}
+    # Defaults first, then the model, then what the source says: None in the source must not hide a
+    # default.
+    told = {
+        name: value
+        for name, value in source.args.items()
+        if value is not None or name not in ASKED_FOR
+    }
     del config["transformer_impl"]  # nothing is computed here
     args = with_asked_for(config | {"params_dtype": weights.dtype} | told)
     args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
@@ -382,7 +468,9 @@ def _common(source: Source) -> dict[str, Any]:
     args["no_save_rng"] = training is None or not training.rng
     args.setdefault("consumed_train_samples", 0)
     args.setdefault("consumed_valid_samples", 0)
-    common = common_state(argparse.Namespace(**args), training, stacked=isinstance(source, StackedLayers))
+    common = common_state(
+        argparse.Namespace(**args), training, stacked=isinstance(source, StackedLayers)
+    )
     if training is not None and training.param_groups is not None:
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
         if training.grad_scaler is not None:

@@ -1,8 +1,9 @@
-"""The model that a checkpoint's arguments describe: its configuration, its parameters, and those of every rank.
+"""The model that a checkpoint's arguments describe: its configuration, its parameters, and those of
+every rank.
 
-Both come from the layers' own definition of their sharding: the model is built on the meta device, for ranks one by
-one, so no memory and no process group is needed. Thus it is known from shapes alone whether a checkpoint can be loaded
-at a layout, and what each rank reads.
+Both come from the layers' own definition of their sharding: the model is built on the meta device,
+for ranks one by one, so no memory and no process group is needed. Thus it is known from shapes
+alone whether a checkpoint can be loaded at a layout, and what each rank reads.
 """
 
 from __future__ import annotations
@@ -51,16 +52,19 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> TransformerConfig:
-    """The configuration in a checkpoint's arguments, with `vocab_size` tokens (the rows of its word embedding), which
-    may be more than were trained: Megatron-LM's files have rows that pad it.
+    """The configuration in a checkpoint's arguments, with `vocab_size` tokens (the rows of its word
+    embedding), which may be more than were trained: Megatron-LM's files have rows that pad it.
 
     Raises ValueError, naming the flag, where an argument that defines the model is missing.
     """
     for name in _REQUIRED:
         if not args.get(name):
             raise ValueError(f"{description} lacks {name}: give {flag_name(name)}")
-    # How the run recomputed activations changes nothing, and may be one of Megatron-LM's ways that we do not have.
-    known = {name: args[name] for name in _FIELDS if name in args and not name.startswith("recompute_")}
+    # How the run recomputed activations changes nothing, and may be one of Megatron-LM's ways that
+    # we do not have.
+    known = {
+        name: args[name] for name in _FIELDS if name in args and not name.startswith("recompute_")
+    }
     ARGUMENTS(known, description)
     return TransformerConfig(**(known | COMPUTED_LOCALLY | {"vocab_size": vocab_size}))
 
@@ -75,20 +79,27 @@ def vocabulary_rows(tensors: Mapping[str, TensorInfo], where: str) -> int:
 
 
 def exported_config(source: Source, vocab_size: int | None) -> TransformerConfig:
-    """The model of `source` with its first `vocab_size` tokens (None: all of its rows), for an export.
+    """The model of `source` with its first `vocab_size` tokens (None: all of its rows), for an
+    export.
 
     Raises ValueError where it has fewer.
     """
     rows = vocabulary_rows(source.tensors, source.description)
     if vocab_size is not None and vocab_size > rows:
-        raise ValueError(f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}")
+        raise ValueError(
+            f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}"
+        )
     return model_config(source.args, vocab_size or rows, source.description)
 
 
 def check_parameters(
-    tensors: Mapping[str, TensorInfo], wanted: Mapping[str, Shape], where: str, vocab_size: int | None = None
+    tensors: Mapping[str, TensorInfo],
+    wanted: Mapping[str, Shape],
+    where: str,
+    vocab_size: int | None = None,
 ) -> None:
-    """Raises CheckpointError, naming the first, for a parameter that is missing or has another shape than `wanted`.
+    """Raises CheckpointError, naming the first, for a parameter that is missing or has another
+    shape than `wanted`.
 
     What has `vocab_size` rows may have more of them: they pad the vocabulary.
     """
@@ -98,7 +109,9 @@ def check_parameters(
         found = tensors[key].shape
         padded = shape[0] == vocab_size and found[0] > shape[0] and found[1:] == shape[1:]
         if found != shape and not padded:
-            raise CheckpointError(f"{where}: {key} has shape {found}, its arguments make it {shape}")
+            raise CheckpointError(
+                f"{where}: {key} has shape {found}, its arguments make it {shape}"
+            )
 
 
 def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> None:
@@ -109,14 +122,20 @@ def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> N
     found = optimizer_states(tensors)
     states = SGD if "momentum_buffer" in found else ADAM if found != ("param",) and found else found
     parameters = [key for key in tensors if not key.startswith("optimizer.") and is_trained(key)]
-    wanted = {optimizer_key(state, key): tensors[key].shape for key in parameters for state in states}
+    wanted = {
+        optimizer_key(state, key): tensors[key].shape for key in parameters for state in states
+    }
     missing = [key for key in wanted if key not in tensors]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(f"{where}: optimizer state is missing: {', '.join(missing[:3])}{more}")
+        raise CheckpointError(
+            f"{where}: optimizer state is missing: {', '.join(missing[:3])}{more}"
+        )
     for key, shape in wanted.items():
         if tensors[key].shape != shape:
-            raise CheckpointError(f"{where}: {key} has shape {tensors[key].shape}, its parameter {shape}")
+            raise CheckpointError(
+                f"{where}: {key} has shape {tensors[key].shape}, its parameter {shape}"
+            )
 
 
 def is_trained(key: str) -> bool:
@@ -125,7 +144,9 @@ def is_trained(key: str) -> bool:
 
 
 def resolved(config: TransformerConfig) -> dict[str, Any]:
-    """Every argument that decides the model, as it has it: also those that the files do not mention."""
+    """Every argument that decides the model, as it has it: also those that the files do not
+    mention.
+    """
     values = {field.name: getattr(config, field.name) for field in deciding_fields()}
     return values | {"group_query_attention": config.query_groups != config.num_attention_heads}
 
@@ -133,8 +154,8 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
 def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
     """Every parameter of the whole model by its key, as its layers define it.
 
-    They are built on the meta device; the layers of a kind (dense, with experts) are alike, so one of each is enough.
-    Raises ValueError for impossible sizes.
+    They are built on the meta device; the layers of a kind (dense, with experts) are alike, so one
+    of each is enough. Raises ValueError for impossible sizes.
     """
     # Building all layers of a large model takes minutes, even on the meta device.
     pattern = config.moe_layer_pattern
@@ -157,7 +178,9 @@ def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
 def _parameters_with_layer(config: TransformerConfig, number: int) -> list[ParamSpec]:
     """Those of a model whose only layer is that one."""
     layers = range(number, number + 1)
-    model = GPTModel(config, layers=layers, rng=TensorParallelRng(0, 0), device=torch.device("meta"))
+    model = GPTModel(
+        config, layers=layers, rng=TensorParallelRng(0, 0), device=torch.device("meta")
+    )
     parameters = []
     for key, entry in model.sharded_state_dict().items():
         assert isinstance(entry, ShardedTensor) and isinstance(entry.local, torch.nn.Parameter), key
@@ -204,7 +227,10 @@ class Layout:
         RANKS(ep * (etp or tp), f"{ep} x {etp or tp} ranks of experts")
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
-        of_experts: dict[str, Any] = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+        of_experts: dict[str, Any] = {
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": etp,
+        }
         parallel = replace(parallel, **of_experts)
         splits = {name: args[name] for name in SPLITS if args.get(name)} if args else {}
         rules: dict[str, Any] = {SPLITS[name]: value for name, value in splits.items()}
@@ -222,7 +248,8 @@ class Layout:
 
     def arguments(self) -> dict[str, Any]:
         """What `from_args` reads: a layout in Megatron-LM's arguments."""
-        parallel, chunks = self.parallel, self.parallel.vpp_size if self.parallel.vpp_size > 1 else None
+        parallel = self.parallel
+        chunks = self.parallel.vpp_size if self.parallel.vpp_size > 1 else None
         return {
             "tensor_model_parallel_size": parallel.tp_size,
             "context_parallel_size": 1,
@@ -233,18 +260,25 @@ class Layout:
             "virtual_pipeline_model_parallel_size": chunks,
             "num_layers_per_virtual_pipeline_stage": None,
             "num_virtual_stages_per_pipeline_rank": chunks,
-            **{name: self.splits.get(name, False if name.startswith("account_") else None) for name in SPLITS},
+            **{
+                name: self.splits.get(name, False if name.startswith("account_") else None)
+                for name in SPLITS
+            },
         }
 
     @property
     def ranks(self) -> list[tuple[int, int]]:
         """(tp, pp) of every model-parallel rank, TP fastest."""
-        return [(tp, pp) for pp in range(self.parallel.pp_size) for tp in range(self.parallel.tp_size)]
+        return [
+            (tp, pp) for pp in range(self.parallel.pp_size) for tp in range(self.parallel.tp_size)
+        ]
 
 
 @dataclass(frozen=True)
 class LocalBox:
-    """Elements from `start` of the row-major local tensor are the box at `offset` of the global one."""
+    """Elements from `start` of the row-major local tensor are the box at `offset` of the global
+    one.
+    """
 
     offset: Shape
     shape: Shape
@@ -274,11 +308,13 @@ def rank_parameters(
     `expert_rank` is its (etp, ep), by default that of a run whose experts are split as its dense layers are. `args` are
     those of a run of Megatron-LM: names, order and shapes are then those of its modules.
     """
-    # The ranks of dense layers do not depend on how experts are spread, so they need no world with room for both.
+    # The ranks of dense layers do not depend on how experts are spread, so they need no world with
+    # room for both.
     dense = replace(layout.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     world = dense.tp_size * dense.pp_size
     ps = ParallelState.for_rank(dense, world, tp_rank + dense.tp_size * pp_rank)
-    etp, ep = Axis(tp_rank, dense.tp_size), Axis()
+    etp = Axis(tp_rank, dense.tp_size)
+    ep = Axis()
     if expert_rank is not None:
         sizes = layout.parallel.etp_size, layout.parallel.ep_size
         etp, ep = (Axis(rank, size) for rank, size in zip(expert_rank, sizes, strict=True))
@@ -296,11 +332,19 @@ def rank_parameters(
             device=torch.device("meta"),
         )
         chunks.append(_parameters_of(model))
-    return chunks if args is None else [_in_modules(parameters, args, tp_rank) for parameters in chunks]
+    return (
+        chunks
+        if args is None
+        else [_in_modules(parameters, args, tp_rank) for parameters in chunks]
+    )
 
 
 def _parameters_of(model: GPTModel) -> list[LocalParameter]:
-    entries = {entry.local: entry for entry in model.sharded_state_dict().values() if isinstance(entry, ShardedTensor)}
+    entries = {
+        entry.local: entry
+        for entry in model.sharded_state_dict().values()
+        if isinstance(entry, ShardedTensor)
+    }
     parameters = [
         LocalParameter(
             name,
@@ -308,19 +352,26 @@ def _parameters_of(model: GPTModel) -> list[LocalParameter]:
             param_info(param),
             entries[param].key,
             entries[param].global_shape,
-            tuple(LocalBox(b.offset, b.shape, int(b.tensor.storage_offset())) for b in entries[param].boxes),
+            tuple(
+                LocalBox(b.offset, b.shape, int(b.tensor.storage_offset()))
+                for b in entries[param].boxes
+            ),
         )
         for name, param in model.named_parameters()
     ]
     result: list[LocalParameter] = []
-    for module, group in itertools.groupby(parameters, lambda p: p.info.expert and p.name.split(".linear_fc")[0]):
+    for module, group in itertools.groupby(
+        parameters, lambda p: p.info.expert and p.name.split(".linear_fc")[0]
+    ):
         members = list(group)
         result += members if not module else _each_expert(members, str(module))
     return result
 
 
 def _each_expert(projections: Sequence[LocalParameter], module: str) -> list[LocalParameter]:
-    """The parameters of a rank's experts, expert by expert, under the names of Megatron-LM's modules."""
+    """The parameters of a rank's experts, expert by expert, under the names of Megatron-LM's
+    modules.
+    """
     result = []
     for expert in range(projections[0].shape[0]):
         for parameter in projections:
@@ -330,16 +381,20 @@ def _each_expert(projections: Sequence[LocalParameter], module: str) -> list[Loc
             for box in parameter.boxes:
                 inside = expert * numel - box.start  # the first element of this expert, in the box
                 if box.shape[0] > 1 or box.start // numel == expert:
-                    offset = (box.offset[0] + max(inside, 0) // math.prod(box.shape[1:]), *box.offset[1:])
+                    offset = (
+                        box.offset[0] + max(inside, 0) // math.prod(box.shape[1:]),
+                        *box.offset[1:],
+                    )
                     boxes.append(LocalBox(offset, (1, *box.shape[1:]), max(-inside, 0)))
             shape = parameter.shape[1:]
             result.append(replace(parameter, name=name, shape=shape, boxes=tuple(boxes)))
     return result
 
 
-# Norms by their names in Megatron-core's local modules and, as part of the projection that follows, in ours and
-# Transformer Engine's. Those that no single projection follows (before experts, before latent attention) stand by
-# themselves in all of them, but Megatron-core writes that before experts under the fused name from local modules.
+# Norms by their names in Megatron-core's local modules and, as part of the projection that follows,
+# in ours and Transformer Engine's. Those that no single projection follows (before experts, before
+# latent attention) stand by themselves in all of them, but Megatron-core writes that before experts
+# under the fused name from local modules.
 _NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -349,7 +404,9 @@ _NORMS = {
 
 
 def norm_key(name: str, names: Container[str]) -> str:
-    """The key of a norm's parameter that goes by either of its names; others are their own. `names`: all weights."""
+    """The key of a norm's parameter that goes by either of its names; others are their own.
+    `names`: all weights.
+    """
     for local, fused in _NORMS.items():
         before, found, part = name.partition("." + local if "." + local in name else "." + fused)
         if found:
@@ -365,12 +422,15 @@ def local_name(name: str) -> str:
     return name
 
 
-def _in_modules(parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp: int) -> list[LocalParameter]:
-    """A chunk's parameters of rank `tp` by the names, in the order and of the shapes that the modules of a Megatron-LM
-    run with these arguments had: ours, which are Transformer Engine's, or Megatron-core's local ones.
+def _in_modules(
+    parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp: int
+) -> list[LocalParameter]:
+    """A chunk's parameters of rank `tp` by the names, in the order and of the shapes that the
+    modules of a Megatron-LM run with these arguments had: ours, which are Transformer Engine's, or
+    Megatron-core's local ones.
 
-    These have the norm before attention in front of linear_proj, those within latent attention behind its projections,
-    and what its queries, keys and values come from split over TP, too.
+    These have the norm before attention in front of linear_proj, those within latent attention
+    behind its projections, and what its queries, keys and values come from split over TP, too.
     """
     if args.get("transformer_impl", "transformer_engine") != "local":
         return list(parameters)
@@ -399,7 +459,9 @@ def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParamet
             "local modules do: give --target-transformer-impl transformer_engine, or another tensor-parallel size"
         )
     (box,), shape = parameter.boxes, (parameter.shape[0] // size, *parameter.shape[1:])
-    return replace(parameter, shape=shape, boxes=(replace(box, offset=(rank * shape[0], 0), shape=shape),))
+    return replace(
+        parameter, shape=shape, boxes=(replace(box, offset=(rank * shape[0], 0), shape=shape),)
+    )
 
 
 @dataclass(frozen=True)
@@ -413,36 +475,56 @@ class RankLoad:
     parts: dict[str, dict[str, int]]  # bytes of weights and optimizer, by part of the model
 
     def nbytes(self, kind: str) -> int:
-        """Of the optimizer those of the whole rank: its replicas share them with the distributed optimizer."""
+        """Of the optimizer those of the whole rank: its replicas share them with the distributed
+        optimizer.
+        """
         return sum(part[kind] for part in self.parts.values())
 
 
 def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
     """What every model-parallel rank of `layout` reads of `source`, TP fastest.
 
-    Raises ValueError where the model cannot be split like that, or the checkpoint lacks what the model needs.
+    Raises ValueError where the model cannot be split like that, or the checkpoint lacks what the
+    model needs.
     """
-    config = model_config(source.args, vocabulary_rows(source.tensors, source.description), source.description)
+    config = model_config(
+        source.args, vocabulary_rows(source.tensors, source.description), source.description
+    )
     plans = []
     for tp, pp in layout.ranks:
         parameters = [p for chunk in rank_parameters(config, layout, tp, pp) for p in chunk]
-        check_parameters(source.tensors, {p.key: p.global_shape for p in parameters}, source.description)
+        check_parameters(
+            source.tensors, {p.key: p.global_shape for p in parameters}, source.description
+        )
         parts: dict[str, dict[str, int]] = {}
         numels = [sum(math.prod(box.shape) for box in parameter.boxes) for parameter in parameters]
         for parameter, numel in zip(parameters, numels, strict=True):
             part = parts.setdefault(part_of(parameter.key), {"weights": 0, "optimizer": 0})
             part["weights"] += numel * source.tensors[parameter.key].dtype.itemsize
-            states = [source.tensors.get(optimizer_key(state, parameter.key)) for state in OPTIMIZER_STATES]
-            part["optimizer"] += sum(numel * state.dtype.itemsize for state in states if state is not None)
+            states = [
+                source.tensors.get(optimizer_key(state, parameter.key))
+                for state in OPTIMIZER_STATES
+            ]
+            part["optimizer"] += sum(
+                numel * state.dtype.itemsize for state in states if state is not None
+            )
         plans.append(RankLoad(tp, pp, layout.stages[pp], sum(numels), parts))
     return plans
 
 
 def part_of(key: str) -> str:
-    """The part of the model that a tensor of this name belongs to, for people: `layer 3`, `embedding`."""
+    """The part of the model that a tensor of this name belongs to, for people: `layer 3`,
+    `embedding`.
+    """
     name, _ = split_key(key)
     layer = re.match(r"decoder\.layers\.(\d+)\.", name)
     if layer is not None:
         return f"layer {layer[1]}"
-    named = {"embedding": "embedding", "output_layer": "output layer", "decoder.final_layernorm": "final norm"}
-    return next((text for prefix, text in named.items() if name.startswith(prefix)), name.split(".")[0])
+    named = {
+        "embedding": "embedding",
+        "output_layer": "output layer",
+        "decoder.final_layernorm": "final norm",
+    }
+    return next(
+        (text for prefix, text in named.items() if name.startswith(prefix)), name.split(".")[0]
+    )

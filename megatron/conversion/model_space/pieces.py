@@ -1,9 +1,10 @@
 """Tensors in files: which rows and regions of them lie where, and how several formats write them.
 
-A row map lists runs of rows in the order of the model. Of two query groups with q, k and v in a tensor each, the model
-has q0 k0 v0 q1 k1 v1, so that the runs come from tensors 0 1 2 0 1 2; gate above up is a run from each of two tensors,
-or, where their rows alternate in one, two runs of every second row; a tensor as it is has one run. Columns are never
-moved, so a box of rows and columns needs these rows alone. One description is read in both directions.
+A row map lists runs of rows in the order of the model. Of two query groups with q, k and v in a
+tensor each, the model has q0 k0 v0 q1 k1 v1, so that the runs come from tensors 0 1 2 0 1 2; gate
+above up is a run from each of two tensors, or, where their rows alternate in one, two runs of every
+second row; a tensor as it is has one run. Columns are never moved, so a box of rows and columns
+needs these rows alone. One description is read in both directions.
 """
 
 from __future__ import annotations
@@ -57,24 +58,32 @@ def stacked(rows: int, count: int) -> RowMap:
 
 
 def alternating(rows: int, count: int) -> RowMap:
-    """One stored tensor of `count * rows` rows, of which every `count`-th ones are one above the other in the model."""
+    """One stored tensor of `count * rows` rows, of which every `count`-th ones are one above the
+    other in the model.
+    """
     return tuple(RowRun(0, start, rows, count) for start in range(count))
 
 
 def qkv_apart(heads: int, groups: int, head_dim: int) -> RowMap:
     """Stored q, k and v; per group of the model: its query heads, its key, its value."""
     each = (heads // groups * head_dim, head_dim, head_dim)
-    return tuple(RowRun(source, group * rows, rows) for group in range(groups) for source, rows in enumerate(each))
+    return tuple(
+        RowRun(source, group * rows, rows)
+        for group in range(groups)
+        for source, rows in enumerate(each)
+    )
 
 
 def qkv_blocks(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap:
     """One stored tensor of `blocks` blocks, each [q; k; v] of its share of the groups.
 
-    One block: the fused projection of GPT-2. TP blocks: what Megatron-DeepSpeed writes since December 2024.
+    One block: the fused projection of GPT-2. TP blocks: what Megatron-DeepSpeed writes since
+    December 2024.
     """
     if groups % blocks:
         raise ValueError(f"{groups} query groups do not divide into {blocks} blocks of q, k and v")
-    each, share = (heads // groups * head_dim, head_dim, head_dim), groups // blocks
+    each = (heads // groups * head_dim, head_dim, head_dim)
+    share = groups // blocks
     runs = []
     for group in range(groups):
         block, number = divmod(group, share)
@@ -97,13 +106,16 @@ def cut(row_map: RowMap, start: int, stop: int) -> Iterator[RowRun]:
     """The runs that hold the model rows `[start, stop)`, in the order of the model."""
     begin = 0
     for run in row_map:
-        first, last = max(start - begin, 0), min(stop - begin, run.rows)
+        first = max(start - begin, 0)
+        last = min(stop - begin, run.rows)
         if first < last:
             yield RowRun(run.source, run.start + first * run.step, last - first, run.step)
         begin += run.rows
 
 
-def unpack_rows(row_map: RowMap, start: int, stop: int, read: Callable[[int, int, int], torch.Tensor]) -> torch.Tensor:
+def unpack_rows(
+    row_map: RowMap, start: int, stop: int, read: Callable[[int, int, int], torch.Tensor]
+) -> torch.Tensor:
     """Model rows `[start, stop)`; `read(source, first, count)` gives stored rows."""
     runs = list(cut(row_map, start, stop))
     pieces = [read(run.source, run.start, run.places.stop - run.start)[:: run.step] for run in runs]
@@ -111,7 +123,9 @@ def unpack_rows(row_map: RowMap, start: int, stop: int, read: Callable[[int, int
 
 
 def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor:
-    """Stored tensor number `source`, from the whole model-space tensor: the inverse of `unpack_rows`."""
+    """Stored tensor number `source`, from the whole model-space tensor: the inverse of
+    `unpack_rows`.
+    """
     stored = model.new_empty(stored_rows(row_map)[source], *model.shape[1:])
     for run, piece in zip(row_map, model.split([run.rows for run in row_map]), strict=True):
         if run.source == source:
@@ -132,14 +146,21 @@ def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
     """
 
     def elements(runs: Runs) -> list[torch.Tensor]:
-        first, length, stride, repeats = start + runs.start, runs.length, runs.stride, runs.repeats
+        first = start + runs.start
+        length = runs.length
+        stride = runs.stride
+        repeats = runs.repeats
         if repeats > 1 and runs.gap < _SMALL_GAP:
             span = read_flat(first, (repeats - 1) * stride + length)
-            return [span.as_strided((repeats, length), (stride, 1), span.storage_offset()).reshape(-1)]
+            return [
+                span.as_strided((repeats, length), (stride, 1), span.storage_offset()).reshape(-1)
+            ]
         return [read_flat(first + i * stride, length) for i in range(repeats)]
 
     def read(offset: Shape, extent: Shape) -> torch.Tensor:
-        parts = [part for runs in byte_runs(shape, offset, extent, itemsize=1) for part in elements(runs)]
+        parts = [
+            part for runs in byte_runs(shape, offset, extent, itemsize=1) for part in elements(runs)
+        ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(extent)
 
     return read
@@ -154,8 +175,12 @@ class FilePlace(NamedTuple):
     position: int
 
 
-def write_to_places(source: Source, key: str, places: Sequence[FilePlace], progress: Progress) -> None:
-    """Stream the tensor `key`, a few rows at a time, to all of its places. The files exist and are long enough."""
+def write_to_places(
+    source: Source, key: str, places: Sequence[FilePlace], progress: Progress
+) -> None:
+    """Stream the tensor `key`, a few rows at a time, to all of its places. The files exist and are
+    long enough.
+    """
     info = source.tensors[key]
     for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
         found = [(place, overlap((offset, shape), (place.offset, place.shape))) for place in places]
@@ -171,27 +196,34 @@ def write_to_places(source: Source, key: str, places: Sequence[FilePlace], progr
 
 
 def make_empty_directory(directory: Path) -> None:
-    """Create `directory`; a directory with anything in it is refused, so that no stale file joins the new ones."""
+    """Create `directory`; a directory with anything in it is refused, so that no stale file joins
+    the new ones.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: choose another target or remove it first")
 
 
 def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
-    """Write at byte `position` of an existing file, which is open only meanwhile: there is no limit on their number."""
+    """Write at byte `position` of an existing file, which is open only meanwhile: there is no limit
+    on their number.
+    """
     view = bytes_of(tensor.reshape(-1))
     descriptor = os.open(path, os.O_WRONLY)
     try:
         with naming(path):
             while view:
                 count = os.pwrite(descriptor, view, position)
-                view, position = view[count:], position + count
+                view = view[count:]
+                position = position + count
     finally:
         os.close(descriptor)
 
 
 def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
-    """Write what `torch.load` reads as `value`; returns its slots and where their bytes go, which are zero so far."""
+    """Write what `torch.load` reads as `value`; returns its slots and where their bytes go, which
+    are zero so far.
+    """
     layout = lay_out_archive(value)
     with naming(path), path.open("wb") as file:
         file.truncate(layout.size)
@@ -222,7 +254,8 @@ def archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:
 def run_jobs(jobs: Iterable[Callable[[], None]], workers: int) -> None:
     """Run independent jobs on `workers` threads; the first error stops the rest.
 
-    Threads are enough: the work is reading, writing and copying, and all three release the interpreter lock.
+    Threads are enough: the work is reading, writing and copying, and all three release the
+    interpreter lock.
     """
     if workers <= 1:
         for job in jobs:

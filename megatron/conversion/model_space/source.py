@@ -1,12 +1,14 @@
 """A checkpoint of any format, seen in model space.
 
-Every format has one reader that presents it as a `Source`, and one writer that pulls what it needs from a `Source`;
-so N formats need N adapters and every pair works. Keys, shapes and conventions are those of `docs/architecture.md`:
-one key per layer with its global number, TP-independent shapes, optimizer state under `optimizer.state.*`.
+Every format has one reader that presents it as a `Source`, and one writer that pulls what it needs
+from a `Source`; so N formats need N adapters and every pair works. Keys, shapes and conventions are
+those of `docs/architecture.md`: one key per layer with its global number, TP-independent shapes,
+optimizer state under `optimizer.state.*`.
 
-One table each says what arguments and training states of a checkpoint may be, whatever its format. Its limits are those
-of plausibility: they keep a file of a few bytes from asking for the time and memory of a model that nobody has trained.
-`MEGATRON_MAX_LAYERS`, `MEGATRON_MAX_SIZE` and `MEGATRON_MAX_RANKS` raise them.
+One table each says what arguments and training states of a checkpoint may be, whatever its format.
+Its limits are those of plausibility: they keep a file of a few bytes from asking for the time and
+memory of a model that nobody has trained. `MEGATRON_MAX_LAYERS`, `MEGATRON_MAX_SIZE` and
+`MEGATRON_MAX_RANKS` raise them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ import torch
 from megatron.core.dist_checkpointing import FileTensor
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.schema import COUNT, Check, anything, optional, record, sequence, text
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    Check,
+    anything,
+    optional,
+    record,
+    sequence,
+    text,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LAYERS = schema.plausible("LAYERS", 10_000)
@@ -46,7 +56,12 @@ def simple(value: Any, where: str) -> Any:
     return text()(value, where) if type(value) is str else schema.number()(value, where)
 
 
-_OF_TYPE: dict[Any, Check] = {int: SIZE, float: schema.number(-1e15, 1e15), bool: schema.boolean, str: text(256)}
+_OF_TYPE: dict[Any, Check] = {
+    int: SIZE,
+    float: schema.number(-1e15, 1e15),
+    bool: schema.boolean,
+    str: text(256),
+}
 
 
 def _check_of(kind: Any) -> Check:
@@ -58,11 +73,15 @@ def _check_of(kind: Any) -> Check:
     arms = [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
     if typing.get_origin(kind) is list or len(arms) > 1:
         one = _check_of(arms[0])  # Megatron-LM stores one value where a list has one
-        return lambda value, where: (sequence(one, 10_000) if isinstance(value, list | tuple) else one)(value, where)
+        return lambda value, where: (
+            sequence(one, 10_000) if isinstance(value, list | tuple) else one
+        )(value, where)
     return _check_of(arms[0])  # X | None
 
 
-MODEL_ARGUMENTS = {name: _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()} | {
+MODEL_ARGUMENTS = {
+    name: _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()
+} | {
     "num_layers": optional(LAYERS),
     "rotary_base": optional(schema.number(1, 1e15)),
 }
@@ -76,15 +95,22 @@ _RUN: dict[str, Check] = {
     "num_experts?": optional(_check_of(int | list[int])),  # Megatron-DeepSpeed has a list
     "special_tokens?": optional(sequence(text(256), 10_000)),
     **_fields(COUNT, "consumed_train_samples consumed_valid_samples"),
-    **_fields(SIZE, "model_vocab_size seq_length null_tokenizer_eod_id tiktoken_num_special_tokens"),
+    **_fields(
+        SIZE, "model_vocab_size seq_length null_tokenizer_eod_id tiktoken_num_special_tokens"
+    ),
     **_fields(SIZE, "make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets"),
-    **_fields(RANKS, "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size"),
+    **_fields(
+        RANKS,
+        "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
+    ),
     **_fields(RANKS, "data_parallel_size context_parallel_size"),
     **_fields(RANKS, "expert_model_parallel_size expert_tensor_parallel_size"),
     **_fields(COUNT, "world_size"),
     **_fields(text(), "pipeline_model_parallel_layout"),
     **_fields(LAYERS, "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"),
-    **_fields(text(), "tokenizer_type tokenizer_model vocab_file merge_file train_data_fingerprint"),
+    **_fields(
+        text(), "tokenizer_type tokenizer_model vocab_file merge_file train_data_fingerprint"
+    ),
     **_fields(text(8), "tiktoken_pattern"),
     **_fields(schema.boolean, "legacy_tokenizer"),
 }
@@ -107,13 +133,17 @@ def SCHEDULER(value: Any, where: str) -> Any:  # noqa: N802 (a check like the ot
 
 
 def _optimizer(value: Any, where: str) -> Any:
-    """Of any variant: one level deeper with half precision or sharding; dense layers and experts apart with EP > 1."""
+    """Of any variant: one level deeper with half precision or sharding; dense layers and experts
+    apart with EP > 1.
+    """
     several = isinstance(value, list) or (isinstance(value, dict) and 0 in value)
     if not several:
         return _OPTIMIZER(value, where)
     if isinstance(value, dict):
         schema.mapping(anything, keys=schema.integer(0, 63))(value, where)
-    sequence(_OPTIMIZER, 64, least=1)(list(value.values()) if isinstance(value, dict) else value, where)
+    sequence(_OPTIMIZER, 64, least=1)(
+        list(value.values()) if isinstance(value, dict) else value, where
+    )
     return value
 
 
@@ -143,8 +173,12 @@ TRAINING_STATE = record(
 def namespace(value: Any, where: str) -> Any:
     if not isinstance(value, argparse.Namespace):
         schema.refuse(where, value, "the arguments of a run (a Namespace)")
-    # Enums of other projects are for the reader that knows them; what it makes of them is checked in `model_config`.
-    ARGUMENTS({name: item for name, item in vars(value).items() if not isinstance(item, Placeholder)}, where)
+    # Enums of other projects are for the reader that knows them; what it makes of them is checked
+    # in `model_config`.
+    ARGUMENTS(
+        {name: item for name, item in vars(value).items() if not isinstance(item, Placeholder)},
+        where,
+    )
     return value
 
 
@@ -177,12 +211,19 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def refuse_other_models(args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Raises ValueError that names every argument with which a run was of another kind of model than ours.
+def refuse_other_models(
+    args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], where: str
+) -> None:
+    """Raises ValueError that names every argument with which a run was of another kind of model
+    than ours.
 
     `known` has the values of our models: compared with ==, 0, 0.0 and False are one. A missing argument is fine.
     """
-    wrong = [f"{name} = {schema.shown(args[name])}" for name in known if name in args and args[name] not in known[name]]
+    wrong = [
+        f"{name} = {schema.shown(args[name])}"
+        for name in known
+        if name in args and args[name] not in known[name]
+    ]
     if wrong:
         raise ValueError(f"{where} was trained with {', '.join(wrong)}, which is not supported")
 
@@ -207,13 +248,17 @@ def split_key(key: str) -> tuple[str, str | None]:
 
 
 def optimizer_states(keys: Iterable[str]) -> tuple[str, ...]:
-    """The states that the optimizer of these keys keeps of a parameter; () where there is no optimizer."""
+    """The states that the optimizer of these keys keeps of a parameter; () where there is no
+    optimizer.
+    """
     found = {key.split(".", 3)[2] for key in keys if key.startswith("optimizer.state.")}
     return tuple(state for state in OPTIMIZER_STATES if state in found)
 
 
 def full_precision_key(parameter: str, keys: Container[str]) -> str:
-    """Where the values of `parameter` are in full: its fp32 main parameter if that is among `keys`, else itself."""
+    """Where the values of `parameter` are in full: its fp32 main parameter if that is among `keys`,
+    else itself.
+    """
     main = optimizer_key("param", parameter)
     return main if main in keys else parameter
 
@@ -236,16 +281,21 @@ class TensorInfo:
 
 @dataclass
 class TrainingState:
-    """What a run needs besides tensors. Counters are in iterations and samples; CheckpointError for any other value."""
+    """What a run needs besides tensors. Counters are in iterations and samples; CheckpointError for
+    any other value.
+    """
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     num_floating_point_operations_so_far: float = 0.0
-    param_groups: list[dict[str, Any]] | None = None  # Megatron-LM's: group 0 with weight decay, group 1 without
+    param_groups: list[dict[str, Any]] | None = (
+        None  # Megatron-LM's: group 0 with weight decay, group 1 without
+    )
     scheduler: dict[str, Any] | None = None  # Megatron-LM's opt_param_scheduler
     grad_scaler: dict[str, Any] | None = None
-    # Read when called, by the key that the object has in torch_dist. Only the same layout can use it.
+    # Read when called, by the key that the object has in torch_dist. Only the same layout can use
+    # it.
     rng: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

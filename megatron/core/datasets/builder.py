@@ -1,4 +1,6 @@
-"""From the options to the three data sets of a run: one corpus, a blend of several, or generated sequences."""
+"""From the options to the three datasets of a run: one corpus, a blend of several, or generated
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.datasets.config import SPLITS, Blend, Fractions, GPTDatasetConfig, Split, sequence_range
+from megatron.core.datasets.config import (
+    SPLITS,
+    Blend,
+    Fractions,
+    GPTDatasetConfig,
+    Split,
+    sequence_range,
+)
 from megatron.core.datasets.gpt_dataset import (
     Dataset,
     FillInTheMiddle,
@@ -22,15 +31,21 @@ from megatron.core.datasets.gpt_dataset import (
     generator_of,
 )
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indices import MAX_BLEND_MEMBERS, Arrays, build_blend_index, digest_of, load_or_build
+from megatron.core.datasets.indices import (
+    MAX_BLEND_MEMBERS,
+    Arrays,
+    build_blend_index,
+    digest_of,
+    load_or_build,
+)
 from megatron.core.utils import Progress
 
 
 class BlendedDataset:
     """At every length, each member has given its share of the samples to within one.
 
-    With `weights` (summing to 1) the shares are theirs; without, members are mixed by their lengths and never repeat.
-    `size` is the number of samples (None, without weights only: all of them).
+    With `weights` (summing to 1) the shares are theirs; without, members are mixed by their lengths
+    and never repeat. `size` is the number of samples (None, without weights only: all of them).
     """
 
     def __init__(
@@ -44,7 +59,9 @@ class BlendedDataset:
     ) -> None:
         assert members and (size is not None or weights is None)
         if len(members) > MAX_BLEND_MEMBERS:
-            raise ValueError(f"a blend has at most {MAX_BLEND_MEMBERS} members, got {len(members)}: merge some of them")
+            raise ValueError(
+                f"a blend has at most {MAX_BLEND_MEMBERS} members, got {len(members)}: merge some of them"
+            )
         self.members = members
         limits = [len(member) for member in members]
         total = sum(limits)
@@ -61,16 +78,22 @@ class BlendedDataset:
             "limits": limits if weights is None else None,
             "size": self.size,
         }
-        self.fingerprint = digest_of({**description, "members": [member.fingerprint for member in members]})
+        self.fingerprint = digest_of(
+            {**description, "members": [member.fingerprint for member in members]}
+        )
         own_limits = limits if weights is None else None
-        arrays = load_or_build(cache, name, description, lambda: self._build(own_limits), verify_cache)
+        arrays = load_or_build(
+            cache, name, description, lambda: self._build(own_limits), verify_cache
+        )
         self.dataset_index = arrays["dataset_index"]
         self.dataset_sample_index = arrays["dataset_sample_index"]
         self._check_members(limits)
 
     def _build(self, limits: list[int] | None) -> Arrays:
         dataset_index, dataset_sample_index = build_blend_index(
-            np.array(self.weights, dtype=np.float64), self.size, None if limits is None else np.array(limits)
+            np.array(self.weights, dtype=np.float64),
+            self.size,
+            None if limits is None else np.array(limits),
         )
         return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
 
@@ -101,7 +124,9 @@ class MockGPTDataset:
     (log(symbols) + entropy of the lengths) / 33 per token, far below log(vocab_size).
     """
 
-    def __init__(self, split: Split, num_samples: int, config: GPTDatasetConfig, eod: int, vocab_size: int) -> None:
+    def __init__(
+        self, split: Split, num_samples: int, config: GPTDatasetConfig, eod: int, vocab_size: int
+    ) -> None:
         self.config = config
         self.eod = eod
         self.num_samples = num_samples
@@ -109,7 +134,9 @@ class MockGPTDataset:
         words = [token for token in range(min(vocab_size, SYMBOLS + 1)) if token != eod]
         self.words = np.array(words[:SYMBOLS], dtype=np.int64)
         if len(self.words) < 2:
-            raise ValueError(f"--mock-data needs a vocabulary of at least 3 tokens, got {vocab_size}")
+            raise ValueError(
+                f"--mock-data needs a vocabulary of at least 3 tokens, got {vocab_size}"
+            )
         self.fingerprint = digest_of(
             {
                 "class": "MockGPTDataset",
@@ -132,7 +159,9 @@ class MockGPTDataset:
         random = generator_of(self.config.seed, self.split, index)
         length = self.config.seq_length + self.config.extra_tokens
         ends = random.random_sample(length) < 1 / (MEAN_DOCUMENT_LENGTH + 1)
-        starts = random.randint(0, len(self.words), size=length)  # used at the first position of each document
+        starts = random.randint(
+            0, len(self.words), size=length
+        )  # used at the first position of each document
         position = np.arange(length)
         first = np.maximum.accumulate(
             np.where(np.append(True, ends[:-1]), position, 0)
@@ -156,17 +185,24 @@ def build_datasets(
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """(train, valid, test) with at least `num_samples` samples each.
 
-    A split for which 0 samples are wanted, or that has no data, is None; None samples stand for one pass over the data.
-    Every rank may call this, at any time: no collective is involved, and the index cache is safe to share. Where one
-    rank of a node has done it, the others need not verify the cache again (`config.verify_index_cache`).
+    A split for which 0 samples are wanted, or that has no data, is None; None samples stand for one
+    pass over the data. Every rank may call this, at any time: no collective is involved, and the
+    index cache is safe to share. Where one rank of a node has done it, the others need not verify
+    the cache again (`config.verify_index_cache`).
     """
     assert len(num_samples) == len(SPLITS)
     build: Build = (
-        partial(_build_mock, config, eod, vocab_size) if config.mock_data else _Builder(config, eod, vocab_size, fim)
+        partial(_build_mock, config, eod, vocab_size)
+        if config.mock_data
+        else _Builder(config, eod, vocab_size, fim)
     )
-    train, valid, test = (build(s, n) if n != 0 else None for s, n in zip(SPLITS, num_samples, strict=True))
+    train, valid, test = (
+        build(s, n) if n != 0 else None for s, n in zip(SPLITS, num_samples, strict=True)
+    )
     if train is None and num_samples[0] != 0:
-        raise ValueError("there is no training data: --split gives it no share, or --train-data-path is missing")
+        raise ValueError(
+            "there is no training data: --split gives it no share, or --train-data-path is missing"
+        )
     return train, valid, test
 
 
@@ -183,22 +219,30 @@ def _build_mock(
 class _Builder:
     """Opens every prefix once, whatever the number of splits and blend members that read it."""
 
-    def __init__(self, config: GPTDatasetConfig, eod: int, vocab_size: int, fim: FillInTheMiddle | None) -> None:
+    def __init__(
+        self, config: GPTDatasetConfig, eod: int, vocab_size: int, fim: FillInTheMiddle | None
+    ) -> None:
         self.config = config
         self.fim = fim
         self.eod = eod
         self.vocab_size = vocab_size
         self.sources = config.sources()
-        prefixes = list(dict.fromkeys(prefix for blend, _ in self.sources.values() for prefix in blend.prefixes))
-        opened = self._map("opening data", lambda prefix: IndexedDataset(prefix, config.mmap_bin_files), prefixes)
+        prefixes = list(
+            dict.fromkeys(prefix for blend, _ in self.sources.values() for prefix in blend.prefixes)
+        )
+        opened = self._map(
+            "opening data", lambda prefix: IndexedDataset(prefix, config.mmap_bin_files), prefixes
+        )
         self.indexed = dict(zip(prefixes, opened, strict=True))
 
     def _map(self, what: str, function: Callable, *items: Sequence) -> list:
-        """`function` of all items, one per data set, by several threads."""
+        """`function` of all items, one per dataset, by several threads."""
         results = []
         with (
             ThreadPoolExecutor(self.config.num_dataset_builder_threads) as threads,
-            Progress(what, len(items[0]), "data sets", quiet=not self.config.verify_index_cache) as progress,
+            Progress(
+                what, len(items[0]), "datasets", quiet=not self.config.verify_index_cache
+            ) as progress,
         ):
             for result in threads.map(function, *items):
                 results.append(result)
@@ -213,29 +257,43 @@ class _Builder:
             return self._member(split, fractions, blend.prefixes[0], num_samples)
         return self._blend(split, blend, fractions, num_samples)
 
-    def _blend(self, split: Split, blend: Blend, fractions: Fractions, num_samples: int | None) -> BlendedDataset:
+    def _blend(
+        self, split: Split, blend: Blend, fractions: Fractions, num_samples: int | None
+    ) -> BlendedDataset:
         if blend.weights is not None and num_samples is None:
             raise ValueError(
                 f"the {split} split is a blend with weights, which has no end: ask for a number of samples"
             )
         size, wanted = _blend_sizes(blend, num_samples, self.config.mid_level_dataset_surplus)
         members = self._map(
-            f"{split} indices", lambda prefix, n: self._member(split, fractions, prefix, n), blend.prefixes, wanted
+            f"{split} indices",
+            lambda prefix, n: self._member(split, fractions, prefix, n),
+            blend.prefixes,
+            wanted,
         )
         cache = cache_directory(self.config, blend.prefixes[0])
-        name, verify = f"BlendedDataset-{split}", self.config.verify_index_cache
+        name = f"BlendedDataset-{split}"
+        verify = self.config.verify_index_cache
         dataset = BlendedDataset(members, blend.weights, size, cache, name, verify)
         for prefix, member, weight in zip(blend.prefixes, members, dataset.weights, strict=True):
-            logger.info("%s blend: %.4f of %s, %d epochs", split, weight, prefix, member.plan.num_epochs)
+            logger.info(
+                "%s blend: %.4f of %s, %d epochs", split, weight, prefix, member.plan.num_epochs
+            )
         return dataset
 
-    def _member(self, split: Split, fractions: Fractions, prefix: str, num_samples: int | None) -> GPTDataset:
+    def _member(
+        self, split: Split, fractions: Fractions, prefix: str, num_samples: int | None
+    ) -> GPTDataset:
         indexed = self.indexed[prefix]
         sequences = sequence_range(fractions, len(indexed))
-        return GPTDataset(indexed, sequences, split, num_samples, self.config, self.eod, self.vocab_size, self.fim)
+        return GPTDataset(
+            indexed, sequences, split, num_samples, self.config, self.eod, self.vocab_size, self.fim
+        )
 
 
-def _blend_sizes(blend: Blend, num_samples: int | None, surplus: float) -> tuple[int | None, list[int | None]]:
+def _blend_sizes(
+    blend: Blend, num_samples: int | None, surplus: float
+) -> tuple[int | None, list[int | None]]:
     """(samples of the blend, samples each member is built with): shares are rounded up, members get a little more.
 
     Without weights members are built with one epoch each.

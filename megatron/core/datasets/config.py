@@ -1,4 +1,4 @@
-"""The options of the data sets, and the parsing of --data-path lists and --split fractions.
+"""The options of the datasets, and the parsing of --data-path lists and --split fractions.
 
 Every field is read by this package.
 """
@@ -21,7 +21,9 @@ Fractions = tuple[float, float]
 
 @dataclass(frozen=True)
 class Blend:
-    """Data sets to mix: `weights` sum to 1, or are None for a mix in proportion to their sizes, each read once."""
+    """Datasets to mix: `weights` sum to 1, or are None for a mix in proportion to their sizes, each
+    read once.
+    """
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
@@ -64,7 +66,9 @@ def parse_split(text: str) -> tuple[Fractions | None, Fractions | None, Fraction
     """`a,b,c` (shares, missing ones are 0) as intervals of [0, 1] for train, valid and test; None where empty."""
     shares = [_number(part) for part in text.split(",")]
     if len(shares) > 3 or any(share is None or not 0 <= share < float("inf") for share in shares):
-        raise ValueError(f"--split {text!r}: expected up to three non-negative numbers such as 969,30,1")
+        raise ValueError(
+            f"--split {text!r}: expected up to three non-negative numbers such as 969,30,1"
+        )
     values = [share for share in shares if share is not None] + [0.0] * (3 - len(shares))
     total = sum(values)
     if total == 0:
@@ -72,7 +76,9 @@ def parse_split(text: str) -> tuple[Fractions | None, Fractions | None, Fraction
     bounds = [0.0]
     for value in values:
         bounds.append(bounds[-1] + value / total)
-    intervals = [(low, high) if high > low else None for low, high in zip(bounds, bounds[1:], strict=False)]
+    intervals = [
+        (low, high) if high > low else None for low, high in zip(bounds, bounds[1:], strict=False)
+    ]
     return intervals[0], intervals[1], intervals[2]
 
 
@@ -86,18 +92,24 @@ DEFAULT_SPLIT = "969, 30, 1"
 
 @dataclass
 class GPTDatasetConfig:
-    """Where the tokens come from and how samples are cut from them. Field names are Megatron-LM's argument names."""
+    """Where the tokens come from and how samples are cut from them. Field names are Megatron-LM's
+    argument names.
+    """
 
     seq_length: int = flag(0)
     """Number of tokens of a sample."""
     seed: int = flag(1234, at_least=0, at_most=2**32 - 1)
-    """Seed of the shuffles of documents and samples (and of everything else that is random in a run)."""
+    """Seed of the shuffles of documents and samples (and of everything else that is random in a
+    run).
+    """
     data_path: list[str] | None = flag(None)
-    """Data of all splits, divided by --split: a prefix (of a .bin and an .idx), several, or weights and prefixes in
-    turn (30 a 70 b)."""
+    """Data of all splits, divided by --split: a prefix (of a .bin and an .idx), several, or weights
+    and prefixes in turn (30 a 70 b).
+    """
     split: str | None = flag(None)
-    """Shares of train, validation and test in --data-path, such as 969,30,1 (the default). A split without a share does
-    not exist."""
+    """Shares of train, validation and test in --data-path, such as 969,30,1 (the default). A split
+    without a share does not exist.
+    """
     train_data_path: list[str] | None = flag(None)
     """Data of the training split alone, written as --data-path."""
     valid_data_path: list[str] | None = flag(None)
@@ -107,9 +119,13 @@ class GPTDatasetConfig:
     data_args_path: str | None = flag(None)
     """File that holds what would follow --data-path, for blends too long for a command line."""
     per_split_data_args_path: str | None = flag(None)
-    """JSON file {"train": [...], "valid": [...], "test": [...]} of lists as they would follow --train-data-path etc."""
+    """JSON file {"train": [...], "valid": [...], "test": [...]} of lists as they would follow
+    --train-data-path etc.
+    """
     data_cache_path: str | None = flag(None)
-    """Directory of the built indices, shared by all ranks. Default: cache/GPTDataset_indices beside the data."""
+    """Directory of the built indices, shared by all ranks. Default: cache/GPTDataset_indices beside
+    the data.
+    """
     mock_data: bool = flag(False)
     """Train on generated sequences with a structure that a model can learn; no files are read."""
     mmap_bin_files: bool = flag(True)
@@ -121,14 +137,20 @@ class GPTDatasetConfig:
     eod_mask_loss: bool = flag(False)
     """Give positions whose input is the end-of-document token no loss."""
     create_attention_mask_in_dataloader: bool = flag(True)
-    """Never tell the model of documents. There are no masks in batches in any case: the causal one is implied."""
+    """Never tell the model of documents. There are no masks in batches in any case: the causal one
+    is implied.
+    """
     mid_level_dataset_surplus: float = flag(0.005, at_least=0)
-    """Share of samples that members of a weighted blend are built with beyond what their weights ask for."""
+    """Share of samples that members of a weighted blend are built with beyond what their weights
+    ask for.
+    """
     num_dataset_builder_threads: int = flag(1, positive=True)
-    """Threads that open data sets and build their indices when there are several."""
+    """Threads that open datasets and build their indices when there are several."""
 
     fim_data: bool = flag(False)
-    """Fill in the middle: reorder documents by the flags below (Bavarian et al. 2022), except those of --mock-data."""
+    """Fill in the middle: reorder documents by the flags below (Bavarian et al. 2022), except those
+    of --mock-data.
+    """
     fim_rate: float = flag(0.5, at_least=0, at_most=1)
     """Share of documents that are reordered."""
     fim_spm_rate: float = flag(0.5, at_least=0, at_most=1)
@@ -151,11 +173,14 @@ class GPTDatasetConfig:
     """Token between documents."""
 
     # Not flags: properties of how a sample is cut that a caller may change.
-    # A sample reads seq_length + 1 tokens, so that every position has a label; without it the last one has none.
+    # A sample reads seq_length + 1 tokens, so that every position has a label; without it the last
+    # one has none.
     add_extra_token_to_sequence: bool = True
-    # Drop the tokens at the end of the validation split that do not fill a sample, rather than padding them.
+    # Drop the tokens at the end of the validation split that do not fill a sample, rather than
+    # padding them.
     drop_last_partial_validation_sequence: bool = True
-    # Compare cached indices with their digests. One process of a node is enough: it reads whole arrays.
+    # Compare cached indices with their digests. One process of a node is enough: it reads whole
+    # arrays.
     verify_index_cache: bool = True
 
     def __post_init__(self) -> None:
@@ -187,9 +212,15 @@ class GPTDatasetConfig:
         return int(self.add_extra_token_to_sequence)
 
     def sources(self) -> dict[Split, tuple[Blend, Fractions]]:
-        """For each split with data: its blend and the part of each member's sequences it reads. Empty for mock data."""
+        """For each split with data: its blend and the part of each member's sequences it reads.
+        Empty for mock data.
+        """
         paths: dict[Split, list[str] | None]
-        paths = {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}
+        paths = {
+            "train": self.train_data_path,
+            "valid": self.valid_data_path,
+            "test": self.test_data_path,
+        }
         own = {split: path for split, path in paths.items() if path is not None}
         ways = {
             "--mock-data": self.mock_data or None,
@@ -204,13 +235,17 @@ class GPTDatasetConfig:
                 "no data: give --data-path, --train-data-path (and --valid-, --test-data-path) or --mock-data"
             )
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} exclude each other: each of them says where all data comes from")
+            raise ValueError(
+                f"{' and '.join(given)} exclude each other: each of them says where all data comes from"
+            )
         if self.mock_data:
             return {}
         if self.data_path is not None or self.data_args_path is not None:
-            words, flag_name = self.data_path, "--data-path"
+            words = self.data_path
+            flag_name = "--data-path"
             if self.data_args_path is not None:
-                words, flag_name = _read_text(self.data_args_path, "--data-args-path").split(), self.data_args_path
+                words = _read_text(self.data_args_path, "--data-args-path").split()
+                flag_name = self.data_args_path
             assert words is not None
             blend = parse_blend(words, flag_name)
             return {split: (blend, part) for split, part in self.split_intervals().items()}
@@ -220,12 +255,17 @@ class GPTDatasetConfig:
             )
         if self.per_split_data_args_path is not None:
             own = _read_lists(self.per_split_data_args_path)
-        return {split: (parse_blend(path, f"{given[0]} ({split})"), (0.0, 1.0)) for split, path in own.items()}
+        return {
+            split: (parse_blend(path, f"{given[0]} ({split})"), (0.0, 1.0))
+            for split, path in own.items()
+        }
 
     def split_intervals(self) -> dict[Split, Fractions]:
         """The part of the data of every split that --split gives a share."""
         intervals = parse_split(DEFAULT_SPLIT if self.split is None else self.split)
-        return {split: part for split, part in zip(SPLITS, intervals, strict=True) if part is not None}
+        return {
+            split: part for split, part in zip(SPLITS, intervals, strict=True) if part is not None
+        }
 
 
 def _read_lists(path: str) -> dict[Split, list[str]]:
@@ -234,7 +274,11 @@ def _read_lists(path: str) -> dict[Split, list[str]]:
         lists = json.loads(_read_text(path, "--per-split-data-args-path"))
     except json.JSONDecodeError as error:
         raise ValueError(f"--per-split-data-args-path {path}: not JSON: {error}") from None
-    if not isinstance(lists, dict) or not set(lists) <= set(SPLITS) or not all(map(_is_list_of_words, lists.values())):
+    if (
+        not isinstance(lists, dict)
+        or not set(lists) <= set(SPLITS)
+        or not all(map(_is_list_of_words, lists.values()))
+    ):
         raise ValueError(
             f'--per-split-data-args-path {path}: expected {{"train": [...], "valid": [...], "test": [...]}}'
         )

@@ -1,8 +1,10 @@
-"""Samples of `seq_length` tokens cut from the concatenated documents of one split of one indexed data set.
+"""Samples of `seq_length` tokens cut from the concatenated documents of one split of one indexed
+dataset.
 
-Which tokens sample i consists of is as in Megatron-LM: a document index (sequences, repeated per epoch and shuffled), a
-sample index (where each sample starts in it) and a shuffle index (the order in which samples are drawn); one
-`RandomState` serves all shuffles in turn. `FillInTheMiddle` may reorder a sample's documents (Bavarian et al. 2022).
+Which tokens sample i consists of is as in Megatron-LM: a document index (sequences, repeated per
+epoch and shuffled), a sample index (where each sample starts in it) and a shuffle index (the order
+in which samples are drawn); one `RandomState` serves all shuffles in turn. `FillInTheMiddle` may
+reorder a sample's documents (Bavarian et al. 2022).
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ import numpy as np
 
 from megatron.core.datasets.config import SPLITS, GPTDatasetConfig, Split
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.indices import Arrays, build_sample_index, digest_of, digest_of_array, load_or_build
+from megatron.core.datasets.indices import (
+    Arrays,
+    build_sample_index,
+    digest_of,
+    digest_of_array,
+    load_or_build,
+)
 
 
 class TextTokenizer(Protocol):
@@ -33,18 +41,20 @@ class TextTokenizer(Protocol):
 
 
 class FillInTheMiddle:
-    """A row of tokens to one of the same length in which a share --fim-rate of the documents is reordered.
+    """A row of tokens to one of the same length in which a share --fim-rate of the documents is
+    reordered.
 
         PSM   <prefix> prefix <suffix> suffix <middle> middle
         SPM   <prefix> <suffix> suffix <middle> prefix middle      with --fim-spm-rate
 
-    Documents are cut between characters, so the tokens at a cut differ from those of the whole text. The draws and
-    their order are Megatron-LM's. Its generator runs from sample to sample; ours comes with every row, so that a sample
-    does not depend on those read before it.
+    Documents are cut between characters, so the tokens at a cut differ from those of the whole
+    text. The draws and their order are Megatron-LM's. Its generator runs from sample to sample;
+    ours comes with every row, so that a sample does not depend on those read before it.
     """
 
     def __init__(self, config: GPTDatasetConfig, tokenizer: TextTokenizer) -> None:
-        self.config, self.tokenizer = config, tokenizer
+        self.config = config
+        self.tokenizer = tokenizer
         self.prefix = self._token("--fim-prefix-token", config.fim_prefix_token)
         self.middle = self._token("--fim-middle-token", config.fim_middle_token)
         self.suffix = self._token("--fim-suffix-token", config.fim_suffix_token)
@@ -55,7 +65,9 @@ class FillInTheMiddle:
         if config.fim_split_sample is not None:
             self.fragment_end = self._token("--fim-split-sample", config.fim_split_sample)
             self._special.append(self.fragment_end)
-        self._begins = len(tokenizer.tokenize(""))  # tokens that every text begins with, such as BOS
+        self._begins = len(
+            tokenizer.tokenize("")
+        )  # tokens that every text begins with, such as BOS
 
     def _token(self, flag_name: str, token: str) -> int:
         found = self.tokenizer.token_id(token)
@@ -72,7 +84,9 @@ class FillInTheMiddle:
         return np.append(reordered, np.full(len(text) - len(reordered), self.pad))
 
     def _document(self, document: np.ndarray, random: np.random.RandomState) -> np.ndarray:
-        """Each fragment by itself where --fim-split-sample cuts the document (files of a repository)."""
+        """Each fragment by itself where --fim-split-sample cuts the document (files of a
+        repository).
+        """
         rate = self.config.fim_rate
         if self.fragment_end is None or self.fragment_end not in document:
             return self._reordered(document, rate, random)
@@ -81,18 +95,24 @@ class FillInTheMiddle:
         fragment_rate = self.config.fim_fragment_rate
         assert fragment_rate is not None
         fragments = _between(
-            document, self.fragment_end, lambda fragment: self._reordered(fragment, fragment_rate, random)
+            document,
+            self.fragment_end,
+            lambda fragment: self._reordered(fragment, fragment_rate, random),
         )
         return np.concatenate(list(fragments))
 
-    def _reordered(self, piece: np.ndarray, rate: float, random: np.random.RandomState) -> np.ndarray:
+    def _reordered(
+        self, piece: np.ndarray, rate: float, random: np.random.RandomState
+    ) -> np.ndarray:
         if not random.binomial(1, rate):
             return piece
         text = self.tokenizer.detokenize(piece[~np.isin(piece, self._special)].tolist())
         if self.config.fim_no_prefix is not None and text.startswith(self.config.fim_no_prefix):
             return piece
         first, second = sorted(random.randint(0, len(text) + 1, size=2))
-        prefix, middle, suffix = map(self._tokens, (text[:first], text[first:second], text[second:]))
+        prefix, middle, suffix = map(
+            self._tokens, (text[:first], text[first:second], text[second:])
+        )
         if random.binomial(1, self.config.fim_spm_rate):
             ids = [self.prefix, self.suffix, *suffix, self.middle, *prefix, *middle]
         else:
@@ -106,7 +126,9 @@ class FillInTheMiddle:
 def _between(
     tokens: np.ndarray, separator: int, change: Callable[[np.ndarray], np.ndarray]
 ) -> Iterator[np.ndarray | list[int]]:
-    """The pieces between separators, changed, each with its separator; empty ones vanish, but for the last."""
+    """The pieces between separators, changed, each with its separator; empty ones vanish, but for
+    the last.
+    """
     start = 0
     for place in np.flatnonzero(tokens == separator).tolist():
         if place > start:
@@ -116,8 +138,8 @@ def _between(
     yield change(tokens[start:])
 
 
-# The last epoch is shuffled on its own when less than this share of it is wanted; otherwise its few leftover
-# samples could be drawn while samples of whole epochs are not.
+# The last epoch is shuffled on its own when less than this share of it is wanted; otherwise its few
+# leftover samples could be drawn while samples of whole epochs are not.
 SEPARATE_LAST_EPOCH_BELOW = 0.80
 
 
@@ -138,15 +160,23 @@ class GPTIndexPlan:
     @property
     def num_samples(self) -> int:
         tokens = self.num_epochs * self.tokens_per_epoch - self.extra_tokens
-        return tokens // self.seq_length if self.drop_last_partial else -(-tokens // self.seq_length)
+        return (
+            tokens // self.seq_length if self.drop_last_partial else -(-tokens // self.seq_length)
+        )
 
     @property
     def num_samples_without_last_epoch(self) -> int:
-        return ((self.num_epochs - 1) * self.tokens_per_epoch - self.extra_tokens) // self.seq_length
+        return (
+            (self.num_epochs - 1) * self.tokens_per_epoch - self.extra_tokens
+        ) // self.seq_length
 
 
-def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int, extra_tokens: int) -> tuple[int, bool]:
-    """The fewest epochs that hold `num_samples` (None: one epoch), and whether the last one is shuffled separately."""
+def plan_epochs(
+    tokens_per_epoch: int, num_samples: int | None, seq_length: int, extra_tokens: int
+) -> tuple[int, bool]:
+    """The fewest epochs that hold `num_samples` (None: one epoch), and whether the last one is
+    shuffled separately.
+    """
     assert tokens_per_epoch > 0
     if num_samples is None:
         return 1, False
@@ -159,9 +189,14 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, seq_length: int,
 
 
 def build_gpt_index(plan: GPTIndexPlan, sequence_lengths: np.ndarray) -> Arrays:
-    """document_index int32 [epochs * sequences], sample_index [samples + 1, 2], shuffle_index [samples]."""
-    random = np.random.RandomState(plan.seed)  # the only numpy generator whose stream never changes between versions
-    # The order of these two draws from one generator is part of the format: Megatron-LM's samples depend on it.
+    """document_index int32 [epochs * sequences], sample_index [samples + 1, 2], shuffle_index
+    [samples].
+    """
+    random = np.random.RandomState(
+        plan.seed
+    )  # the only numpy generator whose stream never changes between versions
+    # The order of these two draws from one generator is part of the format: Megatron-LM's samples
+    # depend on it.
     document_index = _document_index(plan, random)
     sample_index = build_sample_index(
         sequence_lengths, document_index, plan.seq_length, plan.num_samples, plan.extra_tokens
@@ -199,11 +234,14 @@ PADDING = -1  # marks, before a sample is finished, positions that hold no token
 
 
 class Dataset(Protocol):
-    """What samplers and blends need: samples by number, how many, and what the order of the samples depends on."""
+    """What samplers and blends need: samples by number, how many, and what the order of the samples
+    depends on.
+    """
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the order of samples (32 hex digits): with equal ones sample i is the same cut of the data.
+        """Identifies the order of samples (32 hex digits): with equal ones sample i is the same cut
+        of the data.
 
         It covers options, name and sequence lengths of the data, but not the tokens.
         """
@@ -214,11 +252,12 @@ class Dataset(Protocol):
 
 
 class GPTDataset:
-    """Item i is sample `shuffle_index[i]`; all epochs that `num_samples` needs lie one after the other.
+    """Item i is sample `shuffle_index[i]`; all epochs that `num_samples` needs lie one after the
+    other.
 
-    `sequences` is the half-open range of the indexed data set that belongs to the split, `num_samples` how many samples
-    are wanted at least (None: one epoch), `eod` the end-of-document token, `vocab_size` the bound of all tokens, `fim`
-    what reorders documents.
+    `sequences` is the half-open range of the indexed dataset that belongs to the split, `num_samples` how many samples
+    are wanted at least (None: one epoch), `eod` the end-of-document token, `vocab_size` the bound
+    of all tokens, `fim` what reorders documents.
     """
 
     def __init__(
@@ -233,7 +272,8 @@ class GPTDataset:
         fim: FillInTheMiddle | None = None,
     ) -> None:
         self.indexed = indexed
-        self.fim, self.split = fim, split
+        self.fim = fim
+        self.split = split
         self.config = config
         self.eod = eod
         self.vocab_size = vocab_size
@@ -243,7 +283,9 @@ class GPTDataset:
             **asdict(self.plan),
             "sequence_lengths": digest_of_array(indexed.lengths),
         }
-        self.fingerprint = digest_of({**description, **config.fim_options(), "prefix": Path(indexed.prefix).name})
+        self.fingerprint = digest_of(
+            {**description, **config.fim_options(), "prefix": Path(indexed.prefix).name}
+        )
         arrays = load_or_build(
             cache_directory(config, indexed.prefix),
             f"GPTDataset-{split}",
@@ -259,7 +301,9 @@ class GPTDataset:
         return self.plan.num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """tokens, labels, position_ids int64 [s], loss_mask float32 [s], and documents (see `finish_sample`)."""
+        """tokens, labels, position_ids int64 [s], loss_mask float32 [s], and documents (see
+        `finish_sample`).
+        """
         text = self._read(int(self.shuffle_index[index]))
         highest = int(text.max())
         if highest >= self.vocab_size:
@@ -274,7 +318,9 @@ class GPTDataset:
         return finish_sample(text, self.config, self.eod)
 
     def _read(self, sample: int) -> np.ndarray:
-        """The `seq_length + extra_tokens` tokens of a sample, int64, PADDING where the documents have ended."""
+        """The `seq_length + extra_tokens` tokens of a sample, int64, PADDING where the documents
+        have ended.
+        """
         text = np.full(self.config.seq_length + self.config.extra_tokens, PADDING, dtype=np.int64)
         first, start = self.sample_index[sample].tolist()
         last, end = self.sample_index[sample + 1].tolist()
@@ -296,7 +342,11 @@ class GPTDataset:
 
 
 def _plan(
-    indexed: IndexedDataset, sequences: tuple[int, int], split: Split, num_samples: int | None, config: GPTDatasetConfig
+    indexed: IndexedDataset,
+    sequences: tuple[int, int],
+    split: Split,
+    num_samples: int | None,
+    config: GPTDatasetConfig,
 ) -> GPTIndexPlan:
     first, last = sequences
     tokens_per_epoch = int(indexed.lengths[first:last].sum(dtype=np.int64))
@@ -307,7 +357,9 @@ def _plan(
             "give the split a larger share in --split or data of its own (--train-, --valid-, --test-data-path), "
             "or do not use it (--eval-iters 0 for validation and test)"
         )
-    num_epochs, separate = plan_epochs(tokens_per_epoch, num_samples, config.seq_length, config.extra_tokens)
+    num_epochs, separate = plan_epochs(
+        tokens_per_epoch, num_samples, config.seq_length, config.extra_tokens
+    )
     plan = GPTIndexPlan(
         first_sequence=first,
         last_sequence=last,
@@ -335,21 +387,28 @@ def cache_directory(config: GPTDatasetConfig, prefix: str) -> Path:
 
 
 def generator_of(seed: int, split: Split, index: int) -> np.random.RandomState:
-    """What sample `index` draws its random numbers from: they do not depend on the samples read before it."""
+    """What sample `index` draws its random numbers from: they do not depend on the samples read
+    before it.
+    """
     return np.random.RandomState([seed, SPLITS.index(split), index & 0xFFFFFFFF, index >> 32])
 
 
 def finish_sample(text: np.ndarray, config: GPTDatasetConfig, eod: int) -> Sample:
     """Inputs, labels and masks of one row of tokens.
 
-    With --reset-attention-mask there are `documents` [s], the number of the document that a position belongs to: what
-    attention does not see follows from that, in a s-th of the memory of a mask.
+    With --reset-attention-mask there are `documents` [s], the number of the document that a
+    position belongs to: what attention does not see follows from that, in a s-th of the memory of a
+    mask.
     """
     if config.add_extra_token_to_sequence:
-        tokens, labels = text[:-1].copy(), text[1:].copy()
+        tokens = text[:-1].copy()
+        labels = text[1:].copy()
     else:
-        tokens, labels = text, np.append(text[1:], PADDING)
-    starts = np.zeros(len(tokens), dtype=np.bool_)  # where a document starts, other than at position 0
+        tokens = text
+        labels = np.append(text[1:], PADDING)
+    starts = np.zeros(
+        len(tokens), dtype=np.bool_
+    )  # where a document starts, other than at position 0
     starts[1:] = tokens[:-1] == eod
     loss_mask = (labels != PADDING).astype(np.float32)
     if config.eod_mask_loss:

@@ -1,10 +1,12 @@
-"""Token sequences on disk: `<prefix>.bin` holds the tokens, `<prefix>.idx` where each sequence and document lies.
+"""Token sequences on disk: `<prefix>.bin` holds the tokens, `<prefix>.idx` where each sequence and
+document lies.
 
-.bin  tokens back to back, little endian
-.idx  9 bytes magic `MMIDIDX\\0\\0`, uint64 version = 1, uint8 dtype code, uint64 N sequences, uint64 D = documents + 1,
+.bin  tokens back to back, little endian .idx  9 bytes magic `MMIDIDX\\0\\0`, uint64 version = 1,
+uint8 dtype code, uint64 N sequences, uint64 D = documents + 1,
       int32[N] sequence lengths, int64[N] byte offsets of the sequences, int64[D] first sequence of each document and N
 
-The format is Megatron-LM's, byte for byte. A data set exists when its .idx exists: the builder writes it last.
+The format is Megatron-LM's, byte for byte. A dataset exists when its .idx exists: the builder
+writes it last.
 """
 
 from __future__ import annotations
@@ -39,15 +41,19 @@ UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's limit, a little below 2**16
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest type that Megatron-LM uses for a vocabulary: uint16 below 65500 tokens, else int32."""
+    """The narrowest type that Megatron-LM uses for a vocabulary: uint16 below 65500 tokens, else
+    int32.
+    """
     return np.dtype(np.uint16 if vocab_size < UINT16_VOCAB_LIMIT else np.int32)
 
 
 class IndexedDataset:
-    """Sequence i is `lengths[i]` tokens at byte `offsets[i]` of the .bin; nothing is read before it is asked for.
+    """Sequence i is `lengths[i]` tokens at byte `offsets[i]` of the .bin; nothing is read before it
+    is asked for.
 
-    With `use_mmap` the .bin is mapped (ranks of a node share the page cache), without it every read is a `pread`
-    (network file systems that map badly). Both files are checked against each other when they are opened.
+    With `use_mmap` the .bin is mapped (ranks of a node share the page cache), without it every read
+    is a `pread` (network file systems that map badly). Both files are checked against each other
+    when they are opened.
     """
 
     def __init__(self, prefix: str | os.PathLike, use_mmap: bool = True) -> None:
@@ -55,7 +61,7 @@ class IndexedDataset:
         self.use_mmap = use_mmap
         self.dtype, self.lengths, self.offsets, self.documents = _read_index(self.prefix)
         _check_tokens_file(self.prefix, self.dtype, self.lengths, self.offsets)
-        self._file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (lives as long as the data set)
+        self._file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (lives as long as the dataset)
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if use_mmap else None
 
     def __len__(self) -> int:
@@ -82,7 +88,9 @@ class IndexedDataset:
         while len(data) < num_bytes:
             more = os.pread(self._file.fileno(), num_bytes - len(data), offset + len(data))
             if not more:
-                raise OSError(f"{self.prefix}.bin ended at byte {offset + len(data)} while it was read")
+                raise OSError(
+                    f"{self.prefix}.bin ended at byte {offset + len(data)} while it was read"
+                )
             data += more
         return data
 
@@ -95,14 +103,22 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
     path = f"{prefix}.idx"
     for needed in (path, f"{prefix}.bin"):
         if not os.path.isfile(needed):
-            raise ValueError(f"no data set at {prefix!r}: {needed} does not exist. {_prefix_hint(prefix)}")
+            raise ValueError(
+                f"no dataset at {prefix!r}: {needed} does not exist. {_prefix_hint(prefix)}"
+            )
     size = os.path.getsize(path)
     if size < HEADER.size:
-        raise ValueError(f"{path} has {size} bytes, less than the {HEADER.size} of an index header: it is empty or cut")
+        raise ValueError(
+            f"{path} has {size} bytes, less than the {HEADER.size} of an index header: it is empty or cut"
+        )
     buffer = np.memmap(path, np.uint8, "r")
-    magic, version, code, num_sequences, num_documents = HEADER.unpack(buffer[: HEADER.size].tobytes())
+    magic, version, code, num_sequences, num_documents = HEADER.unpack(
+        buffer[: HEADER.size].tobytes()
+    )
     if magic != MAGIC:
-        raise ValueError(f"{path} starts with {magic!r}, not with {MAGIC!r}: it is not the index of a data set")
+        raise ValueError(
+            f"{path} starts with {magic!r}, not with {MAGIC!r}: it is not the index of a dataset"
+        )
     if version != VERSION:
         raise ValueError(f"{path} has index version {version}; only version {VERSION} is known")
     if code not in DTYPES:
@@ -114,20 +130,24 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
             f"boundaries, which take {expected}: it is cut or damaged, write it again with tools/preprocess_data.py"
         )
     if num_sequences == 0:
-        raise ValueError(f"{path} holds no sequences: the data set is empty")
+        raise ValueError(f"{path} holds no sequences: the dataset is empty")
 
     lengths = np.frombuffer(buffer, "<i4", num_sequences, HEADER.size)
     offsets = np.frombuffer(buffer, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
     documents = np.frombuffer(buffer, "<i8", num_documents, HEADER.size + 12 * num_sequences)
     if num_documents < 2 or documents[0] != 0 or documents[-1] != num_sequences:
-        raise ValueError(f"{path}: its document boundaries do not run from 0 to {num_sequences}: it is damaged")
+        raise ValueError(
+            f"{path}: its document boundaries do not run from 0 to {num_sequences}: it is damaged"
+        )
     _check_offsets(path, lengths, offsets, DTYPES[code].itemsize)
     return DTYPES[code], lengths, offsets, documents
 
 
 def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> None:
     """Sequences lie back to back from byte 0."""
-    end, block = 0, 1 << 20  # in blocks: an index can have 10^9 entries
+    # in blocks: an index can have 10^9 entries
+    end = 0
+    block = 1 << 20
     for first in range(0, len(lengths), block):
         sizes = lengths[first : first + block].astype(np.int64) * itemsize
         expected = end + np.cumsum(sizes) - sizes
@@ -141,8 +161,12 @@ def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize
         end = int(expected[-1] + sizes[-1])
 
 
-def _check_tokens_file(prefix: str, dtype: np.dtype, lengths: np.ndarray, offsets: np.ndarray) -> None:
-    """The .bin ends where the last sequence ends: anything else is a cut file or the index of another one."""
+def _check_tokens_file(
+    prefix: str, dtype: np.dtype, lengths: np.ndarray, offsets: np.ndarray
+) -> None:
+    """The .bin ends where the last sequence ends: anything else is a cut file or the index of
+    another one.
+    """
     size = os.path.getsize(f"{prefix}.bin")
     expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
     if size == expected:
@@ -152,15 +176,23 @@ def _check_tokens_file(prefix: str, dtype: np.dtype, lengths: np.ndarray, offset
         f"{prefix}.bin has {size} bytes, but {prefix}.idx describes {num_tokens} tokens in {len(lengths)} sequences of "
         f"{dtype.name}, which end at byte {expected}"
     )
-    other = [known.name for known in DTYPES.values() if known.kind in "iu" and known.itemsize * num_tokens == size]
+    other = [
+        known.name
+        for known in DTYPES.values()
+        if known.kind in "iu" and known.itemsize * num_tokens == size
+    ]
     if size == 0:
-        raise ValueError(f"{message}: the .bin is empty, write it again with tools/preprocess_data.py")
+        raise ValueError(
+            f"{message}: the .bin is empty, write it again with tools/preprocess_data.py"
+        )
     if other:
         raise ValueError(
-            f"{message}: the .bin looks like {' or '.join(other)} tokens, so the .idx is of another data set"
+            f"{message}: the .bin looks like {' or '.join(other)} tokens, so the .idx is of another dataset"
         )
     reason = "is cut" if size < expected else "does not belong to this .idx"
-    raise ValueError(f"{message}: the .bin {reason}, write both again with tools/preprocess_data.py")
+    raise ValueError(
+        f"{message}: the .bin {reason}, write both again with tools/preprocess_data.py"
+    )
 
 
 def _prefix_hint(prefix: str) -> str:
@@ -169,13 +201,17 @@ def _prefix_hint(prefix: str) -> str:
     with contextlib.suppress(ValueError):
         float(prefix)
         return "It looks like a weight: every weight of a blend must be followed by a path"
-    return "A data path is the common prefix of a .bin and an .idx that tools/preprocess_data.py wrote"
+    return (
+        "A data path is the common prefix of a .bin and an .idx that tools/preprocess_data.py wrote"
+    )
 
 
 class IndexedDatasetBuilder:
-    """Writes `<prefix>.bin` and `<prefix>.idx`; neither name exists before `commit`: a cut run leaves no data set.
+    """Writes `<prefix>.bin` and `<prefix>.idx`; neither name exists before `commit`: a cut run
+    leaves no dataset.
 
-    Sequence: add(...) any number of times, then commit(). As a context manager it discards its files unless committed.
+    Sequence: add(...) any number of times, then commit(). As a context manager it discards its
+    files unless committed.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: DTypeLike) -> None:
@@ -206,7 +242,9 @@ class IndexedDatasetBuilder:
         lengths: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
     ) -> None:
-        """Append sequences of `lengths` tokens (default: one) in documents of `documents` sequences (default: one)."""
+        """Append sequences of `lengths` tokens (default: one) in documents of `documents` sequences
+        (default: one).
+        """
         stored = self._to_dtype(np.asarray(tokens))
         lengths = [len(stored)] if lengths is None else lengths
         documents = [len(lengths)] if documents is None else documents
@@ -221,7 +259,8 @@ class IndexedDatasetBuilder:
         assert tokens.ndim == 1, tokens.shape
         if self.dtype.kind in "iu" and len(tokens):
             limits = np.iinfo(self.dtype)
-            low, high = tokens.min(), tokens.max()
+            low = tokens.min()
+            high = tokens.max()
             if low < limits.min or high > limits.max:
                 raise ValueError(
                     f"token {low if low < limits.min else high} does not fit the {self.dtype.name} tokens of "
@@ -230,20 +269,28 @@ class IndexedDatasetBuilder:
         return tokens.astype(self.dtype)
 
     def commit(self) -> None:
-        """Both files durable, then .bin renamed, then .idx: whoever sees the .idx sees a whole data set."""
+        """Both files durable, then .bin renamed, then .idx: whoever sees the .idx sees a whole
+        dataset.
+        """
         self._file.close()
         with open(self._temporary["idx"], "wb") as file:
             lengths = np.asarray(self._lengths, dtype="<i4")
             offsets = np.zeros(len(lengths), dtype="<i8")
             np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
             offsets *= self.dtype.itemsize
-            file.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents)))
+            file.write(
+                HEADER.pack(
+                    MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents)
+                )
+            )
             for values in (lengths, offsets, np.asarray(self._documents, dtype="<i8")):
                 file.write(values.tobytes())
         # Durable before named: after a power cut a name must not stand for missing bytes.
         for temporary in self._temporary.values():
             fsync_file(temporary)
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an old index must never stand beside the new tokens
+        Path(f"{self.prefix}.idx").unlink(
+            missing_ok=True
+        )  # an old index must never stand beside the new tokens
         for name in ("bin", "idx"):
             os.replace(self._temporary[name], f"{self.prefix}.{name}")
         fsync_directory(Path(self.prefix).parent)
@@ -258,7 +305,10 @@ class IndexedDatasetBuilder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.commit()

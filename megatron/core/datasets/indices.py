@@ -1,12 +1,13 @@
 """Built indices on disk, shared by all ranks of all nodes without any of them waiting for another.
 
-One index is the files `<digest>-<name>-<array>.npy` and `<digest>-<name>-index.json`. The digest covers everything the
-arrays depend on, so equal names mean equal contents: any number of processes may build and write the same index at
-once. The .json comes last and carries the digest of every array (type, shape and contents) and its own, so a reader
-takes a whole index or none; what is cut or damaged is built again. Without a writable directory the index is built in
-memory.
+One index is the files `<digest>-<name>-<array>.npy` and `<digest>-<name>-index.json`. The digest
+covers everything the arrays depend on, so equal names mean equal contents: any number of processes
+may build and write the same index at once. The .json comes last and carries the digest of every
+array (type, shape and contents) and its own, so a reader takes a whole index or none; what is cut
+or damaged is built again. Without a writable directory the index is built in memory.
 
-What is slow to build is built in C++ (`helpers_cpp`), behind a typed front that chooses integer widths.
+What is slow to build is built in C++ (`helpers_cpp`), behind a typed front that chooses integer
+widths.
 """
 
 from __future__ import annotations
@@ -37,9 +38,14 @@ MAX_BLEND_MEMBERS = np.iinfo(np.int16).max
 
 
 def build_sample_index(
-    sequence_lengths: np.ndarray, document_index: np.ndarray, seq_length: int, num_samples: int, extra_tokens: int
+    sequence_lengths: np.ndarray,
+    document_index: np.ndarray,
+    seq_length: int,
+    num_samples: int,
+    extra_tokens: int,
 ) -> np.ndarray:
-    """Row j, of `num_samples + 1`, is (position in document_index, token offset) where sample j starts.
+    """Row j, of `num_samples + 1`, is (position in document_index, token offset) where sample j
+    starts.
 
     int32, or int64 where the document index has more entries than int32 counts.
     """
@@ -47,18 +53,25 @@ def build_sample_index(
     lengths = np.require(sequence_lengths, np.int32, ["C", "A"])  # an .idx file maps them unaligned
     documents = np.require(document_index, np.int32, ["C", "A"])
     if len(documents) > INT32_MAX:
-        return helpers_cpp.build_sample_index_int64(lengths, documents, seq_length, num_samples, extra_tokens)
-    return helpers_cpp.build_sample_index_int32(lengths, documents, seq_length, num_samples, extra_tokens)
+        return helpers_cpp.build_sample_index_int64(
+            lengths, documents, seq_length, num_samples, extra_tokens
+        )
+    return helpers_cpp.build_sample_index_int32(
+        lengths, documents, seq_length, num_samples, extra_tokens
+    )
 
 
 def build_blend_index(
     weights: NDArray[np.float64], size: int, limits: NDArray[np.int64] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sample s comes from the member with the largest weight * max(s, 1) - (samples it has given), first on ties.
+    """Sample s comes from the member with the largest weight * max(s, 1) - (samples it has given),
+    first on ties.
 
     `limits`: the most samples each member may give. Returns (member int16 [size], its sample int64 [size]).
     """
-    assert 0 < len(weights) <= MAX_BLEND_MEMBERS, f"{len(weights)} members; int16 counts {MAX_BLEND_MEMBERS}"
+    assert 0 < len(weights) <= MAX_BLEND_MEMBERS, (
+        f"{len(weights)} members; int16 counts {MAX_BLEND_MEMBERS}"
+    )
     assert np.all(weights >= 0) and np.all(np.isfinite(weights))
     if limits is None:
         limits = np.full(len(weights), np.iinfo(np.int64).max)
@@ -95,12 +108,17 @@ def _recorded(array: np.ndarray) -> str:
 
 
 def load_or_build(
-    directory: Path | None, name: str, description: dict[str, Any], build: Callable[[], Arrays], verify: bool = True
+    directory: Path | None,
+    name: str,
+    description: dict[str, Any],
+    build: Callable[[], Arrays],
+    verify: bool = True,
 ) -> Arrays:
-    """The arrays that `description` determines: mapped from `directory`, or built (and left there for the others).
+    """The arrays that `description` determines: mapped from `directory`, or built (and left there
+    for the others).
 
-    Without `verify` (another process of the node has just done it) the content of an index is not compared with its
-    digests.
+    Without `verify` (another process of the node has just done it) the content of an index is not
+    compared with its digests.
     """
     if directory is None:
         return _built(name, build)
@@ -115,12 +133,16 @@ def load_or_build(
         try:
             _store(stem, description, arrays, replace=bool(damage))
         except OSError as error:
-            logger.warning("cannot write the index cache %s (%s): the index stays in memory", directory, error)
+            logger.warning(
+                "cannot write the index cache %s (%s): the index stays in memory", directory, error
+            )
             return arrays
     mapped, damage = _load(stem, verify)  # from now on all processes of a node share the page cache
     if mapped is None:
         logger.warning(
-            "the index cache %s-* cannot be read back (%s): using the index in memory", stem, damage or "absent"
+            "the index cache %s-* cannot be read back (%s): using the index in memory",
+            stem,
+            damage or "absent",
         )
         return arrays
     return mapped
@@ -145,13 +167,21 @@ def _load(stem: Path, verify: bool) -> tuple[Arrays | None, str]:
         if record.pop("digest") != digest_of(record):
             return None, f"{path.name} does not have the recorded contents"
         recorded: dict[str, str] = record["arrays"]
-        mapped = {key: np.load(f"{stem}-{key}.npy", mmap_mode="r", allow_pickle=False) for key in recorded}
+        mapped = {
+            key: np.load(f"{stem}-{key}.npy", mmap_mode="r", allow_pickle=False) for key in recorded
+        }
     except Exception as error:  # whatever numpy and json say: the index is built again
         return None, f"{type(error).__name__}: {error}"
-    arrays = {key: np.asarray(array) for key, array in mapped.items()}  # np.memmap itself is slow to index
-    with Progress(f"verifying {stem.name}", sum(array.nbytes for array in arrays.values())) as progress:
+    arrays = {
+        key: np.asarray(array) for key, array in mapped.items()
+    }  # np.memmap itself is slow to index
+    with Progress(
+        f"verifying {stem.name}", sum(array.nbytes for array in arrays.values())
+    ) as progress:
         for key, array in arrays.items():
-            if not recorded[key].startswith(_form(array)) or (verify and recorded[key] != _recorded(array)):
+            if not recorded[key].startswith(_form(array)) or (
+                verify and recorded[key] != _recorded(array)
+            ):
                 return None, f"{stem.name}-{key}.npy does not have the recorded contents"
             progress.add(array.nbytes)
     return arrays, ""

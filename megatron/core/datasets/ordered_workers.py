@@ -1,8 +1,10 @@
-"""A function over a stream of items in other processes: results in order, and a killed process is noticed.
+"""A function over a stream of items in other processes: results in order, and a killed process is
+noticed.
 
-torch's DataLoader does the work: it has a queue of items for each worker, puts the results in order, and raises
-RuntimeError on the SIGCHLD of a worker that dies, even in the middle of a result. (ProcessPoolExecutor would wait for
-the rest of that result forever.) What is added here is how workers end.
+torch's DataLoader does the work: it has a queue of items for each worker, puts the results in
+order, and raises RuntimeError on the SIGCHLD of a worker that dies, even in the middle of a result.
+(ProcessPoolExecutor would wait for the rest of that result forever.) What is added here is how
+workers end.
 """
 
 from __future__ import annotations
@@ -26,26 +28,37 @@ from torch.utils.data import DataLoader
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # meant for the main process, but sent to all
+WORKER_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+)  # meant for the main process, but sent to all
 
 
 class OrderedWorkers(Generic[Item, Result]):
     """`(item, function(item))` in the order of `items`, computed by `num_workers` processes; 0: by this one.
 
-    Workers have at most `ahead` items each. They start with the first result and end with `close`, with the iterator,
-    or with this process. Raises the ValueErrors of `function` in their place in the order, and RuntimeError if a worker
-    was killed.
+    Workers have at most `ahead` items each. They start with the first result and end with `close`,
+    with the iterator, or with this process. Raises the ValueErrors of `function` in their place in
+    the order, and RuntimeError if a worker was killed.
     """
 
     def __init__(
-        self, function: Callable[[Item], Result], items: Iterable[Item], num_workers: int, ahead: int = 2
+        self,
+        function: Callable[[Item], Result],
+        items: Iterable[Item],
+        num_workers: int,
+        ahead: int = 2,
     ) -> None:
-        self._function, self._items = function, items
-        self._num_workers, self._ahead = num_workers, ahead
+        self._function = function
+        self._items = items
+        self._num_workers = num_workers
+        self._ahead = ahead
         self._taken: deque[Item] = deque()  # items whose results have not been asked for
         self._stop: Event = multiprocessing.Event()
         self._results: Any = None  # the iterator of a DataLoader, from the first result on
-        # The interpreter terminates worker processes when it ends: they must know beforehand that this is intended.
+        # The interpreter terminates worker processes when it ends: they must know beforehand that
+        # this is intended.
         atexit.register(weakref.finalize(self, self._stop.set))
 
     def __iter__(self) -> Iterator[tuple[Item, Result]]:
@@ -69,7 +82,8 @@ class OrderedWorkers(Generic[Item, Result]):
         """End the worker processes."""
         self._stop.set()
         if self._results is not None and self._num_workers > 0:
-            # Not left to the garbage collector, under which torch waits five seconds for each worker.
+            # Not left to the garbage collector, under which torch waits five seconds for each
+            # worker.
             self._results._shutdown_workers()
         self._results = None
 
@@ -82,9 +96,11 @@ class OrderedWorkers(Generic[Item, Result]):
             prefetch_factor=self._ahead if self._num_workers else None,
             collate_fn=_as_it_is,
             worker_init_fn=functools.partial(_ignore_signals_until, self._stop, os.getpid()),
-            generator=torch.Generator(),  # it draws a seed, which must not come from training's generator
+            # it draws a seed, which must not come from training's generator
+            generator=torch.Generator(),
         )
-        # Signals that come while workers start wait until `_ignore_signals_until` has set their handlers.
+        # Signals that come while workers start wait until `_ignore_signals_until` has set their
+        # handlers.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
         try:
             return iter(loader)
@@ -93,7 +109,9 @@ class OrderedWorkers(Generic[Item, Result]):
 
 
 class _ErrorsAsResults:
-    """A function that returns its ValueErrors: raised in a worker, they would arrive wrapped in its traceback."""
+    """A function that returns its ValueErrors: raised in a worker, they would arrive wrapped in its
+    traceback.
+    """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -112,16 +130,19 @@ def _noted(items: Iterable[Item], taken: deque[Item]) -> Iterator[Item]:
 
 
 def _as_it_is(result: Result) -> Result:
-    """In place of torch's conversion to tensors, which travel through /dev/shm: containers keep that small."""
+    """In place of torch's conversion to tensors, which travel through /dev/shm: containers keep
+    that small.
+    """
     return result
 
 
 def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
-    """Launchers signal whole process groups, but a run that saves and exits on a signal still needs its data: workers
-    end when the main process closes them, or is gone.
+    """Launchers signal whole process groups, but a run that saves and exits on a signal still needs
+    its data: workers end when the main process closes them, or is gone.
 
-    torch's worker loop ends then, too, but its process waits until its last results have been read, and workers that
-    were started later hold the pipe open: with large results, all of them would stay forever.
+    torch's worker loop ends then, too, but its process waits until its last results have been read,
+    and workers that were started later hold the pipe open: with large results, all of them would
+    stay forever.
     """
 
     def end_with_parent() -> None:

@@ -1,9 +1,9 @@
 # ruff: noqa: F401 (re-exported)
 """Distributed checkpoints of named global tensors, independent of the layout that wrote them.
 
-Saving is four verbs: plan (once), stage, write, finalize; `save` runs them in a row, `AsyncSaver` the last two behind
-training. Loading fills any other tiling of the same tensors in place. Files are plain DCP, so that
-`torch.distributed.checkpoint` alone can read them; see docs/checkpointing.md.
+Saving is four verbs: plan (once), stage, write, finalize; `save` runs them in a row, `AsyncSaver`
+the last two behind training. Loading fills any other tiling of the same tensors in place. Files are
+plain DCP, so that `torch.distributed.checkpoint` alone can read them; see docs/checkpointing.md.
 """
 
 from typing import TYPE_CHECKING
@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_import import lazy_names
 
 if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.files import clean_up, is_complete, read_tracker, write_tracker
-    from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredChunk, StoredTensor
+    from megatron.core.dist_checkpointing.files import (
+        clean_up,
+        is_complete,
+        read_tracker,
+        write_tracker,
+    )
+    from megatron.core.dist_checkpointing.format.metadata import (
+        CheckpointMetadata,
+        StoredChunk,
+        StoredTensor,
+    )
     from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
     from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
     from megatron.core.dist_checkpointing.format.torch_load import (
@@ -41,8 +50,17 @@ if TYPE_CHECKING:
     )
     from megatron.core.dist_checkpointing.saving.conductor import SaveHandle, SaveReport
     from megatron.core.dist_checkpointing.saving.object_commit import take_generation
-    from megatron.core.dist_checkpointing.saving.saver import AsyncSaver, Drainer, save, staging_for_waiting
-    from megatron.core.dist_checkpointing.verification import VerifyReport, missing_or_truncated, verify
+    from megatron.core.dist_checkpointing.saving.saver import (
+        AsyncSaver,
+        Drainer,
+        save,
+        staging_for_waiting,
+    )
+    from megatron.core.dist_checkpointing.verification import (
+        VerifyReport,
+        missing_or_truncated,
+        verify,
+    )
 else:
     # Each is imported when it is first used: half of the package needs no torch.
     __getattr__, __all__ = lazy_names(__name__, __file__)

@@ -1,7 +1,8 @@
 """What works behind training: threads, and host memory that is allocated once.
 
-Threads are enough: copies, hashes and writes of large buffers release the interpreter lock, so the training thread is
-held up for microseconds; there is no process that could die, leak or be forked, and no shared memory.
+Threads are enough: copies, hashes and writes of large buffers release the interpreter lock, so the
+training thread is held up for microseconds; there is no process that could die, leak or be forked,
+and no shared memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _HOST_REGISTER_PORTABLE = 1
 def same_cuda_device() -> Callable[[], None]:
     """To be called first in a new thread: has it use the CUDA device that is current here, now.
 
-    A thread begins with device 0, where every local rank would open a context of its own (hundreds of MB).
+    A thread begins with device 0, where every local rank would open a context of its own (hundreds
+    of MB).
     """
     if not torch.cuda.is_initialized():
         return lambda: None
@@ -33,15 +35,21 @@ def same_cuda_device() -> Callable[[], None]:
 
 
 class Workers:
-    """Daemon threads that run tasks in the order of submission; the process never waits for them at exit.
+    """Daemon threads that run tasks in the order of submission; the process never waits for them at
+    exit.
 
     They work on the CUDA device of the thread that makes them.
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._use_device = same_cuda_device()
-        self._threads = [threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True) for i in range(count)]
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True)
+            for i in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -68,7 +76,9 @@ class Workers:
 
 
 class Slot(NamedTuple):
-    """The same memory in the forms that copies and writes need; `frame` has a page before it, for a header."""
+    """The same memory in the forms that copies and writes need; `frame` has a page before it, for a
+    header.
+    """
 
     address: int
     view: memoryview
@@ -77,24 +87,38 @@ class Slot(NamedTuple):
 
 
 class StagingBuffer:
-    """Page-aligned host memory in slots; with `pinned` it is registered with CUDA for asynchronous copies."""
+    """Page-aligned host memory in slots; with `pinned` it is registered with CUDA for asynchronous
+    copies.
+    """
 
     def __init__(self, num_slots: int, pinned: bool) -> None:
         stride = PAGE + SLOT_SIZE
-        self._memory = mmap.mmap(-1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = mmap.mmap(
+            -1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # forked data loaders have no use for it
             if hasattr(mmap, advice):
                 self._memory.madvise(getattr(mmap, advice))
         tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        view, address = memoryview(self._memory), tensor.data_ptr()
+        view = memoryview(self._memory)
+        address = tensor.data_ptr()
         self._registered = None
         if pinned:
-            status = torch.cuda.cudart().cudaHostRegister(address, len(self._memory), _HOST_REGISTER_PORTABLE)
+            status = torch.cuda.cudart().cudaHostRegister(
+                address, len(self._memory), _HOST_REGISTER_PORTABLE
+            )
             if int(status) != 0:
-                raise MemoryError(f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error {int(status)})")
+                raise MemoryError(
+                    f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error {int(status)})"
+                )
             self._registered = address
         self.slots = [
-            Slot(address + at, view[at : at + SLOT_SIZE], tensor[at:][:SLOT_SIZE], tensor[at - PAGE :][:stride])
+            Slot(
+                address + at,
+                view[at : at + SLOT_SIZE],
+                tensor[at:][:SLOT_SIZE],
+                tensor[at - PAGE :][:stride],
+            )
             for at in range(PAGE, num_slots * stride, stride)
         ]
 

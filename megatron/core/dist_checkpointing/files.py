@@ -1,4 +1,6 @@
-"""Names in a directory of checkpoints: the files of a checkpoint, the tracker, what unfinished saves leave."""
+"""Names in a directory of checkpoints: the files of a checkpoint, the tracker, what unfinished
+saves leave.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from pathlib import Path
 import xxhash
 
 from megatron.core.dist_checkpointing.format import schema
-from megatron.core.durable_files import DISCARDED, REPLACED, discard, restore_replaced, write_durably
+from megatron.core.durable_files import (
+    DISCARDED,
+    REPLACED,
+    discard,
+    restore_replaced,
+    write_durably,
+)
 from megatron.core.object_storage import ObjectPath, path_of
 
 RUN = ".run"  # its random content names the run that is saved here, for what the nodes keep of it
@@ -27,11 +35,14 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-_PENDING, _DELETING = ".saving-", ".deleting-"
+_PENDING = ".saving-"
+_DELETING = ".deleting-"
 
 
 def write_tracker(save_directory: str | os.PathLike[str], iteration: int | str) -> None:
-    """Name the latest checkpoint of `save_directory`; to be called when it is committed, never before."""
+    """Name the latest checkpoint of `save_directory`; to be called when it is committed, never
+    before.
+    """
     _write_whole(path_of(save_directory) / TRACKER, str(iteration).encode())
 
 
@@ -55,7 +66,9 @@ def run_name(save_directory: Path) -> str:
 
 
 def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
-    """The iteration that the tracker names, "release", or None without a tracker. A garbled one is a ValueError."""
+    """The iteration that the tracker names, "release", or None without a tracker. A garbled one is
+    a ValueError.
+    """
     path = path_of(save_directory) / TRACKER
     try:
         named = schema.read_regular(path).decode("utf-8", errors="replace").strip()
@@ -64,7 +77,9 @@ def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
     if named == "release":
         return named
     if not (named.isascii() and named.isdigit()):
-        raise schema.CheckpointError(f"{path}: {named[:40]!r} is neither an iteration nor 'release'")
+        raise schema.CheckpointError(
+            f"{path}: {named[:40]!r} is neither an iteration nor 'release'"
+        )
     return int(named)
 
 
@@ -87,16 +102,20 @@ _FILE = (schema.COUNT, schema.text(16))
 
 
 def encode_commit(save_id: str, sums: Mapping[str, tuple[int, bytes]]) -> bytes:
-    """The `metadata.json` of a checkpoint in object storage: of each file, size and xxh3_64 of its blocks' hashes.
+    """The `metadata.json` of a checkpoint in object storage: of each file, size and xxh3_64 of its
+    blocks' hashes.
 
     `sums` are `FileChecksums` by name.
     """
-    listed = {name: (size, xxhash.xxh3_64_hexdigest(blocks)) for name, (size, blocks) in sums.items()}
+    listed = {
+        name: (size, xxhash.xxh3_64_hexdigest(blocks)) for name, (size, blocks) in sums.items()
+    }
     return json.dumps({**BACKEND, "save_id": save_id, "files": listed}).encode()
 
 
 def read_commit(directory: ObjectPath) -> dict[str, tuple[int, str]] | None:
-    """Size and hash of the files of a committed checkpoint; None if it is not committed, or was revoked.
+    """Size and hash of the files of a committed checkpoint; None if it is not committed, or was
+    revoked.
 
     Empty for a checkpoint that was written to a file system and copied.
     """
@@ -120,19 +139,25 @@ def pending_directory(directory: Path, save_id: str) -> Path:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what crashed saves of the checkpoint `directory` left beside it. No save of it may be running."""
+    """Remove what crashed saves of the checkpoint `directory` left beside it. No save of it may be
+    running.
+    """
     for path in directory.parent.glob(f"{_PENDING}{glob.escape(directory.name)}-*"):
         discard(path)
 
 
 def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
-    """Remove what crashed saves left in `save_directory`; returns the removed names. No save may be running.
+    """Remove what crashed saves left in `save_directory`; returns the removed names. No save may be
+    running.
 
-    A crash between the two renames that replace a checkpoint left the old one under another name: it gets its name
-    back.
+    A crash between the two renames that replace a checkpoint left the old one under another name:
+    it gets its name back.
     """
-    root, removed = path_of(save_directory), []
-    if isinstance(root, ObjectPath) or not root.is_dir():  # in object storage, taking a generation has done it
+    root = path_of(save_directory)
+    removed = []
+    if (
+        isinstance(root, ObjectPath) or not root.is_dir()
+    ):  # in object storage, taking a generation has done it
         return []
     for path in sorted(root.iterdir()):
         if path.name.startswith(REPLACED):

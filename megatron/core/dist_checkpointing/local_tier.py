@@ -2,17 +2,19 @@
 
 `<directory>/<run>/iter_0000030-0000007.1a2b3c4d-5/` on every node: the iteration, the start of the job that saved it
 (`Generation.number`) and the id of the save. The files in it are those of one ordinary torch_dist checkpoint: a node
-has the ones that its ranks wrote, and replicas of its neighbours' under the same names. A marker for each writer,
-written last, holds the checksums of that writer's files. Rank 0 writes the files that belong to all, and its marker is
-the last of all: a save is whole if every writer's marker is on some node.
+has the ones that its ranks wrote, and replicas of its neighbours' under the same names. A marker
+for each writer, written last, holds the checksums of that writer's files. Rank 0 writes the files
+that belong to all, and its marker is the last of all: a save is whole if every writer's marker is
+on some node.
 
-No name contains a rank of the run that reads: after a node was replaced, the launcher may give a surviving node other
-ranks, or there may be fewer.
+No name contains a rank of the run that reads: after a node was replaced, the launcher may give a
+surviving node other ranks, or there may be fewer.
 
-A piece goes from the host buffer to the own disk and then over the clique's gloo group, by the thread that wrote it.
-On the other side one thread for each source writes what comes and hashes what it writes. At the end the source sends
-its marker; the receiver compares, keeps the marker if all files are as the source hashed them, and answers. So no
-collective is needed, and a neighbour that is dead or has no room costs a warning: the save itself is on the own disk.
+A piece goes from the host buffer to the own disk and then over the clique's gloo group, by the
+thread that wrote it. On the other side one thread for each source writes what comes and hashes what
+it writes. At the end the source sends its marker; the receiver compares, keeps the marker if all
+files are as the source hashed them, and answers. So no collective is needed, and a neighbour that
+is dead or has no room costs a warning: the save itself is on the own disk.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.background import PAGE, SLOT_SIZE, Slot, StagingBuffer, Workers
+from megatron.core.dist_checkpointing.background import (
+    PAGE,
+    SLOT_SIZE,
+    Slot,
+    StagingBuffer,
+    Workers,
+)
 from megatron.core.dist_checkpointing.format.checksums import (
     FileChecksums,
     checksum_records,
@@ -56,12 +64,14 @@ _NAME = re.compile(r"iter_(\d+)-(\d+)\.[\w-]+")
 _MARKER = re.compile(r"\.done-(\d+)-of-(\d+)")
 _DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
-# What a source sends: pieces of files, a header in the page before each, as one message: under load, every message
-# costs a millisecond. After the marker, an answer comes back: why there is no replica, empty if there is one. A header
-# without a name ends a save that has failed.
+# What a source sends: pieces of files, a header in the page before each, as one message: under
+# load, every message costs a millisecond. After the marker, an answer comes back: why there is no
+# replica, empty if there is one. A header without a name ends a save that has failed.
 _HEADER = struct.Struct("<QQQ256p")  # size of the file, position, length, name
 _ANSWER = struct.Struct("512s")
-_PIECES, _ANSWERS = 1, 2  # tags
+# tags
+_PIECES = 1
+_ANSWERS = 2
 
 
 def order_of(name: str) -> tuple[int, int]:
@@ -82,7 +92,8 @@ def writer_of(file: str) -> int:
 
 
 def cliques(size: int, jump: int, factor: int) -> list[list[int]]:
-    """Ranks that keep replicas of each other: `jump` apart, `factor` of them, or more where that is not even.
+    """Ranks that keep replicas of each other: `jump` apart, `factor` of them, or more where that is
+    not even.
 
     A rank is in one of them whatever the size of the world, so its connections do not grow with it.
     """
@@ -101,7 +112,9 @@ def cliques(size: int, jump: int, factor: int) -> list[list[int]]:
 
 
 class Replication(NamedTuple):
-    """Where the replicas of this rank's files go, and whose come here; `group` is the clique's own (gloo)."""
+    """Where the replicas of this rank's files go, and whose come here; `group` is the clique's own
+    (gloo).
+    """
 
     targets: list[int] = []
     sources: list[int] = []
@@ -118,21 +131,32 @@ class LocalTier(NamedTuple):
 
     @classmethod
     def create(
-        cls, root: Path, copies: int = 1, jump: int | None = None, timeout: timedelta = timedelta(minutes=10)
+        cls,
+        root: Path,
+        copies: int = 1,
+        jump: int | None = None,
+        timeout: timedelta = timedelta(minutes=10),
     ) -> LocalTier:
-        """A collective. With `copies` > 1 every file is on that many nodes, on ranks that are `jump` apart, by default
-        the ranks of a node; with fewer nodes on fewer. Raises CheckpointError on every rank."""
+        """A collective. With `copies` > 1 every file is on that many nodes, on ranks that are
+        `jump` apart, by default the ranks of a node; with fewer nodes on fewer. Raises
+        CheckpointError on every rank.
+        """
         ranks = Coordination.of(None)
-        # Read again when all have written: without hard links a rank may replace what another one has read.
+        # Read again when all have written: without hard links a rank may replace what another one
+        # has read.
         ranks.together(lambda: _node_token(root))
         token = ranks.together(lambda: _node_token(root))
         first: dict[str, int] = {}
         nodes = [first.setdefault(name, rank) for rank, name in enumerate(ranks.all_gather(token))]
         count = len(first)
         if count < copies:  # a job that goes on with fewer nodes must not end for that
-            logger.warning(f"local checkpoints are kept {count} times instead of {copies}: there are no more nodes")
+            logger.warning(
+                f"local checkpoints are kept {count} times instead of {copies}: there are no more nodes"
+            )
             copies = count
-        replication = _replicate(ranks.rank, nodes, copies, jump, timeout) if copies > 1 else Replication()
+        replication = (
+            _replicate(ranks.rank, nodes, copies, jump, timeout) if copies > 1 else Replication()
+        )
         return cls(root, ranks.rank, nodes, replication)
 
     @property
@@ -148,7 +172,8 @@ class LocalTier(NamedTuple):
         return sorted(names, key=order_of)
 
     def held(self, name: str) -> dict[int, tuple[int, int]]:
-        """The writers whose files this node has, to (number of writers of the save, size of the marker).
+        """The writers whose files this node has, to (number of writers of the save, size of the
+        marker).
 
         Sizes are compared; contents are when they are read.
         """
@@ -157,10 +182,14 @@ class LocalTier(NamedTuple):
             match = _MARKER.fullmatch(path.name)
             if match is None:
                 continue
-            with contextlib.suppress(OSError, CheckpointError):  # a marker or a file that is damaged is not held
+            with contextlib.suppress(
+                OSError, CheckpointError
+            ):  # a marker or a file that is damaged is not held
                 content = read_regular(path)
                 sums = decode_checksums(content, str(path))
-                if all((path.parent / file).stat().st_size == size for file, (size, _) in sums.items()):
+                if all(
+                    (path.parent / file).stat().st_size == size for file, (size, _) in sums.items()
+                ):
                     result[int(match[1])] = int(match[2]), len(content)
         return result
 
@@ -170,22 +199,29 @@ def _node_token(root: Path) -> str:
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            with committed(path, replace=False) as temporary:  # of the ranks of a node, the first one's stays
+            with committed(
+                path, replace=False
+            ) as temporary:  # of the ranks of a node, the first one's stays
                 temporary.write_text(secrets.token_hex(8))
         return path.read_text()
     except OSError as error:
         raise CheckpointError(f"local checkpoints cannot be saved to {root}: {error}") from error
 
 
-def _replicate(rank: int, nodes: list[int], copies: int, jump: int | None, timeout: timedelta) -> Replication:
+def _replicate(
+    rank: int, nodes: list[int], copies: int, jump: int | None, timeout: timedelta
+) -> Replication:
     jump = jump or nodes.count(nodes[0])
     (clique,) = (group for group in cliques(len(nodes), jump, copies) if rank in group)
-    place, size = clique.index(rank), len(clique)
+    place = clique.index(rank)
+    size = len(clique)
     targets = [clique[(place + step) % size] for step in range(1, copies)]
     on_node = defaultdict(list)
     for member in (rank, *targets):
         on_node[nodes[member]].append(member)
-    together = [f"ranks {', '.join(map(str, members))}" for members in on_node.values() if len(members) > 1]
+    together = [
+        f"ranks {', '.join(map(str, members))}" for members in on_node.values() if len(members) > 1
+    ]
     error = None
     if together:
         error = CheckpointError(
@@ -203,7 +239,9 @@ class LocalSaver:
 
     def __init__(self, tier: LocalTier, generation: Generation, kept: str | None) -> None:
         """`kept` is the local checkpoint that this start has loaded."""
-        self.tier, self._generation, self._kept = tier, generation, kept
+        self.tier = tier
+        self._generation = generation
+        self._kept = kept
         self._drained: tuple[str, Callable[[], bool]] = "", lambda: True
         sources = len(tier.replication.sources)
         self._receivers = Workers(sources, "checkpoint-receiver")
@@ -224,7 +262,8 @@ class LocalSaver:
 
     def remove_superseded(self, name: str, replicated: bool) -> None:
         """`name` is whole on all nodes. Two stay: it, and the last one before it that has all its replicas; and one
-        that is being copied."""
+        that is being copied.
+        """
         being_copied, drained = self._drained
         keep = (name, self._kept, None if drained() else being_copied)
         if self.tier.rank == self.tier.node:
@@ -241,11 +280,15 @@ class LocalSaver:
 class LocalCheckpoint(PendingCheckpoint):
     """Every rank writes into its node's directory of that name; the marker of rank 0 is the commit."""
 
-    def __init__(self, saver: LocalSaver, iteration: int, save_id: str, generation: Generation) -> None:
+    def __init__(
+        self, saver: LocalSaver, iteration: int, save_id: str, generation: Generation
+    ) -> None:
         tier = saver.tier
         directory = tier.root / f"iter_{iteration:07d}-{generation.number:07d}.{save_id}"
         super().__init__(directory, save_id, generation, directory)
-        self._saver, self._rank, self._size = saver, tier.rank, len(tier.nodes)
+        self._saver = saver
+        self._rank = tier.rank
+        self._size = len(tier.nodes)
         self._sums: dict[str, FileChecksums] = {}
         self.received: list[Future[None]] = []
         self._links = [_Link(target, tier.replication.group) for target in tier.replication.targets]
@@ -287,7 +330,8 @@ class LocalCheckpoint(PendingCheckpoint):
 
     def _seal(self) -> None:
         """This rank's files are durable here; then ask whether they are on the other nodes."""
-        name, content = marker_name(self._rank, self._size), b"".join(seal_checksums(checksum_records(self._sums)))
+        name = marker_name(self._rank, self._size)
+        content = b"".join(seal_checksums(checksum_records(self._sums)))
         _write_marker(self.directory / name, content)
         self._send(name, content)
         for link in self._links:
@@ -323,15 +367,20 @@ class _ReplicatedShard(ShardFile):
 
 
 class _Link:
-    """The way to one neighbour during one save, from any thread; after the first error nothing is sent any more."""
+    """The way to one neighbour during one save, from any thread; after the first error nothing is
+    sent any more.
+    """
 
     def __init__(self, target: int, group: dist.ProcessGroup | None) -> None:
-        self.target, self._group = target, group
+        self.target = target
+        self._group = group
         self._problem: str | None = None
         self._over = False
 
     def send(self, frame: torch.Tensor, name: str, size: int, position: int, length: int) -> None:
-        """A piece of a file of `size` bytes; the `length` bytes behind the page at the beginning of `frame`."""
+        """A piece of a file of `size` bytes; the `length` bytes behind the page at the beginning of
+        `frame`.
+        """
         if self._problem is not None:
             return
         _HEADER.pack_into(bytes_of(frame), 0, size, position, length, name.encode())
@@ -349,7 +398,9 @@ class _Link:
                 dist.recv(answer, self.target, self._group, _ANSWERS)
             except RuntimeError as error:
                 self._problem = first_line(error)
-        return self._problem or bytes(bytes_of(answer)).rstrip(b"\0").decode(errors="replace") or None
+        return (
+            self._problem or bytes(bytes_of(answer)).rstrip(b"\0").decode(errors="replace") or None
+        )
 
     def abort(self) -> None:
         if not self._over:
@@ -360,7 +411,8 @@ class _Link:
 def _receive(directory: Path, source: int, group: dist.ProcessGroup | None, slot: Slot) -> None:
     """Write one save of `source` to this node's `directory`."""
     files: dict[str, ShardFile] = {}
-    problem, marker = "", b""
+    problem = ""
+    marker = b""
     try:
         while True:
             dist.recv(slot.frame, source, group, _PIECES)  # or less
@@ -395,9 +447,15 @@ def _keep(marker: Path, content: bytes, files: dict[str, ShardFile]) -> str:
     try:
         written = {}
         for name in sorted(files):
-            written[name] = files.pop(name).close(durable=True)  # what stays is closed by the caller
+            written[name] = files.pop(name).close(
+                durable=True
+            )  # what stays is closed by the caller
         expected = decode_checksums(content, str(marker))
-        damaged = [name for name in expected.keys() | written.keys() if expected.get(name) != written.get(name)]
+        damaged = [
+            name
+            for name in expected.keys() | written.keys()
+            if expected.get(name) != written.get(name)
+        ]
         if damaged:
             return f"{', '.join(sorted(damaged)[:3])} came damaged"
         _write_marker(marker, content)

@@ -1,8 +1,10 @@
-"""Named global tensors, and the boxes of them that a rank holds: axis-aligned pieces by offset and shape.
+"""Named global tensors, and the boxes of them that a rank holds: axis-aligned pieces by offset and
+shape.
 
-Every piece of training state is a named global tensor; a rank holds a list of *boxes* of it, each an offset and a live
-view of local memory. TP, PP, DP and ZeRO are only different tilings, so nothing here knows about any of them.
-Overlapping, narrowing, cutting into rows, runs of bytes, tiling: each is here once, as a pure function.
+Every piece of training state is a named global tensor; a rank holds a list of *boxes* of it, each
+an offset and a live view of local memory. TP, PP, DP and ZeRO are only different tilings, so
+nothing here knows about any of them. Overlapping, narrowing, cutting into rows, runs of bytes,
+tiling: each is here once, as a pure function.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def narrow(tensor: torch.Tensor, offset: Shape, shape: Shape) -> torch.Tensor:
 
 
 def row_axis(shape: Shape) -> int | None:
-    """The first axis with more than one index. Index ranges of it are contiguous in a row-major tensor: its rows."""
+    """The first axis with more than one index. Index ranges of it are contiguous in a row-major
+    tensor: its rows.
+    """
     return next((axis for axis, extent in enumerate(shape) if extent > 1), None)
 
 
@@ -75,7 +79,9 @@ def rows_of(shape: Shape, first: int, count: int) -> Extent:
 
 
 def cut_rows(shape: Shape, itemsize: int, nbytes: int) -> Iterator[Extent]:
-    """A tensor of `shape` as consecutive runs of whole rows of about `nbytes` each, at least one row."""
+    """A tensor of `shape` as consecutive runs of whole rows of about `nbytes` each, at least one
+    row.
+    """
     axis = row_axis(shape)
     rows = 1 if axis is None else shape[axis]
     step = max(1, rows * nbytes // max(1, math.prod(shape) * itemsize))
@@ -97,7 +103,9 @@ class Runs(NamedTuple):
 
 
 def byte_runs(whole: Shape, offset: Shape, shape: Shape, itemsize: int) -> list[Runs]:
-    """The bytes of the box at `offset` of `shape` inside a row-major tensor of shape `whole`, in order."""
+    """The bytes of the box at `offset` of `shape` inside a row-major tensor of shape `whole`, in
+    order.
+    """
     if not shape:
         return [Runs(0, itemsize, itemsize, 1)]
     strides = [math.prod(whole[i + 1 :]) * itemsize for i in range(len(shape))]
@@ -114,21 +122,29 @@ def byte_runs(whole: Shape, offset: Shape, shape: Shape, itemsize: int) -> list[
     return [Runs(base, length, strides[axis - 1], shape[axis - 1]) for base in outer]
 
 
-def flat_range_boxes(shape: Shape, start: int, data: torch.Tensor) -> Iterator[tuple[Shape, torch.Tensor]]:
+def flat_range_boxes(
+    shape: Shape, start: int, data: torch.Tensor
+) -> Iterator[tuple[Shape, torch.Tensor]]:
     """Cut elements `[start, start + len(data))` of a row-major tensor of `shape` into boxes.
 
-    Yields (offset, view of `data` in the shape of the box), at most `2 * len(shape) - 1` of them, each contiguous in
-    `data`: partial rows at the two ends, recursively, and whole rows between.
+    Yields (offset, view of `data` in the shape of the box), at most `2 * len(shape) - 1` of them,
+    each contiguous in `data`: partial rows at the two ends, recursively, and whole rows between.
     """
     stop = start + data.numel()
-    assert data.dim() == 1 and 0 <= start <= stop <= math.prod(shape), (shape, start, tuple(data.shape))
+    assert data.dim() == 1 and 0 <= start <= stop <= math.prod(shape), (
+        shape,
+        start,
+        tuple(data.shape),
+    )
     if start == stop:
         return
     if len(shape) <= 1:
         yield (start,) * len(shape), data.view((stop - start,) * len(shape))
         return
     row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row  # rows of the first and the last element
+    # rows of the first and the last element
+    first = start // row
+    last = (stop - 1) // row
     head = first if start % row or stop < (first + 1) * row else None
     tail = last if stop % row and last != head else None
     if head is not None:
@@ -174,12 +190,13 @@ class BoxTable:
             yield number, Overlap(*map(tuple, rows))
 
     def find_fault(self, whole: Shape) -> str | None:
-        """None if the boxes cover every element of `whole` exactly once; else where the first hole or overlap is.
+        """None if the boxes cover every element of `whole` exactly once; else where the first hole
+        or overlap is.
 
-        Exact and linear in the number of boxes: how often each element is covered is a function on the grid, and its
-        mixed difference lives on the corners of the boxes, +1 or -1 each. Two such functions are equal if these
-        differences are, and at the first corner (in row-major order) where they differ so do the functions, by that
-        amount.
+        Exact and linear in the number of boxes: how often each element is covered is a function on
+        the grid, and its mixed difference lives on the corners of the boxes, +1 or -1 each. Two
+        such functions are equal if these differences are, and at the first corner (in row-major
+        order) where they differ so do the functions, by that amount.
         """
         if 0 in whole:
             return None
@@ -188,11 +205,14 @@ class BoxTable:
         grid = tuple(extent + 1 for extent in whole)  # of corners
         if math.prod(grid) >= 1 << 63:
             return "it has more elements than 64 bits can number"
-        strides = np.array([math.prod(grid[axis + 1 :]) for axis in range(len(grid))], dtype=np.int64)
+        strides = np.array(
+            [math.prod(grid[axis + 1 :]) for axis in range(len(grid))], dtype=np.int64
+        )
         offset = np.concatenate([self.offset, np.zeros((1, len(whole)), dtype=np.int64)])
         shape = np.concatenate([self.shape, np.array([whole], dtype=np.int64)])
         sign = np.append(np.ones(len(self)), -1)  # the whole is taken away again
-        corners, signs = [], []
+        corners = []
+        signs = []
         for upper in product((0, 1), repeat=len(whole)):
             corners.append((offset + shape * np.array(upper, dtype=np.int64)) @ strides)
             signs.append(-sign if sum(upper) % 2 else sign)
@@ -202,7 +222,11 @@ class BoxTable:
         if not len(wrong):
             return None
         place = tuple(int(i) for i in np.unravel_index(distinct[wrong[0]], grid))
-        return f"element {place} is held by no rank" if counts[wrong[0]] < 0 else f"different boxes overlap at {place}"
+        return (
+            f"element {place} is held by no rank"
+            if counts[wrong[0]] < 0
+            else f"different boxes overlap at {place}"
+        )
 
 
 @dataclass(frozen=True)
@@ -224,9 +248,10 @@ class Box:
 class ShardedTensor:
     """This rank's part of the global tensor `key`.
 
-    For a parameter, `local` is the whole local tensor and the boxes tile the leading part of its row-major elements, in
-    order (a fused SwiGLU matrix is two boxes, gate then up; an embedding crops the rows that pad the vocabulary).
-    Ranks that hold equal boxes are replicas of each other; who writes is decided by the save plan.
+    For a parameter, `local` is the whole local tensor and the boxes tile the leading part of its
+    row-major elements, in order (a fused SwiGLU matrix is two boxes, gate then up; an embedding
+    crops the rows that pad the vocabulary). Ranks that hold equal boxes are replicas of each other;
+    who writes is decided by the save plan.
     """
 
     key: str
@@ -234,13 +259,21 @@ class ShardedTensor:
     dtype: torch.dtype
     boxes: tuple[Box, ...]
     local: torch.Tensor | None = None
-    read: Callable[[Shape, Shape], torch.Tensor] | None = None  # of a `lazy` one: (offset, extent) -> values
+    read: Callable[[Shape, Shape], torch.Tensor] | None = (
+        None  # of a `lazy` one: (offset, extent) -> values
+    )
 
     @classmethod
     def lazy(
-        cls, key: str, shape: Shape, dtype: torch.dtype, read: Callable[[Shape, Shape], torch.Tensor]
+        cls,
+        key: str,
+        shape: Shape,
+        dtype: torch.dtype,
+        read: Callable[[Shape, Shape], torch.Tensor],
     ) -> ShardedTensor:
-        """A whole tensor that is not in memory: a save reads it a few rows at a time, from several threads."""
+        """A whole tensor that is not in memory: a save reads it a few rows at a time, from several
+        threads.
+        """
         meta = torch.empty(shape, dtype=dtype, device="meta")
         return cls(key, shape, dtype, (Box((0,) * len(shape), meta),), read=read)
 
@@ -261,12 +294,19 @@ class ShardedTensor:
 
     @classmethod
     def split_rows(
-        cls, key: str, tensor: torch.Tensor, rank: int, size: int, num_blocks: int = 1, num_rows: int | None = None
+        cls,
+        key: str,
+        tensor: torch.Tensor,
+        rank: int,
+        size: int,
+        num_blocks: int = 1,
+        num_rows: int | None = None,
     ) -> ShardedTensor:
         """Rows of `num_blocks` stacked matrices, each split evenly over `size` ranks.
 
-        The global tensor is `[block_0; block_1; ...]`, the local one `[block_0 part; block_1 part; ...]`.
-        `num_rows` crops the global tensor to its first rows (padded vocabulary; one block only).
+        The global tensor is `[block_0; block_1; ...]`, the local one `[block_0 part; block_1 part;
+        ...]`. `num_rows` crops the global tensor to its first rows (padded vocabulary; one block
+        only).
         """
         if size == 1:
             num_blocks = 1  # the blocks are neighbours: one box
@@ -286,13 +326,15 @@ class ShardedTensor:
         """State that belongs to local elements `[start, start + len(data))` of this parameter.
 
         `data` (1-D, contiguous) holds one value per element of the row-major local tensor: a ZeRO-1 shard of main
-        parameters or moments. The result has the parameter's global shape and views `data`; nothing is copied.
+        parameters or moments. The result has the parameter's global shape and views `data`; nothing
+        is copied.
         """
         boxes: list[Box] = []
         box_start = 0
         for box in self.boxes:
             numel = box.tensor.numel()
-            lo, hi = max(start, box_start), min(start + data.numel(), box_start + numel)
+            lo = max(start, box_start)
+            hi = min(start + data.numel(), box_start + numel)
             if lo < hi:
                 part = data[lo - start : hi - start]
                 cut = flat_range_boxes(box.shape, lo - box_start, part)
@@ -303,7 +345,9 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class ShardedObject:
-    """A small Python value of plain types stored under its own key (RNG state, schedule); equal keys are replicas."""
+    """A small Python value of plain types stored under its own key (RNG state, schedule); equal
+    keys are replicas.
+    """
 
     key: str
     value: Any

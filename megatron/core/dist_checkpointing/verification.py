@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 import xxhash
 
-from megatron.core.dist_checkpointing.files import CLAIM, COMMON, METADATA, METADATA_JSON, read_commit
+from megatron.core.dist_checkpointing.files import (
+    CLAIM,
+    COMMON,
+    METADATA,
+    METADATA_JSON,
+    read_commit,
+)
 from megatron.core.dist_checkpointing.format import checksums, schema
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
@@ -35,7 +41,9 @@ _INTEGRITY = schema.record({"algorithm?": schema.text(), "files": schema.mapping
 
 @dataclass
 class VerifyReport:
-    """What `verify` found. Without checksums (`has_checksums` False) content cannot be vouched for, only structure."""
+    """What `verify` found. Without checksums (`has_checksums` False) content cannot be vouched for,
+    only structure.
+    """
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # odd but harmless
@@ -51,12 +59,17 @@ class VerifyReport:
 
 
 def verify(
-    directory: str | os.PathLike[str], *, workers: int = 4, progress: Callable[[int], None] = lambda count: None
+    directory: str | os.PathLike[str],
+    *,
+    workers: int = 4,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> VerifyReport:
-    """Check everything: files present and whole, every tensor tiled exactly by its chunks, every checksum.
+    """Check everything: files present and whole, every tensor tiled exactly by its chunks, every
+    checksum.
 
-    Reads the whole checkpoint, `progress` gets the number of bytes read since its last call. Problems are collected,
-    one line each with the file or key; nothing is raised for a damaged checkpoint.
+    Reads the whole checkpoint, `progress` gets the number of bytes read since its last call.
+    Problems are collected, one line each with the file or key; nothing is raised for a damaged
+    checkpoint.
     """
     path = path_of(directory)
     report = VerifyReport()
@@ -77,27 +90,37 @@ def verify(
     report.has_checksums = True
     if metadata is not None:
         unprotected = metadata.file_sizes().keys() - sums.keys()
-        report.problems += [f"{path / name}: there are no checksums of it" for name in sorted(unprotected)]
+        report.problems += [
+            f"{path / name}: there are no checksums of it" for name in sorted(unprotected)
+        ]
     with ThreadPoolExecutor(workers, "checkpoint-verifier") as pool:
-        for problem in pool.map(lambda name: _check_content(path / name, sums[name], progress), sorted(sums)):
+        for problem in pool.map(
+            lambda name: _check_content(path / name, sums[name], progress), sorted(sums)
+        ):
             report.problems += problem
-    report.files, report.bytes = len(sums), sum(file.size for file in sums.values())
+    report.files = len(sums)
+    report.bytes = sum(file.size for file in sums.values())
     return report
 
 
 def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
-    """Files of a checkpoint that are not there, or shorter than when it was committed; content is not read.
+    """Files of a checkpoint that are not there, or shorter than when it was committed; content is
+    not read.
 
-    Checkpoints of other programs carry no list of their files: what `.metadata` speaks of is looked for.
+    Checkpoints of other programs carry no list of their files: what `.metadata` speaks of is looked
+    for.
     """
-    path, problems = path_of(directory), []
+    path = path_of(directory)
+    problems = []
     if isinstance(path, ObjectPath) and (listed := read_commit(path)) != {}:
         return _object_faults(path, listed)
     # Checksums list the exact sizes; `.metadata` alone says how far each file is used.
     if checksums.find_checksums(path) is not None:
-        exact, sizes = True, {name: sums.size for name, sums in checksums.read_checksums(path).items()}
+        exact = True
+        sizes = {name: sums.size for name, sums in checksums.read_checksums(path).items()}
     else:
-        exact, sizes = False, read_metadata(path).file_sizes()
+        exact = False
+        sizes = read_metadata(path).file_sizes()
     for name, expected in sizes.items():
         try:
             size = (path / name).stat().st_size
@@ -113,11 +136,16 @@ def _object_faults(path: ObjectPath, listed: Mapping[str, tuple[int, str]] | Non
     """Against what `metadata.json` lists: sizes of all objects, and the content of the small ones."""
     if listed is None:
         return [f"{METADATA_JSON} does not say that it was committed"]
-    problems, there = [], path.store.sizes(path.key)
+    problems = []
+    there = path.store.sizes(path.key)
     for name, (expected, digest) in listed.items():
         size = there.get((path / name).key)
         if size != expected:
-            problems.append(f"{name} is missing" if size is None else f"{name} has {size} bytes instead of {expected}")
+            problems.append(
+                f"{name} is missing"
+                if size is None
+                else f"{name} has {size} bytes instead of {expected}"
+            )
         elif not name.endswith(".distcp"):
             sums = checksums.checksums_of((path / name).read_bytes())
             if xxhash.xxh3_64_hexdigest(sums.blocks) != digest:
@@ -149,7 +177,8 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         _collected(report, lambda: safe_load(path / COMMON, mmap=False))
     if metadata is None:
         return None
-    report.tensors, report.objects = len(metadata.tensors), len(metadata.objects)
+    report.tensors = len(metadata.tensors)
+    report.objects = len(metadata.objects)
     for key, tensor in metadata.tensors.items():
         fault = _collected(report, partial(_tiling_fault, tensor))
         if fault is not None:
@@ -159,10 +188,23 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         if not shard.is_file():
             report.problems.append(f"{shard}: the shard file is missing")
         elif shard.stat().st_size < size:
-            report.problems.append(f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use")
-    known = {METADATA, METADATA_JSON, COMMON, checksums.CHECKSUMS, checksums.OLD_CHECKSUMS, LINEAGE, INTEGRITY, CLAIM}
+            report.problems.append(
+                f"{shard}: truncated: it has {shard.stat().st_size} bytes, {size} are in use"
+            )
+    known = {
+        METADATA,
+        METADATA_JSON,
+        COMMON,
+        checksums.CHECKSUMS,
+        checksums.OLD_CHECKSUMS,
+        LINEAGE,
+        INTEGRITY,
+        CLAIM,
+    }
     known |= metadata.file_sizes().keys()
-    unknown = sorted(file.name for file in path.iterdir() if file.is_file() and file.name not in known)
+    unknown = sorted(
+        file.name for file in path.iterdir() if file.is_file() and file.name not in known
+    )
     report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]
     return metadata
 
@@ -176,25 +218,37 @@ def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int],
         report.problems.append(str(error))
         return
     if manifest.get("algorithm", "sha256") != "sha256":
-        report.problems.append(f"{path / INTEGRITY}: unknown algorithm {manifest['algorithm']!r}, only sha256 is known")
+        report.problems.append(
+            f"{path / INTEGRITY}: unknown algorithm {manifest['algorithm']!r}, only sha256 is known"
+        )
         return
     for name in names:
         try:
             found = _collected(report, partial(_sha256, path / name, progress))
             if found not in (None, manifest["files"][name]):
-                report.problems.append(f"{path / name}: damaged: its content is not what {INTEGRITY} vouches for")
+                report.problems.append(
+                    f"{path / name}: damaged: its content is not what {INTEGRITY} vouches for"
+                )
         except OSError as error:
-            report.problems.append(f"{path / name}: {INTEGRITY} names it, but it cannot be read: {error.strerror}")
-    report.has_checksums, report.files = True, len(names)
+            report.problems.append(
+                f"{path / name}: {INTEGRITY} names it, but it cannot be read: {error.strerror}"
+            )
+    report.has_checksums = True
+    report.files = len(names)
 
 
-def write_integrity(directory: str | os.PathLike[str], progress: Callable[[int], None] = lambda count: None) -> Path:
-    """Write the list of hashes that Megatron-LM's --verify-integrity checks at a load; returns its path.
+def write_integrity(
+    directory: str | os.PathLike[str], progress: Callable[[int], None] = lambda count: None
+) -> Path:
+    """Write the list of hashes that Megatron-LM's --verify-integrity checks at a load; returns its
+    path.
 
     It vouches for the files as they are now: `verify` first.
     """
     path = path_of(directory)
-    names = sorted(file.name for file in path.iterdir() if file.is_file() and file.name != INTEGRITY)
+    names = sorted(
+        file.name for file in path.iterdir() if file.is_file() and file.name != INTEGRITY
+    )
     files = {name: _sha256(path / name, progress) for name in names}
     write_json(path / INTEGRITY, {"algorithm": "sha256", "files": files})
     return path / INTEGRITY
@@ -210,7 +264,9 @@ def _sha256(path: Path, progress: Callable[[int], None]) -> str:
     return digest.hexdigest()
 
 
-def _check_content(path: Path, expected: checksums.FileChecksums, progress: Callable[[int], None]) -> list[str]:
+def _check_content(
+    path: Path, expected: checksums.FileChecksums, progress: Callable[[int], None]
+) -> list[str]:
     """The checksums of one whole file; damaged ranges are merged."""
     problems = []
     try:
@@ -221,10 +277,16 @@ def _check_content(path: Path, expected: checksums.FileChecksums, progress: Call
             damaged: list[int] = []
             for offset in range(0, min(size, expected.size), _READ_SIZE):
                 content = file.read(offset, _READ_SIZE)
-                found, first = checksums.hash_blocks(content), offset // checksums.BLOCK_SIZE
+                found = checksums.hash_blocks(content)
+                first = offset // checksums.BLOCK_SIZE
                 for i in range(len(found) // checksums.DIGEST_SIZE):
-                    place = slice((first + i) * checksums.DIGEST_SIZE, (first + i + 1) * checksums.DIGEST_SIZE)
-                    if found[i * checksums.DIGEST_SIZE : (i + 1) * checksums.DIGEST_SIZE] != expected.blocks[place]:
+                    place = slice(
+                        (first + i) * checksums.DIGEST_SIZE, (first + i + 1) * checksums.DIGEST_SIZE
+                    )
+                    if (
+                        found[i * checksums.DIGEST_SIZE : (i + 1) * checksums.DIGEST_SIZE]
+                        != expected.blocks[place]
+                    ):
                         damaged.append(first + i)
                 progress(len(content))
     except OSError as error:
@@ -233,7 +295,8 @@ def _check_content(path: Path, expected: checksums.FileChecksums, progress: Call
         return [str(error)]
     if damaged:
         ranges = ", ".join(
-            f"{i * checksums.BLOCK_SIZE}..{min(size, (i + 1) * checksums.BLOCK_SIZE)}" for i in damaged[:10]
+            f"{i * checksums.BLOCK_SIZE}..{min(size, (i + 1) * checksums.BLOCK_SIZE)}"
+            for i in damaged[:10]
         )
         more = f" and {len(damaged) - 10} more blocks" if len(damaged) > 10 else ""
         problems.append(f"{path}: damaged: wrong checksum of bytes {ranges}{more}")

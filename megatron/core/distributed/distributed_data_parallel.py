@@ -1,4 +1,6 @@
-"""A model chunk whose gradients are summed over data parallelism, bucket by bucket, during the backward pass."""
+"""A model chunk whose gradients are summed over data parallelism, bucket by bucket, during the
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,17 @@ class DistributedDataParallelConfig:
     overlap_grad_reduce: bool = flag(False)
     """Reduce each bucket of gradients during the backward pass."""
     overlap_param_gather: bool = flag(False)
-    """Gather each bucket of updated parameters during the next forward pass; needs the distributed optimizer."""
+    """Gather each bucket of updated parameters during the next forward pass; needs the distributed
+    optimizer.
+    """
     grad_reduce_in_bf16: bool = flag(False)
-    """Accumulate and reduce gradients of a bf16 model in bf16: half the memory and traffic, at a loss of precision."""
+    """Accumulate and reduce gradients of a bf16 model in bf16: half the memory and traffic, at a
+    loss of precision.
+    """
     ddp_bucket_size: int | None = flag(None, positive=True)
-    """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP) with an overlap, else no limit."""
+    """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP) with an overlap, else
+    no limit.
+    """
     ddp_num_buckets: int | None = flag(None, positive=True)
     """About how many buckets there are per model chunk, in place of --ddp-bucket-size."""
 
@@ -67,15 +75,19 @@ class DistributedDataParallelConfig:
         if self.ddp_num_buckets is not None:
             return max(1, num_elements // self.ddp_num_buckets)
         if self.overlap_grad_reduce or self.overlap_param_gather:
-            return max(40_000_000, 1_000_000 * dp_size)  # large enough for the bandwidth of many ranks
+            return max(
+                40_000_000, 1_000_000 * dp_size
+            )  # large enough for the bandwidth of many ranks
         return max(1, num_elements)
 
 
 class DistributedDataParallel(MegatronModule):
-    """Gradients are accumulated in `param.main_grad` and summed over `dp` after the last microbatch.
+    """Gradients are accumulated in `param.main_grad` and summed over `dp` after the last
+    microbatch.
 
-    Those of experts are summed over `edp`, the ranks that hold the same ones (by default `dp`, too). All are divided by
-    the size of `dp`: with fewer replicas, an expert has seen the tokens of more ranks.
+    Those of experts are summed over `edp`, the ranks that hold the same ones (by default `dp`,
+    too). All are divided by the size of `dp`: with fewer replicas, an expert has seen the tokens of
+    more ranks.
 
     An iteration::
 
@@ -87,12 +99,16 @@ class DistributedDataParallel(MegatronModule):
         optimizer.step()                        # ends in start_param_sync
         (or zero_grad_buffer, run_schedule with before_last_backward setting `require_sync`, finalize_model_grads, step)
 
-    The sum is divided by `grad_divisor` where the optimizer reads it, which costs nothing there. A backward pass that
-    adds a parameter's gradient into `main_grad` itself returns None for it.
+    The sum is divided by `grad_divisor` where the optimizer reads it, which costs nothing there. A
+    backward pass that adds a parameter's gradient into `main_grad` itself returns None for it.
     """
 
     def __init__(
-        self, module: MegatronModule, config: DistributedDataParallelConfig, dp: Axis, edp: Axis | None = None
+        self,
+        module: MegatronModule,
+        config: DistributedDataParallelConfig,
+        dp: Axis,
+        edp: Axis | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -104,12 +120,14 @@ class DistributedDataParallel(MegatronModule):
         self.grad_divisor: float | torch.Tensor = float(dp.size)
         self.flat_buffers = _make_buffers(module, config, dp, self.edp)
         self.buckets = _in_order_of_completion(module, self.flat_buffers)
-        # Collectives match by order, so every rank must start them in the same one, whatever the order in which its
-        # backward pass completes the buckets: a bucket that is complete early waits for those before it.
+        # Collectives match by order, so every rank must start them in the same one, whatever the
+        # order in which its backward pass completes the buckets: a bucket that is complete early
+        # waits for those before it.
         self._next_bucket = 0  # the first bucket whose reduction has not started
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
-        # Gradients that are added to `main_grad` never pass through `param.grad`, so a post-accumulate hook would not
-        # see them: the hooks are on the autograd nodes, which run in either case.
+        # Gradients that are added to `main_grad` never pass through `param.grad`, so a
+        # post-accumulate hook would not see them: the hooks are on the autograd nodes, which run in
+        # either case.
         self._grad_accumulators = self._register_grad_hooks(bucket_of)
         if config.overlap_param_gather:
             self._register_gather_hooks(bucket_of)
@@ -152,19 +170,24 @@ class DistributedDataParallel(MegatronModule):
             bucket.finish_grad_reduce()
 
     def start_param_sync(self) -> None:
-        """Gather the updated shards in the order of the forward pass; waits for them only without overlap."""
+        """Gather the updated shards in the order of the forward pass; waits for them only without
+        overlap.
+        """
         for bucket in reversed(self.buckets):
             bucket.start_param_gather()
         if not self.config.overlap_param_gather:
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait until every parameter is complete; call before reading parameters outside of `forward`."""
+        """Wait until every parameter is complete; call before reading parameters outside of
+        `forward`.
+        """
         for bucket in self.buckets:
             bucket.finish_param_gather()
 
     def _register_gather_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> None:
-        """Wait for a unit's parameters before its `forward`, and for all that is left after the last layer.
+        """Wait for a unit's parameters before its `forward`, and for all that is left after the
+        last layer.
 
         (The output matrix is used without a call of the module that has it.)
         """
@@ -176,7 +199,8 @@ class DistributedDataParallel(MegatronModule):
             last_layer.register_forward_hook(partial(_wait_for_params, self.buckets))
 
     def _register_grad_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> list[Node]:
-        """Call `_accumulate_grad` after autograd has handled each parameter's gradient, also if it is None.
+        """Call `_accumulate_grad` after autograd has handled each parameter's gradient, also if it
+        is None.
 
         The hooks hang on autograd's accumulating nodes, which live as long as the returned list.
         """
@@ -188,14 +212,21 @@ class DistributedDataParallel(MegatronModule):
 
     def _accumulate_grad(self, param: nn.Parameter, bucket: Bucket, *_: Any) -> None:
         """Runs after each backward pass through `param`."""
-        assert bucket.params_complete, "a parameter was used before it was gathered: its module was not called"
+        assert bucket.params_complete, (
+            "a parameter was used before it was gathered: its module was not called"
+        )
         if param.grad is not None:
             param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
             param.grad = None
         if self.require_sync and self.config.overlap_grad_reduce:
-            assert param in bucket.missing, "a parameter got a second gradient after it was counted as complete"
+            assert param in bucket.missing, (
+                "a parameter got a second gradient after it was counted as complete"
+            )
             bucket.missing.remove(param)
-            while self._next_bucket < len(self.buckets) and not self.buckets[self._next_bucket].missing:
+            while (
+                self._next_bucket < len(self.buckets)
+                and not self.buckets[self._next_bucket].missing
+            ):
                 self._start_next_bucket()
 
     def _start_next_bucket(self) -> None:
@@ -210,10 +241,11 @@ def outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def forward_units(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Modules that wait for their parameters before `forward`, as (module, with those of its children).
+    """Modules that wait for their parameters before `forward`, as (module, with those of its
+    children).
 
-    These are the outermost layers and, beside them, the largest modules without layers. A unit may use the parameters
-    of its children without calling them.
+    These are the outermost layers and, beside them, the largest modules without layers. A unit may
+    use the parameters of its children without calling them.
     """
     if not any(True for _ in outermost_layers(module)):
         yield module, True
@@ -229,20 +261,26 @@ def forward_units(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 def _make_buffers(
     module: nn.Module, config: DistributedDataParallelConfig, dp: Axis, edp: Axis
 ) -> list[ParamAndGradBuffer]:
-    """One buffer for the parameters of each dtype, and those in fp8, that are reduced over the same ranks."""
+    """One buffer for the parameters of each dtype, and those in fp8, that are reduced over the same
+    ranks.
+    """
     kinds: dict[tuple[torch.dtype, bool, tuple[int, ...]], list[tuple[str, nn.Parameter]]] = {}
     axes = {axis.ranks: axis for axis in (edp, dp)}
     for name, param in module.named_parameters():
         if param.requires_grad:
             info = param_info(param)
             axis = edp if info.expert else dp
-            kinds.setdefault((param.dtype, info.fp8 is not None, axis.ranks), []).append((name, param))
+            kinds.setdefault((param.dtype, info.fp8 is not None, axis.ranks), []).append(
+                (name, param)
+            )
     buffers = []
     for (dtype, _, ranks), named_params in kinds.items():
         axis = axes[ranks]
         shard = axis if config.use_distributed_optimizer else Axis()
         bucket_size = config.bucket_size(sum(param.numel() for _, param in named_params), axis.size)
-        buffers.append(ParamAndGradBuffer(named_params, config.grad_dtype(dtype), bucket_size, axis, shard))
+        buffers.append(
+            ParamAndGradBuffer(named_params, config.grad_dtype(dtype), bucket_size, axis, shard)
+        )
     return buffers
 
 
@@ -261,13 +299,17 @@ def _wait_for_params(buckets: Iterable[Bucket], *_: Any) -> None:
 
 
 def finalize_model_grads(
-    chunks: Sequence[DistributedDataParallel], ps: ParallelState, num_tokens: torch.Tensor | None = None
+    chunks: Sequence[DistributedDataParallel],
+    ps: ParallelState,
+    num_tokens: torch.Tensor | None = None,
 ) -> None:
-    """After it every bucket's `grad_shard` over `grad_divisor` is the gradient of the whole global batch.
+    """After it every bucket's `grad_shard` over `grad_divisor` is the gradient of the whole global
+    batch.
 
-    First the sum over DP, which may have started during backward. All other sums run on its result, as sums commute:
-    on the shards alone, with a DP-th of the bytes. That needs equal shards at both ends: tensor-parallel ranks have
-    equal plans, and a tied embedding is a bucket of its own, so its shards on the first and last stage correspond.
+    First the sum over DP, which may have started during backward. All other sums run on its result,
+    as sums commute: on the shards alone, with a DP-th of the bytes. That needs equal shards at both
+    ends: tensor-parallel ranks have equal plans, and a tied embedding is a bucket of its own, so
+    its shards on the first and last stage correspond.
 
     `num_tokens` (with --calculate-per-token-loss, where the loss is a sum over tokens): tokens that this rank's last
     virtual stage has seen in this iteration, 0 on the other pipeline stages.
@@ -275,7 +317,10 @@ def finalize_model_grads(
     for chunk in chunks:
         chunk.finish_grad_sync()
     buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
-    _all_reduce([g for b in buckets for g in b.grad_ranges(lambda info: info.shared_embedding)], ps.embedding)
+    _all_reduce(
+        [g for b in buckets for g in b.grad_ranges(lambda info: info.shared_embedding)],
+        ps.embedding,
+    )
     _all_reduce([g for b in buckets for g in b.grad_ranges(lambda info: info.partial_grad)], ps.tp)
     if num_tokens is not None:
         total = num_tokens.to(torch.float64, copy=True)

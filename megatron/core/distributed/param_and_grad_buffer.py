@@ -1,7 +1,8 @@
-"""Contiguous memory for parameters and gradients, cut into buckets that are reduced and gathered in one piece.
+"""Contiguous memory for parameters and gradients, cut into buckets that are reduced and gathered in
+one piece.
 
-The place of every parameter is a pure function of names, shapes and `ParamInfo`: `plan_buffer` touches no tensor, so
-that the plan of any rank of any layout can be made anywhere.
+The place of every parameter is a pure function of names, shapes and `ParamInfo`: `plan_buffer`
+touches no tensor, so that the plan of any rank of any layout can be made anywhere.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class Span:
 class BucketPlan:
     """Elements `[start, start + numel)` of the buffer, reduced and gathered in one collective.
 
-    Offsets of the spans are relative to the bucket. Elements between and behind the spans belong to no parameter
-    and stay zero.
+    Offsets of the spans are relative to the bucket. Elements between and behind the spans belong to
+    no parameter and stay zero.
     """
 
     start: int
@@ -87,22 +88,27 @@ class BucketPlan:
         return self.start + self.numel
 
 
-def plan_buffer(specs: Sequence[ParamSpec], bucket_size: int, num_shards: int) -> tuple[BucketPlan, ...]:
-    """Buckets are in the order in which backward completes them, each of one `ParamGroup`, each divisible into shards.
+def plan_buffer(
+    specs: Sequence[ParamSpec], bucket_size: int, num_shards: int
+) -> tuple[BucketPlan, ...]:
+    """Buckets are in the order in which backward completes them, each of one `ParamGroup`, each
+    divisible into shards.
 
     `specs` come in forward order. Parameters with weight decay lie in reverse; a bucket is closed when it has
     `bucket_size` elements, where the group changes, and around a tied embedding (so that its shards on the first and
-    the last stage correspond). Those without weight decay are a thousandth of a model and come last, ordered by how
-    they are replicated, so that reductions and norms over a kind of them are over one contiguous range.
+    the last stage correspond). Those without weight decay are a thousandth of a model and come
+    last, ordered by how they are replicated, so that reductions and norms over a kind of them are
+    over one contiguous range.
     """
     buckets: list[BucketPlan] = []
     for run in _bucket_runs(specs, bucket_size):
-        spans, position = [], 0
+        spans = []
+        position = 0
         for spec in run:
             spans.append(Span(spec, position, position + spec.numel))
             position = round_up(position + spec.numel, ALIGNMENT)
-        # A bucket ends at a multiple of the shards, so that one reduce-scatter gives every rank an equal, aligned part;
-        # parameters may straddle the border of two shards.
+        # A bucket ends at a multiple of the shards, so that one reduce-scatter gives every rank an
+        # equal, aligned part; parameters may straddle the border of two shards.
         start = buckets[-1].stop if buckets else 0
         numel = round_up(position, ALIGNMENT * num_shards)
         buckets.append(BucketPlan(start, numel, run[0].group, tuple(spans)))
@@ -111,7 +117,8 @@ def plan_buffer(specs: Sequence[ParamSpec], bucket_size: int, num_shards: int) -
 
 def _bucket_runs(specs: Sequence[ParamSpec], bucket_size: int) -> Iterator[list[ParamSpec]]:
     """Cut the parameters, in buffer order, into the runs that share a bucket."""
-    # The last layers finish their backward pass first: their buckets are reduced while the first layers still compute.
+    # The last layers finish their backward pass first: their buckets are reduced while the first
+    # layers still compute.
     backward = list(reversed(specs))
     matrices = [spec for spec in backward if spec.group.weight_decay]
     vectors = [spec for spec in backward if not spec.group.weight_decay]
@@ -119,7 +126,12 @@ def _bucket_runs(specs: Sequence[ParamSpec], bucket_size: int) -> Iterator[list[
     run: list[ParamSpec] = []
     for spec in matrices + vectors:
         full = sum(other.numel for other in run) >= bucket_size
-        if run and (full or spec.group != run[0].group or spec.info.shared_embedding or run[0].info.shared_embedding):
+        if run and (
+            full
+            or spec.group != run[0].group
+            or spec.info.shared_embedding
+            or run[0].info.shared_embedding
+        ):
             yield run
             run = []
         run.append(spec)
@@ -128,7 +140,8 @@ def _bucket_runs(specs: Sequence[ParamSpec], bucket_size: int) -> Iterator[list[
 
 
 def ranges_of(bucket: BucketPlan, keep: Callable[[ParamInfo], bool]) -> list[Range]:
-    """Ranges of the bucket that cover the parameters that satisfy `keep`, merged; they start and end aligned.
+    """Ranges of the bucket that cover the parameters that satisfy `keep`, merged; they start and
+    end aligned.
 
     The zeros between two neighbours may be covered too.
     """
@@ -152,7 +165,9 @@ def intersect(ranges: Sequence[Range], start: int, stop: int) -> list[Range]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter's elements `[param_start, param_start + stop - start)` are `[start, stop)` of a shard."""
+    """A parameter's elements `[param_start, param_start + stop - start)` are `[start, stop)` of a
+    shard.
+    """
 
     param: nn.Parameter
     info: ParamInfo
@@ -161,10 +176,13 @@ class Piece:
     stop: int
 
 
-def _shard_by_shard(collective: Callable[..., dist.Work], whole: torch.Tensor, dp: Axis) -> list[dist.Work]:
+def _shard_by_shard(
+    collective: Callable[..., dist.Work], whole: torch.Tensor, dp: Axis
+) -> list[dist.Work]:
     """Start `collective` of every shard of `whole`, to or from the rank that has it.
 
-    For gloo, whose all-gather and reduce-scatter go through a copy of the whole and take about twice as long.
+    For gloo, whose all-gather and reduce-scatter go through a copy of the whole and take about
+    twice as long.
     """
     shards = zip(whole.chunk(dp.size), dp.ranks, strict=True)
     return [collective(shard, rank, group=dp.group, async_op=True) for shard, rank in shards]
@@ -174,8 +192,8 @@ class Bucket:
     """Parameters whose gradients are reduced together, and this rank's shard of them.
 
     `shard` is the data-parallel axis with the distributed optimizer and an axis of size 1 without: then the shard is
-    the whole bucket. All collectives run in place and asynchronously, between a `start_` and a `finish_`. `grad_shard`
-    is fp32, and a view of `grad_data` if that is fp32, too.
+    the whole bucket. All collectives run in place and asynchronously, between a `start_` and a
+    `finish_`. `grad_shard` is fp32, and a view of `grad_data` if that is fp32, too.
     """
 
     def __init__(
@@ -195,8 +213,11 @@ class Bucket:
         self.param_shard = param_data[self.shard_start : self.shard_stop]
         self._reduced = grad_data[self.shard_start : self.shard_stop]
         in_fp32 = grad_data.dtype == torch.float32
-        self.grad_shard = self._reduced if in_fp32 else torch.zeros_like(self._reduced, dtype=torch.float32)
-        # Parameters whose gradient of the last micro batch has not arrived: the reduction starts when none is left.
+        self.grad_shard = (
+            self._reduced if in_fp32 else torch.zeros_like(self._reduced, dtype=torch.float32)
+        )
+        # Parameters whose gradient of the last micro-batch has not arrived: the reduction starts
+        # when none is left.
         self.missing = set(self.params)
         self._dp = dp
         self.is_sharded = shard.size > 1  # other ranks have other parts of the sum
@@ -208,11 +229,14 @@ class Bucket:
         if self._dp.size == 1:
             return
         assert self._dp.group is not None and not self._grad_works
-        group, whole = self._dp.group, self.grad_data
+        group = self._dp.group
+        whole = self.grad_data
         if self.is_sharded and whole.device.type == "cpu":
             self._grad_works = _shard_by_shard(dist.reduce, whole, self._dp)
         elif self.is_sharded:
-            self._grad_works = [reduce_scatter_tensor(self._reduced, whole, group=group, async_op=True)]
+            self._grad_works = [
+                reduce_scatter_tensor(self._reduced, whole, group=group, async_op=True)
+            ]
         else:
             self._grad_works = [dist.all_reduce(whole, group=group, async_op=True)]
 
@@ -221,7 +245,9 @@ class Bucket:
         for work in self._grad_works:
             work.wait()
         self._grad_works = []
-        if self.grad_shard is not self._reduced:  # bf16 gradients: clipping and the update need them in fp32
+        if (
+            self.grad_shard is not self._reduced
+        ):  # bf16 gradients: clipping and the update need them in fp32
             self.grad_shard.copy_(self._reduced)
 
     @property
@@ -234,11 +260,14 @@ class Bucket:
         if not self.is_sharded:
             return
         assert self._dp.group is not None and not self._param_works
-        group, whole = self._dp.group, self.param_data
+        group = self._dp.group
+        whole = self.param_data
         if whole.device.type == "cpu":
             self._param_works = _shard_by_shard(dist.broadcast, whole, self._dp)
         else:
-            self._param_works = [all_gather_into_tensor(whole, self.param_shard, group=group, async_op=True)]
+            self._param_works = [
+                all_gather_into_tensor(whole, self.param_shard, group=group, async_op=True)
+            ]
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -269,15 +298,20 @@ class Bucket:
     def pieces(self) -> Iterator[Piece]:
         """The parameters, or parts of them, that lie in this rank's shard."""
         for span, param in zip(self.plan.spans, self.params, strict=True):
-            for start, stop in intersect([(span.start, span.stop)], self.shard_start, self.shard_stop):
-                yield Piece(param, span.spec.info, self.shard_start + start - span.start, start, stop)
+            for start, stop in intersect(
+                [(span.start, span.stop)], self.shard_start, self.shard_stop
+            ):
+                yield Piece(
+                    param, span.spec.info, self.shard_start + start - span.start, start, stop
+                )
 
 
 class ParamAndGradBuffer:
-    """One contiguous parameter buffer and one gradient buffer of `grad_dtype` for the parameters of one dtype, or fp8.
+    """One contiguous parameter buffer and one gradient buffer of `grad_dtype` for the parameters of
+    one dtype, or fp8.
 
-    Rebinds `param.data` to its place in the parameter buffer and sets `param.main_grad` to its place in the gradient
-    buffer.
+    Rebinds `param.data` to its place in the parameter buffer and sets `param.main_grad` to its
+    place in the gradient buffer.
     """
 
     def __init__(
@@ -289,7 +323,9 @@ class ParamAndGradBuffer:
         shard: Axis,
     ) -> None:
         by_name = dict(named_params)
-        specs = [ParamSpec(name, tuple(param.shape), param_info(param)) for name, param in named_params]
+        specs = [
+            ParamSpec(name, tuple(param.shape), param_info(param)) for name, param in named_params
+        ]
         plans = plan_buffer(specs, bucket_size, shard.size)
         first = named_params[0][1]
         numel = plans[-1].stop
@@ -299,7 +335,9 @@ class ParamAndGradBuffer:
         self.buckets: list[Bucket] = []
         for plan in plans:
             params = [by_name[span.spec.name] for span in plan.spans]
-            param_data, grad_data = (data[plan.start : plan.stop] for data in (self.param_data, self.grad_data))
+            param_data, grad_data = (
+                data[plan.start : plan.stop] for data in (self.param_data, self.grad_data)
+            )
             for span, param in zip(plan.spans, params, strict=True):
                 view = param_data[span.start : span.stop].view(span.spec.shape)
                 view.copy_(param.detach())
@@ -309,8 +347,12 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Of fp8 parameters, once the main ones have their values: from now on the buffer has a byte for each."""
-        self.param_data = torch.zeros(len(self.param_data), dtype=torch.uint8, device=self.param_data.device)
+        """Of fp8 parameters, once the main ones have their values: from now on the buffer has a
+        byte for each.
+        """
+        self.param_data = torch.zeros(
+            len(self.param_data), dtype=torch.uint8, device=self.param_data.device
+        )
         for bucket in self.buckets:
             bucket.param_data = self.param_data[bucket.plan.start : bucket.plan.stop]
             bucket.param_shard = bucket.param_data[bucket.shard_start : bucket.shard_stop]

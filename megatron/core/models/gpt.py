@@ -1,4 +1,6 @@
-"""GPT: the part of a decoder-only language model that stands on one pipeline chunk, with its first and last matrix."""
+"""GPT: the part of a decoder-only language model that stands on one pipeline chunk, with its first
+and last matrix.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
-from megatron.core.tensor_parallel import TensorParallelRng, VocabParallelEmbedding, padded_vocab_size
+from megatron.core.tensor_parallel import (
+    TensorParallelRng,
+    VocabParallelEmbedding,
+    padded_vocab_size,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
     gather_from_sequence,
@@ -44,15 +50,22 @@ class PositionEmbedding(MegatronModule):
 
 
 class GPTEmbedding(MegatronModule):
-    """Words (scaled) + positions, norm, dropout: `[b, s]` to `[s, b, h]`, `[s/tp, b, h]` under sequence parallelism."""
+    """Words (scaled) + positions, norm, dropout: `[b, s]` to `[s, b, h]`, `[s/tp, b, h]` under
+    sequence parallelism.
+    """
 
-    def __init__(self, config: TransformerConfig, place: Placement, *, num_rows: int, shared: bool) -> None:
+    def __init__(
+        self, config: TransformerConfig, place: Placement, *, num_rows: int, shared: bool
+    ) -> None:
         """`num_rows`: with padding, of all TP ranks; `shared`: the last stage has a copy of the words."""
         super().__init__()
         assert config.vocab_size is not None
-        self.place, self.dropout = place, config.hidden_dropout
+        self.place = place
+        self.dropout = config.hidden_dropout
         # In the model's precision, as checkpoints were trained.
-        scale = torch.tensor(math.sqrt(config.hidden_size), dtype=config.params_dtype, device="cpu").item()
+        scale = torch.tensor(
+            math.sqrt(config.hidden_size), dtype=config.params_dtype, device="cpu"
+        ).item()
         self.scale = scale if config.scale_embeddings else None
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
@@ -64,9 +77,12 @@ class GPTEmbedding(MegatronModule):
             dtype=config.params_dtype,
             device=place.device,
         )
-        learned, normed = config.position_embedding_type == "learned_absolute", config.embedding_layernorm
+        learned = config.position_embedding_type == "learned_absolute"
+        normed = config.embedding_layernorm
         self.position_embeddings = PositionEmbedding(config, place) if learned else None
-        self.word_embeddings_layernorm = layer_spec(config).hidden_norm(config, place) if normed else None
+        self.word_embeddings_layernorm = (
+            layer_spec(config).hidden_norm(config, place) if normed else None
+        )
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         hidden_states = self.word_embeddings(tokens.t())
@@ -87,7 +103,8 @@ class GPTEmbedding(MegatronModule):
 
 
 class OutputLayer(MegatronModule):
-    """The rows (tokens) of the output matrix are split over TP; without `own_weight` the word embedding's are used.
+    """The rows (tokens) of the output matrix are split over TP; without `own_weight` the word
+    embedding's are used.
 
     `tied_copy`: the matrix is the last stage's copy of the tied word embedding, and is stored under that key.
     """
@@ -106,13 +123,22 @@ class OutputLayer(MegatronModule):
         """`num_rows`: with padding, of all TP ranks."""
         super().__init__()
         assert config.vocab_size is not None
-        self.tp, self.sequence_parallel = place.tp, place.sequence_parallel
-        self.vocab_size, self.tied_copy = config.vocab_size, tied_copy
+        self.tp = place.tp
+        self.sequence_parallel = place.sequence_parallel
+        self.vocab_size = config.vocab_size
+        self.tied_copy = tied_copy
         self.cross_entropy = layer_spec(config).cross_entropy(config)
         self.softcap = config.final_logit_softcapping
-        info = ParamInfo(Normal(config.init_method_std), tp_dim=0, shared_embedding=tied_copy, counted=not tied_copy)
+        info = ParamInfo(
+            Normal(config.init_method_std),
+            tp_dim=0,
+            shared_embedding=tied_copy,
+            counted=not tied_copy,
+        )
         shape = (num_rows // place.tp.size, config.hidden_size)
-        self.weight = make_parameter(shape, config.params_dtype, place.device, info) if own_weight else None
+        self.weight = (
+            make_parameter(shape, config.params_dtype, place.device, info) if own_weight else None
+        )
 
     def forward(self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Loss per token `[b, s]` in fp32; without labels the logits `[b, s, vocab]`."""
@@ -130,7 +156,9 @@ class OutputLayer(MegatronModule):
         return losses.t()
 
     def _logits(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
-        """Logits of the real vocabulary `[b, s, vocab]` in the model's dtype, whole on every TP rank."""
+        """Logits of the real vocabulary `[b, s, vocab]` in the model's dtype, whole on every TP
+        rank.
+        """
         enter = gather_from_sequence if self.sequence_parallel else copy_to_tensor_parallel
         partial = F.linear(enter(hidden_states, self.tp), weight)
         if self.softcap is not None:
@@ -141,7 +169,11 @@ class OutputLayer(MegatronModule):
         if self.weight is None:
             return {}
         key = self.TIED_KEY if self.tied_copy else prefix + "weight"
-        return {key: ShardedTensor.split_rows(key, self.weight, self.tp.rank, self.tp.size, num_rows=self.vocab_size)}
+        return {
+            key: ShardedTensor.split_rows(
+                key, self.weight, self.tp.rank, self.tp.size, num_rows=self.vocab_size
+            )
+        }
 
 
 @dataclass(frozen=True)
@@ -157,7 +189,10 @@ class ChunkPlace:
 
 
 def chunk_places(
-    stages: Sequence[Sequence[range]], ps: ParallelState, rng: TensorParallelRng, device: torch.device
+    stages: Sequence[Sequence[range]],
+    ps: ParallelState,
+    rng: TensorParallelRng,
+    device: torch.device,
 ) -> list[ChunkPlace]:
     """The chunks of one rank; `stages` are the layers of all chunks by [stage][chunk]."""
     chunks = stages[ps.pp.rank]
@@ -168,7 +203,8 @@ def chunk_places(
 
 
 class GPTModel(MegatronModule):
-    """Layers `layers` of the model, with the embedding (`pre_process`) and the output layer (`post_process`).
+    """Layers `layers` of the model, with the embedding (`pre_process`) and the output layer
+    (`post_process`).
 
     The whole model by default. Parameters are uninitialised until `initialize(seed)` or a load.
     """
@@ -201,10 +237,20 @@ class GPTModel(MegatronModule):
         tied = not config.untie_embeddings_and_output_weights
         two_copies = tied and not (pre_process and post_process)
         rows = padded_vocab_size(config.vocab_size, make_vocab_size_divisible_by, tp.size)
-        self.embedding = GPTEmbedding(config, place, num_rows=rows, shared=two_copies) if pre_process else None
-        self.decoder = TransformerBlock(config, place, layers=layers, post_process=post_process, stage=stage)
+        self.embedding = (
+            GPTEmbedding(config, place, num_rows=rows, shared=two_copies) if pre_process else None
+        )
+        self.decoder = TransformerBlock(
+            config, place, layers=layers, post_process=post_process, stage=stage
+        )
         self.output_layer = (
-            OutputLayer(config, place, num_rows=rows, own_weight=two_copies or not tied, tied_copy=two_copies)
+            OutputLayer(
+                config,
+                place,
+                num_rows=rows,
+                own_weight=two_copies or not tied,
+                tied_copy=two_copies,
+            )
             if post_process
             else None
         )
@@ -218,14 +264,18 @@ class GPTModel(MegatronModule):
         labels: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """The activation `[s, b, h]` for the next chunk; on the last one the loss per token or the logits.
+        """The activation `[s, b, h]` for the next chunk; on the last one the loss per token or the
+        logits.
 
         `tokens`, `position_ids`, `labels` are `[b, s]`; `input_tensor` is the activation of the chunk before
         (`[s/tp, b, h]` under sequence parallelism). A token sees what comes before it, with `documents` `[b, s]` where
-        that has the same number. Losses are `[b, s]` fp32, logits `[b, s, vocab]` in the model's dtype. Under context
-        parallelism s counts the positions of this rank, but for `documents`, which are whole.
+        that has the same number. Losses are `[b, s]` fp32, logits `[b, s, vocab]` in the model's
+        dtype. Under context parallelism s counts the positions of this rank, but for `documents`,
+        which are whole.
         """
-        hidden_states = self.embedding(tokens, position_ids) if self.embedding is not None else input_tensor
+        hidden_states = (
+            self.embedding(tokens, position_ids) if self.embedding is not None else input_tensor
+        )
         assert hidden_states is not None, "a chunk that is not the first needs input_tensor"
         hidden_states = self.decoder(hidden_states, documents)
         if self.output_layer is None:

@@ -13,8 +13,10 @@ class OptimizerConfig:
     """The update rule, clipping, and loss scaling."""
 
     optimizer: str = flag("adam", choices=("adam", "sgd", "ademamix", "muon"))
-    """Update rule: adam is AdamW (decoupled weight decay), sgd has momentum and weight decay in the gradient, muon
-    orthogonalizes the updates of matrices and leaves the rest to adam, ademamix is adam with a second, slower mean."""
+    """Update rule: adam is AdamW (decoupled weight decay), sgd has momentum and weight decay in the
+    gradient, muon orthogonalizes the updates of matrices and leaves the rest to adam, ademamix is
+    adam with a second, slower mean.
+    """
     optimizer_impl: str = flag("torch", choices=("torch", "apex"))
     """Whose kernels compute adam and the norm of gradients."""
     lr: float | None = flag(None, at_least=0)
@@ -56,7 +58,9 @@ class OptimizerConfig:
     muon_split_qkv: bool = flag(True, "--muon-no-split-qkv")
     """Queries, keys and values are one matrix for Muon, not three."""
     muon_scale_mode: str = flag("spectral", choices=("spectral", "unit_rms_norm", "shape_scaling"))
-    """How Muon scales the update of a matrix of r rows and c columns: sqrt of max(r, c), of r / c, of max(1, r / c)."""
+    """How Muon scales the update of a matrix of r rows and c columns: sqrt of max(r, c), of r / c,
+    of max(1, r / c).
+    """
     muon_extra_scale_factor: float = flag(1.0)
     """Further factor of the update; 0.2 gives it about the size of Adam's."""
     muon_num_ns_steps: int = flag(5, positive=True)
@@ -64,7 +68,9 @@ class OptimizerConfig:
     muon_coefficient_type: str = flag("quintic", choices=("simple", "quintic"))
     """Coefficients of these iterations."""
     muon_fp32_matmul_prec: str = flag("medium", choices=("medium", "high", "highest"))
-    """Precision of their fp32 matrix products on a GPU, as torch.set_float32_matmul_precision has it."""
+    """Precision of their fp32 matrix products on a GPU, as torch.set_float32_matmul_precision has
+    it.
+    """
     clip_grad: float = flag(1.0, at_least=0)
     """Global norm to which larger gradients are scaled down; 0 turns clipping off."""
     loss_scale: float | None = flag(None, positive=True)
@@ -79,7 +85,9 @@ class OptimizerConfig:
     """The dynamic loss scale is halved from this overflow on, counted since it last grew."""
 
     def __post_init__(self) -> None:
-        raise_problems([*range_problems(self), *self._problems(), *self._check_weight_decay_schedule()])
+        raise_problems(
+            [*range_problems(self), *self._problems(), *self._check_weight_decay_schedule()]
+        )
 
     def _problems(self) -> Iterator[str]:
         if self.lr is not None and self.min_lr > self.lr:
@@ -103,7 +111,8 @@ class OptimizerConfig:
             yield from self._ademamix_problems()
 
     def _ademamix_problems(self) -> Iterator[str]:
-        beta3, alpha = self.ademamix_beta3, self.ademamix_alpha
+        beta3 = self.ademamix_beta3
+        alpha = self.ademamix_alpha
         if beta3 is None or alpha is None:
             yield "--optimizer ademamix needs --ademamix-beta3 (as 0.9999) and --ademamix-alpha (as 5)"
         elif not 0 < self.adam_beta1 <= beta3 < 1 or alpha < 0:
@@ -113,7 +122,8 @@ class OptimizerConfig:
             )
 
     def _check_weight_decay_schedule(self) -> Iterator[str]:
-        start, end = self.start_weight_decay, self.end_weight_decay
+        start = self.start_weight_decay
+        end = self.end_weight_decay
         if self.weight_decay_incr_style == "constant":
             if start is not None or end is not None:
                 yield (
@@ -136,29 +146,39 @@ class OptimizerConfig:
 
 @dataclass
 class SchedulerConfig:
-    """The course of the learning rate, in iterations (with --train-iters) or samples (with --train-samples)."""
+    """The course of the learning rate, in iterations (with --train-iters) or samples (with
+    --train-samples).
+    """
 
-    lr_decay_style: str = flag("linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"))
+    lr_decay_style: str = flag(
+        "linear", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
     """Shape of the decay after the warm-up; WSD is warm-up, stable, decay (Hu et al. 2024)."""
     lr_decay_iters: int | None = flag(None, positive=True)
     """Iterations until --min-lr is reached. Default: --train-iters."""
     lr_decay_samples: int | None = flag(None)
     """Samples until --min-lr is reached. Default: --train-samples."""
     lr_warmup_fraction: float | None = flag(None)
-    """Fraction of the decay length over which the learning rate rises linearly, in place of the two below."""
+    """Fraction of the decay length over which the learning rate rises linearly, in place of the two
+    below.
+    """
     lr_warmup_iters: int = flag(0, at_least=0)
     """Iterations over which the learning rate rises linearly."""
     lr_warmup_samples: int = flag(0, at_least=0)
     """Samples over which the learning rate rises linearly."""
     lr_warmup_init: float = flag(0.0)
     """Learning rate at the start of the warm-up."""
-    lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
+    lr_wsd_decay_style: str = flag(
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
     """Shape of the decay phase of WSD."""
     lr_wsd_decay_iters: int | None = flag(None, at_least=0)
     """Iterations of the decay phase of WSD, the last of the schedule."""
     lr_wsd_decay_samples: int | None = flag(None)
     """Samples of the decay phase of WSD, the last of the schedule."""
-    override_opt_param_scheduler: bool = flag(False, "--override-opt_param-scheduler", "--override-opt-param-scheduler")
+    override_opt_param_scheduler: bool = flag(
+        False, "--override-opt_param-scheduler", "--override-opt-param-scheduler"
+    )
     """On resume, take the schedule from the flags, whatever the checkpoint says."""
     use_checkpoint_opt_param_scheduler: bool = flag(
         False, "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"

@@ -12,7 +12,15 @@ from torch import nn
 
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamGroup
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.update_rules import SGD, AdamW, AdEMAMix, ApexAdam, MatrixLayout, Muon, UpdateRule
+from megatron.core.optimizer.update_rules import (
+    SGD,
+    AdamW,
+    AdEMAMix,
+    ApexAdam,
+    MatrixLayout,
+    Muon,
+    UpdateRule,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,9 @@ class FlatShard:
 
 
 def cast_to_fp8(shards: Sequence[FlatShard], rescale: bool) -> None:
-    """The bytes of fp8 parameters from the main ones; collective over those who have shards of the same."""
+    """The bytes of fp8 parameters from the main ones; collective over those who have shards of the
+    same.
+    """
     by_group: dict[dist.ProcessGroup, list[FlatShard]] = {}
     for shard in shards:
         by_group.setdefault(shard.bucket.shard_group, []).append(shard)
@@ -50,7 +60,13 @@ def cast_to_fp8(shards: Sequence[FlatShard], rescale: bool) -> None:
         parts = [part for shard in members for part in _fp8_parts(shard)]
         fp8 = members[0].bucket.plan.spans[0].spec.info.fp8
         assert fp8 is not None
-        fp8.cast([part[0] for part in parts], [part[1] for part in parts], [part[2] for part in parts], group, rescale)
+        fp8.cast(
+            [part[0] for part in parts],
+            [part[1] for part in parts],
+            [part[2] for part in parts],
+            group,
+            rescale,
+        )
 
 
 def _fp8_parts(shard: FlatShard) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, int | None]]:
@@ -67,7 +83,9 @@ def _fp8_parts(shard: FlatShard) -> Iterator[tuple[torch.Tensor, torch.Tensor | 
 
 
 def state_names(config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
-    """The tensors that the update rule keeps of a parameter of `group`, by their names in checkpoints."""
+    """The tensors that the update rule keeps of a parameter of `group`, by their names in
+    checkpoints.
+    """
     if config.optimizer == "sgd":
         return ("momentum_buffer",) if config.sgd_momentum else ()
     if config.optimizer == "ademamix":
@@ -87,7 +105,9 @@ def make_shard(bucket: Bucket, config: OptimizerConfig) -> FlatShard:
 
 
 def make_update_rule(
-    shards: Sequence[FlatShard], config: OptimizerConfig, layouts: Mapping[nn.Parameter, MatrixLayout]
+    shards: Sequence[FlatShard],
+    config: OptimizerConfig,
+    layouts: Mapping[nn.Parameter, MatrixLayout],
 ) -> UpdateRule:
     """The rule of --optimizer over the flat tensors, with its state allocated.
 
@@ -125,7 +145,9 @@ def make_update_rule(
 
 
 def _make_groups(shards: Sequence[FlatShard], config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Parameters with weight decay, those without, with --decoupled-lr embedding and output layer, Muon's matrices."""
+    """Parameters with weight decay, those without, with --decoupled-lr embedding and output layer,
+    Muon's matrices.
+    """
     assert config.lr is not None
     kinds = [(1.0, False, False), (0.0, False, False)]  # (wd_mult, is_decoupled_lr, use_muon)
     if config.decoupled_lr is not None:
@@ -135,8 +157,11 @@ def _make_groups(shards: Sequence[FlatShard], config: OptimizerConfig) -> list[d
     params: dict[tuple[float, bool, bool], list[torch.Tensor]] = {kind: [] for kind in kinds}
     for shard in shards:
         group = shard.bucket.plan.group
-        is_decoupled_lr, use_muon = group.embedding and config.decoupled_lr is not None, config.optimizer == "muon"
-        params[float(group.weight_decay), is_decoupled_lr, use_muon and group.is_matrix].append(shard.param)
+        is_decoupled_lr = group.embedding and config.decoupled_lr is not None
+        use_muon = config.optimizer == "muon"
+        params[float(group.weight_decay), is_decoupled_lr, use_muon and group.is_matrix].append(
+            shard.param
+        )
     groups = []
     for (wd_mult, is_decoupled_lr, use_muon), tensors in params.items():
         ends = (config.lr, config.min_lr)

@@ -1,7 +1,7 @@
 """The optimizer of mixed-precision, sharded training: a few flat fp32 tensors and one fused step.
 
-Before it comes what is known of the gradients: their norm, clipping, and the loss scale, by which the loss is
-multiplied so that small gradients do not vanish in fp16.
+Before it comes what is known of the gradients: their norm, clipping, and the loss scale, by which
+the loss is multiplied so that small gradients do not vanish in fp16.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from megatron.core.parallel_state import Axis, ParallelState
 
 
 class GradScaler:
-    """What the loss is multiplied by: --loss-scale if it is given, a dynamic scale for fp16, else 1.
+    """What the loss is multiplied by: --loss-scale if it is given, a dynamic scale for fp16, else
+    1.
 
-    A dynamic scale is doubled after `loss_scale_window` steps without overflow, and halved by the `hysteresis`-th
-    overflow and later ones. Overflows are counted since the scale last grew; a single good step does not forgive them
-    (Megatron-LM's rule). A fixed one has no state.
+    A dynamic scale is doubled after `loss_scale_window` steps without overflow, and halved by the
+    `hysteresis`-th overflow and later ones. Overflows are counted since the scale last grew; a
+    single good step does not forgive them (Megatron-LM's rule). A fixed one has no state.
     """
 
     def __init__(self, config: OptimizerConfig, fp16: bool) -> None:
@@ -73,7 +74,9 @@ class GradScaler:
             return
         missing = {"scale", "growth_tracker", "hysteresis_tracker"} - state.keys()
         if missing:
-            raise ValueError(f"the checkpoint's loss scaling lacks {', '.join(sorted(missing))}: give --no-load-optim")
+            raise ValueError(
+                f"the checkpoint's loss scaling lacks {', '.join(sorted(missing))}: give --no-load-optim"
+            )
         self.scale = float(state["scale"])
         self._good_steps = int(state["growth_tracker"])
         self._tolerated = int(state["hysteresis_tracker"])
@@ -85,8 +88,8 @@ _ROW = 1024
 def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Sum of the squares of flat fp32 tensors, a scalar in fp64.
 
-    Rows are summed in fp32 and the rows' sums in fp64: as fast as one fp32 sum and as precise as an fp64 one. (A plain
-    fp32 sum on a CPU is off by 1e-3 for 32 million elements.)
+    Rows are summed in fp32 and the rows' sums in fp64: as fast as one fp32 sum and as precise as an
+    fp64 one. (A plain fp32 sum on a CPU is off by 1e-3 for 32 million elements.)
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
@@ -127,25 +130,32 @@ class StepResult:
     grad_norm: torch.Tensor
     """Norm of the gradient of the global batch before clipping."""
     skipped: torch.Tensor
-    """True when the norm was not finite: then parameters and state are as they were before the step."""
+    """True when the norm was not finite: then parameters and state are as they were before the
+    step.
+    """
     held_back: bool
-    """Skipped by the dynamic loss scale, which is known at once; Megatron-LM's schedule does not advance then."""
+    """Skipped by the dynamic loss scale, which is known at once; Megatron-LM's schedule does not
+    advance then.
+    """
     num_zeros: torch.Tensor | None
     """Zeros in the gradient, padding of the vocabulary included, if they were to be counted."""
 
 
 class MegatronOptimizer:
-    """An update rule on the fp32 main parameters of this rank's shards, for any precision, sharded or not.
+    """An update rule on the fp32 main parameters of this rank's shards, for any precision, sharded
+    or not.
 
-    The shard axis is that of `chunks`: the data-parallel one with the distributed optimizer, else one of size 1. A step
-    with a gradient that is not finite changes nothing, in any precision. Norm, clipping and that decision stay on the
-    device; only dynamic loss scaling waits for it.
+    The shard axis is that of `chunks`: the data-parallel one with the distributed optimizer, else
+    one of size 1. A step with a gradient that is not finite changes nothing, in any precision.
+    Norm, clipping and that decision stay on the device; only dynamic loss scaling waits for it.
 
-    To resume, fill the tensors of `state_to_load`, then call `load_state_dict`. After loading the model's weights
-    alone, call `reload_model_params`.
+    To resume, fill the tensors of `state_to_load`, then call `load_state_dict`. After loading the
+    model's weights alone, call `reload_model_params`.
     """
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, ps: ParallelState) -> None:
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], config: OptimizerConfig, ps: ParallelState
+    ) -> None:
         self.chunks = tuple(chunks)
         self.config = config
         self.shards = [make_shard(bucket, config) for chunk in chunks for bucket in chunk.buckets]
@@ -163,7 +173,9 @@ class MegatronOptimizer:
         self._norm_axis = _norm_axis(self.chunks[0].shard, ps)
         self._counted_grads, self._num_gaps = self._find_counted_grads(ps)
         self._copy_from_model()
-        for buffer in (buffer for chunk in chunks for buffer in chunk.flat_buffers if buffer.is_fp8):
+        for buffer in (
+            buffer for chunk in chunks for buffer in chunk.flat_buffers if buffer.is_fp8
+        ):
             buffer.quantize()
         self._cast_to_fp8(rescale=True)
 
@@ -179,9 +191,11 @@ class MegatronOptimizer:
 
     @torch.no_grad()
     def step(self, count_zeros: bool = False) -> StepResult:
-        """Update the parameters from the reduced gradients, after `finalize_model_grads`; collective over all ranks.
+        """Update the parameters from the reduced gradients, after `finalize_model_grads`;
+        collective over all ranks.
 
-        Leaves the gathering of parameters under way with --overlap-param-gather, and `main_grad` scaled.
+        Leaves the gathering of parameters under way with --overlap-param-gather, and `main_grad`
+        scaled.
         """
         self._finish_param_sync()
         # Phase 1: the norm, one small reduction over all ranks
@@ -189,7 +203,8 @@ class MegatronOptimizer:
         squares, num_zeros = self._sum_over_model(count_zeros)
         norm = squares.sqrt() / divisor
         skipped = ~torch.isfinite(norm)
-        # Phase 2: the update; the fused kernels divide the gradients by grad_scale, and do nothing with found_inf
+        # Phase 2: the update; the fused kernels divide the gradients by grad_scale, and do nothing
+        # with found_inf
         grad_scale = divisor / clip_coefficient(norm, self.config.clip_grad)
         self._rule.grad_scale = grad_scale.float()
         self._rule.found_inf = skipped.float()
@@ -201,7 +216,8 @@ class MegatronOptimizer:
         return StepResult(norm, skipped, held_back, num_zeros)
 
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
-        """Main parameters and state as boxes of the parameters they belong to; nothing is copied or communicated.
+        """Main parameters and state as boxes of the parameters they belong to; nothing is copied or
+        communicated.
 
         `model_state` is the sharded state of all chunks, merged.
         """
@@ -223,7 +239,11 @@ class MegatronOptimizer:
         fp8 = {id(param) for s in self.shards if s.is_fp8 for param in s.bucket.params}
         if not fp8:
             return model_state
-        state = {k: e for k, e in model_state.items() if not (isinstance(e, ShardedTensor) and id(e.local) in fp8)}
+        state = {
+            k: e
+            for k, e in model_state.items()
+            if not (isinstance(e, ShardedTensor) and id(e.local) in fp8)
+        }
         for shard, piece, entry in self._pieces(model_state):
             if shard.is_fp8:
                 main = shard.param[piece.start : piece.stop]
@@ -232,7 +252,9 @@ class MegatronOptimizer:
                 )
         return state
 
-    def _pieces(self, model_state: ShardedStateDict) -> Iterator[tuple[FlatShard, Piece, ShardedTensor]]:
+    def _pieces(
+        self, model_state: ShardedStateDict
+    ) -> Iterator[tuple[FlatShard, Piece, ShardedTensor]]:
         """What lies in this rank's shards, with its entry."""
         entries = _entries_by_param(model_state)
         for shard in self.shards:
@@ -240,12 +262,19 @@ class MegatronOptimizer:
                 yield shard, piece, entries[id(piece.param)]
 
     def state_to_load(self, model_state: ShardedStateDict) -> ShardedStateDict:
-        """What a load with optimizer state fills: that state, and weights that have no main parameter (frozen ones).
+        """What a load with optimizer state fills: that state, and weights that have no main
+        parameter (frozen ones).
 
         `load_state_dict` makes the other weights from the main parameters. They must not be loaded, too: those of an
-        fp32 model are the main parameters, the same memory, and a bf16 checkpoint has them in two precisions.
+        fp32 model are the main parameters, the same memory, and a bf16 checkpoint has them in two
+        precisions.
         """
-        trained = {id(param) for chunk in self.chunks for bucket in chunk.buckets for param in bucket.params}
+        trained = {
+            id(param)
+            for chunk in self.chunks
+            for bucket in chunk.buckets
+            for param in bucket.params
+        }
         frozen = {
             key: entry
             for key, entry in model_state.items()
@@ -257,19 +286,25 @@ class MegatronOptimizer:
         """All but the tensors, in Megatron-LM's form, the same on every rank; waits for the device."""
         groups: list[dict[str, Any]] = []
         for group in self.param_groups:
-            groups.append(_CONSTANTS | {name: group[name] for name in _HYPERPARAMETERS if name in group})
+            groups.append(
+                _CONSTANTS | {name: group[name] for name in _HYPERPARAMETERS if name in group}
+            )
             for step in self._steps()[:1]:
                 groups[-1]["step"] = int(step)
-        state = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+        state = {
+            "optimizer": {"param_groups": groups},
+            "param_state_sharding_type": "fully_reshardable",
+        }
         scaler = self.grad_scaler.state_dict()
         return {**state, "grad_scaler": scaler} if scaler else state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], model_state: ShardedStateDict) -> None:
-        """Finish loading once the tensors have been filled: step, loss scale, and the model from the main parameters.
+        """Finish loading once the tensors have been filled: step, loss scale, and the model from
+        the main parameters.
 
-        Hyperparameters stay as configured; those that differ are logged. Collective over all ranks. Raises ValueError
-        when the stored step is missing or ambiguous.
+        Hyperparameters stay as configured; those that differ are logged. Collective over all ranks.
+        Raises ValueError when the stored step is missing or ambiguous.
         """
         self._finish_param_sync()
         groups = (state.get("optimizer") or {}).get("param_groups") or []
@@ -313,7 +348,9 @@ class MegatronOptimizer:
         return total[0], total[1] if with_zeros else None
 
     def _find_counted_grads(self, ps: ParallelState) -> tuple[list[torch.Tensor], int]:
-        """Gradients that this rank counts for the whole model, in few ranges, and how many elements are just gaps."""
+        """Gradients that this rank counts for the whole model, in few ranges, and how many elements
+        are just gaps.
+        """
         grads: list[torch.Tensor] = []
         num_elements = 0
         for shard in self.shards:
@@ -345,14 +382,18 @@ class MegatronOptimizer:
             self._copy_to_model(rescale)
 
     def _zero_padding(self, model_state: ShardedStateDict) -> None:
-        """Zero what is in no box, the rows that pad the vocabulary: with zero gradients they stay zero for ever."""
+        """Zero what is in no box, the rows that pad the vocabulary: with zero gradients they stay
+        zero for ever.
+        """
         entries = _entries_by_param(model_state)
         for entry in entries.values():
             assert entry.local is not None
             entry.local.detach().view(-1)[_numel_in_boxes(entry) :].zero_()
         for shard in self.shards:
             for piece in shard.bucket.pieces():
-                padding = piece.start + max(0, _numel_in_boxes(entries[id(piece.param)]) - piece.param_start)
+                padding = piece.start + max(
+                    0, _numel_in_boxes(entries[id(piece.param)]) - piece.param_start
+                )
                 for data in shard.tensors.values():
                     data[min(padding, piece.stop) : piece.stop].zero_()
 
@@ -365,11 +406,15 @@ class MegatronOptimizer:
             ours = {group.get(name) for group in self.param_groups}
             theirs = {tuple(g[name]) if name == "betas" else g[name] for g in stored if name in g}
             if theirs and ours != theirs:
-                logger.warning("optimizer %s: the checkpoint has %s, continuing with %s", name, theirs, ours)
+                logger.warning(
+                    "optimizer %s: the checkpoint has %s, continuing with %s", name, theirs, ours
+                )
 
 
 def counts_for_model(info: ParamInfo, ps: ParallelState, sharded: bool) -> bool:
-    """Whether this rank counts its part of a parameter in a sum over the whole model, taken over `_norm_axis`."""
+    """Whether this rank counts its part of a parameter in a sum over the whole model, taken over
+    `_norm_axis`.
+    """
     if not ps.config.splits_experts:
         return info.counted and (info.tp_split or ps.tp.is_first)
     if info.expert:
@@ -378,7 +423,9 @@ def counts_for_model(info: ParamInfo, ps: ParallelState, sharded: bool) -> bool:
 
 
 def _norm_axis(shard: Axis, ps: ParallelState) -> Axis:
-    """The ranks that hold different parts of the gradient: all, or those of one replica if each has a whole one."""
+    """The ranks that hold different parts of the gradient: all, or those of one replica if each has
+    a whole one.
+    """
     if shard.size == 1 and not ps.config.splits_experts:
         return ps.model
     return Axis(ps.rank, ps.world_size, tuple(range(ps.world_size)), dist.group.WORLD)

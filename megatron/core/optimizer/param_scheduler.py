@@ -23,7 +23,9 @@ DECAY: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Pure functions of `num_steps`; steps are samples. Fields are named as in Megatron-LM's checkpoints."""
+    """Pure functions of `num_steps`; steps are samples. Fields are named as in Megatron-LM's
+    checkpoints.
+    """
 
     max_lr: float
     min_lr: float
@@ -45,19 +47,27 @@ class Schedule:
                 f"{self.lr_decay_steps}: the warm-up must be shorter; change --lr-warmup-* or --lr-decay-*"
             )
         if not 0 <= self.init_lr <= self.max_lr:
-            raise ValueError(f"--lr-warmup-init {self.init_lr} must lie between 0 and --lr {self.max_lr}")
-        if self.lr_decay_style == "WSD" and not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps:
+            raise ValueError(
+                f"--lr-warmup-init {self.init_lr} must lie between 0 and --lr {self.max_lr}"
+            )
+        if (
+            self.lr_decay_style == "WSD"
+            and not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps
+        ):
             raise ValueError(
                 f"--lr-decay-style WSD needs the length of its decay phase, --lr-wsd-decay-iters or "
                 f"--lr-wsd-decay-samples, from 1 sample to the {self.lr_decay_steps} of the whole schedule; got "
                 f"{self.wsd_decay_steps} samples"
             )
 
-    def learning_rate(self, num_steps: int, max_lr: float | None = None, min_lr: float | None = None) -> float:
+    def learning_rate(
+        self, num_steps: int, max_lr: float | None = None, min_lr: float | None = None
+    ) -> float:
         """Learning rate after `num_steps` samples, between other ends if given."""
         max_lr = self.max_lr if max_lr is None else max_lr
         min_lr = self.min_lr if min_lr is None else min_lr
-        # The order of these cases is Megatron-LM's: warm-up first, and the end of the decay is an exact minimum.
+        # The order of these cases is Megatron-LM's: warm-up first, and the end of the decay is an
+        # exact minimum.
         if self.lr_warmup_steps > 0 and num_steps <= self.lr_warmup_steps:
             return self.init_lr + (max_lr - self.init_lr) * num_steps / self.lr_warmup_steps
         if self.lr_decay_style == "constant":
@@ -65,13 +75,18 @@ class Schedule:
         if num_steps > self.lr_decay_steps:
             return min_lr
         if self.lr_decay_style == "inverse-square-root":
-            return max(min_lr, max_lr * math.sqrt(max(self.lr_warmup_steps, 1)) / math.sqrt(max(num_steps, 1)))
+            return max(
+                min_lr,
+                max_lr * math.sqrt(max(self.lr_warmup_steps, 1)) / math.sqrt(max(num_steps, 1)),
+            )
         if self.lr_decay_style == "WSD":
             assert self.wsd_decay_steps is not None
             into_decay = max(0, num_steps - (self.lr_decay_steps - self.wsd_decay_steps))
             left = DECAY[self.wsd_decay_style](into_decay / self.wsd_decay_steps)
         else:
-            ratio = (num_steps - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
+            ratio = (num_steps - self.lr_warmup_steps) / (
+                self.lr_decay_steps - self.lr_warmup_steps
+            )
             left = DECAY[self.lr_decay_style](ratio)
         return min_lr + left * (max_lr - min_lr)
 
@@ -91,20 +106,28 @@ def make_schedule(
     train_iters: int | None = None,
     train_samples: int | None = None,
 ) -> Schedule:
-    """The schedule of a run whose length is given in iterations, of `global_batch_size` samples each, or in samples."""
+    """The schedule of a run whose length is given in iterations, of `global_batch_size` samples
+    each, or in samples.
+    """
     if config.lr is None:
         raise ValueError("--lr must be given")
     if (train_iters is None) == (train_samples is None):
-        raise ValueError(f"give one of --train-iters (got {train_iters}) and --train-samples (got {train_samples})")
+        raise ValueError(
+            f"give one of --train-iters (got {train_iters}) and --train-samples (got {train_samples})"
+        )
     unit = "samples" if train_iters is None else "iters"
     other = "iters" if train_iters is None else "samples"
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
         if value := getattr(scheduler, f"{name}_{other}"):
             flags = (f"--{name.replace('_', '-')}-{u}" for u in (other, unit))
-            raise ValueError(f"{next(flags)} {value} goes with --train-{other}; with --train-{unit} give {next(flags)}")
+            raise ValueError(
+                f"{next(flags)} {value} goes with --train-{other}; with --train-{unit} give {next(flags)}"
+            )
     scale = global_batch_size if train_samples is None else 1
     length = (train_iters or train_samples or 0) * scale
-    decay, warmup, wsd = (getattr(scheduler, f"{name}_{unit}") for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"))
+    decay, warmup, wsd = (
+        getattr(scheduler, f"{name}_{unit}") for name in ("lr_decay", "lr_warmup", "lr_wsd_decay")
+    )
     decay_steps = length if decay is None else decay * scale
     fraction = scheduler.lr_warmup_fraction
     start_wd, end_wd = config.weight_decay_range
@@ -130,7 +153,9 @@ _STORED = (
 )  # fmt: skip
 
 
-_IDLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {  # field -> the schedules in which it means nothing
+_IDLE: dict[
+    str, Callable[[Mapping[str, Any]], bool]
+] = {  # field -> the schedules in which it means nothing
     "lr_decay_steps": lambda state: state.get("lr_decay_style") == "constant",
     "min_lr": lambda state: state.get("lr_decay_style") == "constant",
     "start_wd": lambda state: state.get("wd_incr_style") == "constant",
@@ -142,7 +167,9 @@ _IDLE: dict[str, Callable[[Mapping[str, Any]], bool]] = {  # field -> the schedu
 
 
 class OptimizerParamScheduler:
-    """Writes `lr` and `weight_decay` into the optimizer's `param_groups`, at once and after every `step`."""
+    """Writes `lr` and `weight_decay` into the optimizer's `param_groups`, at once and after every
+    `step`.
+    """
 
     def __init__(
         self,
@@ -169,38 +196,51 @@ class OptimizerParamScheduler:
     def _apply(self) -> None:
         for group in self.param_groups:
             if not group["is_decoupled_lr"]:
-                group["max_lr"], group["min_lr"] = self.schedule.max_lr, self.schedule.min_lr
+                group["max_lr"] = self.schedule.max_lr
+                group["min_lr"] = self.schedule.min_lr
             lr = self.schedule.learning_rate(self.num_steps, group["max_lr"], group["min_lr"])
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = self.schedule.weight_decay(self.num_steps) * group["wd_mult"]
 
     def state_dict(self) -> dict[str, Any]:
         """Megatron-LM's `opt_param_scheduler`."""
-        return {"num_steps": self.num_steps, **{name: getattr(self.schedule, name) for name in _STORED}}
+        return {
+            "num_steps": self.num_steps,
+            **{name: getattr(self.schedule, name) for name in _STORED},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the position, and settle differences between the stored and the given schedule.
 
-        Raises ValueError naming all of them if neither is to win. A constant rate has no length: it may go on longer.
+        Raises ValueError naming all of them if neither is to win. A constant rate has no length: it
+        may go on longer.
         """
         now = {name: getattr(self.schedule, name) for name in _STORED}
-        different = {name: state[name] for name in _STORED if name in state and state[name] != now[name]}
+        different = {
+            name: state[name] for name in _STORED if name in state and state[name] != now[name]
+        }
         if self._use_checkpoint:
             self.schedule = replace(self.schedule, **different)
         elif not self._override:
             idle = {name for name, is_idle in _IDLE.items() if is_idle(state) and is_idle(now)}
             different = {name: value for name, value in different.items() if name not in idle}
         if different:
-            what = ", ".join(f"{name}: {value} (now {now[name]})" for name, value in different.items())
+            what = ", ".join(
+                f"{name}: {value} (now {now[name]})" for name, value in different.items()
+            )
             if not (self._use_checkpoint or self._override):
                 raise ValueError(
                     f"the checkpoint has another schedule: {what}; steps are samples. Give "
                     "--override-opt_param-scheduler to go on with the flags, --use-checkpoint-opt_param-scheduler to "
                     "go on with the checkpoint's, or the flags of the first run"
                 )
-            source, other = ("checkpoint", "flags") if self._use_checkpoint else ("flags", "checkpoint")
+            source, other = (
+                ("checkpoint", "flags") if self._use_checkpoint else ("flags", "checkpoint")
+            )
             logger.warning("schedule taken from the %s, not from the %s: %s", source, other, what)
         if "num_steps" not in state:
-            raise ValueError("the checkpoint's schedule has no num_steps: give --finetune or --no-load-optim")
+            raise ValueError(
+                "the checkpoint's schedule has no num_steps: give --finetune or --no-load-optim"
+            )
         self.num_steps = state["num_steps"]
         self._apply()

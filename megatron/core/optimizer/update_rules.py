@@ -2,12 +2,13 @@
 
 AdEMAMix is Adam with a second, much slower running mean of the gradient (Pagliardini et al. 2024).
 
-Muon orthogonalizes the momentum of matrices before it is applied. Jordan et al. 2024 ("Muon: An optimizer for hidden
-layers in neural networks"), with the scale of Liu et al. 2025 ("Muon is Scalable for LLM Training"). Matrices are all
-weights with weight decay but the word embedding and the output layer; AdamW updates the others. Momentum is one more
-flat tensor of a shard, so it is sharded, saved and resharded like Adam's moments. Orthogonalization needs whole
-matrices: the momentum of a bucket is gathered over data parallelism, and every matrix in a rank's shard over tensor
-parallelism. Each expert has matrices of its own.
+Muon orthogonalizes the momentum of matrices before it is applied. Jordan et al. 2024 ("Muon: An
+optimizer for hidden layers in neural networks"), with the scale of Liu et al. 2025 ("Muon is
+Scalable for LLM Training"). Matrices are all weights with weight decay but the word embedding and
+the output layer; AdamW updates the others. Momentum is one more flat tensor of a shard, so it is
+sharded, saved and resharded like Adam's moments. Orthogonalization needs whole matrices: the
+momentum of a bucket is gathered over data parallelism, and every matrix in a rank's shard over
+tensor parallelism. Each expert has matrices of its own.
 """
 
 from __future__ import annotations
@@ -34,23 +35,31 @@ from megatron.core.utils import import_apex
 
 def slow_weight(step: Tensor, alpha: float, warmup: int | None) -> Tensor:
     """Weight of the slow mean at `step`, which rises linearly to `alpha`."""
-    return torch.full_like(step, alpha) if not warmup else (step * (alpha / warmup)).clamp(max=alpha)
+    return (
+        torch.full_like(step, alpha) if not warmup else (step * (alpha / warmup)).clamp(max=alpha)
+    )
 
 
 def slow_beta(step: Tensor, beta_start: float, beta_end: float, warmup: int | None) -> Tensor:
-    """Decay of the slow mean at `step`: its half-life grows linearly from that of `beta_start` to `beta_end`'s."""
+    """Decay of the slow mean at `step`: its half-life grows linearly from that of `beta_start` to
+    `beta_end`'s.
+    """
     if not warmup:
         return torch.full_like(step, beta_end)
     done = (step / warmup).clamp(max=1.0)
-    log_start, log_end = math.log(beta_start), math.log(beta_end)
-    return torch.exp(log_start * log_end / ((1.0 - done) * log_end + done * log_start)).clamp(max=beta_end)
+    log_start = math.log(beta_start)
+    log_end = math.log(beta_end)
+    return torch.exp(log_start * log_end / ((1.0 - done) * log_end + done * log_start)).clamp(
+        max=beta_end
+    )
 
 
 class UpdateRule:
     """Groups of flat fp32 tensors, the state of each, and how a step changes them.
 
     Gradients are divided by `grad_scale`; a step with `found_inf` 1 changes nothing. This is no
-    `torch.optim.Optimizer`: their constructor imports torch's compiler, which takes as long as importing torch itself.
+    `torch.optim.Optimizer`: their constructor imports torch's compiler, which takes as long as
+    importing torch itself.
     """
 
     grad_scale: Tensor
@@ -110,27 +119,34 @@ class AdamW(UpdateRule):
 
 
 _APEX = "--optimizer-impl"
-LARGEST = 1 << 30  # elements of a tensor, as a kernel gets it: they count in 32 bits, and a bucket may have more
+LARGEST = (
+    1 << 30
+)  # elements of a tensor, as a kernel gets it: they count in 32 bits, and a bucket may have more
 
 
 class ApexAdam(UpdateRule):
     """--optimizer-impl apex: `apex.optimizers.FusedAdam`, to which moments and steps are lent; torch's is the oracle.
 
-    To it this is the gradient scaler, which has `grad_scale` and `found_inf`. The gradients are divided in place.
-    Nothing waits for the device.
+    To it this is the gradient scaler, which has `grad_scale` and `found_inf`. The gradients are
+    divided in place. Nothing waits for the device.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], **hyperparameters: Any) -> None:
         super().__init__(groups, **hyperparameters)
         parts = [
-            group | {"lr": torch.tensor(group["lr"]), "params": [x for p in group["params"] for x in p.split(LARGEST)]}
+            group
+            | {
+                "lr": torch.tensor(group["lr"]),
+                "params": [x for p in group["params"] for x in p.split(LARGEST)],
+            }
             for group in self.param_groups
         ]
         self._adam = import_apex("apex.optimizers", _APEX).FusedAdam(parts, capturable=True)
 
     @torch.no_grad()
     def step(self) -> None:
-        self._adam._dummy_overflow_buf.zero_()  # of the step before; it would hold back the number of this one
+        # of the step before; it would hold back the number of this one
+        self._adam._dummy_overflow_buf.zero_()
         for ours, theirs in zip(self.param_groups, self._adam.param_groups, strict=True):
             if ours["params"]:
                 theirs["lr"].fill_(ours["lr"])
@@ -143,7 +159,11 @@ class ApexAdam(UpdateRule):
 
     def _lend(self, group: dict[str, Any], parts: Sequence[Tensor]) -> None:
         """Views of gradients and moments, to the `parts` of the group's parameters."""
-        tensors = (self.gradients(group), self.states(group, "exp_avg"), self.states(group, "exp_avg_sq"))
+        tensors = (
+            self.gradients(group),
+            self.states(group, "exp_avg"),
+            self.states(group, "exp_avg_sq"),
+        )
         cut = ([view for tensor in kind for view in tensor.split(LARGEST)] for kind in tensors)
         for part, gradient, mean, square in zip(parts, *cut, strict=True):
             part.grad = gradient
@@ -160,17 +180,23 @@ def apex_sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor
     """`optimizer.sum_of_squares` in one kernel, which sums blocks in fp32."""
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
-    overflow = torch.zeros(1, dtype=torch.int, device=device)  # it is set by other kernels of this kind
+    overflow = torch.zeros(
+        1, dtype=torch.int, device=device
+    )  # it is set by other kernels of this kind
     parts = [part for grad in grads for part in grad.split(LARGEST)]
     norm, _ = import_apex("amp_C", _APEX).multi_tensor_l2norm(2048 * 32, overflow, [parts], False)
     return norm.squeeze().double().square()  # type: ignore[no-any-return]
 
 
 class SGD(UpdateRule):
-    """torch's fused SGD; weight decay is part of the gradient. State: `momentum_buffer` unless `momentum` is 0."""
+    """torch's fused SGD; weight decay is part of the gradient. State: `momentum_buffer` unless
+    `momentum` is 0.
+    """
 
     def update(self, group: dict[str, Any]) -> None:
-        buffers: list[Tensor | None] = [self.state[param].get("momentum_buffer") for param in group["params"]]
+        buffers: list[Tensor | None] = [
+            self.state[param].get("momentum_buffer") for param in group["params"]
+        ]
         sgd(
             group["params"],
             self.gradients(group),
@@ -188,7 +214,9 @@ class SGD(UpdateRule):
 
 
 class AdEMAMix(UpdateRule):
-    """With decoupled weight decay. State: `step`, `exp_avg` (fast mean), `exp_avg_slow`, `exp_avg_sq`."""
+    """With decoupled weight decay. State: `step`, `exp_avg` (fast mean), `exp_avg_slow`,
+    `exp_avg_sq`.
+    """
 
     def update(self, group: dict[str, Any]) -> None:
         for param in group["params"]:
@@ -205,13 +233,16 @@ class AdEMAMix(UpdateRule):
         state["exp_avg_slow"].lerp_(gradient, slow * keep)
         state["exp_avg_sq"].lerp_(gradient.square_(), (1.0 - beta2) * keep)
         update = state["exp_avg"] / (1.0 - beta1**now)
-        update.addcmul_(state["exp_avg_slow"], slow_weight(now, group["alpha"], group["alpha_warmup"]))
+        update.addcmul_(
+            state["exp_avg_slow"], slow_weight(now, group["alpha"], group["alpha_warmup"])
+        )
         update /= (state["exp_avg_sq"] / (1.0 - beta2**now)).sqrt_().add_(group["eps"])
         update.add_(param, alpha=group["weight_decay"])
         param.sub_(update.mul_(group["lr"] * keep))
 
 
-# (a, b, c) of x <- a x + (b x x^T + c (x x^T)^2) x; where there are several, one for each step in turn.
+# (a, b, c) of x <- a x + (b x x^T + c (x x^T)^2) x; where there are several, one for each step in
+# turn.
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),
     "quintic": (
@@ -225,7 +256,9 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 
 
 def orthogonalize(matrix: Tensor, coefficient_type: str = "quintic", num_steps: int = 5) -> Tensor:
-    """A matrix with the singular vectors of `matrix` `[rows, columns]` and singular values near 1 (Newton-Schulz)."""
+    """A matrix with the singular vectors of `matrix` `[rows, columns]` and singular values near 1
+    (Newton-Schulz).
+    """
     coefficients = COEFFICIENTS[coefficient_type]
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if tall else matrix
@@ -256,11 +289,17 @@ class MatrixLayout:
     tp: Axis = Axis()
     """For experts ETP."""
     row_blocks: tuple[int, ...] = ()
-    """Rows repeat in blocks of these sizes; the first of all blocks are a matrix of their own, and so on (Q, K, V)."""
+    """Rows repeat in blocks of these sizes; the first of all blocks are a matrix of their own, and
+    so on (Q, K, V).
+    """
 
 
 def matrix_layouts(
-    model_state: ShardedStateDict, matrices: Collection[nn.Parameter], split_qkv: bool, tp: Axis, etp: Axis
+    model_state: ShardedStateDict,
+    matrices: Collection[nn.Parameter],
+    split_qkv: bool,
+    tp: Axis,
+    etp: Axis,
 ) -> dict[nn.Parameter, MatrixLayout]:
     """The layouts of a rank's `matrices`, from the layers' own definition of their sharding."""
     layouts = {}
@@ -269,14 +308,20 @@ def matrix_layouts(
             continue
         if entry.local not in matrices:
             continue
-        info, local, whole = param_info(entry.local), entry.local.shape[-2:], entry.global_shape[-2:]
+        info = param_info(entry.local)
+        local = entry.local.shape[-2:]
+        whole = entry.global_shape[-2:]
         split = next((dim for dim in range(2) if local[dim] != whole[dim]), None)
-        layouts[entry.local] = MatrixLayout(split, etp if info.expert else tp, info.row_blocks if split_qkv else ())
+        layouts[entry.local] = MatrixLayout(
+            split, etp if info.expert else tp, info.row_blocks if split_qkv else ()
+        )
     return layouts
 
 
 class Muon(AdamW):
-    """Muon for the groups with `use_muon`, AdamW for the others. Collective over the shard and tensor parallelism."""
+    """Muon for the groups with `use_muon`, AdamW for the others. Collective over the shard and
+    tensor parallelism.
+    """
 
     def __init__(
         self,
@@ -317,7 +362,9 @@ class Muon(AdamW):
             start = bucket.shard_start + piece.start - piece.param_start
             matrix = whole[start : start + piece.param.numel()].view(piece.param.shape)
             flat = self._whole_matrices(matrix, self._layouts[piece.param]).reshape(-1)
-            result[piece.start : piece.stop] = flat[piece.param_start : piece.param_start + piece.stop - piece.start]
+            result[piece.start : piece.stop] = flat[
+                piece.param_start : piece.param_start + piece.stop - piece.start
+            ]
         return result
 
     def _whole_matrices(self, local: Tensor, layout: MatrixLayout) -> Tensor:
@@ -329,21 +376,29 @@ class Muon(AdamW):
         columns = local.shape[1]
         blocks = local.view(-1, sum(layout.row_blocks), columns).split(layout.row_blocks, dim=1)
         parts = [self._whole_matrix(block.reshape(-1, columns), layout) for block in blocks]
-        whole = torch.cat([part.view(block.shape) for part, block in zip(parts, blocks, strict=True)], dim=1)
+        whole = torch.cat(
+            [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)], dim=1
+        )
         return whole.view(local.shape)
 
     def _whole_matrix(self, local: Tensor, layout: MatrixLayout) -> Tensor:
-        config, split_dim = self._config, layout.split_dim
-        # Gate and up are stacked on every rank, so that the rows of a gathered matrix may come in another order. That
-        # changes nothing: orthogonalizing a matrix with its rows permuted permutes those of the result.
+        config = self._config
+        split_dim = layout.split_dim
+        # Gate and up are stacked on every rank, so that the rows of a gathered matrix may come in
+        # another order. That changes nothing: orthogonalizing a matrix with its rows permuted
+        # permutes those of the result.
         matrix = local if split_dim is None else _gather(local, split_dim, layout.tp)
         with _matmul_precision(config.muon_fp32_matmul_prec, matrix.device):
             result = orthogonalize(matrix, config.muon_coefficient_type, config.muon_num_ns_steps)
         rows, columns = matrix.shape
-        result = result * (config.muon_extra_scale_factor * scale_factor(rows, columns, config.muon_scale_mode))
+        result = result * (
+            config.muon_extra_scale_factor * scale_factor(rows, columns, config.muon_scale_mode)
+        )
         if split_dim is None:
             return result
-        return result.narrow(split_dim, layout.tp.rank * local.shape[split_dim], local.shape[split_dim])
+        return result.narrow(
+            split_dim, layout.tp.rank * local.shape[split_dim], local.shape[split_dim]
+        )
 
 
 def _gather(local: Tensor, dim: int, tp: Axis) -> Tensor:

@@ -1,4 +1,6 @@
-"""Pipeline parallelism: the layers of each stage, schedules as data, and the one executor that runs them."""
+"""Pipeline parallelism: the layers of each stage, schedules as data, and the one executor that runs
+them.
+"""
 
 from megatron.core.pipeline_parallel.executor import MicrobatchStep, run_schedule
 from megatron.core.pipeline_parallel.schedules import (

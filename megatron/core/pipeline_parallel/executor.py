@@ -28,13 +28,14 @@ class MessageSpec(NamedTuple):
 class Exchange:
     """The messages of one tick, posted together on construction; `wait` completes them.
 
-    It must be kept until `wait`: gloo abandons a message whose exchange is garbage collected.
-    With NCCL the first exchange builds the communicator of the whole group. Every rank gets there, because the first
-    tick of a rank needs nothing from the others.
+    It must be kept until `wait`: gloo abandons a message whose exchange is garbage collected. With
+    NCCL the first exchange builds the communicator of the whole group. Every rank gets there,
+    because the first tick of a rank needs nothing from the others.
     """
 
     def __init__(self, tick: Tick, result: Tensor | None, pp: Axis, spec: MessageSpec) -> None:
-        self._tick, self._pp = tick, pp
+        self._tick = tick
+        self._pp = pp
         self._received: Tensor | None = None
         self._operations: list[dist.P2POp] = []  # they keep the tensors alive until `wait`
         self._labels: list[str] = []
@@ -50,18 +51,26 @@ class Exchange:
             raise self._failure(" and ".join(self._labels)) from error
 
     def wait(self) -> Tensor | None:
-        """The received tensor, if any, once all messages of the tick are through (on CUDA: in stream order).
+        """The received tensor, if any, once all messages of the tick are through (on CUDA: in
+        stream order).
 
         Raises RuntimeError naming rank, tick and neighbour when the backend gives up.
         """
-        one_work_per_message = len(self._works) == len(self._labels)  # gloo; NCCL has one for the batch
-        labels = self._labels if one_work_per_message else [" and ".join(self._labels)] * len(self._works)
+        one_work_per_message = len(self._works) == len(
+            self._labels
+        )  # gloo; NCCL has one for the batch
+        labels = (
+            self._labels
+            if one_work_per_message
+            else [" and ".join(self._labels)] * len(self._works)
+        )
         for work, label in zip(self._works, labels, strict=True):
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._failure(label) from error
-        self._works, self._operations = [], []
+        self._works = []
+        self._operations = []
         return self._received
 
     def _add(self, operation: Callable[..., Any], tensor: Tensor, peer: int, verb: str) -> None:
@@ -94,17 +103,20 @@ def run_schedule(
     before_last_backward: Callable[[int], None] | None = None,
     group_size: int | None = None,
 ) -> None:
-    """Forward and backward of all microbatches through this rank's model chunks; gradients accumulate in `.grad`.
+    """Forward and backward of all microbatches through this rank's model chunks; gradients
+    accumulate in `.grad`.
 
     `forward_step(chunk, microbatch, input)` computes one forward pass. `input` is None on the first virtual stage, the
-    activation of the previous one elsewhere. It returns the activation, of `tensor_shape` ([s, b, h], or [s/tp, b, h]
-    under sequence parallelism) and `dtype`; on the last virtual stage the scalar loss as it shall be differentiated:
-    divided by the number of microbatches, multiplied by the loss scale (with `forward_only` anything; it is not used).
-    `before_last_backward(chunk)` is called before the last backward pass of each chunk, whose gradients are the final
-    ones: the time to let their reduction overlap with it. `group_size`: see `schedule`.
+    activation of the previous one elsewhere. It returns the activation, of `tensor_shape` ([s, b,
+    h], or [s/tp, b, h] under sequence parallelism) and `dtype`; on the last virtual stage the
+    scalar loss as it shall be differentiated: divided by the number of microbatches, multiplied by
+    the loss scale (with `forward_only` anything; it is not used). `before_last_backward(chunk)` is
+    called before the last backward pass of each chunk, whose gradients are the final ones: the time
+    to let their reduction overlap with it. `group_size`: see `schedule`.
 
-    All ranks of `pp` call this with the same sizes. Raises ValueError for an output that does not fit, and RuntimeError
-    naming the neighbour when one does not answer within the timeout of the process group.
+    All ranks of `pp` call this with the same sizes. Raises ValueError for an output that does not
+    fit, and RuntimeError naming the neighbour when one does not answer within the timeout of the
+    process group.
     """
     spec = MessageSpec(tuple(tensor_shape), dtype, device)
     stage = _Stage(forward_step, num_chunks, pp, spec, forward_only)
@@ -119,10 +131,14 @@ def run_schedule(
             if tick.action.kind == "forward":
                 result = stage.forward(tick.action, received)
             else:
-                if before_last_backward is not None and tick.action.microbatch == num_microbatches - 1:
+                if (
+                    before_last_backward is not None
+                    and tick.action.microbatch == num_microbatches - 1
+                ):
                     before_last_backward(tick.action.chunk)
                 result = stage.backward(tick.action, received)
-        # 2. The exchange of the tick before has overlapped with that pass; at most two exchanges hold memory.
+        # 2. The exchange of the tick before has overlapped with that pass; at most two exchanges
+        # hold memory.
         if previous is not None:
             previous.wait()
         # 3. Post this tick's messages. They overlap with the pass of the next tick.
@@ -144,7 +160,7 @@ class _Stage:
     spec: MessageSpec
     forward_only: bool
     in_flight: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    """(input, root of the graph) by (chunk, micro batch)."""
+    """(input, root of the graph) by (chunk, micro-batch)."""
 
     def forward(self, action: Action, activation: Tensor | None) -> Tensor | None:
         """The activation for the next virtual stage; None on the last one."""
@@ -175,7 +191,7 @@ class _Stage:
         elif (output.shape, output.dtype) != (self.spec.shape, self.spec.dtype):
             raise ValueError(
                 f"{action}: forward_step returned {output.dtype} of shape {tuple(output.shape)}, but the stages "
-                f"exchange {self.spec.dtype} of shape {self.spec.shape}: make them agree (sequence length, micro batch "
+                f"exchange {self.spec.dtype} of shape {self.spec.shape}: make them agree (sequence length, micro-batch "
                 "size, hidden size, sequence parallelism, parameter dtype)"
             )
 
@@ -183,7 +199,8 @@ class _Stage:
 class _StandIn(torch.autograd.Function):
     """A tensor of the activation's shape and place in the graph, but one element of memory.
 
-    The backward pass starts from it, so the activation itself can be freed as soon as it has been sent.
+    The backward pass starts from it, so the activation itself can be freed as soon as it has been
+    sent.
     """
 
     @staticmethod

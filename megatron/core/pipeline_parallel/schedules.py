@@ -1,28 +1,29 @@
-"""Which layers stand on which pipeline stage, and schedules as data: what each rank does, tick by tick.
+"""Which layers stand on which pipeline stage, and schedules as data: what each rank does, tick by
+tick.
 
-Every action (the forward or backward pass of one microbatch through one model chunk) has a *clock*, in closed form,
-such that its input is produced at an earlier clock. A message is exchanged at the clock of the action that produces it,
-on both of its ends. Two things follow:
+Every action (the forward or backward pass of one microbatch through one model chunk) has a *clock*,
+in closed form, such that its input is produced at an earlier clock. A message is exchanged at the
+clock of the action that produces it, on both of its ends. Two things follow:
 
 - No deadlock. Every rank passes its clocks in order; once all exchanges before clock t are complete, both ends of every
   message of clock t arrive at its exchange. This holds even if a send completes only when it is received, and if a rank
   waits for the whole exchange before it goes on; within an exchange the order of posting does not matter.
 - Messages between two ranks match in order: both ends sort them by clock.
 
-The order of actions on each rank is that of Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM"), and so are bubble and memory. With P stages, p the rank, V chunks per stage, m
-microbatches and groups of g >= P microbatches that pass one chunk before the next (P unless it is said otherwise):
+The order of actions on each rank is that of Narayanan et al. 2021 ("Efficient Large-Scale Language
+Model Training on GPU Clusters Using Megatron-LM"), and so are bubble and memory. With P stages, p
+the rank, V chunks per stage, m microbatches and groups of g >= P microbatches that pass one chunk
+before the next (P unless it is said otherwise):
 
-================  =======================================  ==============
-schedule          activations in flight on rank p          bubble / ideal
-================  =======================================  ==============
-1F1B (V = 1)      min(P - p, m)                            (P - 1) / m
-interleaved       min((V - 1) g + 2 (P - p) - 1, m V)      (P - 1) / (m V)
+================  =======================================  ============== schedule
+activations in flight on rank p          bubble / ideal ================
+=======================================  ============== 1F1B (V = 1)      min(P - p, m)
+(P - 1) / m interleaved       min((V - 1) g + 2 (P - p) - 1, m V)      (P - 1) / (m V)
 ================  =======================================  ==============
 
-P = 1 is plain gradient accumulation: forward and backward of each microbatch in turn. Groups larger than P cost memory
-and give the exchange between the last stage and the first g - P passes more time; the last group may be smaller, so m
-need not be a multiple of P.
+P = 1 is plain gradient accumulation: forward and backward of each microbatch in turn. Groups larger
+than P cost memory and give the exchange between the last stage and the first g - P passes more
+time; the last group may be smaller, so m need not be a multiple of P.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ def pipeline_layer_ranges(
 ) -> list[list[range]]:
     """Layers follow the chunks: all stages' chunk 0, then all stages' chunk 1, and so on.
 
-    Returns global layer numbers indexed [stage][chunk]. Stages hold equally many layers, except the first and the last
-    where a number is given; a stage's layers are split equally over its `vpp_size` chunks. The embedding and the loss
-    may count as a layer. `layout` says it all in Megatron-LM's notation instead.
-    Raises ValueError for numbers that do not divide, with values that would.
+    Returns global layer numbers indexed [stage][chunk]. Stages hold equally many layers, except the
+    first and the last where a number is given; a stage's layers are split equally over its
+    `vpp_size` chunks. The embedding and the loss may count as a layer. `layout` says it all in
+    Megatron-LM's notation instead. Raises ValueError for numbers that do not divide, with values
+    that would.
     """
     if layout is not None:
         counts = parse_layout(layout)
@@ -63,20 +65,28 @@ def pipeline_layer_ranges(
             )
     else:
         ends = (first_stage_layers, last_stage_layers)
-        counts = _counts(num_layers, pp_size, vpp_size, ends, account_for_embedding, account_for_loss)
+        counts = _counts(
+            num_layers, pp_size, vpp_size, ends, account_for_embedding, account_for_loss
+        )
     starts = [0, *itertools.accumulate(counts)]
     ranges = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
     return [ranges[stage::pp_size] for stage in range(pp_size)]
 
 
 def parse_layout(layout: str) -> list[int]:
-    """Layers of every chunk in the order of the model, from Megatron-LM's notation; ValueError where it is another."""
+    """Layers of every chunk in the order of the model, from Megatron-LM's notation; ValueError
+    where it is another.
+    """
     text = re.sub(r"\(([^()]+)\)\*(\d+)", _repeated, layout.replace(",", ""))
     text = re.sub(r"(.)\*(\d+)", _repeated, text)
     if "m" in text:
-        raise ValueError(f"{LAYOUT} {layout}: Megatron-LM's multi-token prediction (m) is not implemented here")
+        raise ValueError(
+            f"{LAYOUT} {layout}: Megatron-LM's multi-token prediction (m) is not implemented here"
+        )
     if not re.fullmatch(r"E[t|]*L", text):
-        raise ValueError(f"{LAYOUT} {layout}: expected E, then t and |, then L, with *n behind a letter or (group)")
+        raise ValueError(
+            f"{LAYOUT} {layout}: expected E, then t and |, then L, with *n behind a letter or (group)"
+        )
     chunks = text.split("|")
     if any(not chunk for chunk in chunks):
         raise ValueError(f"{LAYOUT} {layout}: chunk {chunks.index('')} has nothing on it")
@@ -90,9 +100,16 @@ def _repeated(match: re.Match[str]) -> str:
 
 
 def _counts(
-    num_layers: int, pp_size: int, vpp_size: int, ends: tuple[int | None, int | None], embedding: bool, loss: bool
+    num_layers: int,
+    pp_size: int,
+    vpp_size: int,
+    ends: tuple[int | None, int | None],
+    embedding: bool,
+    loss: bool,
 ) -> list[int]:
-    """Layers of every chunk in the order of the model; `ends`: the numbers given for the first and the last stage."""
+    """Layers of every chunk in the order of the model; `ends`: the numbers given for the first and
+    the last stage.
+    """
     first, last = ends
     if (embedding or loss) and ends != (None, None):
         raise ValueError(f"{FIRST} and {LAST} exclude --account-for-...-in-pipeline-split")
@@ -107,7 +124,9 @@ def _counts(
     return counts
 
 
-def _check_split(num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None) -> None:
+def _check_split(
+    num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None
+) -> None:
     if min(num_layers, pp_size, vpp_size) < 1:
         raise ValueError(
             f"the number of layers ({num_layers}), of pipeline stages ({pp_size}) and of chunks per stage ({vpp_size}) "
@@ -120,7 +139,9 @@ def _check_split(num_layers: int, pp_size: int, vpp_size: int, first: int | None
             raise ValueError(f"{name} {layers} needs more than one pipeline stage")
 
 
-def _stage_sizes(num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None) -> list[int] | None:
+def _stage_sizes(
+    num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None
+) -> list[int] | None:
     """Layers of each stage; None if they cannot be split that way."""
     given = [layers for layers in (first, last) if layers is not None]
     other_stages = pp_size - len(given)
@@ -135,10 +156,14 @@ def _stage_sizes(num_layers: int, pp_size: int, vpp_size: int, first: int | None
     return stages if all(layers > 0 and layers % vpp_size == 0 for layers in stages) else None
 
 
-def _explain(num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None) -> str:
+def _explain(
+    num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None
+) -> str:
     """Every number, and which values of the first one that can be changed would do."""
     chunks = f" x {vpp_size} chunks" if vpp_size > 1 else ""
-    given = [f"{name} {layers}" for name, layers in ((FIRST, first), (LAST, last)) if layers is not None]
+    given = [
+        f"{name} {layers}" for name, layers in ((FIRST, first), (LAST, last)) if layers is not None
+    ]
     uneven = f" with {' and '.join(given)}" if given else ""
     problem = f"{num_layers} layers cannot be split over {pp_size} pipeline stages{chunks}{uneven}"
 
@@ -177,7 +202,9 @@ class Action(NamedTuple):
 
 
 class Message(NamedTuple):
-    """An activation or gradient on its way; `input_of` names the action of the receiving rank that consumes it."""
+    """An activation or gradient on its way; `input_of` names the action of the receiving rank that
+    consumes it.
+    """
 
     peer: int  # pipeline rank at the other end
     input_of: Action
@@ -204,16 +231,18 @@ def schedule(
     forward_only: bool = False,
     group_size: int | None = None,
 ) -> Iterator[Tick]:
-    """The ticks of one rank: 1F1B for `vpp_size` 1, interleaved above, in groups of `group_size` microbatches.
+    """The ticks of one rank: 1F1B for `vpp_size` 1, interleaved above, in groups of `group_size`
+    microbatches.
 
-    Clocks at which the rank neither computes nor receives are left out.
-    Raises ValueError for sizes that no schedule exists for.
+    Clocks at which the rank neither computes nor receives are left out. Raises ValueError for sizes
+    that no schedule exists for.
     """
     group_size = group_size or pp_size
     _check_sizes(pp_rank, pp_size, vpp_size, num_microbatches, group_size)
     sizes = (pp_size, vpp_size, num_microbatches, forward_only, group_size)
     actions = _timetable(pp_rank, *sizes)
-    # What the neighbours send at which clock follows from their timetables: nothing is negotiated while running.
+    # What the neighbours send at which clock follows from their timetables: nothing is negotiated
+    # while running.
     arrivals: dict[int, Message] = {}
     for peer in {(pp_rank - 1) % pp_size, (pp_rank + 1) % pp_size}:
         for clock, sent_by in _timetable(peer, *sizes).items():
@@ -222,17 +251,22 @@ def schedule(
                 assert clock not in arrivals, "one message per clock"
                 arrivals[clock] = Message(peer, message.input_of)
 
-    # A rank also stops at clocks where it only receives: the exchange must happen when its sender gets there.
+    # A rank also stops at clocks where it only receives: the exchange must happen when its sender
+    # gets there.
     steady = _steady_clocks(actions)
     for clock in sorted(actions.keys() | arrivals.keys()):
-        phase: Phase = "steady" if clock in steady else "warmup" if clock < steady.start else "cooldown"
+        phase: Phase = (
+            "steady" if clock in steady else "warmup" if clock < steady.start else "cooldown"
+        )
         action = actions.get(clock)
         send = consumer(pp_rank, action, pp_size, vpp_size) if action else None
         yield Tick(clock, phase, action, send, arrivals.get(clock))
 
 
 def check_group_size(pp_size: int, group_size: int) -> None:
-    """ValueError for groups of the interleaved schedule that are smaller than the pipeline: it would run dry."""
+    """ValueError for groups of the interleaved schedule that are smaller than the pipeline: it
+    would run dry.
+    """
     if group_size < pp_size:
         raise ValueError(
             f"--microbatch-group-size-per-virtual-pipeline-stage {group_size} must be at least the {pp_size} stages of "
@@ -247,9 +281,11 @@ def groups_fit(num_microbatches: int, pp_size: int, group_size: int) -> bool:
 
 
 def consumer(pp_rank: int, action: Action, pp_size: int, vpp_size: int) -> Message | None:
-    """Where the result of `action` goes; None at the end of the model (forward) or its beginning (backward).
+    """Where the result of `action` goes; None at the end of the model (forward) or its beginning
+    (backward).
 
-    Stage and chunk number the virtual stages of the model: chunk c of rank p is virtual stage c * pp_size + p.
+    Stage and chunk number the virtual stages of the model: chunk c of rank p is virtual stage c *
+    pp_size + p.
     """
     step = 1 if action.kind == "forward" else -1
     chunk_step, peer = divmod(pp_rank + step, pp_size)
@@ -258,35 +294,48 @@ def consumer(pp_rank: int, action: Action, pp_size: int, vpp_size: int) -> Messa
 
 
 def _timetable(
-    pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int, forward_only: bool, group_size: int
+    pp_rank: int,
+    pp_size: int,
+    vpp_size: int,
+    num_microbatches: int,
+    forward_only: bool,
+    group_size: int,
 ) -> dict[int, Action]:
     """Clock -> action of one rank."""
     if vpp_size == 1:
-        group_size = num_microbatches  # one chunk: all micro batches pass it one after the other
+        group_size = num_microbatches  # one chunk: all micro-batches pass it one after the other
     order = _forward_order(vpp_size, num_microbatches, group_size)
-    count, first_group = len(order), min(group_size, num_microbatches)
+    count = len(order)
+    first_group = min(group_size, num_microbatches)
     forward, backward = _clocks(pp_rank, pp_size, vpp_size, count, first_group)
     table = {clock: Action("forward", c, m) for clock, (c, m) in zip(forward, order, strict=True)}
     if not forward_only:
         # Backward passes go through the microbatches alike, through the chunks in reverse.
         last = vpp_size - 1
-        table |= {clock: Action("backward", last - c, m) for clock, (c, m) in zip(backward, order, strict=True)}
+        table |= {
+            clock: Action("backward", last - c, m)
+            for clock, (c, m) in zip(backward, order, strict=True)
+        }
         assert len(table) == 2 * count, "one action per clock"
     return table
 
 
-def _clocks(pp_rank: int, pp_size: int, vpp_size: int, count: int, first_group: int) -> tuple[list[int], list[int]]:
+def _clocks(
+    pp_rank: int, pp_size: int, vpp_size: int, count: int, first_group: int
+) -> tuple[list[int], list[int]]:
     """Clocks of a rank's `count` forward and `count` backward passes, each in order."""
     if vpp_size == 1:
-        # The i-th forward follows its predecessor stage by one clock. A rank fills the pipeline up to the last stage,
-        # then waits for the first gradient and goes on at every second clock; the backward passes take the others.
+        # The i-th forward follows its predecessor stage by one clock. A rank fills the pipeline up
+        # to the last stage, then waits for the first gradient and goes on at every second clock;
+        # the backward passes take the others.
         in_flight = pp_size - pp_rank
         forward = [pp_rank + (i if i < in_flight else 2 * i) for i in range(count)]
         backward = [pp_size + in_flight - 1 + 2 * i for i in range(count)]
     else:
-        # A forward pass at every even clock, a backward pass at every odd one, each at least 2 clocks after its
-        # predecessor virtual stage: the first stage takes up the next chunk a group later, and no group is smaller than
-        # the pipeline. The communication of a forward pass thus overlaps with a backward pass, and vice versa.
+        # A forward pass at every even clock, a backward pass at every odd one, each at least 2
+        # clocks after its predecessor virtual stage: the first stage takes up the next chunk a
+        # group later, and no group is smaller than the pipeline. The communication of a forward
+        # pass thus overlaps with a backward pass, and vice versa.
         forward = [2 * (pp_rank + i) for i in range(count)]
         first_gradient = (vpp_size - 1) * first_group + 2 * (pp_size - 1) - pp_rank
         backward = [2 * (first_gradient + i) + 1 for i in range(count)]
@@ -304,7 +353,9 @@ def _forward_order(vpp_size: int, num_microbatches: int, group_size: int) -> lis
 
 
 def _steady_clocks(actions: dict[int, Action]) -> range:
-    """From the forward pass that the first backward pass follows to the backward pass that follows the last forward."""
+    """From the forward pass that the first backward pass follows to the backward pass that follows
+    the last forward.
+    """
     forward = [clock for clock, action in actions.items() if action.kind == "forward"]
     backward = [clock for clock, action in actions.items() if action.kind == "backward"]
     if not backward:  # forward only: one phase
@@ -314,7 +365,9 @@ def _steady_clocks(actions: dict[int, Action]) -> range:
     return range(first_pair, last_pair + 1)
 
 
-def _check_sizes(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int, group_size: int) -> None:
+def _check_sizes(
+    pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int, group_size: int
+) -> None:
     """Raise ValueError for sizes that no schedule exists for, and say which would do."""
     if min(pp_size, vpp_size, num_microbatches) < 1:
         raise ValueError(
@@ -324,7 +377,9 @@ def _check_sizes(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: in
     if not 0 <= pp_rank < pp_size:
         raise ValueError(f"pipeline rank {pp_rank} is not part of a pipeline of {pp_size} stages")
     if vpp_size > 1 and pp_size == 1:
-        raise ValueError(f"the interleaved schedule ({vpp_size} chunks per stage) needs more than one pipeline stage")
+        raise ValueError(
+            f"the interleaved schedule ({vpp_size} chunks per stage) needs more than one pipeline stage"
+        )
     if vpp_size > 1:
         check_group_size(pp_size, group_size)
     if vpp_size > 1 and not groups_fit(num_microbatches, pp_size, group_size):

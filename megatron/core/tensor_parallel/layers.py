@@ -4,15 +4,18 @@
     Row-parallel      columns of W (inputs) split; the partial outputs are summed over the axis
     Vocab-parallel    rows (tokens) of the embedding split; the partial lookups are summed
 
-After Shoeybi et al. 2019; under sequence parallelism (Korthikanti et al. 2022) the input of a column-parallel layer is
-gathered along the sequence and the output of a row-parallel layer or an embedding is scattered along it.
+After Shoeybi et al. 2019; under sequence parallelism (Korthikanti et al. 2022) the input of a
+column-parallel layer is gathered along the sequence and the output of a row-parallel layer or an
+embedding is scattered along it.
 
-Data parallelism may give a parameter `main_grad`, a view into its gradient buffer (fp32, or bf16 with
+Data parallelism may give a parameter `main_grad`, a view into its gradient buffer (fp32, or bf16
+with
 --grad-reduce-in-bf16). The backward pass of a layer then adds into it and returns None, and autograd still runs the
-hooks of the parameter: no gradient tensor is ever allocated. Without `main_grad` the ordinary gradient is returned.
+hooks of the parameter: no gradient tensor is ever allocated. Without `main_grad` the ordinary
+gradient is returned.
 
-Output layer and loss are one: the logits exist once, and the gradient takes their place. Their columns are split over
-TP; what the ranks exchange is two numbers per token.
+Output layer and loss are one: the logits exist once, and the gradient takes their place. Their
+columns are split over TP; what the ranks exchange is two numbers per token.
 """
 
 from __future__ import annotations
@@ -62,17 +65,28 @@ def embedding_weight_grad(weight: Tensor, rows: Tensor, dy: Tensor) -> Tensor | 
 class _Linear(torch.autograd.Function):
     """`y = x W^T + b` between the collectives of a column- or a row-parallel layer.
 
-    Column: all-gather of x (sequence parallel); in backward the sum of dx over TP runs while dW is computed.
-    Row: sum of y over TP (all-reduce, or reduce-scatter when sequence parallel); the bias is added after it, once.
+    Column: all-gather of x (sequence parallel); in backward the sum of dx over TP runs while dW is
+    computed. Row: sum of y over TP (all-reduce, or reduce-scatter when sequence parallel); the bias
+    is added after it, once.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, column: bool, sequence_parallel: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tp: Axis,
+        column: bool,
+        sequence_parallel: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight = weight  # the parameter itself (main_grad): recomputation replaces saved tensors by copies
-        ctx.tp, ctx.column, ctx.sequence_parallel, ctx.has_bias = tp, column, sequence_parallel, bias is not None
+        # the parameter itself (main_grad): recomputation replaces saved tensors by copies
+        ctx.weight = weight
+        ctx.tp = tp
+        ctx.column = column
+        ctx.sequence_parallel = sequence_parallel
+        ctx.has_bias = bias is not None
         if column:
             whole = start_sequence_all_gather(x, tp).wait() if sequence_parallel else x
             return F.linear(whole, weight, bias)
@@ -86,7 +100,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        tp, sequence_parallel = ctx.tp, ctx.sequence_parallel
+        tp = ctx.tp
+        sequence_parallel = ctx.sequence_parallel
         # Phase 1: launch the gathers
         gather_x = Pending(x, None)
         if sequence_parallel and ctx.column:
@@ -108,7 +123,9 @@ class _Linear(torch.autograd.Function):
         return dx.wait() if dx is not None else None, dw, db, None, None, None
 
 
-def column_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool) -> Tensor:
+def column_parallel(
+    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool
+) -> Tensor:
     """The product of a column-parallel layer, with its collectives."""
     return _Linear.apply(x, weight, bias, tp, True, sequence_parallel)
 
@@ -117,7 +134,8 @@ class ColumnParallelLinear(MegatronModule):
     """Output rows are split over TP; the input is whole, the output is this rank's part.
 
     `num_blocks` > 1: W is that many stacked matrices (fused gate and up), each of which is split.
-    With `sequence_parallel` the input is `[s/tp, b, in]`, otherwise `[s, b, in]`; the output is `[s, b, out/tp]`.
+    With `sequence_parallel` the input is `[s/tp, b, in]`, otherwise `[s, b, in]`; the output is
+    `[s, b, out/tp]`.
     """
 
     def __init__(
@@ -134,10 +152,18 @@ class ColumnParallelLinear(MegatronModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel, self.num_blocks = tp, sequence_parallel, num_blocks
-        block = divide(output_size, num_blocks, "outputs of a column-parallel layer over its blocks")
-        rows = num_blocks * divide(block, tp.size, "outputs of a column-parallel layer over the tensor-parallel ranks")
-        weight, zeros = (ParamInfo(first, tp_dim=0, tp_blocks=num_blocks) for first in (init, Constant(0.0)))
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        self.num_blocks = num_blocks
+        block = divide(
+            output_size, num_blocks, "outputs of a column-parallel layer over its blocks"
+        )
+        rows = num_blocks * divide(
+            block, tp.size, "outputs of a column-parallel layer over the tensor-parallel ranks"
+        )
+        weight, zeros = (
+            ParamInfo(first, tp_dim=0, tp_blocks=num_blocks) for first in (init, Constant(0.0))
+        )
         self.weight = make_parameter((rows, input_size), dtype, device, weight)
         self.bias = make_parameter((rows,), dtype, device, zeros) if bias else None
 
@@ -158,10 +184,11 @@ class ColumnParallelLinear(MegatronModule):
 
 
 class RowParallelLinear(MegatronModule):
-    """Input columns are split over TP; the partial outputs are summed, then the replicated bias is added.
+    """Input columns are split over TP; the partial outputs are summed, then the replicated bias is
+    added.
 
-    The input is `[s, b, in/tp]`, the output `[s, b, out]`, or `[s/tp, b, out]` with `sequence_parallel`. A norm of the
-    output belongs to the layer, as on disk.
+    The input is `[s, b, in/tp]`, the output `[s, b, out]`, or `[s/tp, b, out]` with
+    `sequence_parallel`. A norm of the output belongs to the layer, as on disk.
     """
 
     def __init__(
@@ -178,11 +205,20 @@ class RowParallelLinear(MegatronModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel = tp, sequence_parallel
-        columns = divide(input_size, tp.size, "inputs of a row-parallel layer over the tensor-parallel ranks")
-        self.weight = make_parameter((output_size, columns), dtype, device, ParamInfo(init, tp_dim=1))
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        columns = divide(
+            input_size, tp.size, "inputs of a row-parallel layer over the tensor-parallel ranks"
+        )
+        self.weight = make_parameter(
+            (output_size, columns), dtype, device, ParamInfo(init, tp_dim=1)
+        )
         # The bias gradient is taken from the gathered output gradient: it is whole on every rank.
-        self.bias = make_parameter((output_size,), dtype, device, ParamInfo(Constant(0.0))) if bias else None
+        self.bias = (
+            make_parameter((output_size,), dtype, device, ParamInfo(Constant(0.0)))
+            if bias
+            else None
+        )
         self.post_layernorm = output_norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -201,9 +237,13 @@ class RowParallelLinear(MegatronModule):
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp_size: int) -> int:
-    """Rows of the embedding over all ranks: `vocab_size` rounded up so that every rank has equally many."""
+    """Rows of the embedding over all ranks: `vocab_size` rounded up so that every rank has equally
+    many.
+    """
     if make_vocab_size_divisible_by < 1:
-        raise ValueError(f"--make-vocab-size-divisible-by must be positive, got {make_vocab_size_divisible_by}")
+        raise ValueError(
+            f"--make-vocab-size-divisible-by must be positive, got {make_vocab_size_divisible_by}"
+        )
     return round_up(vocab_size, make_vocab_size_divisible_by * tp_size)
 
 
@@ -212,7 +252,9 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_row: int, split: bool) -> Tensor:
-        ctx.weight, ctx.first_row, ctx.split = weight, first_row, split
+        ctx.weight = weight
+        ctx.first_row = first_row
+        ctx.split = split
         ctx.save_for_backward(tokens)
         if not split:
             return F.embedding(tokens, weight)
@@ -222,7 +264,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, None]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
-        rows, dy2d = tokens.reshape(-1), dy.reshape(-1, dy.shape[-1])
+        rows = tokens.reshape(-1)
+        dy2d = dy.reshape(-1, dy.shape[-1])
         if ctx.split:
             rows, elsewhere = local_rows(rows, ctx.first_row, ctx.weight.shape[0])
             dy2d = dy2d.masked_fill(elsewhere.unsqueeze(-1), 0.0)
@@ -230,14 +273,17 @@ class _Embedding(torch.autograd.Function):
 
 
 def local_rows(tokens: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Index into the rows of a rank, from `first_row` on (0 for tokens of other ranks), and which tokens those are."""
+    """Index into the rows of a rank, from `first_row` on (0 for tokens of other ranks), and which
+    tokens those are.
+    """
     rows = tokens - first_row
     elsewhere = (rows < 0) | (rows >= num_rows)
     return rows.masked_fill_(elsewhere, 0), elsewhere
 
 
 class VocabParallelEmbedding(MegatronModule):
-    """Rows (tokens) are split over TP, `num_rows` in all; the boxes are cropped to the real vocabulary.
+    """Rows (tokens) are split over TP, `num_rows` in all; the boxes are cropped to the real
+    vocabulary.
 
     `[s, b]` tokens give `[s, b, h]`, or `[s/tp, b, h]` with `sequence_parallel`.
     """
@@ -255,22 +301,33 @@ class VocabParallelEmbedding(MegatronModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel, self.vocab_size = tp, sequence_parallel, vocab_size
+        self.tp = tp
+        self.sequence_parallel = sequence_parallel
+        self.vocab_size = vocab_size
         self.num_rows = num_rows // tp.size
         self.weight = make_parameter((self.num_rows, hidden_size), dtype, device, info)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        partial = _Embedding.apply(tokens, self.weight, self.tp.rank * self.num_rows, self.tp.size > 1)
-        reduce = reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor_parallel
+        partial = _Embedding.apply(
+            tokens, self.weight, self.tp.rank * self.num_rows, self.tp.size > 1
+        )
+        reduce = (
+            reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor_parallel
+        )
         return reduce(partial, self.tp)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         key = prefix + "weight"
-        return {key: ShardedTensor.split_rows(key, self.weight, self.tp.rank, self.tp.size, num_rows=self.vocab_size)}
+        return {
+            key: ShardedTensor.split_rows(
+                key, self.weight, self.tp.rank, self.tp.size, num_rows=self.vocab_size
+            )
+        }
 
 
-# Logits handled at once, by device. Their fp32 copy stays in the cache of a CPU. On a GPU it takes 256 MiB, and kernels
-# run much longer than they take to launch: 16 chunks instead of 512 for 8,192 tokens at a vocabulary of 128k.
+# Logits handled at once, by device. Their fp32 copy stays in the cache of a CPU. On a GPU it takes
+# 256 MiB, and kernels run much longer than they take to launch: 16 chunks instead of 512 for 8,192
+# tokens at a vocabulary of 128k.
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
@@ -287,14 +344,18 @@ def linear_cross_entropy(
     """Loss of every token, `[s, b]` in fp32.
 
     `hidden` is `[s, b, h]` (`[s/tp, b, h]` with `sequence_parallel`), `weight` this rank's rows `[v/tp, h]` of the
-    output matrix, `labels` `[s, b]`. Rows from `vocab_size` on are padding and take no part in the softmax.
-    With `softcap` a logit x is softcap * tanh(x / softcap).
+    output matrix, `labels` `[s, b]`. Rows from `vocab_size` on are padding and take no part in the
+    softmax. With `softcap` a logit x is softcap * tanh(x / softcap).
     """
-    return _LinearCrossEntropy.apply(hidden, weight, labels, vocab_size, tp, sequence_parallel, softcap)
+    return _LinearCrossEntropy.apply(
+        hidden, weight, labels, vocab_size, tp, sequence_parallel, softcap
+    )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Keeps e^(logit - max) in the place of the logits; backward turns it into the gradient in one pass."""
+    """Keeps e^(logit - max) in the place of the logits; backward turns it into the gradient in one
+    pass.
+    """
 
     @staticmethod
     def forward(
@@ -319,27 +380,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if tp.size > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
         total, predicted = _exponentials(logits, largest, columns)
-        predicted.masked_fill_(elsewhere, 0.0)  # a rank with nothing but padding has only -inf to offer
+        predicted.masked_fill_(
+            elsewhere, 0.0
+        )  # a rank with nothing but padding has only -inf to offer
         if tp.size > 1:
             sums = torch.stack((total, predicted))
             total, predicted = start_all_reduce(sums, tp).wait().unbind()
         ctx.save_for_backward(hidden, weight, logits, largest, total, columns, elsewhere)
-        ctx.weight, ctx.tp, ctx.sequence_parallel, ctx.softcap = weight, tp, sequence_parallel, softcap
+        ctx.weight = weight
+        ctx.tp = tp
+        ctx.sequence_parallel = sequence_parallel
+        ctx.softcap = softcap
         return (total.log() - predicted).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, logits, largest, total, columns, elsewhere = ctx.saved_tensors
-        tp, sequence_parallel = ctx.tp, ctx.sequence_parallel
-        gather = start_sequence_all_gather(hidden, tp) if sequence_parallel else Pending(hidden, None)
-        chunks, dloss = _chunks(logits), dloss.reshape(-1).float()
+        tp = ctx.tp
+        sequence_parallel = ctx.sequence_parallel
+        gather = (
+            start_sequence_all_gather(hidden, tp) if sequence_parallel else Pending(hidden, None)
+        )
+        chunks = _chunks(logits)
+        dloss = dloss.reshape(-1).float()
         for start in chunks if ctx.softcap is not None else ():
             part = slice(start, start + chunks.step)
             slope = _slope(logits[part], largest[part], ctx.softcap)
-            _gradient(logits[part], total[part], columns[part], elsewhere[part], dloss[part]).mul_(slope)
-        dlogits = logits if ctx.softcap is not None else _gradient(logits, total, columns, elsewhere, dloss)
+            _gradient(logits[part], total[part], columns[part], elsewhere[part], dloss[part]).mul_(
+                slope
+            )
+        dlogits = (
+            logits
+            if ctx.softcap is not None
+            else _gradient(logits, total, columns, elsewhere, dloss)
+        )
         dx = (dlogits @ weight).view(gather.wait().shape)
-        pending = start_sequence_reduce_scatter(dx, tp) if sequence_parallel else start_all_reduce(dx, tp)
+        pending = (
+            start_sequence_reduce_scatter(dx, tp) if sequence_parallel else start_all_reduce(dx, tp)
+        )
         dw = linear_weight_grad(ctx.weight, dlogits, gather.wait().reshape(-1, hidden.shape[-1]))
         return pending.wait(), dw, None, None, None, None, None
 
@@ -350,12 +428,19 @@ def loss_chunk_elements(device_type: str) -> int:
 
 
 def _chunks(logits: Tensor) -> range:
-    return range(0, logits.shape[0], max(1, loss_chunk_elements(logits.device.type) // max(1, logits.shape[1])))
+    return range(
+        0,
+        logits.shape[0],
+        max(1, loss_chunk_elements(logits.device.type) // max(1, logits.shape[1])),
+    )
 
 
 def _exponentials(logits: Tensor, largest: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace every logit x by e^(x - largest); returns their sum and x - largest at `columns`, both fp32 `[n]`."""
-    total, predicted = torch.empty_like(largest), torch.empty_like(largest)
+    """Replace every logit x by e^(x - largest); returns their sum and x - largest at `columns`,
+    both fp32 `[n]`.
+    """
+    total = torch.empty_like(largest)
+    predicted = torch.empty_like(largest)
     chunks = _chunks(logits)
     for start in chunks:
         part = slice(start, start + chunks.step)
@@ -368,16 +453,25 @@ def _exponentials(logits: Tensor, largest: Tensor, columns: Tensor) -> tuple[Ten
     return total, predicted
 
 
-def _gradient(exponentials: Tensor, total: Tensor, columns: Tensor, elsewhere: Tensor, dloss: Tensor) -> Tensor:
+def _gradient(
+    exponentials: Tensor, total: Tensor, columns: Tensor, elsewhere: Tensor, dloss: Tensor
+) -> Tensor:
     """`(softmax - onehot) * dloss`, in place of the exponentials."""
     exponentials.mul_((dloss / total).to(exponentials.dtype).unsqueeze(1))
     rows = torch.arange(exponentials.shape[0], device=exponentials.device)
     at_label = exponentials[rows, columns].float() - dloss * ~elsewhere
-    exponentials[rows, columns] = at_label.to(exponentials.dtype)  # in place; scatter_add_ would copy the whole matrix
+    exponentials[rows, columns] = at_label.to(
+        exponentials.dtype
+    )  # in place; scatter_add_ would copy the whole matrix
     return exponentials
 
 
 def _slope(exponentials: Tensor, largest: Tensor, softcap: float) -> Tensor:
     """d y / d x of y = softcap * tanh(x / softcap), from e^(y - largest)."""
-    y = exponentials.float().clamp_min(torch.finfo(torch.float32).tiny).log_().add_(largest.unsqueeze(1))
+    y = (
+        exponentials.float()
+        .clamp_min(torch.finfo(torch.float32).tiny)
+        .log_()
+        .add_(largest.unsqueeze(1))
+    )
     return y.div_(softcap).square_().neg_().add_(1.0)

@@ -1,7 +1,7 @@
 """Collectives of tensor, sequence and context parallelism that autograd can go through.
 
-Every function takes the `Axis` and does nothing on an axis of size 1. Forward and backward are a pair
-of conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et al. 2022):
+Every function takes the `Axis` and does nothing on an axis of size 1. Forward and backward are a
+pair of conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et al. 2022):
 
     function                     forward                       backward
     copy_to_tensor_parallel      identity                      all-reduce
@@ -59,7 +59,9 @@ def start_sequence_all_gather(part: Tensor, tp: Axis) -> Pending:
     if tp.size == 1:
         return Pending(part, None)
     whole = part.new_empty(part.shape[0] * tp.size, *part.shape[1:])
-    return Pending(whole, all_gather_into_tensor(whole, part.contiguous(), group=_group(tp), async_op=True))
+    return Pending(
+        whole, all_gather_into_tensor(whole, part.contiguous(), group=_group(tp), async_op=True)
+    )
 
 
 def start_sequence_reduce_scatter(whole: Tensor, tp: Axis) -> Pending:
@@ -67,7 +69,9 @@ def start_sequence_reduce_scatter(whole: Tensor, tp: Axis) -> Pending:
     if tp.size == 1:
         return Pending(whole, None)
     part = whole.new_empty(_sequence_part(whole, tp), *whole.shape[1:])
-    return Pending(part, reduce_scatter_tensor(part, whole.contiguous(), group=_group(tp), async_op=True))
+    return Pending(
+        part, reduce_scatter_tensor(part, whole.contiguous(), group=_group(tp), async_op=True)
+    )
 
 
 def _group(tp: Axis) -> dist.ProcessGroup:
@@ -76,7 +80,11 @@ def _group(tp: Axis) -> dist.ProcessGroup:
 
 
 def _sequence_part(whole: Tensor, tp: Axis) -> int:
-    return divide(whole.shape[0], tp.size, "sequence length over the tensor-parallel ranks (sequence parallelism)")
+    return divide(
+        whole.shape[0],
+        tp.size,
+        "sequence length over the tensor-parallel ranks (sequence parallelism)",
+    )
 
 
 def _identity(tensor: Tensor, tp: Axis) -> Tensor:
@@ -106,7 +114,9 @@ def _slice_last(whole: Tensor, tp: Axis) -> Tensor:
 
 
 def _to_heads(part: Tensor, cp: Axis) -> Tensor:
-    by_rank = part.unflatten(2, (cp.size, -1)).movedim(2, 0).contiguous()  # [cp, s/cp, b, heads/cp, ...]
+    by_rank = (
+        part.unflatten(2, (cp.size, -1)).movedim(2, 0).contiguous()
+    )  # [cp, s/cp, b, heads/cp, ...]
     return _all_to_all(by_rank, cp).flatten(0, 1)
 
 
@@ -126,9 +136,14 @@ class _Conjugate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, tp: Axis, forward_operation: Operation, backward_operation: Operation
+        ctx: Any,
+        tensor: Tensor,
+        tp: Axis,
+        forward_operation: Operation,
+        backward_operation: Operation,
     ) -> Tensor:
-        ctx.tp, ctx.backward_operation = tp, backward_operation
+        ctx.tp = tp
+        ctx.backward_operation = backward_operation
         return forward_operation(tensor, tp)
 
     @staticmethod
@@ -136,7 +151,9 @@ class _Conjugate(torch.autograd.Function):
         return ctx.backward_operation(grad, ctx.tp), None, None, None
 
 
-def _conjugate(tensor: Tensor, tp: Axis, forward_operation: Operation, backward_operation: Operation) -> Tensor:
+def _conjugate(
+    tensor: Tensor, tp: Axis, forward_operation: Operation, backward_operation: Operation
+) -> Tensor:
     if tp.size == 1:
         return tensor
     return _Conjugate.apply(tensor, tp, forward_operation, backward_operation)
@@ -168,7 +185,9 @@ def reduce_scatter_to_sequence(tensor: Tensor, tp: Axis) -> Tensor:
 
 
 def exchange_sequence_for_heads(tensor: Tensor, cp: Axis) -> Tensor:
-    """From some positions of all heads, `[s/cp, b, heads, ...]`, to all positions of some heads, rank by rank."""
+    """From some positions of all heads, `[s/cp, b, heads, ...]`, to all positions of some heads,
+    rank by rank.
+    """
     return _conjugate(tensor, cp, _to_heads, _to_sequence)
 
 

@@ -1,7 +1,8 @@
 """Random numbers under tensor parallelism, and activation checkpointing that repeats them.
 
-Replicated regions draw from torch's default generator, which is seeded alike on all TP ranks; regions that are split
-over TP (attention, the sequence-parallel residual stream) draw from a stream of their own on each rank.
+Replicated regions draw from torch's default generator, which is seeded alike on all TP ranks;
+regions that are split over TP (attention, the sequence-parallel residual stream) draw from a stream
+of their own on each rank.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-TP_SEED_OFFSET = 2718  # Megatron-LM's distance between the seeds of the replicated and the split stream
+TP_SEED_OFFSET = (
+    2718  # Megatron-LM's distance between the seeds of the replicated and the split stream
+)
 
 
 class TensorParallelRng:
@@ -43,7 +46,11 @@ class TensorParallelRng:
         self._state = state.clone()
 
     def _default_state(self) -> Tensor:
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+        return (
+            torch.cuda.get_rng_state(self.device)
+            if self.device.type == "cuda"
+            else torch.get_rng_state()
+        )
 
     def _set_default_state(self, state: Tensor) -> None:
         if self.device.type == "cuda":
@@ -53,7 +60,10 @@ class TensorParallelRng:
 
 
 def checkpoint(
-    function: Callable[..., Any], rng: TensorParallelRng, *args: Any, by: Callable[..., Any] = torch_checkpoint
+    function: Callable[..., Any],
+    rng: TensorParallelRng,
+    *args: Any,
+    by: Callable[..., Any] = torch_checkpoint,
 ) -> Any:
     """`function(*args)` without keeping its activations: backward computes it again, with the same random numbers.
 
@@ -77,20 +87,29 @@ def checkpoint(
     return by(run, *args, use_reentrant=False)
 
 
-def without_intermediate(first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def without_intermediate(
+    first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor], x: Tensor
+) -> Tensor:
     """`then(first(x))` without keeping `first(x)`: where backward needs it, it is computed again from `x`.
 
-    For a cheap `first` whose input is kept in any case, such as a norm on the residual stream. `first` draws no random
-    numbers. A compiler decides by itself what it keeps.
+    For a cheap `first` whose input is kept in any case, such as a norm on the residual stream.
+    `first` draws no random numbers. A compiler decides by itself what it keeps.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return then(first(x))
-    between, source = [first(x)], x.detach()
+    between = [first(x)]
+    source = x.detach()
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        if not between or saved.data_ptr() != between[0].data_ptr() or saved.numel() != between[0].numel():
+        if (
+            not between
+            or saved.data_ptr() != between[0].data_ptr()
+            or saved.numel() != between[0].numel()
+        ):
             return saved
-        return saved.shape if saved.is_contiguous() else saved  # in another order it is kept as it is
+        return (
+            saved.shape if saved.is_contiguous() else saved
+        )  # in another order it is kept as it is
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):

@@ -1,4 +1,6 @@
-"""One linear layer for each expert of a rank: one parameter for all of them, and one grouped product."""
+"""One linear layer for each expert of a rank: one parameter for all of them, and one grouped
+product.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ from megatron.core.utils import divide
 class GroupedLinear(MegatronModule):
     """`y = x W[e]^T + b[e]` for the rows x of expert e; experts are split over EP, and `split_dim` of each over ETP.
 
-    The weight is `[experts / EP, out, in]` with dimension 1 or 2 divided by ETP. `num_blocks` > 1: every matrix is that
-    many stacked ones (gate and up), each of which is split. The bias `[experts / EP, out]` is split as the rows of the
-    matrices are; where columns are split, every rank of ETP has all of it and the first one adds it to the sum.
+    The weight is `[experts / EP, out, in]` with dimension 1 or 2 divided by ETP. `num_blocks` > 1:
+    every matrix is that many stacked ones (gate and up), each of which is split. The bias `[experts
+    / EP, out]` is split as the rows of the matrices are; where columns are split, every rank of ETP
+    has all of it and the first one adds it to the sum.
     """
 
     def __init__(
@@ -38,16 +41,29 @@ class GroupedLinear(MegatronModule):
     ) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.axes, self.split_dim, self.num_blocks = axes, split_dim, num_blocks
-        shape = [divide(config.num_experts, axes.ep.size, "experts over EP"), output_size, input_size]
-        shape[split_dim] = num_blocks * divide(shape[split_dim], axes.etp.size * num_blocks, "an expert over ETP")
+        self.axes = axes
+        self.split_dim = split_dim
+        self.num_blocks = num_blocks
+        shape = [
+            divide(config.num_experts, axes.ep.size, "experts over EP"),
+            output_size,
+            input_size,
+        ]
+        shape[split_dim] = num_blocks * divide(
+            shape[split_dim], axes.etp.size * num_blocks, "an expert over ETP"
+        )
         info = ParamInfo(init, tp_dim=split_dim, tp_blocks=num_blocks, expert=True)
         self.weight = make_parameter(tuple(shape), config.params_dtype, device, info)
         of_rows = split_dim == 1
         zeros = ParamInfo(
-            Constant(0.0), tp_dim=1 if of_rows else None, tp_blocks=num_blocks if of_rows else 1, expert=True
+            Constant(0.0),
+            tp_dim=1 if of_rows else None,
+            tp_blocks=num_blocks if of_rows else 1,
+            expert=True,
         )
-        self.bias = make_parameter(tuple(shape[:2]), config.params_dtype, device, zeros) if bias else None
+        self.bias = (
+            make_parameter(tuple(shape[:2]), config.params_dtype, device, zeros) if bias else None
+        )
 
     def forward(self, x: Tensor, counts: Tensor, probs: Tensor | None = None) -> Tensor:
         """`x` `[rows, in]` in the order of the experts, which have `counts` `[experts]` rows each.
@@ -57,7 +73,8 @@ class GroupedLinear(MegatronModule):
         y = self.project(x, counts)
         if self.bias is None:
             return y
-        # What the ranks of ETP have of a row is summed; the gradient of that sum is the same on all of them.
+        # What the ranks of ETP have of a row is summed; the gradient of that sum is the same on all
+        # of them.
         added = self.split_dim == 1 or self.axes.etp.is_first
         rows = _ForEachRow.apply(self.bias, counts, len(y), added)
         return y + (rows if probs is None else (rows * probs).to(y.dtype))
@@ -67,13 +84,18 @@ class GroupedLinear(MegatronModule):
         return _GroupedProduct.apply(x, self.weight, counts)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        params = {prefix + name: param for name, param in self._parameters.items() if param is not None}
+        params = {
+            prefix + name: param for name, param in self._parameters.items() if param is not None
+        }
         return {key: self._sharded(key, param) for key, param in params.items()}
 
     def _sharded(self, key: str, param: nn.Parameter) -> ShardedTensor:
         """`[experts / EP, out]`, or that and the dimension of the inputs."""
-        local, etp, dim = param.detach(), self.axes.etp, self.split_dim
-        whole, first = list(local.shape), self.axes.ep.rank * local.shape[0]
+        local = param.detach()
+        etp = self.axes.etp
+        dim = self.split_dim
+        whole = list(local.shape)
+        first = self.axes.ep.rank * local.shape[0]
         whole[0] *= self.axes.ep.size
         if dim < local.dim():
             whole[dim] *= etp.size
@@ -95,7 +117,8 @@ class GroupedLinear(MegatronModule):
 
 
 class _ForEachRow(torch.autograd.Function):
-    """Row e of `[experts, n]` for each of expert e's `counts[e]` rows; gradients are summed in a fixed order.
+    """Row e of `[experts, n]` for each of expert e's `counts[e]` rows; gradients are summed in a
+    fixed order.
 
     Zeros where another rank adds it (not `added`), with the same gradients.
     """
@@ -109,8 +132,15 @@ class _ForEachRow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (counts,) = ctx.saved_tensors  # in fp32: sums of the model's precision would lose small gradients
-        return torch.segment_reduce(dy.float(), "sum", lengths=counts, axis=0).to(dy.dtype), None, None, None
+        (counts,) = (
+            ctx.saved_tensors
+        )  # in fp32: sums of the model's precision would lose small gradients
+        return (
+            torch.segment_reduce(dy.float(), "sum", lengths=counts, axis=0).to(dy.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -119,7 +149,8 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        ctx.weight = weight  # the parameter itself (main_grad): recomputation replaces saved tensors by copies
+        # the parameter itself (main_grad): recomputation replaces saved tensors by copies
+        ctx.weight = weight
         return grouped_product(x, weight.mT, counts)
 
     @staticmethod
@@ -131,7 +162,9 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def has_grouped_kernel(x: Tensor) -> bool:
-    """Whether torch runs all products of a group in one kernel; elsewhere it loops, as we do, and slower."""
+    """Whether torch runs all products of a group in one kernel; elsewhere it loops, as we do, and
+    slower.
+    """
     return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
 
 
@@ -157,7 +190,8 @@ def _grouped_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor) 
         grad.add_(F.grouped_mm(dy.t(), x, offs=counts.cumsum(0).int()))
     else:
         for expert, start, stop in _ranges(counts):
-            rows, dy_rows = _padded(x[start:stop]), _padded(dy[start:stop])
+            rows = _padded(x[start:stop])
+            dy_rows = _padded(dy[start:stop])
             if grad.dtype == x.dtype:
                 grad[expert].addmm_(dy_rows.t(), rows)
             else:
@@ -168,8 +202,8 @@ def _grouped_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor) 
 def _padded(rows: Tensor) -> Tensor:
     """`rows` `[n, k]`; on a CPU below fp32 with rows of zeros, up to one of eight sizes between two powers of two.
 
-    oneDNN compiles a kernel for every new shape (3 to 17 ms of processor time, the product itself takes 2 to 13), and
-    an expert has another number of rows in every step.
+    oneDNN compiles a kernel for every new shape (3 to 17 ms of processor time, the product itself
+    takes 2 to 13), and an expert has another number of rows in every step.
     """
     if rows.device.type != "cpu" or rows.dtype == torch.float32:
         return rows
@@ -178,7 +212,8 @@ def _padded(rows: Tensor) -> Tensor:
 
 def _ranges(counts: Tensor) -> list[tuple[int, int, int]]:
     """(expert, first row, end) of those that have rows."""
-    ranges, start = [], 0
+    ranges = []
+    start = 0
     for expert, count in enumerate(counts.tolist()):
         if count:
             ranges.append((expert, start, start + count))

@@ -1,7 +1,7 @@
-"""The building blocks of a layer, one table for each back end (--transformer-impl).
+"""The building blocks of a layer, one table for each backend (--transformer-impl).
 
-Layers take what they are made of from here and do not know which back end it is. Parameters, their boxes and initial
-values are those of the local classes in either case; a back end only computes.
+Layers take what they are made of from here and do not know which backend it is. Parameters, their
+boxes and initial values are those of the local classes in either case; a backend only computes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.module import Normal
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint, linear_cross_entropy
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    checkpoint,
+    linear_cross_entropy,
+)
 from megatron.core.transformer.attention.core import CoreAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
@@ -29,10 +34,14 @@ class Precision:
     """What surrounds the layers of a chunk: nothing, their precision is that of their tensors."""
 
     def __init__(
-        self, config: TransformerConfig, group: dist.ProcessGroup | None, layers: Mapping[int, nn.Module] | None = None
+        self,
+        config: TransformerConfig,
+        group: dist.ProcessGroup | None,
+        layers: Mapping[int, nn.Module] | None = None,
     ) -> None:
         """`group`: the ranks of this pipeline stage; None is the world. `layers`: those of the chunk, by number."""
-        self.config, self.group = config, group
+        self.config = config
+        self.group = group
 
     def chunk(self) -> AbstractContextManager[None]:
         """Around the whole forward pass."""
@@ -51,7 +60,9 @@ class Quantized:
         raise NotImplementedError
 
     def restore_scales(self, state: dict[str, Any], config: TransformerConfig) -> bool:
-        """Go on with what `scales` gave; False, and nothing is changed, where it is of another recipe or shape."""
+        """Go on with what `scales` gave; False, and nothing is changed, where it is of another
+        recipe or shape.
+        """
         raise NotImplementedError
 
 
@@ -75,13 +86,16 @@ class LayerSpec:
     precision: type[Precision] = Precision
     checkpoint: Callable[..., Any] = checkpoint
     rope: Callable[..., Tensor] | None = None
-    """--apply-rope-fusion: `[s, b, g, heads, d]` turned by angles `[s, 1, 1, pairs]`, interleaved or not."""
+    """--apply-rope-fusion: `[s, b, g, heads, d]` turned by angles `[s, 1, 1, pairs]`, interleaved or not.
+    """
     cross_entropies: Mapping[str, Callable[..., Tensor]] = field(default_factory=lambda: _NATIVE)
     """By --cross-entropy-fusion-impl; all are called as `linear_cross_entropy` is."""
     set_up: Callable[[TransformerConfig, int, int], None] = nothing
-    """Before a model is built: for so many tokens of a micro batch, over so many tensor-parallel ranks. Collective."""
+    """Before a model is built: for so many tokens of a micro-batch, over so many tensor-parallel
+    ranks. Collective.
+    """
     start_step: Callable[[], None] = nothing
-    """Before the first micro batch of a step: the weights may have changed."""
+    """Before the first micro-batch of a step: the weights may have changed."""
 
     def projection_in(
         self,
@@ -94,8 +108,14 @@ class LayerSpec:
         normed: bool,
         num_blocks: int = 1,
     ) -> ColumnParallelLinear:
-        """A first projection of a branch, its outputs split over TP; `normed`: with the norm in front of it."""
-        column = partial(self.norm_column, config) if normed else partial(self.column, dtype=config.params_dtype)
+        """A first projection of a branch, its outputs split over TP; `normed`: with the norm in
+        front of it.
+        """
+        column = (
+            partial(self.norm_column, config)
+            if normed
+            else partial(self.column, dtype=config.params_dtype)
+        )
         return column(
             inputs,
             outputs,
@@ -110,7 +130,9 @@ class LayerSpec:
     def projection_out(
         self, config: TransformerConfig, place: Placement, inputs: int, *, normed: bool = True
     ) -> RowParallelLinear:
-        """The last projection of a branch, back to the residual stream; `normed`: with the norm behind it, if any."""
+        """The last projection of a branch, back to the residual stream; `normed`: with the norm
+        behind it, if any.
+        """
         return self.row(
             inputs,
             config.hidden_size,
@@ -118,25 +140,33 @@ class LayerSpec:
             tp=place.tp,
             sequence_parallel=place.sequence_parallel,
             bias=config.add_bias_linear,
-            output_norm=self.hidden_norm(config, place) if normed and config.norm_placement != "pre" else None,
+            output_norm=self.hidden_norm(config, place)
+            if normed and config.norm_placement != "pre"
+            else None,
             dtype=config.params_dtype,
             device=place.device,
         )
 
     def hidden_norm(self, config: TransformerConfig, place: Placement) -> Norm:
-        """A norm of the residual stream, of which each TP rank has a part under sequence parallelism."""
-        return self.norm(config, config.hidden_size, partial_grad=place.sequence_parallel, device=place.device)
+        """A norm of the residual stream, of which each TP rank has a part under sequence
+        parallelism.
+        """
+        return self.norm(
+            config, config.hidden_size, partial_grad=place.sequence_parallel, device=place.device
+        )
 
     def cross_entropy(self, config: TransformerConfig) -> Callable[..., Tensor]:
         """The output layer and the loss."""
-        return self.cross_entropies[config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "native"]
+        return self.cross_entropies[
+            config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "native"
+        ]
 
 
 LOCAL = LayerSpec()
 
 
 def layer_spec(config: TransformerConfig) -> LayerSpec:
-    """The back end of a configuration.
+    """The backend of a configuration.
 
     Raises ValueError where it is not installed.
     """
@@ -147,7 +177,11 @@ def _transformer_engine() -> LayerSpec:
     """Imported here, since it is not installed everywhere and takes seconds."""
     try:
         module = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
-    except (ImportError, OSError, RuntimeError) as error:  # not there, without its libraries, or of another torch
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # not there, without its libraries, or of another torch
         raise ValueError(
             f"--transformer-impl transformer_engine: Transformer Engine cannot be imported ({error}). Install it with "
             "pip install --no-build-isolation '.[te]' (docs/gpu.md), or take --transformer-impl local"

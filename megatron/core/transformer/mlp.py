@@ -18,7 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MLP(MegatronModule):
-    """Norm and MLP. The inner width is split over TP; a gated MLP stacks gate and up in a matrix, and splits each."""
+    """Norm and MLP. The inner width is split over TP; a gated MLP stacks gate and up in a matrix,
+    and splits each.
+    """
 
     def __init__(
         self,
@@ -30,7 +32,8 @@ class MLP(MegatronModule):
     ) -> None:
         """A `shared_expert` has an input that is normalized already."""
         super().__init__()
-        spec, blocks = layer_spec(config), 2 if config.gated else 1
+        spec = layer_spec(config)
+        blocks = 2 if config.gated else 1
         ffn_size = ffn_size or config.ffn_size
         self.activation = activation_of(config)
         self.linear_fc1 = spec.projection_in(
@@ -80,7 +83,9 @@ class _Gated(torch.autograd.Function):
 
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
-_GATES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {  # the activation and its gradient
+_GATES: dict[
+    str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]
+] = {  # the activation and its gradient
     "swiglu": (F.silu, torch.ops.aten.silu_backward.grad_input),
     "geglu": (_tanh_gelu, partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")),
 }
@@ -91,10 +96,13 @@ def _squared_relu(x: Tensor) -> Tensor:
 
 
 def _quick_geglu(x: Tensor, offset: float, clamp: float | None) -> Tensor:
-    """quick_gelu(gate) * (up + offset) of `[..., gate; up]` (Hendrycks and Gimpel 2016 for the approximation)."""
+    """quick_gelu(gate) * (up + offset) of `[..., gate; up]` (Hendrycks and Gimpel 2016 for the
+    approximation).
+    """
     gate, up = x.chunk(2, -1)
     if clamp is not None:
-        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        gate = gate.clamp(max=clamp)
+        up = up.clamp(-clamp, clamp)
     return gate * torch.sigmoid(1.702 * gate) * (up + offset)
 
 
@@ -115,7 +123,9 @@ class _KeepsInput(torch.autograd.Function):
 
 
 def activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """What the MLPs of a model compute between their matrices; one object for all of them (see `TransformerLayer`)."""
+    """What the MLPs of a model compute between their matrices; one object for all of them (see
+    `TransformerLayer`).
+    """
     if not config.quick_geglu:
         return _ACTIVATIONS[config.activation]
     return _quick_geglu_of(config.glu_linear_offset, config.activation_func_clamp_value)
@@ -124,7 +134,9 @@ def activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 @functools.cache
 def _quick_geglu_of(offset: float, clamp: float | None) -> Callable[[Tensor], Tensor]:
     function = partial(_quick_geglu, offset=offset, clamp=clamp)
-    return lambda x: function(x) if torch.compiler.is_compiling() else _KeepsInput.apply(x, function)
+    return lambda x: (
+        function(x) if torch.compiler.is_compiling() else _KeepsInput.apply(x, function)
+    )
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

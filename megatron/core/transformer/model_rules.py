@@ -1,4 +1,6 @@
-"""Which values of a model's fields go together: every rule yields what is wrong, with the values and the way out."""
+"""Which values of a model's fields go together: every rule yields what is wrong, with the values
+and the way out.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ def layer_pattern(text: str) -> int | list[int]:
         if isinstance(node, ast.List):
             return [value(element) for element in node.elts]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
-            left, right = value(node.left), value(node.right)
-            if isinstance(node.op, ast.Mult) and isinstance(left, list) and type(right) is int and right < 10_000:
+            left = value(node.left)
+            right = value(node.right)
+            if (
+                isinstance(node.op, ast.Mult)
+                and isinstance(left, list)
+                and type(right) is int
+                and right < 10_000
+            ):
                 return left * right
             if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
                 return left + right
@@ -63,7 +71,8 @@ def _of_a_dense_model(config: TransformerConfig) -> Iterator[str]:
     yield from _of_windows(config)
     yield from _of_norms(config)
     if config.attends_in_blocks and config.attention_dropout:
-        cap, kind = config.attn_logit_softcapping, config.softmax_type
+        cap = config.attn_logit_softcapping
+        kind = config.softmax_type
         what = f"--softmax-type {kind}" if cap is None else f"--attn-logit-softcapping {cap}"
         yield (
             f"{what} with --attention-dropout {config.attention_dropout}: the kernels that change scores so have no "
@@ -72,12 +81,16 @@ def _of_a_dense_model(config: TransformerConfig) -> Iterator[str]:
     for name, default in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
         if getattr(config, name) != default and not config.quick_geglu:
             yield f"--{name.replace('_', '-')} {getattr(config, name)} needs --quick-geglu, whose gate it changes"
-    if config.recompute_granularity == "full" and (config.recompute_method is None or not config.recompute_num_layers):
+    if config.recompute_granularity == "full" and (
+        config.recompute_method is None or not config.recompute_num_layers
+    ):
         yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
 
     if config.use_rope_scaling and config.rope_type == "yarn":
         yield "--use-rope-scaling (of Llama 3) and --rope-type yarn exclude each other"
-    if config.rope_type == "yarn" and not (config.rotary_scaling_factor and config.original_max_position_embeddings):
+    if config.rope_type == "yarn" and not (
+        config.rotary_scaling_factor and config.original_max_position_embeddings
+    ):
         yield (
             f"--rope-type yarn: --rotary-scaling-factor {config.rotary_scaling_factor} and "
             f"--original-max-position-embeddings {config.original_max_position_embeddings} must be positive"
@@ -87,7 +100,9 @@ def _of_a_dense_model(config: TransformerConfig) -> Iterator[str]:
 def _of_windows(config: TransformerConfig) -> Iterator[str]:
     skip = config.window_attn_skip_freq
     if isinstance(skip, list) and (len(skip) != config.num_layers or not set(skip) <= {0, 1}):
-        yield (f"--window-attn-skip-freq {skip} must have a 0 or a 1 for each of the --num-layers {config.num_layers}")
+        yield (
+            f"--window-attn-skip-freq {skip} must have a 0 or a 1 for each of the --num-layers {config.num_layers}"
+        )
     if isinstance(skip, int) and skip < 1:
         yield f"--window-attn-skip-freq must be positive, got {skip}"
     if config.window_size is None and skip is not None:
@@ -98,7 +113,9 @@ def _of_norms(config: TransformerConfig) -> Iterator[str]:
     if config.norm_placement != "pre" and (config.has_experts or config.multi_latent_attention):
         other = "--num-experts" if config.has_experts else "--multi-latent-attention"
         yield f"--norm-placement {config.norm_placement} does not go with {other}: take pre"
-    if config.qk_layernorm_across_heads and (not config.qk_layernorm or config.normalization != "RMSNorm"):
+    if config.qk_layernorm_across_heads and (
+        not config.qk_layernorm or config.normalization != "RMSNorm"
+    ):
         yield "--qk-layernorm-across-heads needs --qk-layernorm and --normalization RMSNorm"
 
 
@@ -116,13 +133,22 @@ def _of_latent_attention(config: TransformerConfig) -> Iterator[str]:
         yield "--multi-latent-attention has keys and values for every head: leave out --group-query-attention"
     if config.rotary_interleaved or config.add_qkv_bias:
         flags = ("--rotary-interleaved", "--add-qkv-bias")
-        given = [name for name, on in zip(flags, (config.rotary_interleaved, config.add_qkv_bias), strict=True) if on]
+        given = [
+            name
+            for name, on in zip(
+                flags, (config.rotary_interleaved, config.add_qkv_bias), strict=True
+            )
+            if on
+        ]
         yield f"--multi-latent-attention does not go with {' and '.join(given)}"
 
 
 def _of_back_end(config: TransformerConfig) -> Iterator[str]:
-    fp8, bits = config.fp8 is not None, "fp8" if config.fp8 is not None else "fp4"
-    narrow = f"--{bits}-format {config.fp8 or config.fp4}" if config.low_precision is not None else None
+    fp8 = config.fp8 is not None
+    bits = "fp8" if config.fp8 is not None else "fp4"
+    narrow = (
+        f"--{bits}-format {config.fp8 or config.fp4}" if config.low_precision is not None else None
+    )
     fused_loss = config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te"
     for given, name in (
         (narrow, narrow),
@@ -136,7 +162,10 @@ def _of_back_end(config: TransformerConfig) -> Iterator[str]:
     if narrow and not config.bf16:
         yield f"{narrow} needs --bf16: what is not in {bits} is in bfloat16"
     if narrow:
-        for name, size in (("--hidden-size", config.hidden_size), ("--ffn-hidden-size", config.ffn_size)):
+        for name, size in (
+            ("--hidden-size", config.hidden_size),
+            ("--ffn-hidden-size", config.ffn_size),
+        ):
             if size % 16:
                 yield f"{name} {size} is not a multiple of 16, as the kernels of {bits} need"
     if fp8 and config.fp4 is not None:
@@ -151,7 +180,9 @@ def _of_back_end(config: TransformerConfig) -> Iterator[str]:
 
 
 def _of_experts(config: TransformerConfig) -> Iterator[str]:
-    experts, topk, bad = config.num_experts or 0, config.moe_router_topk, "--moe-router-topk"
+    experts = config.num_experts or 0
+    topk = config.moe_router_topk
+    bad = "--moe-router-topk"
     if config.moe_ffn_size < 1:
         yield f"--moe-ffn-hidden-size must be positive, got {config.moe_ffn_hidden_size}"
     if not 1 <= topk <= experts:
@@ -161,7 +192,10 @@ def _of_experts(config: TransformerConfig) -> Iterator[str]:
     if isinstance(config.moe_layer_freq, int):
         if config.moe_layer_freq < 1:
             yield f"--moe-layer-freq must be positive, got {config.moe_layer_freq}"
-    elif len(config.moe_layer_freq) != config.num_layers or not set(config.moe_layer_freq) <= {0, 1}:
+    elif len(config.moe_layer_freq) != config.num_layers or not set(config.moe_layer_freq) <= {
+        0,
+        1,
+    }:
         yield (
             f"--moe-layer-freq {config.moe_layer_freq} must have a 0 or a 1 for each of the --num-layers "
             f"{config.num_layers}"
@@ -177,7 +211,8 @@ def _of_experts(config: TransformerConfig) -> Iterator[str]:
 
 
 def _of_groups(config: TransformerConfig, experts: int, topk: int) -> Iterator[str]:
-    groups, taken = config.moe_router_num_groups, config.moe_router_group_topk
+    groups = config.moe_router_num_groups
+    taken = config.moe_router_group_topk
     if (groups is None) != (taken is None):
         yield f"--moe-router-num-groups {groups} and --moe-router-group-topk {taken} go together"
     elif not groups or not taken:
@@ -194,7 +229,8 @@ def _of_groups(config: TransformerConfig, experts: int, topk: int) -> Iterator[s
 
 
 def _of_balance(config: TransformerConfig) -> Iterator[str]:
-    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = config.moe_router_load_balancing_type
+    coefficients = config.moe_aux_loss_coeff
     if len(kinds) != len(coefficients):
         yield f"--moe-aux-loss-coeff {coefficients} must have one value for each of {kinds}"
     if len(set(kinds)) < len(kinds):

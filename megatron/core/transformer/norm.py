@@ -11,19 +11,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter, param_info, set_param_info
+from megatron.core.module import (
+    Constant,
+    MegatronModule,
+    ParamInfo,
+    make_parameter,
+    param_info,
+    set_param_info,
+)
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import ColumnParallelLinear, without_intermediate
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_parallel, reduce_from_tensor_parallel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_parallel,
+    reduce_from_tensor_parallel,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import import_apex
 
 
 class Norm(MegatronModule):
-    """Weight and bias are replicated over TP; `partial_grad` where each TP rank normalizes other elements."""
+    """Weight and bias are replicated over TP; `partial_grad` where each TP rank normalizes other
+    elements.
+    """
 
     def __init__(
-        self, config: TransformerConfig, size: int, *, partial_grad: bool, device: torch.device | None = None
+        self,
+        config: TransformerConfig,
+        size: int,
+        *,
+        partial_grad: bool,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.normalize = Normalization.of(config)
@@ -36,16 +53,24 @@ class Norm(MegatronModule):
 class NormAcrossHeads(Norm):
     """RMSNorm over the elements of all heads, which are split over TP."""
 
-    def __init__(self, config: TransformerConfig, heads: int, tp: Axis, device: torch.device | None) -> None:
-        super().__init__(config, heads // tp.size * config.head_dim, partial_grad=False, device=device)
-        self.tp, self.size = tp, heads * config.head_dim
+    def __init__(
+        self, config: TransformerConfig, heads: int, tp: Axis, device: torch.device | None
+    ) -> None:
+        super().__init__(
+            config, heads // tp.size * config.head_dim, partial_grad=False, device=device
+        )
+        self.tp = tp
+        self.size = heads * config.head_dim
         set_param_info(self.weight, replace(param_info(self.weight), tp_dim=0))
 
     def forward(self, x: Tensor) -> Tensor:
         """`[s, b, groups/tp, heads, d]`."""
-        wide, weight = x.float(), self.weight.float().view(x.shape[2:])
+        wide = x.float()
+        weight = self.weight.float().view(x.shape[2:])
         squares = reduce_from_tensor_parallel(wide.square().sum((2, 3, 4), keepdim=True), self.tp)
-        scale = torch.rsqrt(copy_to_tensor_parallel(squares, self.tp) / self.size + self.normalize.epsilon)
+        scale = torch.rsqrt(
+            copy_to_tensor_parallel(squares, self.tp) / self.size + self.normalize.epsilon
+        )
         return (wide * scale * (weight + 1.0 if self.normalize.from_one else weight)).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
@@ -54,7 +79,8 @@ class NormAcrossHeads(Norm):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """A column-parallel layer of its normalized input; the norm's parameters belong to it, as on disk.
+    """A column-parallel layer of its normalized input; the norm's parameters belong to it, as on
+    disk.
 
     With --recompute-modules layernorm the normalized input is computed again in the backward pass.
     """
@@ -72,9 +98,13 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         """`options`: those of `ColumnParallelLinear`."""
         common: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
         super().__init__(input_size, output_size, dtype=config.params_dtype, **common, **options)
-        self.normalize, self.recompute = Normalization.of(config), config.recomputes("layernorm")
-        self.layer_norm_weight, self.layer_norm_bias = norm_parameters(config, input_size, sequence_parallel, device)
-        # The projection's come behind the norm's, as in Transformer Engine: legacy files have that order.
+        self.normalize = Normalization.of(config)
+        self.recompute = config.recomputes("layernorm")
+        self.layer_norm_weight, self.layer_norm_bias = norm_parameters(
+            config, input_size, sequence_parallel, device
+        )
+        # The projection's come behind the norm's, as in Transformer Engine: legacy files have that
+        # order.
         for name in [name for name in self._parameters if not name.startswith("layer_norm_")]:
             self._parameters[name] = self._parameters.pop(name)
 
@@ -98,21 +128,29 @@ class Normalization:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Normalization:
-        apex = _apex() if config.norm_impl == "apex" and config.transformer_impl == "local" else None
-        return _shared(config.normalization == "RMSNorm", config.norm_epsilon, config.apply_layernorm_1p, apex)
+        apex = (
+            _apex() if config.norm_impl == "apex" and config.transformer_impl == "local" else None
+        )
+        return _shared(
+            config.normalization == "RMSNorm", config.norm_epsilon, config.apply_layernorm_1p, apex
+        )
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not self.from_one:
             return self._normalized(x, weight, bias)
         bias = None if bias is None else bias.float()
-        return self._normalized(x.float(), weight.float() + 1.0, bias).to(x.dtype)  # bf16 would round 1 + weight
+        return self._normalized(x.float(), weight.float() + 1.0, bias).to(
+            x.dtype
+        )  # bf16 would round 1 + weight
 
     def _normalized(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.rms and torch.compiler.is_compiling():
             return F.rms_norm(x, weight.shape, weight, self.epsilon)  # fused with its neighbours
         if self.apex is not None and not torch.compiler.is_compiling():
             values, fused = ((x, weight), "rms") if bias is None else ((x, weight, bias), "layer")
-            normed: Tensor = getattr(self.apex, f"fused_{fused}_norm_affine")(*values, weight.shape, self.epsilon)
+            normed: Tensor = getattr(self.apex, f"fused_{fused}_norm_affine")(
+                *values, weight.shape, self.epsilon
+            )
             return normed
         if self.rms:
             return _RMSNorm.apply(x, weight, self.epsilon)
@@ -126,7 +164,9 @@ def _shared(*fields: Any) -> Normalization:
 
 
 def _apex() -> Any:
-    import_apex("fused_layer_norm_cuda", "--norm-impl")  # which the other one imports only when it is called
+    import_apex(
+        "fused_layer_norm_cuda", "--norm-impl"
+    )  # which the other one imports only when it is called
     return import_apex("apex.normalization.fused_layer_norm", "--norm-impl")
 
 
@@ -136,7 +176,12 @@ def norm_parameters(
     """Weight and bias; RMSNorm has no bias."""
     first = 0.0 if config.apply_layernorm_1p else 1.0
     weight, bias = (
-        make_parameter((size,), config.params_dtype, device, ParamInfo(Constant(value), partial_grad=partial_grad))
+        make_parameter(
+            (size,),
+            config.params_dtype,
+            device,
+            ParamInfo(Constant(value), partial_grad=partial_grad),
+        )
         for value in (first, 0.0)
     )
     return weight, None if config.normalization == "RMSNorm" else bias

@@ -1,8 +1,9 @@
-"""Where the layers of a model compute, and how context parallelism splits sequences over the ranks of an axis.
+"""Where the layers of a model compute, and how context parallelism splits sequences over the ranks
+of an axis.
 
-A sequence is cut into 2 CP chunks; rank r holds chunks r and 2 CP - 1 - r, in this order ("zigzag", as in Megatron-LM),
-so that under causal order all ranks compute equally much attention. All else works on single tokens and only needs to
-know their positions.
+A sequence is cut into 2 CP chunks; rank r holds chunks r and 2 CP - 1 - r, in this order ("zigzag",
+as in Megatron-LM), so that under causal order all ranks compute equally much attention. All else
+works on single tokens and only needs to know their positions.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from torch import Tensor
 
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.tensor_parallel.mappings import exchange_heads_for_sequence, exchange_sequence_for_heads
+from megatron.core.tensor_parallel.mappings import (
+    exchange_heads_for_sequence,
+    exchange_sequence_for_heads,
+)
 from megatron.core.utils import divide
 
 
 def local_positions(length: int, rank: int, size: int) -> Tensor:
-    """Which of the `length` positions of a sequence rank `rank` of `size` holds, in its order: `[length / size]`."""
+    """Which of the `length` positions of a sequence rank `rank` of `size` holds, in its order:
+    `[length / size]`.
+    """
     if size == 1:
         return torch.arange(length)
     chunk = divide(length, 2 * size, "sequence length over twice the context-parallel ranks")
@@ -30,10 +36,12 @@ def local_positions(length: int, rank: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Over which ranks sequences are split, and how their attention is brought together (--cp-comm-type).
+    """Over which ranks sequences are split, and how their attention is brought together
+    (--cp-comm-type).
 
-    "a2a": the ranks exchange positions for heads, so that each has whole sequences of a CP-th of the heads (Jacobs et
-    al. 2023, "DeepSpeed Ulysses"); "all_gather", "p2p": see `blockwise_attention`.
+    "a2a": the ranks exchange positions for heads, so that each has whole sequences of a CP-th of
+    the heads (Jacobs et al. 2023, "DeepSpeed Ulysses"); "all_gather", "p2p": see
+    `blockwise_attention`.
     """
 
     axis: Axis = Axis()
@@ -48,7 +56,9 @@ class ContextParallel:
 
     def layer(self, number: int) -> ContextParallel:
         """As layer `number` has it."""
-        return self if self.of_layers is None else ContextParallel(self.axis, self.of_layers(number))
+        return (
+            self if self.of_layers is None else ContextParallel(self.axis, self.of_layers(number))
+        )
 
     @property
     def attention_axis(self) -> Axis:
@@ -61,11 +71,18 @@ class ContextParallel:
         return self.axis if self.comm_type == "a2a" else Axis()
 
     def part_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's positions of `[b, s]` tensors; `documents` stay whole, for the keys of all ranks."""
+        """This rank's positions of `[b, s]` tensors; `documents` stay whole, for the keys of all
+        ranks.
+        """
         if self.axis.size == 1:
             return dict(batch)
-        positions = local_positions(next(iter(batch.values())).shape[1], self.axis.rank, self.axis.size)
-        return {key: x if key == "documents" else x.index_select(1, positions) for key, x in batch.items()}
+        positions = local_positions(
+            next(iter(batch.values())).shape[1], self.axis.rank, self.axis.size
+        )
+        return {
+            key: x if key == "documents" else x.index_select(1, positions)
+            for key, x in batch.items()
+        }
 
     def to_heads(self, x: Tensor) -> Tensor:
         """`[s/cp, b, groups, ...]` of all heads to `[s, b, groups/cp, ...]` with a2a, positions in their order."""
@@ -80,7 +97,9 @@ class ContextParallel:
         if self.head_axis.size == 1:
             return x
         first, second = x.unflatten(0, (2, self.head_axis.size, -1)).unbind(0)
-        return exchange_heads_for_sequence(torch.stack((first, second.flip(0)), dim=1).flatten(0, 2), self.head_axis)
+        return exchange_heads_for_sequence(
+            torch.stack((first, second.flip(0)), dim=1).flatten(0, 2), self.head_axis
+        )
 
 
 WHOLE_SEQUENCES = ContextParallel()  # no context parallelism
@@ -88,7 +107,9 @@ WHOLE_SEQUENCES = ContextParallel()  # no context parallelism
 
 @dataclass(frozen=True)
 class Placement:
-    """The axes that a chunk of the model is split over, its random numbers, and its device, for its layers."""
+    """The axes that a chunk of the model is split over, its random numbers, and its device, for its
+    layers.
+    """
 
     tp: Axis
     rng: TensorParallelRng

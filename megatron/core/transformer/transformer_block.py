@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.module import MegatronModule, child_sharded_state_dict
 from megatron.core.tensor_parallel import without_intermediate
-from megatron.core.transformer.attention.multi_head import Attention, MultiLatentAttention, SelfAttention
+from megatron.core.transformer.attention.multi_head import (
+    Attention,
+    MultiLatentAttention,
+    SelfAttention,
+)
 from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
@@ -22,28 +26,35 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class TransformerLayer(MegatronModule):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches; `number` is the global one.
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches; `number` is the
+    global one.
 
-    The norms belong to the projections that they feed or follow (--norm-placement); one that several share stands by
-    itself: that of the router and all experts, and of what latent attention begins with. Keys on disk are the same.
+    The norms belong to the projections that they feed or follow (--norm-placement); one that
+    several share stands by itself: that of the router and all experts, and of what latent attention
+    begins with. Keys on disk are the same.
     """
 
     def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
         super().__init__()
         place = replace(place, cp=place.cp.layer(number))
-        spec, latent = layer_spec(config), config.multi_latent_attention
-        self.config, self.place = config, place
+        spec = layer_spec(config)
+        latent = config.multi_latent_attention
+        self.config = config
+        self.place = place
         self.input_layernorm = spec.hidden_norm(config, place) if latent else None
         attention = MultiLatentAttention if latent else SelfAttention
         self.self_attention: Attention = attention(config, place, number=number)
         has_experts = bool(config.moe_layer_pattern[number])
         self.pre_mlp_layernorm = spec.hidden_norm(config, place) if has_experts else None
-        self.mlp = MoELayer(config, place, layer_number=number) if has_experts else MLP(config, place)
+        self.mlp = (
+            MoELayer(config, place, layer_number=number) if has_experts else MLP(config, place)
+        )
 
     def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
-        # The branches in statements of their own, and not by one method that is given norm and branch: --compile cuts
-        # the graph within them, and torch before 2.8 compiles anew for every bound method that lies across a cut.
+        # The branches in statements of their own, and not by one method that is given norm and
+        # branch: --compile cuts the graph within them, and torch before 2.8 compiles anew for every
+        # bound method that lies across a cut.
         attention = self._attend(hidden_states, documents)
         hidden_states = hidden_states + self._dropped(attention)
         fed_forward = self._feed_forward(hidden_states)
@@ -54,7 +65,9 @@ class TransformerLayer(MegatronModule):
         if norm is None:
             return self.self_attention(hidden_states, documents)
         if self._recomputes_norms():
-            return without_intermediate(norm, partial(self.self_attention, documents=documents), hidden_states)
+            return without_intermediate(
+                norm, partial(self.self_attention, documents=documents), hidden_states
+            )
         return self.self_attention(norm(hidden_states), documents)
 
     def _feed_forward(self, hidden_states: Tensor) -> Tensor:
@@ -69,7 +82,10 @@ class TransformerLayer(MegatronModule):
         return self.config.recomputes("layernorm") and self.training
 
     def _mlp(self, hidden_states: Tensor) -> Tensor:
-        if self.config.recomputes("moe" if isinstance(self.mlp, MoELayer) else "mlp") and self.training:
+        if (
+            self.config.recomputes("moe" if isinstance(self.mlp, MoELayer) else "mlp")
+            and self.training
+        ):
             return layer_spec(self.config).checkpoint(self.mlp, self.place.rng, hidden_states)
         return self.mlp(hidden_states)
 
@@ -98,11 +114,15 @@ class TransformerBlock(MegatronModule):
         """`stage`: the ranks of this pipeline stage, which must agree on the scales of fp8; None is the world."""
         super().__init__()
         self.spec = layer_spec(config)
-        self.config, self.rng, self.layer_numbers = config, place.rng, layers
+        self.config = config
+        self.rng = place.rng
+        self.layer_numbers = layers
         by_number = {number: TransformerLayer(config, place, number=number) for number in layers}
         kinds: dict[object, TransformerLayer] = {}
         for number, layer in by_number.items():
-            alike = kinds.setdefault((config.window_of(number), layer.place.cp.head_axis.size), layer)
+            alike = kinds.setdefault(
+                (config.window_of(number), layer.place.cp.head_axis.size), layer
+            )
             layer.self_attention.share_tables(alike.self_attention)
         self.layers = nn.ModuleList(by_number.values())
         self.precision = self.spec.precision(config, stage, by_number)
@@ -113,10 +133,18 @@ class TransformerBlock(MegatronModule):
         with self.precision.chunk():
             for start, stop, recompute in self._groups():
                 group = (hidden_states, documents, start, stop)
-                hidden_states = self.spec.checkpoint(self._run, self.rng, *group) if recompute else self._run(*group)
-        return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+                hidden_states = (
+                    self.spec.checkpoint(self._run, self.rng, *group)
+                    if recompute
+                    else self._run(*group)
+                )
+        return (
+            hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+        )
 
-    def _run(self, hidden_states: Tensor, documents: Tensor | None, start: int, stop: int) -> Tensor:
+    def _run(
+        self, hidden_states: Tensor, documents: Tensor | None, start: int, stop: int
+    ) -> Tensor:
         for index in range(start, stop):
             with self.precision.layer(self.layer_numbers[index]):
                 hidden_states = self.layers[index](hidden_states, documents)

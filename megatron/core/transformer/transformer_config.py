@@ -25,10 +25,12 @@ _DENSE = {"has_dense_layers": True}
 
 @dataclass
 class TransformerConfig(ExpertOptions, ComputeOptions):
-    """What defines the model; everything that changes the mathematics is here and travels with the checkpoint.
+    """What defines the model; everything that changes the mathematics is here and travels with the
+    checkpoint.
 
-    A field that is part of the architecture says in its `flag` what it decides: comparing a checkpoint's model with
-    the run's, taking its flags over and checking an export all follow from that.
+    A field that is part of the architecture says in its `flag` what it decides: comparing a
+    checkpoint's model with the run's, taking its flags over and checking an export all follow from
+    that.
     """
 
     num_layers: int = flag(0, decides="shapes")
@@ -38,15 +40,23 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     num_attention_heads: int = flag(0, decides="shapes")
     """Number of query heads."""
     ffn_hidden_size: int | None = flag(None, decides="shapes", when=_DENSE)
-    """Inner width of the MLP. Default: 4 * hidden_size, or 8/3 * hidden_size rounded down to 64 with --swiglu."""
+    """Inner width of the MLP. Default: 4 * hidden_size, or 8/3 * hidden_size rounded down to 64
+    with --swiglu.
+    """
     group_query_attention: bool = flag(False)
-    """Share key and value heads among groups of query heads (GQA, Ainslie et al. 2023); see --num-query-groups."""
+    """Share key and value heads among groups of query heads (GQA, Ainslie et al. 2023); see
+    --num-query-groups.
+    """
     num_query_groups: int | None = flag(None, decides="shapes", when=_NOT_LATENT)
-    """Number of key/value heads with --group-query-attention. Default: 1; without that flag one per query head."""
+    """Number of key/value heads with --group-query-attention. Default: 1; without that flag one per
+    query head.
+    """
     kv_channels: int | None = flag(None, positive=True, decides="shapes", when=_NOT_LATENT)
     """Width of one attention head. Default: hidden_size / num_attention_heads."""
     multi_latent_attention: bool = flag(False, decides="shapes")
-    """Queries, and keys with values, come from two narrow vectors per token (MLA, DeepSeek-V2); it has RoPE always."""
+    """Queries, and keys with values, come from two narrow vectors per token (MLA, DeepSeek-V2); it
+    has RoPE always.
+    """
     q_lora_rank: int | None = flag(None, decides="shapes", when=_LATENT)
     """Width of the vector that queries come from. Default: they come from the residual stream."""
     kv_lora_rank: int = flag(32, decides="shapes", when=_LATENT)
@@ -58,11 +68,15 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     v_head_dim: int = flag(128, decides="shapes", when=_LATENT)
     """Width of a value head."""
     vocab_size: int | None = flag(None)
-    """Number of tokens of the model. Default: the tokenizer's. With NullTokenizer n means n + 1 tokens, EOD = n."""
+    """Number of tokens of the model. Default: the tokenizer's. With NullTokenizer n means n + 1
+    tokens, EOD = n.
+    """
     max_position_embeddings: int | None = flag(None, decides="shapes", when=_LEARNED)
     """Longest sequence; the number of rows of learned position embeddings."""
     position_embedding_type: str = flag(
-        "learned_absolute", choices=("learned_absolute", "rope", "yarn", "alibi", "none"), decides="shapes"
+        "learned_absolute",
+        choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
+        decides="shapes",
     )
     """How positions enter the model; yarn is rope with --rope-type yarn."""
     rotary_base: float = flag(10000.0, positive=True, decides="mathematics", when=_ROPE)
@@ -71,8 +85,12 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     """Fraction of each head that is rotated."""
     rotary_interleaved: bool = flag(False, decides="mathematics", when=_ROPE)
     """Rotate elements 2i and 2i + 1 of a head together (GPT-J) in place of i and i + half."""
-    rotary_base_local: float | None = flag(None, positive=True, decides="mathematics", when=_ROPE | _WINDOW)
-    """Base of the rotary frequencies, unscaled, in layers with a sliding window. Default: as in all layers."""
+    rotary_base_local: float | None = flag(
+        None, positive=True, decides="mathematics", when=_ROPE | _WINDOW
+    )
+    """Base of the rotary frequencies, unscaled, in layers with a sliding window. Default: as in all
+    layers.
+    """
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, positive=True, decides="mathematics", when=_ROPE, meaning="rotary_stretch"
     )
@@ -83,13 +101,18 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     """Llama-3 scaling: factor by which low frequencies are divided."""
     rope_low_freq_factor: float = flag(1.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
     """Llama-3 scaling: wavelengths above original_max_position / this are divided in full."""
-    rope_high_freq_factor: float = flag(4.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
+    rope_high_freq_factor: float = flag(
+        4.0, positive=True, decides="mathematics", when=_SCALED_ROPE
+    )
     """Llama-3 scaling: wavelengths below original_max_position / this are left alone."""
-    rope_original_max_position_embeddings: int = flag(8192, positive=True, decides="mathematics", when=_SCALED_ROPE)
+    rope_original_max_position_embeddings: int = flag(
+        8192, positive=True, decides="mathematics", when=_SCALED_ROPE
+    )
     """Llama-3 scaling: the context length the frequencies were first trained for."""
     rope_type: str | None = flag(None, choices=("rope", "yarn"), decides="mathematics", when=_ROPE)
-    """Rotary frequencies as they are, or stretched for longer sequences (YaRN, Peng et al. 2023) with the numbers
-    below. Default: yarn with --multi-latent-attention, else rope."""
+    """Rotary frequencies as they are, or stretched for longer sequences (YaRN, Peng et al. 2023)
+    with the numbers below. Default: yarn with --multi-latent-attention, else rope.
+    """
     rotary_scaling_factor: float = flag(1.0, positive=True, decides="mathematics", when=_YARN)
     """YaRN: by how much the context is longer than the one first trained for."""
     original_max_position_embeddings: int = flag(
@@ -101,14 +124,22 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
         when=_YARN,
     )
     """YaRN: the context length first trained for."""
-    beta_fast: float = flag(32.0, "--beta-fast", "--yarn-beta-fast", positive=True, decides="mathematics", when=_YARN)
+    beta_fast: float = flag(
+        32.0, "--beta-fast", "--yarn-beta-fast", positive=True, decides="mathematics", when=_YARN
+    )
     """YaRN: frequencies that turn more often than this in that context are left alone."""
-    beta_slow: float = flag(1.0, "--beta-slow", "--yarn-beta-slow", positive=True, decides="mathematics", when=_YARN)
+    beta_slow: float = flag(
+        1.0, "--beta-slow", "--yarn-beta-slow", positive=True, decides="mathematics", when=_YARN
+    )
     """YaRN: frequencies that turn less often are divided by the factor."""
     mscale: float = flag(1.0, at_least=0, decides="mathematics", when=_YARN)
-    """YaRN: rotated elements grow by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)."""
+    """YaRN: rotated elements grow by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) +
+    1).
+    """
     mscale_all_dim: float = flag(0.0, at_least=0, decides="mathematics", when=_YARN)
-    """YaRN: as above; attention scores of --multi-latent-attention grow by the square of the lower term."""
+    """YaRN: as above; attention scores of --multi-latent-attention grow by the square of the lower
+    term.
+    """
     yarn_correction_range_round_to_int: bool = flag(
         True, "--no-yarn-correction-range-round-to-int", decides="mathematics", when=_YARN
     )
@@ -116,11 +147,16 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), decides="shapes")
     """Kind of normalization."""
     apply_layernorm_1p: bool = flag(False, decides="mathematics")
-    """Keep the weights of all norms as their difference from 1, which bfloat16 and weight decay treat better."""
+    """Keep the weights of all norms as their difference from 1, which bfloat16 and weight decay
+    treat better.
+    """
     norm_placement: str = flag("pre", choices=("pre", "post", "both"), decides="shapes")
-    """Where a layer's norms stand: before attention and MLP, or after each before it is added to the residual stream
-    (OLMo 2), or both (Gemma 2)."""
-    norm_epsilon: float = flag(1e-5, "--norm-epsilon", "--layernorm-epsilon", at_least=0, decides="mathematics")
+    """Where a layer's norms stand: before attention and MLP, or after each before it is added to
+    the residual stream (OLMo 2), or both (Gemma 2).
+    """
+    norm_epsilon: float = flag(
+        1e-5, "--norm-epsilon", "--layernorm-epsilon", at_least=0, decides="mathematics"
+    )
     """Epsilon of the normalization."""
     swiglu: bool = flag(False, decides="shapes")
     """Gated MLP with SiLU (Shazeer 2020) in place of GELU."""
@@ -128,14 +164,22 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     """Gated MLP with x * sigmoid(1.702 x) in place of GELU."""
     glu_linear_offset: float = flag(0.0, decides="mathematics", when=_QUICK_GEGLU)
     """With --quick-geglu: added to what the gate multiplies (1 in gpt-oss)."""
-    activation_func_clamp_value: float | None = flag(None, positive=True, decides="mathematics", when=_QUICK_GEGLU)
-    """With --quick-geglu: keep the gate's input below this, and what it multiplies within it (7 in gpt-oss)."""
+    activation_func_clamp_value: float | None = flag(
+        None, positive=True, decides="mathematics", when=_QUICK_GEGLU
+    )
+    """With --quick-geglu: keep the gate's input below this, and what it multiplies within it (7 in
+    gpt-oss).
+    """
     geglu: bool = flag(False, decides="shapes")
     """Gated MLP with GELU, its tanh approximation, in place of GELU alone."""
     squared_relu: bool = flag(False, decides="mathematics")
     """The square of ReLU (So et al. 2021) in place of GELU."""
-    bias_gelu_fusion: bool = flag(True, "--no-bias-gelu-fusion", decides="mathematics", when=_GELU, meaning="tanh_gelu")
-    """Use the exact (erf) GELU in place of the tanh approximation, as --disable-bias-linear does, too."""
+    bias_gelu_fusion: bool = flag(
+        True, "--no-bias-gelu-fusion", decides="mathematics", when=_GELU, meaning="tanh_gelu"
+    )
+    """Use the exact (erf) GELU in place of the tanh approximation, as --disable-bias-linear does,
+    too.
+    """
     openai_gelu: bool = flag(False, decides="mathematics", when=_GELU, meaning="tanh_gelu")
     """Use the tanh approximation of GELU whatever the other flags say."""
     add_bias_linear: bool = flag(True, "--disable-bias-linear", decides="shapes")
@@ -154,15 +198,26 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     """Keep attention scores x within this: x becomes cap * tanh(x / cap)."""
     final_logit_softcapping: float | None = flag(None, positive=True, decides="mathematics")
     """The same for the logits of the output layer."""
-    softmax_type: str = flag("vanilla", choices=("vanilla", "off-by-one", "learnable"), decides="shapes")
-    """A score that every query has besides those of its keys, with a value of zero (an attention sink): none, 0, or one
-    learned for each head (gpt-oss)."""
-    window_size: tuple[int, int] | None = flag(None, decides="mathematics")
-    """Sliding-window attention as LEFT,RIGHT: a token sees itself, LEFT tokens before it and RIGHT (0) after it."""
-    window_attn_skip_freq: int | list[int] | None = flag(
-        None, parse=model_rules.layer_pattern, decides="mathematics", when=_WINDOW, meaning="window_pattern"
+    softmax_type: str = flag(
+        "vanilla", choices=("vanilla", "off-by-one", "learnable"), decides="shapes"
     )
-    """Every N-th layer has no window; or a pattern of 1 (window) and 0 (none), as ([1]*5+[0])*4. Default: all have."""
+    """A score that every query has besides those of its keys, with a value of zero (an attention
+    sink): none, 0, or one learned for each head (gpt-oss).
+    """
+    window_size: tuple[int, int] | None = flag(None, decides="mathematics")
+    """Sliding-window attention as LEFT,RIGHT: a token sees itself, LEFT tokens before it and RIGHT
+    (0) after it.
+    """
+    window_attn_skip_freq: int | list[int] | None = flag(
+        None,
+        parse=model_rules.layer_pattern,
+        decides="mathematics",
+        when=_WINDOW,
+        meaning="window_pattern",
+    )
+    """Every N-th layer has no window; or a pattern of 1 (window) and 0 (none), as ([1]*5+[0])*4.
+    Default: all have.
+    """
     embedding_layernorm: bool = flag(False, decides="shapes")
     """Normalize the word embedding (BLOOM)."""
     scale_embeddings: bool = flag(False, decides="mathematics")
@@ -174,18 +229,23 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     attention_dropout: float = flag(0.1, at_least=0, at_most=1)
     """Dropout on the attention probabilities."""
     init_method_std: float = flag(0.02, at_least=0)
-    """Standard deviation of the initial weights; output projections of a block get std / sqrt(2 * num_layers)."""
+    """Standard deviation of the initial weights; output projections of a block get std / sqrt(2 *
+    num_layers).
+    """
 
     def __post_init__(self) -> None:
         raise_problems(model_rules.missing(self))
         if self.position_embedding_type == "yarn":
-            self.position_embedding_type, self.rope_type = "rope", "yarn"
+            self.position_embedding_type = "rope"
+            self.rope_type = "yarn"
         if self.rope_type is None:
             self.rope_type = "yarn" if self.multi_latent_attention else "rope"
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // self.num_attention_heads
         if self.ffn_hidden_size is None:
-            self.ffn_hidden_size = int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+            self.ffn_hidden_size = (
+                int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.swiglu else 4 * self.hidden_size
+            )
         if not self.group_query_attention:
             self.num_query_groups = self.num_attention_heads
         elif self.num_query_groups is None:
@@ -201,15 +261,23 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
         freq = self.moe_layer_freq
         if not self.has_experts:
             return [0] * self.num_layers
-        return list(freq) if isinstance(freq, list) else [int(number % freq == 0) for number in range(self.num_layers)]
+        return (
+            list(freq)
+            if isinstance(freq, list)
+            else [int(number % freq == 0) for number in range(self.num_layers)]
+        )
 
     @property
     def window_pattern(self) -> list[int]:
         """A 1 for every layer with a sliding window, a 0 for every other."""
-        skip, layers = self.window_attn_skip_freq, range(1, self.num_layers + 1)
+        skip = self.window_attn_skip_freq
+        layers = range(1, self.num_layers + 1)
         if isinstance(skip, list):
             return list(skip)
-        return [int(self.window_size is not None and (skip is None or number % skip > 0)) for number in layers]
+        return [
+            int(self.window_size is not None and (skip is None or number % skip > 0))
+            for number in layers
+        ]
 
     def window_of(self, number: int) -> tuple[int, int] | None:
         """The sliding window of layer `number`."""
@@ -223,7 +291,11 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
     @property
     def qk_width(self) -> int:
         """Width of a query or key head."""
-        return self.qk_head_dim + self.qk_pos_emb_head_dim if self.multi_latent_attention else self.head_dim
+        return (
+            self.qk_head_dim + self.qk_pos_emb_head_dim
+            if self.multi_latent_attention
+            else self.head_dim
+        )
 
     @property
     def v_width(self) -> int:
@@ -237,7 +309,9 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
 
     @property
     def attends_in_blocks(self) -> bool:
-        """Whether scores are changed as torch's fused attention has no room for: see `blockwise_attention`."""
+        """Whether scores are changed as torch's fused attention has no room for: see
+        `blockwise_attention`.
+        """
         return self.attn_logit_softcapping is not None or self.softmax_type != "vanilla"
 
     @property
@@ -264,7 +338,9 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
 
     @property
     def output_init_std(self) -> float:
-        """Standard deviation of the projections that write to the residual stream (Radford et al. 2019)."""
+        """Standard deviation of the projections that write to the residual stream (Radford et al.
+        2019).
+        """
         return self.init_method_std / math.sqrt(2.0 * self.num_layers)
 
     @property
@@ -277,16 +353,24 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
         """What the MLP computes between its matrices."""
         gates = {"swiglu": self.swiglu, "quick_geglu": self.quick_geglu, "geglu": self.geglu}
         named = gates | {"squared_relu": self.squared_relu}
-        return next((name for name, on in named.items() if on), "gelu (tanh)" if self.tanh_gelu else "gelu (erf)")
+        return next(
+            (name for name, on in named.items() if on),
+            "gelu (tanh)" if self.tanh_gelu else "gelu (erf)",
+        )
 
     def quantizes(self, number: int) -> bool:
         """Whether layer `number` computes in fp8 or fp4."""
-        first, last = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
-        return self.low_precision is not None and (not self.first_last_layers_bf16 or first <= number < last)
+        first = self.num_layers_at_start_in_bf16
+        last = self.num_layers - self.num_layers_at_end_in_bf16
+        return self.low_precision is not None and (
+            not self.first_last_layers_bf16 or first <= number < last
+        )
 
     @property
     def tanh_gelu(self) -> bool:
-        """Megatron-LM's GELU is the tanh approximation where it is fused with a bias, and exact elsewhere."""
+        """Megatron-LM's GELU is the tanh approximation where it is fused with a bias, and exact
+        elsewhere.
+        """
         return self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
 
 
@@ -299,7 +383,9 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def of(cls, model: TransformerConfig, number: int, cp_comm_type: str = "p2p") -> LayerKind:
-        return cls(bool(model.moe_layer_pattern[number]), bool(model.window_pattern[number]), cp_comm_type)
+        return cls(
+            bool(model.moe_layer_pattern[number]), bool(model.window_pattern[number]), cp_comm_type
+        )
 
 
 # The same model, whatever computed it: its shapes alone are wanted.
@@ -323,15 +409,19 @@ def flag_name(argument: str) -> str:
 
 
 def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
-    """Whether a model with these values depends on `field`: the rotary base counts only with rotary positions."""
-    has_experts, freq = (values.get("num_experts") or 0) > 1, values.get("moe_layer_freq", 1)
+    """Whether a model with these values depends on `field`: the rotary base counts only with rotary
+    positions.
+    """
+    has_experts = (values.get("num_experts") or 0) > 1
+    freq = values.get("moe_layer_freq", 1)
     latent = bool(values.get("multi_latent_attention"))
     has_rope = latent or values.get("position_embedding_type") in ("rope", "yarn")
     default = "yarn" if latent or values.get("position_embedding_type") == "yarn" else "rope"
     has = {
         "multi_latent_attention": latent,
         "has_rope": has_rope,
-        # Megatron-LM's latent attention takes the scale of its scores from these numbers, whatever the frequencies.
+        # Megatron-LM's latent attention takes the scale of its scores from these numbers, whatever
+        # the frequencies.
         "has_yarn": latent or (has_rope and (values.get("rope_type") or default) == "yarn"),
         "has_window": values.get("window_size") is not None,
         "has_experts": has_experts,
@@ -340,11 +430,15 @@ def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
         "has_shared_experts": bool(values.get("moe_shared_expert_intermediate_size")),
         "drops_tokens": values.get("moe_expert_capacity_factor") is not None,
     }
-    return all((has | dict(values))[name] == value for name, value in field.metadata["when"].items())
+    return all(
+        (has | dict(values))[name] == value for name, value in field.metadata["when"].items()
+    )
 
 
 def model_signature(config: TransformerConfig) -> dict[str, Any]:
-    """What the model computes: two configurations of the same model, however spelled, have the same signature."""
+    """What the model computes: two configurations of the same model, however spelled, have the same
+    signature.
+    """
     signature: dict[str, Any] = {"vocab_size": config.vocab_size}
     for field in deciding_fields():
         name = field.metadata["meaning"] or field.name

@@ -1,11 +1,11 @@
 """What a checkpoint of a run holds, where it goes, and what a load takes from it.
 
-Weights, optimizer and generators are boxes and objects in model space; everything else is in `common`: arguments,
-iteration, schedules. The tracker moves when all of it is durable.
+Weights, optimizer and generators are boxes and objects in model space; everything else is in
+`common`: arguments, iteration, schedules. The tracker moves when all of it is durable.
 
-Legacy files (--ckpt-format torch) and Hugging Face's (--save-hf) do not lie where the ranks hold their parts. So all
-ranks write torch_dist, and rank 0 puts the other form in its place, tensor by tensor, before the directory gets its
-name.
+Legacy files (--ckpt-format torch) and Hugging Face's (--save-hf) do not lie where the ranks hold
+their parts. So all ranks write torch_dist, and rank 0 puts the other form in its place, tensor by
+tensor, before the directory gets its name.
 """
 
 from __future__ import annotations
@@ -31,12 +31,23 @@ from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.formats import Options, is_huggingface
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
-from megatron.conversion.megatron_lm.args import extra_states, in_chain, initial_cuda_state, with_asked_for
+from megatron.conversion.megatron_lm.args import (
+    extra_states,
+    in_chain,
+    initial_cuda_state,
+    with_asked_for,
+)
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import Progress
-from megatron.core.dist_checkpointing import CheckpointError, Generation, clean_up, save, take_generation
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    Generation,
+    clean_up,
+    save,
+    take_generation,
+)
 from megatron.core.dist_checkpointing.files import remove_unfinished, run_name
 from megatron.core.dist_checkpointing.format.schema import integer
 from megatron.core.dist_checkpointing.local_tier import LocalTier
@@ -56,11 +67,22 @@ from megatron.training.run import Run
 logger = logging.getLogger(__name__)
 
 
-def save_checkpoint(run: Run, root: str, ckpt_format: str, since: float | None = None, last: bool = True) -> None:
-    """Save the run under `root` and move the tracker. Training has waited since `since` (perf_counter), and ends if
-    this is the `last` save. Collective."""
+def save_checkpoint(
+    run: Run, root: str, ckpt_format: str, since: float | None = None, last: bool = True
+) -> None:
+    """Save the run under `root` and move the tracker. Training has waited since `since`
+    (perf_counter), and ends if this is the `last` save. Collective.
+    """
     rewrite = convert_in_place(run.config) if ckpt_format == "torch" else None
-    run.saver.save(state_to_save(run), path_of(root), run.state.iteration, common_state(run), rewrite, since, last)
+    run.saver.save(
+        state_to_save(run),
+        path_of(root),
+        run.state.iteration,
+        common_state(run),
+        rewrite,
+        since,
+        last,
+    )
 
 
 def state_to_save(run: Run) -> ShardedStateDict:
@@ -78,7 +100,8 @@ def state_to_save(run: Run) -> ShardedStateDict:
 
 def _generators(run: Run) -> ShardedStateDict:
     """Random generators: of this rank for us, of the model-parallel rank for Megatron-LM."""
-    ps, ours = run.ps, get_rng_state(run.rng)
+    ps = run.ps
+    ours = get_rng_state(run.rng)
     generators: ShardedStateDict = {rng_key(ps): ShardedObject(rng_key(ps), ours)}
     if ps.dp_cp.rank == 0:
         key = megatron_rng_key((ps.tp.rank, ps.pp.rank), run.config.parallel)
@@ -96,7 +119,8 @@ def model_state(run: Run) -> ShardedStateDict:
 
 def common_state(run: Run) -> dict[str, Any]:
     """What is the same on every rank, in Megatron-LM's form."""
-    config, state = run.config, run.state
+    config = run.config
+    state = run.state
     derived = {
         **vars(state),
         "padded_vocab_size": padded_vocab_size(
@@ -120,25 +144,32 @@ def common_state(run: Run) -> dict[str, Any]:
 
 
 def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argparse.Namespace:
-    """All options and what follows from them, with Megatron-LM's attribute names, so that its tools and other readers
-    find what they know."""
+    """All options and what follows from them, with Megatron-LM's attribute names, so that its tools
+    and other readers find what they know.
+    """
     args = {**with_asked_for(flags), "layernorm_epsilon": flags["norm_epsilon"], **derived}
     if flags["null_tokenizer_eod_id"] is None:
-        del args["null_tokenizer_eod_id"]  # None would be the last token of --vocab-size: see `stored_args`
+        del args[
+            "null_tokenizer_eod_id"
+        ]  # None would be the last token of --vocab-size: see `stored_args`
     return argparse.Namespace(**args)
 
 
 def convert_in_place(config: Config) -> Rewrite:
-    """Replaces the files of a torch_dist checkpoint by Megatron-LM's legacy ones, for the layout of the run:
-    `mp_rank_XX[_YYY]/model_optim_rng.pt` and `distrib_optim.pt`."""
-    parallel, stages = config.parallel, config.pipeline_layout
+    """Replaces the files of a torch_dist checkpoint by Megatron-LM's legacy ones, for the layout of
+    the run: `mp_rank_XX[_YYY]/model_optim_rng.pt` and `distrib_optim.pt`.
+    """
+    parallel = config.parallel
+    stages = config.pipeline_layout
     sizes = parallel.tp_size, parallel.pp_size, parallel.vpp_size
     experts = (parallel.ep_size, parallel.etp_size) if parallel.ep_size > 1 else (1, None)
     layout = Layout.of(config.model.num_layers, *sizes, vars(stages), experts)
 
     def rewrite(directory: Path, progress: Progress) -> None:
         source = open_checkpoint(directory)
-        _replace_files(directory, lambda made: write_legacy(source, made, layout, progress=progress))
+        _replace_files(
+            directory, lambda made: write_legacy(source, made, layout, progress=progress)
+        )
 
     return rewrite
 
@@ -151,28 +182,41 @@ def check_hf_target(run: Run) -> None:
     choose_family(run.config.model, None)
     directory = path_of(target)
     if isinstance(directory, ObjectPath):
-        raise ValueError(f"--save-hf {target}: object storage holds torch_dist checkpoints alone; give a directory")
-    if directory.exists() and not (directory.is_dir() and (is_huggingface(directory) or not any(directory.iterdir()))):
-        raise ValueError(f"--save-hf {directory} exists and is not a Hugging Face model: give another directory")
+        raise ValueError(
+            f"--save-hf {target}: object storage holds torch_dist checkpoints alone; give a directory"
+        )
+    if directory.exists() and not (
+        directory.is_dir() and (is_huggingface(directory) or not any(directory.iterdir()))
+    ):
+        raise ValueError(
+            f"--save-hf {directory} exists and is not a Hugging Face model: give another directory"
+        )
 
 
 def save_hf(run: Run) -> None:
     """Write the model to --save-hf, if it is given. Collective.
 
-    The directory appears, or is replaced, as a whole. Raises ValueError on every rank if it could not be written.
+    The directory appears, or is replaced, as a whole. Raises ValueError on every rank if it could
+    not be written.
     """
     if run.config.checkpoint.save_hf is None:
         return
     directory = Path(run.config.checkpoint.save_hf)
     flags = run.config.tokenizer
-    own = tuple(Path(name) for name in (flags.tokenizer_model, flags.vocab_file, flags.merge_file) if name is not None)
+    own = tuple(
+        Path(name)
+        for name in (flags.tokenizer_model, flags.vocab_file, flags.merge_file)
+        if name is not None
+    )
     common = common_state(run)
     for key in ("optimizer", "opt_param_scheduler"):
         common.pop(key, None)
     _begin_anew(run, directory)
     try:
         weights = run.optimizer.weights(model_state(run))
-        save(weights, directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own)))
+        save(
+            weights, directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own))
+        )
     except CheckpointError as error:  # on every rank
         _begin_anew(run, directory)
         raise ValueError(f"--save-hf: {error}") from error
@@ -188,19 +232,23 @@ def _begin_anew(run: Run, directory: Path) -> None:
 
 
 def _rewrite_as_hf(options: Options, directory: Path, progress: Progress) -> None:
-    _replace_files(directory, lambda made: convert(directory, made, "hf", options=options, progress=progress))
+    _replace_files(
+        directory, lambda made: convert(directory, made, "hf", options=options, progress=progress)
+    )
 
 
 def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
     """Replace the files in `directory` by those that `write` makes from them, durably.
 
-    What it writes must be durable. Raises what it raises, or OSError; what it has made then stays in `directory`.
+    What it writes must be durable. Raises what it raises, or OSError; what it has made then stays
+    in `directory`.
     """
     stored = list(directory.iterdir())
     check_free_space(directory, sum(path.stat().st_size for path in stored))
     made = directory / "rewritten"
     write(made)
-    # Still inside the directory of an unfinished save, which nobody takes for a checkpoint if this is interrupted.
+    # Still inside the directory of an unfinished save, which nobody takes for a checkpoint if this
+    # is interrupted.
     for path in stored:
         path.unlink()
     for path in list(made.iterdir()):
@@ -210,15 +258,22 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
 
 
 def take_save_directory(config: Config) -> Generation | None:
-    """The next generation of --save, the same on all ranks; None for a run that saves nothing there. Collective.
+    """The next generation of --save, the same on all ranks; None for a run that saves nothing
+    there. Collective.
 
-    From then on no earlier start can change the directory, and what interrupted saves and removals left in it is gone.
-    Raises ValueError on every rank if it cannot be written to, or if not all ranks see it.
+    From then on no earlier start can change the directory, and what interrupted saves and removals
+    left in it is gone. Raises ValueError on every rank if it cannot be written to, or if not all
+    ranks see it.
     """
     checkpoint = config.checkpoint
-    if checkpoint.save is None or config.training.skip_train or checkpoint.ckpt_convert_format is not None:
+    if (
+        checkpoint.save is None
+        or config.training.skip_train
+        or checkpoint.ckpt_convert_format is not None
+    ):
         return None
-    root, ranks = path_of(checkpoint.save), Coordination.of(None)
+    root = path_of(checkpoint.save)
+    ranks = Coordination.of(None)
     generation = ranks.at_coordinator(lambda: _take(root))
     seen = ranks.all_gather((socket.gethostname(), generation.is_current()))
     if not seen[0][1]:
@@ -228,7 +283,9 @@ def take_save_directory(config: Config) -> Generation | None:
 
 
 def open_local_tier(config: CheckpointConfig, generation: Generation | None) -> LocalTier | None:
-    """Where the nodes keep checkpoints on their own disks; None without --non-persistent-ckpt-type. Collective."""
+    """Where the nodes keep checkpoints on their own disks; None without --non-persistent-ckpt-type.
+    Collective.
+    """
     directory = config.non_persistent_local_ckpt_dir
     if generation is None or config.non_persistent_ckpt_type is None or directory is None:
         return None
@@ -269,7 +326,10 @@ def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
         if not sees:
             blind[host].append(rank)
     if blind:
-        where = "; ".join(f"{host} (rank {', '.join(map(str, ranks[:8]))})" for host, ranks in list(blind.items())[:8])
+        where = "; ".join(
+            f"{host} (rank {', '.join(map(str, ranks[:8]))})"
+            for host, ranks in list(blind.items())[:8]
+        )
         raise ValueError(
             f"--save {root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is not visible on "
             f"{where}. Give a directory on a file system that all nodes share"
@@ -277,11 +337,11 @@ def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
 
 
 # What of a run is no tensor in model space: random number generators, and the scales of fp8.
-#
-# At the same layout a run continues with the same numbers, bit by bit. Another layout has other generators: every rank
-# is then seeded anew as a function of seed, iteration and place, so that such a run, too, can be repeated. Scales of
-# fp8 stand under Megatron-core's keys of extra states, as tensors that no code is needed to read; where recipe or place
-# differ they start anew, which costs a few steps of precision.
+#  At the same layout a run continues with the same numbers, bit by bit. Another layout has other
+# generators: every rank is then seeded anew as a function of seed, iteration and place, so that
+# such a run, too, can be repeated. Scales of fp8 stand under Megatron-core's keys of extra states,
+# as tensors that no code is needed to read; where recipe or place differ they start anew, which
+# costs a few steps of precision.
 
 _TRACKER_STATE = "model-parallel-rng"
 
@@ -315,10 +375,11 @@ def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> li
 
 
 def set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> list[str]:
-    """Restore the generators of this process; returns which of them do not fit and stay as they are.
+    """Restore the generators of this process; returns which of them do not fit and stay as they
+    are.
 
-    Those of a GPU (16 bytes) and of the CPU (5,056) cannot stand in for each other. Raises CheckpointError for a state
-    that a generator refuses.
+    Those of a GPU (16 bytes) and of the CPU (5,056) cannot stand in for each other. Raises
+    CheckpointError for a state that a generator refuses.
     """
     unfit = []
     try:
@@ -338,18 +399,26 @@ def set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> list[str]:
             unfit.append("of the tensor-parallel regions")
         else:
             rng.set_state(tracker)
-    except Exception as error:  # Python, numpy and torch check what they are given, each with errors of its own
-        raise CheckpointError(f"the state of the random number generators cannot be restored: {error}") from error
+    except (
+        Exception
+    ) as error:  # Python, numpy and torch check what they are given, each with errors of its own
+        raise CheckpointError(
+            f"the state of the random number generators cannot be restored: {error}"
+        ) from error
     return unfit
 
 
 def fp8_state(run: Run, model: ShardedStateDict) -> dict[str, ShardedObject]:
-    """What of the run's modules is to be stored; every rank of a stage has the same, but for the experts of others."""
+    """What of the run's modules is to be stored; every rank of a stage has the same, but for the
+    experts of others.
+    """
     scales = {key: module.scales() for key, module in _quantized(run, model).items()}
     return {key: ShardedObject(key, state) for key, state in scales.items() if state is not None}
 
 
-def fp8_state_to_load(run: Run, model: ShardedStateDict, stored: Collection[str]) -> dict[str, ShardedObject]:
+def fp8_state_to_load(
+    run: Run, model: ShardedStateDict, stored: Collection[str]
+) -> dict[str, ShardedObject]:
     """What to ask a checkpoint with these objects for."""
     if run.config.model.fp8 is None:
         return {}
@@ -360,7 +429,8 @@ def restore_fp8_state(
     run: Run, model: ShardedStateDict, objects: Mapping[str, Any], source_args: Mapping[str, Any]
 ) -> None:
     """Take what fits, and say in one line what does not."""
-    config, modules = run.config.model, _quantized(run, model)
+    config = run.config.model
+    modules = _quantized(run, model)
     restored = [
         isinstance(objects.get(key), dict) and module.restore_scales(objects[key], config)
         for key, module in modules.items()
@@ -369,12 +439,16 @@ def restore_fp8_state(
         run.optimizer.requantize()
     if source_args.get("fp8") and not any(restored):
         now = f"of --fp8-recipe {config.fp8_recipe}" if config.fp8 is not None else "without fp8"
-        logger.info(f"the scales of fp8 in the checkpoint are not used: this run is {now}, or of another layout")
+        logger.info(
+            f"the scales of fp8 in the checkpoint are not used: this run is {now}, or of another layout"
+        )
 
 
 def _quantized(run: Run, model: ShardedStateDict) -> dict[str, Quantized]:
     """The modules by the keys of their state, which follow from those of their weights."""
-    keys = {id(entry.local): key for key, entry in model.items() if isinstance(entry, ShardedTensor)}
+    keys = {
+        id(entry.local): key for key, entry in model.items() if isinstance(entry, ShardedTensor)
+    }
     found: dict[str, Quantized] = {}
     for chunk in run.chunks:
         for module in chunk.modules():

@@ -1,4 +1,6 @@
-"""Where a run continues: which checkpoint, decided once for all ranks, and what the run takes from it."""
+"""Where a run continues: which checkpoint, decided once for all ranks, and what the run takes from
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.conversion.convert import load_from_source, open_found
-from megatron.conversion.formats import Found, Hints, NoCheckpointError, find_checkpoint, is_extra_state
+from megatron.conversion.formats import (
+    Found,
+    Hints,
+    NoCheckpointError,
+    find_checkpoint,
+    is_extra_state,
+)
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject, read_lineage
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
-from megatron.core.dist_checkpointing.loading.spread_checkpoint import HeldCheckpoint, SpreadCheckpoint, find_held
+from megatron.core.dist_checkpointing.loading.spread_checkpoint import (
+    HeldCheckpoint,
+    SpreadCheckpoint,
+    find_held,
+)
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import path_of
@@ -49,11 +61,13 @@ class Start(NamedTuple):
 def find_start(
     config: CheckpointConfig, tier: LocalTier | None = None, damaged: frozenset[str] = frozenset()
 ) -> Start | None:
-    """The checkpoint to continue from; None: from scratch, if that is what the flags mean. Collective.
+    """The checkpoint to continue from; None: from scratch, if that is what the flags mean.
+    Collective.
 
-    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError for a --load without
-    a checkpoint, unless it is the restart idiom: the same directory as --save, and nothing was saved yet. A run that
-    continues itself also takes what the nodes have on their disks (`tier`), if that is newer; not the `damaged` ones.
+    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError
+    for a --load without a checkpoint, unless it is the restart idiom: the same directory as --save,
+    and nothing was saved yet. A run that continues itself also takes what the nodes have on their
+    disks (`tier`), if that is newer; not the `damaged` ones.
     """
     coordination = Coordination.of(None)
     held = [] if tier is None or not _continues_itself(config) else find_held(tier)
@@ -61,21 +75,32 @@ def find_start(
     answer = coordination.at_coordinator(lambda: _choose(config, held))
     if answer is None:
         if damaged:
-            raise CheckpointError(f"{config.load} holds no checkpoint to take instead of the damaged ones")
+            raise CheckpointError(
+                f"{config.load} holds no checkpoint to take instead of the damaged ones"
+            )
         return None
     found, weights_only = answer
     if isinstance(found, HeldCheckpoint):
         assert tier is not None
         start = _open_local(config, tier, found, damaged)
         return start or find_start(config, tier, damaged | {found.name})
-    hints = Hints(optimizer=not (weights_only or config.no_load_optim), as_saved=True, verify=config.ckpt_verify)
+    hints = Hints(
+        optimizer=not (weights_only or config.no_load_optim),
+        as_saved=True,
+        verify=config.ckpt_verify,
+    )
     source = coordination.together(lambda: open_found(found, hints))
     return Start(found.directory, source, weights_only)
 
 
 def _continues_itself(config: CheckpointConfig) -> bool:
     """Whether the newest of what this run has saved is meant."""
-    if config.load is None or config.save is None or config.finetune or config.ckpt_step is not None:
+    if (
+        config.load is None
+        or config.save is None
+        or config.finetune
+        or config.ckpt_step is not None
+    ):
         return False
     return path_of(config.load).resolve() == path_of(config.save).resolve()
 
@@ -85,9 +110,13 @@ def _open_local(
 ) -> Start | None:
     """None if it cannot be used, as rank 0 says then. Collective."""
     local = SpreadCheckpoint(tier, held)
-    hints = Hints(optimizer=not config.no_load_optim, as_saved=True)  # all that is read is verified in any case
+    hints = Hints(
+        optimizer=not config.no_load_optim, as_saved=True
+    )  # all that is read is verified in any case
     try:
-        source = Coordination.of(None).together(lambda: open_found(Found(local.directory, "torch_dist"), hints))
+        source = Coordination.of(None).together(
+            lambda: open_found(Found(local.directory, "torch_dist"), hints)
+        )
     except CheckpointError as refusal:
         local.close()
         logger.warning(f"{refusal}: taking an older checkpoint")
@@ -95,8 +124,12 @@ def _open_local(
     return Start(local.directory, source, False, local, damaged)
 
 
-def _choose(config: CheckpointConfig, held: list[HeldCheckpoint]) -> tuple[Found | HeldCheckpoint, bool] | None:
-    """On rank 0: what to load, and whether only its weights count. `held`: what the nodes have, newest first."""
+def _choose(
+    config: CheckpointConfig, held: list[HeldCheckpoint]
+) -> tuple[Found | HeldCheckpoint, bool] | None:
+    """On rank 0: what to load, and whether only its weights count. `held`: what the nodes have,
+    newest first.
+    """
     # 1. What this run, or the one before it, has saved.
     try:
         found = None if config.load is None else find_checkpoint(config.load, config.ckpt_step)
@@ -115,7 +148,9 @@ def _choose(config: CheckpointConfig, held: list[HeldCheckpoint]) -> tuple[Found
     if config.pretrained_checkpoint is not None:
         found = find_checkpoint(config.pretrained_checkpoint)
         if found is None:
-            raise ValueError(f"--pretrained-checkpoint {config.pretrained_checkpoint} holds no checkpoint")
+            raise ValueError(
+                f"--pretrained-checkpoint {config.pretrained_checkpoint} holds no checkpoint"
+            )
         return found, True
     # 3. Nothing: is that meant?
     if config.load is None:
@@ -130,7 +165,9 @@ def _choose(config: CheckpointConfig, held: list[HeldCheckpoint]) -> tuple[Found
 
 
 def _start_from_random_weights(config: CheckpointConfig, directory: Path) -> None:
-    """Warn: scripts for Megatron-LM name a --load before anything is saved. ValueError if a checkpoint is expected."""
+    """Warn: scripts for Megatron-LM name a --load before anything is saved. ValueError if a
+    checkpoint is expected.
+    """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ValueError(
             f"--load {directory} holds no checkpoint, but it is not empty. Training would start from random weights; "
@@ -143,7 +180,9 @@ def _start_from_random_weights(config: CheckpointConfig, directory: Path) -> Non
     }
     given = [name for name, is_given in needing.items() if is_given]
     if given:
-        raise ValueError(f"--load {directory} holds no checkpoint, but {' and '.join(given)} would need one")
+        raise ValueError(
+            f"--load {directory} holds no checkpoint, but {' and '.join(given)} would need one"
+        )
     logger.warning(
         f"NO CHECKPOINT: --load {directory} {'is empty' if directory.exists() else 'does not exist'}.\n"
         "   Training starts from RANDOM WEIGHTS, as Megatron-LM does.\n"
@@ -152,9 +191,11 @@ def _start_from_random_weights(config: CheckpointConfig, directory: Path) -> Non
 
 
 def stored_vocab_size(start: Start | None) -> int | None:
-    """Vocabulary size of the model in the checkpoint to load; None if there is none, or it does not say.
+    """Vocabulary size of the model in the checkpoint to load; None if there is none, or it does not
+    say.
 
-    Megatron-LM trains the rows that pad its vocabulary, and its softmax counts them: they are part of its model.
+    Megatron-LM trains the rows that pad its vocabulary, and its softmax counts them: they are part
+    of its model.
     """
     if start is None:
         return None
@@ -163,7 +204,8 @@ def stored_vocab_size(start: Start | None) -> int | None:
 
 
 def adopt_end_of_document(config: Config, start: Start | None) -> bool:
-    """NullTokenizer ends documents with the token of the run that is loaded, unless --null-tokenizer-eod-id says.
+    """NullTokenizer ends documents with the token of the run that is loaded, unless
+    --null-tokenizer-eod-id says.
 
     Returns whether that changes the tokenizer.
     """
@@ -187,9 +229,9 @@ def may_leave_weights(config: CheckpointConfig) -> bool:
 def load_checkpoint(run: Run, start: Start | None, tier: LocalTier | None = None) -> None:
     """Continue where a checkpoint ended, whatever layout or program wrote it. Collective.
 
-    Every rank reads the boxes it holds. From a checkpoint without training state (Hugging Face) a run takes the weights
-    and starts at iteration 0. In place of one on the nodes' disks that turns out to be damaged the next older one is
-    taken.
+    Every rank reads the boxes it holds. From a checkpoint without training state (Hugging Face) a
+    run takes the weights and starts at iteration 0. In place of one on the nodes' disks that turns
+    out to be damaged the next older one is taken.
     """
     while start is not None and start.local is not None:
         try:
@@ -206,19 +248,29 @@ def load_checkpoint(run: Run, start: Start | None, tier: LocalTier | None = None
 
 
 def _load(run: Run, start: Start) -> None:
-    config, source, began = run.config.checkpoint, start.source, time.perf_counter()
+    config = run.config.checkpoint
+    source = start.source
+    began = time.perf_counter()
 
     # Decide what to take, and check that it fits before anything changes.
-    for warning in check_same_model(run.config.flags(), stored_args(source.args), source.description):
+    for warning in check_same_model(
+        run.config.flags(), stored_args(source.args), source.description
+    ):
         logger.warning(warning)
     training = None if start.weights_only else source.training
     with_optimizer = training is not None and not config.no_load_optim
     if with_optimizer:
         _check_optimizer(run.config.optimizer, source)
 
-    # Read into the live tensors. With an optimizer the weights follow from its main parameters, which are more precise.
-    model, rng = model_state(run), rng_key(run.ps)
-    wanted = run.optimizer.state_to_load(model) if with_optimizer else run.optimizer.weights(model, live=True)
+    # Read into the live tensors. With an optimizer the weights follow from its main parameters,
+    # which are more precise.
+    model = model_state(run)
+    rng = rng_key(run.ps)
+    wanted = (
+        run.optimizer.state_to_load(model)
+        if with_optimizer
+        else run.optimizer.weights(model, live=True)
+    )
     if training is not None and not config.no_load_rng and rng in training.rng:
         wanted[rng] = ShardedObject(rng, None)
     if training is not None and isinstance(source, RunCheckpoint):
@@ -234,7 +286,10 @@ def _load(run: Run, start: Start) -> None:
     # Bring everything that is not a tensor to the same point.
     if with_optimizer:
         assert training is not None
-        state = {"optimizer": {"param_groups": training.param_groups}, "grad_scaler": training.grad_scaler or {}}
+        state = {
+            "optimizer": {"param_groups": training.param_groups},
+            "grad_scaler": training.grad_scaler or {},
+        }
         run.optimizer.load_state_dict(state, model)
     else:
         run.optimizer.reload_model_params(model)
@@ -247,17 +302,29 @@ def _load(run: Run, start: Start) -> None:
     run.loaded = source.description
     what = "weights and optimizer" if with_optimizer else "weights"
     seconds = run.loading_seconds = time.perf_counter() - began
-    logger.info(f"loaded {what} of {source.description} at iteration {run.state.iteration} in {seconds:.2f} s")
+    logger.info(
+        f"loaded {what} of {source.description} at iteration {run.state.iteration} in {seconds:.2f} s"
+    )
 
 
 def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source: str) -> list[str]:
-    """Warnings about other mathematics; ValueError that names every argument by which the shape differs."""
+    """Warnings about other mathematics; ValueError that names every argument by which the shape
+    differs.
+    """
     flags = stored_args(flags)
 
     def differing(what: str) -> list[str]:
-        names = [field.name for field in deciding_fields(what) if field.name in stored and is_used(field, flags)]
+        names = [
+            field.name
+            for field in deciding_fields(what)
+            if field.name in stored and is_used(field, flags)
+        ]
         pairs = {name: (stored[name], flags[name]) for name in names}
-        return [f"{name}: {old} in the checkpoint, {new} now" for name, (old, new) in pairs.items() if old != new]
+        return [
+            f"{name}: {old} in the checkpoint, {new} now"
+            for name, (old, new) in pairs.items()
+            if old != new
+        ]
 
     wrong = differing("shapes")
     if wrong:
@@ -266,7 +333,9 @@ def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source
             f"{source} holds another model:\n  {lines}\nchange these flags, or take them from the checkpoint with "
             "--use-checkpoint-args"
         )
-    return [f"{source} was trained with other mathematics: {line}" for line in differing("mathematics")]
+    return [
+        f"{source} was trained with other mathematics: {line}" for line in differing("mathematics")
+    ]
 
 
 def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
@@ -291,8 +360,8 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
 def _is_left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
     """Keys of a checkpoint that a load passes over on purpose.
 
-    Weights that have a main parameter in `stored` or an optimizer that is not wanted, generators of other places, and
-    what is there for Megatron-core only.
+    Weights that have a main parameter in `stored` or an optimizer that is not wanted, generators of
+    other places, and what is there for Megatron-core only.
     """
     if key.startswith("optimizer."):
         return not with_optimizer
@@ -301,8 +370,12 @@ def _is_left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> boo
     return key.startswith("rng_state/") or is_extra_state(key)
 
 
-def _take_position(run: Run, training: TrainingState, fingerprint: str | None, with_optimizer: bool) -> None:
-    """Iteration and consumed samples, which decide what data comes next, and where the schedule stands."""
+def _take_position(
+    run: Run, training: TrainingState, fingerprint: str | None, with_optimizer: bool
+) -> None:
+    """Iteration and consumed samples, which decide what data comes next, and where the schedule
+    stands.
+    """
     run.state = TrainState(
         training.iteration,
         training.consumed_train_samples,
@@ -317,7 +390,9 @@ def _take_position(run: Run, training: TrainingState, fingerprint: str | None, w
 
 
 def _restore_generators(run: Run, state: dict[str, Any] | None) -> None:
-    """Restore what fits; the rest (other layout, device or program) is seeded again, so that the run is repeatable."""
+    """Restore what fits; the rest (other layout, device or program) is seeded again, so that the
+    run is repeatable.
+    """
     seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
     unfit = ["of this layout"] if state is None else set_rng_state(state, run.rng)
     if unfit and not run.config.checkpoint.no_load_rng:

@@ -1,8 +1,9 @@
-"""Writes the checkpoints of a run, while training waits or behind it with --async-save, and removes old ones.
+"""Writes the checkpoints of a run, while training waits or behind it with --async-save, and removes
+old ones.
 
-Nothing is removed before its successor is durable and the tracker names it. A removal is a rename into the generation
-of the run, made durable, and only then the files are removed: whenever the machine stops, what has the name of a
-checkpoint is whole.
+Nothing is removed before its successor is durable and the tracker names it. A removal is a rename
+into the generation of the run, made durable, and only then the files are removed: whenever the
+machine stops, what has the name of a checkpoint is whole.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from megatron.training.reporting.logging import report_line
 
 logger = logging.getLogger(__name__)
 
-VALIDATION_LOSS = "validation_loss"  # in common.pt: the loss at the very iteration of the checkpoint
+VALIDATION_LOSS = (
+    "validation_loss"  # in common.pt: the loss at the very iteration of the checkpoint
+)
 
 
 class SaveFailedError(ValueError):
@@ -49,19 +52,22 @@ class SaveFailedError(ValueError):
 
 
 class CheckpointSaver:
-    """One saver for the whole run, so that plan and host buffers are made once, whatever they are saved to.
+    """One saver for the whole run, so that plan and host buffers are made once, whatever they are
+    saved to.
 
-    With a local tier and --async-save a checkpoint reaches --save by way of the nodes' disks, where a slow upload holds
-    up neither training nor later local saves. It is saved straight to --save when training ends, in other formats than
-    torch_dist, and when the nodes cannot hold it.
+    With a local tier and --async-save a checkpoint reaches --save by way of the nodes' disks, where
+    a slow upload holds up neither training nor later local saves. It is saved straight to --save
+    when training ends, in other formats than torch_dist, and when the nodes cannot hold it.
 
-    Sequence of calls, on all ranks: `own` and `continue_from` at the start; `save` after an iteration; `before_update`
-    before the optimizer changes anything; `after_iteration` after each; `close` and `check_last_save` at the end.
+    Sequence of calls, on all ranks: `own` and `continue_from` at the start; `save` after an
+    iteration; `before_update` before the optimizer changes anything; `after_iteration` after each;
+    `close` and `check_last_save` at the end.
 
-    A save that fails is reported, and the previous checkpoint remains the newest. Training continues, unless
+    A save that fails is reported, and the previous checkpoint remains the newest. Training
+    continues, unless
     --exit-on-save-failure is given or another start has taken over the directory: then `save` and `close` raise
-    SaveFailedError. With --async-save the ranks notice at different times, so a failure is only noted in `failure`
-    until they call `stop` together.
+    SaveFailedError. With --async-save the ranks notice at different times, so a failure is only
+    noted in `failure` until they call `stop` together.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
@@ -79,22 +85,31 @@ class CheckpointSaver:
         self._parent: int | None = None  # iteration of the checkpoint before
         self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
         self._committed: list[tuple[int, dict[str, float]]] = []
-        self._removals: list[tuple[int, str]] = []  # level and text, logged after the save that made room
+        self._removals: list[
+            tuple[int, str]
+        ] = []  # level and text, logged after the save that made room
         self._last_failure: str | None = None  # of the last save, if it failed
         self.failure: str | None = None
         self.expected_seconds = 0.0  # how long the last save took from the call to the commit
 
     def own(self, generation: Generation | None, tier: LocalTier | None = None) -> None:
-        """Save to the directory of `generation` as its owner, and to the disks of the nodes with a `tier`."""
-        self._generation, self._tier = generation, tier
+        """Save to the directory of `generation` as its owner, and to the disks of the nodes with a
+        `tier`.
+        """
+        self._generation = generation
+        self._tier = tier
         if generation is not None:
             self._retention = Retention(self._config, generation)
 
     def continue_from(self, loaded: Path, locally: bool = False) -> None:
-        """Record `loaded` as the parent of the checkpoints to come, if it lies in the directory they are saved to, or
-        on the nodes' disks (`locally`)."""
+        """Record `loaded` as the parent of the checkpoints to come, if it lies in the directory
+        they are saved to, or on the nodes' disks (`locally`).
+        """
         self._loaded_locally = loaded.name if locally else None
-        if locally or (self._generation is not None and loaded.parent.resolve() == self._generation.root.resolve()):
+        if locally or (
+            self._generation is not None
+            and loaded.parent.resolve() == self._generation.root.resolve()
+        ):
             self._start = read_lineage(loaded)
             self._parent = self._start.iteration
 
@@ -115,8 +130,13 @@ class CheckpointSaver:
         """
         since = time.perf_counter() if since is None else since
         self._report(self._wait(), together=True)
-        # A conversion (--ckpt-convert-save) writes to another directory than --save: nobody owns that one.
-        generation = self._generation if self._generation is not None and root == self._generation.root else None
+        # A conversion (--ckpt-convert-save) writes to another directory than --save: nobody owns
+        # that one.
+        generation = (
+            self._generation
+            if self._generation is not None and root == self._generation.root
+            else None
+        )
         lineage = self._lineage(generation, iteration)
         loss = common.get(VALIDATION_LOSS, math.nan)
 
@@ -127,7 +147,8 @@ class CheckpointSaver:
             generation.move_tracker(iteration)
             self._remove_superseded(iteration, lineage, loss)
 
-        directory, behind = iteration_directory(root, iteration), self._config.async_save and not last
+        directory = iteration_directory(root, iteration)
+        behind = self._config.async_save and not last
         commit: dict[str, Any] = {
             "generation": generation,
             "before_writing": self._make_room,
@@ -137,14 +158,18 @@ class CheckpointSaver:
         self._to_drain = None
         if self._tier is not None and behind and rewrite is None and not _failed(self._local):
             local = self._begin_locally(state, iteration, common, since)
-            self._drainer = self._drainer or Drainer(workers=self._config.dist_ckpt_workers, timeout=self._timeout)
+            self._drainer = self._drainer or Drainer(
+                workers=self._config.dist_ckpt_workers, timeout=self._timeout
+            )
             self._drainer.drain(local, directory, **commit)
             self._to_drain = local.report
         else:
             self._begin(state, directory, since, common=common, rewrite=rewrite, **commit)
         self._begun()
 
-    def save_locally(self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float) -> None:
+    def save_locally(
+        self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float
+    ) -> None:
         """The same, on the disks of the nodes."""
         assert self._generation is not None
         if self._saver is not None:
@@ -172,7 +197,9 @@ class CheckpointSaver:
         self._local = handle.report
         return handle
 
-    def _begin(self, state: ShardedStateDict, directory: Path, since: float, **what: Any) -> SaveHandle:
+    def _begin(
+        self, state: ShardedStateDict, directory: Path, since: float, **what: Any
+    ) -> SaveHandle:
         """Training has waited since `since`."""
         self._saver = self._saver or self._make_saver()
         waited = time.perf_counter() - since
@@ -210,7 +237,8 @@ class CheckpointSaver:
 
     def stop(self) -> None:
         """Raise what a save behind training failed with."""
-        failure, self.failure = self.failure, None
+        failure = self.failure
+        self.failure = None
         raise SaveFailedError(failure or "a checkpoint was not saved: another rank says why")
 
     def close(self) -> None:
@@ -226,17 +254,23 @@ class CheckpointSaver:
             self._saver = self._drainer = self._nodes = None
 
     def check_last_save(self) -> None:
-        """Raise SaveFailedError if the last save of the run has failed: it must not end as a success."""
+        """Raise SaveFailedError if the last save of the run has failed: it must not end as a
+        success.
+        """
         if self._last_failure is not None:
             raise SaveFailedError(f"{self._last_failure}. It was the last save of the run")
 
     def take_committed(self) -> list[tuple[int, dict[str, float]]]:
-        """Iteration and points for TensorBoard of the saves that were committed since the last call."""
-        committed, self._committed = self._committed, []
+        """Iteration and points for TensorBoard of the saves that were committed since the last
+        call.
+        """
+        committed = self._committed
+        self._committed = []
         return committed
 
     def _make_saver(self) -> AsyncSaver:
-        config, limit = self._config, None
+        config = self._config
+        limit = None
         if config.ckpt_staging_mem_limit is not None:
             limit = int(config.ckpt_staging_mem_limit * 2**30)
         elif not config.async_save:
@@ -259,17 +293,25 @@ class CheckpointSaver:
 
     def _lineage(self, generation: Generation | None, iteration: int) -> Lineage:
         number = 0 if generation is None else generation.number
-        return Lineage(((number, iteration),)) if self._start is None else self._start.descend(number, iteration)
+        return (
+            Lineage(((number, iteration),))
+            if self._start is None
+            else self._start.descend(number, iteration)
+        )
 
     def _remove_superseded(self, iteration: int, lineage: Lineage, loss: float) -> None:
         assert self._retention is not None
         try:
             removed = self._retention.apply(iteration, lineage, loss)
         except OSError as error:  # the new checkpoint is committed all the same
-            self._removals.append((logging.WARNING, f"old checkpoints could not be removed: {error}"))
+            self._removals.append(
+                (logging.WARNING, f"old checkpoints could not be removed: {error}")
+            )
             return
         if removed:
-            self._removals.append((logging.INFO, f"removed {', '.join(path.name for path in removed)}"))
+            self._removals.append(
+                (logging.INFO, f"removed {', '.join(path.name for path in removed)}")
+            )
 
     def _report(self, reports: list[SaveReport], together: bool) -> None:
         """`together`: all ranks have reached this point, so that all can stop here."""
@@ -280,25 +322,34 @@ class CheckpointSaver:
                 continue
             message = f"{report.directory} was not saved: {report.error}"
             if not locally and _failed(self._to_drain):
-                logger.warning(f"{message}. The next save goes straight to {report.directory.parent}")
+                logger.warning(
+                    f"{message}. The next save goes straight to {report.directory.parent}"
+                )
                 continue
             if not locally:
                 self._last_failure = message
             if (self._must_succeed and not locally) or report.superseded:
                 self.failure = message
             else:
-                logger.warning(f"{message}. Training continues; the previous checkpoint is still the newest")
+                logger.warning(
+                    f"{message}. Training continues; the previous checkpoint is still the newest"
+                )
         if together and self.failure is not None:
             self.stop()
 
     def _report_success(self, report: SaveReport, locally: bool) -> None:
-        iteration, points = iteration_of(report.directory), scalars(report)
+        iteration = iteration_of(report.directory)
+        points = scalars(report)
         self._committed.append(
-            (iteration, {f"local-{name}": value for name, value in points.items()} if locally else points)
+            (
+                iteration,
+                {f"local-{name}": value for name, value in points.items()} if locally else points,
+            )
         )
         if not locally:
             self.expected_seconds = report.total
-            self._parent, self._last_failure = iteration, None
+            self._parent = iteration
+            self._last_failure = None
         report_line(  # in Megatron-LM's words, which other programs wait for
             f"  successfully saved {'local ' if locally else ''}checkpoint from iteration {iteration:7d} to "
             f"{report.directory.parent}",
@@ -307,7 +358,9 @@ class CheckpointSaver:
             iteration=iteration,
             **points,
         )
-        milliseconds = f"{report.total * 1e3:.0f} ms (training blocked {report.blocking * 1e3:.0f} ms)"
+        milliseconds = (
+            f"{report.total * 1e3:.0f} ms (training blocked {report.blocking * 1e3:.0f} ms)"
+        )
         speed = f"{report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
         logger.info(f"saved {report.directory} in {milliseconds}: {speed}")
         if report.warning is not None:
@@ -336,8 +389,12 @@ def scalars(report: SaveReport) -> dict[str, float]:
     }
 
 
-def to_delete(saved: Collection[int], newest: int, rules: CheckpointConfig, losses: Mapping[int, float]) -> list[int]:
-    """The iterations of `saved`, all of one branch, that no rule keeps, in order; `newest` was just committed."""
+def to_delete(
+    saved: Collection[int], newest: int, rules: CheckpointConfig, losses: Mapping[int, float]
+) -> list[int]:
+    """The iterations of `saved`, all of one branch, that no rule keeps, in order; `newest` was just
+    committed.
+    """
     if not rules.removes_checkpoints:
         return []
     present = sorted({*saved, newest})
@@ -345,7 +402,9 @@ def to_delete(saved: Collection[int], newest: int, rules: CheckpointConfig, loss
     if rules.save_retain_interval is not None:
         kept |= {iteration for iteration in present if iteration % rules.save_retain_interval == 0}
     if rules.keep_best_n is not None:
-        measured = [iteration for iteration in present if math.isfinite(losses.get(iteration, math.nan))]
+        measured = [
+            iteration for iteration in present if math.isfinite(losses.get(iteration, math.nan))
+        ]
         best = sorted(measured, key=lambda iteration: (losses[iteration], -iteration))
         kept |= set(best[: rules.keep_best_n])
     return [iteration for iteration in present if iteration not in kept]
@@ -354,21 +413,23 @@ def to_delete(saved: Collection[int], newest: int, rules: CheckpointConfig, loss
 class Retention:
     """Applies --keep-last-n and the like to the directory that `generation` owns; used by rank 0.
 
-    Call `apply` after every commit, `wait` before the next save writes anything, so that it finds the room, and `close`
-    at the end. The directory is read once: nobody else may change it.
+    Call `apply` after every commit, `wait` before the next save writes anything, so that it finds
+    the room, and `close` at the end. The directory is read once: nobody else may change it.
     """
 
     def __init__(self, rules: CheckpointConfig, generation: Generation) -> None:
-        self._rules, self._generation = rules, generation
+        self._rules = rules
+        self._generation = generation
         self._losses: dict[int, float] | None = None  # of the checkpoints on the branch of the run
         self._remover: Workers | None = None
         self._removals: list[Future[None]] = []
 
     def apply(self, newest: int, lineage: Lineage, loss: float) -> list[Path]:
-        """Put aside what `newest`, just committed with this `lineage` and validation loss, supersedes.
+        """Put aside what `newest`, just committed with this `lineage` and validation loss,
+        supersedes.
 
-        The files are removed in the background. Returns the directories. Checkpoints of other branches do not count and
-        are not removed.
+        The files are removed in the background. Returns the directories. Checkpoints of other
+        branches do not count and are not removed.
         """
         if not self._rules.removes_checkpoints:
             return []
@@ -377,12 +438,16 @@ class Retention:
             self._losses = self._find(lineage)
         self._losses[newest] = loss
         superfluous = to_delete(self._losses, newest, self._rules, self._losses)
-        doomed = self._generation.put_aside([iteration_directory(root, iteration) for iteration in superfluous])
+        doomed = self._generation.put_aside(
+            [iteration_directory(root, iteration) for iteration in superfluous]
+        )
         for iteration in superfluous:
             del self._losses[iteration]
         if doomed:
             self._remover = self._remover or Workers(1, "checkpoint-remover")
-            self._removals += [self._remover.submit(partial(self._generation.remove, path)) for path in doomed]
+            self._removals += [
+                self._remover.submit(partial(self._generation.remove, path)) for path in doomed
+            ]
         return [iteration_directory(root, iteration) for iteration in superfluous]
 
     def wait(self) -> None:
@@ -403,17 +468,23 @@ class Retention:
         for iteration in saved_iterations(self._generation.root):
             directory = iteration_directory(self._generation.root, iteration)
             if holds_checkpoint(directory) and lineage.includes(read_lineage(directory)):
-                found[iteration] = _stored_loss(directory) if self._rules.keep_best_n is not None else math.nan
+                found[iteration] = (
+                    _stored_loss(directory) if self._rules.keep_best_n is not None else math.nan
+                )
         return found
 
 
 def holds_checkpoint(directory: Path) -> bool:
-    """Whether `directory` is a checkpoint that training wrote, of either format; both appear whole under their name."""
+    """Whether `directory` is a checkpoint that training wrote, of either format; both appear whole
+    under their name.
+    """
     return is_complete(directory) or FORMATS["legacy"](directory)
 
 
 def _stored_loss(directory: Path) -> float:
-    """The validation loss in a checkpoint; NaN if none was measured at its iteration, or it cannot be read."""
+    """The validation loss in a checkpoint; NaN if none was measured at its iteration, or it cannot
+    be read.
+    """
     try:
         return float(load_common(directory).get(VALIDATION_LOSS, math.nan))
     except (OSError, ValueError):

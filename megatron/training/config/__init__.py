@@ -7,7 +7,8 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # Parts of this package are imported by what `run_config` imports, so it cannot be imported here at once.
+    # Parts of this package are imported by what `run_config` imports, so it cannot be imported here
+    # at once.
     if name == "parse_args":
         from megatron.training.config.run_config import parse_args
 

@@ -1,8 +1,9 @@
-"""Dataclass fields to command-line flags, the command line back to values, and what becomes of Megatron-LM's others.
+"""Dataclass fields to command-line flags, the command line back to values, and what becomes of
+Megatron-LM's others.
 
-One field is one flag: its spelling is in the field's metadata (`megatron.core.utils.flag`), its help is the docstring
-under the field, its type is the annotation. Values that the user gave are kept apart from defaults, so that arguments
-of a checkpoint can stand between the two.
+One field is one flag: its spelling is in the field's metadata (`megatron.core.utils.flag`), its
+help is the docstring under the field, its type is the annotation. Values that the user gave are
+kept apart from defaults, so that arguments of a checkpoint can stand between the two.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class OtherName:
     wins: bool = True
 
 
-_RECOMPUTE_ALL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_RECOMPUTE_ALL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 
 OTHER_NAMES: dict[str, OtherName] = {
     "--use-rotary-position-embeddings": OtherName({"position_embedding_type": "rope"}),
@@ -52,7 +57,9 @@ OTHER_NAMES: dict[str, OtherName] = {
     "--verify-integrity": OtherName({"ckpt_verify": True}),
     "--embed-layernorm": OtherName({"embedding_layernorm": True}),
     "--checkpoint-activations": OtherName(_RECOMPUTE_ALL, wins=False),
-    "--activations-checkpoint-method": OtherName(_RECOMPUTE_ALL, takes="recompute_method", wins=False),
+    "--activations-checkpoint-method": OtherName(
+        _RECOMPUTE_ALL, takes="recompute_method", wins=False
+    ),
     "--activations-checkpoint-num-layers": OtherName({}, takes="recompute_num_layers"),
     "--checkpoint-num-layers": OtherName({}, takes="recompute_num_layers"),
     "--encoder-num-layers": OtherName({}, takes="num_layers"),
@@ -62,7 +69,8 @@ OTHER_NAMES: dict[str, OtherName] = {
     "--disable-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
 }
 
-# Field -> values of older releases, of forks and of other libraries for the same, and what they are called here.
+# Field -> values of older releases, of forks and of other libraries for the same, and what they are
+# called here.
 OLD_VALUES: dict[str, dict[str, str]] = {
     "optimizer": {"dist_muon": "muon"},
     "moe_token_dispatcher_type": {"flex": "alltoall"},  # over DeepEP or HybridEP
@@ -74,7 +82,8 @@ OLD_VALUES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class MegatronOption:
-    """A row of `megatron_lm_options.tsv`, which has all options of Megatron-LM since 2023 and some of its forks'.
+    """A row of `megatron_lm_options.tsv`, which has all options of Megatron-LM since 2023 and some
+    of its forks'.
 
     Of those that are no flags of ours it says what becomes of them:
         no effect   the mathematics and the files are the same with and without it
@@ -89,17 +98,23 @@ class MegatronOption:
     group: str  # of options in Megatron-LM; "fork: NAME" for those that it never had
     here: str = ""  # "no effect", "turns on", "part of" or "called"
     why: str = ""  # the reason, the feature, or today's name
-    harmless: tuple[str, ...] = ()  # with these values it has no effect; of "no effect": with these alone
+    harmless: tuple[
+        str, ...
+    ] = ()  # with these values it has no effect; of "no effect": with these alone
 
 
 def _read_table() -> dict[str, MegatronOption]:
-    text = resources.files(__package__).joinpath("megatron_lm_options.tsv").read_text(encoding="utf-8")
+    text = (
+        resources.files(__package__).joinpath("megatron_lm_options.tsv").read_text(encoding="utf-8")
+    )
     table = {}
     for line in text.splitlines():
         if not line.startswith("#"):
             name, words, defaults, group, here, why, harmless = (line.split("\t") + [""] * 3)[:7]
             values = tuple(harmless.split(" | ")) if harmless else ()
-            table[name] = MegatronOption(words, tuple(defaults.split(" | ")), group, here, why, values)
+            table[name] = MegatronOption(
+                words, tuple(defaults.split(" | ")), group, here, why, values
+            )
     return table
 
 
@@ -167,7 +182,9 @@ class CommandLine:
     given: Given = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)  # accepted, and without effect
     problems: list[str] = field(default_factory=list)  # one line each
-    malformed: set[str] = field(default_factory=set)  # fields whose value is not known because of a problem
+    malformed: set[str] = field(
+        default_factory=set
+    )  # fields whose value is not known because of a problem
 
 
 class FlagParser:
@@ -179,7 +196,9 @@ class FlagParser:
         for section in sections.values():
             for flag_field in flag_fields(section):
                 self.spellings |= _spellings(flag_field, flag_type(flag_field, section))
-        fields = {spelling.dest: spelling for spelling in self.spellings.values() if spelling.words != "0"}
+        fields = {
+            spelling.dest: spelling for spelling in self.spellings.values() if spelling.words != "0"
+        }
         dests = {spelling.dest for spelling in self.spellings.values()}
         self.other_names = {
             name: other
@@ -187,19 +206,26 @@ class FlagParser:
             if dests.issuperset(other.values) and (other.takes is None or other.takes in dests)
         }
         for name, other in self.other_names.items():
-            self.spellings[name] = fields[other.takes] if other.takes else Spelling(name, "0", const=True)
+            self.spellings[name] = (
+                fields[other.takes] if other.takes else Spelling(name, "0", const=True)
+            )
 
     def parse(self, argv: Sequence[str]) -> CommandLine:
-        """Values by field name, and all problems at once; --help prints all flags and ends the program."""
+        """Values by field name, and all problems at once; --help prints all flags and ends the
+        program.
+        """
         if "-h" in argv or "--help" in argv:
             print(self.format_help())
             sys.exit(0)
-        line, foreign = CommandLine(), []
+        line = CommandLine()
+        foreign = []
         words = collections.deque(argv)
         while words:
             name, equals, attached = words.popleft().partition("=")
             if not name.startswith("--"):
-                line.problems.append(f"unexpected value {name + equals + attached!r}: it belongs to no flag")
+                line.problems.append(
+                    f"unexpected value {name + equals + attached!r}: it belongs to no flag"
+                )
                 continue
             spelling = self.spellings.get(name)
             arity = spelling.words if spelling else arity_of(name)
@@ -225,12 +251,16 @@ class FlagParser:
         """All flags by section; one that several sections share is shown in the first."""
         parser = argparse.ArgumentParser(
             add_help=False,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=44, width=118),
+            formatter_class=lambda prog: argparse.HelpFormatter(
+                prog, max_help_position=44, width=118
+            ),
             usage="%(prog)s [flags]    (under torchrun for more than one process)",
         )
         seen: set[str] = set()
         for title, section in self.sections.items():
-            group = parser.add_argument_group(title, inspect.cleandoc(section.__doc__ or "").split("\n")[0])
+            group = parser.add_argument_group(
+                title, inspect.cleandoc(section.__doc__ or "").split("\n")[0]
+            )
             for flag_field in flag_fields(section):
                 if flag_field.name not in seen:
                     _add_help(group, section, flag_field)
@@ -245,15 +275,21 @@ class FlagParser:
 
 
 def parse_flags(parser: FlagParser, argv: Sequence[str]) -> tuple[Given, list[str]]:
-    """Values by field name, and the accepted flags that have no effect; ValueError with all problems, one a line."""
+    """Values by field name, and the accepted flags that have no effect; ValueError with all
+    problems, one a line.
+    """
     line = parser.parse(argv)
     raise_problems(line.problems)
     return line.given, line.ignored
 
 
 def build(section: type, given: Given) -> Any:
-    """The dataclass `section` from the values that were given; fields that are no flags keep their defaults."""
-    return section(**{field.name: given[field.name] for field in flag_fields(section) if field.name in given})
+    """The dataclass `section` from the values that were given; fields that are no flags keep their
+    defaults.
+    """
+    return section(
+        **{field.name: given[field.name] for field in flag_fields(section) if field.name in given}
+    )
 
 
 def flag_fields(section: type) -> list[dataclasses.Field[Any]]:
@@ -262,7 +298,9 @@ def flag_fields(section: type) -> list[dataclasses.Field[Any]]:
 
 
 def option_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """The spellings of a field on the command line that --help shows; for a bool those that change its default."""
+    """The spellings of a field on the command line that --help shows; for a bool those that change
+    its default.
+    """
     dashed = field.name.replace("_", "-")
     default = f"--no-{dashed}" if field.default is True else f"--{dashed}"
     return field.metadata["flags"] or (default,)
@@ -271,23 +309,31 @@ def option_names(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 def both_spellings(field: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
     """All spellings that turn a bool on, and all that turn it off.
 
-    Megatron-LM's releases spell the same switch --x, --no-x or --disable-x, whichever changes its default of that time.
+    Megatron-LM's releases spell the same switch --x, --no-x or --disable-x, whichever changes its
+    default of that time.
     """
     dashed = field.name.replace("_", "-")
     base = dashed.removeprefix("no-")
-    on, off = [f"--{base}"], [f"--no-{base}", f"--disable-{base}"]
+    on = [f"--{base}"]
+    off = [f"--no-{base}", f"--disable-{base}"]
     if dashed != base:
         on, off = off, on
-    (off if field.default else on).extend(name for name in option_names(field) if name not in on + off)
+    (off if field.default else on).extend(
+        name for name in option_names(field) if name not in on + off
+    )
     return on, off
 
 
 @functools.cache
 def field_docs(section: type) -> dict[str, str]:
-    """Field name -> the docstring under it, read from the source of the class and of those it extends."""
+    """Field name -> the docstring under it, read from the source of the class and of those it
+    extends.
+    """
     docs = {}
     for part in filter(dataclasses.is_dataclass, section.__mro__):
-        for statement, following in itertools.pairwise(_classes(part.__module__)[part.__qualname__].body):
+        for statement, following in itertools.pairwise(
+            _classes(part.__module__)[part.__qualname__].body
+        ):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
                 assert isinstance(statement.target, ast.Name)
                 docs[statement.target.id] = ast.literal_eval(following.value)
@@ -298,14 +344,20 @@ def field_docs(section: type) -> dict[str, str]:
 def _classes(module: str) -> dict[str, ast.ClassDef]:
     """Of a whole module at once: `inspect.getsource` would parse it again for each."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)}
+    return {
+        statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)
+    }
 
 
 def _spellings(field: dataclasses.Field[Any], hint: Any) -> dict[str, Spelling]:
-    """Every spelling of a field: `--name VALUE`, both switches of a bool; a list takes several words."""
+    """Every spelling of a field: `--name VALUE`, both switches of a bool; a list takes several
+    words.
+    """
     if hint is bool:
         pairs = zip((True, False), both_spellings(field), strict=True)
-        return {name: Spelling(field.name, "0", const=value) for value, names in pairs for name in names}
+        return {
+            name: Spelling(field.name, "0", const=value) for value, names in pairs for name in names
+        }
     metadata = field.metadata
     convert = metadata["parse"] or _word(hint)[0]
     words = "*" if typing.get_origin(hint) is list else "1"
@@ -323,7 +375,9 @@ def _take(words: collections.deque[str], arity: str) -> list[str]:
 
 def _store(line: CommandLine, name: str, spelling: Spelling, words: list[str]) -> None:
     if spelling.words == "*" and not words:
-        if name not in MEGATRON_OPTIONS or arity_of(name) != "*":  # its lists may be empty: "not given"
+        if (
+            name not in MEGATRON_OPTIONS or arity_of(name) != "*"
+        ):  # its lists may be empty: "not given"
             line.problems.append(f"{name} needs at least one value")
             line.malformed.add(spelling.dest)
         return
@@ -335,15 +389,20 @@ def _store(line: CommandLine, name: str, spelling: Spelling, words: list[str]) -
 
 
 def judge(options: Iterable[tuple[str, list[str]]], line: CommandLine) -> list[str]:
-    """Sort options that are no flags of ours, with their words, into those without effect and those not implemented
-    (a problem for each feature and fork). Returns the unknown ones."""
+    """Sort options that are no flags of ours, with their words, into those without effect and those
+    not implemented (a problem for each feature and fork). Returns the unknown ones.
+    """
     unknown: list[str] = []
-    features: dict[str, list[tuple[str, str]]] = collections.defaultdict(list)  # -> (words, "turns on" or "part of")
+    features: dict[str, list[tuple[str, str]]] = collections.defaultdict(
+        list
+    )  # -> (words, "turns on" or "part of")
     forks: dict[str, list[str]] = collections.defaultdict(list)
     for name, words in options:
-        option, said = MEGATRON_OPTIONS.get(name), " ".join([name, *words])
+        option = MEGATRON_OPTIONS.get(name)
+        said = " ".join([name, *words])
         if option is None:
-            # A spelling of a switch that Megatron-LM lacks (--no-x where it has --x alone) leaves things as they are.
+            # A spelling of a switch that Megatron-LM lacks (--no-x where it has --x alone) leaves
+            # things as they are.
             (line.ignored if base_name(name) in _SWITCHES else unknown).append(name)
         elif _has_no_effect(option, words):
             line.ignored.append(name)
@@ -363,8 +422,14 @@ def judge(options: Iterable[tuple[str, list[str]]], line: CommandLine) -> list[s
         if not switches:
             line.ignored += [said.split()[0] for said, _ in given]
             continue
-        more = f" (and {len(given) - len(switches)} more flags of it)" if len(given) > len(switches) else ""
-        line.problems.append(f"{', '.join(switches)}{more}: Megatron-LM's {feature} is not implemented here")
+        more = (
+            f" (and {len(given) - len(switches)} more flags of it)"
+            if len(given) > len(switches)
+            else ""
+        )
+        line.problems.append(
+            f"{', '.join(switches)}{more}: Megatron-LM's {feature} is not implemented here"
+        )
     for fork, names in forks.items():
         listed = ", ".join(dict.fromkeys(names))
         line.problems.append(f"{listed}: not a flag of Megatron-LM but of a fork of it ({fork})")
@@ -378,7 +443,9 @@ def _has_no_effect(option: MegatronOption, words: list[str]) -> bool:
     if len(words) != 1:
         return False
     of_fork = option.group.startswith("fork: ")  # its defaults are not Megatron-LM's
-    return words[0] in option.harmless or (not of_fork and any(_same(words[0], value) for value in option.defaults))
+    return words[0] in option.harmless or (
+        not of_fork and any(_same(words[0], value) for value in option.defaults)
+    )
 
 
 def _same(word: str, default: str) -> bool:

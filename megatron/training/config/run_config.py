@@ -1,6 +1,7 @@
 """All options of a run together, and the rules between them.
 
-Every rule is checked before a process group exists, so that a mistake costs one message and no waiting.
+Every rule is checked before a process group exists, so that a mistake costs one message and no
+waiting.
 """
 
 from __future__ import annotations
@@ -73,12 +74,16 @@ class Config:
         return {f.name: getattr(part, f.name) for part in parts for f in flag_fields(type(part))}
 
     def set_vocab_size(self, tokenizer_vocab_size: int, stored: int | None = None) -> int:
-        """Number of tokens of the model: the tokenizer's, or more if --vocab-size or the checkpoint to load says so."""
+        """Number of tokens of the model: the tokenizer's, or more if --vocab-size or the checkpoint
+        to load says so.
+        """
         given = self.tokenizer.vocab_size
         if given is None or self.tokenizer.kind == "NullTokenizer":
             given = tokenizer_vocab_size
         if given < tokenizer_vocab_size:
-            raise ValueError(f"--vocab-size {given} is less than the {tokenizer_vocab_size} tokens of the tokenizer")
+            raise ValueError(
+                f"--vocab-size {given} is less than the {tokenizer_vocab_size} tokens of the tokenizer"
+            )
         if stored is not None and stored > given:
             self.notes.append(
                 f"the model of the checkpoint has {stored} tokens, {stored - given} more than the tokenizer"
@@ -88,7 +93,7 @@ class Config:
         return given
 
     def batch_schedule(self, dp_size: int) -> BatchSchedule:
-        """Global batch size and micro batches at any point of the run."""
+        """Global batch size and micro-batches at any point of the run."""
         training = self.training
         size = training.global_batch_size
         if size is None:
@@ -99,7 +104,9 @@ class Config:
             steps = rampup_steps(training.rampup_batch_size, size)
         else:
             steps = ((0, size),)
-        return BatchSchedule(steps, training.micro_batch_size, dp_size, training.decrease_batch_size_if_needed)
+        return BatchSchedule(
+            steps, training.micro_batch_size, dp_size, training.decrease_batch_size_if_needed
+        )
 
     def schedule(self) -> Schedule:
         """Learning rate and weight decay over the run."""
@@ -144,13 +151,16 @@ def flag_parser() -> FlagParser:
 
 
 def replica_size(argv: Sequence[str]) -> int:
-    """The fewest processes that the model and its experts can be split over; 1 where the flags do not say."""
+    """The fewest processes that the model and its experts can be split over; 1 where the flags do
+    not say.
+    """
     given = flag_parser().parse(argv).given
 
     def size_of(axis: str) -> int:
         return max(1, given.get(f"{axis}_parallel_size", 1))
 
-    stages, dense = size_of("pipeline_model"), size_of("tensor_model") * size_of("context")
+    stages = size_of("pipeline_model")
+    dense = size_of("tensor_model") * size_of("context")
     experts = size_of("expert_model")
     if (given.get("num_experts") or 0) > 1:
         experts *= given.get("expert_tensor_parallel_size") or size_of("tensor_model")
@@ -160,16 +170,23 @@ def replica_size(argv: Sequence[str]) -> int:
 def parse_args(argv: Sequence[str], world_size: int) -> Config:
     """The configuration of a run of `world_size` processes.
 
-    Raises ValueError that says, one a line, everything that does not fit, and what to do; --help ends the program.
+    Raises ValueError that says, one a line, everything that does not fit, and what to do; --help
+    ends the program.
     """
     line = flag_parser().parse(argv)
-    notes = [f"accepted without effect: {', '.join(dict.fromkeys(line.ignored))}"] if line.ignored else []
+    notes = (
+        [f"accepted without effect: {', '.join(dict.fromkeys(line.ignored))}"]
+        if line.ignored
+        else []
+    )
     given = line.given
     if given.get("use_checkpoint_args"):
         try:
             if environment_world_size() > 1:  # which checkpoint that is, rank 0 decides for all
                 join(build(DistributedConfig, given))
-            given, changes = with_stored_args(given, read_stored_args(given.get("load"), given.get("ckpt_step")))
+            given, changes = with_stored_args(
+                given, read_stored_args(given.get("load"), given.get("ckpt_step"))
+            )
         except ValueError as error:  # without the model, nothing else can be judged
             raise_problems([*line.problems, str(error)])
         notes += changes
@@ -180,7 +197,9 @@ def parse_args(argv: Sequence[str], world_size: int) -> Config:
 
 
 def make_config(given: Given, world_size: int) -> Config:
-    """Build every part, derive what follows from others, and check the rules between them; ValueError with all."""
+    """Build every part, derive what follows from others, and check the rules between them;
+    ValueError with all.
+    """
     config, problems = _make_config(given, world_size, set())
     raise_problems(problems)
     return config
@@ -189,7 +208,8 @@ def make_config(given: Given, world_size: int) -> Config:
 def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Config, list[str]]:
     """The configuration, and everything that is wrong with it: then its wrong parts are None.
 
-    Parts with a field in `malformed`, whose flag was given with a value that cannot be read, are not looked at.
+    Parts with a field in `malformed`, whose flag was given with a value that cannot be read, are
+    not looked at.
     """
     problems: list[str] = []
     given, notes = _derived(given, problems)
@@ -236,13 +256,20 @@ def stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
         known["num_query_groups"] = known["num_attention_heads"]  # Megatron-LM stores an unused 1
     if known.get("add_bias_linear"):
         known["add_qkv_bias"] = False  # implied; Megatron-LM stores True
-    if known.get("tokenizer_type") == "NullTokenizer" and known.get("null_tokenizer_eod_id", 0) is None:
-        known["null_tokenizer_eod_id"] = (known.get("vocab_size") or 1) - 1  # Megatron-LM since 0.19
+    if (
+        known.get("tokenizer_type") == "NullTokenizer"
+        and known.get("null_tokenizer_eod_id", 0) is None
+    ):
+        known["null_tokenizer_eod_id"] = (
+            known.get("vocab_size") or 1
+        ) - 1  # Megatron-LM since 0.19
     return known
 
 
 def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
-    """The arguments of the checkpoint that `--load` and `--ckpt-step` name, for --use-checkpoint-args. Collective."""
+    """The arguments of the checkpoint that `--load` and `--ckpt-step` name, for
+    --use-checkpoint-args. Collective.
+    """
     if root is None:
         raise ValueError("--use-checkpoint-args needs --load, the checkpoint to take them from")
 
@@ -255,14 +282,19 @@ def read_stored_args(root: str | None, step: int | None) -> dict[str, Any]:
     return Coordination.of(None).at_coordinator(read)
 
 
-def with_stored_args(given: Mapping[str, Any], stored: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def with_stored_args(
+    given: Mapping[str, Any], stored: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     """`given` with the model and the tokenizer of a checkpoint, and a note for every flag that was overruled."""
-    merged, notes = dict(given), []
+    merged = dict(given)
+    notes = []
     for name in (*(deciding.name for deciding in deciding_fields()), *ALSO_TAKEN):
         if name not in stored:
             continue
         if name in given and given[name] != stored[name]:
-            notes.append(f"--use-checkpoint-args: {name} is {stored[name]} as in the checkpoint, not {given[name]}")
+            notes.append(
+                f"--use-checkpoint-args: {name} is {stored[name]} as in the checkpoint, not {given[name]}"
+            )
         merged[name] = stored[name]
     if "seq_length" in stored:
         merged.setdefault("seq_length", stored["seq_length"])
@@ -274,9 +306,12 @@ _LAYOUT = "pipeline_model_parallel_layout"
 
 def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
     """Values that follow from other flags, and notes about what was changed; adds to `problems`."""
-    given, notes = dict(given), []
+    given = dict(given)
+    notes = []
     if given.get("sequence_parallel") and given.get("tensor_model_parallel_size", 1) == 1:
-        notes.append("--sequence-parallel is off: it splits over tensor-parallel ranks, and there is only one")
+        notes.append(
+            "--sequence-parallel is off: it splits over tensor-parallel ranks, and there is only one"
+        )
         given["sequence_parallel"] = False
     try:
         chunks = _chunks_per_stage(given)
@@ -297,17 +332,27 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
             "middle: add --fim-data, or leave out --fim-rate"
         )
     given.setdefault("max_position_embeddings", given.get("seq_length"))
-    if (given.get("num_experts") or 0) <= 1 and given.pop("expert_tensor_parallel_size", None) is not None:
+    if (given.get("num_experts") or 0) <= 1 and given.pop(
+        "expert_tensor_parallel_size", None
+    ) is not None:
         notes.append("--expert-tensor-parallel-size: the model has no experts")
     return given, notes
 
 
 def _chunks_per_stage(given: Given) -> int | None:
-    """Chunks per stage where another flag than --virtual-pipeline-model-parallel-size says it; None: none does."""
-    per_chunk, layout = (given.get(name) for name in ("num_layers_per_virtual_pipeline_stage", _LAYOUT))
+    """Chunks per stage where another flag than --virtual-pipeline-model-parallel-size says it;
+    None: none does.
+    """
+    per_chunk, layout = (
+        given.get(name) for name in ("num_layers_per_virtual_pipeline_stage", _LAYOUT)
+    )
     if per_chunk is None and layout is None:
         return None
-    ways = ("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage", _LAYOUT)
+    ways = (
+        "virtual_pipeline_model_parallel_size",
+        "num_layers_per_virtual_pipeline_stage",
+        _LAYOUT,
+    )
     said = [f"--{name.replace('_', '-')}" for name in ways if given.get(name) is not None]
     if len(said) > 1:
         raise ValueError(f"{' and '.join(said)} set the same thing: give one of them")
@@ -315,7 +360,9 @@ def _chunks_per_stage(given: Given) -> int | None:
     if layout is not None:
         count = len(parse_layout(layout))
         if count % pp_size:
-            raise ValueError(f"{said[0]} {layout} has {count} chunks for --pipeline-model-parallel-size {pp_size}")
+            raise ValueError(
+                f"{said[0]} {layout} has {count} chunks for --pipeline-model-parallel-size {pp_size}"
+            )
         return count // pp_size
     counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
     layers = given.get("num_layers", 0) + sum(bool(given.get(name)) for name in counted)

@@ -1,4 +1,6 @@
-"""Which flags fit together. Every rule yields what is wrong: the values, the reason, and the way out."""
+"""Which flags fit together. Every rule yields what is wrong: the values, the reason, and the way
+out.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,12 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
-    parallel, model, length = config.parallel, config.model, config.data.seq_length
-    cp_size, tp_size, ways = parallel.cp_size, parallel.tp_size, parallel.cp_comm_type
+    parallel = config.parallel
+    model = config.model
+    length = config.data.seq_length
+    cp_size = parallel.cp_size
+    tp_size = parallel.tp_size
+    ways = parallel.cp_comm_type
     if len(ways) not in (1, model.num_layers):
         yield (
             f"--cp-comm-type {' '.join(ways)} has {len(ways)} values, --num-layers is {model.num_layers}: give one for "
@@ -98,7 +104,8 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
     """What Transformer Engine cannot do: its attention over ranks of p2p and all_gather among it."""
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     if model.transformer_impl == "local":
         return
     if model.tp_comm_overlap and parallel.tp_size > 1 and not parallel.sequence_parallel:
@@ -111,7 +118,9 @@ def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
     in_blocks = [way for way, _ in of_layers if way != "a2a"]
     for flag_name, refused in {
         "--reset-attention-mask": in_blocks if config.data.reset_attention_mask else [],
-        "--position-embedding-type alibi": in_blocks if model.position_embedding_type == "alibi" else [],
+        "--position-embedding-type alibi": in_blocks
+        if model.position_embedding_type == "alibi"
+        else [],
         "--window-size": [way for way, window in of_layers if window is not None and way == "p2p"],
     }.items():
         if refused:
@@ -122,16 +131,24 @@ def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_experts(config: Config, world_size: int) -> Iterator[str]:
-    model, parallel = config.model, config.parallel
+    model = config.model
+    parallel = config.parallel
     if not model.has_experts:
         if parallel.ep_size > 1:
             yield f"--expert-model-parallel-size {parallel.ep_size} needs --num-experts: the model has no experts"
         return
-    width, shared = model.moe_ffn_size, model.moe_shared_expert_intermediate_size or 0
-    yield from _not_divisible({"--num-experts": model.experts}, "--expert-model-parallel-size", parallel.ep_size)
-    yield from _not_divisible({"--moe-ffn-hidden-size": width}, "--expert-tensor-parallel-size", parallel.etp_size)
+    width = model.moe_ffn_size
+    shared = model.moe_shared_expert_intermediate_size or 0
     yield from _not_divisible(
-        {"--moe-shared-expert-intermediate-size": shared}, "--tensor-model-parallel-size", parallel.tp_size
+        {"--num-experts": model.experts}, "--expert-model-parallel-size", parallel.ep_size
+    )
+    yield from _not_divisible(
+        {"--moe-ffn-hidden-size": width}, "--expert-tensor-parallel-size", parallel.etp_size
+    )
+    yield from _not_divisible(
+        {"--moe-shared-expert-intermediate-size": shared},
+        "--tensor-model-parallel-size",
+        parallel.tp_size,
     )
     if parallel.tp_size > 1 and not parallel.sequence_parallel:
         yield (
@@ -143,7 +160,8 @@ def _check_experts(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_batches(config: Config, world_size: int) -> Iterator[str]:
     """Every size that a ramp-up reaches must suit the interleaved schedule."""
-    training, pp_size = config.training, config.parallel.pp_size
+    training = config.training
+    pp_size = config.parallel.pp_size
     dp_size = config.parallel.dp_size(world_size)
     batches = config.batch_schedule(dp_size)
     training.global_batch_size = batches.global_batch_size
@@ -155,19 +173,20 @@ def _check_batches(config: Config, world_size: int) -> Iterator[str]:
     wrong = [size for size, count in counts.items() if not groups_fit(count, pp_size, group_size)]
     if wrong:
         yield (
-            f"the interleaved schedule runs micro batches in groups of {group_size}, the last one of at least "
+            f"the interleaved schedule runs micro-batches in groups of {group_size}, the last one of at least "
             f"{pp_size}, the number of pipeline stages, but a global batch of {' or '.join(map(str, wrong[:3]))} / "
-            f"({training.micro_batch_size} per micro batch x {dp_size} replicas) has "
+            f"({training.micro_batch_size} per micro-batch x {dp_size} replicas) has "
             f"{' or '.join(str(counts[size]) for size in wrong[:3])}"
         )
 
 
 def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
-    training, dp_size = config.training, config.parallel.dp_size(world_size)
+    training = config.training
+    dp_size = config.parallel.dp_size(world_size)
     size = training.eval_global_batch_size
     if size is not None and (size < 1 or size % (training.micro_batch_size * dp_size)):
         yield (
-            f"--eval-global-batch-size {size} is not a multiple of micro batch size {training.micro_batch_size} x "
+            f"--eval-global-batch-size {size} is not a multiple of micro-batch size {training.micro_batch_size} x "
             f"data-parallel size {dp_size}"
         )
 
@@ -182,7 +201,9 @@ def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
     if config.optimizer.lr is None:
         yield "--lr must be given"
-    elif (training.train_iters is None) != (training.train_samples is None) and training.global_batch_size is not None:
+    elif (training.train_iters is None) != (
+        training.train_samples is None
+    ) and training.global_batch_size is not None:
         config.schedule()
 
 
@@ -193,10 +214,19 @@ def _check_layers(config: Config, world_size: int) -> Iterator[str]:
 
 def save_notes(config: Config) -> list[str]:
     """What the user may not expect of these flags together."""
-    checkpoint, eval_interval = config.checkpoint, config.training.eval_interval
+    checkpoint = config.checkpoint
+    eval_interval = config.training.eval_interval
     notes = []
-    whens = ("save_interval", "save_interval_secs", "keep_last_n", "save_retain_interval", "keep_best_n")
-    given = [f"--{name.replace('_', '-')}" for name in whens if getattr(checkpoint, name) is not None]
+    whens = (
+        "save_interval",
+        "save_interval_secs",
+        "keep_last_n",
+        "save_retain_interval",
+        "keep_best_n",
+    )
+    given = [
+        f"--{name.replace('_', '-')}" for name in whens if getattr(checkpoint, name) is not None
+    ]
     if given and checkpoint.save is None:
         notes.append(f"nothing is saved: {', '.join(given)} without --save")
     if checkpoint.keep_best_n is not None and checkpoint.save_interval and eval_interval:
@@ -217,7 +247,9 @@ def _check_profile_ranks(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
-    if checkpoint.keep_best_n is not None and not (config.training.eval_iters and config.training.eval_interval):
+    if checkpoint.keep_best_n is not None and not (
+        config.training.eval_iters and config.training.eval_interval
+    ):
         yield (
             f"--keep-best-n {checkpoint.keep_best_n} compares validation losses: give --eval-interval (one that meets "
             "the saved iterations) and --eval-iters"
@@ -236,7 +268,8 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
-    kind, interval = checkpoint.non_persistent_ckpt_type, checkpoint.non_persistent_save_interval
+    kind = checkpoint.non_persistent_ckpt_type
+    interval = checkpoint.non_persistent_save_interval
     if kind in ("global", "in_memory"):
         yield (
             f"--non-persistent-ckpt-type {kind} is not supported: use local, or for global a shorter --save-interval "
@@ -260,7 +293,8 @@ def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
         yield f"--non-persistent-ckpt-type {kind} needs --ckpt-format torch_dist"
 
 
-# The rules between the parts: each yields what is wrong (or raises ValueError), and names the parts that it needs.
+# The rules between the parts: each yields what is wrong (or raises ValueError), and names the parts
+# that it needs.
 CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_length, "training"),
     (_check_positions, "model data"),

@@ -1,1 +1,1 @@
-"""From datasets and tokenizers to micro batches."""
+"""From datasets and tokenizers to micro-batches."""

@@ -1,8 +1,10 @@
-"""The data of a run: how many samples of each split, and which of them each replica gets, as micro batches.
+"""The data of a run: how many samples of each split, and which of them each replica gets, as
+micro-batches.
 
-The stream of samples is a function of consumed samples and seed alone. Micro batch m of an iteration takes the next
-micro_batch_size * DP samples of the stream, replica r the r-th part of them, so data-parallel size, micro batch and
-global batch may change between runs without loss or repetition.
+The stream of samples is a function of consumed samples and seed alone. Micro-batch m of an
+iteration takes the next micro_batch_size * DP samples of the stream, replica r the r-th part of
+them, so data-parallel size, micro-batch and global batch may change between runs without loss or
+repetition.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Split:
-    """One split: whether it has data, and this rank's iterator; None on ranks whose chunks need no data."""
+    """One split: whether it has data, and this rank's iterator; None on ranks whose chunks need no
+    data.
+    """
 
     exists: bool
     batches: DataIterator | None
@@ -51,7 +55,7 @@ class Data:
 
 
 def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Data:
-    """Build the data sets on the ranks that need them, positioned where the run stands. Collective.
+    """Build the datasets on the ranks that need them, positioned where the run stands. Collective.
 
     Rank 0 holds the first layer, so it always needs data, and knows which splits there are.
     """
@@ -73,7 +77,8 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
 def one_rank_per_node_first(build: Callable[[bool], Datasets], needs_data: bool) -> Datasets | None:
     """`build(True)` on one rank of each node, which builds and verifies index caches; `build(False)` on the others.
 
-    These begin when all nodes are ready, and map what was built. None where no data is needed. Collective.
+    These begin when all nodes are ready, and map what was built. None where no data is needed.
+    Collective.
     """
     places: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
     mine = (socket.gethostname(), needs_data)
@@ -89,9 +94,12 @@ def one_rank_per_node_first(build: Callable[[bool], Datasets], needs_data: bool)
 
 def num_samples(run: Run) -> tuple[int, int, int]:
     """Samples of (train, valid, test) that the whole run needs, from its beginning to its end."""
-    training, state = run.config.training, run.state
+    training = run.config.training
+    state = run.state
     remaining = max(0, run.train_iters - state.iteration)
-    train = training.train_samples or run.batches.consumed_after(remaining, state.consumed_train_samples)
+    train = training.train_samples or run.batches.consumed_after(
+        remaining, state.consumed_train_samples
+    )
     every = training.eval_interval
     evaluations = 1 + (run.train_iters // every - state.iteration // every if every else 0)
     per_evaluation = training.eval_iters * run.eval_batch_size
@@ -103,7 +111,10 @@ def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
     """Warn if samples come in another order than in the run that is resumed."""
     if train is None:
         return
-    if run.state.consumed_train_samples and run.train_data_fingerprint not in (None, train.fingerprint):
+    if run.state.consumed_train_samples and run.train_data_fingerprint not in (
+        None,
+        train.fingerprint,
+    ):
         logger.warning(
             "the training data or its order differs from the checkpoint's: some of the "
             f"{run.state.consumed_train_samples} samples consumed so far may be repeated and others skipped"
@@ -151,13 +162,19 @@ class CyclicStream:
 
 
 def microbatches(
-    stream: Stream, end: int | None, consumed_samples: int, micro_batch_size: int, dp_rank: int, dp_size: int
+    stream: Stream,
+    end: int | None,
+    consumed_samples: int,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
 ) -> Iterator[list[int]]:
-    """Lists of sample numbers, one per micro batch of one replica, from `consumed_samples` on.
+    """Lists of sample numbers, one per micro-batch of one replica, from `consumed_samples` on.
 
-    A stream with an `end` is left where not all replicas would get a whole micro batch.
+    A stream with an `end` is left where not all replicas would get a whole micro-batch.
     """
-    step, start = micro_batch_size * dp_size, consumed_samples
+    step = micro_batch_size * dp_size
+    start = consumed_samples
     while end is None or start + step <= end:
         first = start + dp_rank * micro_batch_size
         yield stream(first, first + micro_batch_size)
@@ -165,17 +182,18 @@ def microbatches(
 
 
 def _read(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
-    """Arrays [micro batch, ...] of these samples."""
+    """Arrays [micro-batch, ...] of these samples."""
     samples = [dataset[number] for number in numbers]
     return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
 class DataIterator:
-    """Micro batches of one replica, on the CPU: tokens, labels, position_ids int64 and loss_mask fp32 [mbs, s], and
-    documents int64 [mbs, s] with --reset-attention-mask. Context-parallel ranks keep their parts, but all of documents.
+    """Micro-batches of one replica, on the CPU: tokens, labels, position_ids int64 and loss_mask
+    fp32 [mbs, s], and documents int64 [mbs, s] with --reset-attention-mask. Context-parallel ranks
+    keep their parts, but all of documents.
 
-    Its worker processes start with the first batch and end with `close`, with the iterator, or with the process.
-    Raises ValueError when the data is used up.
+    Its worker processes start with the first batch and end with `close`, with the iterator, or with
+    the process. Raises ValueError when the data is used up.
     """
 
     def __init__(
@@ -191,13 +209,17 @@ class DataIterator:
     ) -> None:
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
         cyclic = config.dataloader_type == "cyclic"
-        stream: Stream = CyclicStream(len(dataset), config.seed) if cyclic else lambda a, b: list(range(a, b))
+        stream: Stream = (
+            CyclicStream(len(dataset), config.seed) if cyclic else lambda a, b: list(range(a, b))
+        )
         self._place = (consumed_samples, micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
         self.cp = cp
         self.pin_memory = pin_memory
         numbers = microbatches(stream, None if cyclic else len(dataset), *self._place)
-        self._batches = OrderedWorkers(functools.partial(_read, dataset), numbers, config.num_workers)
+        self._batches = OrderedWorkers(
+            functools.partial(_read, dataset), numbers, config.num_workers
+        )
 
     def __iter__(self) -> DataIterator:
         return self
@@ -208,7 +230,11 @@ class DataIterator:
         except StopIteration:
             raise ValueError(self._exhausted()) from None
         batch = self.cp.part_of({key: torch.from_numpy(array) for key, array in arrays.items()})
-        return {key: tensor.pin_memory() for key, tensor in batch.items()} if self.pin_memory else batch
+        return (
+            {key: tensor.pin_memory() for key, tensor in batch.items()}
+            if self.pin_memory
+            else batch
+        )
 
     def close(self) -> None:
         """End the worker processes."""
@@ -218,6 +244,6 @@ class DataIterator:
         consumed_samples, micro_batch_size, _, dp_size = self._place
         return (
             f"the data is exhausted: of {len(self.dataset)} samples, {consumed_samples} were consumed before "
-            f"this run, and no micro batch of {micro_batch_size} for each of {dp_size} replicas is "
-            "left. Build a larger data set (--train-iters, --train-samples) or use --dataloader-type cyclic"
+            f"this run, and no micro-batch of {micro_batch_size} for each of {dp_size} replicas is "
+            "left. Build a larger dataset (--train-iters, --train-samples) or use --dataloader-type cyclic"
         )

@@ -1,8 +1,9 @@
-"""What a run will need on every pipeline stage (memory, files, traffic), worked out from its flags without running it.
+"""What a run will need on every pipeline stage (memory, files, traffic), worked out from its flags
+without running it.
 
-Weights, gradients and optimizer are exact: the model of a rank is built without memory, and its buffers are planned by
-the code that plans them in training. Activations are `rank_memory.ActivationMemory`, over the passes that the pipeline
-schedule runs.
+Weights, gradients and optimizer are exact: the model of a rank is built without memory, and its
+buffers are planned by the code that plans them in training. Activations are
+`rank_memory.ActivationMemory`, over the passes that the pipeline schedule runs.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Traffic:
 
     @property
     def wire(self) -> float:
-        """Bytes that leave the rank, with ring algorithms: (n - 1) / n of a gather or scatter, twice that of a sum."""
+        """Bytes that leave the rank, with ring algorithms: (n - 1) / n of a gather or scatter,
+        twice that of a sum.
+        """
         once = self.all_gather + self.reduce_scatter + self.all_to_all
         return (self.size - 1) / self.size * (2 * self.all_reduce + once) + self.send
 
@@ -88,11 +91,14 @@ class StagePlan:
     num_parameters: int
     """Of this rank, without padding."""
     passes_in_flight: int
-    """Forward passes, of a chunk and a micro batch, that wait for their backward pass at the moment of the peak."""
+    """Forward passes, of a chunk and a micro-batch, that wait for their backward pass at the moment
+    of the peak.
+    """
     memory: MemoryPlan
     traffic: dict[str, Traffic]
     checkpoint_bytes: int
-    """Roughly what this rank writes when all ranks share the writing; items are not cut for that."""
+    """Roughly what this rank writes when all ranks share the writing; items are not cut for that.
+    """
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,9 @@ class RunPlan:
     checkpoint_bytes: int
     num_microbatches: int
     bubble: float
-    """Fraction of a step in which a stage waits, if all chunks take equally long: (P - 1) / (m V + P - 1)."""
+    """Fraction of a step in which a stage waits, if all chunks take equally long: (P - 1) / (m V +
+    P - 1).
+    """
 
     @property
     def largest(self) -> int:
@@ -116,34 +124,54 @@ class RunPlan:
     def table(self) -> str:
         """What every stage needs, in GB of 10^9 bytes."""
         rows: list[tuple[str, list[float]]] = [
-            (name, [getattr(stage.memory, part) for stage in self.stages]) for part, name in MEMORY_PARTS.items()
+            (name, [getattr(stage.memory, part) for stage in self.stages])
+            for part, name in MEMORY_PARTS.items()
         ]
         rows.append(("total memory", [stage.memory.total for stage in self.stages]))
         rows.append(("checkpoint", [stage.checkpoint_bytes for stage in self.stages]))
         for axis in ("tp", "cp", "pp", "dp", "ep", "edp", "embedding"):
-            name = "sent: tied embedding" if axis == "embedding" else f"sent per step: {axis.upper()}"
+            name = (
+                "sent: tied embedding" if axis == "embedding" else f"sent per step: {axis.upper()}"
+            )
             rows.append((name, [stage.traffic[axis].wire for stage in self.stages]))
-        lines = ["GB per rank of stage     " + "".join(f"{stage.ps.pp.rank:>9d}" for stage in self.stages)]
-        lines += [f"  {name:23}" + "".join(f"{v / 1e9:>9.2f}" for v in values) for name, values in rows if any(values)]
-        lines.append("passes in flight at peak " + "".join(f"{stage.passes_in_flight:>9d}" for stage in self.stages))
+        lines = [
+            "GB per rank of stage     "
+            + "".join(f"{stage.ps.pp.rank:>9d}" for stage in self.stages)
+        ]
+        lines += [
+            f"  {name:23}" + "".join(f"{v / 1e9:>9.2f}" for v in values)
+            for name, values in rows
+            if any(values)
+        ]
+        lines.append(
+            "passes in flight at peak "
+            + "".join(f"{stage.passes_in_flight:>9d}" for stage in self.stages)
+        )
         return "\n".join(lines)
 
 
-def plan_run(config: Config, world_size: int, model_provider: ModelProvider, device_type: str = "cuda") -> RunPlan:
-    """The plan of a run of `world_size` ranks; `config.model.vocab_size` must be known. CPU and GPU keep other things
-    for backward."""
-    model, parallel = config.model, config.parallel
-    pp_size, vpp_size = parallel.pp_size, parallel.vpp_size
+def plan_run(
+    config: Config, world_size: int, model_provider: ModelProvider, device_type: str = "cuda"
+) -> RunPlan:
+    """The plan of a run of `world_size` ranks; `config.model.vocab_size` must be known. CPU and GPU
+    keep other things for backward.
+    """
+    model = config.model
+    parallel = config.parallel
+    pp_size = parallel.pp_size
+    vpp_size = parallel.vpp_size
     num_microbatches = config.batch_schedule(parallel.dp_size(world_size)).num_microbatches
     ranks = [parallel.rank_at(Place(pp=stage), world_size) for stage in range(pp_size)]
     states = [ParallelState.for_rank(parallel, world_size, rank) for rank in ranks]
     chunks = [list(empty_chunks(config, ps, model_provider)) for ps in states]
     activations = ActivationMemory.of_run(config, device_type)
     stages = [
-        _plan_stage(config, ps, own, activations, num_microbatches) for ps, own in zip(states, chunks, strict=True)
+        _plan_stage(config, ps, own, activations, num_microbatches)
+        for ps, own in zip(states, chunks, strict=True)
     ]
     sizes = stored_sizes(itertools.chain.from_iterable(chunks))
-    num_parameters, idle = sum(sizes.values()), 0
+    num_parameters = sum(sizes.values())
+    idle = 0
     if model.has_experts:
         of_experts = sum(numel for tensor, numel in sizes.items() if tensor.expert)
         idle = of_experts * (model.experts - model.moe_router_topk) // model.experts
@@ -166,12 +194,17 @@ def _plan_stage(
 ) -> StagePlan:
     itemsize = config.model.params_dtype.itemsize
     grad_size = config.ddp.grad_dtype(config.model.params_dtype).itemsize
-    copied = 4 if grad_size < 4 else 0  # of a rank's reduced shard there is an fp32 copy where the buffer is not fp32
+    copied = (
+        4 if grad_size < 4 else 0
+    )  # of a rank's reduced shard there is an fp32 copy where the buffer is not fp32
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
     peak = _peak(config, activations, ps, chunks, num_microbatches)
     memory = MemoryPlan(
         weights=sum(buffer.weight_bytes for buffer in buffers),
-        gradients=sum(buffer.numel * grad_size + buffer.numel // buffer.num_shards * copied for buffer in buffers),
+        gradients=sum(
+            buffer.numel * grad_size + buffer.numel // buffer.num_shards * copied
+            for buffer in buffers
+        ),
         optimizer=sum(
             bucket.numel // buffer.num_shards * _optimizer_bytes(config, bucket.group, itemsize < 4)
             for buffer in buffers
@@ -184,7 +217,10 @@ def _plan_stage(
     )
     boxes = stored_sizes(chunks, whole=False)
     stored = sum(
-        _stored_bytes(config, {tensor: numel for tensor, numel in boxes.items() if tensor.expert is expert}) // size
+        _stored_bytes(
+            config, {tensor: numel for tensor, numel in boxes.items() if tensor.expert is expert}
+        )
+        // size
         for expert, size in ((False, ps.dp_cp.size), (True, ps.edp.size))
     )
     return StagePlan(
@@ -212,17 +248,27 @@ class _Moment(NamedTuple):
 
 
 def _peak(
-    config: Config, activations: ActivationMemory, ps: ParallelState, chunks: list[EmptyChunk], num_microbatches: int
+    config: Config,
+    activations: ActivationMemory,
+    ps: ParallelState,
+    chunks: list[EmptyChunk],
+    num_microbatches: int,
 ) -> _Moment:
     """The backward pass at which most is held, over the ticks of this stage's schedule."""
     losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
     layers = [activations.kept(chunk.kinds) for chunk in chunks]
     backward = [activations.backward(chunk.kinds, chunk.post_process) for chunk in chunks]
-    messages = 2 * activations.residual if ps.pp.size > 1 else 0  # a result being sent, an input being received
-    # The peak is at a backward pass: it needs its temporaries while all passes in flight still hold their activations.
-    in_flight, peak = [0] * len(chunks), _Moment()
+    messages = (
+        2 * activations.residual if ps.pp.size > 1 else 0
+    )  # a result being sent, an input being received
+    # The peak is at a backward pass: it needs its temporaries while all passes in flight still hold
+    # their activations.
+    in_flight = [0] * len(chunks)
+    peak = _Moment()
     group_size = config.parallel.microbatch_group_size_per_vp_stage
-    for tick in schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches, group_size=group_size):
+    for tick in schedule(
+        ps.pp.rank, ps.pp.size, len(chunks), num_microbatches, group_size=group_size
+    ):
         if tick.action is None:
             continue
         chunk = tick.action.chunk
@@ -241,7 +287,9 @@ def _peak(
 
 
 def _optimizer_bytes(config: Config, group: ParamGroup, main_parameters: bool) -> int:
-    """Per parameter of `group`: fp32 main parameters, unless they are the model's own, and the update rule's state."""
+    """Per parameter of `group`: fp32 main parameters, unless they are the model's own, and the
+    update rule's state.
+    """
     return 4 * (len(state_names(config.optimizer, group)) + main_parameters)
 
 
@@ -256,20 +304,25 @@ def _stored_bytes(config: Config, sizes: Mapping[ParameterInFile, int]) -> int:
 
 
 # Traffic, counted from what the layers send.
-#
-# Per micro batch and layer, two sums over TP forward and two backward (Shoeybi et al. 2019); under sequence parallelism
-# each becomes a gather and a scatter, and the inputs of the column-parallel layers are gathered once more in backward
-# (Korthikanti et al. 2022). Embedding and loss add theirs. Per step, DP reduces gradients and gathers parameters.
-# Left out are scalars, the loss's two numbers per token, and gradients of norms.
+#  Per micro-batch and layer, two sums over TP forward and two backward (Shoeybi et al. 2019); under
+# sequence parallelism each becomes a gather and a scatter, and the inputs of the column-parallel
+# layers are gathered once more in backward (Korthikanti et al. 2022). Embedding and loss add
+# theirs. Per step, DP reduces gradients and gathers parameters. Left out are scalars, the loss's
+# two numbers per token, and gradients of norms.
 
 
 def plan_traffic(
-    config: Config, ps: ParallelState, chunks: list[EmptyChunk], activations: ActivationMemory, num_microbatches: int
+    config: Config,
+    ps: ParallelState,
+    chunks: list[EmptyChunk],
+    activations: ActivationMemory,
+    num_microbatches: int,
 ) -> dict[str, Traffic]:
     """A step's traffic by axis on the rank of `ps`, whose model is `chunks`.
 
     `embedding` is the tied word embedding's gradient, between the first and the last stage; `ep` are tokens to their
-    experts and back; `edp` gradients and parameters of experts that are split in another way than the rest.
+    experts and back; `edp` gradients and parameters of experts that are split in another way than
+    the rest.
     """
     group_size = config.parallel.microbatch_group_size_per_vp_stage
     ticks = schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches, group_size=group_size)
@@ -302,7 +355,8 @@ def _tensor_parallel(
         for number, kind in enumerate(chunk.kinds):
             # Experts themselves are not split over TP as others are.
             mlp = not kind.experts or config.model.has_shared_experts
-            twice, mlp_again = number < again, mlp and activations.mlp_again(kind)
+            twice = number < again
+            mlp_again = mlp and activations.mlp_again(kind)
             heads_again = entering if config.model.recomputes("mla_up_proj") else 0.0
             sums += (1 + twice) * (1 + mlp) + entering + mlp + mlp_again
             gathers += (2 + twice) * (entering + mlp) + 1 + mlp + mlp_again + heads_again
@@ -322,11 +376,16 @@ def _latent_width(config: TransformerConfig) -> int:
 def _context_parallel(
     config: Config, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
 ) -> Traffic:
-    """Keys and values, exchanged again in backward, where their gradients return; or all heads there and back."""
-    size, own = config.parallel.cp_size, activations.key_values
+    """Keys and values, exchanged again in backward, where their gradients return; or all heads
+    there and back.
+    """
+    size = config.parallel.cp_size
+    own = activations.key_values
     if size == 1:
         return Traffic(1)
-    fetched, layers = Counter[str](), Counter[str]()  # by --cp-comm-type
+    # by --cp-comm-type
+    fetched = Counter[str]()
+    layers = Counter[str]()
     for chunk in chunks:
         again = activations.recomputed_layers(chunk.num_layers)
         for number, kind in enumerate(chunk.kinds):
@@ -345,13 +404,22 @@ def _context_parallel(
 
 
 def _expert_parallel(
-    config: Config, ps: ParallelState, chunks: list[EmptyChunk], activations: ActivationMemory, microbatches: int
+    config: Config,
+    ps: ParallelState,
+    chunks: list[EmptyChunk],
+    activations: ActivationMemory,
+    microbatches: int,
 ) -> Traffic:
-    """Every token goes to k experts and comes back, forward and backward; or all tokens go to all ranks."""
-    model, size = config.model, ps.experts.size
+    """Every token goes to k experts and comes back, forward and backward; or all tokens go to all
+    ranks.
+    """
+    model = config.model
+    size = ps.experts.size
     if not model.has_experts or size == 1:
         return Traffic(1)
-    layers = sum(isinstance(module, MoELayer) for chunk in chunks for module in chunk.module.modules())
+    layers = sum(
+        isinstance(module, MoELayer) for chunk in chunks for module in chunk.module.modules()
+    )
     again = sum(activations.recomputed_layers(chunk.num_layers) for chunk in chunks)
     passes = microbatches * (2 * layers + min(again, layers))
     if model.moe_token_dispatcher_type == "alltoall":
@@ -365,7 +433,9 @@ def _data_parallel(config: Config, chunks: list[EmptyChunk], size: int, expert: 
     if size == 1:
         return Traffic(1)
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers if buffer.expert is expert]
-    gradients = config.ddp.grad_dtype(config.model.params_dtype).itemsize * sum(buffer.numel for buffer in buffers)
+    gradients = config.ddp.grad_dtype(config.model.params_dtype).itemsize * sum(
+        buffer.numel for buffer in buffers
+    )
     if not config.ddp.use_distributed_optimizer:
         return Traffic(size, all_reduce=gradients)
     weights = sum(buffer.numel * buffer.itemsize for buffer in buffers)
@@ -381,4 +451,6 @@ def _tied_embedding(config: Config, chunks: list[EmptyChunk], dp_size: int) -> T
     ]
     if not tied:
         return Traffic(1)
-    return Traffic(2, all_reduce=4 * sum(tied) // (dp_size if config.ddp.use_distributed_optimizer else 1))
+    return Traffic(
+        2, all_reduce=4 * sum(tied) // (dp_size if config.ddp.use_distributed_optimizer else 1)
+    )

@@ -1,9 +1,9 @@
-"""What a run reports: lines on its output, one per interval, and one point per iteration for TensorBoard and Weights &
-Biases.
+"""What a run reports: lines on its output, one per interval, and one point per iteration for
+TensorBoard and Weights & Biases.
 
-On its output rank 0 alone says something, as text or as one JSON object per line (--log-format). Every module logs with
-`logging.getLogger(__name__)`: infos and warnings are printed once, by rank 0. `EVERY_RANK` marks a message that only
-its own rank knows, and errors are always printed.
+On its output rank 0 alone says something, as text or as one JSON object per line (--log-format).
+Every module logs with `logging.getLogger(__name__)`: infos and warnings are printed once, by rank
+0. `EVERY_RANK` marks a message that only its own rank knows, and errors are always printed.
 
 Losses stay on the device until a line is due, so that no iteration waits for the device.
 """
@@ -55,7 +55,8 @@ class _Printer(logging.Handler):
 
     def __init__(self, rank: int, form: Any) -> None:
         super().__init__()
-        self._rank, self._form = rank, form
+        self._rank = rank
+        self._form = form
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._rank == 0 or record.levelno >= logging.ERROR or vars(record).get("every_rank"):
@@ -70,14 +71,19 @@ def _as_text(record: logging.LogRecord) -> str:
 
 
 def _as_json(record: logging.LogRecord) -> str:
-    fields = vars(record).get("fields") or {"level": record.levelname.lower(), "message": record.getMessage()}
+    fields = vars(record).get("fields") or {
+        "level": record.levelname.lower(),
+        "message": record.getMessage(),
+    }
     time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
     return json.dumps(plain({"time": time, **fields}))
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """The numbers of one iteration; those from `lm_loss` on are filled in when they are read from the device."""
+    """The numbers of one iteration; those from `lm_loss` on are filled in when they are read from
+    the device.
+    """
 
     iteration: int
     consumed_train_samples: int
@@ -89,13 +95,16 @@ class Iteration:
     skipped: bool = False  # the update was left out because the gradient was not finite
     num_zeros_in_grad: float | None = None
     params_norm: float | None = None
-    experts: dict[str, list[float]] = field(default_factory=dict)  # auxiliary losses and loads, of each layer with some
+    experts: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # auxiliary losses and loads, of each layer with some
 
 
 class OnDevice(NamedTuple):
     """What an iteration has left on the device."""
 
-    loss: torch.Tensor  # fp32 [numerator, denominator] of this rank's micro batches on the last stage, zeros elsewhere
+    # fp32 [numerator, denominator] of this rank's micro-batches on the last stage, zeros elsewhere
+    loss: torch.Tensor
     step: StepResult
     params_norm: torch.Tensor | None = None
     experts: torch.Tensor | None = None  # this rank's share of `measured` of the experts, by layer
@@ -120,7 +129,9 @@ class Interval:
         return self.seconds / len(self.iterations)
 
     def seconds_to_go(self, train_iters: int) -> float:
-        """Until iteration `train_iters` at the speed of this interval; evaluations and saves come on top."""
+        """Until iteration `train_iters` at the speed of this interval; evaluations and saves come
+        on top.
+        """
         return max(0, train_iters - self.last.iteration) * self.seconds_per_iteration
 
     @property
@@ -142,7 +153,9 @@ class Interval:
     @property
     def mean_loss(self) -> float:
         """Over the iterations that were not skipped (over all, if all were)."""
-        losses = [it.lm_loss for it in self.iterations if not it.skipped] or [it.lm_loss for it in self.iterations]
+        losses = [it.lm_loss for it in self.iterations if not it.skipped] or [
+            it.lm_loss for it in self.iterations
+        ]
         return sum(losses) / len(losses)
 
     def as_fields(self) -> dict[str, Any]:
@@ -173,7 +186,9 @@ class Writer(Protocol):
     def interval(self, interval: Interval) -> None: ...
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
-        """Points at an iteration; also over `samples`, the training samples consumed by then, if given."""
+        """Points at an iteration; also over `samples`, the training samples consumed by then, if
+        given.
+        """
 
     def close(self) -> None: ...
 
@@ -181,7 +196,8 @@ class Writer(Protocol):
 class TrainingLog:
     """Collects iterations and reports them an interval at a time.
 
-    Per iteration `record`; per interval `close_interval`, which is collective; `paused` around what is not training.
+    Per iteration `record`; per interval `close_interval`, which is collective; `paused` around what
+    is not training.
     """
 
     def __init__(
@@ -193,8 +209,12 @@ class TrainingLog:
         model: TransformerConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._ps, self._device, self._model, self._clock = ps, device, model, clock
-        self._seq_length, self._flops_per_token = seq_length, flops_per_token
+        self._ps = ps
+        self._device = device
+        self._model = model
+        self._clock = clock
+        self._seq_length = seq_length
+        self._flops_per_token = flops_per_token
         self._pending: list[tuple[Iteration, OnDevice]] = []
         self._excluded = 0.0
         self._start = self._clock()
@@ -210,20 +230,33 @@ class TrainingLog:
         self._excluded += self._now() - start
 
     def close_interval(self) -> Interval:
-        """All iterations since the last call, with their losses, the same on every rank. Collective."""
+        """All iterations since the last call, with their losses, the same on every rank.
+        Collective.
+        """
         assert self._pending
         losses = reduce_losses([on_device.loss for _, on_device in self._pending], self._ps)
         rows = zip(self._pending, losses, self._of_experts(), strict=True)
-        iterations = [_read(iteration, on_device, loss, experts) for (iteration, on_device), loss, experts in rows]
+        iterations = [
+            _read(iteration, on_device, loss, experts)
+            for (iteration, on_device), loss, experts in rows
+        ]
         now = self._now()
         tokens = self._seq_length * sum(it.batch_size for it in iterations)
         seconds = max(now - self._start - self._excluded, 1e-9)
-        self._pending, self._excluded, self._start = [], 0.0, now
-        return Interval(iterations, seconds, tokens, tokens * self._flops_per_token, self._ps.world_size)
+        self._pending = []
+        self._excluded = 0.0
+        self._start = now
+        return Interval(
+            iterations, seconds, tokens, tokens * self._flops_per_token, self._ps.world_size
+        )
 
     def _of_experts(self) -> list[dict[str, list[float]]]:
-        """Of every pending iteration the measurements of the layers with experts. Collective where there are any."""
-        shares = [on_device.experts for _, on_device in self._pending if on_device.experts is not None]
+        """Of every pending iteration the measurements of the layers with experts. Collective where
+        there are any.
+        """
+        shares = [
+            on_device.experts for _, on_device in self._pending if on_device.experts is not None
+        ]
         if not shares or self._model is None:
             return [{} for _ in self._pending]
         total = torch.stack(shares)
@@ -238,9 +271,12 @@ class TrainingLog:
         return self._clock()
 
 
-def _read(iteration: Iteration, on_device: OnDevice, loss: float, experts: dict[str, list[float]]) -> Iteration:
+def _read(
+    iteration: Iteration, on_device: OnDevice, loss: float, experts: dict[str, list[float]]
+) -> Iteration:
     """`iteration` with its numbers from the device; waits for them."""
-    num_zeros, norm = on_device.step.num_zeros, on_device.params_norm
+    num_zeros = on_device.step.num_zeros
+    norm = on_device.params_norm
     return replace(
         iteration,
         lm_loss=loss,
@@ -253,25 +289,32 @@ def _read(iteration: Iteration, on_device: OnDevice, loss: float, experts: dict[
 
 
 def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[float]:
-    """From [numerator, denominator] pairs of every rank to losses over the whole batch, on every rank.
+    """From [numerator, denominator] pairs of every rank to losses over the whole batch, on every
+    rank.
 
-    The last stage has them; its tensor-parallel ranks hold the same values, so only the first one contributes.
+    The last stage has them; its tensor-parallel ranks hold the same values, so only the first one
+    contributes.
     """
     pairs = torch.stack(list(losses)).to(torch.float64)
     if not (ps.pp.is_last and ps.tp.is_first):
         pairs.zero_()
     dist.all_reduce(pairs)
-    return [numerator / denominator if denominator else math.nan for numerator, denominator in pairs.tolist()]
+    return [
+        numerator / denominator if denominator else math.nan
+        for numerator, denominator in pairs.tolist()
+    ]
 
 
 def log_line(interval: Interval, train_iters: int) -> str:
     """One line in the manner of Megatron-LM."""
-    last, tflops = interval.last, interval.tflops_per_device
+    last = interval.last
+    tflops = interval.tflops_per_device
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {last.consumed_train_samples:12d}",
         f"elapsed time per iteration (ms): {1000 * interval.seconds_per_iteration:.1f}",
-        "throughput per GPU (TFLOP/s/GPU): " + (f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}"),
+        "throughput per GPU (TFLOP/s/GPU): "
+        + (f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}"),
         f"tokens/s: {interval.tokens_per_second:.0f}",
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.batch_size:5d}",
@@ -320,22 +363,30 @@ def make_writers(config: LoggingConfig, save: str | None, args: dict[str, Any]) 
 
 
 class TensorBoardWriter:
-    """Scalars under Megatron-LM's names, over iterations and (`... vs samples`) over consumed samples."""
+    """Scalars under Megatron-LM's names, over iterations and (`... vs samples`) over consumed
+    samples.
+    """
 
     def __init__(self, config: LoggingConfig, args: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter  # here: it takes half a second to import
 
         self._every = config.tensorboard_log_interval
-        self._writer = SummaryWriter(log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size)
+        self._writer = SummaryWriter(
+            log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size
+        )
         for name, value in args.items():
             self._writer.add_text(name, str(value))
 
     def interval(self, interval: Interval) -> None:
         for iteration in interval.iterations:
             if iteration.iteration % self._every == 0:
-                self.scalars(points(iteration), iteration.iteration, iteration.consumed_train_samples)
+                self.scalars(
+                    points(iteration), iteration.iteration, iteration.consumed_train_samples
+                )
         last = interval.last
-        self.scalars({"world-size": interval.world_size}, last.iteration, last.consumed_train_samples)
+        self.scalars(
+            {"world-size": interval.world_size}, last.iteration, last.consumed_train_samples
+        )
         self.scalars(rates(interval), last.iteration)
         self._writer.flush()
 
@@ -372,7 +423,9 @@ class WandbWriter:
         for iteration in interval.iterations:
             last = iteration is interval.last
             if last or iteration.iteration % self._every == 0:
-                self.scalars(points(iteration) | (rates(interval) if last else {}), iteration.iteration)
+                self.scalars(
+                    points(iteration) | (rates(interval) if last else {}), iteration.iteration
+                )
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
         self._run.log(values, step=iteration)

@@ -1,5 +1,6 @@
-"""What is measured besides the loss: memory in use, the norm of the parameters, operations per token, timers of the
-phases of an iteration, and traces (`--profile`)."""
+"""What is measured besides the loss: memory in use, the norm of the parameters, operations per
+token, timers of the phases of an iteration, and traces (`--profile`).
+"""
 
 from __future__ import annotations
 
@@ -41,9 +42,13 @@ def memory(device: torch.device) -> dict[str, float]:
             "mem-max-reserved-bytes": stats.get("reserved_bytes.all.peak", 0),
             "mem-alloc-retries": stats.get("num_alloc_retries", 0),
         }
-    values: dict[str, float] = {"mem-max-resident-bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+    values: dict[str, float] = {
+        "mem-max-resident-bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    }
     if _STATM.exists():
-        values["mem-resident-bytes"] = int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        values["mem-resident-bytes"] = int(_STATM.read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
     return values
 
 
@@ -63,7 +68,9 @@ def memory_line(iteration: int, device: torch.device) -> str:
 
 @torch.no_grad()
 def params_norm(chunks: Sequence[DistributedDataParallel], ps: ParallelState) -> torch.Tensor:
-    """Euclidean norm over the whole model, each parameter counted once; a scalar on the device. Collective."""
+    """Euclidean norm over the whole model, each parameter counted once; a scalar on the device.
+    Collective.
+    """
     total = torch.zeros((), dtype=torch.float64, device=chunks[0].flat_buffers[0].param_data.device)
     for chunk in chunks:
         chunk.finish_param_sync()
@@ -82,17 +89,21 @@ def params_norm(chunks: Sequence[DistributedDataParallel], ps: ParallelState) ->
 def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size: int) -> float:
     """Operations of forward and backward per token: 2 per multiply-add, backward twice the forward.
 
-    Counts the matrix products that the mathematics needs: projections, MLP, attention over the keys that the causal
-    mask (and the window) leaves, logits. Neither recomputed activations nor element-wise work count
-    (Chowdhery et al. 2022, "PaLM", appendix B; the convention of Megatron-LM's TFLOP/s).
+    Counts the matrix products that the mathematics needs: projections, MLP, attention over the keys
+    that the causal mask (and the window) leaves, logits. Neither recomputed activations nor
+    element-wise work count (Chowdhery et al. 2022, "PaLM", appendix B; the convention of
+    Megatron-LM's TFLOP/s).
     """
     heads = config.num_attention_heads
     qkv = config.hidden_size * (heads + 2 * config.query_groups) * config.head_dim
     if config.multi_latent_attention:
-        query, latent = config.q_lora_rank, config.kv_lora_rank
+        query = config.q_lora_rank
+        latent = config.kv_lora_rank
         qkv = config.hidden_size * (latent + config.qk_pos_emb_head_dim)
         qkv += latent * heads * (config.qk_head_dim + config.v_head_dim)
-        qkv += (query or config.hidden_size) * heads * config.qk_width + config.hidden_size * (query or 0)
+        qkv += (query or config.hidden_size) * heads * config.qk_width + config.hidden_size * (
+            query or 0
+        )
     windows = sum(config.window_pattern) / config.num_layers
     keys = windows * attended_keys(config, seq_length) + (1 - windows) * seq_length / 2
     scores_and_values = heads * (config.qk_width + config.v_width) * keys
@@ -100,15 +111,25 @@ def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size
     per_width = (3 if config.gated else 2) * config.hidden_size
     mlps = per_width * config.ffn_size * (config.num_layers - sum(config.moe_layer_pattern))
     if config.has_experts:  # those that a token goes to
-        widths = config.moe_router_topk * config.moe_ffn_size + (config.moe_shared_expert_intermediate_size or 0)
-        mlps += sum(config.moe_layer_pattern) * (per_width * widths + config.hidden_size * config.experts)
+        widths = config.moe_router_topk * config.moe_ffn_size + (
+            config.moe_shared_expert_intermediate_size or 0
+        )
+        mlps += sum(config.moe_layer_pattern) * (
+            per_width * widths + config.hidden_size * config.experts
+        )
     logits = config.hidden_size * vocab_size
     return 6 * (config.num_layers * (qkv + scores_and_values + projection) + mlps + logits)
 
 
 def attended_keys(config: TransformerConfig, seq_length: int) -> float:
-    """Keys that a token sees on average in a layer with the window, if the model has one: at most half the sequence."""
-    left = seq_length if config.window_size is None or config.window_size[0] < 0 else config.window_size[0]
+    """Keys that a token sees on average in a layer with the window, if the model has one: at most
+    half the sequence.
+    """
+    left = (
+        seq_length
+        if config.window_size is None or config.window_size[0] < 0
+        else config.window_size[0]
+    )
     left = min(left, seq_length)
     return left - left * left / (2 * seq_length)
 
@@ -116,8 +137,9 @@ def attended_keys(config: TransformerConfig, seq_length: int) -> float:
 class Timers:
     """Accumulates seconds per name; a timer above `level` costs nothing.
 
-    On CUDA an active timer synchronizes the device at both ends, so level 0 keeps the device running ahead of Python.
-    While `traced`, the blocks of all levels are ranges in the profiler's trace.
+    On CUDA an active timer synchronizes the device at both ends, so level 0 keeps the device
+    running ahead of Python. While `traced`, the blocks of all levels are ranges in the profiler's
+    trace.
     """
 
     def __init__(self, level: int, option: str, device: torch.device) -> None:
@@ -144,7 +166,9 @@ class Timers:
         return time.perf_counter()
 
     def take(self) -> dict[str, list[float]]:
-        """Seconds of every rank by name since the last call, and start again. Collective if the level is above 0."""
+        """Seconds of every rank by name since the last call, and start again. Collective if the
+        level is above 0.
+        """
         if self.level == 0:
             return {}
         gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
@@ -159,25 +183,41 @@ class Timers:
             return ""
         title, form = _SHOWN[self._option]
         rows = {name: [1000 * s / iterations for s in seconds] for name, seconds in taken.items()}
-        return "\n".join([f"{title} (ms):", *(f"    {name + ' ':.<46}: {form(row)}" for name, row in rows.items())])
+        return "\n".join(
+            [
+                f"{title} (ms):",
+                *(f"    {name + ' ':.<46}: {form(row)}" for name, row in rows.items()),
+            ]
+        )
 
 
 # By --timing-log-option, of the seconds of all ranks: what the lines show, and how.
 _SHOWN: dict[str, tuple[str, Callable[[list[float]], str]]] = {
     "max": ("max time across ranks", lambda values: f"{max(values):.2f}"),
-    "minmax": ("(min, max) time across ranks", lambda values: f"({min(values):.2f}, {max(values):.2f})"),
-    "all": ("times across ranks", lambda values: "  ".join(f"rank {r}: {v:.2f}" for r, v in enumerate(values))),
+    "minmax": (
+        "(min, max) time across ranks",
+        lambda values: f"({min(values):.2f}, {max(values):.2f})",
+    ),
+    "all": (
+        "times across ranks",
+        lambda values: "  ".join(f"rank {r}: {v:.2f}" for r, v in enumerate(values)),
+    ),
 }
 
 
 class StepProfiler:
-    """Sequence of calls: `before` every iteration, on any rank; leaving the context ends a trace that is still open.
+    """Sequence of calls: `before` every iteration, on any rank; leaving the context ends a trace
+    that is still open.
 
     The phases of an iteration are ranges of the trace, under the names of the timers.
     """
 
-    def __init__(self, config: ProfilingConfig, tensorboard_dir: str | None, rank: int, timers: Timers) -> None:
-        self._config, self._rank, self._timers = config, rank, timers
+    def __init__(
+        self, config: ProfilingConfig, tensorboard_dir: str | None, rank: int, timers: Timers
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._timers = timers
         self._directory = Path(config.profile_dir or tensorboard_dir or "profile")
         self._wanted = config.profile and rank in (config.profile_ranks or [0])
         self._profiler: profile | None = None
@@ -192,19 +232,30 @@ class StepProfiler:
         """Begin or end the trace where `iteration` is the first that is in it or no longer in it."""
         if self._profiler is not None and iteration >= self._config.profile_step_end:
             self._finish(iteration - 1)
-        if self._wanted and self._config.profile_step_start <= iteration < self._config.profile_step_end:
+        if (
+            self._wanted
+            and self._config.profile_step_start <= iteration < self._config.profile_step_end
+        ):
             self._start(iteration)
         self._last = iteration
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         if self._profiler is not None:
             self._finish(self._last)
         elif self._wanted and kind is None:
             window = f"{self._config.profile_step_start} to {self._config.profile_step_end - 1}"
-            logger.warning(f"rank {self._rank} trained none of iterations {window}: no trace", extra=EVERY_RANK)
+            logger.warning(
+                f"rank {self._rank} trained none of iterations {window}: no trace", extra=EVERY_RANK
+            )
 
     def _start(self, iteration: int) -> None:
-        self._wanted, self._first = False, iteration
+        self._wanted = False
+        self._first = iteration
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -217,12 +268,19 @@ class StepProfiler:
         self._profiler.stop()
         self._timers.traced = False
         name = f"rank_{self._rank}_iterations_{self._first}_to_{last}"
-        trace = self._directory / f"{name}.pt.trace.json"  # the ending by which TensorBoard finds traces
+        trace = (
+            self._directory / f"{name}.pt.trace.json"
+        )  # the ending by which TensorBoard finds traces
         self._profiler.export_chrome_trace(str(trace))
         where = "device" if torch.cuda.is_available() else "cpu"
-        table = self._profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=40)
+        table = self._profiler.key_averages().table(
+            sort_by=f"self_{where}_time_total", row_limit=40
+        )
         (self._directory / f"{name}.txt").write_text(table)
-        logger.info(f"rank {self._rank}: trace of iterations {self._first} to {last} in {trace}", extra=EVERY_RANK)
+        logger.info(
+            f"rank {self._rank}: trace of iterations {self._first} to {last} in {trace}",
+            extra=EVERY_RANK,
+        )
         self._profiler = None
 
 
@@ -234,4 +292,6 @@ def _make_writable(directory: Path) -> None:
             raise PermissionError("it is not writable")
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"--profile: no traces in {directory}: {reason}; give another --profile-dir") from None
+        raise ValueError(
+            f"--profile: no traces in {directory}: {reason}; give another --profile-dir"
+        ) from None

@@ -1,12 +1,13 @@
-"""The record of a run: its starts, intervals, evaluations, saves and ends, for `tools/report.py` and for programs.
+"""The record of a run: its starts, intervals, evaluations, saves and ends, for `tools/report.py`
+and for programs.
 
     <save>/run.json                      the newest start: command, arguments, summary, versions
     <save>/runs/20260131T101500.123456-4711.jsonl    one file for each start, one JSON object per line
 
-Every line has `kind` and `time` (seconds since 1970). `start` comes first: layout, where the run continues.
-`interval` has the numbers of a log line, `point` those of an evaluation or a committed save, `end` the reason. Lines
-are flushed as they are written: a process that dies loses at most the line that it was writing, and leaves no `end`.
-Reading needs the standard library alone.
+Every line has `kind` and `time` (seconds since 1970). `start` comes first: layout, where the run
+continues. `interval` has the numbers of a log line, `point` those of an evaluation or a committed
+save, `end` the reason. Lines are flushed as they are written: a process that dies loses at most the
+line that it was writing, and leaves no `end`. Reading needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RUN_FILE, RECORDS = "run.json", "runs"
+RUN_FILE = "run.json"
+RECORDS = "runs"
 Row = dict[str, Any]
 
 
@@ -43,9 +45,11 @@ def plain(value: Any) -> Any:
 
 
 class RunRecord:
-    """Appends the lines of one start. An error of the file system costs lines and one warning, never the run.
+    """Appends the lines of one start. An error of the file system costs lines and one warning,
+    never the run.
 
-    The file is open only while a line is written: a disk can be made read-only or taken away in between.
+    The file is open only while a line is written: a disk can be made read-only or taken away in
+    between.
     """
 
     def __init__(self, save: str | Path, clock: Callable[[], float] = time.time) -> None:
@@ -108,7 +112,13 @@ class RecordedStart:
     def ended(self) -> float:
         """The time of its last line."""
         return max(
-            row["time"] for row in [self.start, *self.intervals, *self.points, *([self.end] if self.end else [])]
+            row["time"]
+            for row in [
+                self.start,
+                *self.intervals,
+                *self.points,
+                *([self.end] if self.end else []),
+            ]
         )
 
 
@@ -116,7 +126,11 @@ def read_record(save: str | Path) -> list[RecordedStart]:
     """All starts under `save` in order of time; torn and unknown lines are skipped."""
     starts = []
     for path in sorted((Path(save) / RECORDS).glob("*.jsonl")):
-        rows = [row for row in map(_parse, path.read_text(encoding="utf-8").splitlines()) if row is not None]
+        rows = [
+            row
+            for row in map(_parse, path.read_text(encoding="utf-8").splitlines())
+            if row is not None
+        ]
         if not rows or rows[0]["kind"] != "start":
             continue
         start = RecordedStart(rows[0])
@@ -133,7 +147,8 @@ def read_record(save: str | Path) -> list[RecordedStart]:
 
 def kept_until(starts: Sequence[RecordedStart]) -> list[int]:
     """For each start the last iteration that no later start did again."""
-    limits, limit = [], sys.maxsize
+    limits = []
+    limit = sys.maxsize
     for start in reversed(starts):
         limits.append(limit)
         limit = min(limit, start.first)
@@ -142,7 +157,14 @@ def kept_until(starts: Sequence[RecordedStart]) -> list[int]:
 
 def goodput(starts: Sequence[RecordedStart]) -> dict[str, float]:
     """Where the time from the first line to the last went, in seconds."""
-    names = "training", "done again later", "held up by saves", "loading", "starting", "between starts"
+    names = (
+        "training",
+        "done again later",
+        "held up by saves",
+        "loading",
+        "starting",
+        "between starts",
+    )
     spent = dict.fromkeys(names, 0.0)
     ended = starts[0].began
     for start, limit in zip(starts, kept_until(starts), strict=True):

@@ -11,9 +11,23 @@ def note(tensors):
 
 
 def multi_tensor_adam_capturable(
-    chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, inv_scale
+    chunk_size,
+    noop_flag,
+    tensor_lists,
+    lr,
+    beta1,
+    beta2,
+    epsilon,
+    step,
+    mode,
+    bias_correction,
+    weight_decay,
+    inv_scale,
 ):
-    assert lr.dtype == inv_scale.dtype == torch.float32 and step.dtype == noop_flag.dtype == torch.int32
+    assert (
+        lr.dtype == inv_scale.dtype == torch.float32
+        and step.dtype == noop_flag.dtype == torch.int32
+    )
     assert mode == 1 and bias_correction == 1  # decoupled weight decay
     note(tensor_lists[0])
     if noop_flag.item() == 1:

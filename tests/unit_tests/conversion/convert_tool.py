@@ -12,11 +12,17 @@ from tools.checkpoint import convert
 
 def run_convert(*words: object) -> subprocess.CompletedProcess[str]:
     """What the tool says and how it ends with these words on its command line."""
-    out, err, status = io.StringIO(), io.StringIO(), 0
+    out = io.StringIO()
+    err = io.StringIO()
+    status = 0
     command = ["convert.py", *map(str, words)]
     handlers = {number: signal.getsignal(number) for number in convert.STOPPING}
     try:
-        with mock.patch.object(sys, "argv", command), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with (
+            mock.patch.object(sys, "argv", command),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             convert.main()
     except SystemExit as error:  # as the interpreter does: a text is printed, and is a failure
         status = error.code if isinstance(error.code, int) else 1

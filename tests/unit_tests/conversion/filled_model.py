@@ -15,12 +15,18 @@ def fill(model: GPTModel, source: Source, main: bool = False) -> None:
     for key, entry in model.sharded_state_dict().items():
         assert isinstance(entry, ShardedTensor) and source.tensors[key].shape == entry.global_shape
         for box in entry.boxes:
-            box.tensor.copy_(source.read(optimizer_key("param", key) if main else key, box.offset, box.shape))
+            box.tensor.copy_(
+                source.read(optimizer_key("param", key) if main else key, box.offset, box.shape)
+            )
 
 
-def chunk(source: Source, stage: int = 0, stages: int = 1, tp: Axis | None = None, main: bool = False) -> GPTModel:
+def chunk(
+    source: Source, stage: int = 0, stages: int = 1, tp: Axis | None = None, main: bool = False
+) -> GPTModel:
     """Pipeline stage `stage` of `stages`, in fp32."""
-    config = model_config(source.args | {"bf16": False}, source.tensors[WORD_EMBEDDINGS].shape[0], source.description)
+    config = model_config(
+        source.args | {"bf16": False}, source.tensors[WORD_EMBEDDINGS].shape[0], source.description
+    )
     layers = config.num_layers // stages
     model = GPTModel(
         config,
@@ -34,7 +40,9 @@ def chunk(source: Source, stage: int = 0, stages: int = 1, tp: Axis | None = Non
 
 
 @torch.no_grad()
-def model_logits(source: Source, tokens: torch.Tensor, stages: int = 1, main: bool = False) -> torch.Tensor:
+def model_logits(
+    source: Source, tokens: torch.Tensor, stages: int = 1, main: bool = False
+) -> torch.Tensor:
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     hidden = None
     for stage in range(stages):
@@ -44,7 +52,9 @@ def model_logits(source: Source, tokens: torch.Tensor, stages: int = 1, main: bo
 
 
 @torch.no_grad()
-def tensor_parallel_logits(rank: int, world_size: int, source: Source, tokens: torch.Tensor) -> torch.Tensor:
+def tensor_parallel_logits(
+    rank: int, world_size: int, source: Source, tokens: torch.Tensor
+) -> torch.Tensor:
     """For the pool: the logits as one of `world_size` tensor-parallel ranks sees them."""
     state = ParallelState.create(ParallelConfig(tensor_model_parallel_size=world_size))
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)

@@ -6,7 +6,12 @@ import torch
 from torch.nn import functional as F
 
 from megatron.conversion.model_space.model import model_config
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, optimizer_key, read_whole
+from megatron.conversion.model_space.source import (
+    WORD_EMBEDDINGS,
+    Source,
+    optimizer_key,
+    read_whole,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -15,16 +20,22 @@ def reference_logits(source: Source, tokens: torch.Tensor, main: bool = False) -
     config = model_config(source.args, source.tensors[WORD_EMBEDDINGS].shape[0], source.description)
     keys = [key for key in source.tensors if not key.startswith("optimizer.")]
     return _Forward(
-        config, {key: read_whole(source, optimizer_key("param", key) if main else key).double() for key in keys}
+        config,
+        {
+            key: read_whole(source, optimizer_key("param", key) if main else key).double()
+            for key in keys
+        },
     ).logits(tokens)
 
 
 class _Forward:
     def __init__(self, config: TransformerConfig, weights: dict[str, torch.Tensor]) -> None:
-        self.config, self.weights = config, weights
+        self.config = config
+        self.weights = weights
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        config, length = self.config, tokens.shape[1]
+        config = self.config
+        length = tokens.shape[1]
         hidden = self.weights[WORD_EMBEDDINGS][tokens]
         if config.position_embedding_type == "learned_absolute":
             hidden = hidden + self.weights["embedding.position_embeddings.weight"][:length]
@@ -33,11 +44,16 @@ class _Forward:
         for layer in range(config.num_layers):
             prefix = f"decoder.layers.{layer}."
             hidden = hidden + self.attention(
-                self.norm(hidden, prefix + "self_attention.linear_qkv.layer_norm_"), prefix + "self_attention."
+                self.norm(hidden, prefix + "self_attention.linear_qkv.layer_norm_"),
+                prefix + "self_attention.",
             )
-            hidden = hidden + self.mlp(self.norm(hidden, prefix + "mlp.linear_fc1.layer_norm_"), prefix + "mlp.")
+            hidden = hidden + self.mlp(
+                self.norm(hidden, prefix + "mlp.linear_fc1.layer_norm_"), prefix + "mlp."
+            )
         hidden = self.norm(hidden, "decoder.final_layernorm.")
-        head = "output_layer.weight" if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
+        head = (
+            "output_layer.weight" if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
+        )
         return hidden @ self.weights[head].t()
 
     def linear(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
@@ -60,14 +76,22 @@ class _Forward:
 
     def attention(self, x: torch.Tensor, prefix: str) -> torch.Tensor:
         config = self.config
-        groups, head_dim, heads = config.query_groups, config.head_dim, config.num_attention_heads
+        groups = config.query_groups
+        head_dim = config.head_dim
+        heads = config.num_attention_heads
         batch, length, _ = x.shape
-        qkv = self.linear(x, prefix + "linear_qkv.").view(batch, length, groups, heads // groups + 2, head_dim)
-        q, k, v = qkv[..., :-2, :], qkv[..., -2:-1, :], qkv[..., -1:, :]
+        qkv = self.linear(x, prefix + "linear_qkv.").view(
+            batch, length, groups, heads // groups + 2, head_dim
+        )
+        q = qkv[..., :-2, :]
+        k = qkv[..., -2:-1, :]
+        v = qkv[..., -1:, :]
         if config.qk_layernorm:
-            q, k = self.norm(q, prefix + "q_layernorm."), self.norm(k, prefix + "k_layernorm.")
+            q = self.norm(q, prefix + "q_layernorm.")
+            k = self.norm(k, prefix + "k_layernorm.")
         if config.position_embedding_type == "rope":
-            q, k = self.rotate(q), self.rotate(k)
+            q = self.rotate(q)
+            k = self.rotate(k)
         scores = torch.einsum("bsgqd,btgqd->bgqst", q, k.expand_as(q)) / math.sqrt(head_dim)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
         if config.position_embedding_type == "alibi":
@@ -77,7 +101,9 @@ class _Forward:
             hidden = hidden | (distance > config.window_size[0])
         attention = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         context = torch.einsum("bgqst,btgqd->bsgqd", attention, v.expand_as(q))
-        return self.linear(context.reshape(batch, length, heads * head_dim), prefix + "linear_proj.")
+        return self.linear(
+            context.reshape(batch, length, heads * head_dim), prefix + "linear_proj."
+        )
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """[b, s, g, q, d]; pairs are (i, i + d/2) of the rotated part."""
@@ -94,7 +120,8 @@ class _Forward:
         if not config.use_rope_scaling:
             return frequencies
         turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
-        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        low = config.rope_low_freq_factor
+        high = config.rope_high_freq_factor
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
 

@@ -1,6 +1,8 @@
-"""Closure: start -> X -> Y -> Hugging Face is start -> Hugging Face bit for bit, for all formats X and Y.
+"""Closure: start -> X -> Y -> Hugging Face is start -> Hugging Face bit for bit, for all formats X
+and Y.
 
-All four formats hold the optimizer (Hugging Face beside the model), so a start that has one keeps it.
+All four formats hold the optimizer (Hugging Face beside the model), so a start that has one keeps
+it.
 """
 
 import json
@@ -14,7 +16,9 @@ from megatron.conversion.convert import WRITERS, convert, open_checkpoint
 from megatron.conversion.formats import Options
 from tests import GOLDEN
 
-MEGATRON = sorted(path for path in GOLDEN.glob("megatron_lm/mcore_*/*/*") if (path / "iter_0000005").is_dir())
+MEGATRON = sorted(
+    path for path in GOLDEN.glob("megatron_lm/mcore_*/*/*") if (path / "iter_0000005").is_dir()
+)
 DEEPSPEED = sorted(GOLDEN.glob("deepspeed_universal/*.tar.xz"))
 HUGGING_FACE = sorted(path.parent for path in GOLDEN.glob("hf/*/config.json"))
 QUICK = ("gpt_blockqkv_fp32_tp2", "llama")
@@ -32,20 +36,26 @@ STARTS = [
 
 @pytest.fixture(autouse=True)
 def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing crashes here, and nearly all of the time of a tiny conversion is waiting for the disk."""
+    """Nothing crashes here, and nearly all of the time of a tiny conversion is waiting for the
+    disk.
+    """
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def assert_same_export(expected: Path, found: Path) -> None:
-    """The same files to the byte; of the state beside them the training state (arguments grow on the way).
+    """The same files to the byte; of the state beside them the training state (arguments grow on
+    the way).
 
-    Not the tokenizer's and its special tokens: a path elsewhere that a checkpoint names on the way is not followed.
+    Not the tokenizer's and its special tokens: a path elsewhere that a checkpoint names on the way
+    is not followed.
     """
     names = _files(expected)
     assert names == _files(found), found
     for name in names:
         if name.name == "state.json":
-            training = [json.loads((root / name).read_text())["training"] for root in (expected, found)]
+            training = [
+                json.loads((root / name).read_text())["training"] for root in (expected, found)
+            ]
             assert training[0] == training[1], found
         else:
             assert (expected / name).read_bytes() == (found / name).read_bytes(), found / name
@@ -53,7 +63,9 @@ def assert_same_export(expected: Path, found: Path) -> None:
 
 def _files(directory: Path) -> list[Path]:
     paths = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
-    return sorted(path for path in paths if not path.name.startswith(("tokenizer", "generation_config")))
+    return sorted(
+        path for path in paths if not path.name.startswith(("tokenizer", "generation_config"))
+    )
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -62,7 +74,9 @@ def test_every_chain_ends_where_the_direct_way_ends(start: Path, tmp_path: Path)
         with tarfile.open(start) as archive:
             archive.extractall(tmp_path, filter="data")
         start = tmp_path / name_of(start)
-    options = Options(optim_sidecar=any(key.startswith("optimizer.") for key in open_checkpoint(start).tensors))
+    options = Options(
+        optim_sidecar=any(key.startswith("optimizer.") for key in open_checkpoint(start).tensors)
+    )
     convert(start, tmp_path / "direct", "hf", options=options)
     for first in WRITERS:
         convert(start, tmp_path / first, first, options=options)

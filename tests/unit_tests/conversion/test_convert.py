@@ -1,4 +1,6 @@
-"""The converter as a user runs it: every pair, a chain through all formats, and what must be refused."""
+"""The converter as a user runs it: every pair, a chain through all formats, and what must be
+refused.
+"""
 
 import itertools
 import os
@@ -14,7 +16,7 @@ from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
-from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
+from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.core.dist_checkpointing.test_integrity import with_older_checksums
 
 FORMATS = list(WRITERS)
@@ -23,7 +25,9 @@ LAYOUT = Options(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True)
 
 @pytest.fixture(autouse=True)
 def without_fsync(monkeypatch):
-    """Nothing crashes here, and nearly all of the time of a tiny conversion is waiting for the disk."""
+    """Nothing crashes here, and nearly all of the time of a tiny conversion is waiting for the
+    disk.
+    """
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
@@ -47,11 +51,16 @@ def test_every_pair_carries_weights_and_optimizer(tmp_path, source_format, targe
     outcome = convert(tmp_path / "a", tmp_path / "b", target_format, options=LAYOUT, verify=True)
     result = open_checkpoint(tmp_path / "b")
     assert outcome.verified == compare(source, result) == len(source.tensors)
-    assert result.training.iteration == 7 and result.training.param_groups == source.training.param_groups
+    assert (
+        result.training.iteration == 7
+        and result.training.param_groups == source.training.param_groups
+    )
     assert result.training.scheduler == source.training.scheduler
 
 
-@pytest.mark.parametrize("args", [{}, {"bf16": True}, {"optimizer": "sgd"}, {"optimizer": "sgd", "bf16": True}])
+@pytest.mark.parametrize(
+    "args", [{}, {"bf16": True}, {"optimizer": "sgd"}, {"optimizer": "sgd", "bf16": True}]
+)
 @pytest.mark.parametrize("distributed", [True, False])
 def test_chain_through_all_formats_and_back(tmp_path, args, distributed):
     source = first_checkpoint(tmp_path / "0", use_distributed_optimizer=distributed, **args)
@@ -69,7 +78,12 @@ def test_chain_through_all_formats_and_back(tmp_path, args, distributed):
 
 def test_without_optimizer_and_in_another_dtype(tmp_path):
     source = first_checkpoint(tmp_path / "run")
-    convert(tmp_path / "run", tmp_path / "out", "legacy", options=Options(optimizer=False, dtype=torch.bfloat16))
+    convert(
+        tmp_path / "run",
+        tmp_path / "out",
+        "legacy",
+        options=Options(optimizer=False, dtype=torch.bfloat16),
+    )
     result = open_checkpoint(tmp_path / "out")
     assert not any(key.startswith("optimizer.") for key in result.tensors)
     assert {info.dtype for info in result.tensors.values()} == {torch.bfloat16}
@@ -82,7 +96,8 @@ def test_without_optimizer_and_in_another_dtype(tmp_path):
 @pytest.mark.parametrize("saver", FORMATS)
 def test_progress_reaches_what_was_announced(tmp_path, saver, sidecar):
     write_torch_dist(random_source(LLAMA_ARGS | {"bf16": True}, vocab_size=4000), tmp_path / "run")
-    announced, written = [], []
+    announced = []
+    written = []
     options = Options(optim_sidecar=sidecar, workers=2)
     convert(
         tmp_path / "run",
@@ -116,7 +131,9 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, saver, monkeypatch):
     def out_of_patience(nbytes):
         raise KeyboardInterrupt
 
-    with pytest.raises((KeyboardInterrupt, CheckpointError)):  # the saver's threads report what stopped them
+    with pytest.raises(
+        (KeyboardInterrupt, CheckpointError)
+    ):  # the saver's threads report what stopped them
         convert(tmp_path / "run", tmp_path / "out", saver, progress=out_of_patience)
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
@@ -154,14 +171,18 @@ def test_checksums_of_earlier_releases_are_compared_as_well(tmp_path):
     with_older_checksums(tmp_path / "run" / "iter_0000007")
     assert open_checkpoint(tmp_path / "run", hints=Hints(verify=True)).training.iteration == 7
     (tmp_path / "run" / "iter_0000007" / "checksums.json").unlink()
-    with pytest.raises(ValueError, match=r"--ckpt-verify: .* has no checksums.bin to compare it with"):
+    with pytest.raises(
+        ValueError, match=r"--ckpt-verify: .* has no checksums.bin to compare it with"
+    ):
         open_checkpoint(tmp_path / "run", hints=Hints(verify=True))
 
 
 def test_a_directory_of_another_format_than_told_is_named(tmp_path):
     first_checkpoint(tmp_path / "run")
     for loader in ("legacy", "universal"):
-        with pytest.raises(ValueError, match="is no (legacy|DeepSpeed universal) checkpoint: it has no"):
+        with pytest.raises(
+            ValueError, match="is no (legacy|DeepSpeed universal) checkpoint: it has no"
+        ):
             convert(tmp_path / "run" / "iter_0000007", tmp_path / "out", "hf", loader=loader)
 
 
@@ -169,15 +190,23 @@ def test_values_that_are_no_numbers_are_compared_too(tmp_path):
     source = random_source(LLAMA_ARGS, optimizer=False)
     source.values["output_layer.weight"][0, 0] = float("nan")
     write_torch_dist(source, tmp_path / "run")
-    assert convert(tmp_path / "run", tmp_path / "out", "legacy", verify=True).verified == len(source.tensors)
+    assert convert(tmp_path / "run", tmp_path / "out", "legacy", verify=True).verified == len(
+        source.tensors
+    )
 
 
-@pytest.mark.parametrize("groups,distributed", [(None, True), (None, False), ([1.0], False), ([1.0, 1.0, 0.0], False)])
+@pytest.mark.parametrize(
+    "groups,distributed", [(None, True), (None, False), ([1.0], False), ([1.0, 1.0, 0.0], False)]
+)
 def test_an_optimizer_that_legacy_files_have_no_groups_for(tmp_path, groups, distributed):
-    """Without groups there is no optimizer there; of others than two none may be lost or taken for another."""
+    """Without groups there is no optimizer there; of others than two none may be lost or taken for
+    another.
+    """
     source = random_source(GPT_ARGS | {"use_distributed_optimizer": distributed})
     group = source.training.param_groups[0]
     source.training.param_groups = groups and [group | {"wd_mult": decay} for decay in groups]
-    with pytest.raises(ValueError, match="not its parameter groups|groups of wd_mult .* legacy files have one with"):
+    with pytest.raises(
+        ValueError, match="not its parameter groups|groups of wd_mult .* legacy files have one with"
+    ):
         write_legacy(source, tmp_path / "out", Layout.of(2, 1, 1))
     assert not list(tmp_path.iterdir())

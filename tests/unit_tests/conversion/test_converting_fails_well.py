@@ -1,4 +1,6 @@
-"""Conversions that cannot succeed: one message that names the file, the source as it was, no half result."""
+"""Conversions that cannot succeed: one message that names the file, the source as it was, no half
+result.
+"""
 
 import json
 import os
@@ -16,7 +18,7 @@ from megatron.conversion.formats import Options
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.core.dist_checkpointing import write_tracker
 from tests import ROOT
-from tests.memory_source import LLAMA_ARGS, random_source
+from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert
 
 FORMATS = ("torch_dist", "legacy", "hf", "universal")
@@ -110,7 +112,10 @@ def sources(tmp_path_factory):
 def content(directory):
     """Names, modes and bytes of everything below."""
     return {
-        str(path.relative_to(directory)): (path.stat().st_mode, path.read_bytes() if path.is_file() else None)
+        str(path.relative_to(directory)): (
+            path.stat().st_mode,
+            path.read_bytes() if path.is_file() else None,
+        )
         for path in directory.rglob("*")
     }
 
@@ -139,9 +144,13 @@ def test_a_full_disk(sources, disk, saver):
     disk.mount("size=768k")
     form = "legacy" if saver == "torch_dist" else "torch_dist"
     before = content(sources / form)
-    said = run_convert("--saver", saver, "--load-dir", sources / form, "--save-dir", disk.path / "target")
+    said = run_convert(
+        "--saver", saver, "--load-dir", sources / form, "--save-dir", disk.path / "target"
+    )
     last = said.stderr.strip().splitlines()[-1]
-    assert said.returncode == 1 and last.startswith("error: ") and "No space left" in last, said.stderr
+    assert said.returncode == 1 and last.startswith("error: ") and "No space left" in last, (
+        said.stderr
+    )
     assert str(disk.path) in last and "Traceback" not in said.stderr
     assert content(sources / form) == before
     assert os.listdir(disk.path) == []
@@ -154,11 +163,15 @@ def test_a_file_that_cannot_grow(sources, tmp_path, saver):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        said = run_convert("--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target")
+        said = run_convert(
+            "--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target"
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     last = said.stderr.strip().splitlines()[-1]
-    assert said.returncode == 1 and last.startswith("error: ") and "File too large" in last, said.stderr
+    assert said.returncode == 1 and last.startswith("error: ") and "File too large" in last, (
+        said.stderr
+    )
     assert str(tmp_path) in last and "Traceback" not in said.stderr
     assert os.listdir(tmp_path) == []
 
@@ -181,7 +194,9 @@ convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], progress=progress, ov
 """
 
 
-@pytest.mark.parametrize("saver,existing", [*((saver, False) for saver in FORMATS), ("torch_dist", True), ("hf", True)])
+@pytest.mark.parametrize(
+    "saver,existing", [*((saver, False) for saver in FORMATS), ("torch_dist", True), ("hf", True)]
+)
 def test_killed_midway_and_run_again(sources, tmp_path, saver, existing):
     form = "legacy" if saver == "torch_dist" else "torch_dist"
     target = tmp_path / "target"
@@ -220,14 +235,17 @@ main()
 
 
 @pytest.mark.parametrize(
-    "saver,how", [("torch_dist", "SIGTERM"), ("legacy", "SIGINT"), ("hf", "SIGINT"), ("universal", "SIGTERM")]
+    "saver,how",
+    [("torch_dist", "SIGTERM"), ("legacy", "SIGINT"), ("hf", "SIGINT"), ("universal", "SIGTERM")],
 )
 def test_stopped_midway_it_cleans_up(sources, tmp_path, saver, how):
     """By one signal after the other, as of somebody who is in a hurry."""
     form = "legacy" if saver == "torch_dist" else "torch_dist"
     before = content(sources / form)
     code = STOPPED.format(saver=saver, signal=how)
-    said = process(code, "--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target")
+    said = process(
+        code, "--saver", saver, "--load-dir", sources / form, "--save-dir", tmp_path / "target"
+    )
     assert said.returncode == 128 + getattr(signal, how), said.stderr
     assert "interrupted: nothing was written" in said.stderr and "Traceback" not in said.stderr
     assert "midway" in said.stdout
@@ -239,7 +257,8 @@ def test_stopped_midway_it_cleans_up(sources, tmp_path, saver, how):
 def test_stopped_between_the_renames_the_old_target_is_back(sources, tmp_path, monkeypatch, when):
     shutil.copytree(sources / "universal", tmp_path / "target")
     old = content(tmp_path / "target")
-    rename, done = os.replace, []
+    rename = os.replace
+    done = []
 
     def stopped(source, target):
         if Path(target).parent == tmp_path and len(done) < 2:
@@ -267,6 +286,12 @@ def test_what_an_earlier_replacement_left_is_no_obstacle(sources, tmp_path):
 def test_an_existing_target_is_kept(sources, tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target/precious").write_text("x")
-    said = run_convert("--saver", "hf", "--load-dir", sources / "legacy", "--save-dir", tmp_path / "target")
-    assert said.returncode == 1 and "give --overwrite" in said.stderr and str(tmp_path / "target") in said.stderr
+    said = run_convert(
+        "--saver", "hf", "--load-dir", sources / "legacy", "--save-dir", tmp_path / "target"
+    )
+    assert (
+        said.returncode == 1
+        and "give --overwrite" in said.stderr
+        and str(tmp_path / "target") in said.stderr
+    )
     assert os.listdir(tmp_path / "target") == ["precious"]

@@ -10,11 +10,16 @@ from megatron.conversion.convert import WRITERS, convert, open_checkpoint
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.core.dist_checkpointing import write_tracker
 from tests import ROOT
-from tests.memory_source import LLAMA_ARGS, random_source
+from tests.support.memory_source import LLAMA_ARGS, random_source
 from tools.checkpoint.convert import parse, run
 
 PAGE = (ROOT / "docs/converting.md").read_text(encoding="utf-8")
-SOURCES = {"run/checkpoints": "torch_dist", "Llama-3.2-1B": "hf", "old": "legacy", "ds_run": "universal"}
+SOURCES = {
+    "run/checkpoints": "torch_dist",
+    "Llama-3.2-1B": "hf",
+    "old": "legacy",
+    "ds_run": "universal",
+}
 
 
 def commands():
@@ -27,7 +32,10 @@ def commands():
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     root = tmp_path_factory.mktemp("sources")
-    write_torch_dist(random_source(LLAMA_ARGS | {"num_layers": 8, "bf16": True}), root / "torch_dist/iter_0000007")
+    write_torch_dist(
+        random_source(LLAMA_ARGS | {"num_layers": 8, "bf16": True}),
+        root / "torch_dist/iter_0000007",
+    )
     write_tracker(root / "torch_dist", 7)
     for form in WRITERS:
         if form != "torch_dist":

@@ -1,4 +1,6 @@
-"""Which checkpoint is loaded: the one asked for, the tracker's, or the newest complete one; in every format."""
+"""Which checkpoint is loaded: the one asked for, the tracker's, or the newest complete one; in
+every format.
+"""
 
 import dataclasses
 import shutil
@@ -18,14 +20,16 @@ from megatron.conversion.formats import (
 )
 from megatron.conversion.model_space.source import no_progress, read_whole
 from megatron.core.dist_checkpointing import write_tracker
-from tests.memory_source import GPT_ARGS, random_source
+from tests.support.memory_source import GPT_ARGS, random_source
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_universal")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By format: a directory with checkpoints of iterations 5 and 10, and a tracker that names the latter."""
+    """By format: a directory with checkpoints of iterations 5 and 10, and a tracker that names the
+    latter.
+    """
     roots = {}
     for name in ("torch_dist", "legacy", "universal"):
         roots[name] = tmp_path_factory.mktemp(name)
@@ -80,7 +84,9 @@ def test_a_checkpoint_itself(run):
 def test_a_step_rules_over_the_tracker(run):
     form, root, old, _ = run
     assert find_checkpoint(root, 5) == Found(old, form)
-    with pytest.raises(ValueError, match=rf"--ckpt-step 7.*does not exist; complete are: .*{old.name}"):
+    with pytest.raises(
+        ValueError, match=rf"--ckpt-step 7.*does not exist; complete are: .*{old.name}"
+    ):
         find_checkpoint(root, 7)
 
 
@@ -94,17 +100,24 @@ def test_without_a_tracker_that_can_be_followed_the_newest_one_counts(run, track
             (root / name).unlink(missing_ok=True)
     found = find_checkpoint(root)
     assert found[:2] == (new, form) and "the newest complete checkpoint" in found.note
-    assert "there is no tracker file" in found.note or "latest_" in found.note or "tracker names 20" in found.note
+    assert (
+        "there is no tracker file" in found.note
+        or "latest_" in found.note
+        or "tracker names 20" in found.note
+    )
 
 
 def test_every_missing_or_truncated_file_is_found_out(run):
-    """What is said to be whole can be opened and read; else the checkpoint before stands in, and the note says why."""
+    """What is said to be whole can be opened and read; else the checkpoint before stands in, and
+    the note says why.
+    """
     form, root, old, new = run
     found_out = 0
     for number, path in enumerate(sorted(path for path in new.rglob("*") if path.is_file())):
         content = path.read_bytes()
         damages = (None, content[: len(content) // 2], content[:-1])
-        # A universal checkpoint has many files of a kind: each is damaged in one way, its neighbours in the others.
+        # A universal checkpoint has many files of a kind: each is damaged in one way, its
+        # neighbours in the others.
         for damaged in damages[number % 3 :][:1] if form == "universal" else damages:
             path.unlink()
             if damaged is not None:
@@ -112,7 +125,10 @@ def test_every_missing_or_truncated_file_is_found_out(run):
             found = find_checkpoint(root)
             if found.directory == old:
                 assert path.name in found.note or "not complete" in found.note, found.note
-                with pytest.raises(ValueError, match=f"--ckpt-step 10: .*cannot be loaded.*complete are: {old.name}"):
+                with pytest.raises(
+                    ValueError,
+                    match=f"--ckpt-step 10: .*cannot be loaded.*complete are: {old.name}",
+                ):
                     find_checkpoint(root, 10)
                 found_out += 1
             else:
@@ -130,8 +146,14 @@ def test_checkpoints_none_of_which_is_whole(run):
     for name in TRACKERS:
         (root / name).unlink(missing_ok=True)
     for directory in (old, new):
-        max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size).unlink()
-    with pytest.raises(ValueError, match=f"(?s)no tracker.*no complete checkpoint.*{new.name}: .*missing.*{old.name}"):
+        max(
+            (path for path in directory.rglob("*") if path.is_file()),
+            key=lambda path: path.stat().st_size,
+        ).unlink()
+    with pytest.raises(
+        ValueError,
+        match=f"(?s)no tracker.*no complete checkpoint.*{new.name}: .*missing.*{old.name}",
+    ):
         find_checkpoint(root)
 
 
@@ -143,7 +165,9 @@ def test_a_release(tmp_path):
     assert find_checkpoint(tmp_path).directory == tmp_path / "release"
     (tmp_path / "release/metadata.json").unlink()
     write_tracker(tmp_path, "release")
-    with pytest.raises(ValueError, match=r"names release, but it is damaged: metadata\.json is missing"):
+    with pytest.raises(
+        ValueError, match=r"names release, but it is damaged: metadata\.json is missing"
+    ):
         find_checkpoint(tmp_path)
 
 

@@ -5,9 +5,10 @@ import torch
 
 from megatron.conversion.convert import load_from_source
 from megatron.core.dist_checkpointing import ShardedTensor
-from tests.memory_source import GPT_ARGS, random_source
+from tests.support.memory_source import GPT_ARGS, random_source
 
-PRESENT, ABSENT = "decoder.final_layernorm.weight", "decoder.final_layernorm.wait"
+PRESENT = "decoder.final_layernorm.weight"
+ABSENT = "decoder.final_layernorm.wait"
 REST = "in the checkpoint but asked for by no rank"
 
 
@@ -29,16 +30,25 @@ def test_every_strictness(caplog):
             load_from_source(wanted, source, strictness=strictness, skip=weights_only)
         assert (REST in str(error.value)) == (strictness == "raise_all")
         assert not wanted[PRESENT].local.any(), "nothing is changed before"
-    for strictness in ("log_unexpected", "log_all", "return_unexpected", "return_all", "ignore_all"):
+    for strictness in (
+        "log_unexpected",
+        "log_all",
+        "return_unexpected",
+        "return_all",
+        "ignore_all",
+    ):
         caplog.clear()
         wanted = state(PRESENT, ABSENT)
         report = load_from_source(wanted, source, strictness=strictness, skip=weights_only)
-        assert torch.equal(wanted[PRESENT].local, source.values[PRESENT]) and not wanted[ABSENT].local.any()
+        assert (
+            torch.equal(wanted[PRESENT].local, source.values[PRESENT])
+            and not wanted[ABSENT].local.any()
+        )
         assert report.unexpected == ([ABSENT] if strictness.startswith("return") else [])
         assert report.missing == (sorted(others) if strictness == "return_all" else [])
-        assert (ABSENT in caplog.text) == strictness.startswith("log") and (REST in caplog.text) == (
-            strictness == "log_all"
-        )
+        assert (ABSENT in caplog.text) == strictness.startswith("log") and (
+            REST in caplog.text
+        ) == (strictness == "log_all")
 
 
 def test_another_shape_is_an_error_however_lenient():
@@ -49,7 +59,8 @@ def test_another_shape_is_an_error_however_lenient():
 
 def test_one_memory_has_one_source():
     """The defect of bf16 checkpoints in fp32 runs: two keys for one tensor, filled in any order."""
-    tensor, other = torch.zeros(32), "optimizer.state.param." + PRESENT
+    tensor = torch.zeros(32)
+    other = "optimizer.state.param." + PRESENT
     wanted = {key: ShardedTensor.replicated(key, tensor) for key in (PRESENT, other)}
     with pytest.raises(AssertionError, match="are the same memory"):
         load_from_source(wanted, random_source(GPT_ARGS), strictness="ignore_all")

@@ -1,4 +1,6 @@
-"""Main parameters that are not the weights: refused with the reason, at the opening or while reading."""
+"""Main parameters that are not the weights: refused with the reason, at the opening or while
+reading.
+"""
 
 from pathlib import Path
 
@@ -14,13 +16,15 @@ from megatron.conversion.model_space.source import Source, read_whole
 from megatron.core.dist_checkpointing import CheckpointError, write_tracker
 from megatron.training.checkpoint.resume import find_start
 from megatron.training.config.options import CheckpointConfig
-from tests.memory_source import LLAMA_ARGS, MemorySource, random_source
+from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
 
 KEY = "decoder.layers.1.mlp.linear_fc1.weight"  # 96 x 32
 
 
 def defective(rows: slice) -> MemorySource:
-    """As Megatron-core leaves it behind a padded bucket: weights right, these rows of a main parameter shifted."""
+    """As Megatron-core leaves it behind a padded bucket: weights right, these rows of a main
+    parameter shifted.
+    """
     source = random_source(LLAMA_ARGS | {"bf16": True, "use_distributed_optimizer": True})
     main = source.values[f"optimizer.state.param.{KEY}"]
     main[rows] = main[rows].roll(64)
@@ -37,7 +41,9 @@ def write(source: Source, form: str, directory: Path) -> None:
 @pytest.mark.parametrize("form", ["torch_dist", "legacy"])
 def test_a_shift_of_the_whole_tensor_is_seen_at_the_opening(tmp_path: Path, form: str) -> None:
     write(defective(slice(None)), form, tmp_path / "run")
-    with pytest.raises(CheckpointError, match=rf"main parameter of {KEY} at \(0, 0\) is not the stored weight"):
+    with pytest.raises(
+        CheckpointError, match=rf"main parameter of {KEY} at \(0, 0\) is not the stored weight"
+    ):
         open_checkpoint(tmp_path / "run")
 
 
@@ -55,7 +61,9 @@ def test_a_run_refuses_it_and_takes_the_weights_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["torch_dist", "legacy"])
 def test_a_shift_in_the_middle_is_seen_while_reading(tmp_path: Path, form: str, saver: str) -> None:
     write(defective(slice(20, 24)), form, tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"--no-optim .* another save of that run \(--ckpt-format torch"):
+    with pytest.raises(
+        CheckpointError, match=r"--no-optim .* another save of that run \(--ckpt-format torch"
+    ):
         convert(tmp_path / "run", tmp_path / "out", saver)
     assert not (tmp_path / "out").exists()
 
@@ -63,19 +71,31 @@ def test_a_shift_in_the_middle_is_seen_while_reading(tmp_path: Path, form: str, 
 def test_the_way_out_takes_the_weights_from_the_weights(tmp_path: Path) -> None:
     source = defective(slice(20, 24))
     write_torch_dist(source, tmp_path / "run")
-    convert(tmp_path / "run", tmp_path / "hf", "hf", options=Options(optimizer=False), hints=Hints(optimizer=False))
+    convert(
+        tmp_path / "run",
+        tmp_path / "hf",
+        "hf",
+        options=Options(optimizer=False),
+        hints=Hints(optimizer=False),
+    )
     result = open_checkpoint(tmp_path / "hf")
     assert all(torch.equal(read_whole(result, key), source.values[key]) for key in result.tensors)
 
 
-# Layer-wise optimizers are dist_muon in Megatron-LM 0.16, and muon with --use-layer-wise-distributed-optimizer in 0.19.
+# Layer-wise optimizers are dist_muon in Megatron-LM 0.16, and muon with
+# --use-layer-wise-distributed-optimizer in 0.19.
 @pytest.mark.parametrize("optimizer", ["lion", "soap", "muon", "dist_muon"])
 @pytest.mark.parametrize("form", ["torch_dist", "legacy"])
-def test_optimizers_that_are_not_ours_are_refused_by_name(tmp_path: Path, form: str, optimizer: str) -> None:
+def test_optimizers_that_are_not_ours_are_refused_by_name(
+    tmp_path: Path, form: str, optimizer: str
+) -> None:
     args = {"optimizer": optimizer, "use_distributed_optimizer": False}
     write(random_source(LLAMA_ARGS | args), form, tmp_path / "run")
-    with pytest.raises(CheckpointError, match=f"the optimizer is {optimizer}, .* is not supported: leave it out"):
+    with pytest.raises(
+        CheckpointError, match=f"the optimizer is {optimizer}, .* is not supported: leave it out"
+    ):
         open_checkpoint(tmp_path / "run")
     assert not any(
-        key.startswith("optimizer.") for key in open_checkpoint(tmp_path / "run", hints=Hints(optimizer=False)).tensors
+        key.startswith("optimizer.")
+        for key in open_checkpoint(tmp_path / "run", hints=Hints(optimizer=False)).tensors
     )

@@ -8,7 +8,7 @@ from megatron.conversion.convert import convert
 from megatron.conversion.formats import find_checkpoint
 from megatron.core import object_storage
 from megatron.core.object_storage import path_of
-from tests.object_server import object_server
+from tests.support.object_server import object_server
 from tests.unit_tests.tools.test_inspect import LLAMA, main
 
 SOURCE = LLAMA / "torch_dist_fully_reshardable"
@@ -33,7 +33,8 @@ def test_there_and_back(converted, tmp_path, capsys):
 
 
 def test_the_newest_commit_is_found_whatever_the_tracker_says(converted):
-    store, found = converted.store, find_checkpoint(str(converted))
+    store = converted.store
+    found = find_checkpoint(str(converted))
     tracker = f"{converted.key}/latest_checkpointed_iteration.txt"
     named = store.read(tracker).content
     store.put(tracker, b"12345")
@@ -49,7 +50,11 @@ def test_the_newest_commit_is_found_whatever_the_tracker_says(converted):
 @pytest.mark.parametrize(
     ("saver", "overwrite", "message"),
     [
-        ("hf", False, "s3://bucket/new: object storage holds torch_dist checkpoints alone; give --saver torch_dist"),
+        (
+            "hf",
+            False,
+            "s3://bucket/new: object storage holds torch_dist checkpoints alone; give --saver torch_dist",
+        ),
         ("legacy", False, "object storage holds torch_dist checkpoints alone"),
         ("torch_dist", True, "nothing is replaced there"),
     ],

@@ -1,4 +1,6 @@
-"""A stranger's checkpoint names paths: none of them leads a conversion out of the directories that the user gave."""
+"""A stranger's checkpoint names paths: none of them leads a conversion out of the directories that
+the user gave.
+"""
 
 import json
 import os
@@ -16,7 +18,7 @@ from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.source import TrainingState
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import plausible
-from tests.memory_source import LLAMA_ARGS, random_source
+from tests.support.memory_source import LLAMA_ARGS, random_source
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----\n"
 
@@ -34,7 +36,9 @@ def edit(path: Path, change) -> None:
     path.write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("iteration", ["VICTIM", "../../victim", -1, 2**70, float("nan"), 1.5, True, None, [1]])
+@pytest.mark.parametrize(
+    "iteration", ["VICTIM", "../../victim", -1, 2**70, float("nan"), 1.5, True, None, [1]]
+)
 @pytest.mark.parametrize("saver", ["torch_dist", "legacy", "universal"])
 def test_an_iteration_is_no_path(iteration, saver: str, model: Path, tmp_path: Path) -> None:
     """It became the directory that is replaced: what stood there was deleted."""
@@ -42,8 +46,12 @@ def test_an_iteration_is_no_path(iteration, saver: str, model: Path, tmp_path: P
     victim.mkdir()
     (victim / "precious").write_text("data")
     value = str(victim) if iteration == "VICTIM" else iteration
-    edit(model / "megatron_state/state.json", lambda state: state["training"].update(iteration=value))
-    with pytest.raises(CheckpointError, match=r"state\.json: training: iteration is .*, but must be a whole number"):
+    edit(
+        model / "megatron_state/state.json", lambda state: state["training"].update(iteration=value)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"state\.json: training: iteration is .*, but must be a whole number"
+    ):
         convert(model, tmp_path / "out", saver, overwrite=True)
     assert (victim / "precious").read_text() == "data"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "victim"]
@@ -51,7 +59,11 @@ def test_an_iteration_is_no_path(iteration, saver: str, model: Path, tmp_path: P
 
 @pytest.mark.parametrize(
     "counters",
-    [{"consumed_train_samples": -1}, {"consumed_valid_samples": "7"}, {"num_floating_point_operations_so_far": 1e400}],
+    [
+        {"consumed_train_samples": -1},
+        {"consumed_valid_samples": "7"},
+        {"num_floating_point_operations_so_far": 1e400},
+    ],
 )
 def test_counters_are_checked_whatever_the_format(counters: dict) -> None:
     with pytest.raises(CheckpointError, match="the training state: .* must be a"):
@@ -63,7 +75,9 @@ def test_files_are_named_not_pathed(name, model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").rename(tmp_path / "outside.safetensors")
     tensors = {"lm_head.weight": name}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
-    with pytest.raises(CheckpointError, match=r"index\.json: weight_map: lm_head\.weight is .* must be"):
+    with pytest.raises(
+        CheckpointError, match=r"index\.json: weight_map: lm_head\.weight is .* must be"
+    ):
         convert(model, tmp_path / "out", "torch_dist")
 
 
@@ -90,11 +104,16 @@ def test_links_stay_in_the_directory_or_in_the_cache(model: Path, tmp_path: Path
 def test_a_universal_directory_names_one_of_its_own(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A name that leads elsewhere is not followed: the newest checkpoint in the directory itself is taken."""
+    """A name that leads elsewhere is not followed: the newest checkpoint in the directory itself is
+    taken.
+    """
     write_universal(random_source(LLAMA_ARGS), tmp_path / "universal")
     (tmp_path / "universal/latest_universal").write_text(name)
     convert(tmp_path / "universal", tmp_path / "out", "torch_dist")
-    assert "latest_universal: the name in it is" in caplog.text and "but must be the name of a file" in caplog.text
+    assert (
+        "latest_universal: the name in it is" in caplog.text
+        and "but must be the name of a file" in caplog.text
+    )
     assert f"taking {tmp_path}/universal/global_step" in caplog.text
 
 
@@ -127,8 +146,12 @@ def test_a_pipe_or_a_device_is_not_waited_for(name: str, model: Path, tmp_path: 
 # What leaves with a model.
 
 
-def exported(tmp_path: Path, args: dict, options: Options | None = None) -> tuple[set[str], list[str]]:
-    """Files of the model that a run with these arguments is exported to, and what could not be carried."""
+def exported(
+    tmp_path: Path, args: dict, options: Options | None = None
+) -> tuple[set[str], list[str]]:
+    """Files of the model that a run with these arguments is exported to, and what could not be
+    carried.
+    """
     source = random_source(LLAMA_ARGS | args, optimizer=False)
     write_torch_dist(source, tmp_path / "run")
     outcome = convert(tmp_path / "run", tmp_path / "out", "hf", options=options)
@@ -167,7 +190,9 @@ def test_a_confirmed_directory_gives_what_is_a_tokenizer_and_tells_it(tmp_path: 
     notes: list[str] = []
     files, lost = exported(tmp_path, {}, Options(tokenizer=tokenizer, note=notes.append))
     assert files >= {"tokenizer.json"} and not files & {"chat_template.jinja", "merges.txt"}
-    assert len(lost) == 2 and notes == [f"tokenizer: {tokenizer / 'tokenizer.json'} -> tokenizer.json"]
+    assert len(lost) == 2 and notes == [
+        f"tokenizer: {tokenizer / 'tokenizer.json'} -> tokenizer.json"
+    ]
 
 
 def test_links_out_of_a_tokenizer_are_refused(tmp_path: Path) -> None:
@@ -194,22 +219,36 @@ def test_a_planted_link_is_not_emptied(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "field, value, wanted",
     [
-        ("num_hidden_layers", 10**8, r"at most 10000 \(the environment variable MEGATRON_MAX_LAYERS raises the limit"),
+        (
+            "num_hidden_layers",
+            10**8,
+            r"at most 10000 \(the environment variable MEGATRON_MAX_LAYERS raises the limit",
+        ),
         ("num_hidden_layers", 2**40, "at most 10000"),
-        ("hidden_size", 2**40, r"at most 2147483647 \(the environment variable MEGATRON_MAX_SIZE raises the limit"),
+        (
+            "hidden_size",
+            2**40,
+            r"at most 2147483647 \(the environment variable MEGATRON_MAX_SIZE raises the limit",
+        ),
         ("vocab_size", -1, "a whole number"),
     ],
 )
-def test_sizes_are_plausible(field: str, value: int, wanted: str, model: Path, tmp_path: Path) -> None:
+def test_sizes_are_plausible(
+    field: str, value: int, wanted: str, model: Path, tmp_path: Path
+) -> None:
     """A loop over 10^8 layers ended for want of memory."""
     edit(model / "config.json", lambda config: config.update({field: value}))
-    with pytest.raises(CheckpointError, match=rf"config\.json: {field} is {value}, but must be {wanted}"):
+    with pytest.raises(
+        CheckpointError, match=rf"config\.json: {field} is {value}, but must be {wanted}"
+    ):
         convert(model, tmp_path / "out", "torch_dist")
 
 
 def test_who_needs_more_raises_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = plausible("RANKS", 10)
-    with pytest.raises(CheckpointError, match="here is 11, but must be at most 10 .*MEGATRON_MAX_RANKS raises"):
+    with pytest.raises(
+        CheckpointError, match="here is 11, but must be at most 10 .*MEGATRON_MAX_RANKS raises"
+    ):
         ranks(11, "here")
     monkeypatch.setenv("MEGATRON_MAX_RANKS", "11")
     assert plausible("RANKS", 10)(11, "here") == 11
@@ -237,7 +276,8 @@ def with_entry(name: str, **fields):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (with_entry("model.norm.weight", data_offsets=[0, 128]), "begins at byte"),  # overlaps another
+        # overlaps another
+        (with_entry("model.norm.weight", data_offsets=[0, 128]), "begins at byte"),
         (with_entry("model.norm.weight", data_offsets=[-128, 0]), "data_offsets.* must be a whole number"),
         (with_entry("model.norm.weight", shape=[1] * 100), "shape is .* must be a list of 0 to 64 entries"),
         (with_entry("model.norm.weight", shape=[2**40]), "shape .* needs"),

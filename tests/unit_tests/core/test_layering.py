@@ -44,7 +44,8 @@ def imports_of(path: Path) -> set[str]:
 
 
 def test_imports_go_down():
-    wrong, seen = [], set()
+    wrong = []
+    seen = set()
     for path in sorted((ROOT / "megatron").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         importer = package_of(module)
@@ -62,14 +63,15 @@ def test_imports_go_down():
     assert "megatron.core.dist_checkpointing" in seen
 
 
-# Import floors of a package: a module stands one floor above the highest module of the package that it imports when it
-# is imported itself (not in a function, and not for annotations alone).
+# Import floors of a package: a module stands one floor above the highest module of the package that
+# it imports when it is imported itself (not in a function, and not for annotations alone).
 FLOORS = {"megatron.conversion": 4, "megatron.core.dist_checkpointing": 6, "megatron.training": 7}
 
 
 def imported_at_once(path: Path) -> set[str]:
     """Every module named in an import statement that runs with the module."""
-    names, statements = set(), list(ast.parse(path.read_text()).body)
+    names = set()
+    statements = list(ast.parse(path.read_text()).body)
     while statements:
         node = statements.pop()
         if isinstance(node, ast.Import):
@@ -93,8 +95,13 @@ def test_packages_have_few_import_floors(package: str) -> None:
     def floor(module: str) -> int:
         if module not in floors:
             floors[module] = 10**6  # while it is open: a cycle has no floor
-            names = {name if name in paths else name.rpartition(".")[0] for name in imported_at_once(paths[module])}
-            floors[module] = 1 + max((floor(name) for name in names & paths.keys() - {module}), default=0)
+            names = {
+                name if name in paths else name.rpartition(".")[0]
+                for name in imported_at_once(paths[module])
+            }
+            floors[module] = 1 + max(
+                (floor(name) for name in names & paths.keys() - {module}), default=0
+            )
         return floors[module]
 
     highest = max(paths, key=floor)
@@ -112,7 +119,9 @@ def test_dist_checkpointing_knows_no_model_flags_or_topology():
 
 def test_library_code_does_not_import_scripts():
     for path in (ROOT / "megatron").rglob("*.py"):
-        assert not {n for n in imports_of(path) if n.split(".")[0] in ("tools", "pretrain_gpt", "tests")}, path
+        assert not {
+            n for n in imports_of(path) if n.split(".")[0] in ("tools", "pretrain_gpt", "tests")
+        }, path
 
 
 def test_the_walks_name_files_that_exist():

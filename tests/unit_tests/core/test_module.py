@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.mapping import Box, ShardedTensor
-from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter, param_info
+from megatron.core.module import (
+    Constant,
+    MegatronModule,
+    Normal,
+    ParamInfo,
+    make_parameter,
+    param_info,
+)
 
 
 class Split(MegatronModule):
@@ -12,7 +19,8 @@ class Split(MegatronModule):
 
     def __init__(self, rank, size, dtype=torch.float32):
         super().__init__()
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self.fused = make_parameter((24 // size, 5), dtype, None, ParamInfo(Normal(0.1), tp_dim=0))
         self.columns = make_parameter((7, 8 // size), dtype, None, ParamInfo(Normal(0.1), tp_dim=0))
         self.scale = make_parameter((5,), dtype, None, ParamInfo(Constant(1.0)))
@@ -22,9 +30,13 @@ class Split(MegatronModule):
         place = (self.rank, self.size)
         return {
             **super().sharded_state_dict(prefix),
-            prefix + "fused": ShardedTensor.split_rows(prefix + "fused", self.fused, *place, num_blocks=2),
+            prefix + "fused": ShardedTensor.split_rows(
+                prefix + "fused", self.fused, *place, num_blocks=2
+            ),
             prefix + "columns": ShardedTensor.split(prefix + "columns", self.columns, 1, *place),
-            prefix + "table": ShardedTensor.split_rows(prefix + "table", self.table, *place, num_rows=11),
+            prefix + "table": ShardedTensor.split_rows(
+                prefix + "table", self.table, *place, num_rows=11
+            ),
         }
 
 
@@ -35,7 +47,9 @@ def global_tensors(modules):
         for key, entry in module.sharded_state_dict().items():
             target = whole.setdefault(key, torch.full(entry.global_shape, float("nan")))
             for box in entry.boxes:
-                target[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))] = box.tensor
+                target[
+                    tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+                ] = box.tensor
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
 
@@ -47,7 +61,8 @@ def test_initial_values_do_not_depend_on_the_split(size):
     parts = [Split(rank, size) for rank in range(size)]
     for part in parts:
         part.initialize(seed=7)
-    expected, got = global_tensors([dense]), global_tensors(parts)
+    expected = global_tensors([dense])
+    got = global_tensors(parts)
     assert expected.keys() == got.keys()
     assert all(torch.equal(expected[key], got[key]) for key in expected)
 
@@ -64,7 +79,8 @@ def test_padding_is_zero_and_seed_and_key_matter():
 
 
 def test_values_are_drawn_in_fp32_and_rounded():
-    full, half = Split(0, 1), Split(0, 1, torch.bfloat16)
+    full = Split(0, 1)
+    half = Split(0, 1, torch.bfloat16)
     full.initialize(seed=1)
     half.initialize(seed=1)
     assert torch.equal(full.fused.bfloat16(), half.fused)
@@ -72,7 +88,8 @@ def test_values_are_drawn_in_fp32_and_rounded():
 
 def test_normal_over_several_blocks_equals_its_parts():
     """A tensor larger than one block of the generator, cut across the border of a block."""
-    init, shape = Normal(0.02), (2500, 1000)
+    init = Normal(0.02)
+    shape = (2500, 1000)
     whole = torch.empty(shape)
     init(Box((0, 0), whole), "w", shape, 3)
     part = torch.empty(700, 300)

@@ -10,8 +10,13 @@ import obstore
 import pytest
 
 from megatron.core import object_storage
-from megatron.core.object_storage import ConflictError, ObjectPath, check_conditional_requests, path_of
-from tests.object_server import FaultyProxy, object_server
+from megatron.core.object_storage import (
+    ConflictError,
+    ObjectPath,
+    check_conditional_requests,
+    path_of,
+)
+from tests.support.object_server import FaultyProxy, object_server
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +38,22 @@ def test_a_path_is_a_value():
     path = path_of("s3://bucket/run")
     assert isinstance(path, ObjectPath) and str(path) == "s3://bucket/run"
     below = path / "iter_0000001" / ".metadata"
-    assert str(below) == "s3://bucket/run/iter_0000001/.metadata" and below.key == "run/iter_0000001/.metadata"
-    assert below.parent.parent == path and below.name == ".metadata" and below.bucket == "s3://bucket"
-    assert pickle.loads(pickle.dumps(below)) == below and {path: 1}[path_of("s3://bucket/run/")] == 1
+    assert (
+        str(below) == "s3://bucket/run/iter_0000001/.metadata"
+        and below.key == "run/iter_0000001/.metadata"
+    )
+    assert (
+        below.parent.parent == path and below.name == ".metadata" and below.bucket == "s3://bucket"
+    )
+    assert (
+        pickle.loads(pickle.dumps(below)) == below and {path: 1}[path_of("s3://bucket/run/")] == 1
+    )
     assert path_of("a/b").name == "b" and not isinstance(path_of("a/b"), ObjectPath)
-    assert below.is_relative_to(path) and not below.is_relative_to(Path("/home")) and Path("/home") not in below.parents
+    assert (
+        below.is_relative_to(path)
+        and not below.is_relative_to(Path("/home"))
+        and Path("/home") not in below.parents
+    )
 
 
 @pytest.mark.parametrize("name", ["http://bucket/run", "s3://", "s3:///"])
@@ -63,7 +79,10 @@ def test_requests(server):
         store.replace("requests/a/x", b"4", first)
     assert store.read("requests/a/x") == (b"3", second)
     store.put("requests/a/y", b"0123456789")
-    assert bytes(store.get_range("requests/a/y", 3, 4)) == b"3456" and (root / "a/y").stat().st_size == 10
+    assert (
+        bytes(store.get_range("requests/a/y", 3, 4)) == b"3456"
+        and (root / "a/y").stat().st_size == 10
+    )
     assert store.sizes("requests") == {"requests/a/x": 1, "requests/a/y": 10}
     assert [path.name for path in root.iterdir()] == ["a"] and root.is_dir() and not root.is_file()
     assert sorted(path.name for path in root.glob("a/*")) == ["x", "y"] and (root / "a/x").is_file()
@@ -76,7 +95,8 @@ def test_requests(server):
 
 
 def test_an_upload_appears_when_it_is_closed(server):
-    path, content = path_of("s3://bucket/upload"), bytes(range(256)) * 50_000
+    path = path_of("s3://bucket/upload")
+    content = bytes(range(256)) * 50_000
     upload = path.store.upload(path.key, len(content))
     upload.write(memoryview(content)[: 9 << 20])
     upload.write(content[9 << 20 :])
@@ -122,7 +142,10 @@ def test_errors_of_the_server_are_repeated(server):
 
 
 def test_a_store_that_ignores_conditions_is_refused(server):
-    with FaultyProxy(server, lambda *request: "strip"), pytest.raises(ValueError, match=r"127\.0\.0\.1:\d+ ignores"):
+    with (
+        FaultyProxy(server, lambda *request: "strip"),
+        pytest.raises(ValueError, match=r"127\.0\.0\.1:\d+ ignores"),
+    ):
         check_conditional_requests(path_of("s3://bucket/probe"))
     object_storage._open_store.cache_clear()
     root = path_of("s3://bucket/probe")
@@ -163,7 +186,10 @@ def test_a_missing_object_keeps_no_other_from_being_deleted(monkeypatch):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        account = {"gcs_base_url": f"http://127.0.0.1:{server.server_address[1]}", "disable_oauth": True}
+        account = {
+            "gcs_base_url": f"http://127.0.0.1:{server.server_address[1]}",
+            "disable_oauth": True,
+        }
         account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(account))
         path_of("gs://bucket/x").store.delete(["none", "a", "no", "b", "d", "one"])
@@ -181,7 +207,9 @@ def test_a_missing_object_keeps_no_other_from_being_deleted(monkeypatch):
         ({"AWS_ENDPOINT_URL": "https://ceph.cluster", "AWS_UNSIGNED_PAYLOAD": "false"}, False),
     ],
 )
-def test_the_data_itself_is_signed_where_nothing_else_protects_it(server, monkeypatch, environment, ours):
+def test_the_data_itself_is_signed_where_nothing_else_protects_it(
+    server, monkeypatch, environment, ours
+):
     """What the environment says is not overruled."""
     for name, value in environment.items():
         if value is None:
@@ -190,7 +218,11 @@ def test_the_data_itself_is_signed_where_nothing_else_protects_it(server, monkey
             monkeypatch.setenv(name, value)
     opened = []
     from_url = obstore.store.from_url
-    monkeypatch.setattr(obstore.store, "from_url", lambda *args, **options: opened.append(from_url(*args, **options)))
+    monkeypatch.setattr(
+        obstore.store,
+        "from_url",
+        lambda *args, **options: opened.append(from_url(*args, **options)),
+    )
     object_storage.ObjectStore("s3://bucket")
     assert (opened[0].config.get("unsigned_payload") == "true") is ours
 
@@ -198,7 +230,9 @@ def test_the_data_itself_is_signed_where_nothing_else_protects_it(server, monkey
 def test_an_unsigned_upload_arrives(server, monkeypatch):
     monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
     hashes = set()
-    with FaultyProxy(server, lambda method, path, headers: hashes.add(headers.get("x-amz-content-sha256"))):
+    with FaultyProxy(
+        server, lambda method, path, headers: hashes.add(headers.get("x-amz-content-sha256"))
+    ):
         path = path_of("s3://bucket/unsigned")
         path.store.put(path.key, b"content")
         assert path.read_bytes() == b"content" and "UNSIGNED-PAYLOAD" in hashes

@@ -15,12 +15,22 @@ AXES = ("tp", "cp", "dp_cp", "pp", "model", "embedding")
      (2, 2, 1, 2), (2, 4, 3, 2)],
 )  # fmt: skip
 def test_axes_partition_the_world_in_megatron_order(tp, cp, pp, dp):
-    world, config = tp * cp * pp * dp, ParallelConfig(tp, pp, context_parallel_size=cp)
+    world = tp * cp * pp * dp
+    config = ParallelConfig(tp, pp, context_parallel_size=cp)
     states = [ParallelState.for_rank(config, world, rank) for rank in range(world)]
     for state in states:
-        assert state.rank == state.tp.rank + tp * (state.cp.rank + cp * (state.dp.rank + dp * state.pp.rank))
+        assert state.rank == state.tp.rank + tp * (
+            state.cp.rank + cp * (state.dp.rank + dp * state.pp.rank)
+        )
         assert state.dp_cp.rank == state.cp.rank + cp * state.dp.rank
-        for name, size in (("tp", tp), ("cp", cp), ("dp", dp), ("dp_cp", dp * cp), ("pp", pp), ("model", tp * pp)):
+        for name, size in (
+            ("tp", tp),
+            ("cp", cp),
+            ("dp", dp),
+            ("dp_cp", dp * cp),
+            ("pp", pp),
+            ("model", tp * pp),
+        ):
             axis = state.__dict__[name]
             assert axis.size == size == len(axis.ranks)
             assert axis.ranks[axis.rank] == state.rank
@@ -44,9 +54,21 @@ def test_embedding_axis_spans_the_first_and_last_stage():
 @pytest.mark.parametrize(
     "config,world,message",
     [
-        (ParallelConfig(2, 2), 6, r"world size 6 is not a multiple of tensor \(2\) x pipeline \(2\)"),
-        (ParallelConfig(2, 1, context_parallel_size=3), 8, r"tensor \(2\) x context \(3\) x pipeline \(1\) = 6 ranks"),
-        (ParallelConfig(1, 1, virtual_pipeline_model_parallel_size=2), 1, "needs --pipeline-model-parallel-size"),
+        (
+            ParallelConfig(2, 2),
+            6,
+            r"world size 6 is not a multiple of tensor \(2\) x pipeline \(2\)",
+        ),
+        (
+            ParallelConfig(2, 1, context_parallel_size=3),
+            8,
+            r"tensor \(2\) x context \(3\) x pipeline \(1\) = 6 ranks",
+        ),
+        (
+            ParallelConfig(1, 1, virtual_pipeline_model_parallel_size=2),
+            1,
+            "needs --pipeline-model-parallel-size",
+        ),
         (ParallelConfig(0, 1), 1, "must be positive"),
     ],
 )
@@ -66,7 +88,9 @@ def counted(monkeypatch):
     made = []
     monkeypatch.setattr(dist, "get_world_size", lambda: 16384)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((ranks, options)) or made[-1])
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, **options: made.append((ranks, options)) or made[-1]
+    )
     return made
 
 
@@ -75,20 +99,32 @@ def test_a_rank_makes_its_own_groups_alone(rank, counted, monkeypatch):
     """TP 8 x PP 4 on 16,384 ranks: 10,784 groups in all, at most six of them this rank's."""
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     state = ParallelState.create(ParallelConfig(8, 4))
-    assert [options["group_desc"] for _, options in counted] == ["tp", "dp_cp", "pp", "model", "embedding"]
+    assert [options["group_desc"] for _, options in counted] == [
+        "tp",
+        "dp_cp",
+        "pp",
+        "model",
+        "embedding",
+    ]
     for ranks, options in counted:
         axis = getattr(state, options["group_desc"])
         assert rank in ranks and options["use_local_synchronization"]
         assert axis.ranks == tuple(ranks) and axis.ranks[axis.rank] == rank
         assert (axis.group is None) == (len(ranks) == 1)
-    assert (len(counted[-1][0]) == 2) == (rank // 4096 in (0, 3)), "stages in the middle have no embedding to share"
+    assert (len(counted[-1][0]) == 2) == (rank // 4096 in (0, 3)), (
+        "stages in the middle have no embedding to share"
+    )
 
 
-@pytest.mark.parametrize("config,names", [((1, 1), ["dp_cp"]), ((8, 1), ["tp", "dp_cp", "model"]), ((1, 4), None)])
+@pytest.mark.parametrize(
+    "config,names", [((1, 1), ["dp_cp"]), ((8, 1), ["tp", "dp_cp", "model"]), ((1, 4), None)]
+)
 def test_axes_of_size_1_have_no_group(config, names, counted, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     ParallelState.create(ParallelConfig(*config))
-    assert [options["group_desc"] for _, options in counted] == (names or ["dp_cp", "pp", "model", "embedding"])
+    assert [options["group_desc"] for _, options in counted] == (
+        names or ["dp_cp", "pp", "model", "embedding"]
+    )
 
 
 class BoundWorld:
@@ -109,7 +145,13 @@ def test_nccl_communicators_are_split_off_once_per_axis(rank, counted, monkeypat
     monkeypatch.setattr(dist, "split_group", split_group)
     monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", BoundWorld())
     state = ParallelState.create(ParallelConfig(8, 4))
-    assert counted == [] and [name for name, _ in splits] == ["tp", "dp_cp", "pp", "model", "embedding"]
+    assert counted == [] and [name for name, _ in splits] == [
+        "tp",
+        "dp_cp",
+        "pp",
+        "model",
+        "embedding",
+    ]
     for name, groups in splits:
         members = [member for group in groups for member in group]
         assert len(members) == len(set(members)) == (8192 if name == "embedding" else 16384)
@@ -119,7 +161,8 @@ def test_nccl_communicators_are_split_off_once_per_axis(rank, counted, monkeypat
 
 
 def sums_along_axes(rank, world_size, tp, cp, pp):
-    made, new_group = [], dist.new_group
+    made = []
+    new_group = dist.new_group
     dist.new_group = lambda ranks, **options: made.append(ranks) or new_group(ranks, **options)
     try:
         state = ParallelState.create(ParallelConfig(tp, pp, context_parallel_size=cp))
@@ -139,10 +182,14 @@ def sums_along_axes(rank, world_size, tp, cp, pp):
     return made, sums
 
 
-@pytest.mark.parametrize("world,tp,cp,pp", [(4, 2, 1, 2), (4, 2, 1, 1), (3, 1, 1, 3), (4, 1, 2, 1), (4, 1, 2, 2)])
+@pytest.mark.parametrize(
+    "world,tp,cp,pp", [(4, 2, 1, 2), (4, 2, 1, 1), (3, 1, 1, 3), (4, 1, 2, 1), (4, 1, 2, 2)]
+)
 def test_groups_of_real_processes(pool, world, tp, cp, pp):
     results = pool.run(sums_along_axes, world, tp, cp, pp)
-    assert len({len(made) for made, _ in results}) == 1, "from 2.15 on torch names groups by their number"
+    assert len({len(made) for made, _ in results}) == 1, (
+        "from 2.15 on torch names groups by their number"
+    )
     for rank, (made, sums) in enumerate(results):
         assert all(rank in ranks for ranks in made) and len(sums) <= len(made) <= 6
         assert all(total == expected for total, expected in sums.values())
@@ -150,9 +197,15 @@ def test_groups_of_real_processes(pool, world, tp, cp, pp):
 
 @pytest.mark.parametrize("mapping", [False, True])
 def test_rank_order(mapping):
-    """TP, CP, DP, PP as Megatron-LM counts, or with --use-tp-pp-dp-mapping TP, CP, PP, DP; each place is one rank's."""
+    """TP, CP, DP, PP as Megatron-LM counts, or with --use-tp-pp-dp-mapping TP, CP, PP, DP; each
+    place is one rank's.
+    """
     config = ParallelConfig(2, 4, context_parallel_size=2, use_tp_pp_dp_mapping=mapping)
-    outer = [(pp, dp) for dp in range(3) for pp in range(4)] if mapping else itertools.product(range(4), range(3))
+    outer = (
+        [(pp, dp) for dp in range(3) for pp in range(4)]
+        if mapping
+        else itertools.product(range(4), range(3))
+    )
     order = [Place(tp, cp, dp, pp) for pp, dp in outer for cp in range(2) for tp in range(2)]
     assert [config.place(rank, 48) for rank in range(48)] == order
     assert [config.rank_at(place, 48) for place in order] == list(range(48))
@@ -162,17 +215,26 @@ def test_rank_order(mapping):
 
 
 @pytest.mark.parametrize(
-    "tp,etp,ep,pp,world", [(1, None, 2, 1, 2), (2, 1, 2, 1, 4), (2, 2, 2, 1, 4), (2, 4, 2, 1, 8), (2, 1, 3, 2, 12)]
+    "tp,etp,ep,pp,world",
+    [(1, None, 2, 1, 2), (2, 1, 2, 1, 4), (2, 2, 2, 1, 4), (2, 4, 2, 1, 8), (2, 1, 3, 2, 12)],
 )
 def test_expert_axes_partition_the_same_world(tp, etp, ep, pp, world):
-    """rank = etp + ETP * (ep + EP * (edp + EDP * pp)), beside the dense axes and independent of them but for PP."""
+    """rank = etp + ETP * (ep + EP * (edp + EDP * pp)), beside the dense axes and independent of
+    them but for PP.
+    """
     config = ParallelConfig(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
     states = [ParallelState.for_rank(config, world, rank) for rank in range(world)]
-    etp_size, edp_size = etp or tp, world // ((etp or tp) * ep * pp)
+    etp_size = etp or tp
+    edp_size = world // ((etp or tp) * ep * pp)
     for state in states:
         place = state.edp.rank + edp_size * state.pp.rank
         assert state.rank == state.etp.rank + etp_size * (state.ep.rank + ep * place)
-        for name, size in (("etp", etp_size), ("ep", ep), ("edp", edp_size), ("experts", etp_size * ep)):
+        for name, size in (
+            ("etp", etp_size),
+            ("ep", ep),
+            ("edp", edp_size),
+            ("experts", etp_size * ep),
+        ):
             axis = getattr(state, name)
             assert axis.size == size == len(axis.ranks) and axis.ranks[axis.rank] == state.rank
             assert all(getattr(states[member], name).ranks == axis.ranks for member in axis.ranks)
@@ -185,14 +247,25 @@ def test_expert_axes_partition_the_same_world(tp, etp, ep, pp, world):
 
 def test_without_expert_parallelism_experts_lie_as_dense_layers():
     state = ParallelState.for_rank(ParallelConfig(2, 2), 8, 5)
-    assert state.etp is state.tp and state.edp is state.dp_cp and state.experts is state.tp and state.ep.size == 1
+    assert (
+        state.etp is state.tp
+        and state.edp is state.dp_cp
+        and state.experts is state.tp
+        and state.ep.size == 1
+    )
 
 
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"expert_model_parallel_size": 3}, r"8 is not a multiple of expert tensor \(2\) x expert \(3\)"),
-        ({"expert_model_parallel_size": 2, "use_tp_pp_dp_mapping": True}, "would run through different ranks"),
+        (
+            {"expert_model_parallel_size": 3},
+            r"8 is not a multiple of expert tensor \(2\) x expert \(3\)",
+        ),
+        (
+            {"expert_model_parallel_size": 2, "use_tp_pp_dp_mapping": True},
+            "would run through different ranks",
+        ),
         ({"expert_model_parallel_size": 0}, "must be positive"),
     ],
 )

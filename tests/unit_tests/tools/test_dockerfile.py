@@ -45,9 +45,14 @@ def test_everything_is_pinned():
     assert len(images) == 2 and all(re.search(r"@sha256:[0-9a-f]{64}$", image) for image in images)
     pinned, locked = (
         set(re.findall(r"^([a-z0-9-]+==[0-9.]+)", text, re.MULTILINE))
-        for text in ((ROOT / "constraints.txt").read_text(), "".join(path.read_text() for path in LOCKS))
+        for text in (
+            (ROOT / "constraints.txt").read_text(),
+            "".join(path.read_text() for path in LOCKS),
+        )
     )
-    assert {pin for pin in pinned if not pin.startswith("mkdocs")} <= locked, "run requirements/lock.sh"
+    assert {pin for pin in pinned if not pin.startswith("mkdocs")} <= locked, (
+        "run requirements/lock.sh"
+    )
     for path in LOCKS:
         requirements = path.read_text().replace("\\\n", "").splitlines()
         assert requirements and all("--hash=sha256:" in line for line in requirements)
@@ -55,5 +60,9 @@ def test_everything_is_pinned():
 
 def test_what_is_not_sent_to_the_builder():
     ignored = [line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().split()]
-    of_git = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if "*" not in line]
-    assert ".venv-interop" in of_git and all(path in ignored for path in of_git), "nothing that git ignores"
+    of_git = [
+        line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if "*" not in line
+    ]
+    assert ".venv-interop" in of_git and all(path in ignored for path in of_git), (
+        "nothing that git ignores"
+    )

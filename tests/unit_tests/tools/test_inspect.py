@@ -1,4 +1,6 @@
-"""tools/checkpoint/inspect.py: what it shows is what was saved, and damage and differences are found."""
+"""tools/checkpoint/inspect_checkpoint.py: what it shows is what was saved, and damage and
+differences are found.
+"""
 
 import hashlib
 import importlib.util
@@ -15,7 +17,9 @@ from megatron.conversion.convert import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
 from tests import ROOT
 
-spec = importlib.util.spec_from_file_location("inspect_tool", ROOT / "tools/checkpoint/inspect.py/__main__.py")
+spec = importlib.util.spec_from_file_location(
+    "inspect_tool", ROOT / "tools/checkpoint/inspect_checkpoint.py"
+)
 assert spec is not None and spec.loader is not None
 tool = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = tool
@@ -36,7 +40,9 @@ def save_run(root, iteration, **tensors):
 @pytest.fixture
 def run(tmp_path):
     torch.manual_seed(1)
-    return save_run(tmp_path / "run", 30, weight=torch.randn(30, 20), bias=torch.randn(20).bfloat16())
+    return save_run(
+        tmp_path / "run", 30, weight=torch.randn(30, 20), bias=torch.randn(20).bfloat16()
+    )
 
 
 def json_of(capsys, *arguments):
@@ -51,7 +57,11 @@ def test_show(run, capsys):
         "weight": {"shape": [30, 20], "dtype": "float32", "bytes": 2400, "chunks": 1},
         "bias": {"shape": [20], "dtype": "bfloat16", "bytes": 40, "chunks": 1},
     }
-    assert shown["objects"] == ["rng_state/shard_0.0_1.1"] and shown["bytes"] == 2440 and shown["checksums"]
+    assert (
+        shown["objects"] == ["rng_state/shard_0.0_1.1"]
+        and shown["bytes"] == 2440
+        and shown["checksums"]
+    )
     directory = run / "iter_0000030"
     assert shown["files"] == {path.name: path.stat().st_size for path in directory.glob("*.distcp")}
     assert main(["show", str(directory), "--keys", "w*"]) == 0
@@ -62,7 +72,10 @@ def test_show(run, capsys):
 def test_show_plots_which_file_holds_what(run, tmp_path, capsys):
     shares = tool.shares_of_files(run / "iter_0000030")
     held = [kinds for parts in shares.values() for kinds in parts.values()]
-    assert sum(kinds.get("weights", 0) for kinds in held) >= 2440 and sum("objects" in kinds for kinds in held) == 1
+    assert (
+        sum(kinds.get("weights", 0) for kinds in held) >= 2440
+        and sum("objects" in kinds for kinds in held) == 1
+    )
     sizes = {path.name: path.stat().st_size for path in (run / "iter_0000030").glob("*.distcp")}
     for name, parts in shares.items():  # but for what aligns items in a file
         assert 0 <= sizes.pop(name) - sum(sum(kinds.values()) for kinds in parts.values()) < 128
@@ -94,7 +107,11 @@ def test_verify(run, capsys):
     content[700] ^= 16
     shard.write_bytes(content)
     code, report = json_of(capsys, "verify", run)
-    assert code == 1 and len(report["problems"]) == 1 and "__0_0.distcp: damaged" in report["problems"][0]
+    assert (
+        code == 1
+        and len(report["problems"]) == 1
+        and "__0_0.distcp: damaged" in report["problems"][0]
+    )
     (run / "iter_0000030" / ".metadata").unlink()
     assert main(["verify", str(run), "--ckpt-step", "30"]) == 1
     assert "DAMAGED" in capsys.readouterr().out
@@ -109,7 +126,8 @@ def test_verify_of_other_formats(capsys):
 
 def test_diff_finds_what_differs(run, tmp_path, capsys):
     torch.manual_seed(1)
-    weight, bias = torch.randn(30, 20), torch.randn(20).bfloat16()
+    weight = torch.randn(30, 20)
+    bias = torch.randn(20).bfloat16()
     same = save_run(tmp_path / "same", 7, weight=weight, bias=bias)
     assert main(["diff", str(run), str(same)]) == 0
     assert "2 tensors compared: equal bitwise" in capsys.readouterr().out
@@ -121,7 +139,9 @@ def test_diff_finds_what_differs(run, tmp_path, capsys):
     code, result = json_of(capsys, "diff", run, other)
     assert code == 1 and result["compared"] == 2
     found = {entry["key"]: entry for entry in result["differences"]}
-    assert found["weight"]["what"] == "2 of 600 values differ" and found["weight"]["max_abs"] == float("inf")
+    assert found["weight"]["what"] == "2 of 600 values differ" and found["weight"][
+        "max_abs"
+    ] == float("inf")
     assert found["bias"]["what"] == "bfloat16 and float32, 0 of 20 values differ"
     assert found["extra"]["what"] == f"only in {other / 'iter_0000007'}"
 
@@ -140,7 +160,10 @@ def test_diff_and_digest_across_formats(other, capsys):
     first = LLAMA / "torch_dist_fully_reshardable"
     code, result = json_of(capsys, "diff", first, LLAMA / other)
     assert code == 0 and result["compared"] == 108 and result["differences"] == []
-    assert json_of(capsys, "digest", first)[1]["digests"] == json_of(capsys, "digest", LLAMA / other)[1]["digests"]
+    assert (
+        json_of(capsys, "digest", first)[1]["digests"]
+        == json_of(capsys, "digest", LLAMA / other)[1]["digests"]
+    )
 
 
 def test_digest(run, capsys):
@@ -155,12 +178,14 @@ def test_errors_are_one_line(tmp_path, capsys):
     assert "no such directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", ["inspect.py", "convert.py"])
+@pytest.mark.parametrize("script", ["inspect_checkpoint.py", "convert.py"])
 def test_scripts_find_the_standard_library(script, tmp_path):
     """Run as a script, its directory must not hide the module `inspect`."""
     command = [sys.executable, str(ROOT / "tools" / "checkpoint" / script), "--help"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120
+    )
     assert result.returncode == 0 and "usage" in result.stdout, result.stderr
 
 
@@ -174,12 +199,16 @@ def test_plan_says_what_every_rank_reads(capsys, tp, pp, vpp):
     assert code == 0 and planned["loadable"] and len(planned["ranks"]) == tp * pp
     tensors = open_checkpoint(directory).tensors
     weights = {key: info for key, info in tensors.items() if not key.startswith("optimizer.")}
-    replicated = sum(info.nbytes for key, info in weights.items() if "layer_norm" in key or "layernorm" in key)
+    replicated = sum(
+        info.nbytes for key, info in weights.items() if "layer_norm" in key or "layernorm" in key
+    )
     assert sum(rank["weight_bytes"] for rank in planned["ranks"]) == (
         sum(info.nbytes for info in weights.values()) + (tp - 1) * replicated
     )
     layers = [chunk for rank in planned["ranks"] if rank["tp"] == 0 for chunk in rank["layers"]]
-    assert sorted(number for start, stop in layers for number in range(start, stop)) == list(range(4))
+    assert sorted(number for start, stop in layers for number in range(start, stop)) == list(
+        range(4)
+    )
     _, shared = json_of(capsys, "plan", directory, *layout, "--data-parallel-size", 2)
     for whole, half in zip(planned["ranks"], shared["ranks"], strict=True):
         assert half["optimizer_bytes"] == -(-whole["optimizer_bytes"] // 2) > 0
@@ -189,8 +218,15 @@ def test_plan_says_what_every_rank_reads(capsys, tp, pp, vpp):
 
 @pytest.mark.parametrize(("flag", "reason"), [("tensor", "3"), ("pipeline", "4")])
 def test_plan_says_why_a_layout_is_impossible(capsys, flag, reason):
-    code, planned = json_of(capsys, "plan", LLAMA / "torch_dist_fully_reshardable", f"--{flag}-model-parallel-size", 3)
-    assert code == 1 and not planned["loadable"] and "3" in planned["reason"] and reason in planned["reason"]
+    code, planned = json_of(
+        capsys, "plan", LLAMA / "torch_dist_fully_reshardable", f"--{flag}-model-parallel-size", 3
+    )
+    assert (
+        code == 1
+        and not planned["loadable"]
+        and "3" in planned["reason"]
+        and reason in planned["reason"]
+    )
 
 
 def test_plan_of_something_that_is_no_model(run, capsys):
@@ -208,17 +244,23 @@ def test_plan_plots_who_reads_what(tmp_path):
 
 
 def test_verify_writes_the_hashes_of_megatron_lm(run, capsys):
-    """What the next `verify`, and Megatron-LM's --verify-integrity, check; a damaged checkpoint gets none."""
+    """What the next `verify`, and Megatron-LM's --verify-integrity, check; a damaged checkpoint
+    gets none.
+    """
     directory = run / "iter_0000030"
     assert main(["verify", str(run), "--write-integrity-json"]) == 0
     manifest = json.loads((directory / "integrity.json").read_text())
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()
+    }
     files.pop("integrity.json")
     assert manifest == {"algorithm": "sha256", "files": files}
     (directory / "common.pt").write_bytes(b"something else")
     capsys.readouterr()
     code, report = json_of(capsys, "verify", run)
-    assert code == 1 and any("not what integrity.json vouches for" in problem for problem in report["problems"])
+    assert code == 1 and any(
+        "not what integrity.json vouches for" in problem for problem in report["problems"]
+    )
     (directory / "integrity.json").unlink()
     assert main(["verify", str(run), "--write-integrity-json"]) == 1
     assert not (directory / "integrity.json").exists()

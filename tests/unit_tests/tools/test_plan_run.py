@@ -20,21 +20,40 @@ def model(name: str) -> list[str]:
     return [word for line in lines if not line.startswith("#") for word in line.split()]
 
 
-LLAMA_8B = [*model("llama_8b"), "--vocab-size", "128256", "--mock-data", "--global-batch-size", "64"]
+LLAMA_8B = [
+    *model("llama_8b"),
+    "--vocab-size",
+    "128256",
+    "--mock-data",
+    "--global-batch-size",
+    "64",
+]
 
 
 def test_known_sizes(capsys):
-    """Llama-3-8B has 8.03B parameters; bf16 weights and fp32 main parameters and moments are 14 bytes each."""
+    """Llama-3-8B has 8.03B parameters; bf16 weights and fp32 main parameters and moments are 14
+    bytes each.
+    """
     assert tool.main(["--world-size", "8", *LLAMA_8B, "--pipeline-model-parallel-size", "8"]) == 0
     text = capsys.readouterr().out
     topics = {line[3:14].strip(): line[15:] for line in text.splitlines() if line.startswith("   ")}
-    assert topics["parameters"].startswith("8.03B, ") and topics["layout"].startswith("TP 1 x PP 8 x DP 1")
+    assert topics["parameters"].startswith("8.03B, ") and topics["layout"].startswith(
+        "TP 1 x PP 8 x DP 1"
+    )
     assert topics["checkpoint"].startswith("112.42 GB")
     assert topics["bubble"] == "9.9 % of a step"  # 7 / (64 + 7)
 
 
 def test_what_does_not_fit_comes_with_ways_out(capsys):
-    arguments = ["--world-size", "8", "--device-memory-gb", "80", *LLAMA_8B, "--tensor-model-parallel-size", "2"]
+    arguments = [
+        "--world-size",
+        "8",
+        "--device-memory-gb",
+        "80",
+        *LLAMA_8B,
+        "--tensor-model-parallel-size",
+        "2",
+    ]
     assert tool.main(arguments) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("WILL NOT FIT: ") for line in lines)
@@ -44,7 +63,14 @@ def test_what_does_not_fit_comes_with_ways_out(capsys):
 
 
 def test_the_reserve_counts(capsys):
-    arguments = ["--device-memory-gb", "80", *model("llama_1b"), "--vocab-size", "128256", "--mock-data"]
+    arguments = [
+        "--device-memory-gb",
+        "80",
+        *model("llama_1b"),
+        "--vocab-size",
+        "128256",
+        "--mock-data",
+    ]
     assert tool.main(arguments) == 0
     assert tool.main([*arguments, "--reserve-gb", "60"]) == 1
     assert "a reserve of 60.00 GB" in capsys.readouterr().out
@@ -58,19 +84,35 @@ def test_mistakes_are_those_of_the_training_program():
 
 
 def test_json_says_what_the_table_says(capsys):
-    arguments = ["--world-size", "8", "--device-memory-gb", "80", *LLAMA_8B, "--tensor-model-parallel-size", "2"]
+    arguments = [
+        "--world-size",
+        "8",
+        "--device-memory-gb",
+        "80",
+        *LLAMA_8B,
+        "--tensor-model-parallel-size",
+        "2",
+    ]
     arguments += ["--pipeline-model-parallel-size", "2"]
     status = tool.main(arguments)
     rows = {line[2:25].strip(): line[25:].split() for line in capsys.readouterr().out.splitlines()}
     assert tool.main([*arguments, "--json"]) == status
     answer = json.loads(capsys.readouterr().out)
     assert answer["fits"] == (status == 0)
-    for name, key in {"weights": "weights", "logits and loss": "loss", "total memory": "total"}.items():
+    for name, key in {
+        "weights": "weights",
+        "logits and loss": "loss",
+        "total memory": "total",
+    }.items():
         assert rows[name] == [f"{stage['memory'][key] / 1e9:.2f}" for stage in answer["stages"]]
     for stage in answer["stages"]:
         memory = stage["memory"]
         assert memory["total"] == sum(size for part, size in memory.items() if part != "total")
-    assert sum(stage["num_parameters"] for stage in answer["stages"]) * 2 > answer["num_parameters"] == 8030261248
+    assert (
+        sum(stage["num_parameters"] for stage in answer["stages"]) * 2
+        > answer["num_parameters"]
+        == 8030261248
+    )
     assert [stage["memory"]["loss"] > 0 for stage in answer["stages"]] == [False, True]
     assert [stage["passes_in_flight"] for stage in answer["stages"]] == [2, 1]
 
@@ -81,7 +123,10 @@ def test_json_lists_ways_out(capsys):
     answer = json.loads(capsys.readouterr().out)
     worst = max(stage["memory"]["total"] for stage in answer["stages"])
     ways = {way["flags"]: way for way in answer["alternatives"]}
-    assert all(way["memory"] < worst and way["fits"] == (way["memory"] + 4e9 <= 80e9) for way in ways.values())
+    assert all(
+        way["memory"] < worst and way["fits"] == (way["memory"] + 4e9 <= 80e9)
+        for way in ways.values()
+    )
     assert ways["--use-distributed-optimizer"]["fits"]
 
 
@@ -93,14 +138,20 @@ def test_notes_of_the_flags_are_told(capsys):
 
 @pytest.mark.parametrize(("cost", "mtbf"), [(0.01, 3600.0), (5.0, 10800.0), (60.0, 3600.0)])
 def test_the_save_interval_loses_least(cost, mtbf):
-    """Against the expected time per second of training of an exponential failure law, searched by hand."""
+    """Against the expected time per second of training of an exponential failure law, searched by
+    hand.
+    """
     waste = lambda seconds: math.expm1((seconds + cost) / mtbf) * mtbf / seconds  # noqa: E731
-    best = min((tool.save_interval(cost, mtbf) * 1.01**step for step in range(-300, 300)), key=waste)
+    best = min(
+        (tool.save_interval(cost, mtbf) * 1.01**step for step in range(-300, 300)), key=waste
+    )
     assert tool.save_interval(cost, mtbf) == pytest.approx(best, rel=0.02)
 
 
 def test_intervals_come_from_what_a_run_has_measured(tmp_path, capsys):
-    """A local save that blocks 0.05 s and a failure every 2 h; a persistent one takes longer than its best interval."""
+    """A local save that blocks 0.05 s and a failure every 2 h; a persistent one takes longer than
+    its best interval.
+    """
     record = RunRecord(tmp_path, clock=lambda: 10.0)
     record.write("start", iteration=0, began=0.0, loading=2.0)
     record.write("interval", iteration=10, iterations=10, seconds=5.0)
@@ -111,8 +162,12 @@ def test_intervals_come_from_what_a_run_has_measured(tmp_path, capsys):
     text = capsys.readouterr().out
     seconds = tool.save_interval(0.05, 7200)
     assert (
-        f"--non-persistent-save-interval {round(seconds / 0.5)}: every {seconds:.0f} s, for a failure every 2 h" in text
+        f"--non-persistent-save-interval {round(seconds / 0.5)}: every {seconds:.0f} s, for a failure every 2 h"
+        in text
     )
-    assert "--save-interval 1400: every 700 s, for a failure every 20 h" in text and "a restart 10 s" in text
+    assert (
+        "--save-interval 1400: every 700 s, for a failure every 20 h" in text
+        and "a restart 10 s" in text
+    )
     with pytest.raises(ValueError, match="--measured"):
         tool.main([*LLAMA_8B, "--mtbf-hours", "2"])

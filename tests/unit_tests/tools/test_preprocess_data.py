@@ -1,4 +1,6 @@
-"""tools/preprocess_data.py: Megatron-LM's bytes, documents in order, nothing half-written, errors with lines."""
+"""tools/preprocess_data.py: Megatron-LM's bytes, documents in order, nothing half-written, errors
+with lines.
+"""
 
 import gzip
 import json
@@ -11,7 +13,7 @@ import pytest
 
 from megatron.core.datasets import IndexedDataset
 from tests import ROOT
-from tests.processes import children_of, is_running, wait_until
+from tests.support.processes import children_of, is_running, wait_until
 from tools.preprocess_data import main
 
 GOLDEN = ROOT / "tests" / "golden" / "megatron_lm" / "data"
@@ -25,7 +27,9 @@ def run(*arguments, workers=1):
 def documents_of(prefix):
     dataset = IndexedDataset(prefix)
     bounds = dataset.documents.tolist()
-    return [[dataset[i].tolist() for i in range(a, b)] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [
+        [dataset[i].tolist() for i in range(a, b)] for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
 
 
 def write_json(path, records):
@@ -36,7 +40,14 @@ def write_json(path, records):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["pysrc_a", "pysrc_b"])
 def test_files_equal_megatrons(tmp_path, name, workers):
-    run("--input", GOLDEN / f"{name}.jsonl", "--output-prefix", tmp_path / name, "--append-eod", workers=workers)
+    run(
+        "--input",
+        GOLDEN / f"{name}.jsonl",
+        "--output-prefix",
+        tmp_path / name,
+        "--append-eod",
+        workers=workers,
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"{name}_text_document.bin",
         f"{name}_text_document.idx",
@@ -46,13 +57,27 @@ def test_files_equal_megatrons(tmp_path, name, workers):
 
 
 def test_order_does_not_depend_on_the_number_of_workers(tmp_path, capsys):
-    words = [[i % 256] * (i * 7919 % 3000 + 1) for i in range(400)]  # 1.2 MB of text: several chunks per worker
-    path = write_json(tmp_path / "in.jsonl", [{"text": " ".join(map(str, document))} for document in words])
+    words = [
+        [i % 256] * (i * 7919 % 3000 + 1) for i in range(400)
+    ]  # 1.2 MB of text: several chunks per worker
+    path = write_json(
+        tmp_path / "in.jsonl", [{"text": " ".join(map(str, document))} for document in words]
+    )
     for workers in (1, 3):
-        run("--input", path, "--output-prefix", tmp_path / f"w{workers}", "--log-interval", 100, workers=workers)
+        run(
+            "--input",
+            path,
+            "--output-prefix",
+            tmp_path / f"w{workers}",
+            "--log-interval",
+            100,
+            workers=workers,
+        )
     assert documents_of(tmp_path / "w1_text_document") == [[document] for document in words]
     for suffix in ("bin", "idx"):
-        one, three = ((tmp_path / f"w{workers}_text_document.{suffix}").read_bytes() for workers in (1, 3))
+        one, three = (
+            (tmp_path / f"w{workers}_text_document.{suffix}").read_bytes() for workers in (1, 3)
+        )
         assert one == three
     lines = capsys.readouterr().err.splitlines()
     assert sum("docs/s" in line and "B/s" in line and "left" in line for line in lines) >= 4
@@ -64,9 +89,20 @@ def test_several_inputs_patterns_and_compression(tmp_path):
         write_json(tmp_path / f"{name}.jsonl", [{"text": str(number)}])
     with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
         file.write('{"text": "13"}\n\n{"text": "14 15"}\n')
-    inputs = [tmp_path / "c.jsonl.gz", tmp_path / "b*.jsonl", tmp_path / "a.jsonl", tmp_path / "b1.jsonl"]
+    inputs = [
+        tmp_path / "c.jsonl.gz",
+        tmp_path / "b*.jsonl",
+        tmp_path / "a.jsonl",
+        tmp_path / "b1.jsonl",
+    ]
     run("--input", *inputs, "--output-prefix", tmp_path / "out")
-    assert documents_of(tmp_path / "out_text_document") == [[[13]], [[14, 15]], [[11]], [[12]], [[10]]]
+    assert documents_of(tmp_path / "out_text_document") == [
+        [[13]],
+        [[14, 15]],
+        [[11]],
+        [[12]],
+        [[10]],
+    ]
 
 
 def test_keys_sequences_and_empty_documents(tmp_path, capsys):
@@ -77,10 +113,27 @@ def test_keys_sequences_and_empty_documents(tmp_path, capsys):
         {"text": [], "title": "11"},
     ]
     path = write_json(tmp_path / "in.jsonl", records)
-    run("--input", path, "--output-prefix", tmp_path / "out", "--json-keys", "text", "title", "--append-eod")
+    run(
+        "--input",
+        path,
+        "--output-prefix",
+        tmp_path / "out",
+        "--json-keys",
+        "text",
+        "title",
+        "--append-eod",
+    )
     assert documents_of(tmp_path / "out_text_document") == [[[1, 2, 256]], [[3], [4, 5, 256]]]
-    assert documents_of(tmp_path / "out_title_document") == [[[7, 256]], [[8, 256]], [[9], [10, 256]], [[11, 256]]]
-    assert "out_text_document: 2 documents (2 empty ones left out), 7 tokens" in capsys.readouterr().err
+    assert documents_of(tmp_path / "out_title_document") == [
+        [[7, 256]],
+        [[8, 256]],
+        [[9], [10, 256]],
+        [[11, 256]],
+    ]
+    assert (
+        "out_text_document: 2 documents (2 empty ones left out), 7 tokens"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +148,9 @@ def test_plain_text(tmp_path, kind, expected):
     (tmp_path / "a.txt").write_text("\n1\n2\n\n3\n \n\n4\r\n5")
     (tmp_path / "b.txt").write_text("6\n")
     (tmp_path / "c.txt").write_text("\n \n")
-    run("--input", tmp_path / "*.txt", "--output-prefix", tmp_path / "out", "--text-documents", kind)
+    run(
+        "--input", tmp_path / "*.txt", "--output-prefix", tmp_path / "out", "--text-documents", kind
+    )
     assert documents_of(tmp_path / "out_text_document") == expected
 
 
@@ -116,15 +171,36 @@ def test_text_of_documents_is_kept_as_it_is(tmp_path):
         minloglevel=2,
     )
     (tmp_path / "f.py").write_text(text)
-    tokenizer = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(tmp_path / "m.model")]
-    main(["--input", str(tmp_path / "f.py"), "--output-prefix", str(tmp_path / "out"), *tokenizer, "--workers", "2"])
+    tokenizer = [
+        "--tokenizer-type",
+        "SentencePieceTokenizer",
+        "--tokenizer-model",
+        str(tmp_path / "m.model"),
+    ]
+    main(
+        [
+            "--input",
+            str(tmp_path / "f.py"),
+            "--output-prefix",
+            str(tmp_path / "out"),
+            *tokenizer,
+            "--workers",
+            "2",
+        ]
+    )
     ids = IndexedDataset(tmp_path / "out_text_document")[0].tolist()
-    assert sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model")).decode(ids) == text
+    assert (
+        sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model")).decode(ids)
+        == text
+    )
 
 
 BAD_LINES = {
     "cut": (b'{"text": "1"', r"in.jsonl:3: not JSON: Expecting ',' delimiter at column 13"),
-    "no key": (b'{"body": "1", "n": 2}', r"in.jsonl:3: no field 'text', only 'body', 'n': see --json-keys"),
+    "no key": (
+        b'{"body": "1", "n": 2}',
+        r"in.jsonl:3: no field 'text', only 'body', 'n': see --json-keys",
+    ),
     "number": (b'{"text": 5}', r"in.jsonl:3: field 'text' is 5, expected a string"),
     "array": (b'["1"]', r"in.jsonl:3: expected a JSON object, got list"),
     "encoding": (b'{"text": "\xff"}', r"in.jsonl:3: not UTF-8"),
@@ -150,13 +226,22 @@ def test_bad_arguments(tmp_path):
         (["--input", path], "--input and --output-prefix are required"),
         (["--input", tmp_path / "none", "--output-prefix", "x"], "--input .*none: no such file"),
         (["--input", tmp_path, "--output-prefix", "x"], "it is a directory, give a pattern"),
-        (["--input", path, "--output-prefix", tmp_path / "x"], "no document of 1 files has any token of 'text'"),
-        (["--input", path, "--output-prefix", "x", "--log-interval", 0], "--log-interval must be positive"),
+        (
+            ["--input", path, "--output-prefix", tmp_path / "x"],
+            "no document of 1 files has any token of 'text'",
+        ),
+        (
+            ["--input", path, "--output-prefix", "x", "--log-interval", 0],
+            "--log-interval must be positive",
+        ),
         (
             ["--input", path, "--output-prefix", "x", "--append_eos"],
             "unknown flag --append_eos: did you mean --append-eod",
         ),
-        (["--input", tmp_path / "cut.gz", "--output-prefix", tmp_path / "x"], "cut.gz: cannot be read"),
+        (
+            ["--input", tmp_path / "cut.gz", "--output-prefix", tmp_path / "x"],
+            "cut.gz: cannot be read",
+        ),
         (["--input", path, "--output-prefix", path / "x"], "Not a directory|File exists"),
     ]
     for arguments, message in cases:
@@ -180,7 +265,9 @@ def start(tmp_path):
         "1",
     ]
     command += ["--input", str(tmp_path / "pipe.jsonl"), "--output-prefix", str(tmp_path / "out")]
-    with open(tmp_path / "log", "w") as log:  # a pipe that nobody reads would stop the run when it is full
+    with open(
+        tmp_path / "log", "w"
+    ) as log:  # a pipe that nobody reads would stop the run when it is full
         return subprocess.Popen(command, stderr=log, preexec_fn=heed_interrupts)
 
 
@@ -204,7 +291,10 @@ def test_an_interrupted_run_leaves_no_data_set_and_no_process(tmp_path, number):
         workers = children_of(process.pid)
         assert len(workers) == 2 and all(map(is_running, workers))
         process.send_signal(number)
-        assert process.wait(timeout=300) == {signal.SIGTERM: 143, signal.SIGINT: 1, signal.SIGKILL: -9}[number]
+        assert (
+            process.wait(timeout=300)
+            == {signal.SIGTERM: 143, signal.SIGINT: 1, signal.SIGKILL: -9}[number]
+        )
     left = [path for path in tmp_path.iterdir() if path.name.startswith("out")]
     assert not [path for path in left if path.suffix in (".bin", ".idx")]
     assert number == signal.SIGKILL or not left

@@ -12,7 +12,9 @@ from megatron.training.reporting.run_record import RunRecord, read_record
 from tools import report
 
 SAVE = {"blocking": 0.5, "staging": 1.0, "writing": 3.0, "commit": 0.25, "total": 3.5}
-POINTS = {f"save-{name}-time": seconds for name, seconds in SAVE.items()} | {"save-gigabytes": 0.002}
+POINTS = {f"save-{name}-time": seconds for name, seconds in SAVE.items()} | {
+    "save-gigabytes": 0.002
+}
 
 
 class Clock:
@@ -26,7 +28,9 @@ class Clock:
 
 
 def start(root, began, first, loaded, intervals, end):
-    """A start that is ready 5 seconds after it began and then trains intervals of 10 iterations in 20 seconds each."""
+    """A start that is ready 5 seconds after it began and then trains intervals of 10 iterations in
+    20 seconds each.
+    """
     clock = Clock(began)
     record = RunRecord(root, clock)
     clock.now += 5
@@ -38,7 +42,12 @@ def start(root, began, first, loaded, intervals, end):
         clock.now += 20
         last = first + 10 * (index + 1)
         record.write(
-            "interval", iteration=last, iterations=10, seconds=20.0, lm_loss=5 - last / 20, tokens_per_second=100
+            "interval",
+            iteration=last,
+            iterations=10,
+            seconds=20.0,
+            lm_loss=5 - last / 20,
+            tokens_per_second=100,
         )
     record.write("point", iteration=last, values={"lm loss validation": 4.5} | POINTS)
     if end:
@@ -80,22 +89,44 @@ def test_goodput(run):
 def test_facts(run):
     facts = report.facts(run, check=False)
     first, second, _ = facts["starts"]
-    assert first["loss"] == [(10, 4.5), (20, 4.0), (30, 3.5)] and first["kept"] == 10 and first["failed"]
+    assert (
+        first["loss"] == [(10, 4.5), (20, 4.0), (30, 3.5)]
+        and first["kept"] == 10
+        and first["failed"]
+    )
     assert second["first"] == 10 and second["validation"] == [(40, 4.5)] and not second["failed"]
-    stages = {"copy to host memory": 1.0, "write": 2.0, "commit": 0.5, "training waited": 0.5, "bytes": 2e6}
+    stages = {
+        "copy to host memory": 1.0,
+        "write": 2.0,
+        "commit": 0.5,
+        "training waited": 0.5,
+        "bytes": 2e6,
+    }
     assert second["saves"] == [(40, stages)]
     rows = {row["iteration"]: row for row in facts["checkpoints"]}
-    assert (rows[30]["start"], rows[30]["parent"], rows[30]["branch"]) == (1, "random weights", "left")
-    assert (rows[40]["start"], rows[40]["parent"], rows[40]["layout"]) == (2, "iter_0000010", "TP 11")
+    assert (rows[30]["start"], rows[30]["parent"], rows[30]["branch"]) == (
+        1,
+        "random weights",
+        "left",
+    )
+    assert (rows[40]["start"], rows[40]["parent"], rows[40]["layout"]) == (
+        2,
+        "iter_0000010",
+        "TP 11",
+    )
     assert rows[40]["branch"] == "current" and rows[40]["bytes"] > 1000
     assert rows[40]["state"] == "it is not complete"
 
 
-@pytest.mark.parametrize(("tracker", "branch"), [("30", "left"), ("40", "current"), ("garbled", "current")])
+@pytest.mark.parametrize(
+    ("tracker", "branch"), [("30", "left"), ("40", "current"), ("garbled", "current")]
+)
 def test_the_tracker_says_which_branch_the_run_is_on(run, tracker, branch):
     (run / "latest_checkpointed_iteration.txt").write_text(tracker)
     rows = {row["iteration"]: row for row in report.facts(run, check=False)["checkpoints"]}
-    assert rows[40]["branch"] == branch and rows[30]["branch"] == ("left" if branch == "current" else "current")
+    assert rows[40]["branch"] == branch and rows[30]["branch"] == (
+        "left" if branch == "current" else "current"
+    )
 
 
 def test_long_curves_are_averaged(run, monkeypatch):
@@ -112,7 +143,9 @@ def test_the_page_asks_for_nothing(run, capsys):
     assert report.main([str(run)]) == 0
     html = (run / "report.html").read_text()
     assert "default-src 'none'" in html
-    assert not re.findall(r"""(?:src|href)=["'](?!data:)|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", html)
+    assert not re.findall(
+        r"""(?:src|href)=["'](?!data:)|url\(|@import|https?://(?!www\.w3\.org/2000/svg)""", html
+    )
     assert html.count("</script>") == 1  # the one of the command is escaped
     assert json.loads(re.search(r"^const run = (.*);$", html, re.MULTILINE)[1])["train_iters"] == 60
 
@@ -120,13 +153,26 @@ def test_the_page_asks_for_nothing(run, capsys):
 BROWSER = shutil.which("chromium")
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine (Debian: apt-get install chromium)")
+@pytest.mark.skipif(
+    BROWSER is None, reason="no chromium on this machine (Debian: apt-get install chromium)"
+)
 @pytest.mark.parametrize("width", [500, 1280])
 def test_a_browser_draws_it_without_errors(run, tmp_path_factory, width):
     output = tmp_path_factory.mktemp("browser")
     report.main([str(run), "--output", str(output / "report.html")])
-    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
-    command += [f"--user-data-dir={output}/profile", f"--window-size={width},2000", f"file://{output}/report.html"]
+    command = [
+        BROWSER,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--dump-dom",
+    ]
+    command += [
+        f"--user-data-dir={output}/profile",
+        f"--window-size={width},2000",
+        f"file://{output}/report.html",
+    ]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
     console = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
     assert shown.returncode == 0 and not console, console

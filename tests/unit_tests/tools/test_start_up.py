@@ -14,11 +14,12 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, save, write_tracker
 from megatron.core.dist_checkpointing.format.metadata import itemsize
 from tests import ROOT
-from tests.training_harness import COMMON
-from tests.training_harness import LLAMA as LLAMA_MODEL
+from tests.support.training_harness import COMMON
+from tests.support.training_harness import LLAMA as LLAMA_MODEL
 
 LLAMA = ROOT / "tests/golden/megatron_lm/mcore_0.16.1/llama_fp32_tp2pp2"
-CONVERT, INSPECT = "tools/checkpoint/convert.py", "tools/checkpoint/inspect.py/__main__.py"
+CONVERT = "tools/checkpoint/convert.py"
+INSPECT = "tools/checkpoint/inspect_checkpoint.py"
 # Runs the script as `python script` does, then says whether torch was imported.
 CODE = """
 import runpy, sys
@@ -43,7 +44,10 @@ def run(*words: object) -> str:
     [
         ((CONVERT, "--help"), "--target-tensor-parallel-size"),
         ((CONVERT, "--saver", "zip", "--load-dir", "a", "--save-dir", "b"), "invalid choice"),
-        ((CONVERT, "--saver", "hf", "--load-dir", "a", "--save-dir", "b", "--num-layrs", "2"), "mean --num-layers"),
+        (
+            (CONVERT, "--saver", "hf", "--load-dir", "a", "--save-dir", "b", "--num-layrs", "2"),
+            "mean --num-layers",
+        ),
         (
             (CONVERT, "--saver", "hf", "--load-dir", "a", "--save-dir", "b", "--num-layers", "x"),
             "'x' is not an integer",
@@ -51,7 +55,10 @@ def run(*words: object) -> str:
         ((INSPECT, "--help"), "what a checkpoint holds"),
         ((INSPECT, "show", "/nowhere"), "holds no checkpoint in a known format"),
         ((INSPECT, "show", LLAMA / "torch_dist_fully_reshardable"), "output_layer.weight"),
-        ((INSPECT, "show", LLAMA / "torch_dist_dp_reshardable", "--json"), '"params_dtype": "torch.float32"'),
+        (
+            (INSPECT, "show", LLAMA / "torch_dist_dp_reshardable", "--json"),
+            '"params_dtype": "torch.float32"',
+        ),
     ],
 )
 def test_torch_is_not_imported(words, said):
@@ -77,8 +84,14 @@ def test_choices_are_those_of_the_tables():
 
 
 def test_sizes_of_dtypes_follow_from_their_names():
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if type(dtype) is torch.dtype}
-    assert {name: itemsize(name) for name in dtypes} == {name: dtype.itemsize for name, dtype in dtypes.items()}
+    dtypes = {
+        str(dtype).removeprefix("torch."): dtype
+        for dtype in vars(torch).values()
+        if type(dtype) is torch.dtype
+    }
+    assert {name: itemsize(name) for name in dtypes} == {
+        name: dtype.itemsize for name, dtype in dtypes.items()
+    }
 
 
 def test_the_names_of_dist_checkpointing_are_there():
@@ -93,14 +106,20 @@ def test_the_names_of_dist_checkpointing_are_there():
 
 
 def test_training_saves_and_resumes_without_dtensor_and_sympy(tmp_path):
-    """DCP brings them along, which takes as long as a dozen small saves: its classes are written by name."""
+    """DCP brings them along, which takes as long as a dozen small saves: its classes are written by
+    name.
+    """
     code = "import sys, pretrain_gpt; pretrain_gpt.main(); print('IMPORTED', {'sympy', 'torch.distributed.tensor'} & "
     code += "sys.modules.keys())"
     flags = f"{COMMON} {LLAMA_MODEL} --mock-data --train-iters 4 --save {tmp_path} --load {tmp_path} --async-save"
     for stop in (2, 4):
         words = [sys.executable, "-c", code, *flags.split(), "--exit-interval", str(stop)]
         done = subprocess.run(
-            words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+            words,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
         )
         assert "IMPORTED set()" in done.stdout, done.stdout + done.stderr
         assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(stop)

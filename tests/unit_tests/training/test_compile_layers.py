@@ -1,4 +1,6 @@
-"""Layers share what is compiled: the compiler keeps few versions of a function, and deep models have many layers."""
+"""Layers share what is compiled: the compiler keeps few versions of a function, and deep models
+have many layers.
+"""
 
 import pytest
 import torch
@@ -7,11 +9,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.mlp import activation_of
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.launch import compile_layers
-from tests.torch_versions import of_current_torch
+from tests.support.torch_versions import of_current_torch
 
 
 def count_graphs(num_layers, monkeypatch):
-    """How many graphs a forward and backward pass has compiled; the compiler behind torch.compile only counts."""
+    """How many graphs a forward and backward pass has compiled; the compiler behind torch.compile
+    only counts.
+    """
     torch.compiler.reset()
     graphs = []
 
@@ -49,8 +53,13 @@ def test_twelve_layers_compile_as_much_as_two(monkeypatch):
     assert 0 < count_graphs(12, monkeypatch) == count_graphs(2, monkeypatch)
 
 
-@pytest.mark.parametrize("options", [{"swiglu": True}, {"quick_geglu": True, "activation_func_clamp_value": 7.0}])
+@pytest.mark.parametrize(
+    "options", [{"swiglu": True}, {"quick_geglu": True, "activation_func_clamp_value": 7.0}]
+)
 def test_all_layers_have_one_activation(options):
     """Older torch compiles anew for every function that it has not seen."""
-    configs = [TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **options) for _ in range(2)]
+    configs = [
+        TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **options)
+        for _ in range(2)
+    ]
     assert activation_of(configs[0]) is activation_of(configs[1])

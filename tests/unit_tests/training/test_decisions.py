@@ -70,7 +70,11 @@ def the_save_takes_long(rank, world_size):
     decide = decisions(TrainingConfig(exit_duration_in_mins=1.0), saver=saver)
     left = [decide.after(1).leave, decide.after(2).leave]
     saver.expected_seconds = 59.5 if rank == 1 else 0.0  # as it measured the last one
-    left += [decide.after(3, seconds=0.2).leave, decide.after(4, seconds=0.3).leave, decide.after(5).leave]
+    left += [
+        decide.after(3, seconds=0.2).leave,
+        decide.after(4, seconds=0.3).leave,
+        decide.after(5).leave,
+    ]
     return [leave is not None for leave in left]
 
 
@@ -82,7 +86,8 @@ def test_the_last_save_has_its_place_in_the_time_limit(pool):
 def clocks_that_differ(rank, world_size):
     clock = Clock()
     decide = decisions(
-        checkpoint=CheckpointConfig(save="x", save_interval_secs=0.5 if rank == 0 else 1000), clock=clock
+        checkpoint=CheckpointConfig(save="x", save_interval_secs=0.5 if rank == 0 else 1000),
+        clock=clock,
     )
     saved = []
     for iteration in range(1, 19):
@@ -93,7 +98,9 @@ def clocks_that_differ(rank, world_size):
 
 
 def test_saves_by_the_clock_are_the_same_everywhere(pool):
-    """Due on rank 0 half a second, four iterations, after the last save; seen by both one iteration later."""
+    """Due on rank 0 half a second, four iterations, after the last save; seen by both one iteration
+    later.
+    """
     first, second = pool.run(clocks_that_differ, 2)
     assert first == second
     assert [iteration for iteration, save in enumerate(first, 1) if save] == [6, 11, 16]
@@ -105,9 +112,17 @@ def test_a_save_by_iteration_starts_the_clock_anew(pool):
 
 def both_rules(rank, world_size):
     clock = Clock()
-    decide = decisions(checkpoint=CheckpointConfig(save="x", save_interval=2, save_interval_secs=0.25), clock=clock)
+    decide = decisions(
+        checkpoint=CheckpointConfig(save="x", save_interval=2, save_interval_secs=0.25), clock=clock
+    )
     saved = []
-    for iteration, pause in ((1, 0.15), (2, 0.2), (3, 0.1), (5, 0.0), (7, 0.0)):  # due at 5, seen at 7
+    for iteration, pause in (
+        (1, 0.15),
+        (2, 0.2),
+        (3, 0.1),
+        (5, 0.0),
+        (7, 0.0),
+    ):  # due at 5, seen at 7
         saved.append(decide.after(iteration).save)
         clock.move(pause)
     decide.finish()
@@ -135,7 +150,9 @@ def test_all_stop_when_one_knows_that_a_save_failed(pool):
 @pytest.mark.parametrize("interval", [1, 4])
 def test_intervals_need_no_communication(interval):
     assert not torch.distributed.is_initialized()
-    decide = decisions(TrainingConfig(exit_interval=interval), CheckpointConfig(save="x", save_interval=3))
+    decide = decisions(
+        TrainingConfig(exit_interval=interval), CheckpointConfig(save="x", save_interval=3)
+    )
     verdicts = [decide.after(i) for i in range(1, 13)]
     assert [v.leave is not None for v in verdicts] == [i % interval == 0 for i in range(1, 13)]
     assert [v.save for v in verdicts] == [i % 3 == 0 for i in range(1, 13)]

@@ -1,4 +1,6 @@
-"""Memory kept between steps: fresh pages are no longer asked for, and the environment's word counts."""
+"""Memory kept between steps: fresh pages are no longer asked for, and the environment's word
+counts.
+"""
 
 import os
 import subprocess
@@ -24,7 +26,11 @@ print(agreed, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def count_faults(mode: str, environment: dict[str, str]) -> tuple[bool, int]:
     result = subprocess.run(
-        [sys.executable, "-c", _COUNT_FAULTS, mode], capture_output=True, text=True, check=True, env=environment
+        [sys.executable, "-c", _COUNT_FAULTS, mode],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
     )
     agreed, faults = result.stdout.split()
     return agreed == "True", int(faults)
@@ -33,7 +39,9 @@ def count_faults(mode: str, environment: dict[str, str]) -> tuple[bool, int]:
 @pytest.fixture
 def environment():
     configures = ("GLIBC_TUNABLES", "LD_PRELOAD")
-    return {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k not in configures}
+    return {
+        k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k not in configures
+    }
 
 
 def test_later_steps_take_no_new_pages(environment):

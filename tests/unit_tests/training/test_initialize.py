@@ -12,9 +12,21 @@ from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing import Reader
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.checkpoint.checkpointing import get_rng_state, megatron_rng_state, rng_key, set_rng_state
+from megatron.training.checkpoint.checkpointing import (
+    get_rng_state,
+    megatron_rng_state,
+    rng_key,
+    set_rng_state,
+)
 from megatron.training.config.options import DistributedConfig
-from megatron.training.launch import choose_device, initialize, join, lost_ranks_explained, num_threads, seed_everything
+from megatron.training.launch import (
+    choose_device,
+    initialize,
+    join,
+    lost_ranks_explained,
+    num_threads,
+    seed_everything,
+)
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm"
@@ -100,7 +112,10 @@ def test_ranks_draw_alike_only_where_they_must():
     inside = [draws(rank)[1] for rank in range(8)]
     for rank in range(0, 8, 2):  # the tensor-parallel pairs
         assert outside[rank] == outside[rank + 1] and inside[rank] != inside[rank + 1]
-    assert len({str(values) for values in outside}) == 4 and len({str(values) for values in inside}) == 8
+    assert (
+        len({str(values) for values in outside}) == 4
+        and len({str(values) for values in inside}) == 8
+    )
     assert draws(3) == draws(3) != draws(3, seed=2) != draws(3, iteration=5)
 
 
@@ -131,10 +146,15 @@ def test_generators_for_megatron_have_its_form():
     random.seed(5)
     torch.manual_seed(6)
     (ours,) = megatron_rng_state(get_rng_state(TensorParallelRng(7, 1)), ps, seed=1234)
-    assert ours.keys() == theirs.keys() and ours["rng_tracker_states"].keys() == theirs["rng_tracker_states"].keys()
+    assert (
+        ours.keys() == theirs.keys()
+        and ours["rng_tracker_states"].keys() == theirs["rng_tracker_states"].keys()
+    )
     for name in ("cuda_rng_state", "torch_rng_state"):
         assert (ours[name].dtype, ours[name].shape) == (theirs[name].dtype, theirs[name].shape)
-    assert ours["random_rng_state"] == random.getstate() and torch.equal(ours["torch_rng_state"], torch.get_rng_state())
+    assert ours["random_rng_state"] == random.getstate() and torch.equal(
+        ours["torch_rng_state"], torch.get_rng_state()
+    )
     np.random.set_state(ours["np_rng_state"])
     if not torch.cuda.is_available():
         model_parallel = ours["rng_tracker_states"]["model-parallel-rng"].tolist()

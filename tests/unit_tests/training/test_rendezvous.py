@@ -1,4 +1,6 @@
-"""Every start of a job finds its own ranks, whatever earlier starts left in the store that they share."""
+"""Every start of a job finds its own ranks, whatever earlier starts left in the store that they
+share.
+"""
 
 import threading
 from datetime import timedelta
@@ -14,7 +16,9 @@ def meet(server, ranks):
     found = {}
 
     def join(rank):
-        shared = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+        shared = dist.TCPStore(
+            "127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20)
+        )
         store = store_of_this_start(shared, rank, len(ranks))
         store.set(f"place/{rank}", ranks[rank])
         found[rank] = [store.get(f"place/{other}").decode() for other in range(len(ranks))]

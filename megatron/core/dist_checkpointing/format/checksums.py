@@ -1,10 +1,11 @@
 """A hash for every block of every file, so that any range that is read can be checked.
 
 `checksums.bin` stands beside the checkpoint's files; other readers ignore it. A header line with algorithm and block
-size, then a record for each file (uint16 length of the name, name, uint64 bytes, 8 bytes xxh3_64 for each block in
-order; the last block may be short), little endian, then the xxh3_64 of everything before. Each rank makes the records
-of its files, and nobody parses them to save. Older checkpoints have `checksums.json` instead: a line of JSON
-`{"algorithm": "xxh3_64", "block_size": 1048576, "files": {name: {"size": bytes, "blocks": hex}}}` and its xxh3_64.
+size, then a record for each file (uint16 length of the name, name, uint64 bytes, 8 bytes xxh3_64
+for each block in order; the last block may be short), little endian, then the xxh3_64 of everything
+before. Each rank makes the records of its files, and nobody parses them to save. Older checkpoints
+have `checksums.json` instead: a line of JSON `{"algorithm": "xxh3_64", "block_size": 1048576,
+"files": {name: {"size": bytes, "blocks": hex}}}` and its xxh3_64.
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ from typing import NamedTuple
 import xxhash
 
 from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file, read_regular
+from megatron.core.dist_checkpointing.format.schema import (
+    CheckpointError,
+    OpenFile,
+    open_file,
+    read_regular,
+)
 
-CHECKSUMS, OLD_CHECKSUMS = "checksums.bin", "checksums.json"
+CHECKSUMS = "checksums.bin"
+OLD_CHECKSUMS = "checksums.json"
 BLOCK_SIZE = 1 << 20
 DIGEST_SIZE = 8
 _ALGORITHM = "xxh3_64"
 _HEADER = f"{_ALGORITHM} {BLOCK_SIZE}\n".encode()
-_NAME_LENGTH, _SIZE = struct.Struct("<H"), struct.Struct("<Q")
+_NAME_LENGTH = struct.Struct("<H")
+_SIZE = struct.Struct("<Q")
 _OLD_FILE = schema.record({"size": schema.COUNT, "blocks": schema.text(1 << 32)})
 _OLD_FORM = schema.record(
     {
@@ -45,7 +53,9 @@ class FileChecksums(NamedTuple):
 def hash_blocks(data: bytes | memoryview) -> bytes:
     """The digests of consecutive blocks of `data`."""
     view = memoryview(data)
-    return b"".join(xxhash.xxh3_64_digest(view[i : i + BLOCK_SIZE]) for i in range(0, len(view), BLOCK_SIZE))
+    return b"".join(
+        xxhash.xxh3_64_digest(view[i : i + BLOCK_SIZE]) for i in range(0, len(view), BLOCK_SIZE)
+    )
 
 
 def _digests_size(size: int) -> int:
@@ -60,7 +70,9 @@ def checksums_of(*parts: bytes) -> FileChecksums:
 
 
 def in_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes cut into blocks. What is large is never copied as a whole: that holds the interpreter's lock."""
+    """The same bytes cut into blocks. What is large is never copied as a whole: that holds the
+    interpreter's lock.
+    """
     gathered: list[bytes] = []
     size = 0
     for part in parts:
@@ -68,7 +80,9 @@ def in_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
         while size + len(part) - start >= BLOCK_SIZE:
             end = start + BLOCK_SIZE - size
             yield b"".join([*gathered, part[start:end]])
-            gathered, size, start = [], 0, end
+            gathered = []
+            size = 0
+            start = end
         gathered.append(part[start:])
         size += len(part) - start
     if size:
@@ -85,7 +99,9 @@ def checksum_records(files: Mapping[str, FileChecksums]) -> bytes:
 
 
 def seal_checksums(*records: bytes) -> tuple[bytes, ...]:
-    """The content of `checksums.bin`, in parts: at scale it is large, and every copy holds the interpreter's lock."""
+    """The content of `checksums.bin`, in parts: at scale it is large, and every copy holds the
+    interpreter's lock.
+    """
     digest = xxhash.xxh3_64(_HEADER)
     for part in records:
         digest.update(part)
@@ -130,7 +146,9 @@ def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
         try:
             files[name] = FileChecksums(file["size"], bytes.fromhex(file["blocks"]))
         except ValueError as error:
-            raise CheckpointError(f"{where}: {name}: the blocks are no hexadecimal digits") from error
+            raise CheckpointError(
+                f"{where}: {name}: the blocks are no hexadecimal digits"
+            ) from error
         if len(files[name].blocks) != _digests_size(file["size"]):
             raise CheckpointError(
                 f"{where}: {name}: {len(files[name].blocks)} bytes of hashes for {file['size']} bytes"
@@ -140,11 +158,16 @@ def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
 
 def find_checksums(directory: Path) -> Path | None:
     """The file with the checksums of a checkpoint; None if another program wrote it."""
-    return next((directory / name for name in (CHECKSUMS, OLD_CHECKSUMS) if (directory / name).exists()), None)
+    return next(
+        (directory / name for name in (CHECKSUMS, OLD_CHECKSUMS) if (directory / name).exists()),
+        None,
+    )
 
 
 def read_checksums(directory: Path) -> dict[str, FileChecksums]:
-    """By file name. Raises CheckpointError if there are none (another program wrote the checkpoint)."""
+    """By file name. Raises CheckpointError if there are none (another program wrote the
+    checkpoint).
+    """
     path = find_checksums(directory)
     if path is None:
         raise CheckpointError(
@@ -167,11 +190,14 @@ class BlockVerifier:
             with open_file(self._directory / name) as file:
                 self.check_range(file, 0, file.size)
         except OSError as error:
-            raise CheckpointError(f"{self._directory / name}: cannot be opened: {error.strerror}") from error
+            raise CheckpointError(
+                f"{self._directory / name}: cannot be opened: {error.strerror}"
+            ) from error
 
     def check_range(self, file: OpenFile, start: int, stop: int) -> None:
         """All blocks that bytes `[start, stop)` of the file touch."""
-        path, name = file.path, file.path.name
+        path = file.path
+        name = file.path.name
         if name not in self._sums:
             raise CheckpointError(f"{path}: no checksums of it")
         expected = self._sums[name]
@@ -181,7 +207,12 @@ class BlockVerifier:
             if (name, block) in self._good:
                 continue
             content = file.read(block * BLOCK_SIZE, BLOCK_SIZE)
-            if hash_blocks(content) != expected.blocks[block * DIGEST_SIZE : (block + 1) * DIGEST_SIZE]:
+            if (
+                hash_blocks(content)
+                != expected.blocks[block * DIGEST_SIZE : (block + 1) * DIGEST_SIZE]
+            ):
                 first = block * BLOCK_SIZE
-                raise CheckpointError(f"{path}: damaged: wrong checksum of bytes {first}..{first + len(content)}")
+                raise CheckpointError(
+                    f"{path}: damaged: wrong checksum of bytes {first}..{first + len(content)}"
+                )
             self._good.add((name, block))

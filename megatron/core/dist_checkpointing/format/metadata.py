@@ -38,7 +38,9 @@ class StoredChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkTable(BoxTable):
-    """The stored boxes of a tensor: box `i` is `length[i]` bytes at `position[i]` of file `files[file[i]]`."""
+    """The stored boxes of a tensor: box `i` is `length[i]` bytes at `position[i]` of file
+    `files[file[i]]`.
+    """
 
     files: Sequence[str]  # of the whole checkpoint
     file: np.ndarray
@@ -55,20 +57,26 @@ class ChunkTable(BoxTable):
 
 
 class StoredTensor:
-    """A global tensor and the chunks that tile it. `chunks` may be a function that fetches them when first needed.
+    """A global tensor and the chunks that tile it. `chunks` may be a function that fetches them
+    when first needed.
 
     `dtype` is torch's or its name, such as bfloat16: what a checkpoint contains can be told without torch.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype | str, chunks: ChunkTable | Callable[[], ChunkTable]) -> None:
-        self.shape, self._chunks = shape, chunks
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype | str, chunks: ChunkTable | Callable[[], ChunkTable]
+    ) -> None:
+        self.shape = shape
+        self._chunks = chunks
         self.dtype_name = str(dtype).removeprefix("torch.")
 
     @property
     def dtype(self) -> torch.dtype:
         dtype = getattr(torch, self.dtype_name, None)
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"a tensor of dtype {shown(self.dtype_name)}, which this version of torch lacks")
+            raise CheckpointError(
+                f"a tensor of dtype {shown(self.dtype_name)}, which this version of torch lacks"
+            )
         return dtype
 
     @property
@@ -83,14 +91,18 @@ class StoredTensor:
 
 
 def itemsize(dtype_name: str) -> int:
-    """Bytes of an element: the first number in the name counts its bits; smaller elements are padded or packed."""
+    """Bytes of an element: the first number in the name counts its bits; smaller elements are
+    padded or packed.
+    """
     bits = re.search(r"\d+", dtype_name)
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
 @dataclass
 class CheckpointMetadata:
-    """Tensors and objects by key; `extra` holds what other writers add (Megatron-core 0.12's `mcore_data`)."""
+    """Tensors and objects by key; `extra` holds what other writers add (Megatron-core 0.12's
+    `mcore_data`).
+    """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     objects: dict[str, Location] = field(default_factory=dict)
@@ -121,10 +133,17 @@ class CheckpointMetadata:
 def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
     """Raises CheckpointError for a box that does not lie in a tensor of `shape`."""
     end = np.array(shape, dtype=np.int64)
-    wrong = (table.offset < 0) | (table.shape < 0) | (table.offset > end) | (table.shape > end - table.offset)
+    wrong = (
+        (table.offset < 0)
+        | (table.shape < 0)
+        | (table.offset > end)
+        | (table.shape > end - table.offset)
+    )
     for number in np.flatnonzero(wrong.any(axis=1))[:1]:
         offset, extent = (tuple(array[number].tolist()) for array in (table.offset, table.shape))
-        raise CheckpointError(f"{what}: a chunk at {offset} of shape {extent} does not lie in {shape}")
+        raise CheckpointError(
+            f"{what}: a chunk at {offset} of shape {extent} does not lie in {shape}"
+        )
 
 
 def renamed(metadata: CheckpointMetadata, name_of: Callable[[str], str]) -> CheckpointMetadata:
@@ -138,4 +157,6 @@ def renamed(metadata: CheckpointMetadata, name_of: Callable[[str], str]) -> Chec
         files = names[id(table.files)]
         return StoredTensor(stored.shape, stored.dtype_name, replace(table, files=files))
 
-    return replace(metadata, tensors={key: rename(stored) for key, stored in metadata.tensors.items()})
+    return replace(
+        metadata, tensors={key: rename(stored) for key, stored in metadata.tensors.items()}
+    )

@@ -1,4 +1,6 @@
-"""The `.metadata` of a checkpoint directory: with our index behind the pickle, or as any version of DCP wrote it."""
+"""The `.metadata` of a checkpoint directory: with our index behind the pickle, or as any version of
+DCP wrote it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from megatron.core.dist_checkpointing.format.metadata import (
     StoredTensor,
     check_inside,
 )
-from megatron.core.dist_checkpointing.format.metadata_index import FOOTER, MAGIC, MetadataIndex, Read
+from megatron.core.dist_checkpointing.format.metadata_index import (
+    FOOTER,
+    MAGIC,
+    MetadataIndex,
+    Read,
+)
 from megatron.core.dist_checkpointing.format.safe_globals import DtypeName, Placeholder
 from megatron.core.dist_checkpointing.format.schema import (
     MAX_COUNT,
@@ -37,38 +44,57 @@ from megatron.core.object_storage import path_of
 
 
 def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
-    """The `.metadata` of `size` bytes that `read` reads, now or later. Raises CheckpointError that names `where`."""
+    """The `.metadata` of `size` bytes that `read` reads, now or later. Raises CheckpointError that
+    names `where`.
+    """
     footer = read(size - FOOTER.size, FOOTER.size) if size >= FOOTER.size else b""
     if footer[-len(MAGIC) :] != MAGIC:
         return decode_dcp(read(0, size), where)
     position, length, digest, _ = FOOTER.unpack(footer)
     content = read(position, length) if position + length <= size else b""
     if xxhash.xxh3_64_intdigest(content) != digest:
-        raise CheckpointError(f"{where}: damaged: its index does not have the checksum that it ends with")
+        raise CheckpointError(
+            f"{where}: damaged: its index does not have the checksum that it ends with"
+        )
     return MetadataIndex(read, content, size, where).metadata()
 
 
 def read_metadata(directory: str | os.PathLike[str]) -> CheckpointMetadata:
-    """What the checkpoint contains and where. Raises CheckpointError naming the file if it is missing or damaged."""
+    """What the checkpoint contains and where. Raises CheckpointError naming the file if it is
+    missing or damaged.
+    """
     path = path_of(directory) / METADATA
     try:
         file = open_file(path)
         if file.descriptor is None:  # an object: one request instead of two for every tensor
             return decode_metadata(file.read(0, file.size), str(path))
-        weakref.finalize(file, os.close, file.descriptor)  # open for as long as a tensor may ask for its entries
+        weakref.finalize(
+            file, os.close, file.descriptor
+        )  # open for as long as a tensor may ask for its entries
         return open_metadata(file.read, file.size, str(path))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing, so {path.parent} holds no complete checkpoint") from error
+        raise CheckpointError(
+            f"{path}: missing, so {path.parent} holds no complete checkpoint"
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
     """As `open_metadata`, for a file in memory."""
-    return open_metadata(lambda position, length: data[position : position + length], len(data), where)
+    return open_metadata(
+        lambda position, length: data[position : position + length], len(data), where
+    )
 
 
-_KNOWN_FIELDS = ("state_dict_metadata", "storage_data", "storage_meta", "planner_data", "version", "all_local_plans")
+_KNOWN_FIELDS = (
+    "state_dict_metadata",
+    "storage_data",
+    "storage_meta",
+    "planner_data",
+    "version",
+    "all_local_plans",
+)
 
 
 def decode_dcp(data: bytes, where: str) -> CheckpointMetadata:
@@ -80,7 +106,9 @@ def decode_dcp(data: bytes, where: str) -> CheckpointMetadata:
         raise
     except Exception as error:  # the pickle is intact, its content is not
         reason = printable(f"{type(error).__name__}: {error}")[:300]
-        raise CheckpointError(f"{where}: not the metadata of a distributed checkpoint ({reason})") from error
+        raise CheckpointError(
+            f"{where}: not the metadata of a distributed checkpoint ({reason})"
+        ) from error
 
 
 def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
@@ -94,15 +122,21 @@ def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
             file, position, length = places[key, None]
             result.objects[key] = Location(names[file], position, length)
             continue
-        shape, what = _shape(entry.state["size"], key, where), f"{where}: {shown(key)}"
+        shape = _shape(entry.state["size"], key, where)
+        what = f"{where}: {shown(key)}"
         boxes = []
         for chunk in entry.state["chunks"]:
-            offset, extent = _shape(chunk.state["offsets"], key, where), _shape(chunk.state["sizes"], key, where)
+            offset = _shape(chunk.state["offsets"], key, where)
+            extent = _shape(chunk.state["sizes"], key, where)
             if not len(offset) == len(extent) == len(shape):
-                raise CheckpointError(f"{what} of shape {shape} has a chunk at {offset} of {extent}")
+                raise CheckpointError(
+                    f"{what} of shape {shape} has a chunk at {offset} of {extent}"
+                )
             boxes.append((offset, extent))
         box_table = BoxTable.of(boxes, len(shape))
-        columns = np.array([places[key, offset] for offset, _ in boxes], dtype=np.int64).reshape(-1, 3).T
+        columns = (
+            np.array([places[key, offset] for offset, _ in boxes], dtype=np.int64).reshape(-1, 3).T
+        )
         table = ChunkTable(box_table.offset, box_table.shape, names, *columns)
         check_inside(table, shape, what)
         result.tensors[key] = StoredTensor(shape, _dtype_of(entry.state["properties"]), table)
@@ -117,15 +151,33 @@ def _decode_places(
     """(file, position, length) by key and offset, None for objects; `files` are numbered as they come."""
     places: dict[tuple[str, Shape | None], tuple[int, int, int]] = {}
     for index, info in stored.items():
-        key, offset, place = index.state["fqn"], index.state.get("offset"), info.state
+        key = index.state["fqn"]
+        offset = index.state.get("offset")
+        place = info.state
         if place.get("transform_descriptors"):
-            raise CheckpointError(f"{where}: {shown(key)} was written through DCP extensions (compression)")
-        file, position, length = place["relative_path"], place["offset"], place["length"]
+            raise CheckpointError(
+                f"{where}: {shown(key)} was written through DCP extensions (compression)"
+            )
+        file = place["relative_path"]
+        position = place["offset"]
+        length = place["length"]
         if file not in files:
             files[file_name(file, f"{where}: {shown(key)}: its file")] = len(files)
-        if not (type(position) is type(length) is int and 0 <= position <= MAX_COUNT and 0 <= length <= MAX_COUNT):
-            refuse(f"{where}: {shown(key)}: its place", (position, length), f"two whole numbers from 0 to {MAX_COUNT}")
-        places[key, None if offset is None else _shape(offset, key, where)] = (files[file], position, length)
+        if not (
+            type(position) is type(length) is int
+            and 0 <= position <= MAX_COUNT
+            and 0 <= length <= MAX_COUNT
+        ):
+            refuse(
+                f"{where}: {shown(key)}: its place",
+                (position, length),
+                f"two whole numbers from 0 to {MAX_COUNT}",
+            )
+        places[key, None if offset is None else _shape(offset, key, where)] = (
+            files[file],
+            position,
+            length,
+        )
     return places
 
 

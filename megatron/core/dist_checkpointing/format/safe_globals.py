@@ -1,6 +1,8 @@
-"""What a checkpoint's pickle may name, and what it gets instead: plain values, and functions that build plain values.
+"""What a checkpoint's pickle may name, and what it gets instead: plain values, and functions that
+build plain values.
 
-Every function here must be harmless and quick for any arguments at all, tensors of a mapped file included.
+Every function here must be harmless and quick for any arguments at all, tensors of a mapped file
+included.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.format.schema import MAX_RANK, UnsafePickleError, is_dtype, printable, shown
+from megatron.core.dist_checkpointing.format.schema import (
+    MAX_RANK,
+    UnsafePickleError,
+    is_dtype,
+    printable,
+    shown,
+)
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
 
@@ -32,9 +40,11 @@ DTYPE_NAME = re.compile(r"(?:b?float|u?int|complex|bits|quint|qint)\d+\w*|bool")
 
 
 class Placeholder:
-    """An instance of a class of another project: name (`type(x).__module__`, `__qualname__`), arguments and state.
+    """An instance of a class of another project: name (`type(x).__module__`, `__qualname__`),
+    arguments and state.
 
-    Compared by identity: hashing contents would let a file make dictionaries of placeholders quadratic.
+    Compared by identity: hashing contents would let a file make dictionaries of placeholders
+    quadratic.
     """
 
     __slots__ = ("args", "items", "state")
@@ -45,9 +55,8 @@ class Placeholder:
 
     def __repr__(self) -> str:
         """Name and arguments; never what these contain."""
-        return (
-            f"<{printable(f'{type(self).__module__}.{type(self).__qualname__}')}({', '.join(map(shown, self.args))})>"
-        )
+        name = printable(f"{type(self).__module__}.{type(self).__qualname__}")
+        return f"<{name}({', '.join(map(shown, self.args))})>"
 
 
 @lru_cache(maxsize=4096)
@@ -86,7 +95,9 @@ class TypedStorage:
 
 @dataclass(frozen=True, eq=False)
 class Function:
-    """A function that a pickle may call. `hashed` gives those parts of its arguments that it is going to hash."""
+    """A function that a pickle may call. `hashed` gives those parts of its arguments that it is
+    going to hash.
+    """
 
     call: Callable[..., Any]
     hashed: Callable[..., list[Any]] | None = None
@@ -97,7 +108,11 @@ _SMALL = 65536  # elements that a tensor may have beyond those of its storage
 
 def _extents(value: Any) -> tuple[int, ...]:
     """A shape or strides."""
-    if not isinstance(value, tuple | list) or len(value) > MAX_RANK or not all(type(n) is int for n in value):
+    if (
+        not isinstance(value, tuple | list)
+        or len(value) > MAX_RANK
+        or not all(type(n) is int for n in value)
+    ):
         raise UnsafePickleError(f"a tensor of shape or strides {shown(value)}")
     return tuple(value)
 
@@ -106,11 +121,16 @@ def _unbuildable(layout: str) -> UnsafePickleError:
     return UnsafePickleError(f"cannot be rebuilt: a tensor of {layout}")
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: torch.dtype | None = None) -> Any:
+def _tensor(
+    storage: Any, offset: Any, shape: Any, stride: Any, dtype: torch.dtype | None = None
+) -> Any:
     """A tensor over a record of the archive."""
     if not isinstance(storage, TypedStorage):
         raise UnsafePickleError(f"a tensor over {shown(storage)} instead of a storage")
-    shape, stride, content, dtype = _extents(shape), _extents(stride), storage.content, dtype or storage.dtype
+    shape = _extents(shape)
+    stride = _extents(stride)
+    content = storage.content
+    dtype = dtype or storage.dtype
     if type(offset) is not int or len(shape) != len(stride) or min((offset, *shape, *stride)) < 0:
         raise _unbuildable(f"offset {shown(offset)}, shape {shape}, strides {stride}")
     if 0 in shape:
@@ -118,8 +138,11 @@ def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, dtype: torch.dty
     numel = content.nbytes // dtype.itemsize
     last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
     if last >= numel:
-        raise _unbuildable(f"shape {shape} at {offset}, which exceeds its storage of {numel} elements")
-    # Strides of 0 repeat elements: a few bytes would stand for terabytes as soon as somebody copies them.
+        raise _unbuildable(
+            f"shape {shape} at {offset}, which exceeds its storage of {numel} elements"
+        )
+    # Strides of 0 repeat elements: a few bytes would stand for terabytes as soon as somebody copies
+    # them.
     if math.prod(shape) > max(numel, _SMALL):
         raise _unbuildable(f"shape {shape}, which repeats the {numel} elements of its storage")
     return content.view(dtype, offset, shape, stride)
@@ -129,7 +152,9 @@ def _tensor_v2(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> A
     return _tensor(storage, offset, shape, stride)
 
 
-def _tensor_v3(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any) -> Any:
+def _tensor_v3(
+    storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
+) -> Any:
     if not is_dtype(dtype):
         raise UnsafePickleError(f"a tensor of dtype {shown(dtype)}")
     return _tensor(storage, offset, shape, stride, dtype)
@@ -174,7 +199,8 @@ def set_numpy_state(value: Any, state: Any) -> None:
     _, shape, dtype, fortran, data = state
     if not isinstance(dtype, np.dtype):
         raise UnsafePickleError(f"a numpy array of dtype {shown(dtype)}")
-    flat, shape = np.frombuffer(_content(data), dtype), _extents(shape)
+    flat = np.frombuffer(_content(data), dtype)
+    shape = _extents(shape)
     array = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
     own: Any = array.__reduce__()[2]  # it trusts what it is given
     value.__setstate__(own)
@@ -207,14 +233,18 @@ def _pairs(content: Any = ()) -> list[Any]:
 
 
 def _dict_of(kind: type[dict]) -> Function:
-    return Function(lambda *args: kind(_pairs(*args)), lambda *args: [key for key, _ in _pairs(*args)])
+    return Function(
+        lambda *args: kind(_pairs(*args)), lambda *args: [key for key, _ in _pairs(*args)]
+    )
 
 
 def _of(make: Callable[..., Any], *kinds: type) -> Function:
     """A function of short values of these types."""
 
     def call(*args: Any) -> Any:
-        if not all(type(arg) in kinds and (type(arg) is not str or len(arg) <= 4096) for arg in args):
+        if not all(
+            type(arg) in kinds and (type(arg) is not str or len(arg) <= 4096) for arg in args
+        ):
             raise UnsafePickleError(f"a call with {', '.join(map(shown, args))}")
         return make(*args)
 
@@ -247,7 +277,9 @@ def torch_globals() -> dict[tuple[str, str], Any]:
     }
 
 
-PLAIN_SIZE = Function(lambda shape=(): _extents(shape))  # stands for torch.Size where no tensor is asked for
+PLAIN_SIZE = Function(
+    lambda shape=(): _extents(shape)
+)  # stands for torch.Size where no tensor is asked for
 
 SAFE_GLOBALS: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _of(str, str),

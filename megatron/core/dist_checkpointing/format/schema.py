@@ -1,11 +1,13 @@
-"""Files from outside: what a stranger's file may be, and small checks that compose for what it may contain.
+"""Files from outside: what a stranger's file may be, and small checks that compose for what it may
+contain.
 
-Files are regular ones, of bounded size, inside the directory they belong to. A pipe would be waited for without end,
-`/dev/zero` read without end, and a link or a `../` in a file's content would make us read what its author has no right
-to.
+Files are regular ones, of bounded size, inside the directory they belong to. A pipe would be waited
+for without end, `/dev/zero` read without end, and a link or a `../` in a file's content would make
+us read what its author has no right to.
 
-A check is a function `(value, where) -> value`; it raises CheckpointError that names file, field and value. No check
-trusts the value: nothing here calls `repr` on a container, so a structure that unfolds without end costs nothing.
+A check is a function `(value, where) -> value`; it raises CheckpointError that names file, field
+and value. No check trusts the value: nothing here calls `repr` on a container, so a structure that
+unfolds without end costs nothing.
 
     STATE = record({"files": sequence(file_name), "training": record({"iteration": COUNT, "note?": text()})})
     STATE(read_json(path), str(path))
@@ -27,11 +29,15 @@ from megatron.core.object_storage import PART_SIZE, ObjectPath, path_of
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read; the message names the file or key, the reason and the way out."""
+    """A checkpoint cannot be written or read; the message names the file or key, the reason and the
+    way out.
+    """
 
 
 class UnsafePickleError(CheckpointError):
-    """A pickle names something that a checkpoint has no reason to contain. Nothing of it was executed."""
+    """A pickle names something that a checkpoint has no reason to contain. Nothing of it was
+    executed.
+    """
 
 
 Check = Callable[[Any, str], Any]
@@ -60,13 +66,23 @@ def shown(value: Any) -> str:
     if value is None or type(value) in (bool, int, float, complex) or is_dtype(value):
         return repr(value)
     if isinstance(value, list | tuple | dict | set | frozenset):
-        flat = type(value) is not dict and len(value) <= 8 and all(type(item) in (int, float, str) for item in value)
-        return printable(str(value))[:200] if flat else f"a {type(value).__name__} of {len(value)} entries"
+        flat = (
+            type(value) is not dict
+            and len(value) <= 8
+            and all(type(item) in (int, float, str) for item in value)
+        )
+        return (
+            printable(str(value))[:200]
+            if flat
+            else f"a {type(value).__name__} of {len(value)} entries"
+        )
     return printable(f"a {type(value).__module__}.{type(value).__qualname__}")[:200]
 
 
 def is_dtype(value: Any) -> bool:
-    """Whether it is one of torch's; asked by name, because whoever has none may not have imported torch."""
+    """Whether it is one of torch's; asked by name, because whoever has none may not have imported
+    torch.
+    """
     kind = type(value)
     return kind.__qualname__ == "dtype" and kind.__module__ == "torch"
 
@@ -75,7 +91,9 @@ def printable(text: str) -> str:
     """`text` with everything escaped that could move the cursor of a terminal or forge another line."""
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 def message_of(error: BaseException) -> str:
@@ -113,7 +131,11 @@ def plausible(name: str, default: int, low: int = 1) -> Check:
 
     def check(value: Any, where: str) -> Any:
         if type(value) is int and value > high:
-            refuse(where, value, f"at most {high} (the environment variable MEGATRON_MAX_{name} raises the limit)")
+            refuse(
+                where,
+                value,
+                f"at most {high} (the environment variable MEGATRON_MAX_{name} raises the limit)",
+            )
         return integer(low, high)(value, where)
 
     return check
@@ -123,7 +145,11 @@ def number(low: float = -math.inf, high: float = math.inf) -> Check:
     """Finite, between the limits."""
 
     def check(value: Any, where: str) -> Any:
-        if type(value) not in (int, float) or not low <= value <= high or value in (math.inf, -math.inf):
+        if (
+            type(value) not in (int, float)
+            or not low <= value <= high
+            or value in (math.inf, -math.inf)
+        ):
             limits = "" if (low, high) == (-math.inf, math.inf) else f" from {low:g} to {high:g}"
             refuse(where, value, f"a finite number{limits}")
         return value
@@ -182,7 +208,9 @@ def mapping(check: Check, keys: Check = text()) -> Check:  # noqa: B008 (a check
 
 
 def record(fields: Mapping[str, Check], closed: bool = False) -> Check:
-    """A dictionary with these fields; a name that ends in `?` may be missing. `closed`: it has no others."""
+    """A dictionary with these fields; a name that ends in `?` may be missing. `closed`: it has no
+    others.
+    """
     checks = {name.removesuffix("?"): (check, name.endswith("?")) for name, check in fields.items()}
 
     def check_fields(value: Any, where: str) -> Any:
@@ -237,7 +265,9 @@ MAX_JSON = 256 << 20  # bytes
 
 def _open_descriptor(path: str | os.PathLike[str]) -> int:
     """`path` for reading. Raises CheckpointError unless it is a regular file, OSError if it is not there."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # non-blocking: a pipe opens at once
+    descriptor = os.open(
+        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    )  # non-blocking: a pipe opens at once
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{printable(str(path))} is not a regular file")
@@ -245,9 +275,13 @@ def _open_descriptor(path: str | os.PathLike[str]) -> int:
 
 
 class OpenFile:
-    """A file of a checkpoint, open for reading at any place and from any thread. `size` is that of the start."""
+    """A file of a checkpoint, open for reading at any place and from any thread. `size` is that of
+    the start.
+    """
 
-    closest_gap = 16 << 10  # bytes: smaller gaps are read rather than skipped, a read of its own costs more
+    closest_gap = (
+        16 << 10
+    )  # bytes: smaller gaps are read rather than skipped, a read of its own costs more
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -272,13 +306,17 @@ class OpenFile:
         return bytes(content)
 
     def read_into(self, view: memoryview, position: int) -> None:
-        """Fill `view`. Raises CheckpointError that names the file if it is shorter, or cannot be read."""
+        """Fill `view`. Raises CheckpointError that names the file if it is shorter, or cannot be
+        read.
+        """
         done = 0
         while done < len(view):
             try:
                 count = self._read_some(view[done:], position + done)
             except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read at {position + done}: {error.strerror}") from error
+                raise CheckpointError(
+                    f"{self.path}: cannot be read at {position + done}: {error.strerror}"
+                ) from error
             if count == 0:
                 raise CheckpointError(
                     f"{self.path}: truncated: it has {self.size} bytes, data should be at "
@@ -302,7 +340,9 @@ class _OpenObject(OpenFile):
     closest_gap = 1 << 20  # a request takes as long as a megabyte
 
     def __init__(self, path: ObjectPath) -> None:
-        self.path, self.descriptor, self.size = path, None, path.stat().st_size
+        self.path = path
+        self.descriptor = None
+        self.size = path.stat().st_size
         self._object = path
 
     def _read_some(self, view: memoryview, position: int) -> int:
@@ -312,7 +352,9 @@ class _OpenObject(OpenFile):
 
         def fetch(start: int) -> None:
             part = view[start : min(start + PART_SIZE, length)]
-            content = memoryview(self._object.store.get_range(self._object.key, position + start, len(part)))
+            content = memoryview(
+                self._object.store.get_range(self._object.key, position + start, len(part))
+            )
             if len(content) != len(part):
                 raise OSError(errno.EIO, f"{len(content)} bytes came instead of {len(part)}")
             part[:] = content
@@ -347,7 +389,9 @@ def read_regular(path: str | os.PathLike[str], limit: int = MAX_JSON) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a JSON file. Raises CheckpointError naming the file for anything else, OSError without it."""
+    """The content of a JSON file. Raises CheckpointError naming the file for anything else, OSError
+    without it.
+    """
     return parse_json(read_regular(path), printable(str(path)))
 
 
@@ -358,11 +402,17 @@ def parse_json(content: bytes, where: str, **options: Any) -> Any:
     except RecursionError as error:
         raise CheckpointError(f"{where} is not valid JSON: it is nested too deep") from error
     except ValueError as error:
-        raise CheckpointError(f"{where} is not valid JSON ({error}): it is damaged or no such file") from error
+        raise CheckpointError(
+            f"{where} is not valid JSON ({error}): it is damaged or no such file"
+        ) from error
     level = [value]
     for _ in range(MAX_DEPTH):
         containers = [item for item in level if type(item) in (dict, list)]
-        level = [child for item in containers for child in (item.values() if type(item) is dict else item)]
+        level = [
+            child
+            for item in containers
+            for child in (item.values() if type(item) is dict else item)
+        ]
         if not level:
             return value
     raise CheckpointError(f"{where} is not valid JSON: it is nested more than {MAX_DEPTH} deep")
@@ -371,16 +421,20 @@ def parse_json(content: bytes, where: str, **options: Any) -> Any:
 def named_file(directory: Path, name: Any, where: str) -> Path:
     """The file that the content of another one names: a regular file in `directory`.
 
-    Links may lead to other places in it and, in a cache of Hugging Face (`models--*/snapshots/<revision>`), to its
-    blobs. Raises CheckpointError naming `where` and the name; a file that is missing is for the caller to find out.
+    Links may lead to other places in it and, in a cache of Hugging Face
+    (`models--*/snapshots/<revision>`), to its blobs. Raises CheckpointError naming `where` and the
+    name; a file that is missing is for the caller to find out.
     """
     path = directory / file_name(name, where)
-    real, home = path.resolve(), directory.resolve()
+    real = path.resolve()
+    home = directory.resolve()
     roots = [home]
     if home.parent.name == "snapshots":
         roots.append(home.parents[1] / "blobs")
     if not any(real.is_relative_to(root) for root in roots):
-        raise CheckpointError(f"{where}: {name} is a link to {printable(str(real))}, outside of {home}")
+        raise CheckpointError(
+            f"{where}: {name} is a link to {printable(str(real))}, outside of {home}"
+        )
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{where}: {name} is not a regular file")
     return path

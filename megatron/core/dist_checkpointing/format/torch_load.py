@@ -1,4 +1,6 @@
-"""What `torch.load` makes of a file, without running anything; tensors are mapped, read, or left in the file."""
+"""What `torch.load` makes of a file, without running anything; tensors are mapped, read, or left in
+the file.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.dist_checkpointing.files import COMMON
 from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.safe_globals import Storage
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file, printable
+from megatron.core.dist_checkpointing.format.schema import (
+    CheckpointError,
+    OpenFile,
+    open_file,
+    printable,
+)
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of
 from megatron.core.dist_checkpointing.format.unpickler import Budget, check_bounded, unpickle
 from megatron.core.dist_checkpointing.mapping import Shape
@@ -40,7 +47,9 @@ class FileTensor:
         return math.prod(self.shape)
 
     def read_flat(self, start: int, count: int) -> torch.Tensor:
-        """Elements `[start, start + count)`, 1-D. Raises CheckpointError if the file ends before them."""
+        """Elements `[start, start + count)`, 1-D. Raises CheckpointError if the file ends before
+        them.
+        """
         assert 0 <= start <= start + count <= self.numel(), (start, count, self.shape)
         result = torch.empty(count, dtype=self.dtype)
         if count:
@@ -75,16 +84,20 @@ def safe_load(
     placeholders: bool = True,
     names: bool = False,
 ) -> Any:
-    """What `torch.load(source, weights_only=False, map_location="cpu")` returns, without running anything.
+    """What `torch.load(source, weights_only=False, map_location="cpu")` returns, without running
+    anything.
 
     `source` is a path or the bytes of an archive. With `mmap` the tensors of a path are views of the mapped file:
-    nothing is read before it is used and writing to them changes memory only. Without, each is read at once.
-    Classes of other projects become `Placeholder`s (or an error, without `placeholders`), dtypes with `names` their
-    names: without tensors in it the file is then read without torch. Raises CheckpointError that names `where`, by
-    default the path; UnsafePickleError for a refused global.
+    nothing is read before it is used and writing to them changes memory only. Without, each is read
+    at once. Classes of other projects become `Placeholder`s (or an error, without `placeholders`),
+    dtypes with `names` their names: without tensors in it the file is then read without torch.
+    Raises CheckpointError that names `where`, by default the path; UnsafePickleError for a refused
+    global.
     """
     if isinstance(source, bytes):
-        return _load_archive(bytearray(source), where or "pickle", placeholders, names, check_crc=True)
+        return _load_archive(
+            bytearray(source), where or "pickle", placeholders, names, check_crc=True
+        )
     path = path_of(source)
     where = where or str(path)
     try:
@@ -92,13 +105,19 @@ def safe_load(
             if mmap and file.size and file.descriptor is not None:
                 mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
                 return _load_archive(mapped, where, placeholders, names)
-            return _load_archive(bytearray(file.read(0, file.size)), where, placeholders, names, check_crc=True)
+            return _load_archive(
+                bytearray(file.read(0, file.size)), where, placeholders, names, check_crc=True
+            )
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
 
 
-def load_common(directory: str | os.PathLike[str], *, verify: bool = False, names: bool = False) -> dict[str, Any]:
-    """What was saved as `common`; {} if the checkpoint has no `common.pt`. With `names` dtypes are their names."""
+def load_common(
+    directory: str | os.PathLike[str], *, verify: bool = False, names: bool = False
+) -> dict[str, Any]:
+    """What was saved as `common`; {} if the checkpoint has no `common.pt`. With `names` dtypes are
+    their names.
+    """
     path = path_of(directory) / COMMON
     if not path.exists():
         return {}
@@ -120,7 +139,9 @@ def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> A
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def open_archive(file: OpenFile, start: int, length: int, where: str, placeholders: bool = True) -> Any:
+def open_archive(
+    file: OpenFile, start: int, length: int, where: str, placeholders: bool = True
+) -> Any:
     """As `safe_open`, for an archive of `length` bytes from byte `start` of a file."""
     copies = Budget(65536 + 4 * length)
 
@@ -134,7 +155,14 @@ def open_archive(file: OpenFile, start: int, length: int, where: str, placeholde
 
 
 def _view_in_file(
-    path: Path, position: int, nbytes: int, copies: Budget, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape
+    path: Path,
+    position: int,
+    nbytes: int,
+    copies: Budget,
+    dtype: torch.dtype,
+    offset: int,
+    shape: Shape,
+    stride: Shape,
 ) -> FileTensor | torch.Tensor:
     """Read at once if it is not row-major, which no checkpoint of a model needs."""
     if stride == torch.empty(shape, device="meta").stride() or math.prod(shape) <= 1:
@@ -146,7 +174,11 @@ def _view_in_file(
 
 
 def _load_archive(
-    buffer: bytearray | mmap_module.mmap, where: str, placeholders: bool, names: bool, check_crc: bool = False
+    buffer: bytearray | mmap_module.mmap,
+    where: str,
+    placeholders: bool,
+    names: bool,
+    check_crc: bool = False,
 ) -> Any:
     """`check_crc`: the bytes are in memory, so that looking at all of them costs little."""
     view = memoryview(buffer)
@@ -164,7 +196,9 @@ def _load_archive(
     return _load(read, len(buffer), where, storage, placeholders, names, check_crc)
 
 
-def _view_in_memory(data: torch.Tensor, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape) -> torch.Tensor:
+def _view_in_memory(
+    data: torch.Tensor, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape
+) -> torch.Tensor:
     typed = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
     return typed.as_strided(shape, stride, typed.storage_offset() + offset)
 
@@ -178,7 +212,9 @@ def _load(
     names: bool = False,
     check_crc: bool = False,
 ) -> Any:
-    """The object of an archive of `length` bytes; `storage_at(position, nbytes)` is that of a tensor in it."""
+    """The object of an archive of `length` bytes; `storage_at(position, nbytes)` is that of a
+    tensor in it.
+    """
     if not length:
         raise CheckpointError(f"{where}: the file is empty")
     start = bytes(read(0, 8))
@@ -197,7 +233,8 @@ def _load(
         if name not in archive.records:
             raise CheckpointError(f"{where}: tensor data {printable(name)} is missing")
         if name not in storages:
-            position, nbytes = archive.data_offset(name), archive.records[name].size
+            position = archive.data_offset(name)
+            nbytes = archive.records[name].size
             if check_crc:
                 archive.check_crc(name, read(position, nbytes))
             storages[name] = storage_at(position, nbytes)

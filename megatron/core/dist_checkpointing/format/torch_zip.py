@@ -1,9 +1,11 @@
-"""The container of `torch.save`: a zip archive of uncompressed records, whose tensors are read when they are used.
+"""The container of `torch.save`: a zip archive of uncompressed records, whose tensors are read when
+they are used.
 
-A tensor item of a checkpoint is a complete archive `prefix + raw bytes + suffix`, where prefix and suffix depend on
-dtype and shape alone. So a file can be laid out before any data exists, and the raw bytes of any row can be read back
-without touching the rest. Records of data carry no CRC (as `torch.serialization.set_crc32_options(False)`):
-`checksums.bin` protects them, and faster. Opening a checkpoint costs no memory.
+A tensor item of a checkpoint is a complete archive `prefix + raw bytes + suffix`, where prefix and
+suffix depend on dtype and shape alone. So a file can be laid out before any data exists, and the
+raw bytes of any row can be read back without touching the rest. Records of data carry no CRC (as
+`torch.serialization.set_crc32_options(False)`): `checksums.bin` protects them, and faster. Opening
+a checkpoint costs no memory.
 
 `zipfile` does not tell where the data of a record begin, so half of the reader would stay; opening took 1.07 times as
 long with it for a file of 400 tensors, and 1.24 times for `common.pt` (2026-11-22).
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-ALIGNMENT = 64  # of raw data relative to the start of its archive; archives start at multiples of it, too
+ALIGNMENT = (
+    64  # of raw data relative to the start of its archive; archives start at multiples of it, too
+)
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
@@ -59,8 +63,12 @@ class Record(NamedTuple):
 class TensorSlot:
     """Stands in a value for a contiguous tensor whose bytes are written later, or are `content`."""
 
-    def __init__(self, dtype: torch.dtype, shape: Shape, content: torch.Tensor | None = None) -> None:
-        self.dtype, self.shape, self.content = dtype, shape, content
+    def __init__(
+        self, dtype: torch.dtype, shape: Shape, content: torch.Tensor | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.content = content
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +87,14 @@ class _Storage:
     """Stands for the storage while a tensor's pickle is written."""
 
     def __init__(self, dtype: torch.dtype, numel: int, key: str) -> None:
-        in_v3 = dtype in torch.storage._new_dtypes()  # dtypes that have no typed storage class of their own
-        kind = torch.UntypedStorage if in_v3 else getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
+        in_v3 = (
+            dtype in torch.storage._new_dtypes()
+        )  # dtypes that have no typed storage class of their own
+        kind = (
+            torch.UntypedStorage
+            if in_v3
+            else getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
+        )
         self.persistent_id = ("storage", kind, key, "cpu", numel * (dtype.itemsize if in_v3 else 1))
 
 
@@ -99,13 +113,21 @@ class _Pickler(pickle.Pickler):
             obj = TensorSlot(obj.dtype, tuple(obj.shape), obj.detach().cpu().contiguous())
         if not isinstance(obj, TensorSlot):
             return NotImplemented
-        strides, numel = [], 1
+        strides = []
+        numel = 1
         for extent in reversed(obj.shape):
             strides.append(numel)
             numel *= max(1, extent)
         storage = _Storage(obj.dtype, math.prod(obj.shape), str(len(self.slots)))
         self.slots.append(obj)
-        common: tuple[Any, ...] = (storage, 0, obj.shape, tuple(reversed(strides)), False, OrderedDict())
+        common: tuple[Any, ...] = (
+            storage,
+            0,
+            obj.shape,
+            tuple(reversed(strides)),
+            False,
+            OrderedDict(),
+        )
         if obj.dtype in torch.storage._new_dtypes():
             return torch._utils._rebuild_tensor_v3, (*common, obj.dtype)
         return torch._utils._rebuild_tensor_v2, common
@@ -116,23 +138,54 @@ def lay_out_archive(value: Any) -> ArchiveLayout:
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(value)
-    central, head = bytearray(), bytearray()  # head: what comes before the next tensor's bytes
-    for name, content in ((b"data.pkl", pickled.getvalue()), (b"byteorder", b"little"), (b"version", b"3\n")):
-        name, crc, size = b"archive/" + name, zlib.crc32(content), len(content)
+    # head: what comes before the next tensor's bytes
+    central = bytearray()
+    head = bytearray()
+    for name, content in (
+        (b"data.pkl", pickled.getvalue()),
+        (b"byteorder", b"little"),
+        (b"version", b"3\n"),
+    ):
+        name = b"archive/" + name
+        crc = zlib.crc32(content)
+        size = len(content)
         central += _CENTRAL.pack(
-            b"PK\1\2", 0, 0, _UTF8_NAMES, 0, 0, 0, crc, size, size, len(name), 0, 0, 0, 0, 0, len(head)
+            b"PK\1\2",
+            0,
+            0,
+            _UTF8_NAMES,
+            0,
+            0,
+            0,
+            crc,
+            size,
+            size,
+            len(name),
+            0,
+            0,
+            0,
+            0,
+            0,
+            len(head),
         )
         central += name
-        head += _LOCAL.pack(b"PK\3\4", 0, _UTF8_NAMES, 0, 0, 0, crc, size, size, len(name), 0) + name + content
+        head += (
+            _LOCAL.pack(b"PK\3\4", 0, _UTF8_NAMES, 0, 0, 0, crc, size, size, len(name), 0)
+            + name
+            + content
+        )
 
-    fixed, places, start = [], [], 0
+    fixed = []
+    places = []
+    start = 0
     for number, slot in enumerate(pickler.slots):
         local, entry = _data_record(b"archive/data/%d" % number, slot.nbytes, start + len(head))
         head += local
         central += entry
         fixed.append((start, bytes(head)))
         places.append((slot, start + len(head)))
-        start, head = start + len(head) + slot.nbytes, bytearray()
+        start = start + len(head) + slot.nbytes
+        head = bytearray()
     end = start + len(head)
     tail = bytes(head + central) + _end_of_archive(3 + len(places), len(central), end)
     fixed.append((start, tail))
@@ -144,10 +197,37 @@ def _data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
     sizes = struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
     padding = -(header + _LOCAL.size + len(name) + len(sizes) + 4) % ALIGNMENT
     extra = sizes + struct.pack("<2s H", b"FB", padding) + bytes(padding)
-    local = (b"PK\3\4", _ZIP64_VERSION, _UTF8_NAMES, 0, 0, 0, 0, _MAX32, _MAX32, len(name), len(extra))
-    place = struct.pack("<Q", header) if header >= _MAX32 else b""  # third in the zip64 field, if it is needed
+    local = (
+        b"PK\3\4",
+        _ZIP64_VERSION,
+        _UTF8_NAMES,
+        0,
+        0,
+        0,
+        0,
+        _MAX32,
+        _MAX32,
+        len(name),
+        len(extra),
+    )
+    place = (
+        struct.pack("<Q", header) if header >= _MAX32 else b""
+    )  # third in the zip64 field, if it is needed
     wide = struct.pack("<2H2Q", 1, 16 + len(place), nbytes, nbytes) + place
-    entry = (b"PK\1\2", _ZIP64_VERSION, _ZIP64_VERSION, _UTF8_NAMES, 0, 0, 0, 0, _MAX32, _MAX32, len(name), len(wide))
+    entry = (
+        b"PK\1\2",
+        _ZIP64_VERSION,
+        _ZIP64_VERSION,
+        _UTF8_NAMES,
+        0,
+        0,
+        0,
+        0,
+        _MAX32,
+        _MAX32,
+        len(name),
+        len(wide),
+    )
     return (
         _LOCAL.pack(*local) + name + extra,
         _CENTRAL.pack(*entry, 0, 0, 0, 0, min(header, _MAX32)) + name + wide,
@@ -156,23 +236,38 @@ def _data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
 
 @lru_cache(maxsize=65536)
 def tensor_envelope(dtype: torch.dtype, shape: Shape) -> Envelope:
-    """Prefix and suffix of the archive that `torch.load` reads as a contiguous tensor of `dtype` and `shape`."""
+    """Prefix and suffix of the archive that `torch.load` reads as a contiguous tensor of `dtype`
+    and `shape`.
+    """
     (_, prefix), (_, suffix) = lay_out_archive(TensorSlot(dtype, shape)).fixed
     return Envelope(prefix, suffix)
 
 
 def _end_of_archive(entries: int, central_size: int, central_offset: int) -> bytes:
     end64 = _END64.pack(
-        b"PK\6\6", 44, _ZIP64_VERSION, _ZIP64_VERSION, 0, 0, entries, entries, central_size, central_offset
+        b"PK\6\6",
+        44,
+        _ZIP64_VERSION,
+        _ZIP64_VERSION,
+        0,
+        0,
+        entries,
+        entries,
+        central_size,
+        central_offset,
     )
     locator = _LOCATOR64.pack(b"PK\6\7", 0, central_offset + central_size, 1)
     few = min(entries, 0xFFFF)
-    end = _END.pack(b"PK\5\6", 0, 0, few, few, min(central_size, _MAX32), min(central_offset, _MAX32), 0)
+    end = _END.pack(
+        b"PK\5\6", 0, 0, few, few, min(central_size, _MAX32), min(central_offset, _MAX32), 0
+    )
     return end64 + locator + end
 
 
 def object_archive(value: Any) -> bytes:
-    """A bytes entry as Megatron-core writes it: the archive of a list of length 1 that holds the object."""
+    """A bytes entry as Megatron-core writes it: the archive of a list of length 1 that holds the
+    object.
+    """
     buffer = io.BytesIO()
     torch.save([value], buffer)
     return buffer.getvalue()
@@ -181,7 +276,8 @@ def object_archive(value: Any) -> bytes:
 def pad_archive(archive: bytes, length: int) -> bytes:
     """The same archive in exactly `length` bytes: the padding is the zip comment at its end.
 
-    At most 4000 bytes: torch's reader looks for the end record in the last 4 KiB, and fails on some files beyond.
+    At most 4000 bytes: torch's reader looks for the end record in the last 4 KiB, and fails on some
+    files beyond.
     """
     padding = length - len(archive)
     assert 0 <= padding <= 4000 and archive[-2:] == b"\0\0", (length, len(archive))
@@ -189,9 +285,13 @@ def pad_archive(archive: bytes, length: int) -> bytes:
 
 
 class Archive:
-    """The records of an archive of `length` bytes; `read(offset, size)` reads from it, `where` names it in errors."""
+    """The records of an archive of `length` bytes; `read(offset, size)` reads from it, `where`
+    names it in errors.
+    """
 
-    def __init__(self, read: Callable[[int, int], bytes | memoryview], length: int, where: str) -> None:
+    def __init__(
+        self, read: Callable[[int, int], bytes | memoryview], length: int, where: str
+    ) -> None:
         self._source = read
         self._length = length
         self._where = where
@@ -223,7 +323,9 @@ class Archive:
         return data
 
     def check_crc(self, name: str, data: bytes | memoryview) -> None:
-        """Raises CheckpointError unless `data` is what was written as record `name`, or nothing is known of that."""
+        """Raises CheckpointError unless `data` is what was written as record `name`, or nothing is
+        known of that.
+        """
         if self.records[name].crc not in (0, zlib.crc32(data)):
             raise self._damaged(f"record {printable(name)} does not have its CRC-32")
 
@@ -237,7 +339,10 @@ class Archive:
         return CheckpointError(f"{self._where}: not an intact torch.save archive: {reason}")
 
     def _read_directory(self) -> None:
-        for tail_size in (min(self._length, 4096), min(self._length, 1 << 17)):  # a comment may follow the end record
+        for tail_size in (
+            min(self._length, 4096),
+            min(self._length, 1 << 17),
+        ):  # a comment may follow the end record
             tail = bytes(self._read(self._length - tail_size, tail_size))
             end = tail.rfind(b"PK\5\6")
             if end >= 0:
@@ -248,16 +353,24 @@ class Archive:
         locator = end - _LOCATOR64.size
         if locator >= 0 and tail[locator : locator + 4] == b"PK\6\7":
             end64 = _LOCATOR64.unpack_from(tail, locator)[2]
-            _, _, _, _, _, _, _, entries, size, offset = _END64.unpack(bytes(self._read(end64, _END64.size)))
+            _, _, _, _, _, _, _, entries, size, offset = _END64.unpack(
+                bytes(self._read(end64, _END64.size))
+            )
         if offset + size > self._length:
             raise self._damaged("its directory lies behind its end")
-        directory, position = bytes(self._read(offset, size)), 0
+        directory = bytes(self._read(offset, size))
+        position = 0
         for _ in range(entries):
             position = self._read_entry(directory, position)
 
     def _read_entry(self, directory: bytes, position: int) -> int:
         fields = _CENTRAL.unpack_from(directory, position)
-        signature, method, size, (name_size, extra_size, comment_size) = fields[0], fields[4], fields[9], fields[10:13]
+        signature, method, size, (name_size, extra_size, comment_size) = (
+            fields[0],
+            fields[4],
+            fields[9],
+            fields[10:13],
+        )
         header = fields[16]
         position += _CENTRAL.size
         name = directory[position : position + name_size].decode()
@@ -265,12 +378,16 @@ class Archive:
         if signature != b"PK\1\2":
             raise self._damaged("its directory is garbled")
         if method != 0:
-            raise self._damaged(f"record {printable(name)} is compressed; torch.save never compresses")
+            raise self._damaged(
+                f"record {printable(name)} is compressed; torch.save never compresses"
+            )
         wide = _zip64_values(extra)
         # A field that is full stands for the number in the zip64 field, in this order.
         if size == _MAX32 and wide:
             size = wide.pop(0)
-            wide = wide[1:] if fields[8] == _MAX32 else wide  # the compressed size is the same number
+            wide = (
+                wide[1:] if fields[8] == _MAX32 else wide
+            )  # the compressed size is the same number
         if header == _MAX32 and wide:
             header = wide.pop(0)
         name = name.partition("/")[2]

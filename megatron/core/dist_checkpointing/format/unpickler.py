@@ -1,17 +1,18 @@
 """No code runs from a file: an unpickler for plain data.
 
-Three formats force pickles on us (`.metadata`, `common.pt` and bytes entries, legacy `.pt`). A pickle is a program for
-a small stack machine. The standard library's trusts it: it calls, instantiates and sets what it is told to, a memo
-index of 2^30 takes 8 GB, a tuple in a tuple in a tuple as the key of a dictionary overflows the C stack when it is
-hashed, one that holds another one twice is hashed without end. So the machine is written here, for what Python pickles
-in protocols 2 to 5. A global is one of
+Three formats force pickles on us (`.metadata`, `common.pt` and bytes entries, legacy `.pt`). A
+pickle is a program for a small stack machine. The standard library's trusts it: it calls,
+instantiates and sets what it is told to, a memo index of 2^30 takes 8 GB, a tuple in a tuple in a
+tuple as the key of a dictionary overflows the C stack when it is hashed, one that holds another one
+twice is hashed without end. So the machine is written here, for what Python pickles in protocols 2
+to 5. A global is one of
 
 * a value or a function of `safe_globals`: it builds plain data;
 * for a class of another project (Megatron's enums, say): an inert `Placeholder` that remembers name and arguments;
 * anything else of the standard library, torch or numpy: `UnsafePickleError`, before anything was called.
 
-Nothing but a `Placeholder` and plain containers is ever changed, nothing but plain values is hashed, and time and
-memory are bounded by the size of the pickle.
+Nothing but a `Placeholder` and plain containers is ever changed, nothing but plain values is
+hashed, and time and memory are bounded by the size of the pickle.
 """
 
 from __future__ import annotations
@@ -60,15 +61,34 @@ _OTHER_MODULES = {  # of other versions of Python and numpy
     "numpy._core.multiarray": "numpy.core.multiarray",
     "pathlib._local": "pathlib",
 }
-_GUARDED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pip", "setuptools", "pkg_resources", "_pytest"}
+_GUARDED = frozenset(sys.stdlib_module_names) | {
+    "torch",
+    "numpy",
+    "pip",
+    "setuptools",
+    "pkg_resources",
+    "_pytest",
+}
 # Records of save plans: read as placeholders, never used.
-_INERT_PACKAGES = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
+_INERT_PACKAGES = (
+    "torch.distributed.checkpoint.",
+    "torch.distributed._shard.",
+    "torch.distributed.tensor.",
+)
 
-# What is free, and what each byte of a pickle allows beyond. A .metadata has 0.48 opcodes and 0.04 objects per byte.
-_FREE_OPCODES, _OPCODES_PER_BYTE = 500_000, 0.6
-_FREE_OBJECTS, _OBJECTS_PER_BYTE = 50_000, 1 / 16
-_FREE_MEMORY, _MEMORY_PER_BYTE = 32 << 20, 20  # bytes; a .metadata takes up to 16
-_OBJECT_SIZE, _DICT_SIZE, _LIST_SIZE = 100, 232, 64  # bytes
+# What is free, and what each byte of a pickle allows beyond. A .metadata has 0.48 opcodes and 0.04
+# objects per byte.
+_FREE_OPCODES = 500_000
+_OPCODES_PER_BYTE = 0.6
+_FREE_OBJECTS = 50_000
+_OBJECTS_PER_BYTE = 1 / 16
+# bytes; a .metadata takes up to 16
+_FREE_MEMORY = 32 << 20
+_MEMORY_PER_BYTE = 20
+# bytes
+_OBJECT_SIZE = 100
+_DICT_SIZE = 232
+_LIST_SIZE = 64
 # What a copy takes for each item.
 _BYTES_PER_ITEM: dict[Any, int] = {
     **dict.fromkeys((str, bytes, bytearray), 1),
@@ -89,30 +109,42 @@ class Budget:
     def charge(self, nbytes: int) -> None:
         self._left -= nbytes
         if self._left < 0:
-            raise UnsafePickleError(f"its content would need more than {self.allowed} bytes of memory")
+            raise UnsafePickleError(
+                f"its content would need more than {self.allowed} bytes of memory"
+            )
 
 
 class _Unpickler:
     """Runs one pickle; `storage` gives the content of a record of the archive around it."""
 
-    def __init__(self, data: bytes, storage: Callable[[str], Storage] | None, placeholders: bool, names: bool) -> None:
-        self.data, self.position = data, 0
+    def __init__(
+        self, data: bytes, storage: Callable[[str], Storage] | None, placeholders: bool, names: bool
+    ) -> None:
+        self.data = data
+        self.position = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
         self.charge = Budget(_FREE_MEMORY + _MEMORY_PER_BYTE * len(data)).charge
         self._objects_left = _FREE_OBJECTS + int(_OBJECTS_PER_BYTE * len(data))
         self._odd_keys = 0
-        self._storage, self._placeholders, self._names = storage, placeholders, names
+        self._storage = storage
+        self._placeholders = placeholders
+        self._names = names
         self._known: dict[tuple[str, str], Any] = {}
 
     def run(self) -> Any:
-        data, stack, memo, marks, position = self.data, self.stack, self.memo, self.marks, 0
+        data = self.data
+        stack = self.stack
+        memo = self.memo
+        marks = self.marks
+        position = 0
         limit = _FREE_OPCODES + int(_OPCODES_PER_BYTE * len(data))
         for _ in range(limit):
             opcode = data[position]
             position += 1
-            # A .metadata is references to its memo for the most part: these opcodes are worth their lines.
+            # A .metadata is references to its memo for the most part: these opcodes are worth their
+            # lines.
             if opcode == 0x94:  # MEMOIZE
                 memo.append(stack[-1])
             elif opcode == 0x68:  # BINGET
@@ -137,7 +169,9 @@ class _Unpickler:
                 _OPCODES[opcode](self)
                 position = self.position
             else:
-                raise UnsafePickleError(f"its pickle has the opcode {opcode:#04x}, which no checkpoint needs")
+                raise UnsafePickleError(
+                    f"its pickle has the opcode {opcode:#04x}, which no checkpoint needs"
+                )
         raise UnsafePickleError(f"its pickle has more than {limit} steps in {len(data)} bytes")
 
     # What follows an opcode
@@ -154,7 +188,8 @@ class _Unpickler:
         return int.from_bytes(self.data[self.position - size : self.position], "little")
 
     def line(self) -> str:
-        start, end = self.position, self.data.index(b"\n", self.position)
+        start = self.position
+        end = self.data.index(b"\n", self.position)
         self.position = end + 1
         return self.data[start:end].decode()
 
@@ -188,20 +223,30 @@ class _Unpickler:
     def put(self, number: int) -> None:
         # Every writer numbers its values in turn; a list as long as the number would be the attack.
         if number > len(self.memo):
-            raise UnsafePickleError(f"its pickle stores value {number} after {len(self.memo)} others")
+            raise UnsafePickleError(
+                f"its pickle stores value {number} after {len(self.memo)} others"
+            )
         self.memo[number : number + 1] = [self.stack[-1]]
 
     # Containers
 
     def check_hashed(self, values: Iterable[Any]) -> None:
-        """Keys of a dictionary, members of a set: plain values, and a few others, such as flat tuples."""
+        """Keys of a dictionary, members of a set: plain values, and a few others, such as flat
+        tuples.
+        """
         for value in values:
             kind = type(value)
             if kind is str or (kind is int and value.bit_length() <= 64):
                 continue
-            if (kind is not int and kind in _LEAVES) or isinstance(value, Placeholder) or is_dtype(value):
+            if (
+                (kind is not int and kind in _LEAVES)
+                or isinstance(value, Placeholder)
+                or is_dtype(value)
+            ):
                 continue
-            if isinstance(value, tuple) and not all(type(item) in _LEAVES or is_dtype(item) for item in value):
+            if isinstance(value, tuple) and not all(
+                type(item) in _LEAVES or is_dtype(item) for item in value
+            ):
                 raise UnsafePickleError("its dictionaries or sets have nested tuples as keys")
             self._odd_keys += 1
             if self._odd_keys > _MAX_ODD_KEYS:
@@ -210,7 +255,9 @@ class _Unpickler:
                 )
 
     def set_items(self, items: list[Any]) -> None:
-        target, keys, values = self.stack[-1], items[::2], items[1::2]
+        target = self.stack[-1]
+        keys = items[::2]
+        values = items[1::2]
         if isinstance(target, dict):
             self.check_hashed(keys)
             target.update(zip(keys, values, strict=True))
@@ -244,7 +291,9 @@ class _Unpickler:
             raise UnsafePickleError(f"its pickle names {shown(module)}.{shown(name)}")
         if (module, name) not in self._known:
             if len(self._known) == _MAX_NAMES:
-                raise UnsafePickleError(f"its pickle names more than {_MAX_NAMES} classes and functions")
+                raise UnsafePickleError(
+                    f"its pickle names more than {_MAX_NAMES} classes and functions"
+                )
             self._known[module, name] = self._find(module, name)
         return self._known[module, name]
 
@@ -270,7 +319,9 @@ class _Unpickler:
                 "If you trust the file, load it with torch.load(weights_only=False) and save its plain values again."
             )
         if not self._placeholders:
-            raise UnsafePickleError(f"holds a {printable(f'{module}.{name}')}; only plain values can be stored")
+            raise UnsafePickleError(
+                f"holds a {printable(f'{module}.{name}')}; only plain values can be stored"
+            )
         return placeholder_type(module, name)
 
     def charge_copies(self, values: Iterable[Any]) -> None:
@@ -281,7 +332,8 @@ class _Unpickler:
 
     def call(self, state: Any = None) -> None:
         """REDUCE and NEWOBJ alike."""
-        args, function = self.stack.pop(), self.stack.pop()
+        args = self.stack.pop()
+        function = self.stack.pop()
         self._objects_left -= 1
         if self._objects_left < 0:
             raise UnsafePickleError(f"its pickle of {len(self.data)} bytes makes too many objects")
@@ -290,7 +342,9 @@ class _Unpickler:
         self.charge(_OBJECT_SIZE)
         if type(function) is type and issubclass(function, Placeholder):
             value: Any = function.__new__(function)
-            value.args, value.state, value.items = args, state or None, ()
+            value.args = args
+            value.state = state or None
+            value.items = ()
         elif type(function) is Function and not state:
             self.charge_copies(args)
             if function.hashed is not None:
@@ -312,7 +366,9 @@ class _Unpickler:
         elif isinstance(target, np.dtype | np.ndarray) and type(state) is tuple:
             self.charge_copies(state)
             set_numpy_state(target, state)
-        elif not isinstance(target, dict):  # a dictionary's own attributes (`_metadata` of torch) nobody reads
+        elif not isinstance(
+            target, dict
+        ):  # a dictionary's own attributes (`_metadata` of torch) nobody reads
             raise UnsafePickleError(f"a pickle tries to set the state of {shown(target)}")
 
     def typed_storage(self, pid: Any) -> TypedStorage:
@@ -391,7 +447,8 @@ def unpickle(
     placeholders: bool = True,
     names: bool = False,
 ) -> Any:
-    """The object of a bare pickle; with `names` the dtypes in it are their names, and it is read without torch.
+    """The object of a bare pickle; with `names` the dtypes in it are their names, and it is read
+    without torch.
 
     It may unfold without end: only `torch_load.safe_load` promises what can be printed or copied.
     """
@@ -409,8 +466,9 @@ def unpickle(
 def check_bounded(root: Any, where: str) -> None:
     """Raises CheckpointError for containers that hold themselves, are too deep, or unfold too far.
 
-    A list that holds another one twice, that one a third twice, and so on, takes 60 bytes in a pickle and no end of
-    time in `repr`, `==`, `json.dumps` or `copy`. Each container is looked at once.
+    A list that holds another one twice, that one a third twice, and so on, takes 60 bytes in a
+    pickle and no end of time in `repr`, `==`, `json.dumps` or `copy`. Each container is looked at
+    once.
     """
     sizes: dict[int, float] = {}
 
@@ -432,7 +490,9 @@ def check_bounded(root: Any, where: str) -> None:
 
     count = [0]
     if size_of(root, 0) > _UNFOLDED + 8 * count[0]:
-        raise CheckpointError(f"{where}: a container holds itself, or unfolds to far more values than are in the file")
+        raise CheckpointError(
+            f"{where}: a container holds itself, or unfolds to far more values than are in the file"
+        )
 
 
 def _children(value: Any) -> Collection[Any] | None:

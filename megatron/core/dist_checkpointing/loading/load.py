@@ -1,4 +1,6 @@
-"""Loading in place, at any layout; what a load asks for against what there is, and what becomes of the difference."""
+"""Loading in place, at any layout; what a load asks for against what there is, and what becomes of
+the difference.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from megatron.core.dist_checkpointing.mapping import (
     relative,
 )
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.planning.planner import Item, LocalSpec, describe, share_evenly, some
+from megatron.core.dist_checkpointing.planning.planner import (
+    Item,
+    LocalSpec,
+    describe,
+    share_evenly,
+    some,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +46,14 @@ _DIGEST_SIZE = 16
 
 BoxOf = dict[tuple[str, Shape], Box]
 
-RAISE, LOG, RETURN, IGNORE = "raise", "log", "return", "ignore"
+RAISE = "raise"
+LOG = "log"
+RETURN = "return"
+IGNORE = "ignore"
 
 
-# What is done about keys that are asked for but not stored ("unexpected"), and about the others ("missing").
+# What is done about keys that are asked for but not stored ("unexpected"), and about the others
+# ("missing").
 STRICTNESS = {
     "assume_ok_unexpected": (RAISE, IGNORE),  # nothing is assumed here: it costs nothing to check
     "log_unexpected": (LOG, IGNORE),
@@ -57,10 +69,14 @@ STRICTNESS = {
 
 @dataclass
 class LoadReport:
-    """What a load brought besides the tensors. `unexpected` and `missing` keys are filled by return_* strictness."""
+    """What a load brought besides the tensors. `unexpected` and `missing` keys are filled by
+    return_* strictness.
+    """
 
     objects: dict[str, Any] = field(default_factory=dict)  # by key of the ShardedObject
-    unexpected: list[str] = field(default_factory=list)  # asked for, not in the checkpoint: left as they were
+    unexpected: list[str] = field(
+        default_factory=list
+    )  # asked for, not in the checkpoint: left as they were
     missing: list[str] = field(default_factory=list)  # in the checkpoint, asked for by no rank
     bytes_needed: int = 0
     bytes_read: int = 0
@@ -80,7 +96,9 @@ class Contents(Protocol):
 
 
 class BoxReader(Protocol):
-    """Where a load reads from: a `Reader`, or a checkpoint of another format. Errors are ValueErrors."""
+    """Where a load reads from: a `Reader`, or a checkpoint of another format. Errors are
+    ValueErrors.
+    """
 
     bytes_needed: int
     bytes_read: int
@@ -104,16 +122,25 @@ def load(
     verify: bool = False,
     parallelization_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
-    """Fill the tensors of `state` in place from the checkpoint, whatever layout wrote it; a collective.
+    """Fill the tensors of `state` in place from the checkpoint, whatever layout wrote it; a
+    collective.
 
     `strictness` takes Megatron-LM's values; `skip` says which keys of the checkpoint are left out on purpose (the
-    optimizer's, say). Tensors are converted if their dtype is not the stored one. `verify` checks what is read.
-    `parallelization_group` (data-parallel replicas): what all its ranks want is read once and exchanged among them.
-    Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
+    optimizer's, say). Tensors are converted if their dtype is not the stored one. `verify` checks
+    what is read. `parallelization_group` (data-parallel replicas): what all its ranks want is read
+    once and exchanged among them. Raises CheckpointError on every rank if any rank fails; the
+    tensors are undefined then.
     """
     reader = Coordination.of(group).together(lambda: Reader(directory, verify=verify))
-    options: dict[str, Any] = {"group": group, "strictness": strictness, "skip": skip, "workers": workers}
-    return fill(state, reader, str(directory), **options, parallelization_group=parallelization_group)
+    options: dict[str, Any] = {
+        "group": group,
+        "strictness": strictness,
+        "skip": skip,
+        "workers": workers,
+    }
+    return fill(
+        state, reader, str(directory), **options, parallelization_group=parallelization_group
+    )
 
 
 def fill(
@@ -146,23 +173,31 @@ def fill(
     spec, comparison = coordination.together(compare)
     report: LoadReport = coordination.map_at_coordinator(comparison, report_of)
     shares = _share_reading(reader, spec, parallelization_group)
-    objects = coordination.together(lambda: _read_local(state, reader, workers, shares, parallelization_group))
+    objects = coordination.together(
+        lambda: _read_local(state, reader, workers, shares, parallelization_group)
+    )
     if any(shares):
         _all_gather_shares(shares, _boxes_of(state), parallelization_group)
-    report.objects, report.seconds = objects, time.perf_counter() - started
-    report.bytes_needed, report.bytes_read = reader.bytes_needed, reader.bytes_read
+    report.objects = objects
+    report.seconds = time.perf_counter() - started
+    report.bytes_needed = reader.bytes_needed
+    report.bytes_read = reader.bytes_read
     return report
 
 
 def _check_apart(state: ShardedStateDict) -> None:
-    """No memory is filled from two keys: threads would race for it. (Only contiguous boxes are looked at.)"""
+    """No memory is filled from two keys: threads would race for it. (Only contiguous boxes are
+    looked at.)
+    """
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key)
         for (key, _), box in _boxes_of(state).items()
         if (tensor := box.tensor).is_contiguous() and tensor.nbytes
     )
     for (_, stop, key), (start, _, other) in pairwise(spans):
-        assert stop <= start or key == other, f"{key} and {other} are the same memory, which must have one source"
+        assert stop <= start or key == other, (
+            f"{key} and {other} are the same memory, which must have one source"
+        )
 
 
 def _boxes_of(state: ShardedStateDict) -> BoxOf:
@@ -172,7 +207,9 @@ def _boxes_of(state: ShardedStateDict) -> BoxOf:
 
 def _view_of(item: Item, boxes: BoxOf) -> torch.Tensor:
     """The rows of the local box that `item` means."""
-    return narrow(boxes[item.key, item.box].tensor.detach(), relative(item.offset, item.box), item.shape)
+    return narrow(
+        boxes[item.key, item.box].tensor.detach(), relative(item.offset, item.box), item.shape
+    )
 
 
 def _read_local(
@@ -185,7 +222,9 @@ def _read_local(
     """Read into this rank's boxes: of the shared ones its own share only, all others whole."""
     boxes = _boxes_of(state)
     shared = {(item.key, item.box) for share in shares for item in share}
-    alone = [place for place in boxes if place not in shared and place[0] in reader.metadata.tensors]
+    alone = [
+        place for place in boxes if place not in shared and place[0] in reader.metadata.tensors
+    ]
     requests = [Request(key, offset, boxes[key, offset].tensor) for key, offset in alone]
     if shares:
         mine = shares[dist.get_rank(group)]
@@ -195,16 +234,21 @@ def _read_local(
     return {key: reader.read_object(key) for key in wanted if key in reader.metadata.objects}
 
 
-def _share_reading(reader: BoxReader, spec: LocalSpec, group: dist.ProcessGroup | None) -> list[list[Item]]:
-    """Which rows of the boxes that every rank of `group` wants each rank reads; the same answer on every rank.
+def _share_reading(
+    reader: BoxReader, spec: LocalSpec, group: dist.ProcessGroup | None
+) -> list[list[Item]]:
+    """Which rows of the boxes that every rank of `group` wants each rank reads; the same answer on
+    every rank.
 
-    Data-parallel replicas hold equal boxes of the weights: each reads an equal share of these, which are then gathered.
-    What one rank alone wants (its optimizer shard) it reads by itself; empty without a group. A collective. Ranks
-    exchange a digest for each box, not the boxes: a replica has tens of thousands of them.
+    Data-parallel replicas hold equal boxes of the weights: each reads an equal share of these,
+    which are then gathered. What one rank alone wants (its optimizer shard) it reads by itself;
+    empty without a group. A collective. Ranks exchange a digest for each box, not the boxes: a
+    replica has tens of thousands of them.
     """
     if group is None or dist.get_world_size(group) == 1:
         return []
-    # Sorted: the ranks must number their boxes alike, and each holds them in the order of its own model.
+    # Sorted: the ranks must number their boxes alike, and each holds them in the order of its own
+    # model.
     boxes = sorted(
         Item(tensor.key, tensor.dtype, offset, offset, shape)
         for tensor in spec.tensors
@@ -222,16 +266,22 @@ def _share_reading(reader: BoxReader, spec: LocalSpec, group: dist.ProcessGroup 
     return share_evenly(shared, dist.get_world_size(group))
 
 
-def _all_gather_shares(shares: list[list[Item]], boxes: BoxOf, group: dist.ProcessGroup | None) -> None:
-    """Every rank has read its share into its boxes; afterwards every rank has all of them. A collective of `group`."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+def _all_gather_shares(
+    shares: list[list[Item]], boxes: BoxOf, group: dist.ProcessGroup | None
+) -> None:
+    """Every rank has read its share into its boxes; afterwards every rank has all of them. A
+    collective of `group`.
+    """
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     views = [[_view_of(item, boxes) for item in share] for share in shares]
     longest = max(sum(view.nbytes for view in share) for share in views)
     part = max(1, min(longest, _LARGEST_PART, _ROUND_BYTES // size))
     mine = torch.empty(part, dtype=torch.uint8, device=device)
     received = torch.empty(size, part, dtype=torch.uint8, device=device)
-    # Rounds of bounded size: gathering whole shares at once would need the replicas' memory a second time.
+    # Rounds of bounded size: gathering whole shares at once would need the replicas' memory a
+    # second time.
     for start in range(0, longest, part):
         _copy_bytes(views[rank], start, mine)
         dist.all_gather(list(received.unbind()), mine, group=group)
@@ -240,13 +290,17 @@ def _all_gather_shares(shares: list[list[Item]], boxes: BoxOf, group: dist.Proce
                 _copy_bytes(views[other], start, received[other], fill=True)
 
 
-def _copy_bytes(tensors: list[torch.Tensor], start: int, buffer: torch.Tensor, fill: bool = False) -> None:
+def _copy_bytes(
+    tensors: list[torch.Tensor], start: int, buffer: torch.Tensor, fill: bool = False
+) -> None:
     """The bytes from `start` on of tensors as one sequence, into `buffer`; with `fill` from it."""
     position = 0
     for tensor in tensors:
-        first, last = max(start, position), min(start + len(buffer), position + tensor.nbytes)
+        first = max(start, position)
+        last = min(start + len(buffer), position + tensor.nbytes)
         if first < last:
-            flat, part = tensor.reshape(-1).view(torch.uint8), buffer[first - start : last - start]
+            flat = tensor.reshape(-1).view(torch.uint8)
+            part = buffer[first - start : last - start]
             inside = slice(first - position, last - position)
             if not fill:
                 part.copy_(flat[inside])
@@ -258,7 +312,9 @@ def _copy_bytes(tensors: list[torch.Tensor], start: int, buffer: torch.Tensor, f
 
 
 class _KeyComparison(NamedTuple):
-    """What one rank asks for against the checkpoint. Small at any scale: rank 0 merges those of all ranks."""
+    """What one rank asks for against the checkpoint. Small at any scale: rank 0 merges those of all
+    ranks.
+    """
 
     wrong: list[str]  # lines about keys whose shape or kind differs
     unexpected: list[str]
@@ -267,7 +323,9 @@ class _KeyComparison(NamedTuple):
 
 def _compare_keys(spec: LocalSpec, contents: Contents) -> _KeyComparison:
     """What this rank asks for against the checkpoint."""
-    shapes: dict[str, tuple[int, ...] | None] = {tensor.key: tensor.shape for tensor in spec.tensors}
+    shapes: dict[str, tuple[int, ...] | None] = {
+        tensor.key: tensor.shape for tensor in spec.tensors
+    }
     shapes.update(dict.fromkeys(spec.objects))
     wrong = []
     for key, shape in shapes.items():
@@ -278,23 +336,33 @@ def _compare_keys(spec: LocalSpec, contents: Contents) -> _KeyComparison:
         elif shape is not None and key in contents.tensors and contents.tensors[key].shape != shape:
             wrong.append(f"{key}: {contents.tensors[key].shape} in the checkpoint, {shape} here")
     stored = _stored_keys(contents)
-    # Bits, because rank 0 gets this from every rank, and a large model has tens of thousands of keys.
-    requested = np.packbits(np.fromiter((key in shapes for key in stored), dtype=bool, count=len(stored)))
+    # Bits, because rank 0 gets this from every rank, and a large model has tens of thousands of
+    # keys.
+    requested = np.packbits(
+        np.fromiter((key in shapes for key in stored), dtype=bool, count=len(stored))
+    )
     return _KeyComparison(wrong, sorted(shapes.keys() - set(stored)), requested.tobytes())
 
 
 def _merge_comparisons(
-    comparisons: Sequence[_KeyComparison], contents: Contents, skip: Callable[[str], bool], where: str
+    comparisons: Sequence[_KeyComparison],
+    contents: Contents,
+    skip: Callable[[str], bool],
+    where: str,
 ) -> LoadReport:
     """The comparisons of all ranks as one. Raises CheckpointError if any shape or kind differs."""
     wrong = sorted({line for comparison in comparisons for line in comparison.wrong})
     if wrong:
         raise CheckpointError(f"{where}: does not fit this model:\n  " + some(wrong, 50))
     unexpected = sorted({key for comparison in comparisons for key in comparison.unexpected})
-    by_rank = np.frombuffer(b"".join(c.requested for c in comparisons), np.uint8).reshape(len(comparisons), -1)
+    by_rank = np.frombuffer(b"".join(c.requested for c in comparisons), np.uint8).reshape(
+        len(comparisons), -1
+    )
     stored = _stored_keys(contents)
     requested = np.unpackbits(np.bitwise_or.reduce(by_rank, axis=0), count=len(stored))
-    missing = [key for key, asked in zip(stored, requested, strict=True) if not asked and not skip(key)]
+    missing = [
+        key for key, asked in zip(stored, requested, strict=True) if not asked and not skip(key)
+    ]
     return LoadReport(unexpected=unexpected, missing=missing)
 
 
@@ -302,12 +370,17 @@ def _stored_keys(contents: Contents) -> list[str]:
     return sorted(contents.tensors.keys() | set(contents.objects))
 
 
-def _apply_strictness(report: LoadReport, strictness: str, contents: Contents, where: str) -> LoadReport:
+def _apply_strictness(
+    report: LoadReport, strictness: str, contents: Contents, where: str
+) -> LoadReport:
     """Raise or log as `strictness` says; what is left is for the caller."""
     stored = _stored_keys(contents)
-    unexpected = [_with_near(key, stored) for key in report.unexpected[:200]] + report.unexpected[200:]
+    unexpected = [_with_near(key, stored) for key in report.unexpected[:200]] + report.unexpected[
+        200:
+    ]
     titles = ("asked for but not in the checkpoint", "in the checkpoint but asked for by no rank")
-    raised, left = [], []
+    raised = []
+    left = []
     found = ((report.unexpected, unexpected), (report.missing, report.missing))
     for (keys, lines), title, reaction in zip(found, titles, STRICTNESS[strictness], strict=True):
         text = f"keys {title} ({len(keys)}):\n  {some(lines, 50)}"

@@ -24,7 +24,14 @@ from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.format.torch_load import FileTensor, open_archive, safe_load
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of, tensor_envelope
-from megatron.core.dist_checkpointing.mapping import Runs, Shape, byte_runs, cut_rows, narrow, shifted
+from megatron.core.dist_checkpointing.mapping import (
+    Runs,
+    Shape,
+    byte_runs,
+    cut_rows,
+    narrow,
+    shifted,
+)
 from megatron.core.object_storage import path_of
 
 _BATCH = 64 << 20  # bytes: how much one task reads, and the largest temporary buffer
@@ -72,7 +79,9 @@ class Reader:
         self._data_offsets: dict[Location, int | None] = {}
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """The box of `key` at `offset` of extent `shape`, on CPU, in the stored dtype. KeyError for an unknown key."""
+        """The box of `key` at `offset` of extent `shape`, on CPU, in the stored dtype. KeyError for
+        an unknown key.
+        """
         target = torch.empty(shape, dtype=self.metadata.tensors[key].dtype)
         self.read_into([Request(key, offset, target)])
         return target
@@ -90,18 +99,23 @@ class Reader:
         return value[0]
 
     def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
-        """Fill all targets. The boxes must lie in their tensors. Raises CheckpointError naming a damaged file."""
+        """Fill all targets. The boxes must lie in their tensors. Raises CheckpointError naming a
+        damaged file.
+        """
         by_file: dict[str, list[_Piece]] = defaultdict(list)
         for request in requests:
             for piece in self._pieces(request):
                 by_file[piece.chunk.location.file].append(piece)
-        # A task reads one file from front to back: the disk sees few long reads, whatever order was asked for.
+        # A task reads one file from front to back: the disk sees few long reads, whatever order was
+        # asked for.
         batches = [batch for pieces in by_file.values() for batch in _batches(pieces)]
         if workers == 1 or len(batches) == 1:
             for batch in batches:
                 self._read_batch(batch)
             return
-        with ThreadPoolExecutor(min(workers, max(1, len(batches))), "checkpoint-reader", same_cuda_device()) as pool:
+        with ThreadPoolExecutor(
+            min(workers, max(1, len(batches))), "checkpoint-reader", same_cuda_device()
+        ) as pool:
             for _ in pool.map(self._read_batch, batches):
                 pass
 
@@ -109,11 +123,14 @@ class Reader:
         stored = self.metadata.tensors[request.key]
         target = request.target.detach()
         found = 0
-        for number, (in_chunk, in_target, shape) in stored.chunks.overlaps(request.offset, tuple(target.shape)):
+        for number, (in_chunk, in_target, shape) in stored.chunks.overlaps(
+            request.offset, tuple(target.shape)
+        ):
             region = narrow(target, in_target, shape)
             found += region.numel()
             yield _Piece(stored.chunks[number], in_chunk, stored.dtype, region)
-        # Chunks of a tensor do not overlap, so these elements are as many as asked for only if none is missing.
+        # Chunks of a tensor do not overlap, so these elements are as many as asked for only if none
+        # is missing.
         if found != target.numel():
             raise CheckpointError(
                 f"{self.directory / METADATA}: {request.key}: the box at {request.offset} of shape "
@@ -140,7 +157,8 @@ def _batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
             size += part.nbytes
             if size >= _BATCH:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
     if batch:
         yield batch
 
@@ -160,7 +178,8 @@ class _ShardReader:
     """One open shard file."""
 
     def __init__(self, reader: Reader, path: Path) -> None:
-        self._reader, self._path = reader, path
+        self._reader = reader
+        self._path = path
 
     def __enter__(self) -> _ShardReader:
         try:
@@ -184,7 +203,9 @@ class _ShardReader:
         return buffer
 
     def fill(self, piece: _Piece) -> None:
-        """Read the piece into its target, directly where the target is plain memory of the same dtype."""
+        """Read the piece into its target, directly where the target is plain memory of the same
+        dtype.
+        """
         target = piece.target
         data = self._data_offset(piece.chunk, piece.dtype)
         with self._reader._lock:
@@ -192,12 +213,17 @@ class _ShardReader:
         if data is None:
             self._fill_from_whole(piece)
             return
-        # Directly where possible: a temporary copy of all weights would double the memory of a load.
-        direct = target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
+        # Directly where possible: a temporary copy of all weights would double the memory of a
+        # load.
+        direct = (
+            target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
+        )
         flat = target.reshape(-1) if direct else torch.empty(target.numel(), dtype=piece.dtype)
         buffer = bytes_of(flat)
         position = 0
-        for runs in byte_runs(piece.chunk.shape, piece.in_chunk, tuple(target.shape), piece.dtype.itemsize):
+        for runs in byte_runs(
+            piece.chunk.shape, piece.in_chunk, tuple(target.shape), piece.dtype.itemsize
+        ):
             length = runs.repeats * runs.length
             self._read_runs(buffer[position : position + length], runs, data)
             position += length
@@ -205,7 +231,10 @@ class _ShardReader:
             target.copy_(flat.view(target.shape))
 
     def _read_runs(self, buffer: memoryview, runs: Runs, data: int) -> None:
-        start, length, stride, count = data + runs.start, runs.length, runs.stride, runs.repeats
+        start = data + runs.start
+        length = runs.length
+        stride = runs.stride
+        count = runs.repeats
         if count > 1 and runs.gap < self._file.closest_gap:
             self._read_through(buffer, runs, start)
             return
@@ -214,9 +243,11 @@ class _ShardReader:
             self._read_into(buffer[i * length : (i + 1) * length], start + i * stride)
 
     def _read_through(self, buffer: memoryview, runs: Runs, start: int) -> None:
-        """Take the runs, and the small gaps between them, from the page cache; the runs are copied once.
+        """Take the runs, and the small gaps between them, from the page cache; the runs are copied
+        once.
 
-        Against a read per run this is 2.5 times as fast from the page cache, and 10 times from a disk.
+        Against a read per run this is 2.5 times as fast from the page cache, and 10 times from a
+        disk.
         """
         step = max(1, _SPAN // runs.stride)
         kept = np.frombuffer(buffer, dtype=np.uint8).reshape(runs.repeats, runs.length)
@@ -227,33 +258,47 @@ class _ShardReader:
             self.verify(position, position + length)
             mapped = self._map(position, length)
             lead = position % mmap.ALLOCATIONGRANULARITY if mapped is not None else 0
-            span = np.frombuffer(self.read(position, length) if mapped is None else mapped, dtype=np.uint8)[lead:]
-            kept[first : first + count] = as_strided(span, (count, runs.length), (runs.stride, 1), writeable=False)
+            span = np.frombuffer(
+                self.read(position, length) if mapped is None else mapped, dtype=np.uint8
+            )[lead:]
+            kept[first : first + count] = as_strided(
+                span, (count, runs.length), (runs.stride, 1), writeable=False
+            )
             del span  # a mapping that is looked at cannot be closed
             if mapped is not None:
                 mapped.close()
 
     def _map(self, position: int, length: int) -> mmap.mmap | None:
-        """The file from the page of `position` on, all of it read by the kernel; None where it cannot promise that."""
+        """The file from the page of `position` on, all of it read by the kernel; None where it
+        cannot promise that.
+        """
         lead = position % mmap.ALLOCATIONGRANULARITY
         if self._file.descriptor is None or position + length > self._file.size:
             return None
         try:
-            mapped = mmap.mmap(self._file.descriptor, lead + length, offset=position - lead, prot=mmap.PROT_READ)
+            mapped = mmap.mmap(
+                self._file.descriptor, lead + length, offset=position - lead, prot=mmap.PROT_READ
+            )
         except (OSError, ValueError):  # no file that can be mapped, or it has become shorter
             return None
         try:
-            mapped.madvise(_MADV_POPULATE_READ)  # without it a disk error would be a SIGBUS instead of an OSError
+            mapped.madvise(
+                _MADV_POPULATE_READ
+            )  # without it a disk error would be a SIGBUS instead of an OSError
         except OSError as error:
             mapped.close()
             if error.errno == errno.EINVAL:  # older than Linux 5.14
                 return None
-            raise CheckpointError(f"{self._path}: cannot be read at {position}: {error.strerror}") from error
+            raise CheckpointError(
+                f"{self._path}: cannot be read at {position}: {error.strerror}"
+            ) from error
         self._count(length)
         return mapped
 
     def _data_offset(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
-        """Where in the file the raw bytes of the chunk begin; None if its item holds them in another order."""
+        """Where in the file the raw bytes of the chunk begin; None if its item holds them in
+        another order.
+        """
         # Without a lock: two threads may look it up at once, and find the same.
         known = self._reader._data_offsets
         location = chunk.location
@@ -280,8 +325,14 @@ class _ShardReader:
         chunk = piece.chunk
         item = self.read(chunk.location.position, chunk.location.length)
         tensor = safe_load(bytes(item), where=self._item_name(chunk))
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.shape or tensor.dtype != piece.dtype:
-            raise CheckpointError(f"{self._item_name(chunk)}: not the {piece.dtype} tensor of shape {chunk.shape}")
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tuple(tensor.shape) != chunk.shape
+            or tensor.dtype != piece.dtype
+        ):
+            raise CheckpointError(
+                f"{self._item_name(chunk)}: not the {piece.dtype} tensor of shape {chunk.shape}"
+            )
         piece.target.copy_(narrow(tensor, piece.in_chunk, tuple(piece.target.shape)))
 
     def _item_name(self, chunk: StoredChunk) -> str:

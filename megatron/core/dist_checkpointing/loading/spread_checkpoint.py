@@ -1,9 +1,11 @@
-"""A checkpoint whose files lie on the disks of several nodes, read by all ranks as if it were one directory.
+"""A checkpoint whose files lie on the disks of several nodes, read by all ranks as if it were one
+directory.
 
-While it is open, a thread of every rank serves ranges of the files that its node holds. `SpreadPath` is the directory,
-and `open_file` of a file in it gives what every reader of checkpoints uses: so any layout reads its boxes, on any
-number of nodes. Whatever is read is compared with the checksums of its writer, block by block, where it is used; a
-block that is damaged on one node, or cannot be read there, is taken from the next one.
+While it is open, a thread of every rank serves ranges of the files that its node holds.
+`SpreadPath` is the directory, and `open_file` of a file in it gives what every reader of
+checkpoints uses: so any layout reads its boxes, on any number of nodes. Whatever is read is
+compared with the checksums of its writer, block by block, where it is used; a block that is damaged
+on one node, or cannot be read there, is taken from the next one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ from megatron.core.dist_checkpointing.format.checksums import (
     decode_checksums,
     hash_blocks,
 )
-from megatron.core.dist_checkpointing.format.schema import OPENERS, CheckpointError, OpenFile, file_name, open_file
+from megatron.core.dist_checkpointing.format.schema import (
+    OPENERS,
+    CheckpointError,
+    OpenFile,
+    file_name,
+    open_file,
+)
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
 from megatron.core.dist_checkpointing.local_tier import LocalTier, marker_name, order_of, writer_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
@@ -41,14 +49,20 @@ logger = logging.getLogger(__name__)
 
 _MOST_BLOCKS = 16  # of one request
 _SERVERS = 4  # threads: one reads from the disk while another one sends
-_ASK, _FIRST_ANSWER = 1, 2  # tags; every answer has its own
-_REQUEST = struct.Struct("<QQQ256p")  # position, length, tag of the answer, file; length 0 ends the service
+# tags; every answer has its own
+_ASK = 1
+_FIRST_ANSWER = 2
+_REQUEST = struct.Struct(
+    "<QQQ256p"
+)  # position, length, tag of the answer, file; length 0 ends the service
 _IDLE = timedelta(days=1)  # a rank may have nothing to serve for as long as a load takes
 _PATIENCE = timedelta(minutes=10)  # for one answer
 
 
 class HeldCheckpoint(NamedTuple):
-    """A checkpoint that all nodes have together; `writers[w]` is (size of the marker, nodes with the files) of w."""
+    """A checkpoint that all nodes have together; `writers[w]` is (size of the marker, nodes with
+    the files) of w.
+    """
 
     name: str
     writers: list[tuple[int, list[int]]]
@@ -74,7 +88,8 @@ def find_held(tier: LocalTier) -> list[HeldCheckpoint]:
                     sizes[name] = count
         found = []
         for name in sorted(merged, key=order_of, reverse=True):
-            writers_of, count = merged[name], sizes.get(name, 1)
+            writers_of = merged[name]
+            count = sizes.get(name, 1)
             missing = [writer for writer in range(count) if writer not in writers_of]
             if missing:
                 logger.warning(
@@ -95,13 +110,17 @@ def _in_time(work: dist.Work | None) -> None:
 
 
 def _held_here(tier: LocalTier) -> dict[str, dict[int, tuple[int, int]]]:
-    """What cannot be read on this node may be on others: its ranks must not miss the collective for that."""
+    """What cannot be read on this node may be on others: its ranks must not miss the collective for
+    that.
+    """
     held: dict[str, dict[int, tuple[int, int]]] = {}
     for name in tier.names():
         try:
             held[name] = tier.held(name)
         except OSError as error:
-            logger.warning(f"local checkpoint {name} cannot be read: {error}", extra={"every_rank": True})
+            logger.warning(
+                f"local checkpoint {name} cannot be read: {error}", extra={"every_rank": True}
+            )
     return held
 
 
@@ -115,7 +134,8 @@ class SpreadCheckpoint:
     """One open `HeldCheckpoint`; opening and closing are collectives."""
 
     def __init__(self, tier: LocalTier, held: HeldCheckpoint) -> None:
-        self._tier, self._held = tier, held
+        self._tier = tier
+        self._held = held
         self.directory = SpreadPath(tier.root / held.name)
         self.directory.checkpoint = self
         self._markers: dict[int, dict[str, FileChecksums]] = {}
@@ -126,7 +146,9 @@ class SpreadCheckpoint:
             self._tags = itertools.count(_FIRST_ANSWER)
             self._kept = _Kept()
             self._servers = Workers(_SERVERS, "checkpoint-server")
-            self._thread = threading.Thread(target=self._serve, name="checkpoint-server", daemon=True)
+            self._thread = threading.Thread(
+                target=self._serve, name="checkpoint-server", daemon=True
+            )
             self._thread.start()
 
     def close(self) -> None:
@@ -155,15 +177,20 @@ class SpreadCheckpoint:
             raise FileNotFoundError(str(self.directory / file)) from error
 
     def blocks_into(self, view: memoryview, file: str, first: int) -> None:
-        """Fill `view`, some whole blocks of a file from block `first` on, with what was written there."""
-        sums, start = self.sums(file), first * BLOCK_SIZE
+        """Fill `view`, some whole blocks of a file from block `first` on, with what was written
+        there.
+        """
+        sums = self.sums(file)
+        start = first * BLOCK_SIZE
         expected = sums.blocks[first * DIGEST_SIZE :][: -(-len(view) // BLOCK_SIZE) * DIGEST_SIZE]
         for node, arrived in self._copies(writer_of(file), file, start, view):
             if arrived and hash_blocks(view) == expected:
                 return
             damaged = f"is damaged in bytes {start}..{start + len(view)}"
             self._report(file, node, damaged if arrived else "cannot be read")
-        raise CheckpointError(f"{self.directory / file}: no node has bytes {start}..{start + len(view)} undamaged")
+        raise CheckpointError(
+            f"{self.directory / file}: no node has bytes {start}..{start + len(view)} undamaged"
+        )
 
     def _read_marker(self, writer: int) -> dict[str, FileChecksums]:
         file = marker_name(writer, len(self._held.writers))
@@ -177,10 +204,14 @@ class SpreadCheckpoint:
                 self._report(file, node, "is damaged")
         raise CheckpointError(f"{self.directory / file}: no node has it undamaged")
 
-    def _copies(self, writer: int, file: str, position: int, view: memoryview) -> Iterator[tuple[int, bool]]:
-        """Fill `view` with what each of the nodes that hold `file` has there, this node first, and say whether it
-        could."""
-        nodes, node = self._held.writers[writer][1], self._tier.node
+    def _copies(
+        self, writer: int, file: str, position: int, view: memoryview
+    ) -> Iterator[tuple[int, bool]]:
+        """Fill `view` with what each of the nodes that hold `file` has there, this node first, and
+        say whether it could.
+        """
+        nodes = self._held.writers[writer][1]
+        node = self._tier.node
         turn = self._tier.rank % len(nodes)  # readers spread over the holders
         for holder in sorted(nodes[turn:] + nodes[:turn], key=lambda other: other != node):
             fill = self._read if holder == node else partial(self._ask, holder)
@@ -229,7 +260,9 @@ class SpreadCheckpoint:
             position, length, tag, file = _REQUEST.unpack(bytes_of(request))
             if not length:
                 return
-            self._servers.submit(partial(self._answer, source, tag, file.decode(), position, length))
+            self._servers.submit(
+                partial(self._answer, source, tag, file.decode(), position, length)
+            )
 
     def _answer(self, rank: int, tag: int, file: str, position: int, length: int) -> None:
         """A 1 and the bytes, or a 0 alone."""
@@ -275,16 +308,22 @@ class _SpreadFile(OpenFile):
 
     def __init__(self, path: Path) -> None:
         assert isinstance(path, SpreadPath)
-        self.path, self.descriptor, self._checkpoint = path, None, path.checkpoint
+        self.path = path
+        self.descriptor = None
+        self._checkpoint = path.checkpoint
         self.size = self._checkpoint.sums(path.name).size
-        self._first, self._blocks = 0, memoryview(b"")  # those of which only a part was asked for at last
+        # those of which only a part was asked for at last
+        self._first = 0
+        self._blocks = memoryview(b"")
 
     def _read_some(self, view: memoryview, position: int) -> int:
         view = view[: self.size - position]
         if not view:
             return 0
         first, start = divmod(position, BLOCK_SIZE)
-        whole = len(view) if position + len(view) == self.size else len(view) // BLOCK_SIZE * BLOCK_SIZE
+        whole = (
+            len(view) if position + len(view) == self.size else len(view) // BLOCK_SIZE * BLOCK_SIZE
+        )
         if start == 0 and whole:
             direct = view[: min(whole, _MOST_BLOCKS * BLOCK_SIZE)]
             self._checkpoint.blocks_into(direct, self.path.name, first)
@@ -293,7 +332,8 @@ class _SpreadFile(OpenFile):
             self._blocks = memoryview(b"")  # if the next line raises
             blocks = memoryview(bytearray(min(BLOCK_SIZE, self.size - first * BLOCK_SIZE)))
             self._checkpoint.blocks_into(blocks, self.path.name, first)
-            self._first, self._blocks = first * BLOCK_SIZE, blocks
+            self._first = first * BLOCK_SIZE
+            self._blocks = blocks
         part = self._blocks[position - self._first :][: len(view)]
         view[: len(part)] = part
         return len(part)

@@ -1,1 +1,3 @@
-"""Who writes which box where: worked out together once, then cached while the structure is constant."""
+"""Who writes which box where: worked out together once, then cached while the structure is
+constant.
+"""

@@ -1,4 +1,6 @@
-"""The few collectives that planning and loading need; with one process and no process group they do nothing."""
+"""The few collectives that planning and loading need; with one process and no process group they do
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Coordination:
-    """Rank and size in `group`; rank 0 coordinates. A gloo group keeps pickled objects off the device."""
+    """Rank and size in `group`; rank 0 coordinates. A gloo group keeps pickled objects off the
+    device.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
@@ -49,7 +53,9 @@ class Coordination:
         return values
 
     def at_coordinator(self, function: Callable[[], T]) -> T:
-        """The result of `function()` on rank 0, on all ranks; a ValueError or OSError of it is raised on all."""
+        """The result of `function()` on rank 0, on all ranks; a ValueError or OSError of it is
+        raised on all.
+        """
         answer: list[Any] = [None]
         if self.is_coordinator:
             try:
@@ -64,7 +70,9 @@ class Coordination:
         return result
 
     def map_at_coordinator(self, value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
-        """Rank 0 computes `function(values of all ranks)`, one result per rank; an error of it is raised everywhere."""
+        """Rank 0 computes `function(values of all ranks)`, one result per rank; an error of it is
+        raised everywhere.
+        """
         values = self._gather(value)
         results: list[Any] | None = None
         if self.is_coordinator:
@@ -80,7 +88,8 @@ class Coordination:
 
     def raise_together(self, error: Exception | None) -> None:
         """If any rank has an error, raise on all ranks, naming the ranks; otherwise return on all."""
-        # Nearly always none has: that costs one number. What the errors say is exchanged only if there are some.
+        # Nearly always none has: that costs one number. What the errors say is exchanged only if
+        # there are some.
         if self.all_true(error is None):
             return
         texts = self.all_gather(None if error is None else f"{error}")
@@ -88,12 +97,19 @@ class Coordination:
         if self.size == 1 and error is not None:
             raise error
         reasons = dict.fromkeys(failed.values())  # distinct, in order
-        by_reason = [(reason, [rank for rank, text in failed.items() if text == reason]) for reason in reasons]
-        message = "\n".join(f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason)
+        by_reason = [
+            (reason, [rank for rank, text in failed.items() if text == reason])
+            for reason in reasons
+        ]
+        message = "\n".join(
+            f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason
+        )
         raise CheckpointError(message) from error
 
     def together(self, function: Callable[[], T]) -> T:
-        """The result of `function()` on this rank; where it raises a ValueError on any, it does on all."""
+        """The result of `function()` on this rank; where it raises a ValueError on any, it does on
+        all.
+        """
         result: list[T] = []
         error: ValueError | None = None
         try:

@@ -1,4 +1,5 @@
-"""Where every byte of all files goes: worked out once, and used for every save of the same structure.
+"""Where every byte of all files goes: worked out once, and used for every save of the same
+structure.
 
 `__{rank}_{n}.distcp` for n < workers hold the tensors, `__{rank}_{workers}.distcp` the objects, whose lengths may
 change from save to save.
@@ -41,7 +42,9 @@ from megatron.core.dist_checkpointing.planning.planner import (
 
 
 class PlacedItem(NamedTuple):
-    """An item at `position` of its file; `data` is where its raw bytes begin, `end` where the next item may."""
+    """An item at `position` of its file; `data` is where its raw bytes begin, `end` where the next
+    item may.
+    """
 
     item: Item
     position: int
@@ -74,7 +77,9 @@ class FileLayout(NamedTuple):
 
 @dataclass
 class PlacedPlan:
-    """A plan and, for each of its lines, the file (`rank * workers + n`), the position in it and the length."""
+    """A plan and, for each of its lines, the file (`rank * workers + n`), the position in it and
+    the length.
+    """
 
     plan: SavePlan
     workers: int
@@ -96,11 +101,16 @@ class PlacedPlan:
 
     def metadata(self) -> CheckpointMetadata:
         """That of the tensors; objects are added when their lengths are known."""
-        rows, tensors = self.plan.rows, self.plan.tensors
+        rows = self.plan.rows
+        tensors = self.plan.tensors
         used, file = np.unique(self.file, return_inverse=True)
-        files = tuple(file_name(number // self.workers, number % self.workers) for number in used.tolist())
+        files = tuple(
+            file_name(number // self.workers, number % self.workers) for number in used.tolist()
+        )
         order = np.argsort(number_places(tensors, rows.tensor, rows.offset), kind="stable")
-        columns = [column[order] for column in (rows.offset, rows.shape, file, self.position, self.length)]
+        columns = [
+            column[order] for column in (rows.offset, rows.shape, file, self.position, self.length)
+        ]
         ends = np.searchsorted(rows.tensor[order], np.arange(len(tensors) + 1))
         result = CheckpointMetadata()
         for number, (key, shape, dtype) in enumerate(tensors):
@@ -116,10 +126,12 @@ def file_name(rank: int, number: int) -> str:
 
 def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
     """Spread the items of every rank over at most `workers` files of about equal size."""
-    rank, nbytes = plan.rows.rank, plan.nbytes
+    rank = plan.rows.rank
+    nbytes = plan.nbytes
     file = rank * workers + _spread(rank, nbytes, workers)
     length = nbytes + _envelope_sizes(plan)
-    # Positions are a running sum over all files, from which every file's first one is taken away again.
+    # Positions are a running sum over all files, from which every file's first one is taken away
+    # again.
     order = np.argsort(file, kind="stable")
     ends = np.cumsum(_aligned(length)[order])
     begins = np.concatenate([[0], ends[:-1]])
@@ -130,7 +142,9 @@ def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
 
 
 def _spread(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
-    """The file of each item among its rank's: the largest first, each into the file that is the smallest so far."""
+    """The file of each item among its rank's: the largest first, each into the file that is the
+    smallest so far.
+    """
     by_size = np.lexsort((-nbytes, rank))
     first = np.searchsorted(rank, rank)  # of the same rank
     turn = np.empty_like(first)
@@ -143,14 +157,18 @@ def _spread(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
         items = in_turn[start:stop]
         smallest = sizes[rank[items]].argmin(axis=1)
         file[items] = smallest
-        sizes[rank[items], smallest] += nbytes[items] + 1024  # about its envelope: many small items fill a file, too
+        sizes[rank[items], smallest] += (
+            nbytes[items] + 1024
+        )  # about its envelope: many small items fill a file, too
     return file
 
 
 def _envelope_sizes(plan: SavePlan) -> np.ndarray:
     """Bytes around the raw data of each item, which depend on its dtype and shape."""
     dtypes = list(dict.fromkeys(dtype for _, _, dtype in plan.tensors))
-    kinds = np.array([[dtypes.index(dtype), len(shape)] for _, shape, dtype in plan.tensors], dtype=np.int64)
+    kinds = np.array(
+        [[dtypes.index(dtype), len(shape)] for _, shape, dtype in plan.tensors], dtype=np.int64
+    )
     kind = np.zeros(len(plan.rows.rank), dtype=np.int64)
     # Millions of items have few combinations of dtype and shape: one envelope is made for each.
     for column in (*kinds.reshape(-1, 2)[plan.rows.tensor].T, *plan.rows.shape.T):
@@ -201,16 +219,21 @@ class FileChunk(NamedTuple):
 class FilePlan:
     """The files of one rank as pieces that are staged and written one by one.
 
-    Source numbers: item number `i` (over all files) has prefix `3 i`, raw data `3 i + 1`, suffix `3 i + 2`.
+    Source numbers: item number `i` (over all files) has prefix `3 i`, raw data `3 i + 1`, suffix `3
+    i + 2`.
     """
 
     def __init__(self, files: list[FileLayout]) -> None:
-        self.files, self.chunks = files, cut_chunks(files)
+        self.files = files
+        self.chunks = cut_chunks(files)
         placed = [item for file in files for item in file.items]
         self.items = [item.item for item in placed]
         # Constant bytes before and behind the raw data of each item, made once for all saves.
         self.envelopes = [
-            (item.envelope.prefix, item.envelope.suffix + bytes(item.end - item.position - item.length))
+            (
+                item.envelope.prefix,
+                item.envelope.suffix + bytes(item.end - item.position - item.length),
+            )
             for item in placed
         ]
 
@@ -233,7 +256,8 @@ def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
             start = placed.position
             for end in ends:
                 _add_parts(chunks, source, start, end)
-                start, source = end, source + 1
+                start = end
+                source = source + 1
         per_file.append(chunks)
     # Files advance side by side: each keeps a writer busy.
     rounds = max(map(len, per_file), default=0)
@@ -241,7 +265,9 @@ def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
 
 
 def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> None:
-    """Spread bytes `[start, end)` of a file, which are all of `source`, over the chunks they fall into."""
+    """Spread bytes `[start, end)` of a file, which are all of `source`, over the chunks they fall
+    into.
+    """
     position = start
     while position < end:
         chunk = chunks[position // SLOT_SIZE]
@@ -257,22 +283,36 @@ class MetadataCache:
     tensors: CheckpointMetadata
     _encoded: tuple[object, Sequence[bytes]] | None = None
 
-    def encode(self, objects: list[bytes], name_of: Callable[[str], str] = lambda name: name) -> Sequence[bytes]:
+    def encode(
+        self, objects: list[bytes], name_of: Callable[[str], str] = lambda name: name
+    ) -> Sequence[bytes]:
         """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`).
 
         `name_of` renames the files of tensors; those of the objects in the lines have been renamed.
         """
-        made_for, encoded = (objects, name_of("a.b")), self._encoded
+        made_for = (objects, name_of("a.b"))
+        encoded = self._encoded
         if encoded is None or encoded[0] != made_for:
-            places = {key: Location(*place) for line in objects for key, place in json.loads(line)[1].items()}
-            encoded = made_for, encode_metadata(replace(renamed(self.tensors, name_of), objects=places))
-            self._encoded = encoded  # of the last save; one may be copied elsewhere at the same time
+            places = {
+                key: Location(*place)
+                for line in objects
+                for key, place in json.loads(line)[1].items()
+            }
+            encoded = (
+                made_for,
+                encode_metadata(replace(renamed(self.tensors, name_of), objects=places)),
+            )
+            self._encoded = (
+                encoded  # of the last save; one may be copied elsewhere at the same time
+            )
         return encoded[1]
 
 
 @dataclass
 class PreparedPlan:
-    """What this rank does in every save; `nonce` is common to all ranks, `total_bytes` counts all ranks' tensors."""
+    """What this rank does in every save; `nonce` is common to all ranks, `total_bytes` counts all
+    ranks' tensors.
+    """
 
     spec: LocalSpec
     plan: RankPlan
@@ -285,19 +325,29 @@ class PreparedPlan:
 class Planner:
     """Makes the plan and keeps it as long as the structure of the state is the same on every rank.
 
-    Whether it is costs an all-reduce of one number for each save, nothing with `assume_constant_structure`.
+    Whether it is costs an all-reduce of one number for each save, nothing with
+    `assume_constant_structure`.
     """
 
     def __init__(
-        self, coordination: Coordination, fully_parallel: bool, workers: int, assume_constant_structure: bool
+        self,
+        coordination: Coordination,
+        fully_parallel: bool,
+        workers: int,
+        assume_constant_structure: bool,
     ) -> None:
-        self._coordination, self._fully_parallel, self._workers = coordination, fully_parallel, workers
+        self._coordination = coordination
+        self._fully_parallel = fully_parallel
+        self._workers = workers
         self._assume_constant_structure = assume_constant_structure
         self._plan: PreparedPlan | None = None
 
     def plan_for(self, state: ShardedStateDict) -> PreparedPlan:
-        """A collective. Raises CheckpointError on every rank if the state of any rank is contradictory."""
-        spec, plan = _describe(state), self._plan
+        """A collective. Raises CheckpointError on every rank if the state of any rank is
+        contradictory.
+        """
+        spec = _describe(state)
+        plan = self._plan
         if plan is not None and self._assume_constant_structure:
             if spec != plan.spec:
                 raise _structure_error(spec, plan.spec)
@@ -313,7 +363,11 @@ class Planner:
         def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[RankPlan, str, int]]:
             nonlocal metadata
             good = [item for item in specs if isinstance(item, PackedSpec)]
-            wrong = [f"rank {rank}: {item}" for rank, item in enumerate(specs) if isinstance(item, CheckpointError)]
+            wrong = [
+                f"rank {rank}: {item}"
+                for rank, item in enumerate(specs)
+                if isinstance(item, CheckpointError)
+            ]
             if wrong:
                 raise CheckpointError("\n".join(wrong))
             placed = place_items(make_plan(good, self._fully_parallel), self._workers)

@@ -1,8 +1,9 @@
-"""From many durable shards to one checkpoint: a directory that grows under another name and gets its own by one rename.
+"""From many durable shards to one checkpoint: a directory that grows under another name and gets
+its own by one rename.
 
-All ranks write their shards to it; rank 0 makes it, adds the small files that belong to all, and renames it. Writes are
-large and go past the page cache, which costs a tenth of the CPU time of buffered ones and leaves the page cache to the
-data loader.
+All ranks write their shards to it; rank 0 makes it, adds the small files that belong to all, and
+renames it. Writes are large and go past the page cache, which costs a tenth of the CPU time of
+buffered ones and leaves the page cache to the data loader.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ Progress = Callable[[int], None]  # called now and then with the number of bytes
 Rewrite = Callable[[Path, Progress], None]
 """Puts other files in the place of a checkpoint's, durably, in the directory where it grows.
 
-It calls its second argument now and then, with the bytes just written, so that the other ranks know that it works.
+It calls its second argument now and then, with the bytes just written, so that the other ranks know
+that it works.
 """
 
 
@@ -57,14 +59,18 @@ class Outcome(NamedTuple):
 
 
 class Shard:
-    """A data file of known size, written in aligned pieces by any thread, with a hash of every block on the way."""
+    """A data file of known size, written in aligned pieces by any thread, with a hash of every
+    block on the way.
+    """
 
     def __init__(self, size: int) -> None:
-        self._size, self._digests = size, bytearray(-(-size // BLOCK_SIZE) * DIGEST_SIZE)
+        self._size = size
+        self._digests = bytearray(-(-size // BLOCK_SIZE) * DIGEST_SIZE)
 
     def write(self, offset: int, slot: Slot, length: int) -> None:
         """Write the first `length` bytes of `slot`, which may be used again afterwards."""
-        digests, first = hash_blocks(slot.view[:length]), offset // BLOCK_SIZE * DIGEST_SIZE
+        digests = hash_blocks(slot.view[:length])
+        first = offset // BLOCK_SIZE * DIGEST_SIZE
         self._digests[first : first + len(digests)] = digests
         self._write(offset, slot.view, length)
 
@@ -85,7 +91,8 @@ class ShardFile(Shard):
 
     def __init__(self, path: Path, size: int) -> None:
         super().__init__(size)
-        self._path, self._direct = path, bool(_DIRECT)
+        self._path = path
+        self._direct = bool(_DIRECT)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
             self._descriptor = os.open(path, flags | _DIRECT, 0o644)
@@ -103,7 +110,9 @@ class ShardFile(Shard):
             direct = self._direct
             try:
                 with naming(self._path):
-                    position += os.pwrite(self._descriptor, view[position:padded], offset + position)
+                    position += os.pwrite(
+                        self._descriptor, view[position:padded], offset + position
+                    )
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
@@ -131,17 +140,24 @@ class ShardFile(Shard):
 class PendingCheckpoint:
     """A checkpoint that grows under another name and will be `directory`.
 
-    Sequence of calls: `begin` on rank 0; `open_shard`, `write_file` and `finish` on all ranks; then, on rank 0,
-    `commit`, or `abandon` as often as need be; then all ranks `end`. `warnings` are what the save has not achieved on
-    this rank although it can be committed.
+    Sequence of calls: `begin` on rank 0; `open_shard`, `write_file` and `finish` on all ranks;
+    then, on rank 0, `commit`, or `abandon` as often as need be; then all ranks `end`. `warnings`
+    are what the save has not achieved on this rank although it can be committed.
     """
 
     def __init__(
-        self, directory: Path, save_id: str, generation: Generation | None = None, pending: Path | None = None
+        self,
+        directory: Path,
+        save_id: str,
+        generation: Generation | None = None,
+        pending: Path | None = None,
     ) -> None:
-        """It grows as `pending`: beside `directory`, or inside the `generation` that owns the directory of
-        checkpoints."""
-        self.directory, self.save_id, self.generation = directory, save_id, generation
+        """It grows as `pending`: beside `directory`, or inside the `generation` that owns the
+        directory of checkpoints.
+        """
+        self.directory = directory
+        self.save_id = save_id
+        self.generation = generation
         if pending is None and generation is not None:
             pending = generation.directory / f"saving-{directory.name}-{save_id}"
         self.pending = pending or files.pending_directory(directory, save_id)
@@ -185,7 +201,11 @@ class PendingCheckpoint:
         further small files, which a `rewrite` does not touch.
         """
         backend = json.dumps(files.BACKEND).encode()
-        contents = {files.COMMON: [common], files.METADATA: metadata, files.METADATA_JSON: [backend]}
+        contents = {
+            files.COMMON: [common],
+            files.METADATA: metadata,
+            files.METADATA_JSON: [backend],
+        }
         ours = checksum_records({name: checksums_of(*parts) for name, parts in contents.items()})
         self.write_file(CHECKSUMS, *seal_checksums(*checksums, ours))
         for name, parts in contents.items():
@@ -202,7 +222,9 @@ class PendingCheckpoint:
         put_in_place(self.pending, self.directory)
 
     def explain(self, failure: BaseException) -> BaseException:
-        """The reason behind `failure`: SupersededError if another start has taken over the directory."""
+        """The reason behind `failure`: SupersededError if another start has taken over the
+        directory.
+        """
         try:
             if self.generation is not None:
                 self.generation.check(failure)

@@ -1,11 +1,12 @@
-"""What every save does in the background, wherever its bytes come from: write, commit, agree on the outcome.
+"""What every save does in the background, wherever its bytes come from: write, commit, agree on the
+outcome.
 
 `AsyncSaver` takes them from the live state, `Drainer` from the nodes' own disks. A save that fails is reported, its
 files are removed, and the next one may succeed.
 
-During a save the ranks talk over the job's own key-value store: nobody polls, least of all files. The store carries
-news only. What is committed is decided by the file system: if the store is lost in the middle of a save, the save fails
-or its checkpoint stands, but nothing in between.
+During a save the ranks talk over the job's own key-value store: nobody polls, least of all files.
+The store carries news only. What is committed is decided by the file system: if the store is lost
+in the middle of a save, the save fails or its checkpoint stands, but nothing in between.
 """
 
 from __future__ import annotations
@@ -32,7 +33,12 @@ from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.save_plan import PreparedPlan
-from megatron.core.dist_checkpointing.saving.commit import Outcome, PendingCheckpoint, Progress, Rewrite
+from megatron.core.dist_checkpointing.saving.commit import (
+    Outcome,
+    PendingCheckpoint,
+    Progress,
+    Rewrite,
+)
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.saving.staging import StageAndWrite
@@ -43,7 +49,9 @@ _NEWS_EVERY = 5.0  # seconds, at most, between two signs of life of a rank that 
 
 
 def open_store(timeout: timedelta) -> dist.Store:
-    """A client of the job's store for the background threads alone: a client that waits is locked for others."""
+    """A client of the job's store for the background threads alone: a client that waits is locked
+    for others.
+    """
     if not dist.is_initialized():
         return dist.HashStore()
     store = distributed_c10d._get_default_store()
@@ -64,13 +72,18 @@ class SaveBarrier:
         rank 0:  begin        report  collect  end
         others:  await_begin  report           await_end
 
-    and `show_progress` while it writes. A rank that cannot go on calls `fail` in place of `report`, rank 0 `end` with
-    the reason. Waiting ends with CheckpointError when no rank has shown progress for `timeout` seconds.
+    and `show_progress` while it writes. A rank that cannot go on calls `fail` in place of `report`,
+    rank 0 `end` with the reason. Waiting ends with CheckpointError when no rank has shown progress
+    for `timeout` seconds.
     """
 
-    def __init__(self, store: dist.Store, save_id: str, rank: int, size: int, timeout: float) -> None:
+    def __init__(
+        self, store: dist.Store, save_id: str, rank: int, size: int, timeout: float
+    ) -> None:
         self._store = dist.PrefixStore(f"checkpoint/{save_id}", store)
-        self._rank, self._size, self._timeout = rank, size, timeout
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
         self._next_news = 0.0
 
     def begin(self) -> None:
@@ -97,7 +110,11 @@ class SaveBarrier:
 
     def warnings(self) -> str | None:
         """On rank 0 after `collect`: those of all ranks."""
-        return self._store.get("warnings").decode().strip() if self._store.check(["warnings"]) else None
+        return (
+            self._store.get("warnings").decode().strip()
+            if self._store.check(["warnings"])
+            else None
+        )
 
     def fail(self, reason: str) -> None:
         """This rank cannot go on. The first failure is the one that is told."""
@@ -105,7 +122,9 @@ class SaveBarrier:
         self._store.set("ready", "")
 
     def show_progress(self, nbytes: int = 0) -> None:
-        """Called whenever something was written; raises CheckpointError if the save has failed elsewhere meanwhile."""
+        """Called whenever something was written; raises CheckpointError if the save has failed
+        elsewhere meanwhile.
+        """
         # Rarely: every rank calls this for every piece, and the store serves all of them alone.
         now = time.monotonic()
         if now < self._next_news or self._size == 1:
@@ -115,7 +134,9 @@ class SaveBarrier:
         self._raise_failure()
 
     def collect(self) -> tuple[list[bytes], list[bytes]]:
-        """The reports of all ranks: a line for the objects of each, always in the same order; all checksums."""
+        """The reports of all ranks: a line for the objects of each, always in the same order; all
+        checksums.
+        """
         self._wait("ready")
         self._raise_failure()
         lines = sorted(self._store.get("objects").splitlines())
@@ -133,13 +154,23 @@ class SaveBarrier:
 
     def forget(self) -> None:
         """On rank 0, when no rank can ask for this save any more."""
-        names = ("begun", "objects", "reports", "ready", "failure", "warnings", "progress", "outcome")
+        names = (
+            "begun",
+            "objects",
+            "reports",
+            "ready",
+            "failure",
+            "warnings",
+            "progress",
+            "outcome",
+        )
         for key in (*names, *self._buckets()):
             self._store.delete_key(key)
 
     def _bucket(self, rank: int) -> str:
-        """Where a rank's checksums go. At scale they are many megabytes: rank 0 reads them in parts, since copying them
-        out of the store holds the interpreter's lock."""
+        """Where a rank's checksums go. At scale they are many megabytes: rank 0 reads them in
+        parts, since copying them out of the store holds the interpreter's lock.
+        """
         return f"checksums/{rank % _BUCKETS}"
 
     def _buckets(self) -> list[str]:
@@ -150,14 +181,18 @@ class SaveBarrier:
             raise CheckpointError(self._store.get("failure").decode())
 
     def _wait(self, name: str) -> None:
-        """Return when `name` is set. Silence is counted in waits, not by the clock: a rank that was stopped itself
-        must not take its own absence for the others'."""
-        seen, silent = self._store.add("progress", 0), 0
+        """Return when `name` is set. Silence is counted in waits, not by the clock: a rank that was
+        stopped itself must not take its own absence for the others'.
+        """
+        seen = self._store.add("progress", 0)
+        silent = 0
         while True:
             try:
                 self._store.wait([name], timedelta(seconds=self._timeout / _SLICES))
                 return
-            except RuntimeError:  # the time is over, or the store is lost: then the next line says so
+            except (
+                RuntimeError
+            ):  # the time is over, or the store is lost: then the next line says so
                 progress = self._store.add("progress", 0)
             seen, silent = progress, 0 if progress != seen else silent + 1
             if silent == _SLICES:
@@ -166,19 +201,24 @@ class SaveBarrier:
     def _silence(self, name: str) -> str:
         who = "rank 0"
         if name == "ready":
-            lines = self._store.get("objects").splitlines() if self._store.check(["objects"]) else []
+            lines = (
+                self._store.get("objects").splitlines() if self._store.check(["objects"]) else []
+            )
             late = sorted(set(range(self._size)) - {json.loads(line)[0] for line in lines})
             who = f"rank {', '.join(map(str, late[:20]))}"
         return (
-            f"nothing was heard from {who} for {self._timeout:g} s, and no rank has written anything: dead or hanging"
+            f"nothing was heard from {who} for {self._timeout:g} s, and no rank has written anything: "
+            "dead or hanging"
         )
 
 
 @dataclass
 class SaveReport:
-    """How a save went on this rank. Seconds: `blocking` is what the training thread was held up, the others overlap
-    with training; `bytes` are this rank's, `total_bytes` all ranks'. `error` is None for a committed checkpoint,
-    to which `warning` says what it lacks; `superseded` says that another start has taken over the directory."""
+    """How a save went on this rank. Seconds: `blocking` is what the training thread was held up,
+    the others overlap with training; `bytes` are this rank's, `total_bytes` all ranks'. `error` is
+    None for a committed checkpoint, to which `warning` says what it lacks; `superseded` says that
+    another start has taken over the directory.
+    """
 
     directory: Path
     error: str | None = None
@@ -211,12 +251,25 @@ class SaveHandle:
     """One save under way; callers use `done` and `wait`, the rest is the saver's."""
 
     def __init__(
-        self, plan: PreparedPlan, barrier: SaveBarrier, pending: PendingCheckpoint, hooks: Hooks, started: float
+        self,
+        plan: PreparedPlan,
+        barrier: SaveBarrier,
+        pending: PendingCheckpoint,
+        hooks: Hooks,
+        started: float,
     ) -> None:
-        self.plan, self.barrier, self.pending, self.hooks, self.started = plan, barrier, pending, hooks, started
-        self.report = SaveReport(pending.directory, bytes=plan.files.nbytes, total_bytes=plan.total_bytes)
+        self.plan = plan
+        self.barrier = barrier
+        self.pending = pending
+        self.hooks = hooks
+        self.started = started
+        self.report = SaveReport(
+            pending.directory, bytes=plan.files.nbytes, total_bytes=plan.total_bytes
+        )
         self.common = b""  # the content of common.pt, on rank 0
-        self.transfer: StageAndWrite | None = None  # of tensors and objects; None if the snapshot has failed
+        self.transfer: StageAndWrite | None = (
+            None  # of tensors and objects; None if the snapshot has failed
+        )
         self.failure: BaseException | None = None  # of the snapshot
         self.device_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._finished = threading.Event()
@@ -256,17 +309,26 @@ class SaveHandle:
 class Conductor:
     """A thread that takes one save after the other from its snapshot to the commit.
 
-    Every rank has one, and all conduct the same saves in the same order. A save fails when no rank has written anything
-    for `timeout` seconds. `progress` is called from other threads with the number of bytes just written.
+    Every rank has one, and all conduct the same saves in the same order. A save fails when no rank
+    has written anything for `timeout` seconds. `progress` is called from other threads with the
+    number of bytes just written.
     """
 
-    def __init__(self, coordination: Coordination, timeout: float, progress: Progress, name: str) -> None:
-        self._coordination, self._timeout, self._progress = coordination, timeout, progress
+    def __init__(
+        self, coordination: Coordination, timeout: float, progress: Progress, name: str
+    ) -> None:
+        self._coordination = coordination
+        self._timeout = timeout
+        self._progress = progress
         self._store = open_store(timedelta(seconds=timeout))
         self._current: SaveHandle | None = None
         self._reports: list[SaveReport] = []
-        self._past: deque[SaveBarrier] = deque()  # a slow rank may still ask how the last save ended
-        self._leftover: PendingCheckpoint | None = None  # of a failed save, whose removal may have failed, too
+        self._past: deque[SaveBarrier] = (
+            deque()
+        )  # a slow rank may still ask how the last save ended
+        self._leftover: PendingCheckpoint | None = (
+            None  # of a failed save, whose removal may have failed, too
+        )
         self._thread = Workers(1, name)
 
     @property
@@ -278,7 +340,8 @@ class Conductor:
         """Reports of saves that have ended since the last call, in order; never blocks."""
         if self._current is not None and self._current.has_ended():
             self._wait_for_current()
-        reports, self._reports = self._reports, []
+        reports = self._reports
+        self._reports = []
         return reports
 
     def finish(self) -> list[SaveReport]:
@@ -298,12 +361,15 @@ class Conductor:
             self._current = None
 
     def _barrier(self, save_id: str) -> SaveBarrier:
-        return SaveBarrier(self._store, save_id, self._coordination.rank, self._coordination.size, self._timeout)
+        return SaveBarrier(
+            self._store, save_id, self._coordination.rank, self._coordination.size, self._timeout
+        )
 
     def _conduct(self, save: SaveHandle) -> None:
         """One save in the background: write, commit, agree on the outcome. On every rank.
 
-        However it goes, `save.finish` is called: the training thread waits for that without a deadline.
+        However it goes, `save.finish` is called: the training thread waits for that without a
+        deadline.
         """
         try:
             self._write(save)
@@ -317,7 +383,9 @@ class Conductor:
                     save.transfer.abort()
         try:
             outcome = self._agree(save, failure)
-        except BaseException as error:  # contact with the others is lost, so this rank tells what it knows
+        except (
+            BaseException
+        ) as error:  # contact with the others is lost, so this rank tells what it knows
             outcome = Outcome(_describe(failure or error))
         try:
             save.pending.end(outcome)
@@ -325,7 +393,9 @@ class Conductor:
             save.finish(outcome)
 
     def _write(self, save: SaveHandle) -> None:
-        """Begin, wait until rank 0 has made the directory, write, and report that all of it is durable."""
+        """Begin, wait until rank 0 has made the directory, write, and report that all of it is
+        durable.
+        """
         if save.failure is not None:
             raise save.failure
         assert save.transfer is not None
@@ -341,8 +411,9 @@ class Conductor:
 
         barrier = save.barrier
 
-        # It must not know `save`, which knows the transfer that keeps it: the buffers would outlive the saver until the
-        # next garbage collection, and in a forked child, which has other memory in their place, unmap that.
+        # It must not know `save`, which knows the transfer that keeps it: the buffers would outlive
+        # the saver until the next garbage collection, and in a forked child, which has other memory
+        # in their place, unmap that.
         def wrote(nbytes: int) -> None:
             barrier.show_progress()
             self._progress(nbytes)
@@ -353,7 +424,9 @@ class Conductor:
         name_of = save.pending.name_of
         places = save.transfer.objects.locations.items()
         objects = {key: place._replace(file=name_of(place.file)) for key, place in places}
-        if not self._coordination.is_coordinator:  # which may have some more to tell after the commit
+        if (
+            not self._coordination.is_coordinator
+        ):  # which may have some more to tell after the commit
             save.barrier.warn(save.pending.warnings)
         save.barrier.report(objects, checksum_records(checksums))
 
@@ -361,18 +434,25 @@ class Conductor:
         """On rank 0, when all ranks have reported."""
         objects, checksums = save.barrier.collect()
         assert save.plan.metadata is not None
-        metadata, alive = save.plan.metadata.encode(objects, save.pending.name_of), save.barrier.show_progress
-        save.pending.commit(checksums, metadata, save.common, save.hooks.beside, save.hooks.rewrite, alive)
+        metadata = save.plan.metadata.encode(objects, save.pending.name_of)
+        alive = save.barrier.show_progress
+        save.pending.commit(
+            checksums, metadata, save.common, save.hooks.beside, save.hooks.rewrite, alive
+        )
         save.barrier.warn(save.pending.warnings)
         try:
             save.hooks.on_commit()
         except SupersededError:
             raise
         except Exception as error:
-            raise _AfterCommitError(f"committed, but what follows the commit failed: {_describe(error)}") from error
+            raise _AfterCommitError(
+                f"committed, but what follows the commit failed: {_describe(error)}"
+            ) from error
 
     def _agree(self, save: SaveHandle, failure: BaseException | None) -> Outcome:
-        """Rank 0 decides how the save ended and removes what has failed; the others tell it why they cannot go on."""
+        """Rank 0 decides how the save ended and removes what has failed; the others tell it why
+        they cannot go on.
+        """
         if not self._coordination.is_coordinator:
             if failure is not None:
                 save.barrier.fail(_describe(failure))
@@ -389,13 +469,17 @@ class Conductor:
         return outcome
 
     def _forget_past(self, barrier: SaveBarrier) -> None:
-        """Delete the store's keys of saves before the last one, whose end a slow rank may still ask for."""
+        """Delete the store's keys of saves before the last one, whose end a slow rank may still ask
+        for.
+        """
         while len(self._past) > 1:
             self._past.popleft().forget()
         self._past.append(barrier)
 
     def _remove_leftover(self) -> None:
-        """Of the last failed save: a rank may have come too late for its removal, or the disk was read-only then."""
+        """Of the last failed save: a rank may have come too late for its removal, or the disk was
+        read-only then.
+        """
         if self._leftover is not None:
             self._leftover.abandon()
             self._leftover = None

@@ -1,17 +1,19 @@
-"""Checkpoints in object storage: the same generations and the same saves as in a file system, without rename.
+"""Checkpoints in object storage: the same generations and the same saves as in a file system,
+without rename.
 
-The objects of a checkpoint have their final names at once. The order: `.claim`; data files, whose names carry the id of
-the save, so that no two saves share one; `checksums.bin`, `common.pt`, `.metadata`; and last `metadata.json` with size
-and xxh3 of every file. Readers trust that alone.
+The objects of a checkpoint have their final names at once. The order: `.claim`; data files, whose
+names carry the id of the save, so that no two saves share one; `checksums.bin`, `common.pt`,
+`.metadata`; and last `metadata.json` with size and xxh3 of every file. Readers trust that alone.
 
-It is written by one conditional request: `metadata.json` either does not exist or is a note that an earlier save was
-revoked. A start takes the object `.generation-0000007` by a conditional request, and then revokes every save that has
-claimed its place (`iter_*/.claim`) and is not committed: the note takes the name that its commit needs. The owner
-claims first, then writes, then looks whether it is still the owner, and then commits. So an old owner whose claim came
-before the takeover finds the note, and one whose claim came after it finds the new generation: no clock decides,
-however long it was stopped. Whatever has a name that another save may use, too, is written in three steps: read the
-version, check the generation, replace that version. Nothing but data files, whose names belong to one save, is ever
-deleted below a directory that may be saved to again.
+It is written by one conditional request: `metadata.json` either does not exist or is a note that an
+earlier save was revoked. A start takes the object `.generation-0000007` by a conditional request,
+and then revokes every save that has claimed its place (`iter_*/.claim`) and is not committed: the
+note takes the name that its commit needs. The owner claims first, then writes, then looks whether
+it is still the owner, and then commits. So an old owner whose claim came before the takeover finds
+the note, and one whose claim came after it finds the new generation: no clock decides, however long
+it was stopped. Whatever has a name that another save may use, too, is written in three steps: read
+the version, check the generation, replace that version. Nothing but data files, whose names belong
+to one save, is ever deleted below a directory that may be saved to again.
 """
 
 from __future__ import annotations
@@ -53,7 +55,12 @@ from megatron.core.dist_checkpointing.generation import (
     read_lineage,
     read_owner,
 )
-from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite, Shard
+from megatron.core.dist_checkpointing.saving.commit import (
+    PendingCheckpoint,
+    Progress,
+    Rewrite,
+    Shard,
+)
 from megatron.core.object_storage import ConflictError, ObjectPath
 
 
@@ -64,11 +71,19 @@ class ObjectGeneration(Generation):
 
     @classmethod
     def take(cls, root: Path, owner: dict[str, Any]) -> ObjectGeneration:
-        """The next generation of `root`; whoever had it before has lost it, and can commit nothing any more."""
+        """The next generation of `root`; whoever had it before has lost it, and can commit nothing
+        any more.
+        """
         assert isinstance(root, ObjectPath)
         token = secrets.token_hex(8)
-        content = {"token": token, "since": datetime.now(timezone.utc).isoformat(timespec="seconds"), **owner}
-        number = max([_newest(root), *(read_lineage(path).generation for path in root.glob("iter_*"))])
+        content = {
+            "token": token,
+            "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **owner,
+        }
+        number = max(
+            [_newest(root), *(read_lineage(path).generation for path in root.glob("iter_*"))]
+        )
         while True:
             number += 1
             mine = f"{root.key}/{GENERATION}{number:07d}"
@@ -87,16 +102,27 @@ class ObjectGeneration(Generation):
             assert isinstance(directory, ObjectPath)
             if (directory / CLAIM).is_file():
                 revoke(directory, generation.check, committed=False)
-        root.store.delete([f"{root.key}/{GENERATION}{older:07d}" for older in generations_in(root) if older < number])
+        root.store.delete(
+            [
+                f"{root.key}/{GENERATION}{older:07d}"
+                for older in generations_in(root)
+                if older < number
+            ]
+        )
         return generation
 
     def is_current(self) -> bool:
-        return _newest(self.root) == self.number and read_owner(self.directory).get("token") == self.token
+        return (
+            _newest(self.root) == self.number
+            and read_owner(self.directory).get("token") == self.token
+        )
 
     def check(self, cause: BaseException | None = None) -> None:
         newest = _newest(self.root)
         if newest > self.number:
-            raise self.superseded_by(newest, read_owner(self.root / f"{GENERATION}{newest:07d}")) from cause
+            raise self.superseded_by(
+                newest, read_owner(self.root / f"{GENERATION}{newest:07d}")
+            ) from cause
 
     def move_tracker(self, iteration: int | str) -> None:
         """A hint for other programs; ours look for the newest commit."""
@@ -117,7 +143,9 @@ class ObjectGeneration(Generation):
 
 
 class ShardUpload(Shard):
-    """One multipart upload. Pieces may come in another order than they are sent; those that come early are copied."""
+    """One multipart upload. Pieces may come in another order than they are sent; those that come
+    early are copied.
+    """
 
     def __init__(self, path: ObjectPath, size: int) -> None:
         super().__init__(size)
@@ -127,7 +155,9 @@ class ShardUpload(Shard):
         self._lock = threading.Lock()
 
     def _write(self, offset: int, view: memoryview, length: int) -> None:
-        with self._lock:  # one thread of the few that there are sends; what waits here is bounded by their number
+        with (
+            self._lock
+        ):  # one thread of the few that there are sends; what waits here is bounded by their number
             if offset != self._position:
                 self._early[offset] = bytes(view[:length])
                 return
@@ -144,24 +174,35 @@ class ShardUpload(Shard):
 
 
 class ObjectCheckpoint(PendingCheckpoint):
-    """Without a generation (tools), the claim alone decides: a directory that anything lies in is refused."""
+    """Without a generation (tools), the claim alone decides: a directory that anything lies in is
+    refused.
+    """
 
     directory: ObjectPath
 
-    def __init__(self, directory: ObjectPath, save_id: str, generation: Generation | None = None) -> None:
+    def __init__(
+        self, directory: ObjectPath, save_id: str, generation: Generation | None = None
+    ) -> None:
         super().__init__(directory, save_id, generation, directory)
         self._claimed = self._committing = False
         self._revocation: str | None = None  # version of the note that the commit replaces
 
     def begin(self, nbytes: int) -> None:
-        store, claim = self.directory.store, self.directory / CLAIM
+        store = self.directory.store
+        claim = self.directory / CLAIM
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        owner = {"save_id": self.save_id, "host": socket.gethostname(), "pid": os.getpid(), "since": since}
+        owner = {
+            "save_id": self.save_id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": since,
+        }
         content = json.dumps(owner).encode()
         if self.generation is not None:
             put_checked(self.directory, CLAIM, content, self.generation.check)
             if self.directory.store.version((self.directory / METADATA_JSON).key) is not None:
-                # An earlier save, whole or not: of a branch that was left, or of a start that is gone.
+                # An earlier save, whole or not: of a branch that was left, or of a start that is
+                # gone.
                 self._revocation = revoke(self.directory, self.generation.check)
         else:
             try:
@@ -172,7 +213,9 @@ class ObjectCheckpoint(PendingCheckpoint):
 
     def _refusal(self, claim: Path) -> str:
         if read_commit(self.directory) is not None:
-            return f"{self.directory} holds a checkpoint already: give another place, or delete that"
+            return (
+                f"{self.directory} holds a checkpoint already: give another place, or delete that"
+            )
         owner = claim.read_text()[:300]
         return f"{self.directory} is being written by {owner}. If that is gone, delete {claim} and try again"
 
@@ -203,7 +246,9 @@ class ObjectCheckpoint(PendingCheckpoint):
         progress: Progress = lambda nbytes: None,
     ) -> None:
         if rewrite is not None:
-            raise CheckpointError(f"{self.directory}: object storage holds torch_dist checkpoints alone")
+            raise CheckpointError(
+                f"{self.directory}: object storage holds torch_dist checkpoints alone"
+            )
         contents: dict[str, Sequence[bytes]] = {COMMON: [common], METADATA: metadata}
         contents |= {name: [content] for name, content in beside.items()}
         ours = checksum_records({name: checksums_of(*parts) for name, parts in contents.items()})
@@ -224,19 +269,29 @@ class ObjectCheckpoint(PendingCheckpoint):
             self.directory.store.replace(key, content, self._revocation)
 
     def abandon(self) -> None:
-        with contextlib.suppress(OSError, SupersededError):  # what stays is removed by the next start
+        with contextlib.suppress(
+            OSError, SupersededError
+        ):  # what stays is removed by the next start
             if not self._claimed:
                 return
             if self._committing and self.generation is not None:
-                revoke(self.directory, self.generation.check)  # the commit that failed may still arrive
+                revoke(
+                    self.directory, self.generation.check
+                )  # the commit that failed may still arrive
             elif self.generation is not None:
-                mine = [key for key in self.directory.store.sizes(self.directory.key) if f"-{self.save_id}." in key]
+                mine = [
+                    key
+                    for key in self.directory.store.sizes(self.directory.key)
+                    if f"-{self.save_id}." in key
+                ]
                 self.directory.store.delete(mine)
             else:
                 remove_objects(self.directory)
 
 
-def pending_checkpoint(directory: Path, save_id: str, generation: Generation | None) -> PendingCheckpoint:
+def pending_checkpoint(
+    directory: Path, save_id: str, generation: Generation | None
+) -> PendingCheckpoint:
     """A checkpoint that will be `directory`, wherever that is."""
     if isinstance(directory, ObjectPath):
         return ObjectCheckpoint(directory, save_id, generation)
@@ -254,22 +309,30 @@ def put_checked(directory: ObjectPath, name: str, content: bytes, check: Callabl
     `check` raises SupersededError if another start has taken over. If that happens after the check, the new owner's
     version is another one, and this request is refused.
     """
-    store, key = directory.store, (directory / name).key
+    store = directory.store
+    key = (directory / name).key
     while True:
         e_tag = store.version(key)
         check()
-        with contextlib.suppress(ConflictError, FileNotFoundError):  # somebody has just written or removed it
-            return store.create(key, content) if e_tag is None else store.replace(key, content, e_tag)
+        with contextlib.suppress(
+            ConflictError, FileNotFoundError
+        ):  # somebody has just written or removed it
+            return (
+                store.create(key, content) if e_tag is None else store.replace(key, content, e_tag)
+            )
 
 
 def revoke(directory: ObjectPath, check: Callable[[], None], committed: bool = True) -> str | None:
-    """Make sure that no save of `directory` under way can commit, and remove its data; with `committed`, also what is
-    committed there, otherwise None is returned for that.
+    """Make sure that no save of `directory` under way can commit, and remove its data; with
+    `committed`, also what is committed there, otherwise None is returned for that.
 
     Returns the version of the note in `metadata.json` that says so; the next commit replaces it.
     """
-    store, key = directory.store, (directory / METADATA_JSON).key
-    note = json.dumps({"revoked": secrets.token_hex(8)}).encode()  # never twice the same: neither is its version
+    store = directory.store
+    key = (directory / METADATA_JSON).key
+    note = json.dumps(
+        {"revoked": secrets.token_hex(8)}
+    ).encode()  # never twice the same: neither is its version
     while True:
         e_tag = store.version(key)
         if not committed and read_commit(directory) is not None:

@@ -10,9 +10,9 @@
 
 A save that fails is reported (`poll`, `finish`), its files are removed, and training can go on.
 
-What was saved to the nodes' own disks is not staged again for the place where all nodes find it (`Drainer`): every rank
-reads back the files that it has just written, through a few megabytes of host memory, while training and later local
-saves go on.
+What was saved to the nodes' own disks is not staged again for the place where all nodes find it
+(`Drainer`): every rank reads back the files that it has just written, through a few megabytes of
+host memory, while training and later local saves go on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, Planner, PreparedPlan
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
-from megatron.core.dist_checkpointing.saving.conductor import Conductor, Hooks, SaveHandle, SaveReport
+from megatron.core.dist_checkpointing.saving.conductor import (
+    Conductor,
+    Hooks,
+    SaveHandle,
+    SaveReport,
+)
 from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
 from megatron.core.dist_checkpointing.saving.staging import (
     DeviceSource,
@@ -50,7 +55,8 @@ from megatron.core.object_storage import path_of
 
 
 class AsyncSaver(Conductor):
-    """Saves checkpoints of one state again and again. All ranks of `group` make the same calls in the same order.
+    """Saves checkpoints of one state again and again. All ranks of `group` make the same calls in
+    the same order.
 
     `fully_parallel` shares out the writing of what several ranks hold; each rank writes `workers` files at once;
     `staging_mem_limit` (bytes) caps the host buffers: below the size of a rank's share the snapshot takes as long as
@@ -71,15 +77,24 @@ class AsyncSaver(Conductor):
         if workers < 1:
             raise ValueError(f"workers {workers} must be at least 1")
         super().__init__(Coordination.of(group), timeout, progress, "checkpoint-conductor")
-        self._planner = Planner(self._coordination, fully_parallel, workers, assume_constant_structure)
-        self._workers, self._count = workers, 0
-        self._max_slots = None if staging_mem_limit is None else max(2, staging_mem_limit // SLOT_SIZE)
+        self._planner = Planner(
+            self._coordination, fully_parallel, workers, assume_constant_structure
+        )
+        self._workers = workers
+        self._count = 0
+        self._max_slots = (
+            None if staging_mem_limit is None else max(2, staging_mem_limit // SLOT_SIZE)
+        )
         self._buffer: StagingBuffer | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._pool = Workers(2 * workers, "checkpoint-writer")  # while one copies and hashes, another one writes
+        self._pool = Workers(
+            2 * workers, "checkpoint-writer"
+        )  # while one copies and hashes, another one writes
 
     def prepare(self, state: ShardedStateDict) -> None:
-        """Plan and allocate ahead of the first save, so that it costs no more than the others. A collective."""
+        """Plan and allocate ahead of the first save, so that it costs no more than the others. A
+        collective.
+        """
         plan = self._planner.plan_for(state)
         tensors = [entry for entry in state.values() if not isinstance(entry, ShardedObject)]
         pinned = any(box.tensor.is_cuda for entry in tensors for box in entry.boxes)
@@ -98,24 +113,31 @@ class AsyncSaver(Conductor):
         beside: Mapping[str, bytes] | None = None,
         on_commit: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
-        """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if that still runs.
+        """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if
+        that still runs.
 
         `common` is stored by rank 0. With a `generation` the checkpoint appears only as long as that owns the directory
         of checkpoints. `pending` makes another kind of checkpoint from the save's id.
 
-        On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores the checkpoint in
-        another form before it has its name; `beside` are small files that are added to it then; `on_commit` runs right
-        after the commit (it moves the tracker). Only planning errors are raised; all others are reported.
+        On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores
+        the checkpoint in another form before it has its name; `beside` are small files that are
+        added to it then; `on_commit` runs right after the commit (it moves the tracker). Only
+        planning errors are raised; all others are reported.
         """
         started = time.perf_counter()
         self._wait_for_current()
         plan = self._planner.plan_for(state)
         self._count += 1
         save_id = f"{plan.nonce}-{self._count}"
-        grows = pending_checkpoint(path_of(directory), save_id, generation) if pending is None else pending(save_id)
+        grows = (
+            pending_checkpoint(path_of(directory), save_id, generation)
+            if pending is None
+            else pending(save_id)
+        )
         hooks = Hooks(before_writing, rewrite, beside or {}, on_commit)
         current = self._current = SaveHandle(plan, self._barrier(save_id), grows, hooks, started)
-        # Whatever stops this rank, the other ranks must hear of it: the save goes on and fails on all together.
+        # Whatever stops this rank, the other ranks must hear of it: the save goes on and fails on
+        # all together.
         current.failure = CheckpointError("interrupted")
         try:
             current.common, current.transfer = self._take_snapshot(plan, state, common)
@@ -128,7 +150,9 @@ class AsyncSaver(Conductor):
         return current
 
     def wait_staged(self) -> None:
-        """Return when the tensors of the last save may change. On CUDA the current stream waits, not the host."""
+        """Return when the tensors of the last save may change. On CUDA the current stream waits,
+        not the host.
+        """
         current = self._current
         if current is None or current.transfer is None or current.done():
             return
@@ -162,10 +186,16 @@ class AsyncSaver(Conductor):
     def _take_snapshot(
         self, plan: PreparedPlan, state: ShardedStateDict, common: dict[str, Any]
     ) -> tuple[bytes, StageAndWrite]:
-        """What must be done before `save` returns: the content of common.pt, and what brings the rest."""
+        """What must be done before `save` returns: the content of common.pt, and what brings the
+        rest.
+        """
         archive = common_archive(common) if self._coordination.is_coordinator else b""
         mine = set(plan.plan.objects)
-        entries = [entry for entry in state.values() if isinstance(entry, ShardedObject) and entry.key in mine]
+        entries = [
+            entry
+            for entry in state.values()
+            if isinstance(entry, ShardedObject) and entry.key in mine
+        ]
         objects = object_file(entries, self._coordination.rank, self._workers)
         sources = bind_sources(plan.files, state)
         stream = None
@@ -189,7 +219,9 @@ class AsyncSaver(Conductor):
 
 
 def staging_for_waiting(workers: int) -> int:
-    """Bytes of host buffers that keep `workers` writers busy: room for all pieces pays only where nobody waits."""
+    """Bytes of host buffers that keep `workers` writers busy: room for all pieces pays only where
+    nobody waits.
+    """
     return 8 * workers * SLOT_SIZE
 
 
@@ -208,8 +240,8 @@ def save(
 ) -> SaveReport:
     """The same verbs in a row: returns on every rank when the checkpoint is committed.
 
-    Raises CheckpointError on every rank if it is not; nothing of it is left then, and a checkpoint that `directory`
-    held before is as it was.
+    Raises CheckpointError on every rank if it is not; nothing of it is left then, and a checkpoint
+    that `directory` held before is as it was.
     """
     with AsyncSaver(
         group,
@@ -219,17 +251,23 @@ def save(
         timeout=timeout,
         progress=progress,
     ) as saver:
-        report = saver.save(state, directory, common=common, on_commit=on_commit, rewrite=rewrite).wait()
+        report = saver.save(
+            state, directory, common=common, on_commit=on_commit, rewrite=rewrite
+        ).wait()
     if report.error is not None:
         raise CheckpointError(f"{report.directory}: not saved: {report.error}")
     return report
 
 
 class Drainer(Conductor):
-    """Copies local checkpoints, one after the other. All ranks make the same calls in the same order."""
+    """Copies local checkpoints, one after the other. All ranks make the same calls in the same
+    order.
+    """
 
     def __init__(self, *, workers: int = 2, timeout: float = 600.0) -> None:
-        super().__init__(Coordination.of(None), timeout, lambda nbytes: None, "checkpoint-drain-conductor")
+        super().__init__(
+            Coordination.of(None), timeout, lambda nbytes: None, "checkpoint-drain-conductor"
+        )
         self._pool = Workers(workers, "checkpoint-drainer")
         self._buffer = StagingBuffer(workers, pinned=False)
 
@@ -243,7 +281,8 @@ class Drainer(Conductor):
         beside: Mapping[str, bytes] | None = None,
         on_commit: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
-        """Begin to copy the save `local` to `directory` when it has ended; waits for the copy before this one.
+        """Begin to copy the save `local` to `directory` when it has ended; waits for the copy
+        before this one.
 
         If `local` fails, so does this. The other arguments are those of `AsyncSaver.save`.
         """
@@ -257,9 +296,12 @@ class Drainer(Conductor):
         hooks = Hooks(before_writing, None, beside or {}, on_commit)
         current = self._current = SaveHandle(local.plan, barrier, pending, hooks, started)
         checkpoint.keep_until(current.done)
-        current.common, current.failure = local.common, local.failure
+        current.common = local.common
+        current.failure = local.failure
         if local.transfer is not None:
-            current.transfer = _FromDisk(local, checkpoint, local.transfer.objects, self._pool, self._buffer.slots)
+            current.transfer = _FromDisk(
+                local, checkpoint, local.transfer.objects, self._pool, self._buffer.slots
+            )
         self._thread.submit(lambda: self._conduct(current))
         return current
 
@@ -273,10 +315,16 @@ class _FromDisk(StageAndWrite):
     """Reads the data files of `checkpoint` that the save `local` writes on this rank."""
 
     def __init__(
-        self, local: SaveHandle, checkpoint: LocalCheckpoint, objects: ObjectFile, pool: Workers, slots: list[Slot]
+        self,
+        local: SaveHandle,
+        checkpoint: LocalCheckpoint,
+        objects: ObjectFile,
+        pool: Workers,
+        slots: list[Slot],
     ) -> None:
         super().__init__(local.plan.files, (), objects, None, pool, lambda: slots)
-        self._local, self._checkpoint = local, checkpoint
+        self._local = local
+        self._checkpoint = checkpoint
 
     def begin(self) -> None:
         """Wait until they are there."""
@@ -293,9 +341,12 @@ class _FromDisk(StageAndWrite):
     def write(self, target: PendingCheckpoint, progress: Progress) -> dict[str, FileChecksums]:
         sums = super().write(target, progress)
         self.staged_at = 0.0  # nothing live was staged
-        # What was written is what was read, so the hashes of the local save tell whether the disk has damaged it.
+        # What was written is what was read, so the hashes of the local save tell whether the disk
+        # has damaged it.
         for name, expected in self._checkpoint.data_files().items():
             if sums[target.name_of(name)] != expected:
                 path = self._checkpoint.directory / name
-                raise CheckpointError(f"{path}: damaged on the disk of its node since it was written")
+                raise CheckpointError(
+                    f"{path}: damaged on the disk of its node since it was written"
+                )
         return sums

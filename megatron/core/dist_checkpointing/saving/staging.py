@@ -1,14 +1,16 @@
-"""Snapshot of the state: from live tensors into host buffers that are allocated once and used for every save.
+"""Snapshot of the state: from live tensors into host buffers that are allocated once and used for
+every save.
 
-The buffer holds images of the files as they will be on disk, in slots of `SLOT_SIZE` bytes: page-aligned and sized in
-whole pages, so that they can be written past the page cache. With fewer slots than the files need, slots are used again
-as soon as they are written (`--ckpt-staging-mem-limit`).
+The buffer holds images of the files as they will be on disk, in slots of `SLOT_SIZE` bytes:
+page-aligned and sized in whole pages, so that they can be written past the page cache. With fewer
+slots than the files need, slots are used again as soon as they are written
+(`--ckpt-staging-mem-limit`).
 
-A rank's part of a save is a queue: chunks of the live state go through the slots into durable files. The first tasks of
-the queue fill all slots, while the files are still being created; the writes follow. When a slot is written, the next
-chunk is staged into it. So with room for everything the snapshot is complete as early as possible, and with less the
-memory stays bounded. Objects and `common` are bytes from the moment of the save call: later changes do not reach the
-checkpoint.
+A rank's part of a save is a queue: chunks of the live state go through the slots into durable
+files. The first tasks of the queue fill all slots, while the files are still being created; the
+writes follow. When a slot is written, the next chunk is staged into it. So with room for everything
+the snapshot is complete as early as possible, and with less the memory stays bounded. Objects and
+`common` are bytes from the moment of the save call: later changes do not reach the checkpoint.
 """
 
 from __future__ import annotations
@@ -75,12 +77,15 @@ class LazySource:
     """The bytes of an item that is read while it is staged, whole rows at a time."""
 
     def __init__(self, read: Callable[[Shape, Shape], torch.Tensor], item: Item) -> None:
-        self._read, self._item = read, item
+        self._read = read
+        self._item = item
 
     def copy(self, slot: Slot, part: SourceRange) -> None:
-        item, axis = self._item, row_axis(self._item.shape)
+        item = self._item
+        axis = row_axis(self._item.shape)
         row = item.nbytes // (1 if axis is None else item.shape[axis])
-        first, last = part.start // row, -(-(part.start + part.length) // row)
+        first = part.start // row
+        last = -(-(part.start + part.length) // row)
         rows = item.rows(first, last - first)
         values = self._read(rows.offset, rows.shape).contiguous().view(-1).view(torch.uint8)
         skipped = part.start - first * row
@@ -121,7 +126,8 @@ def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> Ob
     Raises CheckpointError for a value that could not be read back.
     """
     name = f"__{rank}_{workers}.distcp"
-    content, locations = bytearray(), {}
+    content = bytearray()
+    locations = {}
     stored: dict[int, Location] = {}
     for entry in objects:
         if id(entry.value) in stored:
@@ -162,13 +168,16 @@ class StageAndWrite:
         self.objects = objects
         self.staged = threading.Event()
         self.staged_at = 0.0  # time.perf_counter
-        self._files, self._chunks, self._stream = plan.files, plan.chunks, stream
+        self._files = plan.files
+        self._chunks = plan.chunks
+        self._stream = stream
         self._sources = sources
         self._unstaged = len(plan.chunks)
         self._lock = threading.Lock()
         self._futures: list[Future[Any]] = []
         self._failed = False
-        self._pool, self._make_slots = pool, make_slots
+        self._pool = pool
+        self._make_slots = make_slots
         self._slots: list[Slot]
         self._progress: Progress
         self._open: list[Shard] = []
@@ -182,7 +191,9 @@ class StageAndWrite:
         self._slots = self._make_slots()
         if not self._chunks:
             self._finish_staging()
-        with self._lock:  # all copies stand in the queue before the first write, which waits for its file
+        with (
+            self._lock
+        ):  # all copies stand in the queue before the first write, which waits for its file
             for index in range(min(len(self._slots), len(self._chunks))):
                 self._futures.append(self._pool.submit(partial(self._stage, index)))
 
@@ -201,9 +212,12 @@ class StageAndWrite:
             future.result()
         if self._failed:
             raise CheckpointError("cancelled")
-        shards, self._open = self._open, []
+        shards = self._open
+        self._open = []
         closing = [self._pool.submit(partial(shard.close, durable=True)) for shard in shards]
-        sums = [future.exception() or future.result() for future in closing]  # every file is closed before any error
+        sums = [
+            future.exception() or future.result() for future in closing
+        ]  # every file is closed before any error
         for file, checksums in zip(self._files, sums, strict=True):
             if isinstance(checksums, BaseException):
                 raise checksums
@@ -217,7 +231,8 @@ class StageAndWrite:
         self._files_are_open.set()
         for future in self._futures:  # tasks append others while this runs
             future.exception()
-        shards, self._open = self._open, []
+        shards = self._open
+        self._open = []
         for shard in shards:
             with contextlib.suppress(OSError):  # a network file system tells of earlier writes here
                 shard.close(durable=False)
@@ -248,7 +263,9 @@ class StageAndWrite:
         for part in chunk.parts:
             source = self._sources[part.source]
             if isinstance(source, bytes):
-                slot.view[part.at : part.at + part.length] = source[part.start : part.start + part.length]
+                slot.view[part.at : part.at + part.length] = source[
+                    part.start : part.start + part.length
+                ]
             else:
                 source.copy(slot, part)
 
@@ -262,7 +279,8 @@ class StageAndWrite:
         self._files_are_open.wait()
         if self._failed:
             return
-        chunk, slot = self._chunks[index], self._slots[index % len(self._slots)]
+        chunk = self._chunks[index]
+        slot = self._slots[index % len(self._slots)]
         if copied is not None:
             copied.synchronize()
         self._open[chunk.file].write(chunk.offset, slot, chunk.length)

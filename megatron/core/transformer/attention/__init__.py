@@ -1,1 +1,3 @@
-"""How tokens see each other: projections and positions, masks, kernels, and sequences that are split over ranks."""
+"""How tokens see each other: projections and positions, masks, kernels, and sequences that are
+split over ranks.
+"""

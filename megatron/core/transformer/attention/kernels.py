@@ -1,7 +1,8 @@
-"""Attention of some queries to some keys, with the log-sum-exp of its scores: fused kernels, and a plain one.
+"""Attention of some queries to some keys, with the log-sum-exp of its scores: fused kernels, and a
+plain one.
 
-On a CPU the fused kernel computes in fp32 whatever the type: with bf16 both passes together take 1.5 to 3.8 times as
-long, casts included (AVX-512 with bf16; not tried with AMX).
+On a CPU the fused kernel computes in fp32 whatever the type: with bf16 both passes together take
+1.5 to 3.8 times as long, casts included (AVX-512 with bf16; not tried with AMX).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 _aten = torch.ops.aten
 SCORES_AT_ONCE = 1 << 24  # of the plain kernel, in fp32
-# The CPU kernel of older versions reads and writes beyond keys with fewer heads than queries, without an error: seen in
-# 2.6 and 2.7, gone in 2.13.
+# The CPU kernel of older versions reads and writes beyond keys with fewer heads than queries,
+# without an error: seen in 2.6 and 2.7, gone in 2.13.
 _CPU_TAKES_GROUPS = torch.__version__ >= "2.13"
 
 
@@ -27,7 +28,8 @@ class Scoring(NamedTuple):
     scale: float | None = None
     """Its factor; None is 1 / sqrt(d)."""
     softcap: float | None = None
-    """A score x becomes softcap * tanh(x / softcap), for which no fused kernel of torch has room."""
+    """A score x becomes softcap * tanh(x / softcap), for which no fused kernel of torch has room.
+    """
 
 
 Document = tuple[slice, slice, slice]
@@ -41,21 +43,27 @@ class Block(NamedTuple):
     columns: slice
     causal: bool = False
     mask: Tensor | None = None
-    """Added to the scores, or (on a CPU) what a query sees; broadcastable to `[b, heads, rows, columns]`."""
+    """Added to the scores, or (on a CPU) what a query sees; broadcastable to `[b, heads, rows,
+    columns]`.
+    """
     documents: tuple[Document, ...] = ()
     """Those of a rank that has whole sequences: each sees itself alone."""
 
     def inside(self, document: Document) -> Block:
         """The block of that document; a mask depends on distances alone."""
-        length, everything = document[2].stop - document[2].start, slice(None)
+        length = document[2].stop - document[2].start
+        everything = slice(None)
         mask = None if self.mask is None else self.mask[..., :length, :length]
         return Block(everything, everything, self.causal, mask)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
     """The output `[b, heads, s, d]` and the log-sum-exp of the scores `[b, heads, s]` in fp32."""
     if block.documents:
-        output, sums = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+        output = torch.empty_like(query)
+        sums = query.new_empty(query.shape[:3], dtype=torch.float32)
         for at in block.documents:
             output[at], sums[at] = attend(query[at], key[at], value[at], block.inside(at), scoring)
         return output, sums
@@ -71,7 +79,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Sco
         )
         return out.to(query.dtype), lse
     if _takes_flash(query, block):
-        return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block.causal, scale=scale)[:2]
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, block.causal, scale=scale
+        )[:2]
     out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
         query, key, value, _aligned(block.mask, query, key), True, 0.0, block.causal, scale=scale
     )
@@ -113,9 +123,15 @@ class CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
     ) -> Tensor:
-        ctx.block, ctx.scoring = Block(slice(None), slice(None), mask is None, mask), Scoring(scale)
+        ctx.block = Block(slice(None), slice(None), mask is None, mask)
+        ctx.scoring = Scoring(scale)
         out, lse = attend(query, key, value, ctx.block, ctx.scoring)
         ctx.save_for_backward(query, key, value, out, lse)
         return out
@@ -123,11 +139,22 @@ class CpuAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, out, lse = ctx.saved_tensors
-        return *attend_backward(dout, query, key, value, out, lse, ctx.block, ctx.scoring), None, None
+        return (
+            *attend_backward(dout, query, key, value, out, lse, ctx.block, ctx.scoring),
+            None,
+            None,
+        )
 
 
 def _fused_backward(
-    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block, scale: float | None
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.device.type != "cuda":
         exact = (x.float() for x in (dout, query, key, value, out))
@@ -165,7 +192,11 @@ def _takes_groups(query: Tensor, block: Block) -> bool:
 
 
 def _takes_flash(query: Tensor, block: Block) -> bool:
-    return block.mask is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] % 8 == 0
+    return (
+        block.mask is None
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[3] % 8 == 0
+    )
 
 
 def _per_head(x: Tensor, query: Tensor) -> Tensor:
@@ -185,12 +216,15 @@ def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 def _capped_scores(
     query: Tensor, key: Tensor, block: Block, scoring: Scoring
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Scores of some queries at a time: (rows, the columns they may see, scores, tanh of them), in fp32.
+    """Scores of some queries at a time: (rows, the columns they may see, scores, tanh of them), in
+    fp32.
 
     Scores are `[b, groups, queries per group, rows, columns]`.
     """
     assert scoring.softcap is not None
-    cap, length, columns = scoring.softcap, query.shape[2], key.shape[2]
+    cap = scoring.softcap
+    length = query.shape[2]
+    columns = key.shape[2]
     scale = scoring.scale if scoring.scale is not None else 1 / math.sqrt(query.shape[3])
     step = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * columns))
     for start in range(0, length, step):
@@ -200,7 +234,9 @@ def _capped_scores(
         tanh = product.float().mul_(scale / cap).tanh_()
         scores = tanh * cap
         if block.causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(start + 1)
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(
+                start + 1
+            )
             scores.masked_fill_(later, -torch.inf)
         if block.mask is not None:
             mask = block.mask[:, :, rows, seen]
@@ -213,9 +249,12 @@ def _by_group(x: Tensor, key: Tensor) -> Tensor:
     return x.unflatten(1, (key.shape[1], -1))
 
 
-def _attend_capped(query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def _attend_capped(
+    query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
     """`attend` with a softcap: all scores of some queries at a time."""
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    out = torch.empty_like(query)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     for rows, seen, scores, _ in _capped_scores(query, key, block, scoring):
         sums = scores.logsumexp(-1)
         probabilities = scores.sub_(sums.unsqueeze(-1)).exp_().to(value.dtype)
@@ -225,18 +264,31 @@ def _attend_capped(query: Tensor, key: Tensor, value: Tensor, block: Block, scor
 
 
 def _attend_capped_backward(
-    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, block: Block, scoring: Scoring
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_backward` with a softcap: the scores again, and d tanh(x) = 1 - tanh(x)^2."""
     dquery = torch.empty_like(query)
     dkey, dvalue = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
     scale = scoring.scale if scoring.scale is not None else 1 / math.sqrt(query.shape[3])
-    expected = (dout.float() * out).sum(-1)  # of the gradient of a probability, over the probabilities of a query
+    expected = (dout.float() * out).sum(
+        -1
+    )  # of the gradient of a probability, over the probabilities of a query
     for rows, seen, scores, tanh in _capped_scores(query, key, block, scoring):
-        q, do, log_sums, mean = (_by_group(x[:, :, rows], key) for x in (query, dout, lse, expected))
+        q, do, log_sums, mean = (
+            _by_group(x[:, :, rows], key) for x in (query, dout, lse, expected)
+        )
         probabilities = scores.sub_(log_sums.unsqueeze(-1)).exp_()
         dvalue[:, :, seen] += (probabilities.to(do.dtype).mT @ do).sum(2)
-        dscores = (do @ value[:, :, None, seen].mT).float().sub_(mean.unsqueeze(-1)).mul_(probabilities)
+        dscores = (
+            (do @ value[:, :, None, seen].mT).float().sub_(mean.unsqueeze(-1)).mul_(probabilities)
+        )
         dproduct = dscores.mul_(1 - tanh.square_()).mul_(scale).to(query.dtype)
         dquery[:, :, rows] = (dproduct @ key[:, :, None, seen]).flatten(1, 2)
         dkey[:, :, seen] += (dproduct.mT @ q).sum(2)

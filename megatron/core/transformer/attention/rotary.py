@@ -1,6 +1,7 @@
 """Rotary position embeddings (Su et al. 2021).
 
-In the half-split form element i is rotated with element i + d/2, in the interleaved one 2i with 2i + 1.
+In the half-split form element i is rotated with element i + d/2, in the interleaved one 2i with 2i
++ 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def rotary_frequencies(config: TransformerConfig, width: int, base: float | None = None) -> Tensor:
-    """Angle per position of every rotated pair of a head of `width` elements, `[d_rotated / 2]` fp32.
+    """Angle per position of every rotated pair of a head of `width` elements, `[d_rotated / 2]`
+    fp32.
 
     With a `base` these are unscaled.
     """
@@ -34,21 +36,27 @@ def rotary_frequencies(config: TransformerConfig, width: int, base: float | None
 
 
 def _yarn_scaled(frequencies: Tensor, rotated: int, config: TransformerConfig) -> Tensor:
-    """YaRN (Peng et al. 2023, "NTK-by-parts"): long wavelengths are stretched, short ones kept, between them a ramp.
+    """YaRN (Peng et al. 2023, "NTK-by-parts"): long wavelengths are stretched, short ones kept,
+    between them a ramp.
 
-    The ramp runs over the numbers of the pairs, between those that turn beta_fast and beta_slow times in the original
-    context.
+    The ramp runs over the numbers of the pairs, between those that turn beta_fast and beta_slow
+    times in the original context.
     """
 
     def pair(turns: float) -> float:
         wavelength = config.original_max_position_embeddings / (2 * math.pi * turns)
         return rotated * math.log(wavelength) / (2 * math.log(config.rotary_base))
 
-    low, high = pair(config.beta_fast), pair(config.beta_slow)
+    low = pair(config.beta_fast)
+    high = pair(config.beta_slow)
     if config.yarn_correction_range_round_to_int:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotated - 1)
-    ramp = (torch.arange(rotated // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, rotated - 1)
+    ramp = (torch.arange(rotated // 2, dtype=torch.float32) - low) / (
+        high - low if high != low else 0.001
+    )
     kept = 1.0 - ramp.clamp(0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / config.rotary_scaling_factor
 
@@ -60,15 +68,20 @@ def yarn_mscale(config: TransformerConfig, mscale: float) -> float:
 
 
 def _llama3_scaled(frequencies: Tensor, config: TransformerConfig) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, those between
+    interpolated.
+    """
+    low = config.rope_low_freq_factor
+    high = config.rope_high_freq_factor
     turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / config.rope_scaling_factor
 
 
 class Rotary(NamedTuple):
-    """The rotation of every position: cos and sin `[s, 1, 1, 1, d_rotated / 2]`, and which elements go together."""
+    """The rotation of every position: cos and sin `[s, 1, 1, 1, d_rotated / 2]`, and which elements
+    go together.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -84,7 +97,8 @@ class Rotary(NamedTuple):
 
 
 class RotaryTables:
-    """cos and sin of the positions that a rank of `cp` holds, computed in fp32 and kept per (length, dtype, device).
+    """cos and sin of the positions that a rank of `cp` holds, computed in fp32 and kept per
+    (length, dtype, device).
 
     `width` is that of the heads that are rotated; `base` replaces that of the model, and its scaling. `kernel` turns
     `[s, b, g, heads, d]` by angles `[s, 1, 1, pairs]`.
@@ -99,11 +113,16 @@ class RotaryTables:
         base: float | None = None,
         kernel: Callable[..., Tensor] | None = None,
     ) -> None:
-        self._cp, self._kernel = cp, kernel
+        self._cp = cp
+        self._kernel = kernel
         self._frequencies = rotary_frequencies(config, width, base)
         self._interleaved = interleaved
         yarn = config.rope_type == "yarn" and base is None
-        self._size = yarn_mscale(config, config.mscale) / yarn_mscale(config, config.mscale_all_dim) if yarn else 1.0
+        self._size = (
+            yarn_mscale(config, config.mscale) / yarn_mscale(config, config.mscale_all_dim)
+            if yarn
+            else 1.0
+        )
         self._tables: dict[tuple[int, torch.dtype, torch.device], Rotary] = {}
 
     def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
@@ -112,23 +131,35 @@ class RotaryTables:
         if key not in self._tables:
             positions = local_positions(length * self._cp.size, self._cp.rank, self._cp.size)
             angles = torch.outer(positions.float(), self._frequencies).view(length, 1, 1, 1, -1)
-            cos, sin = ((self._size * table).to(device, dtype) for table in (angles.cos(), angles.sin()))
+            cos, sin = (
+                (self._size * table).to(device, dtype) for table in (angles.cos(), angles.sin())
+            )
             kernel = None
             if self._kernel is not None:
-                kernel = partial(self._kernel, angles=angles.squeeze(1).to(device), interleaved=self._interleaved)
+                kernel = partial(
+                    self._kernel, angles=angles.squeeze(1).to(device), interleaved=self._interleaved
+                )
             self._tables[key] = Rotary(cos, sin, self._interleaved, kernel)
         return self._tables[key]
 
 
-def split_qkv(mixed: Tensor, num_query_heads: int, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+def split_qkv(
+    mixed: Tensor, num_query_heads: int, rotary: Rotary | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`[s, b, g, q + 2, d]` -> query `[s, b, g, q, d]`, key and value `[s, b, g, 1, d]`; query and key rotated.
 
     `rotary` None leaves them as they are. One pass each way: the gradient is written straight into one tensor.
     """
     if torch.compiler.is_compiling() or (rotary is not None and rotary.kernel is not None):
         q = num_query_heads
-        query, key, value = mixed[..., :q, :], mixed[..., q : q + 1, :], mixed[..., q + 1 :, :]
-        return (query, key, value) if rotary is None else (rotate(query, rotary), rotate(key, rotary), value)
+        query = mixed[..., :q, :]
+        key = mixed[..., q : q + 1, :]
+        value = mixed[..., q + 1 :, :]
+        return (
+            (query, key, value)
+            if rotary is None
+            else (rotate(query, rotary), rotate(key, rotary), value)
+        )
     return _SplitQKV.apply(mixed, num_query_heads, rotary)
 
 
@@ -138,7 +169,9 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
         return rotary.kernel(x)
     if not torch.compiler.is_compiling():
         return _Rotate.apply(x, rotary)
-    cos, sin, half = rotary.cos, rotary.sin, rotary.cos.shape[-1]
+    cos = rotary.cos
+    sin = rotary.sin
+    half = rotary.cos.shape[-1]
     first, second = rotary.pairs(x)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     joined = torch.stack(rotated, -1).flatten(-2) if rotary.interleaved else torch.cat(rotated, -1)
@@ -147,8 +180,11 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mixed: Tensor, q: int, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.q, ctx.rotary = q, rotary
+    def forward(
+        ctx: Any, mixed: Tensor, q: int, rotary: Rotary | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.q = q
+        ctx.rotary = rotary
         parts = mixed[..., :q, :], mixed[..., q : q + 1, :], mixed[..., q + 1 :, :]
         query, key, value = (mixed.new_empty(part.shape) for part in parts)
         _rotate_into(query, parts[0], rotary)
@@ -180,7 +216,10 @@ def _rotate_into(out: Tensor, x: Tensor, rotary: Rotary | None, inverse: bool = 
     """out = x with its leading 2 * cos.shape[-1] elements rotated."""
     if rotary is None:
         return out.copy_(x)
-    cos, sin, half, sign = rotary.cos, rotary.sin, rotary.cos.shape[-1], -1 if inverse else 1
+    cos = rotary.cos
+    sin = rotary.sin
+    half = rotary.cos.shape[-1]
+    sign = -1 if inverse else 1
     (first, second), (first_out, second_out) = rotary.pairs(x), rotary.pairs(out)
     torch.mul(first, cos, out=first_out).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=second_out).addcmul_(first, sin, value=sign)

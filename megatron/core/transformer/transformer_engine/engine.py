@@ -1,4 +1,6 @@
-"""Modules of Transformer Engine over parameters that are ours, and the precision that they compute in."""
+"""Modules of Transformer Engine over parameters that are ours, and the precision that they compute
+in.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class _Step:
-    """The optimizer step under way: weights that are quantized for its first micro batch serve all of them."""
+    """The optimizer step under way: weights that are quantized for its first micro-batch serve all
+    of them.
+    """
 
     number: int = 0
 
@@ -37,23 +41,31 @@ STEP = _Step()
 class Engine:
     """A module of Transformer Engine, made on the meta device, over the parameters of `owner`.
 
-    It is no child of its owner: the parameters would be there twice. Where its weights are tensors of their own (one
-    for each expert, or in fp8), the owner's parameter has the gradient and the hooks alone.
+    It is no child of its owner: the parameters would be there twice. Where its weights are tensors
+    of their own (one for each expert, or in fp8), the owner's parameter has the gradient and the
+    hooks alone.
     """
 
-    def __init__(self, owner: nn.Module, make: Callable[..., Any], *sizes: int, **options: Any) -> None:
+    def __init__(
+        self, owner: nn.Module, make: Callable[..., Any], *sizes: int, **options: Any
+    ) -> None:
         self._make = partial(make, *sizes, device="meta", **options)
         self.rebuild(owner)
 
     def rebuild(self, owner: nn.Module, **more: Any) -> None:
         """With more options than it was made with."""
-        self.module, self._step = self._make(**more), 0
-        self.about_parameters = dict(vars(self.module).get("param_init_meta", {}))  # to be lost where they are replaced
+        self.module = self._make(**more)
+        self._step = 0
+        self.about_parameters = dict(
+            vars(self.module).get("param_init_meta", {})
+        )  # to be lost where they are replaced
         self.has_own_weights = "weight" not in self.module._parameters
         for name, param in owner.named_parameters(recurse=False):
             if name in self.module._parameters:
                 shape = tuple(getattr(self.module, name).shape)
-                assert shape == tuple(param.shape), f"{type(self.module).__name__}.{name} {shape}, {tuple(param.shape)}"
+                assert shape == tuple(param.shape), (
+                    f"{type(self.module).__name__}.{name} {shape}, {tuple(param.shape)}"
+                )
                 setattr(self.module, name, param)
 
     def __call__(self, owner: nn.Module, x: Tensor, *rest: Any) -> Tensor:
@@ -69,7 +81,9 @@ class Engine:
 
 
 class _TellParameter(torch.autograd.Function):
-    """The identity; in the backward pass, when the gradient is in `main_grad`, the parameter's hooks run."""
+    """The identity; in the backward pass, when the gradient is in `main_grad`, the parameter's
+    hooks run.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -81,7 +95,9 @@ class _TellParameter(torch.autograd.Function):
 
 
 class WithScales(Quantized):
-    """A linear layer over `engine`. Delayed scaling alone has a state: a scale and a history for every tensor."""
+    """A linear layer over `engine`. Delayed scaling alone has a state: a scale and a history for
+    every tensor.
+    """
 
     engine: Engine
 
@@ -89,14 +105,24 @@ class WithScales(Quantized):
         meta = self.engine.module.fp8_meta
         if "scaling_fwd" not in meta or not meta["recipe"].delayed():
             return None
-        tensors = {f"{name}_{way}": getattr(meta[f"scaling_{way}"], name) for way in _WAYS for name in _KEPT}
-        return {"recipe": "delayed"} | {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        tensors = {
+            f"{name}_{way}": getattr(meta[f"scaling_{way}"], name)
+            for way in _WAYS
+            for name in _KEPT
+        }
+        return {"recipe": "delayed"} | {
+            name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()
+        }
 
     def restore_scales(self, state: dict[str, Any], config: TransformerConfig) -> bool:
-        module, count = self.engine.module, sum(name.startswith("weight") for name in self.engine.module._parameters)
+        module = self.engine.module
+        count = sum(name.startswith("weight") for name in self.engine.module._parameters)
         if config.fp8 is None or state.get("recipe") != config.fp8_recipe:
             return False
-        if len(state["amax_history_fwd"]) != config.fp8_amax_history_len or len(state["scale_fwd"]) != 3 * count:
+        if (
+            len(state["amax_history_fwd"]) != config.fp8_amax_history_len
+            or len(state["scale_fwd"]) != 3 * count
+        ):
             return False
         made = make_recipe(config)
         module.fp8_meta |= {"recipe": made, "num_gemms": count}
@@ -107,24 +133,34 @@ class WithScales(Quantized):
         return True
 
 
-_WAYS, _KEPT = ("fwd", "bwd"), ("scale", "amax_history")
+_WAYS = ("fwd", "bwd")
+_KEPT = ("scale", "amax_history")
 _E4M3_MAX = 448.0
 
 
 class Fp8Weight:
-    """The weight of `owner` in fp8 (--fp8-param-gather): a tensor of Transformer Engine for each of its matrices."""
+    """The weight of `owner` in fp8 (--fp8-param-gather): a tensor of Transformer Engine for each of
+    its matrices.
+    """
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
         self.tensors: Sequence[Tensor] = ()
 
     def quantize(self, memory: Tensor) -> None:
-        engine, weight = self._owner.engine, self._owner.weight
-        module, tensors = engine.module, []
+        engine = self._owner.engine
+        weight = self._owner.weight
+        module = engine.module
+        tensors = []
         names = [name for name in module._parameters if name.startswith("weight")]
-        parts = (each.view(len(names), *weight.shape[-2:]) for each in (weight.detach(), weight.main_grad, memory))
+        parts = (
+            each.view(len(names), *weight.shape[-2:])
+            for each in (weight.detach(), weight.main_grad, memory)
+        )
         for name, values, gradient, raw in zip(names, *parts, strict=True):
-            quantizer = module.quantizers["scaling_fwd"][engine.about_parameters[name].fp8_meta_index]
+            quantizer = module.quantizers["scaling_fwd"][
+                engine.about_parameters[name].fp8_meta_index
+            ]
             quantizer.set_usage(rowwise=True, columnwise=True)
             quantizer.internal = False
             tensor: Any = nn.Parameter(quantizer(values))
@@ -132,7 +168,8 @@ class Fp8Weight:
             tensor.main_grad = gradient
             setattr(module, name, tensor)
             tensors.append(tensor)
-        self.tensors, engine.has_own_weights = tensors, True
+        self.tensors = tensors
+        engine.has_own_weights = True
         weight.data = weight.new_empty(()).expand(weight.shape)  # no memory
 
     def cast(
@@ -193,18 +230,24 @@ class TEPrecision(Precision):
     """fp8 or fp4 inside, but for the first and the last layers where the flags say so."""
 
     def __init__(
-        self, config: TransformerConfig, group: dist.ProcessGroup | None, layers: Mapping[int, nn.Module] | None = None
+        self,
+        config: TransformerConfig,
+        group: dist.ProcessGroup | None,
+        layers: Mapping[int, nn.Module] | None = None,
     ) -> None:
         super().__init__(config, group)
         self._recipe = make_recipe(config) if config.low_precision is not None else None
         if config.fp8_param_gather and dist.is_initialized():
-            # What casts weights that are not sharded wants a group of this rank alone. All ranks make theirs now: NCCL
-            # splits it off the world, which ranks without such weights would never join.
+            # What casts weights that are not sharded wants a group of this rank alone. All ranks
+            # make theirs now: NCCL splits it off the world, which ranks without such weights would
+            # never join.
             group_of((dist.get_rank(),))
         for number, layer in (layers or {}).items():
             for name, module in layer.named_modules():
                 if isinstance(module, WithScales):
-                    self._prepare(module, name, config.fp8_param_gather and config.quantizes(number))
+                    self._prepare(
+                        module, name, config.fp8_param_gather and config.quantizes(number)
+                    )
 
     def _prepare(self, owner: Any, name: str, in_fp8: bool) -> None:
         """What a linear layer cannot know when it is made: its place in the model."""

@@ -1,7 +1,8 @@
 """The building blocks from Transformer Engine (`transformer_engine.pytorch` 2.8 to 2.20).
 
-Each class is its local class, which makes the parameters with their boxes and initial values, and the mathematics of
-which it keeps; a module of Transformer Engine that lies over these parameters computes.
+Each class is its local class, which makes the parameters with their boxes and initial values, and
+the mathematics of which it keeps; a module of Transformer Engine that lies over these parameters
+computes.
 """
 
 from __future__ import annotations
@@ -22,14 +23,24 @@ from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 from megatron.core import tensor_parallel
 from megatron.core.module import param_info, set_param_info
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallelRng, column_parallel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelRng,
+    column_parallel,
+)
 from megatron.core.transformer.attention.core import CoreAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.layer_spec import LOCAL, LayerSpec
 from megatron.core.transformer.norm import Norm, NormColumnParallelLinear
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_engine.engine import STEP, Engine, TEPrecision, WithScales
+from megatron.core.transformer.transformer_engine.engine import (
+    STEP,
+    Engine,
+    TEPrecision,
+    WithScales,
+)
 
 
 def _place(layer: ColumnParallelLinear | RowParallelLinear, mode: str) -> dict[str, Any]:
@@ -58,7 +69,9 @@ class TEColumnParallelLinear(ColumnParallelLinear, WithScales):
 class TENormColumnParallelLinear(NormColumnParallelLinear, WithScales):
     """`te.LayerNormLinear`."""
 
-    def __init__(self, config: TransformerConfig, input_size: int, output_size: int, **options: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, input_size: int, output_size: int, **options: Any
+    ) -> None:
         super().__init__(config, input_size, output_size, **options)
         self.engine = Engine(
             self,
@@ -85,7 +98,9 @@ class TERowParallelLinear(RowParallelLinear, WithScales):
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(input_size, output_size, **options)
         if self.bias is not None:
-            set_param_info(self.bias, replace(param_info(self.bias), partial_grad=self.sequence_parallel))
+            set_param_info(
+                self.bias, replace(param_info(self.bias), partial_grad=self.sequence_parallel)
+            )
         self.engine = Engine(self, te.Linear, input_size, output_size, **_place(self, "row"))
 
     def project(self, x: Tensor) -> Tensor:
@@ -119,7 +134,8 @@ class TECoreAttention(CoreAttention):
 
     def __init__(self, config: TransformerConfig, place: Placement, **options: Any) -> None:
         super().__init__(config, place, **options)
-        split_over, heads_over = self.cp.attention_axis, place.tp.size * self.cp.head_axis.size
+        split_over = self.cp.attention_axis
+        heads_over = place.tp.size * self.cp.head_axis.size
         self.always: dict[str, Any] = {"window_size": self.mask.window}
         if self.mask.slopes is not None:  # on the device: a copy in every call would wait for it
             slopes = self.mask.slopes.to(device=place.device)
@@ -135,21 +151,32 @@ class TECoreAttention(CoreAttention):
             softmax_scale=self.scale,
             cp_group=split_over.group,
             cp_global_ranks=list(split_over.ranks),
-            cp_stream=_cp_stream() if split_over.group is not None and torch.cuda.is_available() else None,
+            cp_stream=_cp_stream()
+            if split_over.group is not None and torch.cuda.is_available()
+            else None,
             cp_comm_type=self.cp.comm_type,
         )
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+    ) -> Tensor:
         if self.config.attends_in_blocks:
             return super()._attend(query, key, value, documents)
         length, batch = query.shape[:2]
         q, k, v = (x.flatten(2, 3) for x in (query, key, value))  # [s, b, heads/tp, d]
         with self.rng.fork() if self.config.attention_dropout and self.training else nullcontext():
             if documents is None:
-                whole: Tensor = self.module(q, k, v, qkv_format="sbhd", attn_mask_type="causal", **self.always)
+                whole: Tensor = self.module(
+                    q, k, v, qkv_format="sbhd", attn_mask_type="causal", **self.always
+                )
                 return whole
             starts = document_starts(documents).to(q.device, non_blocking=True)
-            lengths = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts, "max_seqlen_q": length, "max_seqlen_kv": length}
+            lengths = {
+                "cu_seqlens_q": starts,
+                "cu_seqlens_kv": starts,
+                "max_seqlen_q": length,
+                "max_seqlen_kv": length,
+            }
             q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [b s, heads/tp, d]
             how = self.always | lengths
             context = self.module(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", **how)
@@ -163,7 +190,9 @@ def _cp_stream() -> torch.cuda.Stream:
 
 
 def document_starts(documents: Tensor) -> Tensor:
-    """Where documents `[b, s]` begin in the sequences `[b s]` one after the other, and the end: int32."""
+    """Where documents `[b, s]` begin in the sequences `[b s]` one after the other, and the end:
+    int32.
+    """
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents.diff() != 0
     first = begins.flatten().nonzero().flatten()
@@ -173,12 +202,20 @@ def document_starts(documents: Tensor) -> Tensor:
 class TEGroupedLinear(GroupedLinear, WithScales):
     """`te.GroupedLinear`, whose parameters, one for each expert, are views of the one that there is here."""
 
-    def __init__(self, config: TransformerConfig, input_size: int, output_size: int, **options: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, input_size: int, output_size: int, **options: Any
+    ) -> None:
         super().__init__(config, input_size, output_size, **options)
         num_experts, rows, columns = self.weight.shape
         sizes = num_experts, columns, rows
-        self.engine = Engine(self, te.GroupedLinear, *sizes, bias=False, params_dtype=self.weight.dtype)
-        self._padding = (te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts)) if config.fp8 is not None else None
+        self.engine = Engine(
+            self, te.GroupedLinear, *sizes, bias=False, params_dtype=self.weight.dtype
+        )
+        self._padding = (
+            (te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts))
+            if config.fp8 is not None
+            else None
+        )
 
     def project(self, x: Tensor, counts: Tensor) -> Tensor:
         self._bind()
@@ -191,12 +228,17 @@ class TEGroupedLinear(GroupedLinear, WithScales):
         return unpadded
 
     def _bind(self) -> None:
-        """Let the module's parameters be views of ours and of its gradient, which a buffer may have moved."""
+        """Let the module's parameters be views of ours and of its gradient, which a buffer may have
+        moved.
+        """
         fp8 = param_info(self.weight).fp8
         if fp8 is not None and fp8.tensors:
             return
-        gradient, module = getattr(self.weight, "main_grad", None), self.engine.module
-        assert gradient is not None or not torch.is_grad_enabled(), "experts train under data parallelism alone"
+        gradient = getattr(self.weight, "main_grad", None)
+        module = self.engine.module
+        assert gradient is not None or not torch.is_grad_enabled(), (
+            "experts train under data parallelism alone"
+        )
         for expert, matrix in enumerate(self.weight.detach()):
             view = getattr(module, f"weight{expert}")
             if view.is_meta:
@@ -209,9 +251,13 @@ class TEGroupedLinear(GroupedLinear, WithScales):
 
 
 def te_rope(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """Of `[s, b, g, heads, d]` by `[s, 1, 1, pairs]`, one for each pair; the kernel wants one for each element."""
+    """Of `[s, b, g, heads, d]` by `[s, 1, 1, pairs]`, one for each pair; the kernel wants one for
+    each element.
+    """
     each = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
-    rotated: Tensor = apply_rotary_pos_emb(x.flatten(2, 3), each, interleaved=interleaved, fused=True)
+    rotated: Tensor = apply_rotary_pos_emb(
+        x.flatten(2, 3), each, interleaved=interleaved, fused=True
+    )
     return rotated.view(x.shape)
 
 
@@ -230,27 +276,39 @@ def te_cross_entropy(
     logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
     padding = max(0, vocab_size - tp.rank * weight.shape[0])
     if padding < weight.shape[0]:
-        logits[..., padding:] = torch.finfo(logits.dtype).min  # a rank may have nothing else: -inf would be NaN
+        logits[..., padding:] = torch.finfo(
+            logits.dtype
+        ).min  # a rank may have nothing else: -inf would be NaN
     losses = te.parallel_cross_entropy(logits, labels.contiguous(), 0.0, False, tp.group)
-    # Through a flat view, since kernels of older releases take a gradient in the order of the memory.
+    # Through a flat view, since kernels of older releases take a gradient in the order of the
+    # memory.
     flat: Tensor = losses.flatten()
     return flat.view(labels.shape)
 
 
 def set_up(config: TransformerConfig, tokens: int, tp_size: int) -> None:
-    """The user buffers of --tp-comm-overlap, for the activations of a micro batch `[tokens, hidden]`."""
+    """The user buffers of --tp-comm-overlap, for the activations of a micro-batch `[tokens,
+    hidden]`.
+    """
     if not config.tp_comm_overlap or tp_size == 1:
         return
     kinds = te.UserBufferQuantizationMode
-    in_fp8 = [config.fp8 is not None and config.quantizes(number) for number in range(config.num_layers)]
+    in_fp8 = [
+        config.fp8 is not None and config.quantizes(number) for number in range(config.num_layers)
+    ]
     path = config.tp_comm_overlap_cfg
     te.initialize_ub(
         shape=[tokens, config.hidden_size],
         tp_size=tp_size,
-        # In one order on all ranks, as buffers are made together; that of a set would be another in every process.
-        quantization_modes=[kind for kind, used in ((kinds.NONE, not all(in_fp8)), (kinds.FP8, any(in_fp8))) if used],
+        # In one order on all ranks, as buffers are made together; that of a set would be another in
+        # every process.
+        quantization_modes=[
+            kind for kind, used in ((kinds.NONE, not all(in_fp8)), (kinds.FP8, any(in_fp8))) if used
+        ],
         dtype=config.params_dtype,
-        ub_cfgs=yaml.safe_load(Path(path).read_text(encoding="utf-8")) if path is not None else None,
+        ub_cfgs=yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        if path is not None
+        else None,
         bootstrap_backend=config.tp_comm_bootstrap_backend,
     )
 

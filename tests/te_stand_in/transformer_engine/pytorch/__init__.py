@@ -1,8 +1,8 @@
 """The documented behaviour of the modules that we use, in plain torch.
 
-Of fp8 there is delayed scaling: tensors are rounded to e4m3 by scales that follow from the maxima of the calls before,
-which every rank of the group agrees on when the outermost autocast ends, those of every module whether it ran or not;
-weights are rounded in the first micro batch.
+Of fp8 there is delayed scaling: tensors are rounded to e4m3 by scales that follow from the maxima
+of the calls before, which every rank of the group agrees on when the outermost autocast ends, those
+of every module whether it ran or not; weights are rounded in the first micro-batch.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ def fp8_autocast(enabled=True, calibrating=False, fp8_recipe=None, fp8_group=Non
 
 @contextlib.contextmanager
 def fp8_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
-    before, _Fp8.model_recipe = _Fp8.model_recipe, recipe if enabled else None
+    before = _Fp8.model_recipe
+    _Fp8.model_recipe = recipe if enabled else None
     try:
         yield
     finally:
@@ -65,17 +66,27 @@ class UserBufferQuantizationMode(enum.Enum):
 
 
 def initialize_ub(
-    shape, tp_size, use_fp8=False, quantization_modes=None, dtype=torch.bfloat16, ub_cfgs=None, bootstrap_backend=None
+    shape,
+    tp_size,
+    use_fp8=False,
+    quantization_modes=None,
+    dtype=torch.bfloat16,
+    ub_cfgs=None,
+    bootstrap_backend=None,
 ):
     USER_BUFFERS.append((shape, tp_size, quantization_modes, dtype, ub_cfgs, bootstrap_backend))
 
 
-def parallel_cross_entropy(inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None):
+def parallel_cross_entropy(
+    inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None
+):
     """Logits `[s, b, v / ranks]`, targets `[s, b]` of the whole vocabulary."""
     assert inp.isfinite().all() and target.is_contiguous() and not reduce_loss
     if dist_process_group is not None:
         inp = _Gather.apply(inp, dist_process_group)
-    return F.cross_entropy(inp.float().flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+    return F.cross_entropy(inp.float().flatten(0, 1), target.flatten(), reduction="none").view(
+        target.shape
+    )
 
 
 class _Gather(torch.autograd.Function):
@@ -83,7 +94,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.rank, parts = dist.get_rank(group), [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        ctx.rank = dist.get_rank(group)
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x.contiguous(), group=group)
         ctx.size = len(parts)
         return torch.cat(parts, -1)
@@ -100,29 +112,39 @@ def checkpoint(function, *args, use_reentrant=True, **kwargs):
         again = fp8_autocast(recipe is not None, fp8_recipe=recipe)
         return contextlib.nullcontext(), again
 
-    return torch_checkpoint(function, *args, use_reentrant=use_reentrant, context_fn=contexts, **kwargs)
+    return torch_checkpoint(
+        function, *args, use_reentrant=use_reentrant, context_fn=contexts, **kwargs
+    )
 
 
 def _normalized(x, weight, bias, eps, rms, zero_centered):
     weight = weight.float() + 1 if zero_centered else weight.float()
     if rms:
-        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * weight).to(
+            x.dtype
+        )
     return F.layer_norm(x.float(), weight.shape, weight, bias.float(), eps).to(x.dtype)
 
 
 class _Module(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fp8_meta, self.fp8, self._rounded = {}, False, None
+        self.fp8_meta = {}
+        self.fp8 = False
+        self._rounded = None
         self.primary_weights_in_fp8 = _Fp8.model_recipe is not None
 
     def init_fp8_weights(self, names):
         """The last thing that a constructor does."""
-        self.param_init_meta = {name: SimpleNamespace(fp8_meta_index=3 * i + 1) for i, name in enumerate(names)}
+        self.param_init_meta = {
+            name: SimpleNamespace(fp8_meta_index=3 * i + 1) for i, name in enumerate(names)
+        }
         if self.primary_weights_in_fp8:
             self.fp8_meta |= {"recipe": _Fp8.model_recipe, "num_gemms": len(names)}
             self.init_fp8_meta_tensors(_Fp8.model_recipe)
-            self.quantizers = {"scaling_fwd": [Quantizer(self, slot) for slot in range(3 * len(names))]}
+            self.quantizers = {
+                "scaling_fwd": [Quantizer(self, slot) for slot in range(3 * len(names))]
+            }
 
     def start(self):
         self.fp8 = _Fp8.recipe is not None
@@ -142,8 +164,12 @@ class _Module(nn.Module):
 
     def rounded(self, x, slot):
         meta = self.fp8_meta["scaling_fwd"]
-        meta.amax_history[0, slot] = torch.maximum(meta.amax_history[0, slot], x.detach().abs().amax().float())
-        y = (x.float() * meta.scale[slot]).clamp(-448, 448).to(torch.float8_e4m3fn).float() / meta.scale[slot]
+        meta.amax_history[0, slot] = torch.maximum(
+            meta.amax_history[0, slot], x.detach().abs().amax().float()
+        )
+        y = (x.float() * meta.scale[slot]).clamp(-448, 448).to(
+            torch.float8_e4m3fn
+        ).float() / meta.scale[slot]
         return x + (y.to(x.dtype) - x).detach()
 
     def update_scales(self, group):
@@ -151,7 +177,9 @@ class _Module(nn.Module):
         if dist.is_initialized():
             dist.all_reduce(meta.amax_history[0], dist.ReduceOp.MAX, group=group)
         amax = meta.amax_history.amax(0)
-        meta.scale = torch.where(amax > 0, 448.0 / amax.clamp(min=1e-12) / 2 ** _margin(self), meta.scale)
+        meta.scale = torch.where(
+            amax > 0, 448.0 / amax.clamp(min=1e-12) / 2 ** _margin(self), meta.scale
+        )
         meta.amax_history = meta.amax_history.roll(-1, 0)
         meta.amax_history[0].zero_()
 
@@ -175,7 +203,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, parameter, fused, overwrite):
         ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.fused, ctx.overwrite = parameter, fused, overwrite
+        ctx.parameter = parameter
+        ctx.fused = fused
+        ctx.overwrite = overwrite
         return x @ weight.t()
 
     @staticmethod
@@ -190,11 +220,15 @@ class _Product(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Over the group: at a row-parallel layer's end forward, at a column-parallel layer's beginning backward."""
+    """Over the group: at a row-parallel layer's end forward, at a column-parallel layer's beginning
+    backward.
+    """
 
     @staticmethod
     def forward(ctx, x, group, forward, sequence):
-        ctx.group, ctx.forward_sums, ctx.sequence = group, forward, sequence
+        ctx.group = group
+        ctx.forward_sums = forward
+        ctx.sequence = sequence
         return _combine(x, group, forward, sequence)
 
     @staticmethod
@@ -203,7 +237,8 @@ class _Sum(torch.autograd.Function):
 
 
 def _combine(x, group, sums, sequence):
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     if sums:
         x = x.clone()
         dist.all_reduce(x, group=group)
@@ -224,21 +259,32 @@ class Linear(_Module):
         super().__init__()
         overlaps = (ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
         self.overlaps = (ub_name, overlaps) if any(overlaps) else None
-        self.tp_group, self.tp_size, self.mode = tp_group, tp_size, parallel_mode
-        self.sequence_parallel, self.fuse_wgrad_accumulation = (
-            sequence_parallel and tp_size > 1,
-            fuse_wgrad_accumulation,
-        )
+        self.tp_group = tp_group
+        self.tp_size = tp_size
+        self.mode = parallel_mode
+        self.sequence_parallel = sequence_parallel and tp_size > 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         rows = out_features // (tp_size if parallel_mode == "column" else 1)
         columns = in_features // (tp_size if parallel_mode == "row" else 1)
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=params_dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(rows, dtype=params_dtype, device=device)) if bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(rows, dtype=params_dtype, device=device)) if bias else None
+        )
         self.init_fp8_weights(["weight"])
 
     def forward(self, inp, is_first_microbatch=None):
         self.start()
-        told = {"fused": self.fuse_wgrad_accumulation, "first": is_first_microbatch, "fp8": self.fp8}
-        CALLS.append((self, told | {"overlaps": self.overlaps, "primary": isinstance(self.weight, Fp8Tensor)}))
+        told = {
+            "fused": self.fuse_wgrad_accumulation,
+            "first": is_first_microbatch,
+            "fp8": self.fp8,
+        }
+        CALLS.append(
+            (
+                self,
+                told | {"overlaps": self.overlaps, "primary": isinstance(self.weight, Fp8Tensor)},
+            )
+        )
         if self.mode == "column" and self.tp_size > 1:
             inp = _Sum.apply(inp, self.tp_group, False, self.sequence_parallel)
         inp = self.rounded(inp, 0) if self.fp8 else inp
@@ -255,21 +301,39 @@ class LayerNormLinear(Linear):
         self, in_features, out_features, eps=1e-5, normalization="LayerNorm", zero_centered_gamma=False,
         params_dtype=None, device="cuda", **kwargs,
     ):  # fmt: skip
-        super().__init__(in_features, out_features, params_dtype=params_dtype, device=device, **kwargs)
-        self.eps, self.rms, self.zero_centered_gamma = eps, normalization == "RMSNorm", zero_centered_gamma
+        super().__init__(
+            in_features, out_features, params_dtype=params_dtype, device=device, **kwargs
+        )
+        self.eps = eps
+        self.rms = normalization == "RMSNorm"
+        self.zero_centered_gamma = zero_centered_gamma
         empty = torch.empty(in_features, dtype=params_dtype, device=device)
         self.layer_norm_weight = nn.Parameter(empty)
         self.layer_norm_bias = None if self.rms else nn.Parameter(empty.clone())
 
     def forward(self, inp, is_first_microbatch=None):
-        norm = (self.layer_norm_weight, self.layer_norm_bias, self.eps, self.rms, self.zero_centered_gamma)
+        norm = (
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.eps,
+            self.rms,
+            self.zero_centered_gamma,
+        )
         return super().forward(_normalized(inp, *norm), is_first_microbatch)
 
 
 class _Norm(nn.Module):
-    def __init__(self, normalized_shape, eps=1e-5, params_dtype=None, zero_centered_gamma=False, device="cuda"):
+    def __init__(
+        self,
+        normalized_shape,
+        eps=1e-5,
+        params_dtype=None,
+        zero_centered_gamma=False,
+        device="cuda",
+    ):
         super().__init__()
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(normalized_shape, dtype=params_dtype, device=device))
         self.bias = None if self.rms else nn.Parameter(torch.empty_like(self.weight))
 
@@ -286,9 +350,12 @@ class RMSNorm(_Norm):
 
 
 class GroupedLinear(_Module):
-    def __init__(self, num_gemms, in_features, out_features, bias=True, params_dtype=None, device="cuda"):
+    def __init__(
+        self, num_gemms, in_features, out_features, bias=True, params_dtype=None, device="cuda"
+    ):
         super().__init__()
-        self.num_gemms, self.fuse_wgrad_accumulation = num_gemms, False
+        self.num_gemms = num_gemms
+        self.fuse_wgrad_accumulation = False
         for index in range(num_gemms):
             empty = torch.empty(out_features, in_features, dtype=params_dtype, device=device)
             setattr(self, f"weight{index}", nn.Parameter(empty))
@@ -296,14 +363,26 @@ class GroupedLinear(_Module):
 
     def forward(self, inp, m_splits, is_first_microbatch=None):
         self.start()
-        CALLS.append((self, {"fused": self.fuse_wgrad_accumulation, "first": is_first_microbatch, "fp8": self.fp8}))
+        CALLS.append(
+            (
+                self,
+                {
+                    "fused": self.fuse_wgrad_accumulation,
+                    "first": is_first_microbatch,
+                    "fp8": self.fp8,
+                },
+            )
+        )
         assert sum(m_splits) == len(inp)
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         assert not self.fp8 or all(rows % 16 == 0 for rows in m_splits), m_splits
-        fused, first = self.fuse_wgrad_accumulation, is_first_microbatch is True
+        fused = self.fuse_wgrad_accumulation
+        first = is_first_microbatch is True
         return torch.cat(
             [
-                _Product.apply(x, w.dequantize() if isinstance(w, Fp8Tensor) else w, w, fused, first)
+                _Product.apply(
+                    x, w.dequantize() if isinstance(w, Fp8Tensor) else w, w, fused, first
+                )
                 for x, w in zip(inp.split(m_splits), weights, strict=True)
             ]
         )
@@ -315,7 +394,10 @@ class Fp8Padding(nn.Module):
 
     def forward(self, inp, m_splits):
         padded = [math.ceil(rows / 16) * 16 for rows in m_splits]
-        parts = [F.pad(x, (0, 0, 0, to - len(x))) for x, to in zip(inp.split(m_splits), padded, strict=True)]
+        parts = [
+            F.pad(x, (0, 0, 0, to - len(x)))
+            for x, to in zip(inp.split(m_splits), padded, strict=True)
+        ]
         return torch.cat(parts), padded
 
 
@@ -330,7 +412,8 @@ class Fp8Unpadding(nn.Module):
 
 def _positions(length, group):
     """Of this rank's two chunks, one from each end, and of those of all ranks in their order."""
-    size, chunk = dist.get_world_size(group), length // 2
+    size = dist.get_world_size(group)
+    chunk = length // 2
     chunks = [torch.arange(index * chunk, (index + 1) * chunk) for index in range(2 * size)]
     by_rank = [torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(size)]
     return by_rank[dist.get_rank(group)], torch.cat(by_rank)
@@ -341,7 +424,8 @@ class _GatherKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group, parts = group, [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts)
 
@@ -361,8 +445,11 @@ class DotProductAttention(nn.Module):
         self.cp_group = cp_group
         assert cp_group is None or cp_global_ranks == dist.get_process_group_ranks(cp_group)
         assert cp_comm_type in ("p2p", "all_gather") or cp_group is None  # a2a is exchanged before
-        self.heads, self.channels, self.groups = num_attention_heads, kv_channels, num_gqa_groups
-        self.scale, self.dropout = softmax_scale or kv_channels**-0.5, attention_dropout
+        self.heads = num_attention_heads
+        self.channels = kv_channels
+        self.groups = num_gqa_groups
+        self.scale = softmax_scale or kv_channels**-0.5
+        self.dropout = attention_dropout
 
     def forward(
         self, query_layer, key_layer, value_layer, qkv_format="sbhd", attn_mask_type="causal", window_size=None,
@@ -370,12 +457,21 @@ class DotProductAttention(nn.Module):
         core_attention_bias_type="no_bias", alibi_slopes=None,
     ):  # fmt: skip
         """sbhd: `[s, b, heads, d]` to `[s, b, heads d]`; thd: `[t, heads, d]` to `[t, heads d]`."""
-        assert query_layer.shape[-2:] == (self.heads, self.channels) and key_layer.shape[-2] == self.groups
-        q, k, v = query_layer, key_layer, value_layer
+        assert (
+            query_layer.shape[-2:] == (self.heads, self.channels)
+            and key_layer.shape[-2] == self.groups
+        )
+        q = query_layer
+        k = key_layer
+        v = value_layer
         k, v = (x.repeat_interleave(self.heads // self.groups, -2) for x in (k, v))
         if qkv_format == "thd":
             assert attn_mask_type == "padding_causal" and cu_seqlens_q.dtype == torch.int32
-            assert cu_seqlens_q[0] == 0 and cu_seqlens_q[-1] == len(q) and torch.equal(cu_seqlens_q, cu_seqlens_kv)
+            assert (
+                cu_seqlens_q[0] == 0
+                and cu_seqlens_q[-1] == len(q)
+                and torch.equal(cu_seqlens_q, cu_seqlens_kv)
+            )
             lengths = cu_seqlens_q.diff()
             assert lengths.max() <= max_seqlen_q == max_seqlen_kv
             document = torch.repeat_interleave(torch.arange(len(lengths)), lengths.long())
@@ -396,6 +492,8 @@ class DotProductAttention(nn.Module):
         scores = torch.einsum("sbhd,tbhd->bhst", q.float(), k.float()) * self.scale
         if core_attention_bias_type == "alibi":
             scores = scores - alibi_slopes.view(1, -1, 1, 1) * distance
-        probs = F.dropout(scores.masked_fill(hidden, -math.inf).softmax(-1), self.dropout, self.training)
+        probs = F.dropout(
+            scores.masked_fill(hidden, -math.inf).softmax(-1), self.dropout, self.training
+        )
         out = torch.einsum("bhst,tbhd->sbhd", probs, v.float()).to(q.dtype).flatten(2)
         return out.squeeze(1) if qkv_format == "thd" else out

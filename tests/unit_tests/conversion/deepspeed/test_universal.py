@@ -15,11 +15,22 @@ from torch.testing import assert_close
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
 from megatron.conversion.formats import Hints, Options, formats_of, read_latest
 from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, optimizer_key, read_whole
+from megatron.conversion.model_space.source import (
+    WORD_EMBEDDINGS,
+    Source,
+    optimizer_key,
+    read_whole,
+)
 from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from tests import GOLDEN
-from tests.distributed import DistributedPool
-from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
+from tests.support.distributed import DistributedPool
+from tests.support.memory_source import (
+    BLOOM_ARGS,
+    GPT_ARGS,
+    LLAMA_ARGS,
+    MemorySource,
+    random_source,
+)
 from tests.unit_tests.conversion.filled_model import chunk, model_logits, tensor_parallel_logits
 from tests.unit_tests.conversion.reference_forward import reference_logits
 
@@ -42,7 +53,9 @@ def at(root: Path) -> Path:
     return root / (read_latest(root) or "")
 
 
-def opened(root: Path, args: dict[str, Any] | None = None, qkv_layout: str | None = None) -> UniversalSource:
+def opened(
+    root: Path, args: dict[str, Any] | None = None, qkv_layout: str | None = None
+) -> UniversalSource:
     return UniversalSource(at(root), Hints(args or {}, qkv_layout=qkv_layout))
 
 
@@ -52,9 +65,12 @@ def array(path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", SETS)
 def test_golden_logits(name: str, golden: Path) -> None:
-    """Names, layers, order of q, k and v, vocabulary and arguments are understood: the logits are the golden ones."""
+    """Names, layers, order of q, k and v, vocabulary and arguments are understood: the logits are
+    the golden ones.
+    """
     source = opened(golden / name)
-    tokens, expected = array(golden / name / "input_ids.npy"), array(golden / name / "logits.npy")
+    tokens = array(golden / name / "input_ids.npy")
+    expected = array(golden / name / "logits.npy")
     assert_close(reference_logits(source, tokens, main=True).float(), expected, atol=1e-6, rtol=0)
     for stages in (1, 2):
         assert_close(model_logits(source, tokens, stages, main=True), expected, atol=1e-6, rtol=0)
@@ -62,14 +78,19 @@ def test_golden_logits(name: str, golden: Path) -> None:
 
 def test_golden_logits_on_two_tensor_parallel_ranks(golden: Path, pool: DistributedPool) -> None:
     for name in ("gpt_blockqkv_fp32_tp2", "gpt_fp32_tp2_pp2"):
-        tokens, expected = array(golden / name / "input_ids.npy"), array(golden / name / "logits.npy")
+        tokens = array(golden / name / "input_ids.npy")
+        expected = array(golden / name / "logits.npy")
         for found in pool.run(tensor_parallel_logits, 2, opened(golden / name), tokens):
             assert_close(found, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "rows"), [(SETS[0], 256), (SETS[1], 256), ("bloom_bf16_tp2_pp2", 288)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [(SETS[0], 256), (SETS[1], 256), ("bloom_bf16_tp2_pp2", 288)]
+)
 def test_golden_resume(name: str, rows: int, golden: Path) -> None:
-    """Weights, both moments, the step, the groups and the learning rate go on as in the original run."""
+    """Weights, both moments, the step, the groups and the learning rate go on as in the original
+    run.
+    """
     source = opened(golden / name, {"vocab_size": rows})
     model = chunk(source, main=True)
     assert source.training is not None and source.training.param_groups is not None
@@ -98,7 +119,9 @@ def adamw(model: torch.nn.Module, source: Source) -> torch.optim.AdamW:
     groups = []
     for known, of_group in ((decay, lambda p: p.dim() > 1), (no_decay, lambda p: p.dim() == 1)):
         params = [p for p in model.parameters() if of_group(p)]
-        groups.append({"params": params} | {k: known[k] for k in ("lr", "betas", "eps", "weight_decay")})
+        groups.append(
+            {"params": params} | {k: known[k] for k in ("lr", "betas", "eps", "weight_decay")}
+        )
     optimizer = torch.optim.AdamW(groups)
     for parameter, key in keys.items():
         state: dict[str, Any] = {"step": torch.tensor(float(decay["step"]))}
@@ -113,11 +136,17 @@ def adamw(model: torch.nn.Module, source: Source) -> torch.optim.AdamW:
 
 def test_training_state(golden: Path) -> None:
     training = opened(golden / "gpt_fp32_tp2_pp2").training
-    assert training is not None and training.param_groups is not None and training.scheduler is not None
+    assert (
+        training is not None
+        and training.param_groups is not None
+        and training.scheduler is not None
+    )
     assert (training.iteration, training.consumed_train_samples) == (6, 24)
     assert [group["step"] for group in training.param_groups] == [6, 6]
     assert [group["weight_decay"] for group in training.param_groups] == [0.1, 0.0]
-    assert training.scheduler["num_steps"] == 24 and training.scheduler["lr_decay_style"] == "cosine"
+    assert (
+        training.scheduler["num_steps"] == 24 and training.scheduler["lr_decay_style"] == "cosine"
+    )
     bloom = opened(golden / "bloom_bf16_tp2_pp2").training
     assert bloom is not None and bloom.param_groups is not None
     assert bloom.scheduler == training.scheduler  # other names, the same schedule
@@ -126,15 +155,20 @@ def test_training_state(golden: Path) -> None:
 
 @pytest.mark.parametrize("name", SETS)
 def test_golden_round_trip(name: str, golden: Path, tmp_path: Path) -> None:
-    """Every parameter file that we write holds what the original holds, apart from what is known to differ."""
+    """Every parameter file that we write holds what the original holds, apart from what is known to
+    differ.
+    """
     rows = {"bloom_bf16_tp2_pp2": 288}.get(name)
     source = opened(golden / name, {"vocab_size": rows} if rows else None)
     style = "no-pipeline" if "nopipe" in name else None
     blocks = 2 if "blockqkv" in name else None
     write_universal(
-        source, tmp_path / "out", Options(blocks, universal_style=style, qkv_blocks=blocks is not None, workers=2)
+        source,
+        tmp_path / "out",
+        Options(blocks, universal_style=style, qkv_blocks=blocks is not None, workers=2),
     )
-    ours, theirs = at(tmp_path / "out"), at(golden / name)
+    ours = at(tmp_path / "out")
+    theirs = at(golden / name)
     assert ours.name == theirs.name
     folders = {path.name for path in (theirs / "zero").iterdir() if path.is_dir()}
     assert {path.name for path in (ours / "zero").iterdir() if path.is_dir()} == folders
@@ -157,21 +191,46 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
         assert mine.items() <= original.items()
     state, original = (safe_load(path / "mp_rank_00_model_states.pt") for path in (ours, theirs))
     for scheduler in (state["lr_scheduler"], original["lr_scheduler"]):
-        del scheduler["num_tokens"]  # counted one step late by the original; of use for schedules by tokens only
-    for key in ("lr_scheduler", "global_steps", "global_samples", "skipped_steps", "iteration", "checkpoint_version"):
+        del scheduler[
+            "num_tokens"
+        ]  # counted one step late by the original; of use for schedules by tokens only
+    for key in (
+        "lr_scheduler",
+        "global_steps",
+        "global_samples",
+        "skipped_steps",
+        "iteration",
+        "checkpoint_version",
+    ):
         assert state[key] == original[key], key
-    for field in ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "add_position_embedding"):
+    for field in (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "add_position_embedding",
+    ):
         assert getattr(state["args"], field) == getattr(original["args"], field)
     assert state["args"].consumed_train_samples == 24
-    assert sum(len(group) for group in state["param_shapes"]) == len(list((ours / "zero").iterdir())) - 1
+    assert (
+        sum(len(group) for group in state["param_shapes"])
+        == len(list((ours / "zero").iterdir())) - 1
+    )
 
 
 ROUND_TRIPS = {
     "llama": LLAMA_ARGS | {"bf16": True},
     "llama-everything": LLAMA_ARGS
-    | {"qk_layernorm": True, "window_size": (5, 0), "use_rope_scaling": True, "add_qkv_bias": True, "kv_channels": 6},
+    | {
+        "qk_layernorm": True,
+        "window_size": (5, 0),
+        "use_rope_scaling": True,
+        "add_qkv_bias": True,
+        "kv_channels": 6,
+    },
     "gpt": GPT_ARGS | {"fp16": True},
-    "gpt-erf-untied": GPT_ARGS | {"bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
+    "gpt-erf-untied": GPT_ARGS
+    | {"bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
     "bloom": BLOOM_ARGS,
 }
 
@@ -192,13 +251,22 @@ def test_round_trip(name: str, style: str | None, tmp_path: Path) -> None:
         assert torch.equal(read_whole(back, key), source.values[key]), key
     tokens = torch.arange(20).view(2, 10)
     assert torch.equal(reference_logits(back, tokens), reference_logits(source, tokens))
-    assert back.args.items() >= {key: value for key, value in source.args.items() if key != "seq_length"}.items()
+    assert (
+        back.args.items()
+        >= {key: value for key, value in source.args.items() if key != "seq_length"}.items()
+    )
 
 
 def test_foreign_models_and_missing_optimizers_are_named(tmp_path: Path) -> None:
     args = ROUND_TRIPS["llama-everything"]
     notes = write_universal(random_source(args, optimizer=False), tmp_path / "out")
-    for part in ("window_size", "use_rope_scaling", "qk_layernorm", "add_qkv_bias", "moments are zero"):
+    for part in (
+        "window_size",
+        "use_rope_scaling",
+        "qk_layernorm",
+        "add_qkv_bias",
+        "moments are zero",
+    ):
         assert any(part in note for note in notes), part
     back = opened(tmp_path / "out")
     assert not read_whole(back, optimizer_key("exp_avg", QKV)).any()
@@ -242,20 +310,29 @@ def written(tmp_path: Path) -> Path:
 def test_directory_without_arguments(written: Path) -> None:
     """What shapes and names give away is not asked for; the rest is, by flag."""
     expected = opened(written)
-    edit(written / "mp_rank_00_model_states.pt", lambda state: {k: v for k, v in state.items() if k != "args"})
+    edit(
+        written / "mp_rank_00_model_states.pt",
+        lambda state: {k: v for k, v in state.items() if k != "args"},
+    )
     with pytest.raises(ValueError, match="give --num-attention-heads"):
         opened(written)
     source = opened(written, {"num_attention_heads": 4})
     assert source.tensors == expected.tensors
-    assert all(torch.equal(read_whole(source, key), read_whole(expected, key)) for key in source.tensors)
+    assert all(
+        torch.equal(read_whole(source, key), read_whole(expected, key)) for key in source.tensors
+    )
     edit(written / "mp_rank_00_model_states.pt", lambda s: s | {"universal_checkpoint_info": {}})
-    assert opened(written, {"num_attention_heads": 4}).tensors == expected.tensors  # vocab_tensor tells
+    assert (
+        opened(written, {"num_attention_heads": 4}).tensors == expected.tensors
+    )  # vocab_tensor tells
 
     def unmark(entry: dict) -> dict:
         return {key: value for key, value in entry.items() if key != "vocab_tensor"}
 
     edit(written / "zero" / "tied_modules.embed.word_embeddings.weight" / "fp32.pt", unmark)
-    with pytest.raises(ValueError, match=r"does not tell tokens from padding: give --vocab-size \(rows: 67\)"):
+    with pytest.raises(
+        ValueError, match=r"does not tell tokens from padding: give --vocab-size \(rows: 67\)"
+    ):
         opened(written, {"num_attention_heads": 4})
     shorter = opened(written, {"num_attention_heads": 4, "vocab_size": 60})
     assert shorter.tensors[WORD_EMBEDDINGS].shape == (60, 32)
@@ -264,7 +341,10 @@ def test_directory_without_arguments(written: Path) -> None:
 def test_positions_are_asked_for(tmp_path: Path) -> None:
     write_universal(random_source(LLAMA_ARGS), tmp_path / "out")
     found = at(tmp_path / "out")
-    edit(found / "mp_rank_00_model_states.pt", lambda state: {k: v for k, v in state.items() if k != "args"})
+    edit(
+        found / "mp_rank_00_model_states.pt",
+        lambda state: {k: v for k, v in state.items() if k != "args"},
+    )
     with pytest.raises(ValueError, match="give --position-embedding-type"):
         opened(found, {"num_attention_heads": 4})
     source = opened(found, {"num_attention_heads": 4, "position_embedding_type": "rope"})
@@ -287,16 +367,23 @@ def test_damaged_directories(written: Path, tmp_path: Path) -> None:
     zero = written / "zero"
     moment = zero / "2.input_layernorm.weight" / "exp_avg.pt"
     moment.rename(tmp_path / "moment")
-    with pytest.raises(ValueError, match=r"is incomplete: .*2\.input_layernorm\.weight/exp_avg\.pt is missing"):
+    with pytest.raises(
+        ValueError, match=r"is incomplete: .*2\.input_layernorm\.weight/exp_avg\.pt is missing"
+    ):
         read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
     moment.write_bytes((tmp_path / "moment").read_bytes()[:300])
     with pytest.raises(ValueError, match=r"exp_avg\.pt"):
         read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
     shutil.move(tmp_path / "moment", moment)
     shutil.copy(moment, tmp_path / "moment")
-    for other, shape in ((torch.zeros(2), r"float32 of shape \[2\]"), (torch.zeros(32, dtype=torch.int), "int32")):
+    for other, shape in (
+        (torch.zeros(2), r"float32 of shape \[2\]"),
+        (torch.zeros(32, dtype=torch.int), "int32"),
+    ):
         edit(moment, lambda _, other=other: {"param": other})
-        with pytest.raises(ValueError, match=rf"exp_avg\.pt of 2\.input_layernorm\.weight has torch\.{shape}"):
+        with pytest.raises(
+            ValueError, match=rf"exp_avg\.pt of 2\.input_layernorm\.weight has torch\.{shape}"
+        ):
             read_whole(opened(written), optimizer_key("exp_avg", LAYER_NORM))
     shutil.move(tmp_path / "moment", moment)
 
@@ -320,7 +407,8 @@ def test_damaged_directories(written: Path, tmp_path: Path) -> None:
 
     edit(written / "mp_rank_00_model_states.pt", other_heads)
     with pytest.raises(
-        ValueError, match=r"dense_h_to_4h\.weight has shape \[128, 32\], its arguments make it \[100, 32\]"
+        ValueError,
+        match=r"dense_h_to_4h\.weight has shape \[128, 32\], its arguments make it \[100, 32\]",
     ):
         opened(written)
     (written / "mp_rank_00_model_states.pt").unlink()
@@ -335,11 +423,15 @@ LAYER_NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
 
 def test_unsupported_arguments_are_refused(written: Path) -> None:
     def squared(state: dict) -> dict:
-        state["args"] = argparse.Namespace(**vars(state["args"]), apply_residual_connection_post_layernorm=True)
+        state["args"] = argparse.Namespace(
+            **vars(state["args"]), apply_residual_connection_post_layernorm=True
+        )
         return state
 
     edit(written / "mp_rank_00_model_states.pt", squared)
-    with pytest.raises(ValueError, match="apply_residual_connection_post_layernorm = True, which is not supported"):
+    with pytest.raises(
+        ValueError, match="apply_residual_connection_post_layernorm = True, which is not supported"
+    ):
         opened(written)
 
 
@@ -349,19 +441,34 @@ def test_bloom_to_transformers(golden: Path, tmp_path: Path) -> None:
 
     name = golden / "bloom_bf16_tp2_pp2"
     write_huggingface(opened(name, {"bf16": False}), tmp_path / "hf")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
-        assert_close(model(array(name / "input_ids.npy")).logits, array(name / "logits.npy"), atol=1e-5, rtol=0)
+        assert_close(
+            model(array(name / "input_ids.npy")).logits,
+            array(name / "logits.npy"),
+            atol=1e-5,
+            rtol=0,
+        )
 
 
 def test_yarn_is_named_as_what_other_readers_lack(tmp_path: Path) -> None:
     yarn = LLAMA_ARGS | {"rope_type": "yarn", "rotary_scaling_factor": 4.0}
-    lost = [write_universal(random_source(args), tmp_path / str(n)) for n, args in enumerate((LLAMA_ARGS, yarn))]
-    assert [any(note.startswith("rope_type: ") for note in notes) for notes in lost] == [False, True]
+    lost = [
+        write_universal(random_source(args), tmp_path / str(n))
+        for n, args in enumerate((LLAMA_ARGS, yarn))
+    ]
+    assert [any(note.startswith("rope_type: ") for note in notes) for notes in lost] == [
+        False,
+        True,
+    ]
 
 
 def test_a_model_without_form_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--rotary-interleaved: Megatron-DeepSpeed has no such model"):
+    with pytest.raises(
+        ValueError, match="--rotary-interleaved: Megatron-DeepSpeed has no such model"
+    ):
         write_universal(random_source(LLAMA_ARGS | {"rotary_interleaved": True}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -391,7 +498,9 @@ def test_names_and_sizes_that_cannot_be(written: Path) -> None:
     with pytest.raises(ValueError, match="--num-attention-heads|hidden_size"):
         opened(written, given)
     shutil.copytree(written / "zero" / "4.weight", written / "zero" / "5.weight")
-    with pytest.raises(ValueError, match=r"\d+\.weight and other names are the same parameters of a GPT"):
+    with pytest.raises(
+        ValueError, match=r"\d+\.weight and other names are the same parameters of a GPT"
+    ):
         opened(written)
     shutil.rmtree(written / "zero" / "5.weight")
     (embedding,) = written.glob("zero/*.word_embeddings.weight/fp32.pt")

@@ -1,4 +1,6 @@
-"""Families of models: what transformers saves computes the same here, and what we write computes the same there."""
+"""Families of models: what transformers saves computes the same here, and what we write computes
+the same there.
+"""
 
 import dataclasses
 import json
@@ -16,7 +18,7 @@ from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import is_trained, model_config
 from megatron.conversion.model_space.source import optimizer_key, read_whole
 from megatron.core.models import GPTModel
-from tests.memory_source import random_source
+from tests.support.memory_source import random_source
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -33,7 +35,13 @@ LATENT = SIZES | {
     "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
 }  # fmt: skip
-WHOLE_QUERIES = {"q_lora_rank": None, "v_head_dim": 20, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}
+WHOLE_QUERIES = {
+    "q_lora_rank": None,
+    "v_head_dim": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
 DENSE = {k: v for k, v in SIZES.items() if k != "num_experts_per_tok"}
 GEMMA = DENSE | {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 24}
 TWO_ROPES = {
@@ -42,8 +50,12 @@ TWO_ROPES = {
 }
 MODELS = {
     "olmo2": transformers.Olmo2Config(**DENSE),
-    "gemma2": transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=0.7, final_logit_softcapping=2.0),
-    "gemma3": transformers.Gemma3TextConfig(**GEMMA, sliding_window_pattern=2, rope_parameters=TWO_ROPES),
+    "gemma2": transformers.Gemma2Config(
+        **GEMMA, attn_logit_softcapping=0.7, final_logit_softcapping=2.0
+    ),
+    "gemma3": transformers.Gemma3TextConfig(
+        **GEMMA, sliding_window_pattern=2, rope_parameters=TWO_ROPES
+    ),
     "olmoe": transformers.OlmoeConfig(**SIZES, num_experts=4, router_aux_loss_coef=0.0),
     "deepseek_v3": transformers.DeepseekV3Config(
         **LATENT, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}
@@ -52,7 +64,9 @@ MODELS = {
         **LATENT | {"routed_scaling_factor": 16.0, "topk_method": "group_limited_greedy"},
         rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
     ),
-    "deepseek_v2_lite": transformers.DeepseekV2Config(**LATENT | {"q_lora_rank": None, "routed_scaling_factor": 1.0}),
+    "deepseek_v2_lite": transformers.DeepseekV2Config(
+        **LATENT | {"q_lora_rank": None, "routed_scaling_factor": 1.0}
+    ),
     "deepseek_v3_whole_queries": transformers.DeepseekV3Config(**LATENT | WHOLE_QUERIES),
     "gpt_oss": transformers.GptOssConfig(
         **SIZES,
@@ -64,8 +78,12 @@ MODELS = {
         rope_parameters=YARN | {"truncate": False},
     ),
     "mixtral": transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
-    "qwen2_moe": transformers.Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=28, norm_topk_prob=False),
-    "qwen2_moe_mixed": transformers.Qwen2MoeConfig(**QWEN, shared_expert_intermediate_size=28, mlp_only_layers=[1]),
+    "qwen2_moe": transformers.Qwen2MoeConfig(
+        **QWEN, shared_expert_intermediate_size=28, norm_topk_prob=False
+    ),
+    "qwen2_moe_mixed": transformers.Qwen2MoeConfig(
+        **QWEN, shared_expert_intermediate_size=28, mlp_only_layers=[1]
+    ),
     "qwen3_moe": transformers.Qwen3MoeConfig(**QWEN, head_dim=16, norm_topk_prob=True),
     "qwen3_moe_every_second": transformers.Qwen3MoeConfig(
         **QWEN, head_dim=8, decoder_sparse_step=2, rope_parameters=YARN
@@ -81,7 +99,9 @@ def saved(tmp_path_factory):
     for name, config in MODELS.items():
         torch.manual_seed(11)
         # Its SDPA path leaves softcaps out in some versions.
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        ).eval()
         with torch.no_grad():
             for parameter in model.parameters():  # norms and biases, too
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -96,7 +116,9 @@ def saved(tmp_path_factory):
 
 
 def loaded(source):
-    model = GPTModel(model_config(source.args, 96, source.description), make_vocab_size_divisible_by=1)
+    model = GPTModel(
+        model_config(source.args, 96, source.description), make_vocab_size_divisible_by=1
+    )
     with torch.no_grad():
         for key, entry in model.sharded_state_dict().items():
             entry.local.copy_(read_whole(source, key))
@@ -121,7 +143,9 @@ def test_logits_of_transformers(saved, name):
     torch.testing.assert_close(logits_of(source, tokens), expected, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith(("mixtral", "qwen"))])
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if not name.startswith(("mixtral", "qwen"))]
+)
 def test_gradients_of_transformers(saved, tmp_path, name):
     """Of every parameter; those of transformers are read as if they were a model's weights."""
     tokens, models = saved
@@ -129,33 +153,53 @@ def test_gradients_of_transformers(saved, tmp_path, name):
     theirs.zero_grad()
     theirs(tokens, labels=tokens).loss.backward()
     gradients = {key: p.grad.contiguous() for key, p in theirs.named_parameters()}
-    gradients |= {key: b for key, b in theirs.named_buffers() if key.endswith("e_score_correction_bias")}
+    gradients |= {
+        key: b for key, b in theirs.named_buffers() if key.endswith("e_score_correction_bias")
+    }
     save_file(gradients, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
-    expected, model = open_checkpoint(tmp_path), loaded(open_checkpoint(directory)).train()
+    expected = open_checkpoint(tmp_path)
+    model = loaded(open_checkpoint(directory)).train()
     losses = model(tokens[:, :-1], positions(tokens[:, :-1]), labels=tokens[:, 1:])
     losses.mean().backward()
     for key, entry in model.sharded_state_dict().items():
         if entry.local.requires_grad:
             torch.testing.assert_close(
-                entry.local.grad, read_whole(expected, key), rtol=1e-4, atol=2e-6, msg=lambda m, key=key: f"{key}: {m}"
+                entry.local.grad,
+                read_whole(expected, key),
+                rtol=1e-4,
+                atol=2e-6,
+                msg=lambda m, key=key: f"{key}: {m}",
             )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(saved, tmp_path, name):
-    """To torch_dist and legacy files, and to a directory that transformers loads: the same weights bit for bit."""
+    """To torch_dist and legacy files, and to a directory that transformers loads: the same weights
+    bit for bit.
+    """
     tokens, models = saved
     directory, _, expected = models[name]
     source = open_checkpoint(directory)
-    whole_experts = {"expert_parallel": 2, "expert_tensor_parallel": 1} if name == "gpt_oss" else {}  # with biases
-    convert(directory, tmp_path / "legacy", "legacy", options=Options(tensor_parallel=2, **whole_experts))
+    whole_experts = (
+        {"expert_parallel": 2, "expert_tensor_parallel": 1} if name == "gpt_oss" else {}
+    )  # with biases
+    convert(
+        directory,
+        tmp_path / "legacy",
+        "legacy",
+        options=Options(tensor_parallel=2, **whole_experts),
+    )
     convert(tmp_path / "legacy", tmp_path / "torch_dist", "torch_dist")
     convert(tmp_path / "torch_dist", tmp_path / "hf", "hf")
     assert compare(source, open_checkpoint(tmp_path / "hf")) == len(source.tensors)
     before, after = (load_file(path / "model.safetensors") for path in (directory, tmp_path / "hf"))
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[key], after[key]) for key in before
+    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, expected)
 
@@ -165,7 +209,10 @@ def test_experts_in_one_tensor(saved, tmp_path, name):
     """As transformers 5 has them in memory: a tensor for each projection of all experts."""
     _, models = saved
     directory, model, _ = models[name]
-    save_file({key: value.contiguous() for key, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in model.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
     fused = open_checkpoint(tmp_path)
     assert fused.unused == [] and any(
@@ -181,7 +228,9 @@ def test_experts_in_one_tensor(saved, tmp_path, name):
 
 def test_universal_checkpoints_have_no_experts(saved, tmp_path):
     _, models = saved
-    with pytest.raises(ValueError, match="universal checkpoints have no name for decoder.* of --num-experts"):
+    with pytest.raises(
+        ValueError, match="universal checkpoints have no name for decoder.* of --num-experts"
+    ):
         convert(models["mixtral"][0], tmp_path / "out", "universal")
     assert not (tmp_path / "out").exists()
 
@@ -210,50 +259,79 @@ def test_what_a_family_cannot_express(saved, tmp_path):
 
 
 def test_biases_of_experts_are_not_lost(saved, tmp_path):
-    """Qwen3-MoE has none, whatever its attention has: other models are refused before anything is written."""
+    """Qwen3-MoE has none, whatever its attention has: other models are refused before anything is
+    written.
+    """
     _, models = saved
     args = open_checkpoint(models["qwen3_moe"][0]).args | {"add_bias_linear": True}
     source = random_source(args, 96, optimizer=False)
     biases = [key for key in source.values if key.endswith(".bias") and ".mlp." in key]
     assert any(".experts.experts." in key for key in biases)
-    with pytest.raises(ValueError, match=r"mlp\.router\.bias is not zero, and models of this family have no such bias"):
+    with pytest.raises(
+        ValueError,
+        match=r"mlp\.router\.bias is not zero, and models of this family have no such bias",
+    ):
         write_huggingface(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     for key in biases:
         source.values[key].zero_()
     write_huggingface(source, tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    ).eval()
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
-        torch.testing.assert_close(logits_of(source, tokens), model(tokens).logits, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(
+            logits_of(source, tokens), model(tokens).logits, rtol=1e-4, atol=2e-5
+        )
 
 
-@pytest.mark.parametrize("name", ["self_attn.q_proj.bias", "mlp.router.bias", "mlp.experts.gate_up_proj_bias"])
+@pytest.mark.parametrize(
+    "name", ["self_attn.q_proj.bias", "mlp.router.bias", "mlp.experts.gate_up_proj_bias"]
+)
 def test_biases_that_a_model_always_has_are_not_zero(saved, tmp_path, name):
     """gpt-oss has no switch for them, though its config.json may lack the one of other families."""
     _, models = saved
-    directory, key = models["gpt_oss"][0], f"model.layers.1.{name}"
+    directory = models["gpt_oss"][0]
+    key = f"model.layers.1.{name}"
     tensors = load_file(directory / "model.safetensors")
     save_file({k: v for k, v in tensors.items() if k != key}, tmp_path / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "attention_bias"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k != "attention_bias"})
+    )
     with pytest.raises(ValueError, match=f"the weights lack {key}"):
         open_checkpoint(tmp_path)
 
 
 def test_the_bias_that_follows_the_load_stays_in_full_precision(saved, tmp_path):
-    """Rounded, it would choose other experts. It has no optimizer state, and the sidecar asks for none."""
+    """Rounded, it would choose other experts. It has no optimizer state, and the sidecar asks for
+    none.
+    """
     _, models = saved
     source = random_source(open_checkpoint(models["deepseek_v3"][0]).args, 96)
     bias = "decoder.layers.1.mlp.router.expert_bias"
     assert not is_trained(bias)
-    for key in [key for key in source.values if key.startswith("optimizer.") and key.endswith(".expert_bias")]:
+    for key in [
+        key
+        for key in source.values
+        if key.startswith("optimizer.") and key.endswith(".expert_bias")
+    ]:
         del source.values[key]
     write_torch_dist(source, tmp_path / "run")
-    convert(tmp_path / "run", tmp_path / "half", "torch_dist", options=Options(dtype=torch.bfloat16))
-    convert(tmp_path / "run", tmp_path / "hf", "hf", options=Options(dtype=torch.bfloat16, optim_sidecar=True))
+    convert(
+        tmp_path / "run", tmp_path / "half", "torch_dist", options=Options(dtype=torch.bfloat16)
+    )
+    convert(
+        tmp_path / "run",
+        tmp_path / "hf",
+        "hf",
+        options=Options(dtype=torch.bfloat16, optim_sidecar=True),
+    )
     stored = load_file(tmp_path / "hf/model.safetensors")
-    assert {value.dtype for name, value in stored.items() if "e_score_correction" in name} == {torch.float32}
+    assert {value.dtype for name, value in stored.items() if "e_score_correction" in name} == {
+        torch.float32
+    }
     assert stored["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
     for directory in (tmp_path / "half", tmp_path / "hf"):
         assert torch.equal(read_whole(open_checkpoint(directory), bias), source.values[bias])

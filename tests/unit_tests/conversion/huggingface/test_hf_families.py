@@ -1,4 +1,6 @@
-"""Configurations with the fields of well-known published models: read as a whole, and of the published size."""
+"""Configurations with the fields of well-known published models: read as a whole, and of the
+published size.
+"""
 
 import math
 from typing import Any
@@ -17,8 +19,18 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
-COMMON = {"initializer_range": 0.02, "use_cache": True, "transformers_version": "4.40.0", "torch_dtype": "bfloat16"}
-LLAMA_LIKE = COMMON | {"hidden_act": "silu", "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+COMMON = {
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "transformers_version": "4.40.0",
+    "torch_dtype": "bfloat16",
+}
+LLAMA_LIKE = COMMON | {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 DEEPSEEK_V2 = {  # as the Lite model's
     "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "auto_map": {},
     "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "ep_size": 1, "first_k_dense_replace": 1,
@@ -360,10 +372,14 @@ def test_published_models(name: str) -> None:
     family = family_of(hf)
     config = model_config(family.read_config(hf, {}), hf["vocab_size"], name)
     assert sum(map(math.prod, model_tensors(config).values())) == size
-    places = stored_parameters(model_tensors(config), family.rows, family.layers, config, lambda name: False)
+    places = stored_parameters(
+        model_tensors(config), family.rows, family.layers, config, lambda name: False
+    )
     assert {place.key for place in places} == set(model_tensors(config))
     assert not family.obstacles(config)
-    again = model_config(family.read_config(family.write_config(config), {}), hf["vocab_size"], name)
+    again = model_config(
+        family.read_config(family.write_config(config), {}), hf["vocab_size"], name
+    )
     assert model_signature(again) == model_signature(config)
 
 
@@ -372,16 +388,31 @@ def test_what_the_fields_say() -> None:
         return family_of(PUBLISHED[name][1]).read_config(PUBLISHED[name][1], {})
 
     llama = read("Llama-3.2-1B")
-    assert llama["use_rope_scaling"] and llama["rope_scaling_factor"] == 32.0 and llama["rotary_base"] == 5e5
+    assert (
+        llama["use_rope_scaling"]
+        and llama["rope_scaling_factor"] == 32.0
+        and llama["rotary_base"] == 5e5
+    )
     assert llama["rope_original_max_position_embeddings"] == 8192 and llama["bf16"]
-    assert read("Llama-2-7B")["rotary_base"] == 1e4 and not read("Llama-2-7B")["group_query_attention"]
+    assert (
+        read("Llama-2-7B")["rotary_base"] == 1e4 and not read("Llama-2-7B")["group_query_attention"]
+    )
     assert read("Mistral-7B-v0.1")["window_size"] == (4095, 0)
     assert read("Qwen2.5-0.5B")["window_size"] is None and read("Qwen2.5-0.5B")["add_qkv_bias"]
     gemma = model_config(read("Gemma-3-1B"), 262144, "Gemma 3")
-    assert gemma.window_of(4) == (511, 0) and gemma.window_of(5) is None and gemma.rotary_base_local == 1e4
-    assert read("Gemma-2-2B")["softmax_scale"] == 1 / 16 and read("Gemma-2-2B")["final_logit_softcapping"] == 30.0
+    assert (
+        gemma.window_of(4) == (511, 0)
+        and gemma.window_of(5) is None
+        and gemma.rotary_base_local == 1e4
+    )
+    assert (
+        read("Gemma-2-2B")["softmax_scale"] == 1 / 16
+        and read("Gemma-2-2B")["final_logit_softcapping"] == 30.0
+    )
     assert read("Qwen3-0.6B")["kv_channels"] == 128 and read("Qwen3-0.6B")["qk_layernorm"]
-    assert read("BLOOM-560M")["ffn_hidden_size"] == 4096 and read("BLOOM-560M")["embedding_layernorm"]
+    assert (
+        read("BLOOM-560M")["ffn_hidden_size"] == 4096 and read("BLOOM-560M")["embedding_layernorm"]
+    )
     assert read("GPT-2")["hidden_dropout"] == 0.1 and read("GPT-2")["bias_gelu_fusion"]
 
 
@@ -395,10 +426,22 @@ SOME_SCALE = {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0}
 @pytest.mark.parametrize(
     ("model", "fields", "message"),
     [
-        (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob = True is not supported, only False is"),
-        (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' .* greedy and group_limited_greedy are"),
+        (
+            DEEPSEEK_V2,
+            {"norm_topk_prob": True},
+            "norm_topk_prob = True is not supported, only False is",
+        ),
+        (
+            DEEPSEEK_V2,
+            {"topk_method": "noaux_tc"},
+            "topk_method = 'noaux_tc' .* greedy and group_limited_greedy are",
+        ),
         (DEEPSEEK_V2, {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported"),
-        (DEEPSEEK, {"first_k_dense_replace": 10**9}, "first_k_dense_replace = 1000000000 .* at most num_hidden_"),
+        (
+            DEEPSEEK,
+            {"first_k_dense_replace": 10**9},
+            "first_k_dense_replace = 1000000000 .* at most num_hidden_",
+        ),
         (
             DEEPSEEK,
             {"rope_scaling": SOME_SCALE},
@@ -411,17 +454,27 @@ SOME_SCALE = {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0}
         ),
     ],
 )
-def test_fields_that_cannot_be_meant(model: dict[str, Any], fields: dict[str, Any], message: str) -> None:
+def test_fields_that_cannot_be_meant(
+    model: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
     hf = model | fields
     with pytest.raises(ValueError, match=message):
         family_of(hf).read_config(hf, {})
 
 
 def test_null_is_none_or_the_default() -> None:
-    nulls = dict.fromkeys(("n_group", "n_shared_experts", "routed_scaling_factor", "first_k_dense_replace"))
+    nulls = dict.fromkeys(
+        ("n_group", "n_shared_experts", "routed_scaling_factor", "first_k_dense_replace")
+    )
     hf = DEEPSEEK | nulls
     read = family_of(hf).read_config(hf, {})
-    assert read["moe_router_num_groups"] is None and read["moe_shared_expert_intermediate_size"] == 0
+    assert (
+        read["moe_router_num_groups"] is None and read["moe_shared_expert_intermediate_size"] == 0
+    )
     assert read["moe_layer_freq"] == 1 and read["moe_router_topk_scaling_factor"] == 1.0
-    hf = PUBLISHED["Qwen2.5-0.5B"][1] | {"use_sliding_window": True, "num_hidden_layers": 30, "max_window_layers": None}
+    hf = PUBLISHED["Qwen2.5-0.5B"][1] | {
+        "use_sliding_window": True,
+        "num_hidden_layers": 30,
+        "max_window_layers": None,
+    }
     assert family_of(hf).read_config(hf, {})["window_attn_skip_freq"] == [0] * 28 + [1] * 2

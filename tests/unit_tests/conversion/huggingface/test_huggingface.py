@@ -16,13 +16,15 @@ from megatron.conversion.formats import Options, is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.source import read_whole
 from tests import ROOT
-from tests.compare import assert_same
-from tests.distributed import DistributedPool
+from tests.support.compare import assert_same
+from tests.support.distributed import DistributedPool
 from tests.unit_tests.conversion.filled_model import model_logits, tensor_parallel_logits
 from tests.unit_tests.conversion.reference_forward import reference_logits
 
 GOLDEN = ROOT / "tests/golden" / "hf"
-READS_NEW_CONFIGS = int(transformers.__version__.split(".")[0]) >= 5  # the golden configs are of transformers 5
+READS_NEW_CONFIGS = (
+    int(transformers.__version__.split(".")[0]) >= 5
+)  # the golden configs are of transformers 5
 MODELS = ("gpt2", "llama", "qwen2")
 
 
@@ -60,7 +62,10 @@ def test_golden_logits_on_two_tensor_parallel_ranks(pool: DistributedPool) -> No
 
 def test_golden_logits_with_sinks() -> None:
     """Of gpt-oss, which the reference does not know."""
-    tokens, expected = (torch.from_numpy(np.load(GOLDEN / f"gpt_oss/{name}.npy")) for name in ("input_ids", "logits"))
+    tokens, expected = (
+        torch.from_numpy(np.load(GOLDEN / f"gpt_oss/{name}.npy"))
+        for name in ("input_ids", "logits")
+    )
     source = HuggingFaceSource(GOLDEN / "gpt_oss")
     for stages in (1, 2):
         assert_close(model_logits(source, tokens, stages), expected, atol=1e-4, rtol=0)
@@ -68,7 +73,9 @@ def test_golden_logits_with_sinks() -> None:
 
 @pytest.mark.parametrize("name", (*MODELS, "gpt_oss"))
 def test_golden_round_trip(name: str, tmp_path: Path) -> None:
-    """Imported and exported again: the same tensors, the same logits, the same configuration to transformers."""
+    """Imported and exported again: the same tensors, the same logits, the same configuration to
+    transformers.
+    """
     assert is_huggingface(GOLDEN / name)
     source = HuggingFaceSource(GOLDEN / name)
     assert source.unused == [] and source.training is None
@@ -81,7 +88,9 @@ def test_golden_round_trip(name: str, tmp_path: Path) -> None:
 
 
 def meaning(directory: Path) -> dict[str, Any]:
-    """What transformers makes of a config.json, less what has two spellings: n_inner null is 4h, say."""
+    """What transformers makes of a config.json, less what has two spellings: n_inner null is 4h,
+    say.
+    """
     spelled_twice = ("_name_or_path", "transformers_version", "n_inner", "max_window_layers")
     config = AutoConfig.from_pretrained(directory).to_dict()
     return {name: value for name, value in config.items() if name not in spelled_twice}
@@ -95,7 +104,9 @@ def test_both_generations_of_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").symlink_to(GOLDEN / "llama" / "config_4x_style.json")
     assert HuggingFaceSource(tmp_path).args == new
-    assert new["tokenizer_type"] == "HuggingFaceTokenizer" and new["tokenizer_model"] == str(tmp_path)
+    assert new["tokenizer_type"] == "HuggingFaceTokenizer" and new["tokenizer_model"] == str(
+        tmp_path
+    )
 
 
 LLAMA3 = {
@@ -107,44 +118,87 @@ LLAMA3 = {
 }
 SMALL = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3}
 SMALL |= {"num_attention_heads": 6, "max_position_embeddings": 64, "initializer_range": 0.3}
-GPT2_SMALL = {"vocab_size": 131, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 40, "initializer_range": 0.3}
-BLOOM_SMALL = {"vocab_size": 131, "hidden_size": 48, "n_layer": 2, "n_head": 6, "initializer_range": 0.3}
+GPT2_SMALL = {
+    "vocab_size": 131,
+    "n_embd": 48,
+    "n_layer": 2,
+    "n_head": 6,
+    "n_positions": 40,
+    "initializer_range": 0.3,
+}
+BLOOM_SMALL = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "n_layer": 2,
+    "n_head": 6,
+    "initializer_range": 0.3,
+}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}
 
 MATRIX = {
     "llama-mha": ("Llama", SMALL),
     "llama-mqa-tied": ("Llama", SMALL | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "llama-gqa-head-dim": ("Llama", SMALL | {"num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-4}),
-    "llama-bias": ("Llama", SMALL | {"num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True}),
+    "llama-gqa-head-dim": (
+        "Llama",
+        SMALL | {"num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-4},
+    ),
+    "llama-bias": (
+        "Llama",
+        SMALL | {"num_key_value_heads": 3, "attention_bias": True, "mlp_bias": True},
+    ),
     "llama3-rope": (
         "Llama",
-        SMALL | {"num_key_value_heads": 2, "head_dim": 16, "rope_theta": 5e5, "rope_scaling": LLAMA3},
+        SMALL
+        | {"num_key_value_heads": 2, "head_dim": 16, "rope_theta": 5e5, "rope_scaling": LLAMA3},
     ),
     "mistral-window": ("Mistral", SMALL | {"num_key_value_heads": 3, "sliding_window": 7}),
-    "mistral-no-window": ("Mistral", SMALL | {"num_key_value_heads": 2, "head_dim": 10, "sliding_window": None}),
-    "phi3-gqa-window": ("Phi3", SMALL | {"num_key_value_heads": 2, "sliding_window": 7, "pad_token_id": 0}),
+    "mistral-no-window": (
+        "Mistral",
+        SMALL | {"num_key_value_heads": 2, "head_dim": 10, "sliding_window": None},
+    ),
+    "phi3-gqa-window": (
+        "Phi3",
+        SMALL | {"num_key_value_heads": 2, "sliding_window": 7, "pad_token_id": 0},
+    ),
     "phi3-partial-rope-tied": (
         "Phi3",
-        SMALL | {"rope_parameters": PARTIAL, "pad_token_id": 0, "tie_word_embeddings": True, "rms_norm_eps": 1e-4},
+        SMALL
+        | {
+            "rope_parameters": PARTIAL,
+            "pad_token_id": 0,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-4,
+        },
     ),
     "qwen2-gqa": ("Qwen2", SMALL | {"num_key_value_heads": 2, "rope_theta": 1e6}),
-    "qwen2-window-tied": ("Qwen2", SMALL | WINDOW | {"num_key_value_heads": 6, "tie_word_embeddings": True}),
+    "qwen2-window-tied": (
+        "Qwen2",
+        SMALL | WINDOW | {"num_key_value_heads": 6, "tie_word_embeddings": True},
+    ),
     "qwen3-head-dim": ("Qwen3", SMALL | {"num_key_value_heads": 3, "head_dim": 20}),
-    "qwen3-window": ("Qwen3", SMALL | WINDOW | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3-window": (
+        "Qwen3",
+        SMALL | WINDOW | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
+    ),
     "gpt2": ("GPT2", GPT2_SMALL),
     "gpt2-erf-inner-untied": (
         "GPT2",
         GPT2_SMALL | {"activation_function": "gelu", "n_inner": 56, "tie_word_embeddings": False},
     ),
     "bloom": ("Bloom", BLOOM_SMALL),
-    "bloom-untied": ("Bloom", BLOOM_SMALL | {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+    "bloom-untied": (
+        "Bloom",
+        BLOOM_SMALL | {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory written by transformers for every row of MATRIX; every parameter is random, in three shards."""
+    """A directory written by transformers for every row of MATRIX; every parameter is random, in
+    three shards.
+    """
     root = tmp_path_factory.mktemp("matrix")
     for number, (name, (family, fields)) in enumerate(MATRIX.items()):
         torch.manual_seed(number)
@@ -158,8 +212,11 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", MATRIX)
 def test_matrix(name: str, matrix: dict[str, Path], tmp_path: Path) -> None:
-    """transformers -> model space (same logits in an independent forward) -> transformers (same tensors and logits)."""
-    original, tokens = matrix[name], torch.randint(131, (2, 29), generator=torch.Generator().manual_seed(3))
+    """transformers -> model space (same logits in an independent forward) -> transformers (same
+    tensors and logits).
+    """
+    original = matrix[name]
+    tokens = torch.randint(131, (2, 29), generator=torch.Generator().manual_seed(3))
     source = HuggingFaceSource(original)
     expected = logits(original, tokens)
     assert_close(reference_logits(source, tokens).float(), expected, atol=1e-4, rtol=1e-5)
@@ -181,6 +238,13 @@ def test_boxes_are_pieces_of_the_whole(name: str, matrix: dict[str, Path]) -> No
         whole = read_whole(source, key)
         for _ in range(5):
             start = [int(random.integers(extent)) for extent in info.shape]
-            shape = tuple(int(random.integers(extent - at)) + 1 for at, extent in zip(start, info.shape, strict=True))
+            shape = tuple(
+                int(random.integers(extent - at)) + 1
+                for at, extent in zip(start, info.shape, strict=True)
+            )
             box = tuple(slice(at, at + extent) for at, extent in zip(start, shape, strict=True))
-            assert torch.equal(source.read(key, tuple(start), shape), whole[box]), (key, start, shape)
+            assert torch.equal(source.read(key, tuple(start), shape), whole[box]), (
+                key,
+                start,
+                shape,
+            )

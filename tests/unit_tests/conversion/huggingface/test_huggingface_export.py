@@ -1,4 +1,6 @@
-"""What an export keeps: main parameters, the optimizer in its sidecar, tokenizers; and what it refuses."""
+"""What an export keeps: main parameters, the optimizer in its sidecar, tokenizers; and what it
+refuses.
+"""
 
 import dataclasses
 import json
@@ -19,9 +21,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.conversion.formats import Hints, Options
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, optimizer_key, read_whole
+from megatron.conversion.model_space.source import (
+    WORD_EMBEDDINGS,
+    Source,
+    optimizer_key,
+    read_whole,
+)
 from tests import GOLDEN
-from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
+from tests.support.memory_source import (
+    BLOOM_ARGS,
+    GPT_ARGS,
+    LLAMA_ARGS,
+    MemorySource,
+    random_source,
+)
 from tests.unit_tests.conversion.reference_forward import reference_logits
 
 LLAMA_GOLDEN = GOLDEN / "hf" / "llama"
@@ -37,8 +50,12 @@ def assert_same_source(found: Source, wanted: Source) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS, BLOOM_ARGS], ids=["llama", "gpt", "bloom"])
-def test_sidecar_restores_everything(args: dict, precision: str, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    """Whatever the dtype of the exported weights, the way back gives weights, optimizer and run to the bit."""
+def test_sidecar_restores_everything(
+    args: dict, precision: str, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Whatever the dtype of the exported weights, the way back gives weights, optimizer and run to
+    the bit.
+    """
     source = random_source(args | {"bf16": precision == "bf16", "lr": 0.003})
     options = Options(optim_sidecar=True, dtype=dtype, max_shard_size=20_000)
     assert write_huggingface(source, tmp_path / "hf", options) == []
@@ -65,21 +82,33 @@ def test_sidecar_of_other_weights_is_refused(tmp_path: Path) -> None:
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] += 1.0
     save_file(weights, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     back = HuggingFaceSource(tmp_path / "hf")
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.linear_fc1\.weight was changed after the export"):
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp\.linear_fc1\.weight was changed after the export"
+    ):
         read_whole(back, optimizer_key("param", "decoder.layers.1.mlp.linear_fc1.weight"))
     without = HuggingFaceSource(tmp_path / "hf", Hints(optimizer=False))
-    assert without.training is None and not any(key.startswith("optimizer.") for key in without.tensors)
+    assert without.training is None and not any(
+        key.startswith("optimizer.") for key in without.tensors
+    )
 
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config | {"rope_theta": 5e5}))
-    with pytest.raises(ValueError, match=r"config\.json was changed after the export \(rotary_base"):
+    with pytest.raises(
+        ValueError, match=r"config\.json was changed after the export \(rotary_base"
+    ):
         HuggingFaceSource(tmp_path / "hf")
 
 
 def test_incomplete_sidecar_is_refused(tmp_path: Path) -> None:
-    write_huggingface(random_source(GPT_ARGS), tmp_path / "hf", dataclasses.replace(SIDECAR, max_shard_size=30_000))
+    write_huggingface(
+        random_source(GPT_ARGS),
+        tmp_path / "hf",
+        dataclasses.replace(SIDECAR, max_shard_size=30_000),
+    )
     next((tmp_path / "hf" / "megatron_state").glob("optimizer-00002-*")).unlink()
-    with pytest.raises(ValueError, match=r"megatron_state lacks optimizer-00002-of-\d+\.safetensors"):
+    with pytest.raises(
+        ValueError, match=r"megatron_state lacks optimizer-00002-of-\d+\.safetensors"
+    ):
         HuggingFaceSource(tmp_path / "hf")
 
 
@@ -89,7 +118,9 @@ def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
     lost = write_huggingface(source, tmp_path / "hf", Options(dtype=torch.float32))
     assert len(lost) == 1 and "--save-optim-sidecar" in lost[0]
     found = load_file(tmp_path / "hf" / "model.safetensors")["model.norm.weight"]
-    assert torch.equal(found, source.values[optimizer_key("param", "decoder.final_layernorm.weight")])
+    assert torch.equal(
+        found, source.values[optimizer_key("param", "decoder.final_layernorm.weight")]
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.dtype == torch.float32
 
@@ -136,7 +167,10 @@ def test_files_are_readable_and_none_is_left_over(tmp_path: Path) -> None:
     [
         ({"position_embedding_type": "none"}, "no position_embedding_type = none"),
         ({"normalization": "LayerNorm"}, "no normalization = LayerNorm"),
-        ({"rotary_percent": 0.5, "qk_layernorm": True}, "no (rotary_percent = 0.5|qk_layernorm = True)"),
+        (
+            {"rotary_percent": 0.5, "qk_layernorm": True},
+            "no (rotary_percent = 0.5|qk_layernorm = True)",
+        ),
         ({"rotary_interleaved": True}, "no rotary_interleaved = True"),
         ({"apply_layernorm_1p": True}, "no apply_layernorm_1p = True"),
         ({"swiglu": False, "quick_geglu": True}, "quick_geglu = True"),
@@ -146,7 +180,9 @@ def test_files_are_readable_and_none_is_left_over(tmp_path: Path) -> None:
         ({"window_size": (7, 2)}, r"no window_size = \(7, 2\)"),
     ],
 )
-def test_models_that_transformers_lacks_are_refused(change: dict, reason: str, tmp_path: Path) -> None:
+def test_models_that_transformers_lacks_are_refused(
+    change: dict, reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=f"none of the supported models .*{reason}"):
         write_huggingface(random_source(LLAMA_ARGS | change), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
@@ -159,35 +195,53 @@ def test_models_that_transformers_lacks_are_refused(change: dict, reason: str, t
         ({"hf_model_type": "mistral"}, "mistral"),
         ({"hf_model_type": "qwen2"}, "llama"),
         ({"window_size": (7, 0)}, "mistral"),
-        ({"num_attention_heads": 6, "kv_channels": 8}, "mistral"),  # Llama's heads must divide the hidden size
+        (
+            {"num_attention_heads": 6, "kv_channels": 8},
+            "mistral",
+        ),  # Llama's heads must divide the hidden size
         ({"rotary_percent": 0.5}, "phi3"),
         ({"add_qkv_bias": True}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
         ({"add_bias_linear": True, "use_rope_scaling": True}, "llama"),
     ],
 )
-def test_the_family_is_chosen_by_what_the_model_computes(change: dict, family: str, tmp_path: Path) -> None:
+def test_the_family_is_chosen_by_what_the_model_computes(
+    change: dict, family: str, tmp_path: Path
+) -> None:
     source = random_source(LLAMA_ARGS | change, optimizer=False)
     write_huggingface(source, tmp_path / "hf")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", attn_implementation="eager"
+    ).eval()
     assert model.config.model_type == family
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
-        assert_close(model(tokens).logits, reference_logits(source, tokens).float(), atol=1e-4, rtol=1e-5)
+        assert_close(
+            model(tokens).logits, reference_logits(source, tokens).float(), atol=1e-4, rtol=1e-5
+        )
 
 
 def test_incomplete_sources_are_refused(tmp_path: Path) -> None:
     source = random_source(LLAMA_ARGS)
-    lacking = MemorySource(source.args, {k: v for k, v in source.values.items() if "layers.1.mlp.linear_fc2" not in k})
+    lacking = MemorySource(
+        source.args, {k: v for k, v in source.values.items() if "layers.1.mlp.linear_fc2" not in k}
+    )
     with pytest.raises(ValueError, match=r"lacks decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
         write_huggingface(lacking, tmp_path / "hf")
     other = MemorySource(source.args | {"num_query_groups": 4}, source.values)
-    with pytest.raises(ValueError, match=r"linear_qkv\.weight has shape \(64, 32\), its arguments make it \(96, 32\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"linear_qkv\.weight has shape \(64, 32\), its arguments make it \(96, 32\)",
+    ):
         write_huggingface(other, tmp_path / "hf")
-    nameless = MemorySource({k: v for k, v in source.args.items() if k != "num_attention_heads"}, source.values)
+    nameless = MemorySource(
+        {k: v for k, v in source.args.items() if k != "num_attention_heads"}, source.values
+    )
     with pytest.raises(ValueError, match="give --num-attention-heads"):
         write_huggingface(nameless, tmp_path / "hf")
-    with pytest.raises(ValueError, match=r"has no optimizer\.state\.exp_avg\..*: --save-optim-sidecar needs"):
+    with pytest.raises(
+        ValueError, match=r"has no optimizer\.state\.exp_avg\..*: --save-optim-sidecar needs"
+    ):
         write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "hf", SIDECAR)
     assert not (tmp_path / "hf").exists()
 
@@ -212,11 +266,17 @@ def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
     for name in names:
         assert (tmp_path / "hf" / name).read_bytes() == (LLAMA_GOLDEN / name).read_bytes()
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (256, 257, None)
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (
+        256,
+        257,
+        None,
+    )
     if int(transformers.__version__.split(".")[0]) >= 5:  # the golden tokenizer is
         assert AutoTokenizer.from_pretrained(tmp_path / "hf")("Hi").input_ids[-2:] == [72, 105]
 
-    elsewhere = random_source(LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "gone")}, optimizer=False)
+    elsewhere = random_source(
+        LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "gone")}, optimizer=False
+    )
     assert "give --tokenizer" in write_huggingface(elsewhere, tmp_path / "two")[0]
     write_huggingface(elsewhere, tmp_path / "three", Options(tokenizer=LLAMA_GOLDEN))
     assert (tmp_path / "three" / "tokenizer.json").exists()
@@ -225,15 +285,31 @@ def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_tokenizer_travels_along(prefix: bool, tmp_path: Path) -> None:
     processor = train_sentencepiece(
-        tmp_path, normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=prefix
+        tmp_path,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix,
     )
-    args = LLAMA_ARGS | {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(tmp_path / "t.model")}
+    args = LLAMA_ARGS | {
+        "tokenizer_type": "SentencePieceTokenizer",
+        "tokenizer_model": str(tmp_path / "t.model"),
+    }
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
     assert write_huggingface(source, tmp_path / "hf", Options(trusted=(tmp_path,))) == []
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["bos_token_id"], config["eos_token_id"]) == (processor.bos_id(), processor.eos_id())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (
+        processor.bos_id(),
+        processor.eos_id(),
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    for text in ("the dog sat on the cat", "  while\n    the dog  ran ", " ", "", "\n\n", "\u00e9 \u4e2d"):
+    for text in (
+        "the dog sat on the cat",
+        "  while\n    the dog  ran ",
+        " ",
+        "",
+        "\n\n",
+        "\u00e9 \u4e2d",
+    ):
         assert tokenizer(text).input_ids == processor.encode(text)
         assert tokenizer.decode(processor.encode(text)) == processor.decode(processor.encode(text))
 
@@ -243,7 +319,10 @@ def test_a_normalizing_sentencepiece_model_is_named(tmp_path: Path) -> None:
     args = LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "t.model")}
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
     given = Options(tokenizer=tmp_path / "t.model")
-    assert "would not split text as its SentencePiece model" in write_huggingface(source, tmp_path / "hf", given)[0]
+    assert (
+        "would not split text as its SentencePiece model"
+        in write_huggingface(source, tmp_path / "hf", given)[0]
+    )
     assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (tmp_path / "t.model").read_bytes()
 
 
@@ -265,7 +344,10 @@ def test_gpt2_tokenizer_travels_along(tmp_path: Path) -> None:
     vocab = {"<|endoftext|>": 66} | {chr(97 + i): i for i in range(26)} | {"ab": 26}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
-    args = GPT_ARGS | {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    args = GPT_ARGS | {
+        "vocab_file": str(tmp_path / "vocab.json"),
+        "merge_file": str(tmp_path / "merges.txt"),
+    }
     trusted = Options(trusted=(tmp_path,))
     write_huggingface(random_source(args, optimizer=False), tmp_path / "hf", trusted)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("abc").input_ids == [26, 2]
@@ -273,5 +355,6 @@ def test_gpt2_tokenizer_travels_along(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "hf")
     (tmp_path / "merges.txt").unlink()
     assert (
-        "merges.txt is not here" in write_huggingface(random_source(args, optimizer=False), tmp_path / "hf", trusted)[0]
+        "merges.txt is not here"
+        in write_huggingface(random_source(args, optimizer=False), tmp_path / "hf", trusted)[0]
     )

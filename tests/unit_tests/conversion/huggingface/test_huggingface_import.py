@@ -17,7 +17,7 @@ from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
 from megatron.core.transformer.transformer_config import deciding_fields
 from megatron.training.checkpoint.resume import check_same_model
 from megatron.training.config.run_config import stored_args
-from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
+from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.reference_forward import reference_logits
 
 TOKENS = torch.arange(20).view(2, 10)
@@ -38,7 +38,9 @@ def gpt2(tmp_path: Path) -> Path:
 def edit_config(directory: Path, **changes: Any) -> None:
     """Change fields of config.json; None removes one."""
     config = json.loads((directory / "config.json").read_text()) | changes
-    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    (directory / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v is not None})
+    )
 
 
 def edit_weights(directory: Path, rename: Any = None, **changes: torch.Tensor) -> None:
@@ -49,21 +51,35 @@ def edit_weights(directory: Path, rename: Any = None, **changes: torch.Tensor) -
 
 
 def test_names_without_prefix_and_buffers(gpt2: Path) -> None:
-    """The original GPT-2 on the hub: names of the base model, masks stored as buffers, a copy of the tied head."""
+    """The original GPT-2 on the hub: names of the base model, masks stored as buffers, a copy of
+    the tied head.
+    """
     whole = read_whole(HuggingFaceSource(gpt2), "decoder.layers.1.mlp.linear_fc1.weight")
     embedding = load_file(gpt2 / "model.safetensors")["transformer.wte.weight"]
     extra = {
         "transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4),
         "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
     }
-    edit_weights(gpt2, lambda name: name.removeprefix("transformer."), **extra, **{"lm_head.weight": embedding.clone()})
-    edit_config(gpt2, n_ctx=40, task_specific_params={"text-generation": {"do_sample": True}}, summary_type="cls_index")
+    edit_weights(
+        gpt2,
+        lambda name: name.removeprefix("transformer."),
+        **extra,
+        **{"lm_head.weight": embedding.clone()},
+    )
+    edit_config(
+        gpt2,
+        n_ctx=40,
+        task_specific_params={"text-generation": {"do_sample": True}},
+        summary_type="cls_index",
+    )
     source = HuggingFaceSource(gpt2)
     assert source.unused == ["h.0.attn.bias", "h.0.attn.masked_bias", "lm_head.weight"]
     assert torch.equal(read_whole(source, "decoder.layers.1.mlp.linear_fc1.weight"), whole)
 
     edit_weights(gpt2, **{"lm_head.weight": embedding + 1})
-    with pytest.raises(ValueError, match=r"ties the head to the embedding, but lm_head\.weight differs"):
+    with pytest.raises(
+        ValueError, match=r"ties the head to the embedding, but lm_head\.weight differs"
+    ):
         HuggingFaceSource(gpt2)
 
 
@@ -91,19 +107,40 @@ def test_a_pickle_that_runs_code_is_refused(gpt2: Path) -> None:
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_attention_bias_without_mlp_bias(family: str, tmp_path: Path) -> None:
     """The model has both biases or none: the missing ones are zero, and can be left out again."""
-    fields = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
-    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_bias": True, "initializer_range": 0.3}
-    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**fields)).eval()
+    fields = {
+        "vocab_size": 67,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    fields |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "initializer_range": 0.3,
+    }
+    model = AutoModelForCausalLM.from_config(
+        getattr(transformers, f"{family}Config")(**fields)
+    ).eval()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "in")
     source = HuggingFaceSource(tmp_path / "in")
-    assert source.args["add_bias_linear"] and not read_whole(source, "decoder.layers.0.mlp.linear_fc1.bias").any()
+    assert (
+        source.args["add_bias_linear"]
+        and not read_whole(source, "decoder.layers.0.mlp.linear_fc1.bias").any()
+    )
     with torch.no_grad():
         expected = model(TOKENS).logits
         assert_close(reference_logits(source, TOKENS).float(), expected, atol=1e-4, rtol=0)
         write_huggingface(source, tmp_path / "out")
-        assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "out")(TOKENS).logits, expected, atol=1e-5, rtol=0)
+        assert_close(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "out")(TOKENS).logits,
+            expected,
+            atol=1e-5,
+            rtol=0,
+        )
 
 
 def test_q_k_v_of_different_dtypes_are_promoted(llama: Path) -> None:
@@ -126,21 +163,54 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "beta_fast": 4.0}}, "no 'factor': give --rotary-scaling-factor"),
-        ({"rope_scaling": {"rope_type": "yarn", "attention_factor": 2.0}}, "'yarn' with .* is not understood"),
-        ({"rope_scaling": {"type": "linear"}}, "no 'factor': give --rotary-seq-len-interpolation-factor"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no 'low_freq_factor': give --rope-low-freq-factor"),
-        ({"rope_parameters": {"rope_theta": 5e5}}, r"has rope_theta = 10000\.0 and 500000\.0: remove the wrong one"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope type 'longrope' is not supported",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "beta_fast": 4.0}},
+            "no 'factor': give --rotary-scaling-factor",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "attention_factor": 2.0}},
+            "'yarn' with .* is not understood",
+        ),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "no 'factor': give --rotary-seq-len-interpolation-factor",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope type 'dynamic'",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "no 'low_freq_factor': give --rope-low-freq-factor",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}},
+            r"has rope_theta = 10000\.0 and 500000\.0: remove the wrong one",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, r"with \['full_attention'\] is not understood"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            r"with \['full_attention'\] is not understood",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types \['sliding_attention'\]"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types \['sliding_attention'\]",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config has no 'quant_method'"),
-        ({"logit_scale": 0.1, "no_rope_layers": [1]}, "--hf-ignore-fields logit_scale no_rope_layers"),
+        (
+            {"logit_scale": 0.1, "no_rope_layers": [1]},
+            "--hf-ignore-fields logit_scale no_rope_layers",
+        ),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
-        ({"model_type": "phi"}, "model_type 'phi' is not supported; supported are llama, mistral, phi3, qwen2"),
+        (
+            {"model_type": "phi"},
+            "model_type 'phi' is not supported; supported are llama, mistral, phi3, qwen2",
+        ),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             "LlamaForSequenceClassification is not LlamaForCausalLM",
@@ -149,9 +219,18 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
         ({"hidden_size": None}, "no 'hidden_size': give --hidden-size"),
         ({"num_hidden_layers": None}, "no 'num_hidden_layers': give --num-layers"),
         ({"num_hidden_layers": 3}, r"lack model\.layers\.2\..*config\.json calls for"),
-        ({"intermediate_size": 40}, r"gate_proj\.weight has shape \[48, 32\], but config\.json makes it \[40, 32\]"),
-        ({"vocab_size": 68}, r"embed_tokens\.weight has shape \[67, 32\], but config\.json makes it \[68, 32\]"),
-        ({"num_key_value_heads": 3}, "--num-attention-heads 4 is not a multiple of --num-query-groups 3"),
+        (
+            {"intermediate_size": 40},
+            r"gate_proj\.weight has shape \[48, 32\], but config\.json makes it \[40, 32\]",
+        ),
+        (
+            {"vocab_size": 68},
+            r"embed_tokens\.weight has shape \[67, 32\], but config\.json makes it \[68, 32\]",
+        ),
+        (
+            {"num_key_value_heads": 3},
+            "--num-attention-heads 4 is not a multiple of --num-query-groups 3",
+        ),
     ],
 )
 def test_llama_configs_that_are_refused(fields: dict[str, Any], reason: str, llama: Path) -> None:
@@ -163,7 +242,10 @@ def test_llama_configs_that_are_refused(fields: dict[str, Any], reason: str, lla
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not supported"),
+        (
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx = True is not supported",
+        ),
         ({"scale_attn_weights": False}, "scale_attn_weights = False is not supported"),
         ({"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn = True is not supported"),
         ({"activation_function": "relu"}, "activation_function = 'relu' is not supported"),
@@ -208,7 +290,11 @@ def test_damaged_directories(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"lacks 1 of {len(shards)} shards: {shards[1].name}"):
         HuggingFaceSource(tmp_path / "shards")
     data = (tmp_path / "away").read_bytes()
-    for size, reason in ((len(data) - 5, "truncated or damaged"), (20, "truncated or no"), (3, "truncated or no")):
+    for size, reason in (
+        (len(data) - 5, "truncated or damaged"),
+        (20, "truncated or no"),
+        (3, "truncated or no"),
+    ):
         shards[1].write_bytes(data[:size])
         with pytest.raises(ValueError, match=rf"{shards[1].name}.*{reason}"):
             HuggingFaceSource(tmp_path / "shards")
@@ -230,7 +316,9 @@ def test_damaged_directories(llama: Path, tmp_path: Path) -> None:
 
 def test_matrices_of_8_bits_with_scales(tmp_path: Path) -> None:
     """As DeepSeek-V3's, from any box; blocks at the edges are smaller."""
-    write_huggingface(random_source(LLAMA_ARGS | {"bf16": True, "ffn_hidden_size": 40}, optimizer=False), tmp_path)
+    write_huggingface(
+        random_source(LLAMA_ARGS | {"bf16": True, "ffn_hidden_size": 40}, optimizer=False), tmp_path
+    )
     plain = load_file(tmp_path / "model.safetensors")
     stored = dict(plain)
     for name in [name for name in plain if name.endswith("_proj.weight")]:
@@ -241,11 +329,19 @@ def test_matrices_of_8_bits_with_scales(tmp_path: Path) -> None:
         stored[f"{name}_scale_inv"] = scales
         plain[name] = (stored[name].float() * spread).bfloat16()
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    quantized = {"quant_method": "fp8", "weight_block_size": [16, 12], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    quantized = {
+        "quant_method": "fp8",
+        "weight_block_size": [16, 12],
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+    }
     edit_config(tmp_path, quantization_config=quantized)
     source = HuggingFaceSource(tmp_path)
-    assert source.unused == [] and {info.dtype for info in source.tensors.values()} == {torch.bfloat16}
-    key, name = "decoder.layers.1.mlp.linear_fc2.weight", "model.layers.1.mlp.down_proj.weight"
+    assert source.unused == [] and {info.dtype for info in source.tensors.values()} == {
+        torch.bfloat16
+    }
+    key = "decoder.layers.1.mlp.linear_fc2.weight"
+    name = "model.layers.1.mlp.down_proj.weight"
     assert torch.equal(read_whole(source, key), plain[name])
     assert torch.equal(source.read(key, (7, 5), (20, 17)), plain[name][7:27, 5:22])
 
@@ -253,29 +349,48 @@ def test_matrices_of_8_bits_with_scales(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "ignored", "reason"),
     [
-        ({"quant_method": "mxfp4"}, (), "quantization_config of 'mxfp4' is not supported, only fp8 .* dequantize=True"),
+        (
+            {"quant_method": "mxfp4"},
+            (),
+            "quantization_config of 'mxfp4' is not supported, only fp8 .* dequantize=True",
+        ),
         ({"quant_method": "fp8"}, (), "only fp8 with weight_block_size is"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 16]}, (), r"weight_block_size\[0\] is 0, but must be"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [0, 16]},
+            (),
+            r"weight_block_size\[0\] is 0, but must be",
+        ),
         (
             {"quant_method": "fp8", "weight_block_size": [8, 16]},
             (),
             r"scales in torch\.float32 of shape \[3, 2\], .* \[6, 2\]",
         ),
         ("x", (), "quantization_config is 'x', but must be a dictionary"),
-        ({"quant_method": "fp8"}, ("quantization_config",), r"has dtype torch\.float8_e4m3fn: weights must be"),
+        (
+            {"quant_method": "fp8"},
+            ("quantization_config",),
+            r"has dtype torch\.float8_e4m3fn: weights must be",
+        ),
     ],
 )
-def test_other_quantized_weights_are_refused(change: Any, ignored: tuple[str, ...], reason: str, llama: Path) -> None:
+def test_other_quantized_weights_are_refused(
+    change: Any, ignored: tuple[str, ...], reason: str, llama: Path
+) -> None:
     """Without their scales they would be read as a different model."""
     name = "model.layers.1.mlp.up_proj.weight"
-    edit_weights(llama, **{name: torch.ones(48, 32).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(3, 2)})
+    edit_weights(
+        llama,
+        **{name: torch.ones(48, 32).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(3, 2)},
+    )
     edit_config(llama, quantization_config=change)
     with pytest.raises(ValueError, match=reason):
         HuggingFaceSource(llama, Hints(ignored_fields=ignored))
 
 
 def test_a_run_is_compared_with_all_that_decides_the_model(llama: Path) -> None:
-    """Also with what config.json has no field for: softcapping in a run that loads a Llama is other mathematics."""
+    """Also with what config.json has no field for: softcapping in a run that loads a Llama is other
+    mathematics.
+    """
     source = HuggingFaceSource(llama)
     assert {field.name for field in deciding_fields()} <= source.args.keys()
     flags = source.args | {"attn_logit_softcapping": 30.0}

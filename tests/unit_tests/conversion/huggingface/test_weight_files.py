@@ -25,7 +25,9 @@ TENSORS = {
 def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "a.safetensors")
     stored = open_safetensors(tmp_path / "a.safetensors")
-    assert {name: t[:2] for name, t in stored.items()} == {name: (t.shape, t.dtype) for name, t in TENSORS.items()}
+    assert {name: t[:2] for name, t in stored.items()} == {
+        name: (t.shape, t.dtype) for name, t in TENSORS.items()
+    }
     for name, tensor in TENSORS.items():
         whole = stored[name].read((0,) * tensor.dim(), tuple(tensor.shape))
         assert whole.dtype == tensor.dtype and torch.equal(whole.float(), tensor.float())
@@ -81,7 +83,12 @@ def test_boxes(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_sizes() -> None:
-    assert [parse_size(s) for s in ("5GB", "1.5MB", "2 KiB", "77")] == [5 * 10**9, 1_500_000, 2048, 77]
+    assert [parse_size(s) for s in ("5GB", "1.5MB", "2 KiB", "77")] == [
+        5 * 10**9,
+        1_500_000,
+        2048,
+        77,
+    ]
     for bad in ("5 GiGs", "0", "-1MB", "", "MB", "inf", "1e400GB"):
         with pytest.raises(ValueError, match="--max-shard-size"):
             parse_size(bad)

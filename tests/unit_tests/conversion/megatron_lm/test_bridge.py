@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron-Bridge: the arguments are found in its configuration, and nothing else is taken for one."""
+"""Checkpoints of Megatron-Bridge: the arguments are found in its configuration, and nothing else is
+taken for one.
+"""
 
 import contextlib
 import itertools
@@ -29,22 +31,34 @@ def changed(tmp_path: Path, **model: object) -> Path:
 
 
 def test_it_is_the_hugging_face_model_that_bridge_began_with(tmp_path: Path) -> None:
-    source, model = open_checkpoint(GOLDEN / "checkpoint"), open_checkpoint(GOLDEN / "hf")
+    source = open_checkpoint(GOLDEN / "checkpoint")
+    model = open_checkpoint(GOLDEN / "hf")
     assert source.tensors == model.tensors and source.unused == []
-    assert all(torch.equal(read_whole(source, key), read_whole(model, key)) for key in model.tensors)
+    assert all(
+        torch.equal(read_whole(source, key), read_whole(model, key)) for key in model.tensors
+    )
     convert(GOLDEN / "checkpoint", tmp_path / "hf", "hf", verify=True)
     assert compare(source, open_checkpoint(tmp_path / "hf")) == len(model.tensors) == 27
     # transformers opens the export, tokenizer included
-    assert (tmp_path / "hf/tokenizer.json").read_bytes() == (GOLDEN / "hf/tokenizer.json").read_bytes()
+    assert (tmp_path / "hf/tokenizer.json").read_bytes() == (
+        GOLDEN / "hf/tokenizer.json"
+    ).read_bytes()
 
 
 def test_counters_are_those_of_the_train_state(tmp_path: Path) -> None:
     root = changed(tmp_path)
     counters = {"step": 7, "consumed_train_samples": 56, "consumed_valid_samples": 8}
-    torch.save({name: torch.tensor(value) for name, value in counters.items()}, root / "iter_0000000/train_state.pt")
+    torch.save(
+        {name: torch.tensor(value) for name, value in counters.items()},
+        root / "iter_0000000/train_state.pt",
+    )
     training = open_checkpoint(root).training
     assert training is not None
-    assert (training.iteration, training.consumed_train_samples, training.consumed_valid_samples) == (7, 56, 8)
+    assert (
+        training.iteration,
+        training.consumed_train_samples,
+        training.consumed_valid_samples,
+    ) == (7, 56, 8)
 
 
 def test_patterns_of_layers_are_lists(tmp_path: Path) -> None:
@@ -61,28 +75,47 @@ def test_patterns_of_layers_are_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("num_moe_experts", 8, r"lacks decoder.layers.0.pre_mlp_layernorm.weight, which its arguments call for"),
+        (
+            "num_moe_experts",
+            8,
+            r"lacks decoder.layers.0.pre_mlp_layernorm.weight, which its arguments call for",
+        ),
         ("fp32_residual_connection", True, "fp32_residual_connection = True"),
         ("gated_linear_unit", False, "its activation is torch.nn.functional.silu"),
-        ("activation_func", {"_target_": "megatron.core.activations.squared_relu"}, "gated megatron.core.activations"),
-        ("params_dtype", {"_target_": "torch.float8_e4m3fn"}, "weights of float8_e4m3fn are not supported"),
+        (
+            "activation_func",
+            {"_target_": "megatron.core.activations.squared_relu"},
+            "gated megatron.core.activations",
+        ),
+        (
+            "params_dtype",
+            {"_target_": "torch.float8_e4m3fn"},
+            "weights of float8_e4m3fn are not supported",
+        ),
     ],
 )
-def test_other_models_are_refused_by_name(tmp_path: Path, name: str, value: object, message: str) -> None:
+def test_other_models_are_refused_by_name(
+    tmp_path: Path, name: str, value: object, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         open_checkpoint(changed(tmp_path, **{name: value}))
 
 
-@pytest.mark.parametrize("text", ["", "model: [1]", "model: {a: !!python/object/apply:os.getcwd []}", "\x00", "a: {"])
+@pytest.mark.parametrize(
+    "text", ["", "model: [1]", "model: {a: !!python/object/apply:os.getcwd []}", "\x00", "a: {"]
+)
 def test_a_damaged_configuration_is_named(tmp_path: Path, text: str) -> None:
     root = changed(tmp_path)
     (root / CONFIG).write_text(text)
-    with pytest.raises(CheckpointError, match="run_config.yaml is not the configuration of a model"):
+    with pytest.raises(
+        CheckpointError, match="run_config.yaml is not the configuration of a model"
+    ):
         open_checkpoint(root)
 
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{name}: &{name} [{','.join([f'*{before}'] * 8)}]\n" for before, name in itertools.pairwise("abcdefghi")
+    f"{name}: &{name} [{','.join([f'*{before}'] * 8)}]\n"
+    for before, name in itertools.pairwise("abcdefghi")
 )
 
 
@@ -94,13 +127,17 @@ def test_aliases_of_aliases_are_not_unfolded(tmp_path: Path, line: str) -> None:
     root = changed(tmp_path)
     config = yaml.safe_load((root / CONFIG).read_text())
     del config["model"][line.partition(":")[0]]
-    text = yaml.safe_dump(config, default_flow_style=False).replace("model:\n", f"model:\n  {line}\n", 1)
+    text = yaml.safe_dump(config, default_flow_style=False).replace(
+        "model:\n", f"model:\n  {line}\n", 1
+    )
     (root / CONFIG).write_text(BOMB + text)
     with contextlib.suppress(ValueError):
         assert len(str(open_checkpoint(root).args)) < 10**5
 
 
-@pytest.mark.parametrize("text", ["model: {1: 2}", "model: " + "[" * 5000, "model: {a: " + "x" * (4 << 20) + "}"])
+@pytest.mark.parametrize(
+    "text", ["model: {1: 2}", "model: " + "[" * 5000, "model: {a: " + "x" * (4 << 20) + "}"]
+)
 def test_a_configuration_beyond_reason_is_named(tmp_path: Path, text: str) -> None:
     root = changed(tmp_path)
     (root / CONFIG).write_text(text)

@@ -1,4 +1,6 @@
-"""The empty entries for Megatron-core: all that Megatron-LM's own checkpoints have, and Transformer Engine's."""
+"""The empty entries for Megatron-core: all that Megatron-LM's own checkpoints have, and Transformer
+Engine's.
+"""
 
 import re
 
@@ -24,14 +26,21 @@ def test_every_entry_of_megatron_lm_is_there():
         if (match := re.fullmatch(stacked, key))
     }
     ours = set(extra_states(TorchDistSource(CASE).tensors))
-    more = {key for key in ours if re.match(TRANSFORMER_ENGINE, key.removesuffix("._extra_state/shard_0_1"))}
+    more = {
+        key
+        for key in ours
+        if re.match(TRANSFORMER_ENGINE, key.removesuffix("._extra_state/shard_0_1"))
+    }
     assert theirs and ours - more == theirs
     assert len(more) == 4 + 1, "attention in each of four layers, and the last norm"
     assert all(is_extra_state(key) for key in ours)
 
 
 def test_norms_of_queries_and_keys_have_one_optimizer_tensors_have_none():
-    keys = ["decoder.layers.7.self_attention.q_layernorm.weight", "decoder.layers.7.mlp.linear_fc1.layer_norm_weight"]
+    keys = [
+        "decoder.layers.7.self_attention.q_layernorm.weight",
+        "decoder.layers.7.mlp.linear_fc1.layer_norm_weight",
+    ]
     keys += ["optimizer.state.param.decoder.layers.7.mlp.linear_fc1.weight", "output_layer.weight"]
     (entry,) = extra_states(keys).values()
     assert entry.key == "decoder.layers.7.self_attention.q_layernorm._extra_state/shard_0_1"

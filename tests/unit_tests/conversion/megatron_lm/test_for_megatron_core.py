@@ -1,4 +1,6 @@
-"""What Megatron-core and Megatron-Bridge ask of our files beyond the tensors: arguments, names, stacked layers."""
+"""What Megatron-core and Megatron-Bridge ask of our files beyond the tensors: arguments, names,
+stacked layers.
+"""
 
 import re
 from pathlib import Path
@@ -14,7 +16,7 @@ from megatron.core.dist_checkpointing import CheckpointError, load_common, read_
 from megatron.training.checkpoint.checkpointing import make_namespace
 from megatron.training.config.run_config import parse_args
 from tests import ROOT
-from tests.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
+from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm/mcore_0.19.2/llama_fp32_tp2pp2"
 
@@ -30,17 +32,25 @@ READ_BY_BRIDGE = (
 
 
 @pytest.mark.parametrize("args", [LLAMA_ARGS | {"bf16": True}, GPT_ARGS], ids=["llama", "gpt2"])
-def test_a_converted_checkpoint_has_the_arguments_that_bridge_reads(tmp_path: Path, args: dict) -> None:
+def test_a_converted_checkpoint_has_the_arguments_that_bridge_reads(
+    tmp_path: Path, args: dict
+) -> None:
     write_torch_dist(random_source(args), tmp_path / "run")
     stored = vars(load_common(tmp_path / "run")["args"])
     assert [name for name in READ_BY_BRIDGE if name not in stored] == []
     assert stored["params_dtype"] == (torch.bfloat16 if args.get("bf16") else torch.float32)
-    assert stored["num_layers"] == 2 and stored["num_experts"] is None and stored["cp_comm_type"] == ["p2p"]
+    assert (
+        stored["num_layers"] == 2
+        and stored["num_experts"] is None
+        and stored["cp_comm_type"] == ["p2p"]
+    )
     assert not stored["no_persist_layer_norm"]
 
 
 def test_local_layers_have_norms_that_do_not_persist(tmp_path: Path) -> None:
-    """megatron-core's local layers without Apex refuse the others, so Bridge could not build the model."""
+    """megatron-core's local layers without Apex refuse the others, so Bridge could not build the
+    model.
+    """
     write_torch_dist(random_source(LLAMA_ARGS | {"transformer_impl": "local"}), tmp_path / "run")
     assert vars(load_common(tmp_path / "run")["args"])["no_persist_layer_norm"]
 
@@ -48,31 +58,56 @@ def test_local_layers_have_norms_that_do_not_persist(tmp_path: Path) -> None:
 def test_so_has_one_of_a_run() -> None:
     flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
     flags += "--micro-batch-size 1 --lr 1 --train-iters 1 --tokenizer-type NullTokenizer --vocab-size 60 --mock-data"
-    stored = vars(make_namespace(parse_args(flags.split(), 1).flags(), {"params_dtype": torch.float32}))
+    stored = vars(
+        make_namespace(parse_args(flags.split(), 1).flags(), {"params_dtype": torch.float32})
+    )
     assert [name for name in READ_BY_BRIDGE if name not in stored] == []
 
 
 def test_stacked_layers_are_those_that_megatron_core_writes(tmp_path: Path) -> None:
     """Same keys, shapes and objects as its own file of this state, generators aside."""
     theirs = GOLDEN / "torch_dist_fully_reshardable"
-    convert(GOLDEN / "legacy", tmp_path / "out", "torch_dist", options=Options(stacked_layers=True), verify=True)
+    convert(
+        GOLDEN / "legacy",
+        tmp_path / "out",
+        "torch_dist",
+        options=Options(stacked_layers=True),
+        verify=True,
+    )
     ours, golden = (read_metadata(root / "iter_0000005") for root in (tmp_path / "out", theirs))
-    shapes = [{key: tensor.shape for key, tensor in metadata.tensors.items()} for metadata in (ours, golden)]
+    shapes = [
+        {key: tensor.shape for key, tensor in metadata.tensors.items()}
+        for metadata in (ours, golden)
+    ]
     assert shapes[0] == shapes[1]
     wanted = {key for key in golden.objects if "_extra_state" in key}
     assert wanted and wanted <= ours.objects.keys()
     assert not any(re.search(r"layers\.\d", key) for key in [*ours.tensors, *ours.objects])
     common = load_common(tmp_path / "out/iter_0000005")
     assert "non_homogeneous_layers" not in common["content_metadata"]
-    assert compare(open_checkpoint(theirs), open_checkpoint(tmp_path / "out")) == len(open_checkpoint(theirs).tensors)
+    assert compare(open_checkpoint(theirs), open_checkpoint(tmp_path / "out")) == len(
+        open_checkpoint(theirs).tensors
+    )
 
 
 def test_legacy_names_are_those_of_the_chosen_modules(tmp_path: Path) -> None:
     golden = "iter_0000005/mp_rank_01_000/model_optim_rng.pt"
-    convert(GOLDEN / "legacy", tmp_path / "te", "legacy", options=Options(transformer_impl="transformer_engine"))
-    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in safe_load(tmp_path / "te" / golden)["model"]
-    convert(tmp_path / "te", tmp_path / "local", "legacy", options=Options(transformer_impl="local"))
-    back, first = (safe_load(root / golden)["model"] for root in (tmp_path / "local", GOLDEN / "legacy"))
+    convert(
+        GOLDEN / "legacy",
+        tmp_path / "te",
+        "legacy",
+        options=Options(transformer_impl="transformer_engine"),
+    )
+    assert (
+        "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
+        in safe_load(tmp_path / "te" / golden)["model"]
+    )
+    convert(
+        tmp_path / "te", tmp_path / "local", "legacy", options=Options(transformer_impl="local")
+    )
+    back, first = (
+        safe_load(root / golden)["model"] for root in (tmp_path / "local", GOLDEN / "legacy")
+    )
     assert list(back) == list(first)
     assert all(torch.equal(back[name], first[name]) for name in first if first[name] is not None)
 
@@ -80,5 +115,7 @@ def test_legacy_names_are_those_of_the_chosen_modules(tmp_path: Path) -> None:
 def test_a_checkpoint_of_megatron_fsdp_is_refused_by_name(tmp_path: Path) -> None:
     state = {"model.module.decoder.layers.0.mlp.linear_fc1.weight_w": torch.ones(4, 4)}
     dcp.save(state, checkpoint_id=tmp_path / "fsdp")
-    with pytest.raises(CheckpointError, match=r"Megatron-FSDP \(fsdp_dtensor, .* save that run with --ckpt-format"):
+    with pytest.raises(
+        CheckpointError, match=r"Megatron-FSDP \(fsdp_dtensor, .* save that run with --ckpt-format"
+    ):
         open_checkpoint(tmp_path / "fsdp")

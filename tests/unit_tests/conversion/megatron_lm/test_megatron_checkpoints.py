@@ -1,4 +1,6 @@
-"""Checkpoints that Megatron-LM wrote: all forms of one state agree bitwise, and what we write is what it would have."""
+"""Checkpoints that Megatron-LM wrote: all forms of one state agree bitwise, and what we write is
+what it would have.
+"""
 
 from argparse import Namespace
 from pathlib import Path
@@ -14,13 +16,21 @@ from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import read_whole
-from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, safe_load, save
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    ShardedTensor,
+    load_common,
+    safe_load,
+    save,
+)
 from tests import ROOT
-from tests.compare import assert_same, read_all
-from tests.memory_source import LLAMA_ARGS, random_source
+from tests.support.compare import assert_same, read_all
+from tests.support.memory_source import LLAMA_ARGS, random_source
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm"
-TORCH_DIST = sorted(path.parent for path in GOLDEN.glob("mcore_*/*/torch_dist*/iter_0000005/.metadata"))
+TORCH_DIST = sorted(
+    path.parent for path in GOLDEN.glob("mcore_*/*/torch_dist*/iter_0000005/.metadata")
+)
 IDS = ["-".join(path.parts[-4:-1]) for path in TORCH_DIST]
 
 
@@ -30,7 +40,8 @@ def legacy_sibling(iteration: Path) -> Path:
 
 @pytest.mark.parametrize("directory", TORCH_DIST, ids=IDS)
 def test_every_form_of_one_state_is_the_same_in_model_space(directory):
-    stored, legacy = TorchDistSource(directory), LegacySource(legacy_sibling(directory))
+    stored = TorchDistSource(directory)
+    legacy = LegacySource(legacy_sibling(directory))
     assert_same(read_all(stored), read_all(legacy))
     assert len(stored.tensors) % 4 == 0, "a weight, a main parameter and two moments each"
     assert stored.training.param_groups == legacy.training.param_groups
@@ -80,7 +91,8 @@ def test_epsilon_of_the_norms_has_an_older_name(stored, expected):
 
 def own_generators(source, folder):
     """The two siblings were saved one after the other, and the counters in between moved on."""
-    tp, pp = int(folder[8:10]), int(folder[11:] or 0)
+    tp = int(folder[8:10])
+    pp = int(folder[11:] or 0)
     sizes = source.args["pipeline_model_parallel_size"], source.args["tensor_model_parallel_size"]
     return source.training.rng[f"rng_state/shard_{pp}.{tp}_{sizes[0]}.{sizes[1]}"]()
 
@@ -90,8 +102,17 @@ def seeds(state):
 
 
 def comparable(args):
-    """Without what the two sibling runs were told differently, and the enums of Megatron-LM, which we keep as text."""
-    own = {"save", "ckpt_format", "use_dist_ckpt", "dist_ckpt_optim_fully_reshardable", "rank", "local_rank"}
+    """Without what the two sibling runs were told differently, and the enums of Megatron-LM, which
+    we keep as text.
+    """
+    own = {
+        "save",
+        "ckpt_format",
+        "use_dist_ckpt",
+        "dist_ckpt_optim_fully_reshardable",
+        "rank",
+        "local_rank",
+    }
     own |= {"attention_backend", "model_type", "inference_cuda_graph_scope"}
     return {name: value for name, value in vars(args).items() if name not in own}
 
@@ -123,7 +144,9 @@ def by_weight_decay(groups):
 
 
 @pytest.mark.parametrize("tp,pp,vpp", [(1, 1, 1), (1, 4, 1), (2, 1, 1), (2, 2, 2)])
-@pytest.mark.parametrize("case", ["llama_fp32_tp2pp2", "gpt2_fp32_tp2pp2", "llama_bf16_tp2_nodistopt"])
+@pytest.mark.parametrize(
+    "case", ["llama_fp32_tp2pp2", "gpt2_fp32_tp2pp2", "llama_bf16_tp2_nodistopt"]
+)
 def test_reshaped_and_back(case, tp, pp, vpp, tmp_path):
     source = LegacySource(GOLDEN / "mcore_0.16.1" / case / "legacy/iter_0000005")
     expected = read_all(source)
@@ -151,7 +174,12 @@ def test_boxes_across_pieces():
     )
     key = "optimizer.state.exp_avg.decoder.layers.2.mlp.linear_fc1.weight"
     whole = read_whole(source, key)
-    for offset, shape in [((0, 0), (1, 1)), ((20, 3), (50, 9)), ((47, 0), (2, 16)), ((95, 15), (1, 1))]:
+    for offset, shape in [
+        ((0, 0), (1, 1)),
+        ((20, 3), (50, 9)),
+        ((47, 0), (2, 16)),
+        ((95, 15), (1, 1)),
+    ]:
         place = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
         assert torch.equal(source.read(key, offset, shape), whole[place])
     with pytest.raises(KeyError):
@@ -184,10 +212,21 @@ def _wrapped(optimizer: dict) -> dict:
 
 LEGACY_DAMAGE = [
     (lambda content: content.update(optimizer=[]), "optimizer"),
-    (lambda content: content.update(optimizer={0: content["optimizer"], "a": content["optimizer"]}), "optimizer"),
+    (
+        lambda content: content.update(
+            optimizer={0: content["optimizer"], "a": content["optimizer"]}
+        ),
+        "optimizer",
+    ),
     (lambda content: content.update(optimizer=[content["optimizer"]]), "optimizer"),
-    (lambda content: content.update(optimizer=_wrapped(content["optimizer"])), "optimizer: optimizer"),
-    (lambda content: content["optimizer"]["state"][0].update(fp32_param=torch.zeros(2)), "fp32_param"),
+    (
+        lambda content: content.update(optimizer=_wrapped(content["optimizer"])),
+        "optimizer: optimizer",
+    ),
+    (
+        lambda content: content["optimizer"]["state"][0].update(fp32_param=torch.zeros(2)),
+        "fp32_param",
+    ),
     (
         lambda content: vars(content["args"]).update(
             num_experts=4, expert_model_parallel_size="a", expert_tensor_parallel_size="b"
@@ -201,7 +240,11 @@ LEGACY_DAMAGE = [
 @pytest.mark.parametrize("number", range(len(LEGACY_DAMAGE)))
 def test_legacy_files_of_another_form_are_named(tmp_path: Path, number: int) -> None:
     change, message = LEGACY_DAMAGE[number]
-    write_legacy(random_source(LLAMA_ARGS | {"use_distributed_optimizer": False}), tmp_path / "run", Layout.of(2, 1, 1))
+    write_legacy(
+        random_source(LLAMA_ARGS | {"use_distributed_optimizer": False}),
+        tmp_path / "run",
+        Layout.of(2, 1, 1),
+    )
     path = tmp_path / "run/mp_rank_00/model_optim_rng.pt"
     content = torch.load(path, weights_only=False)
     change(content)
@@ -212,7 +255,11 @@ def test_legacy_files_of_another_form_are_named(tmp_path: Path, number: int) -> 
 
 def test_a_step_of_a_tensor_is_a_number(tmp_path: Path) -> None:
     """Some optimizers of torch count in tensors."""
-    write_legacy(random_source(LLAMA_ARGS | {"use_distributed_optimizer": False}), tmp_path / "run", Layout.of(2, 1, 1))
+    write_legacy(
+        random_source(LLAMA_ARGS | {"use_distributed_optimizer": False}),
+        tmp_path / "run",
+        Layout.of(2, 1, 1),
+    )
     path = tmp_path / "run/mp_rank_00/model_optim_rng.pt"
     content = torch.load(path, weights_only=False)
     for group in content["optimizer"]["param_groups"]:
@@ -225,16 +272,33 @@ def test_a_step_of_a_tensor_is_a_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("embedding.word_embeddings.weight", torch.tensor(1.0), r"has \[\] as embedding\.word_embeddings\.weight"),
+        (
+            "embedding.word_embeddings.weight",
+            torch.tensor(1.0),
+            r"has \[\] as embedding\.word_embeddings\.weight",
+        ),
         ("decoder.layers.mlp.linear_fc1.weight", torch.tensor(1.0), "the arguments say 2 layers"),
-        ("optimizer.state.step.output_layer.weight", torch.ones(67, 32), "whose state .*step.* is not supported"),
-        ("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(x).bucket_idx_0.param", torch.ones(2, 2), "not flat"),
+        (
+            "optimizer.state.step.output_layer.weight",
+            torch.ones(67, 32),
+            "whose state .*step.* is not supported",
+        ),
+        (
+            "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(x).bucket_idx_0.param",
+            torch.ones(2, 2),
+            "not flat",
+        ),
     ],
 )
-def test_tensors_of_another_form_are_named(tmp_path: Path, key: str, value: torch.Tensor, message: str) -> None:
+def test_tensors_of_another_form_are_named(
+    tmp_path: Path, key: str, value: torch.Tensor, message: str
+) -> None:
     source = random_source(LLAMA_ARGS, optimizer=False)
     write_torch_dist(source, tmp_path / "plain")
-    state = {name: ShardedTensor.replicated(name, tensor) for name, tensor in (source.values | {key: value}).items()}
+    state = {
+        name: ShardedTensor.replicated(name, tensor)
+        for name, tensor in (source.values | {key: value}).items()
+    }
     save(state, tmp_path / "run", common=load_common(tmp_path / "plain"))
     with pytest.raises(ValueError, match=message):
         open_checkpoint(tmp_path / "run")

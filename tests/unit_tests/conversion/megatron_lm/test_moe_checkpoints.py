@@ -1,4 +1,6 @@
-"""Models with experts in the files of Megatron-LM: every form holds the same state, and what we write is theirs."""
+"""Models with experts in the files of Megatron-LM: every form holds the same state, and what we
+write is theirs.
+"""
 
 import dataclasses
 import math
@@ -10,13 +12,27 @@ import torch
 from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.formats import Hints, Options, fault, is_extra_state, require_checkpoint
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
-from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint, StackedLayers, write_torch_dist
+from megatron.conversion.megatron_lm.torch_dist import (
+    RunCheckpoint,
+    StackedLayers,
+    write_torch_dist,
+)
 from megatron.conversion.model_space.model import Layout, model_config, plan_load, rank_parameters
-from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor, load_common, read_metadata, safe_load, save
-from tests.compare import assert_same, read_all
-from tests.memory_source import LLAMA_ARGS, random_source
-from tests.unit_tests.conversion.megatron_lm.test_megatron_checkpoints import assert_equal, comparable
-from tests.unpacked import unpacked
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    ShardedTensor,
+    load_common,
+    read_metadata,
+    safe_load,
+    save,
+)
+from tests.support.compare import assert_same, read_all
+from tests.support.memory_source import LLAMA_ARGS, random_source
+from tests.support.unpacked import unpacked
+from tests.unit_tests.conversion.megatron_lm.test_megatron_checkpoints import (
+    assert_equal,
+    comparable,
+)
 
 WEIGHTS = 17  # of the model: an embedding, two layers of seven, a norm, a head
 
@@ -36,12 +52,22 @@ SIBLINGS = [
 
 @pytest.mark.parametrize("form,other", SIBLINGS)
 def test_every_form_of_one_state_is_the_same_in_model_space(archive, form, other):
-    """Experts in a buffer of their own or among the dense layers, transposed over ETP or whole, in any file."""
-    one, two = open_checkpoint(archive(form)), open_checkpoint(archive(other))
+    """Experts in a buffer of their own or among the dense layers, transposed over ETP or whole, in
+    any file.
+    """
+    one = open_checkpoint(archive(form))
+    two = open_checkpoint(archive(other))
     assert len(one.tensors) == 4 * WEIGHTS and one.unused == two.unused == []
-    assert one.tensors["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (4, 64, 16)
+    assert one.tensors["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (
+        4,
+        64,
+        16,
+    )
     assert_same(read_all(one), read_all(two))
-    assert one.training.param_groups == two.training.param_groups and len(one.training.param_groups) == 2
+    assert (
+        one.training.param_groups == two.training.param_groups
+        and len(one.training.param_groups) == 2
+    )
     assert (one.training.iteration, one.training.consumed_train_samples) == (5, 40)
 
 
@@ -59,7 +85,9 @@ def test_without_the_distributed_optimizer(archive):
     """Numbered states of dense layers and of experts, each counted from 0."""
     source = open_checkpoint(archive("ep2_nodistopt_legacy"))
     assert len(source.tensors) == 4 * WEIGHTS and source.unused == []
-    weights = {key: value for key, value in read_all(source).items() if not key.startswith("optimizer.")}
+    weights = {
+        key: value for key, value in read_all(source).items() if not key.startswith("optimizer.")
+    }
     other = open_checkpoint(archive("ep2_dp_reshardable"))
     for key, value in weights.items():  # another run of the same model: to rounding
         assert (value - other.read(key, (0,) * value.dim(), tuple(value.shape))).abs().max() < 1e-6
@@ -76,13 +104,16 @@ THEIR_FILES = [
 
 @pytest.mark.parametrize("form,legacy,count", THEIR_FILES)
 def test_the_legacy_files_we_write_are_megatrons(tmp_path_factory, tmp_path, form, legacy, count):
-    """Bit for bit, in its order of modules and of the flat optimizer state, expert by expert, rank by rank."""
+    """Bit for bit, in its order of modules and of the flat optimizer state, expert by expert, rank
+    by rank.
+    """
     source = open_checkpoint(unpacked(tmp_path_factory, f"megatron_moe/{form}"))
     write_legacy(source, tmp_path / "out", Layout.from_args(source.args))
     theirs = sorted(unpacked(tmp_path_factory, f"megatron_moe/{legacy}").rglob("*.pt"))
     assert len(theirs) == count
     for path in theirs:
-        expected, got = safe_load(path), safe_load(tmp_path / "out" / path.parent.name / path.name)
+        expected = safe_load(path)
+        got = safe_load(tmp_path / "out" / path.parent.name / path.name)
         for content in [content for content in (expected, got) if "args" in content]:
             content.pop("rerun_state_machine", None)
             content.pop("rng_state", None)
@@ -93,11 +124,16 @@ def test_the_legacy_files_we_write_are_megatrons(tmp_path_factory, tmp_path, for
         assert_equal(expected, got, path.name)
 
 
-@pytest.mark.parametrize("model,form", [("mixtral_fp32", "ep2_te_norm_keys"), ("deepseek_fp32", "ep2_dp_reshardable")])
+@pytest.mark.parametrize(
+    "model,form", [("mixtral_fp32", "ep2_te_norm_keys"), ("deepseek_fp32", "ep2_dp_reshardable")]
+)
 def test_what_megatron_core_asks_for_beside_weights(tmp_path_factory, tmp_path, model, form):
-    """An empty entry for each expert, of stacked layers and others; with EP 2 an optimizer of its own for experts."""
+    """An empty entry for each expert, of stacked layers and others; with EP 2 an optimizer of its
+    own for experts.
+    """
     root = unpacked(tmp_path_factory, f"megatron_moe/{model}/{form}")
-    source, stored = open_checkpoint(root), root / "iter_0000005"
+    source = open_checkpoint(root)
+    stored = root / "iter_0000005"
     stacked = model == "mixtral_fp32"
     write_torch_dist(StackedLayers(source) if stacked else source, tmp_path / "ours")
     theirs = {key for key in read_metadata(stored).objects if is_extra_state(key)}
@@ -115,9 +151,12 @@ def test_a_run_of_an_earlier_version_goes_on(archive, tmp_path):
     write_torch_dist(open_checkpoint(archive("single_fully_reshardable")), tmp_path / "now")
     now = open_checkpoint(tmp_path / "now", hints=Hints(as_saved=True))
     assert isinstance(now, RunCheckpoint)
-    norm, earlier = "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"
+    norm = "pre_mlp_layernorm.weight"
+    earlier = "mlp.linear_fc1.layer_norm_weight"
     values = read_all(now)
-    state = [ShardedTensor.replicated(key.replace(norm, earlier), value) for key, value in values.items()]
+    state = [
+        ShardedTensor.replicated(key.replace(norm, earlier), value) for key, value in values.items()
+    ]
     common = load_common(tmp_path / "now")
     save({entry.key: entry for entry in state}, tmp_path / "earlier", common=common)
     assert f"decoder.layers.1.{earlier}" in read_metadata(tmp_path / "earlier").tensors
@@ -135,14 +174,20 @@ def test_the_plan_of_a_load_counts_every_expert(archive):
 
 
 def test_with_its_optimizer_beside_a_model_of_transformers(archive, tmp_path):
-    """Mixtral by another name: the width of the dense layers that it does not have is none of its shape."""
+    """Mixtral by another name: the width of the dense layers that it does not have is none of its
+    shape.
+    """
     source = open_checkpoint(archive("tp2ep2etp2_legacy"))
-    convert(archive("tp2ep2etp2_legacy"), tmp_path / "hf", "hf", options=Options(optim_sidecar=True))
+    convert(
+        archive("tp2ep2etp2_legacy"), tmp_path / "hf", "hf", options=Options(optim_sidecar=True)
+    )
     convert(tmp_path / "hf", tmp_path / "back", "torch_dist")
     assert compare(source, open_checkpoint(tmp_path / "back")) == 4 * WEIGHTS
 
 
-@pytest.mark.parametrize("tp,pp,ep,etp", [(1, 1, 1, None), (2, 1, 1, None), (1, 2, 1, None), (2, 2, 4, 1)])
+@pytest.mark.parametrize(
+    "tp,pp,ep,etp", [(1, 1, 1, None), (2, 1, 1, None), (1, 2, 1, None), (2, 2, 4, 1)]
+)
 def test_reshaped_and_back(archive, tmp_path, tp, pp, ep, etp):
     """Of a run with EP 2 and ETP 2: legacy files at other layouts, then torch_dist."""
     source = open_checkpoint(archive("tp2ep2etp2_dp_reshardable"))
@@ -160,14 +205,17 @@ def test_layouts_that_legacy_files_have_no_names_for(archive, tmp_path):
     source = open_checkpoint(archive("single_legacy"))
     for tp, ep, etp in ((1, 2, 2), (4, 2, 1)):
         with pytest.raises(
-            ValueError, match=f"TP {tp} with expert tensor parallelism {etp} and expert parallelism {ep}"
+            ValueError,
+            match=f"TP {tp} with expert tensor parallelism {etp} and expert parallelism {ep}",
         ):
             write_legacy(source, tmp_path / "out", Layout.of(2, tp, 1, experts=(ep, etp)))
     assert not list(tmp_path.iterdir())
 
 
 def test_experts_of_the_legacy_grouped_gemm(archive, tmp_path):
-    """All experts of a rank in one tensor, a row of matrices that are transposed; their optimizer is refused."""
+    """All experts of a rank in one tensor, a row of matrices that are transposed; their optimizer
+    is refused.
+    """
     plain = open_checkpoint(archive("single_legacy"))
     for etp in (1, 2):
         directory = tmp_path / f"etp{etp}" / "iter_0000005"
@@ -175,17 +223,27 @@ def test_experts_of_the_legacy_grouped_gemm(archive, tmp_path):
         for path in directory.glob("mp_rank_*/model_optim_rng.pt"):
             content = torch.load(path, weights_only=False)
             model = content["model"]
-            layers = [name.removesuffix("router.weight") for name in model if name.endswith("router.weight")]
+            layers = [
+                name.removesuffix("router.weight")
+                for name in model
+                if name.endswith("router.weight")
+            ]
             for layer in layers:
                 names = [f"{layer}experts.local_experts.{{}}.linear_fc{n}.weight" for n in (1, 2)]
-                first, second = (torch.stack([model.pop(name.format(e)).t() for e in range(4)]) for name in names)
+                first, second = (
+                    torch.stack([model.pop(name.format(e)).t() for e in range(4)]) for name in names
+                )
                 model[f"{layer}experts.weight1"] = first.view(16, -1).clone()  # [h, n * 2f]
                 model[f"{layer}experts.weight2"] = second.view(-1, 16).clone()  # [n * f, h]
             torch.save(content, path)
         source = open_checkpoint(directory.parent, hints=Hints(optimizer=False))
-        weights = {key: value for key, value in read_all(plain).items() if not key.startswith("optimizer.")}
+        weights = {
+            key: value for key, value in read_all(plain).items() if not key.startswith("optimizer.")
+        }
         assert_same(read_all(source), weights)
-        with pytest.raises(CheckpointError, match="gemm is transposed like their weights and is not read: leave it"):
+        with pytest.raises(
+            CheckpointError, match="gemm is transposed like their weights and is not read: leave it"
+        ):
             open_checkpoint(directory.parent)
     for path in directory.glob("mp_rank_*/model_optim_rng.pt"):  # of a run with --no-save-optim
         content = torch.load(path, weights_only=False)
@@ -194,7 +252,10 @@ def test_experts_of_the_legacy_grouped_gemm(archive, tmp_path):
     assert_same(read_all(open_checkpoint(directory.parent)), weights)
     content["model"][f"{layer}experts.weight1"] = torch.zeros(16, 100)
     torch.save(content, path)
-    with pytest.raises(CheckpointError, match=r"experts.weight1 has shape \(16, 100\), but the stored arguments make"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"experts.weight1 has shape \(16, 100\), but the stored arguments make",
+    ):
         open_checkpoint(directory.parent, hints=Hints(optimizer=False))
 
 
@@ -221,5 +282,8 @@ def test_rows_that_local_modules_cannot_split(tmp_path_factory, tmp_path):
     source.args |= {"transformer_impl": "local", "tensor_model_parallel_size": 2}
     config = model_config(source.args, 288, "a model")
     odd = dataclasses.replace(config, kv_lora_rank=config.kv_lora_rank + 1)
-    with pytest.raises(ValueError, match="linear_kv_down_proj.weight has .* rows, which 2 ranks cannot split evenly"):
+    with pytest.raises(
+        ValueError,
+        match="linear_kv_down_proj.weight has .* rows, which 2 ranks cannot split evenly",
+    ):
         rank_parameters(odd, layout, 0, 0, args=source.args)

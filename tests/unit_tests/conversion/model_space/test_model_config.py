@@ -5,10 +5,19 @@ import dataclasses
 import pytest
 
 from megatron.conversion.deepspeed.files import parts_without_place
-from megatron.conversion.model_space.model import Layout, model_config, model_parameters, model_tensors
+from megatron.conversion.model_space.model import (
+    Layout,
+    model_config,
+    model_parameters,
+    model_tensors,
+)
 from megatron.core.models import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields, model_signature
-from tests.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS
+from megatron.core.transformer.transformer_config import (
+    TransformerConfig,
+    deciding_fields,
+    model_signature,
+)
+from tests.support.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS
 
 LLAMA_LAYER = {
     "self_attention.linear_qkv.layer_norm_weight": (32,),
@@ -59,7 +68,9 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_tensors_of_a_model(name: str) -> None:
     args, layer, others = MODELS[name]
-    expected = others | {f"decoder.layers.{i}.{key}": shape for i in range(2) for key, shape in layer.items()}
+    expected = others | {
+        f"decoder.layers.{i}.{key}": shape for i in range(2) for key, shape in layer.items()
+    }
     assert model_tensors(model_config(args, 67, "test")) == expected
 
 
@@ -67,17 +78,26 @@ def test_tensors_of_a_model(name: str) -> None:
 def test_one_layer_stands_for_all(args: dict) -> None:
     config = model_config(args, 67, "test")
     state = GPTModel(config).sharded_state_dict()
-    assert list(model_tensors(config).items()) == [(key, entry.global_shape) for key, entry in state.items()]
+    assert list(model_tensors(config).items()) == [
+        (key, entry.global_shape) for key, entry in state.items()
+    ]
 
 
 def test_sizes_that_no_model_has() -> None:
-    huge = {"hidden_size": 2**31 - 1, "num_attention_heads": 1, "kv_channels": 2**31 - 1, "ffn_hidden_size": 2**31 - 1}
+    huge = {
+        "hidden_size": 2**31 - 1,
+        "num_attention_heads": 1,
+        "kv_channels": 2**31 - 1,
+        "ffn_hidden_size": 2**31 - 1,
+    }
     with pytest.raises(ValueError, match="no model has these sizes"):
         model_tensors(model_config(GPT_ARGS | huge, 2**31 - 1, "demo"))
 
 
 def test_a_parameter_says_how_it_is_split() -> None:
-    """Over tensor parallelism and into optimizer groups, as DeepSpeed's files and Megatron-LM's buffers need it."""
+    """Over tensor parallelism and into optimizer groups, as DeepSpeed's files and Megatron-LM's
+    buffers need it.
+    """
     parameters = model_parameters(model_config(LLAMA_ARGS | {"num_layers": 1}, 67, "test"))
     layer = {p.name.removeprefix("decoder.layers.0."): p for p in parameters}
     assert {name: layer[name].info.tp_dim for name in LLAMA_LAYER} == {
@@ -94,7 +114,9 @@ def test_a_parameter_says_how_it_is_split() -> None:
 
 
 def test_every_field_of_the_model_says_what_it_decides() -> None:
-    """A field that decides nothing changes neither the weights nor what they compute once they are trained."""
+    """A field that decides nothing changes neither the weights nor what they compute once they are
+    trained.
+    """
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert names - {field.name for field in deciding_fields()} == {
         "vocab_size",  # the tokenizer's, or the rows of the stored embedding
@@ -144,10 +166,17 @@ def test_every_field_of_the_model_says_what_it_decides() -> None:
 
 def test_spelling_does_not_matter() -> None:
     def same(a: dict, b: dict) -> bool:
-        return model_signature(model_config(a, 67, "a")) == model_signature(model_config(b, 67, "b"))
+        return model_signature(model_config(a, 67, "a")) == model_signature(
+            model_config(b, 67, "b")
+        )
 
-    assert same(GPT_ARGS, GPT_ARGS | {"kv_channels": 8, "ffn_hidden_size": 128, "bf16": True, "hidden_dropout": 0.3})
-    assert same(LLAMA_ARGS, LLAMA_ARGS | {"rope_scaling_factor": 3.0, "max_position_embeddings": 99})
+    assert same(
+        GPT_ARGS,
+        GPT_ARGS | {"kv_channels": 8, "ffn_hidden_size": 128, "bf16": True, "hidden_dropout": 0.3},
+    )
+    assert same(
+        LLAMA_ARGS, LLAMA_ARGS | {"rope_scaling_factor": 3.0, "max_position_embeddings": 99}
+    )
     assert not same(LLAMA_ARGS, LLAMA_ARGS | {"use_rope_scaling": True})
     assert not same(GPT_ARGS, GPT_ARGS | {"bias_gelu_fusion": False})
     assert same(GPT_ARGS, GPT_ARGS | {"bias_gelu_fusion": False, "openai_gelu": True})
@@ -163,8 +192,12 @@ def test_missing_arguments_are_asked_for() -> None:
 
 @pytest.mark.parametrize("option", ["quick_geglu", "rotary_interleaved"])
 def test_what_megatron_deepspeed_lacks_is_not_written_as_its_model(option: str) -> None:
-    config = model_config(LLAMA_ARGS | {"swiglu": option != "quick_geglu", option: True}, 67, "demo")
-    with pytest.raises(ValueError, match=f"--{option.replace('_', '-')}: Megatron-DeepSpeed has no such model"):
+    config = model_config(
+        LLAMA_ARGS | {"swiglu": option != "quick_geglu", option: True}, 67, "demo"
+    )
+    with pytest.raises(
+        ValueError, match=f"--{option.replace('_', '-')}: Megatron-DeepSpeed has no such model"
+    ):
         parts_without_place(config)
 
 
@@ -172,12 +205,17 @@ def test_what_megatron_deepspeed_lacks_is_not_written_as_its_model(option: str) 
     "splits",
     [
         {"pipeline_model_parallel_layout": "Et|t|t|tttL"},
-        {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+        {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
         {},
     ],
 )
 def test_splits_of_the_pipeline_are_in_the_arguments(splits: dict) -> None:
     """Files that are cut by rank are read with the layout that their arguments record."""
     layout = Layout.of(6 if splits else 8, 2, 2, 2, splits)
-    again = Layout.from_args({"num_layers": sum(map(len, sum(layout.stages, ()))), **layout.arguments()})
+    again = Layout.from_args(
+        {"num_layers": sum(map(len, sum(layout.stages, ()))), **layout.arguments()}
+    )
     assert again == layout

@@ -21,7 +21,10 @@ def interleaved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) 
     return torch.cat(parts, dim=1).reshape(-1, q.shape[-1])
 
 
-Q, K, V = torch.randn(24, 5), torch.randn(12, 5), torch.randn(12, 5)  # 8 heads, 4 groups, head_dim 3
+# 8 heads, 4 groups, head_dim 3
+Q = torch.randn(24, 5)
+K = torch.randn(12, 5)
+V = torch.randn(12, 5)
 TWO_BLOCKS = torch.cat([part.view(2, -1, 5)[half] for half in (0, 1) for part in (Q, K, V)])
 CASES: dict[str, tuple[RowMap, list[torch.Tensor], torch.Tensor]] = {
     "as is": (as_is(24), [Q], Q),
@@ -43,7 +46,10 @@ def test_both_directions(name: str) -> None:
 
     for start in range(len(model)):
         for stop in range(start + 1, len(model) + 1):
-            assert torch.equal(unpack_rows(row_map, start, stop, read), model[start:stop]), (start, stop)
+            assert torch.equal(unpack_rows(row_map, start, stop, read), model[start:stop]), (
+                start,
+                stop,
+            )
     for number, tensor in enumerate(stored):
         assert torch.equal(pack_rows(row_map, number, model), tensor)
 

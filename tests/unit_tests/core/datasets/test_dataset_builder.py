@@ -1,19 +1,28 @@
-"""From --data-path and its relatives to train, valid and test: parsing, blends, and what is refused."""
+"""From --data-path and its relatives to train, valid and test: parsing, blends, and what is
+refused.
+"""
 
 import json
 
 import numpy as np
 import pytest
 
-from megatron.core.datasets import BlendedDataset, GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, build_datasets
+from megatron.core.datasets import (
+    BlendedDataset,
+    GPTDataset,
+    GPTDatasetConfig,
+    IndexedDatasetBuilder,
+    build_datasets,
+)
 from megatron.core.datasets.config import Blend, parse_blend, parse_split, sequence_range
 
-EOD, VOCAB_SIZE = 0, 100
+EOD = 0
+VOCAB_SIZE = 100
 
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """Data sets a, b, c of 50, 20 and 10 documents; every token of one is 1, 2 or 3."""
+    """Datasets a, b, c of 50, 20 and 10 documents; every token of one is 1, 2 or 3."""
     for token, (name, count) in enumerate({"a": 50, "b": 20, "c": 10}.items(), start=1):
         with IndexedDatasetBuilder(tmp_path / name, np.uint16) as builder:
             for _ in range(count):
@@ -90,13 +99,19 @@ def test_data_of_their_own_per_split(data, tmp_path):
     assert test is None
     (tmp_path / "paths.json").write_text(json.dumps({"train": ["a"], "valid": [1, "b", 1, "c"]}))
     from_file = build(per_split_data_args_path="paths.json")
-    assert (from_file[0].fingerprint, from_file[1].fingerprint) == (train.fingerprint, valid.fingerprint)
+    assert (from_file[0].fingerprint, from_file[1].fingerprint) == (
+        train.fingerprint,
+        valid.fingerprint,
+    )
 
 
 def test_data_args_path(data, tmp_path):
     (tmp_path / "blend.txt").write_text("30 a\n70 b\n")
     from_file = build((100, 0, 0), data_args_path="blend.txt", split="1")[0]
-    assert from_file.fingerprint == build((100, 0, 0), data_path=["30", "a", "70", "b"], split="1")[0].fingerprint
+    assert (
+        from_file.fingerprint
+        == build((100, 0, 0), data_path=["30", "a", "70", "b"], split="1")[0].fingerprint
+    )
 
 
 def test_shares_of_a_blend_hold_at_every_length(data):
@@ -115,7 +130,10 @@ def test_members_without_weights_are_read_once(data):
     assert len(drawn) == len(train)
     everything = build((len(train), 0, 0), data_path=["a", "b", "c"], split="1")[0]
     np.testing.assert_array_equal(everything.dataset_index, train.dataset_index)
-    with pytest.raises(ValueError, match=r"201 samples are wanted of a blend without weights, .* holds 197 \(124 \+"):
+    with pytest.raises(
+        ValueError,
+        match=r"201 samples are wanted of a blend without weights, .* holds 197 \(124 \+",
+    ):
         build((201, 0, 0), data_path=["a", "b", "c"], split="1")
 
 
@@ -145,7 +163,9 @@ def test_a_blend_fingerprint_covers_members_weights_and_size(data):
 
 def test_members_too_small_for_their_weights(data):
     with pytest.raises(ValueError, match="raise --mid-level-dataset-surplus"):
-        BlendedDataset(build((10, 0, 0), data_path=["a", "b"], split="1")[0].members, [0.1, 0.9], 1000, None)
+        BlendedDataset(
+            build((10, 0, 0), data_path=["a", "b"], split="1")[0].members, [0.1, 0.9], 1000, None
+        )
 
 
 @pytest.mark.parametrize(
@@ -153,9 +173,18 @@ def test_members_too_small_for_their_weights(data):
     [
         ({}, "no data: give --data-path"),
         ({"data_path": ["a"], "mock_data": True}, "--mock-data and --data-path exclude each other"),
-        ({"data_path": ["a"], "train_data_path": ["b"]}, "--data-path and --train-data-path exclude each other"),
-        ({"data_path": ["a"], "data_args_path": "f"}, "--data-path and --data-args-path exclude each other"),
-        ({"train_data_path": ["a"], "split": "9,1"}, "--split 9,1 divides --data-path; --train-data-path already"),
+        (
+            {"data_path": ["a"], "train_data_path": ["b"]},
+            "--data-path and --train-data-path exclude each other",
+        ),
+        (
+            {"data_path": ["a"], "data_args_path": "f"},
+            "--data-path and --data-args-path exclude each other",
+        ),
+        (
+            {"train_data_path": ["a"], "split": "9,1"},
+            "--split 9,1 divides --data-path; --train-data-path already",
+        ),
         ({"data_path": ["a"], "seq_length": 0}, "--seq-length must be given"),
         ({"data_path": ["a"], "seed": -1}, "--seed must be at least 0, got -1"),
         ({"data_path": ["a"], "split": "x"}, "--split 'x'"),
@@ -163,18 +192,34 @@ def test_members_too_small_for_their_weights(data):
             {"data_path": ["a"], "num_dataset_builder_threads": 0},
             "--num-dataset-builder-threads must be positive, got 0",
         ),
-        ({"data_path": ["a"], "mid_level_dataset_surplus": -0.1}, "--mid-level-dataset-surplus must be at least 0"),
-        ({"data_args_path": "nowhere"}, "--data-args-path nowhere: no such file"),
-        ({"per_split_data_args_path": "nowhere"}, "--per-split-data-args-path nowhere: no such file"),
         (
-            {"data_path": ["a"], "reset_attention_mask": True, "create_attention_mask_in_dataloader": False},
+            {"data_path": ["a"], "mid_level_dataset_surplus": -0.1},
+            "--mid-level-dataset-surplus must be at least 0",
+        ),
+        ({"data_args_path": "nowhere"}, "--data-args-path nowhere: no such file"),
+        (
+            {"per_split_data_args_path": "nowhere"},
+            "--per-split-data-args-path nowhere: no such file",
+        ),
+        (
+            {
+                "data_path": ["a"],
+                "reset_attention_mask": True,
+                "create_attention_mask_in_dataloader": False,
+            },
             "--reset-attention-mask is carried out by",
         ),
         ({"data_path": ["none"]}, "none.idx does not exist"),
         ({"data_path": ["a", "30", "b"]}, "30.idx does not exist. It looks like a weight"),
         ({"valid_data_path": ["a"]}, "there is no training data"),
-        ({"data_path": ["a"], "split": "0,1"}, "there is no training data: --split gives it no share"),
-        ({"data_path": ["c"], "split": "999,1"}, r"valid split of c \(sequences 10 to 10 of 10\) holds no tokens"),
+        (
+            {"data_path": ["a"], "split": "0,1"},
+            "there is no training data: --split gives it no share",
+        ),
+        (
+            {"data_path": ["c"], "split": "999,1"},
+            r"valid split of c \(sequences 10 to 10 of 10\) holds no tokens",
+        ),
     ],
 )
 def test_bad_options(data, options, message):
@@ -183,7 +228,11 @@ def test_bad_options(data, options, message):
 
 
 def test_malformed_per_split_file(data, tmp_path):
-    for text, message in [("[1", "not JSON"), ('{"training": ["a"]}', "expected"), ('{"train": "a"}', "expected")]:
+    for text, message in [
+        ("[1", "not JSON"),
+        ('{"training": ["a"]}', "expected"),
+        ('{"train": "a"}', "expected"),
+    ]:
         (tmp_path / "paths.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             build(per_split_data_args_path="paths.json")

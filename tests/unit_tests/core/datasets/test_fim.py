@@ -20,7 +20,13 @@ from megatron.core.datasets import (
 from megatron.core.datasets.gpt_dataset import generator_of
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 
-TEXTS = ["def f(x):\n    return x + 1\n", "größer als früher", "a", "x" * 40, "one file<SPLIT>two files<SPLIT>three"]
+TEXTS = [
+    "def f(x):\n    return x + 1\n",
+    "größer als früher",
+    "a",
+    "x" * 40,
+    "one file<SPLIT>two files<SPLIT>three",
+]
 NAMES = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<SPLIT>")
 
 
@@ -31,7 +37,10 @@ def tokenizer(tmp_path_factory):
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     (directory / "vocab.json").write_text(json.dumps(vocab | {"re": 256, "<|endoftext|>": 257}))
     (directory / "merges.txt").write_text("#version: 0.2\nr e\n")
-    files = {"vocab_file": str(directory / "vocab.json"), "merge_file": str(directory / "merges.txt")}
+    files = {
+        "vocab_file": str(directory / "vocab.json"),
+        "merge_file": str(directory / "merges.txt"),
+    }
     return build_tokenizer(TokenizerConfig("GPT2BPETokenizer", special_tokens=list(NAMES), **files))
 
 
@@ -41,7 +50,9 @@ def config_for(**options):
 
 def row_of(tokenizer, texts=TEXTS):
     """Documents with EOD between them; the last one is cut."""
-    return np.array(list(itertools.chain(*([*tokenizer.tokenize(text), tokenizer.eod] for text in texts)))[:-1])
+    return np.array(
+        list(itertools.chain(*([*tokenizer.tokenize(text), tokenizer.eod] for text in texts)))[:-1]
+    )
 
 
 def reordered(tokenizer, text, random, rate, spm_rate):
@@ -49,7 +60,9 @@ def reordered(tokenizer, text, random, rate, spm_rate):
     if not random.binomial(1, rate):
         return tokenizer.tokenize(text)
     first, second = sorted(random.randint(0, len(text) + 1, 2))
-    prefix, middle, suffix = (tokenizer.tokenize(part) for part in (text[:first], text[first:second], text[second:]))
+    prefix, middle, suffix = (
+        tokenizer.tokenize(part) for part in (text[:first], text[first:second], text[second:])
+    )
     p, m, s = (tokenizer.token_id(name) for name in NAMES[:3])
     if random.binomial(1, spm_rate):
         return [p, s, *suffix, m, *prefix, *middle]
@@ -79,36 +92,47 @@ def test_what_is_told_is_the_document(tokenizer):
     room = np.array([*ids, *([tokenizer.eod] * 30)])  # empty documents vanish and leave room
     seen = set()
     for seed in range(30):
-        told = FillInTheMiddle(config_for(fim_rate=1), tokenizer)(room, np.random.RandomState(seed)).tolist()
+        told = FillInTheMiddle(config_for(fim_rate=1), tokenizer)(
+            room, np.random.RandomState(seed)
+        ).tolist()
         told = told[: told.index(tokenizer.eod)]
         spm = told[1] == s
         seen.add(spm)
         if spm:
-            suffix, rest = told[2 : told.index(m)], told[told.index(m) + 1 :]
-            assert tokenizer.detokenize(rest) + tokenizer.detokenize(suffix) == text and told[0] == p
-        else:
-            prefix, suffix, middle = (
-                told[1 : told.index(s)],
-                told[told.index(s) + 1 : told.index(m)],
-                told[told.index(m) + 1 :],
+            suffix = told[2 : told.index(m)]
+            rest = told[told.index(m) + 1 :]
+            assert (
+                tokenizer.detokenize(rest) + tokenizer.detokenize(suffix) == text and told[0] == p
             )
+        else:
+            prefix = told[1 : told.index(s)]
+            suffix = told[told.index(s) + 1 : told.index(m)]
+            middle = told[told.index(m) + 1 :]
             assert "".join(map(tokenizer.detokenize, (prefix, middle, suffix))) == text
     assert seen == {True, False}
 
 
 def test_it_travels_to_worker_processes(tokenizer):
-    row, fim = row_of(tokenizer), FillInTheMiddle(config_for(fim_rate=1), tokenizer)
+    row = row_of(tokenizer)
+    fim = FillInTheMiddle(config_for(fim_rate=1), tokenizer)
     there = pickle.loads(pickle.dumps(fim))
     assert np.array_equal(there(row, np.random.RandomState(1)), fim(row, np.random.RandomState(1)))
 
 
 def test_rate_0_changes_nothing(tokenizer):
     row = row_of(tokenizer)
-    assert np.array_equal(FillInTheMiddle(config_for(fim_rate=0), tokenizer)(row, np.random.RandomState(1)), row)
+    assert np.array_equal(
+        FillInTheMiddle(config_for(fim_rate=0), tokenizer)(row, np.random.RandomState(1)), row
+    )
 
 
 def test_fragments_are_reordered_each_by_itself(tokenizer):
-    options = {"fim_rate": 1, "fim_fragment_rate": 1, "fim_spm_rate": 0, "fim_split_sample": "<SPLIT>"}
+    options = {
+        "fim_rate": 1,
+        "fim_fragment_rate": 1,
+        "fim_spm_rate": 0,
+        "fim_split_sample": "<SPLIT>",
+    }
     row = np.array([*tokenizer.tokenize(TEXTS[4]), *([tokenizer.eod] * 12)])
     end = tokenizer.token_id("<SPLIT>")
     assert (row == end).sum() == 2
@@ -127,15 +151,21 @@ def test_documents_with_a_prefix_are_left_alone(tokenizer):
     row = row_of(tokenizer, TEXTS[:2])
     length = len(tokenizer.tokenize(TEXTS[0]))
     told = fim(row, np.random.RandomState(0))
-    assert np.array_equal(told[: length + 1], row[: length + 1]) and told[length + 1] == tokenizer.token_id(NAMES[0])
+    assert np.array_equal(told[: length + 1], row[: length + 1]) and told[
+        length + 1
+    ] == tokenizer.token_id(NAMES[0])
 
 
 def test_a_sample_depends_on_its_number_alone(tokenizer, tmp_path):
     """In any order, in any process, at any layout: a resumed run reads the same samples."""
     with IndexedDatasetBuilder(tmp_path / "corpus", np.uint16) as builder:
         for number in range(60):
-            builder.add(np.array([*tokenizer.tokenize(TEXTS[number % 4] * (1 + number % 3)), tokenizer.eod]))
-    config = config_for(mock_data=False, data_path=[str(tmp_path / "corpus")], split="80,20,0", seq_length=32)
+            builder.add(
+                np.array([*tokenizer.tokenize(TEXTS[number % 4] * (1 + number % 3)), tokenizer.eod])
+            )
+    config = config_for(
+        mock_data=False, data_path=[str(tmp_path / "corpus")], split="80,20,0", seq_length=32
+    )
     fim = FillInTheMiddle(config, tokenizer)
 
     def datasets(config, fim):
@@ -150,10 +180,15 @@ def test_a_sample_depends_on_its_number_alone(tokenizer, tmp_path):
         np.testing.assert_equal(train[i], again[i])
         text = plain._read(int(plain.shuffle_index[i]))
         expected = fim(text, generator_of(config.seed, "train", i))
-        assert np.array_equal(train[i]["tokens"], expected[:-1]) and np.array_equal(train[i]["labels"], expected[1:])
+        assert np.array_equal(train[i]["tokens"], expected[:-1]) and np.array_equal(
+            train[i]["labels"], expected[1:]
+        )
         changed += not np.array_equal(train[i]["tokens"], plain[i]["tokens"])
     assert changed > len(train) / 2
-    assert len({dataset.fingerprint for dataset in (train, plain)}) == 2 and train.fingerprint == again.fingerprint
+    assert (
+        len({dataset.fingerprint for dataset in (train, plain)}) == 2
+        and train.fingerprint == again.fingerprint
+    )
 
 
 def test_a_row_that_is_not_full_keeps_its_padding(tokenizer, tmp_path):
@@ -168,14 +203,20 @@ def test_a_row_that_is_not_full_keeps_its_padding(tokenizer, tmp_path):
     )
     indexed = IndexedDataset(tmp_path / "corpus", True)
     fim = FillInTheMiddle(config, tokenizer)
-    dataset = GPTDataset(indexed, (0, 1), "valid", None, config, tokenizer.eod, tokenizer.vocab_size, fim)
+    dataset = GPTDataset(
+        indexed, (0, 1), "valid", None, config, tokenizer.eod, tokenizer.vocab_size, fim
+    )
     length = len(indexed[0])
     assert dataset[0]["loss_mask"].tolist() == [1.0] * (length - 1) + [0.0] * (64 - length + 1)
 
 
 def test_tokens_that_every_text_begins_with_are_not_repeated(tokenizer):
-    with_bos = dataclasses.replace(tokenizer, tokenize=lambda text: [1000, *tokenizer.tokenize(text)])
-    told = FillInTheMiddle(config_for(fim_rate=1), with_bos)(row_of(tokenizer), np.random.RandomState(0))
+    with_bos = dataclasses.replace(
+        tokenizer, tokenize=lambda text: [1000, *tokenizer.tokenize(text)]
+    )
+    told = FillInTheMiddle(config_for(fim_rate=1), with_bos)(
+        row_of(tokenizer), np.random.RandomState(0)
+    )
     assert 1000 not in told
 
 
@@ -193,5 +234,8 @@ def test_options_that_do_not_fit(options, message):
 
 
 def test_a_token_that_the_tokenizer_lacks(tokenizer):
-    with pytest.raises(ValueError, match="--fim-middle-token <M>: the tokenizer has no such token; .*special-tokens"):
+    with pytest.raises(
+        ValueError,
+        match="--fim-middle-token <M>: the tokenizer has no such token; .*special-tokens",
+    ):
         FillInTheMiddle(config_for(fim_middle_token="<M>"), tokenizer)

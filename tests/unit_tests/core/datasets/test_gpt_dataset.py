@@ -1,9 +1,16 @@
-"""Samples against the plain definition: documents in index order, one after the other, cut every seq_length tokens."""
+"""Samples against the plain definition: documents in index order, one after the other, cut every
+seq_length tokens.
+"""
 
 import numpy as np
 import pytest
 
-from megatron.core.datasets import GPTDataset, GPTDatasetConfig, IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets import (
+    GPTDataset,
+    GPTDatasetConfig,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+)
 from megatron.core.datasets.gpt_dataset import finish_sample, plan_epochs
 
 EOD = 99
@@ -34,7 +41,11 @@ def dataset_for(corpus, num_samples, sequences=(0, 60), split="train", vocab_siz
 @pytest.mark.parametrize("extra", [True, False])
 def test_samples_are_cuts_of_the_shuffled_documents(corpus, num_samples, extra, mmap_bin_files):
     dataset = dataset_for(
-        corpus, num_samples, (3, 57), add_extra_token_to_sequence=extra, mmap_bin_files=mmap_bin_files
+        corpus,
+        num_samples,
+        (3, 57),
+        add_extra_token_to_sequence=extra,
+        mmap_bin_files=mmap_bin_files,
     )
     stream = np.concatenate([dataset.indexed[i] for i in dataset.document_index.tolist()])
     epochs = len(dataset.document_index) // 54
@@ -44,16 +55,27 @@ def test_samples_are_cuts_of_the_shuffled_documents(corpus, num_samples, extra, 
     for i in range(len(dataset)):
         start = int(dataset.shuffle_index[i]) * 32
         np.testing.assert_array_equal(dataset[i]["tokens"], stream[start : start + 32])
-        labels = stream[start + 1 : start + 33] if extra else np.append(stream[start + 1 : start + 32], 0)
+        labels = (
+            stream[start + 1 : start + 33]
+            if extra
+            else np.append(stream[start + 1 : start + 32], 0)
+        )
         np.testing.assert_array_equal(dataset[i]["labels"], labels)
         assert dataset[i]["loss_mask"].tolist() == [1.0] * 31 + [float(extra)]
-        assert dataset[i]["tokens"].dtype == dataset[i]["labels"].dtype == dataset[i]["position_ids"].dtype == np.int64
+        assert (
+            dataset[i]["tokens"].dtype
+            == dataset[i]["labels"].dtype
+            == dataset[i]["position_ids"].dtype
+            == np.int64
+        )
 
 
 def test_all_tokens_of_a_validation_split_can_be_kept(corpus):
     dataset = dataset_for(corpus, None, split="valid", drop_last_partial_validation_sequence=False)
     labelled = sum(int(dataset[i]["loss_mask"].sum()) for i in range(len(dataset)))
-    assert labelled == int(dataset.indexed.lengths.sum()) - 1  # every token but the first is predicted once
+    assert (
+        labelled == int(dataset.indexed.lengths.sum()) - 1
+    )  # every token but the first is predicted once
     padded = dataset[int(np.flatnonzero(dataset.shuffle_index == len(dataset) - 1)[0])]
     rest = labelled % 32
     assert 0 < rest < 32
@@ -83,7 +105,9 @@ def test_first_epochs_come_first_when_little_of_the_last_is_wanted(corpus):
 def test_masks_of_documents(corpus):
     tokens = [5, 6, EOD, 7, 8, 9, EOD, EOD, 1]
     text = np.array(tokens + [2])
-    config = config_for(corpus, seq_length=9, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True)
+    config = config_for(
+        corpus, seq_length=9, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
+    )
     sample = finish_sample(text, config, EOD)
     assert sample["tokens"].tolist() == tokens
     assert sample["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0]
@@ -91,19 +115,25 @@ def test_masks_of_documents(corpus):
     assert sample["documents"].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3]
     plain = finish_sample(text, config_for(corpus, seq_length=9), EOD)
     assert "documents" not in plain
-    assert plain["position_ids"].tolist() == list(range(9)) and plain["loss_mask"].tolist() == [1.0] * 9
+    assert (
+        plain["position_ids"].tolist() == list(range(9))
+        and plain["loss_mask"].tolist() == [1.0] * 9
+    )
 
 
 def test_tokens_beyond_the_vocabulary_are_an_error(corpus):
     dataset = dataset_for(corpus, 5, vocab_size=99)
-    with pytest.raises(ValueError, match="corpus.bin holds token 99, but the tokenizer has 99 tokens"):
+    with pytest.raises(
+        ValueError, match="corpus.bin holds token 99, but the tokenizer has 99 tokens"
+    ):
         for i in range(len(dataset)):
             dataset[i]
 
 
 def test_a_split_without_tokens_is_an_error(corpus):
     with pytest.raises(
-        ValueError, match=r"valid split of .*corpus \(sequences 60 to 60 of 60\) holds no tokens, but 3 "
+        ValueError,
+        match=r"valid split of .*corpus \(sequences 60 to 60 of 60\) holds no tokens, but 3 ",
     ):
         dataset_for(corpus, 3, (60, 60), split="valid")
     with pytest.raises(ValueError, match="less than one sample of --seq-length 100000"):
@@ -115,13 +145,16 @@ def test_few_tokens_are_repeated(corpus):
     length = int(dataset.indexed.lengths[0])
     assert dataset.plan.num_epochs == -(-(4 * 128 + 1) // length)
     np.testing.assert_array_equal(
-        dataset[0]["tokens"], np.resize(dataset.indexed[0], 10000)[dataset.shuffle_index[0] * 128 :][:128]
+        dataset[0]["tokens"],
+        np.resize(dataset.indexed[0], 10000)[dataset.shuffle_index[0] * 128 :][:128],
     )
 
 
 def test_fingerprint_stands_for_the_order_of_samples(corpus):
     base = dataset_for(corpus, 10).fingerprint
-    assert base == dataset_for(corpus, 20).fingerprint  # one epoch either way: the same samples in the same order
+    assert (
+        base == dataset_for(corpus, 20).fingerprint
+    )  # one epoch either way: the same samples in the same order
     assert base == dataset_for(corpus, 10, mmap_bin_files=False).fingerprint
     others = [
         dataset_for(corpus, 200),

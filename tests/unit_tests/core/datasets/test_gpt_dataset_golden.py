@@ -53,7 +53,10 @@ def check_indices(dataset, expected, split, directory):
         return
     assert isinstance(dataset, BlendedDataset)
     for array in ("dataset_index", "dataset_sample_index"):
-        assert_same_array(getattr(dataset, array), directory / f"{expected['hash']}-BlendedDataset-{split}-{array}.npy")
+        assert_same_array(
+            getattr(dataset, array),
+            directory / f"{expected['hash']}-BlendedDataset-{split}-{array}.npy",
+        )
     for member, expected_member in zip(dataset.members, expected["members"], strict=True):
         check_gpt_index(member, directory, f"{expected_member['hash']}-GPTDataset-{split}")
 
@@ -62,7 +65,9 @@ def check_samples(dataset, expected, path):
     digest = hashlib.sha256()
     for i in range(len(dataset)):
         sample = dataset[i]
-        digest.update(sample["tokens"].astype("<i4").tobytes() + sample["labels"].astype("<i4").tobytes())
+        digest.update(
+            sample["tokens"].astype("<i4").tobytes() + sample["labels"].astype("<i4").tobytes()
+        )
     assert digest.hexdigest() == expected["sha256_tokens_labels_all"]
 
     first = np.load(path)
@@ -74,7 +79,9 @@ def check_samples(dataset, expected, path):
             del sample["documents"]
         assert set(sample) == set(first.files) - {"dataset_id"}
         for key, value in sample.items():
-            np.testing.assert_array_equal(value, first[key][i], err_msg=f"{path}: {key} of sample {i}")
+            np.testing.assert_array_equal(
+                value, first[key][i], err_msg=f"{path}: {key} of sample {i}"
+            )
         if "dataset_id" in first.files:
             assert dataset.dataset_index[i] == first["dataset_id"][i]
 

@@ -35,7 +35,9 @@ def corpus(tmp_path):
 
 
 def dataset_for(corpus, cache=None, num_samples=300):
-    config = GPTDatasetConfig(seq_length=16, data_path=[str(corpus)], data_cache_path=cache and str(cache))
+    config = GPTDatasetConfig(
+        seq_length=16, data_path=[str(corpus)], data_cache_path=cache and str(cache)
+    )
     return GPTDataset(IndexedDataset(corpus), (0, 200), "train", num_samples, config, 0, 100)
 
 
@@ -83,7 +85,11 @@ def test_default_directory_is_beside_the_data(corpus):
 def test_new_data_under_an_old_name_gets_a_new_index(corpus, tmp_path):
     dataset_for(corpus, tmp_path / "cache")
     with IndexedDatasetBuilder(corpus, np.uint16) as builder:
-        for length in np.random.RandomState(1).permutation(np.random.RandomState(0).randint(1, 80, size=200)).tolist():
+        for length in (
+            np.random.RandomState(1)
+            .permutation(np.random.RandomState(0).randint(1, 80, size=200))
+            .tolist()
+        ):
             builder.add(np.arange(length))  # the same sizes in another order
     again = dataset_for(corpus, tmp_path / "cache")
     assert_equal_indices(again, dataset_for(corpus, tmp_path / "fresh"))
@@ -190,18 +196,24 @@ def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
 
     gpt_dataset.build_gpt_index = counted("built", build_gpt_index)
     indices.digest_of_array = counted("hashed", digest_of_array)
-    gethostname, socket.gethostname = socket.gethostname, lambda: hosts[rank]
+    gethostname = socket.gethostname
+    socket.gethostname = lambda: hosts[rank]
 
     def build(verify):
         config = GPTDatasetConfig(
-            seq_length=16, data_path=[corpus], split="1", data_cache_path=cache, verify_index_cache=verify
+            seq_length=16,
+            data_path=[corpus],
+            split="1",
+            data_cache_path=cache,
+            verify_index_cache=verify,
         )
         return build_datasets(config, (300, 0, 0), 0, 100)
 
     try:
         datasets = one_rank_per_node_first(build, needs_data[rank])
     finally:
-        gpt_dataset.build_gpt_index, indices.digest_of_array = build_gpt_index, digest_of_array
+        gpt_dataset.build_gpt_index = build_gpt_index
+        indices.digest_of_array = digest_of_array
         socket.gethostname = gethostname
     tokens = None if datasets is None else [int(datasets[0][i]["tokens"][0]) for i in range(50)]
     return counts["built"], counts["hashed"], tokens

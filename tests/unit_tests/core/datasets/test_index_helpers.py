@@ -11,7 +11,9 @@ from megatron.core.datasets.indices import build_blend_index, build_sample_index
 
 
 def sample_index_by_definition(lengths, documents, seq_length, num_samples, extra):
-    """Row j >= 1: the document of token number j * S + e - 1 and the offset after the shared tokens before it."""
+    """Row j >= 1: the document of token number j * S + e - 1 and the offset after the shared tokens
+    before it.
+    """
     ends = np.cumsum(lengths[documents])
     last_token = np.arange(1, num_samples + 1) * seq_length + extra - 1
     cut = np.minimum(last_token, ends[-1] - 1)  # a partial last sample ends where the documents end
@@ -32,7 +34,9 @@ def test_sample_index(extra, partial, seed):
     num_samples = -(-tokens // seq_length) if partial else tokens // seq_length
     index = build_sample_index(lengths, documents, seq_length, num_samples, extra)
     assert index.dtype == np.int32
-    np.testing.assert_array_equal(index, sample_index_by_definition(lengths, documents, seq_length, num_samples, extra))
+    np.testing.assert_array_equal(
+        index, sample_index_by_definition(lengths, documents, seq_length, num_samples, extra)
+    )
     wide = helpers_cpp.build_sample_index_int64(lengths, documents, seq_length, num_samples, extra)
     assert wide.dtype == np.int64
     np.testing.assert_array_equal(wide, index)
@@ -58,10 +62,12 @@ def test_sample_index_refuses_what_does_not_fit():
 
 def blend_by_definition(weights, size, limits):
     counts = [0] * len(weights)
-    members, samples = [], []
+    members = []
+    samples = []
     for s in range(size):
         behind = [
-            w * max(s, 1) - c if c < limit else -np.inf for w, c, limit in zip(weights, counts, limits, strict=True)
+            w * max(s, 1) - c if c < limit else -np.inf
+            for w, c, limit in zip(weights, counts, limits, strict=True)
         ]
         member = behind.index(max(behind))
         members.append(member)
@@ -81,7 +87,9 @@ def test_blend_index(num_members, limited):
     size = int(limits.sum()) if limited else 700
     members, samples = build_blend_index(weights, size, limits if limited else None)
     assert members.dtype == np.int16 and samples.dtype == np.int64
-    expected_members, expected_samples = blend_by_definition(weights.tolist(), size, limits.tolist())
+    expected_members, expected_samples = blend_by_definition(
+        weights.tolist(), size, limits.tolist()
+    )
     assert members.tolist() == expected_members
     assert samples.tolist() == expected_samples
     if limited:

@@ -1,4 +1,6 @@
-"""Token files: what is written is read, byte for byte Megatron-LM's format, and damaged files are refused by name."""
+"""Token files: what is written is read, byte for byte Megatron-LM's format, and damaged files are
+refused by name.
+"""
 
 import pickle
 from pathlib import Path
@@ -76,7 +78,9 @@ def test_token_dtype():
 
 
 def test_tokens_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"token 70000 does not fit the uint16 tokens of .*/d.bin \(0..65535\)"):
+    with pytest.raises(
+        ValueError, match=r"token 70000 does not fit the uint16 tokens of .*/d.bin \(0..65535\)"
+    ):
         write(tmp_path / "d", [[1, 70000]])
     with pytest.raises(ValueError, match="token -1 does not fit"):
         write(tmp_path / "d", [[-1]])
@@ -84,22 +88,30 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_an_interrupted_build_leaves_no_data_set_and_keeps_the_old_one(tmp_path):
-    with pytest.raises(KeyboardInterrupt), IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder,
+    ):
         builder.add([1])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
 
     write(tmp_path / "d", [[1, 2]])
-    killed = IndexedDatasetBuilder(tmp_path / "d", np.uint16)  # as after SIGKILL: neither committed nor discarded
+    killed = IndexedDatasetBuilder(
+        tmp_path / "d", np.uint16
+    )  # as after SIGKILL: neither committed nor discarded
     killed.add([7] * 10)
     assert IndexedDataset(tmp_path / "d")[0].tolist() == [1, 2]
-    assert {path.suffix for path in tmp_path.iterdir()} - {".bin", ".idx"}  # its temporary file has a name of its own
+    assert {path.suffix for path in tmp_path.iterdir()} - {
+        ".bin",
+        ".idx",
+    }  # its temporary file has a name of its own
     killed.commit()
     assert IndexedDataset(tmp_path / "d")[0].tolist() == [7] * 10
 
 
 def test_missing_files(tmp_path):
-    with pytest.raises(ValueError, match=r"no data set at '.*/none': .*/none.idx does not exist"):
+    with pytest.raises(ValueError, match=r"no dataset at '.*/none': .*/none.idx does not exist"):
         IndexedDataset(tmp_path / "none")
     write(tmp_path / "d", [[1]])
     with pytest.raises(ValueError, match="pass '.*/d'"):
@@ -112,10 +124,22 @@ def test_missing_files(tmp_path):
 
 
 BIN_DAMAGE = {
-    "empty": (lambda data: b"", r"d\.bin has 0 bytes, but .*d\.idx describes 6 tokens .* 12: the \.bin is empty"),
-    "truncated": (lambda data: data[:-1], r"d\.bin has 11 bytes, .* 6 tokens in 2 sequences of uint16.* is cut"),
-    "too long": (lambda data: data + b"x", r"d\.bin has 13 bytes, .* does not belong to this \.idx"),
-    "other dtype": (lambda data: data * 2, r"d\.bin has 24 bytes, .* of uint16, .* looks like int32 tokens"),
+    "empty": (
+        lambda data: b"",
+        r"d\.bin has 0 bytes, but .*d\.idx describes 6 tokens .* 12: the \.bin is empty",
+    ),
+    "truncated": (
+        lambda data: data[:-1],
+        r"d\.bin has 11 bytes, .* 6 tokens in 2 sequences of uint16.* is cut",
+    ),
+    "too long": (
+        lambda data: data + b"x",
+        r"d\.bin has 13 bytes, .* does not belong to this \.idx",
+    ),
+    "other dtype": (
+        lambda data: data * 2,
+        r"d\.bin has 24 bytes, .* of uint16, .* looks like int32 tokens",
+    ),
 }
 
 
@@ -131,8 +155,16 @@ def test_damaged_tokens_file(tmp_path, damage):
 INDEX_DAMAGE = {
     "magic": (0, b"GGUF", r"d\.idx starts with b'GGUF"),
     "version": (9, b"\x02", r"d\.idx has index version 2"),
-    "dtype code": (17, b"\x63", r"d\.idx has token dtype code 99; known codes are \[1, 2, 3, 4, 5, 6, 7, 8\]"),
-    "sequence count": (18, b"\x09", r"d\.idx has 82 bytes, but its header announces 9 sequences .* take 166"),
+    "dtype code": (
+        17,
+        b"\x63",
+        r"d\.idx has token dtype code 99; known codes are \[1, 2, 3, 4, 5, 6, 7, 8\]",
+    ),
+    "sequence count": (
+        18,
+        b"\x09",
+        r"d\.idx has 82 bytes, but its header announces 9 sequences .* take 166",
+    ),
     "length": (37, b"\xff", r"d\.idx is damaged: sequence 0 has -\d+ tokens from byte 0"),
     "offset": (
         50,

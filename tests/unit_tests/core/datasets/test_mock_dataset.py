@@ -34,11 +34,13 @@ def test_documents_count_upwards_and_end_with_eod(vocab_size, eod):
     follower = dict(zip(words, words[1:] + words[:1], strict=True))
     ends = total = 0
     for i in range(50):
-        tokens, labels = train[i]["tokens"], train[i]["labels"]
+        tokens = train[i]["tokens"]
+        labels = train[i]["labels"]
         np.testing.assert_array_equal(tokens[1:], labels[:-1])
         for token, label in zip(tokens.tolist(), labels.tolist(), strict=True):
             assert label == eod or token == eod or label == follower[token]
-            ends, total = ends + (label == eod), total + 1
+            ends = ends + (label == eod)
+            total = total + 1
     assert 0.01 < ends / total < 0.06
 
 

@@ -19,7 +19,9 @@ def square(number):
 @pytest.mark.parametrize("count", [0, 1, 5, 40])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_in_order(num_workers, count):
-    assert list(OrderedWorkers(square, range(count), num_workers, 4)) == [(n, n * n) for n in range(count)]
+    assert list(OrderedWorkers(square, range(count), num_workers, 4)) == [
+        (n, n * n) for n in range(count)
+    ]
 
 
 def test_no_more_than_so_many_are_taken_ahead():

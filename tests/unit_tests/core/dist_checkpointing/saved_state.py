@@ -41,7 +41,8 @@ class Training:
 
 
 def assert_holds(directory, seed, rows=600_000):
-    expected, loaded = Training(seed, rows), Training(seed + 1, rows)
+    expected = Training(seed, rows)
+    loaded = Training(seed + 1, rows)
     report = load(loaded.state(), directory, verify=True)
     for name in ("weight", "moment", "transposed", "buffer", "step"):
         assert torch.equal(getattr(loaded, name), getattr(expected, name)), name
@@ -61,8 +62,12 @@ def sharded(rank, size, value):
 
 
 def assert_sharded(directory, size, value):
-    split, whole = torch.zeros(1000 * size, 64), torch.zeros(300, 10)
-    state = {"split": ShardedTensor.replicated("split", split), "whole": ShardedTensor.replicated("whole", whole)}
+    split = torch.zeros(1000 * size, 64)
+    whole = torch.zeros(300, 10)
+    state = {
+        "split": ShardedTensor.replicated("split", split),
+        "whole": ShardedTensor.replicated("whole", whole),
+    }
     state |= {f"rng/{rank}": ShardedObject(f"rng/{rank}", None) for rank in range(size)}
     report = load(state, directory, verify=True)
     assert (whole == value).all()

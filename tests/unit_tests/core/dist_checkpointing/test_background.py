@@ -1,4 +1,6 @@
-"""Background threads work on the device of the rank that starts them, never on device 0 of the node."""
+"""Background threads work on the device of the rank that starts them, never on device 0 of the
+node.
+"""
 
 import threading
 
@@ -16,7 +18,9 @@ def devices(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d)))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d))
+    )
     return chosen
 
 
@@ -30,10 +34,15 @@ def test_workers(devices):
 def test_every_thread_of_a_save_and_a_load(devices, tmp_path):
     weights = {f"w{i}": torch.randn(100, 10) for i in range(4)}
     save(state_of(**weights), tmp_path / "c", common={}, workers=2)
-    assert {name.rpartition("-")[0] for name, _ in devices} == {"checkpoint-conductor", "checkpoint-writer"}
+    assert {name.rpartition("-")[0] for name, _ in devices} == {
+        "checkpoint-conductor",
+        "checkpoint-writer",
+    }
     devices.clear()
     load(state_of(**{name: torch.zeros(100, 10) for name in weights}), tmp_path / "c", workers=2)
-    assert devices and all(name.startswith("checkpoint-reader") and device == 3 for name, device in devices)
+    assert devices and all(
+        name.startswith("checkpoint-reader") and device == 3 for name, device in devices
+    )
 
 
 def test_without_cuda_no_device_is_chosen(monkeypatch):

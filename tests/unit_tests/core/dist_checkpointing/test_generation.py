@@ -1,4 +1,6 @@
-"""One owner of a directory of checkpoints: processes that were stopped, and come back after another has taken over."""
+"""One owner of a directory of checkpoints: processes that were stopped, and come back after another
+has taken over.
+"""
 
 import json
 import subprocess
@@ -80,7 +82,8 @@ for number, moment in enumerate(json.loads(sys.argv[2])):
 print(json.dumps(results))
 '''
 
-PENDING, ROOT_30 = "saving-iter_0000030", "/iter_0000030"
+PENDING = "saving-iter_0000030"
+ROOT_30 = "/iter_0000030"
 MOMENTS = {
     "before the directory is made": ("os.mkdir", PENDING, "", 1),
     "before a shard is created": ("open", PENDING, "", 1),
@@ -96,28 +99,39 @@ def test_a_process_that_was_stopped_changes_nothing_when_it_comes_back(tmp_path)
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     for number, (old, new) in enumerate(json.loads(result.stdout)):
-        root, moment = tmp_path / str(number), list(MOMENTS)[number]
+        root = tmp_path / str(number)
+        moment = list(MOMENTS)[number]
         assert new == [[None, False]] * 2, moment
         (error, superseded) = next(report for report in old if report[0] is not None)
-        assert superseded and "another start has taken over" in error and "generation 2: " in error, moment
+        assert (
+            superseded and "another start has taken over" in error and "generation 2: " in error
+        ), moment
         assert "host new" in error, moment
         assert read_tracker(root) == 60, moment
         present = {path.name for path in root.iterdir()}
-        assert present >= {"iter_0000010", "iter_0000025", "iter_0000060", ".generation-0000002"}, moment
+        assert present >= {"iter_0000010", "iter_0000025", "iter_0000060", ".generation-0000002"}, (
+            moment
+        )
         assert present <= {f"iter_{i:07d}" for i in (10, 20, 25, 30, 60)} | {
             ".generation-0000002",
             "latest_checkpointed_iteration.txt",
         }, moment
         assert all(is_complete(path) for path in root.glob("iter_*")), moment
-        assert [path.name for path in (root / ".generation-0000002").iterdir()] == ["owner.json"], moment
+        assert [path.name for path in (root / ".generation-0000002").iterdir()] == ["owner.json"], (
+            moment
+        )
 
 
 def test_many_starts_at_once_leave_one_owner(tmp_path):
     with ThreadPoolExecutor(8) as threads:
-        taken = list(threads.map(lambda number: Generation.take(tmp_path, {"pid": number}), range(8)))
+        taken = list(
+            threads.map(lambda number: Generation.take(tmp_path, {"pid": number}), range(8))
+        )
     taken.sort(key=lambda generation: generation.number)
     newest = taken[-1].number
-    assert len({generation.number for generation in taken}) == 8 and newest >= 8, "some may have been given up"
+    assert len({generation.number for generation in taken}) == 8 and newest >= 8, (
+        "some may have been given up"
+    )
     assert [generation.is_current() for generation in taken] == [False] * 7 + [True]
     for generation in taken[:-1]:
         with pytest.raises(SupersededError, match=rf"generation {newest}: since .*, pid \d"):
@@ -131,7 +145,8 @@ def test_many_starts_at_once_leave_one_owner(tmp_path):
 
 
 def test_what_a_removal_could_not_finish_goes_with_the_next(tmp_path):
-    generation, directories = Generation.take(tmp_path, {}), [tmp_path / "iter_0000001", tmp_path / "iter_0000002"]
+    generation = Generation.take(tmp_path, {})
+    directories = [tmp_path / "iter_0000001", tmp_path / "iter_0000002"]
     for directory in directories:
         directory.mkdir()
     (left,) = generation.put_aside(directories[:1])  # and the disk is read-only now
@@ -141,7 +156,8 @@ def test_what_a_removal_could_not_finish_goes_with_the_next(tmp_path):
 
 def test_a_slow_start_takes_no_number_that_others_have_left_behind(tmp_path, monkeypatch):
     """It has read the numbers, and then two others start before it makes its claim."""
-    faster, make = [], Path.mkdir
+    faster = []
+    make = Path.mkdir
 
     def slowly(path, *args, **options):
         monkeypatch.setattr(Path, "mkdir", make)
@@ -167,7 +183,11 @@ def test_the_checkpoint_that_was_being_replaced_is_put_back(tmp_path):
     (old.directory / ".replaced-iter_0000006").mkdir()
     (tmp_path / "iter_0000006").mkdir()
     Generation.take(tmp_path, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".generation-0000002", "iter_0000005", "iter_0000006"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".generation-0000002",
+        "iter_0000005",
+        "iter_0000006",
+    ]
 
 
 def test_the_newest_is_the_newest_of_the_branch(tmp_path):

@@ -65,13 +65,16 @@ def flip(path, position, bit):
 
 def verified_load(directory):
     """None if everything came back as it was saved; else the explanation."""
-    state, expected = make_state(False), make_state(True)
+    state = make_state(False)
+    expected = make_state(True)
     try:
         report = load(state, directory, verify=True)
         common = load_common(directory, verify=True)
     except CheckpointError as error:
         return str(error)
-    assert common == {"iteration": 7, "args": {"lr": 0.1}} and report.objects["rng"] == {"seed": [1, 2, 3]}
+    assert common == {"iteration": 7, "args": {"lr": 0.1}} and report.objects["rng"] == {
+        "seed": [1, 2, 3]
+    }
     for key in ("w", "u", "b", "s"):
         assert torch.equal(state[key].local, expected[key].local), key
     return None
@@ -90,7 +93,9 @@ def test_an_intact_checkpoint_verifies(checkpoint):
 
 def write_older_checksums(checkpoint, body):
     line = json.dumps(body).encode()
-    (checkpoint / "checksums.json").write_bytes(line + b"\n" + xxhash.xxh3_64_hexdigest(line).encode() + b"\n")
+    (checkpoint / "checksums.json").write_bytes(
+        line + b"\n" + xxhash.xxh3_64_hexdigest(line).encode() + b"\n"
+    )
 
 
 def with_older_checksums(checkpoint):
@@ -145,17 +150,25 @@ def test_checksums_name_files_of_their_directory_alone(checkpoint):
 
 def test_every_flipped_bit_is_found(checkpoint):
     """260 positions over all files, 40 at least in each; a flip must be explained by `verify`, and by a verified load
-    where it touches the file."""
+    where it touches the file.
+    """
     rng = random.Random(0)
     files = sorted(checkpoint.iterdir())
-    places = [(path, rng.randrange(path.stat().st_size)) for path in files for _ in range(-(-260 // len(files)))]
+    places = [
+        (path, rng.randrange(path.stat().st_size))
+        for path in files
+        for _ in range(-(-260 // len(files)))
+    ]
     found = 0
     for path, position in places:
         bit = rng.randrange(8)
         flip(path, position, bit)
         report = verify(checkpoint, workers=1)
         assert not report.ok, (path.name, position, bit)
-        assert any(path.name in problem for problem in report.problems), (path.name, report.problems)
+        assert any(path.name in problem for problem in report.problems), (
+            path.name,
+            report.problems,
+        )
         problem = verified_load(checkpoint)
         if problem is not None:
             found += 1
@@ -168,11 +181,14 @@ def test_every_flipped_bit_is_found(checkpoint):
 
 
 def test_unverified_loads_of_damaged_files_explain_themselves(checkpoint):
-    """Without checksums damage may go unnoticed in the data, but never ends in anything but a CheckpointError."""
+    """Without checksums damage may go unnoticed in the data, but never ends in anything but a
+    CheckpointError.
+    """
     rng = random.Random(1)
     for path in sorted(checkpoint.iterdir()):
         for _ in range(60):
-            position, bit = rng.randrange(min(2000, path.stat().st_size)), rng.randrange(8)
+            position = rng.randrange(min(2000, path.stat().st_size))
+            bit = rng.randrange(8)
             flip(path, position, bit)
             try:
                 load(make_state(False), checkpoint, strictness="ignore_all")
@@ -189,8 +205,11 @@ def test_only_what_is_read_is_checked(checkpoint):
     assert blocks >= 2
     flip(big, (blocks - 1) * BLOCK_SIZE + 10, 3)
     problems = verify(checkpoint).problems
-    assert problems == [f"{big}: damaged: wrong checksum of bytes {(blocks - 1) * BLOCK_SIZE}..{blocks * BLOCK_SIZE}"]
-    state, expected = make_state(False), make_state(True)
+    assert problems == [
+        f"{big}: damaged: wrong checksum of bytes {(blocks - 1) * BLOCK_SIZE}..{blocks * BLOCK_SIZE}"
+    ]
+    state = make_state(False)
+    expected = make_state(True)
     load({"u": state["u"]}, checkpoint, verify=True, strictness="raise_unexpected")
     assert torch.equal(state["u"].local, expected["u"].local)
     with pytest.raises(CheckpointError, match=f"{big.name}: damaged"):
@@ -203,10 +222,14 @@ def test_completeness(checkpoint):
     os.truncate(shard, size // 2)
     assert any("truncated" in problem for problem in verify(checkpoint).problems)
     shard.unlink()
-    assert any(f"{shard}: the shard file is missing" in problem for problem in verify(checkpoint).problems)
+    assert any(
+        f"{shard}: the shard file is missing" in problem for problem in verify(checkpoint).problems
+    )
     (checkpoint / ".metadata").unlink()
     assert any("holds no complete checkpoint" in problem for problem in verify(checkpoint).problems)
-    assert verify(checkpoint / "nowhere").problems == [f"{checkpoint / 'nowhere'}: no such directory"]
+    assert verify(checkpoint / "nowhere").problems == [
+        f"{checkpoint / 'nowhere'}: no such directory"
+    ]
 
 
 def test_appended_bytes_and_foreign_files(checkpoint):
@@ -227,26 +250,41 @@ def test_foreign_checkpoints_have_no_checksums(tmp_path):
 
 
 def with_manifest(pristine, tmp_path, **changes):
-    """A copy without our checksums, and with the list of hashes that Megatron-LM's --verify-integrity leaves."""
+    """A copy without our checksums, and with the list of hashes that Megatron-LM's
+    --verify-integrity leaves.
+    """
     directory = tmp_path / "c"
     shutil.copytree(pristine, directory)
     (directory / "checksums.bin").unlink()
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()}
-    (directory / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files} | changes))
+    files = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in directory.iterdir()
+    }
+    (directory / "integrity.json").write_text(
+        json.dumps({"algorithm": "sha256", "files": files} | changes)
+    )
     return directory
 
 
 def test_the_hashes_of_megatron_lm_are_checked(pristine, tmp_path):
     directory = with_manifest(pristine, tmp_path)
     report = verify(directory)
-    assert report.ok and report.has_checksums and not any("integrity.json" in note for note in report.notes)
+    assert (
+        report.ok
+        and report.has_checksums
+        and not any("integrity.json" in note for note in report.notes)
+    )
     shard = sorted(directory.glob("*.distcp"))[0]
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert verify(directory).problems == [f"{shard}: damaged: its content is not what integrity.json vouches for"]
+    assert verify(directory).problems == [
+        f"{shard}: damaged: its content is not what integrity.json vouches for"
+    ]
     shard.unlink()
-    assert any("integrity.json names it, but it cannot be read" in problem for problem in verify(directory).problems)
+    assert any(
+        "integrity.json names it, but it cannot be read" in problem
+        for problem in verify(directory).problems
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,12 +296,17 @@ def test_the_hashes_of_megatron_lm_are_checked(pristine, tmp_path):
     ],
 )
 def test_a_list_of_hashes_that_is_none_is_named(pristine, tmp_path, changes, message):
-    assert any(message in problem for problem in verify(with_manifest(pristine, tmp_path, **changes)).problems)
+    assert any(
+        message in problem
+        for problem in verify(with_manifest(pristine, tmp_path, **changes)).problems
+    )
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "checksums.bin", "common.pt", ".metadata"])
 def test_only_regular_files_are_read(checkpoint, name):
-    """A pipe in place of a shard, or of the checksums, was waited for without end; /dev/zero was read without end."""
+    """A pipe in place of a shard, or of the checksums, was waited for without end; /dev/zero was
+    read without end.
+    """
     (checkpoint / name).unlink()
     (checkpoint / name).symlink_to("/dev/null")
     wanted = f"{checkpoint / name} is not a regular file"

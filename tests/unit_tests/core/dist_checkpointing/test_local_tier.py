@@ -1,4 +1,6 @@
-"""Checkpoints on the nodes' disks: who keeps whose replicas, and what a save promises when a neighbour fails."""
+"""Checkpoints on the nodes' disks: who keeps whose replicas, and what a save promises when a
+neighbour fails.
+"""
 
 import os
 import resource
@@ -40,11 +42,15 @@ def test_every_rank_is_in_one_clique_whatever_the_size_of_the_world(size, jump, 
     groups = cliques(size, jump, copies)
     assert sorted(rank for group in groups for rank in group) == list(range(size))
     for group in groups:
-        assert copies <= len(group) < 2 * copies and {rank % jump for rank in group} == {group[0] % jump}
+        assert copies <= len(group) < 2 * copies and {rank % jump for rank in group} == {
+            group[0] % jump
+        }
 
 
 def test_too_few_ranks_for_the_copies():
-    with pytest.raises(CheckpointError, match="3 copies of what rank 0 writes, on ranks 4 apart, need 12 ranks"):
+    with pytest.raises(
+        CheckpointError, match="3 copies of what rank 0 writes, on ranks 4 apart, need 12 ranks"
+    ):
         cliques(8, 4, 3)
 
 
@@ -61,7 +67,9 @@ def files_up_to(limit):
 
 def state_of(rank, value):
     big = torch.full((ROWS if rank == 0 else 1, 20), float(value))
-    tensor = ShardedTensor("big", (ROWS + 1, 20), big.dtype, (Box((0 if rank == 0 else ROWS, 0), big),))
+    tensor = ShardedTensor(
+        "big", (ROWS + 1, 20), big.dtype, (Box((0 if rank == 0 else ROWS, 0), big),)
+    )
     return {"big": tensor, "own": ShardedObject(f"own/{rank}", value)}
 
 
@@ -71,7 +79,8 @@ class Node:
     def __init__(self, rank, root):
         self.rank = rank
         self.tier = LocalTier.create(Path(root) / f"node{rank}", 2)
-        self.saver, self.nodes = AsyncSaver(workers=1), LocalSaver(self.tier, Generation(Path(root), 1, ""), None)
+        self.saver = AsyncSaver(workers=1)
+        self.nodes = LocalSaver(self.tier, Generation(Path(root), 1, ""), None)
 
     def save(self, iteration):
         return self.begin(iteration).wait()
@@ -91,8 +100,11 @@ class Node:
 
 def without_room(rank, size, root):
     """Rank 1 has room for its own file alone, and then not even for that."""
-    node, told = Node(rank, root), []
-    for iteration, limit in enumerate((1 << 30, 1 << 20, 1 << 20, 50 if rank == 1 else 1 << 30, 1 << 30), 1):
+    node = Node(rank, root)
+    told = []
+    for iteration, limit in enumerate(
+        (1 << 30, 1 << 20, 1 << 20, 50 if rank == 1 else 1 << 30, 1 << 30), 1
+    ):
         with files_up_to(limit if rank == 1 else resource.RLIM_INFINITY):
             report = node.save(iteration)
         dist.barrier()
@@ -133,7 +145,8 @@ def test_a_long_reason_without_a_replica_is_a_warning(pool, tmp_path):
 def test_a_stray_file_among_the_local_checkpoints_is_left_out(tmp_path, caplog):
     tier = LocalTier.create(tmp_path)
     nodes = LocalSaver(tier, Generation(tmp_path, 1, ""), None)
-    state, pending = {"w": ShardedTensor.replicated("w", torch.ones(3))}, partial(nodes.checkpoint, 1)
+    state = {"w": ShardedTensor.replicated("w", torch.ones(3))}
+    pending = partial(nodes.checkpoint, 1)
     with AsyncSaver() as saver:
         assert saver.save(state, tmp_path, common={}, pending=pending).wait().error is None
     (tmp_path / "iter_0000000-0000001.stray").write_bytes(b"")
@@ -142,7 +155,8 @@ def test_a_stray_file_among_the_local_checkpoints_is_left_out(tmp_path, caplog):
 
 
 def damaged_on_the_way(rank, size, root):
-    node, send = Node(rank, root), dist.send
+    node = Node(rank, root)
+    send = dist.send
     if rank == 0:
 
         def flipping(tensor, *args):
@@ -162,16 +176,24 @@ def damaged_on_the_way(rank, size, root):
 
 def test_what_was_damaged_on_the_way_is_no_replica(pool, tmp_path):
     for rank, (error, warning, held) in enumerate(pool.run(damaged_on_the_way, 2, str(tmp_path))):
-        assert error is None and warning == "rank 0: no replica on rank 1: __0_0.distcp came damaged"
+        assert (
+            error is None and warning == "rank 0: no replica on rank 1: __0_0.distcp came damaged"
+        )
         assert held == ([0, 1] if rank == 0 else [1])
 
 
 def drain_while_saving_on(rank, size, root):
-    """The first of five saves is being copied until the fourth is there. The last one is damaged on rank 0's disk."""
-    node, released, root = Node(rank, root), threading.Event(), Path(root)
+    """The first of five saves is being copied until the fourth is there. The last one is damaged on
+    rank 0's disk.
+    """
+    node = Node(rank, root)
+    released = threading.Event()
+    root = Path(root)
     drainer = Drainer(workers=1)
     local = node.begin(1)
-    drained = drainer.drain(local, root / "iter_0000001", before_writing=released.wait, beside={"x": b"y"})
+    drained = drainer.drain(
+        local, root / "iter_0000001", before_writing=released.wait, beside={"x": b"y"}
+    )
     assert local.wait().error is None
     kept = [(node.save(iteration).error, dist.barrier(), node.kept())[2] for iteration in (2, 3, 4)]
     released.set()
@@ -193,8 +215,9 @@ def drain_while_saving_on(rank, size, root):
 
 
 def test_a_local_checkpoint_is_copied_to_where_all_nodes_find_it(pool, tmp_path):
-    """Nothing is staged again, later local saves go on meanwhile, and it is kept as long; damage never reaches --save.
-    What arrives is byte for byte what a save without local tier writes."""
+    """Nothing is staged again, later local saves go on meanwhile, and it is kept as long; damage
+    never reaches --save. What arrives is byte for byte what a save without local tier writes.
+    """
     for kept, (good, bad) in pool.run(drain_while_saving_on, 2, str(tmp_path)):
         assert kept == [[1, 2], [1, 2, 3], [1, 3, 4], [4, 5]]
         assert (good.error, good.staging, good.blocking) == (None, 0.0, 0.0)
@@ -203,19 +226,28 @@ def test_a_local_checkpoint_is_copied_to_where_all_nodes_find_it(pool, tmp_path)
     assert verify(drained).ok and not (tmp_path / "iter_0000006").exists()
     assert (drained / "x").read_bytes() == b"y"
     pool.run(save_directly, 2, str(tmp_path / "direct"))
-    contents = [{path.name: path.read_bytes() for path in root.iterdir()} for root in (drained, tmp_path / "direct")]
+    contents = [
+        {path.name: path.read_bytes() for path in root.iterdir()}
+        for root in (drained, tmp_path / "direct")
+    ]
     assert contents[0].pop("x") and contents[0] == contents[1]
 
 
 def save_directly(rank, size, directory):
     with AsyncSaver(workers=1) as saver:
-        assert saver.save(state_of(rank, 1), directory, common={"iteration": 1}).wait().error is None
+        assert (
+            saver.save(state_of(rank, 1), directory, common={"iteration": 1}).wait().error is None
+        )
 
 
 def share_a_directory(rank, size, root):
-    with pytest.raises(CheckpointError, match=r"ranks 0, 1 keep copies of the same files, but share a directory"):
+    with pytest.raises(
+        CheckpointError, match=r"ranks 0, 1 keep copies of the same files, but share a directory"
+    ):
         LocalTier.create(Path(root) / f"node{rank // 2}", 2, jump=1)
-    with pytest.raises(CheckpointError, match="local checkpoints cannot be saved to .*: .*Not a directory"):
+    with pytest.raises(
+        CheckpointError, match="local checkpoints cannot be saved to .*: .*Not a directory"
+    ):
         LocalTier.create(Path(__file__) / "node")
 
 
@@ -224,7 +256,9 @@ def test_replicas_on_the_own_node_and_no_directory_are_errors(pool, tmp_path):
 
 
 def named_at_once(rank, size, root):
-    """Both ranks of a node name it at the same time, where there are no hard links; the later one replaces the name."""
+    """Both ranks of a node name it at the same time, where there are no hard links; the later one
+    replaces the name.
+    """
     root = Path(root)
 
     def link(*_):
@@ -258,7 +292,8 @@ def test_ranks_of_a_node_agree_on_its_name_without_hard_links(pool, tmp_path):
 
 def superseded(rank, size, root):
     """The start before goes on saving; what it saves does not count, and takes nothing away."""
-    new, old = Node(rank, root), Node(rank, root)
+    new = Node(rank, root)
+    old = Node(rank, root)
     new.nodes = LocalSaver(new.tier, Generation(Path(root), 2, ""), None)
     names = []
     for node, iteration in ((old, 5), (new, 4), (old, 6), (old, 7)):
@@ -275,7 +310,13 @@ def superseded(rank, size, root):
 
 def test_a_superseded_start_does_not_touch_what_its_successor_saves(pool, tmp_path):
     found, _ = pool.run(superseded, 2, str(tmp_path))
-    assert found == [[(1, 5)], [(2, 4)], [(2, 4), (1, 6)], [(2, 4), (1, 7), (1, 6)], [(2, 5), (2, 4)]]
+    assert found == [
+        [(1, 5)],
+        [(2, 4)],
+        [(2, 4), (1, 6)],
+        [(2, 4), (1, 7), (1, 6)],
+        [(2, 5), (2, 4)],
+    ]
 
 
 def read_at_random(rank, size, root, flips):

@@ -35,7 +35,8 @@ def test_every_flat_range_is_tiled_exactly_by_views(shape):
 @pytest.mark.parametrize("shards", [1, 2, 3, 5, 48])
 def test_flat_shards_of_a_fused_parameter_tile_the_global_tensor(shards):
     """ZeRO shards of every TP rank's [gate; up] together are the global tensor, each element once."""
-    tp_size, reference = 2, torch.arange(16.0 * 3).view(16, 3)
+    tp_size = 2
+    reference = torch.arange(16.0 * 3).view(16, 3)
     seen = torch.full((16, 3), -1.0)
     for rank in range(tp_size):
         local = torch.cat([half.chunk(tp_size)[rank] for half in reference.chunk(2)])

@@ -1,4 +1,6 @@
-"""Saving and loading in one process and in several; torch.distributed.checkpoint is the oracle of the format."""
+"""Saving and loading in one process and in several; torch.distributed.checkpoint is the oracle of
+the format.
+"""
 
 import json
 import os
@@ -46,7 +48,9 @@ def global_tensor(key):
 
 
 def tensor_parallel(key, rank, size, fill):
-    """This rank's part of `key` as the layers of a model would split it; `fill` makes the local tensor."""
+    """This rank's part of `key` as the layers of a model would split it; `fill` makes the local
+    tensor.
+    """
     shape, dtype = GLOBAL_SHAPES[key]
     whole = global_tensor(key)
 
@@ -57,25 +61,40 @@ def tensor_parallel(key, rank, size, fill):
         rows = -(-shape[0] // (4 * size)) * 4
         padded = torch.zeros(rows * size, shape[1], dtype=dtype)
         padded[: shape[0]] = whole
-        return ShardedTensor.split_rows(key, local(padded[rank * rows :][:rows]), rank, size, num_rows=shape[0])
+        return ShardedTensor.split_rows(
+            key, local(padded[rank * rows :][:rows]), rank, size, num_rows=shape[0]
+        )
     if key == "layers.0.fc1.weight":
         gate, up = (half.chunk(size)[rank] for half in whole.chunk(2))
         return ShardedTensor.split_rows(key, local(torch.cat([gate, up])), rank, size, num_blocks=2)
-    dim = {"layers.0.qkv.weight": 0, "layers.0.qkv.bias": 0, "layers.0.proj.weight": 1, "experts.weight": 2}.get(key)
+    dim = {
+        "layers.0.qkv.weight": 0,
+        "layers.0.qkv.bias": 0,
+        "layers.0.proj.weight": 1,
+        "experts.weight": 2,
+    }.get(key)
     if dim is None:
         return ShardedTensor.replicated(key, local(whole))
     return ShardedTensor.split(key, local(whole.chunk(size, dim)[rank]), dim, rank, size)
 
 
 def layout_state(rank, tp, dp, fill=True):
-    """Weights tensor-parallel, and a ZeRO-1 shard of a moment for each of them; rank = dp_rank * tp + tp_rank."""
-    tp_rank, dp_rank = rank % tp, rank // tp
+    """Weights tensor-parallel, and a ZeRO-1 shard of a moment for each of them; rank = dp_rank * tp
+    + tp_rank.
+    """
+    tp_rank = rank % tp
+    dp_rank = rank // tp
     state = {key: tensor_parallel(key, tp_rank, tp, fill) for key in GLOBAL_SHAPES}
     for key in GLOBAL_SHAPES:
         weight = state[key]
-        content = torch.cat([box.tensor.reshape(-1) for box in weight.boxes]) if weight.boxes else torch.empty(0)
+        content = (
+            torch.cat([box.tensor.reshape(-1) for box in weight.boxes])
+            if weight.boxes
+            else torch.empty(0)
+        )
         numel = content.numel()
-        first, last = numel * dp_rank // dp, numel * (dp_rank + 1) // dp
+        first = numel * dp_rank // dp
+        last = numel * (dp_rank + 1) // dp
         moment = "exp_avg." + key
         data = content[first:last].float() * 0.5 if fill else torch.full((last - first,), -7.0)
         state[moment] = weight.flat_range(moment, first, data.clone())
@@ -91,12 +110,19 @@ def assert_equal_to_global(state):
         key = entry.key.removeprefix("exp_avg.")
         expected = global_tensor(key).float() * 0.5 if entry.key != key else global_tensor(key)
         for box in entry.boxes:
-            part = expected[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
+            part = expected[
+                tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+            ]
             assert torch.equal(box.tensor, part), (entry.key, box.offset)
 
 
 def save_layout(rank, size, directory, tp, fully_parallel):
-    report = save(layout_state(rank, tp, size // tp), directory, common={"tp": tp}, fully_parallel=fully_parallel)
+    report = save(
+        layout_state(rank, tp, size // tp),
+        directory,
+        common={"tp": tp},
+        fully_parallel=fully_parallel,
+    )
     assert report.error is None and report.directory == Path(directory)
     return report.bytes
 
@@ -140,12 +166,18 @@ def test_any_layout_reads_what_any_layout_wrote(pool, checkpoints, writer, reade
 
 def exchanged_load(rank, size, directory, tp):
     """Data-parallel replicas exchange what they read."""
-    groups = [dist.new_group([r for r in range(size) if r % tp == tp_rank]) for tp_rank in range(tp)]
+    groups = [
+        dist.new_group([r for r in range(size) if r % tp == tp_rank]) for tp_rank in range(tp)
+    ]
     state = layout_state(rank, tp, size // tp, fill=False)
     state.pop("rng")
-    state["turned"] = ShardedTensor.replicated("experts.weight", torch.zeros(12, 4, 6).permute(1, 2, 0))
+    state["turned"] = ShardedTensor.replicated(
+        "experts.weight", torch.zeros(12, 4, 6).permute(1, 2, 0)
+    )
     state.pop("experts.weight")
-    report = load(state, directory, strictness="raise_unexpected", parallelization_group=groups[rank % tp])
+    report = load(
+        state, directory, strictness="raise_unexpected", parallelization_group=groups[rank % tp]
+    )
     assert_equal_to_global(state)
     return report.bytes_needed
 
@@ -154,7 +186,11 @@ def exchanged_load(rank, size, directory, tp):
 def test_replicas_read_each_byte_once(pool, checkpoints, size, tp):
     needed = pool.run(exchanged_load, size, str(checkpoints / "2_2"), tp)
     one_copy = sum(stored.nbytes for stored in read_metadata(checkpoints / "2_2").tensors.values())
-    replicated_over_tp = {"norm.weight", "step", "experts.weight"}  # by name or, for the last one, by this test
+    replicated_over_tp = {
+        "norm.weight",
+        "step",
+        "experts.weight",
+    }  # by name or, for the last one, by this test
     replicas = sum(global_tensor(key).nbytes for key in replicated_over_tp)
     moments = sum(global_tensor(key).numel() * 4 for key in replicated_over_tp - {"experts.weight"})
     assert sum(needed) == one_copy + (tp - 1) * (replicas + moments)
@@ -174,7 +210,9 @@ def test_plain_dcp_reads_every_tensor(checkpoints, layout, tmp_path):
     dcp_to_torch_save(directory, tmp_path / "all.pt")
     converted = torch.load(tmp_path / "all.pt", weights_only=False)
     assert torch.equal(converted["experts.weight"], expected["experts.weight"])
-    assert torch.equal(converted["shared"][0]["a"], torch.arange(3)), "bytes entries are lists of length 1"
+    assert torch.equal(converted["shared"][0]["a"], torch.arange(3)), (
+        "bytes entries are lists of length 1"
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -188,7 +226,9 @@ def test_chunks_tile_every_tensor(checkpoints, layout):
 
 
 def test_only_the_committed_files_are_left(checkpoints):
-    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(f"{size}_{tp}" for size, tp in LAYOUTS)
+    assert sorted(path.name for path in checkpoints.iterdir()) == sorted(
+        f"{size}_{tp}" for size, tp in LAYOUTS
+    )
     directory = checkpoints / "2_2"
     names = {path.name for path in directory.iterdir() if not path.name.endswith(".distcp")}
     assert names == {".metadata", "metadata.json", "common.pt", "checksums.bin"}
@@ -204,11 +244,15 @@ def test_replicas_share_the_writing(pool, tmp_path):
     parallel = pool.run(save_layout, 4, str(tmp_path / "parallel"), 1, True)
     assert min(parallel) > 0
     single = pool.run(save_layout, 4, str(tmp_path / "single"), 1, False)
-    assert single[0] > 1.5 * single[1], "without it the first replica writes the weights, others their shards only"
+    assert single[0] > 1.5 * single[1], (
+        "without it the first replica writes the weights, others their shards only"
+    )
 
 
 def conflicting_save(rank, size, directory, kind):
-    tensor = torch.zeros(4, 4 + (kind == "shape") * rank, dtype=torch.float64 if kind == "dtype" and rank else None)
+    tensor = torch.zeros(
+        4, 4 + (kind == "shape") * rank, dtype=torch.float64 if kind == "dtype" and rank else None
+    )
     state = {"w": ShardedTensor.replicated("w", tensor)}
     if kind == "hole":
         state = {"w": ShardedTensor("w", (8, 4), tensor.dtype, (Box((2 * rank, 0), tensor),))}
@@ -246,7 +290,9 @@ def test_all_ranks_hear_of_a_conflict(pool, tmp_path, kind, message):
 def test_other_dtypes_strides_and_devices_are_converted(tmp_path):
     weight = torch.randn(30, 20)
     save(state_of(w=weight, t=weight.t()), tmp_path / "c", common={})
-    target = state_of(w=torch.zeros(30, 20, dtype=torch.bfloat16), t=torch.zeros(60, 40)[::3, ::4].t().t())
+    target = state_of(
+        w=torch.zeros(30, 20, dtype=torch.bfloat16), t=torch.zeros(60, 40)[::3, ::4].t().t()
+    )
     target["t"] = ShardedTensor.replicated("t", torch.zeros(30, 40)[:, ::2].t())
     load(target, tmp_path / "c")
     assert torch.equal(target["w"].local, weight.bfloat16())
@@ -272,7 +318,9 @@ def test_random_boxes_equal_slices(tmp_path):
     for tensor, key in ((whole, "whole"), (big, "big")):
         for _ in range(60):
             start = [rng.randrange(n) for n in tensor.shape]
-            extent = tuple(rng.randrange(1, n - s + 1) for n, s in zip(tensor.shape, start, strict=True))
+            extent = tuple(
+                rng.randrange(1, n - s + 1) for n, s in zip(tensor.shape, start, strict=True)
+            )
             part = tensor[tuple(slice(s, s + n) for s, n in zip(start, extent, strict=True))]
             assert torch.equal(reader.read(key, tuple(start), extent), part)
 
@@ -292,9 +340,14 @@ def test_partial_reads_read_little_more_than_they_need(tmp_path):
 def test_columns_are_read_with_the_gaps_between_them(tmp_path, monkeypatch, mapped):
     """Where the kernel is too old to say whether a mapping can be read, spans are read."""
     if not mapped:
-        monkeypatch.setattr("megatron.core.dist_checkpointing.loading.reader._MADV_POPULATE_READ", 9999)
-    monkeypatch.setattr("megatron.core.dist_checkpointing.loading.reader._SPAN", 100_000)  # several spans
-    weight, vector = torch.randn(700, 1030), torch.randn(13)
+        monkeypatch.setattr(
+            "megatron.core.dist_checkpointing.loading.reader._MADV_POPULATE_READ", 9999
+        )
+    monkeypatch.setattr(
+        "megatron.core.dist_checkpointing.loading.reader._SPAN", 100_000
+    )  # several spans
+    weight = torch.randn(700, 1030)
+    vector = torch.randn(13)
     save(state_of(vector=vector, w=weight), tmp_path / "c", common={})
     for offset, shape in [((0, 515), (700, 515)), ((1, 0), (699, 3)), ((5, 1029), (2, 1))]:
         for verify in (False, True):
@@ -310,12 +363,19 @@ def test_columns_are_read_with_the_gaps_between_them(tmp_path, monkeypatch, mapp
 
 
 def test_checkpoints_of_plain_dcp_are_read(tmp_path):
-    state = {"w": torch.randn(40, 30), "t": torch.randn(20, 10).t(), "o": {"n": 3}, "h": torch.randn(7).bfloat16()}
+    state = {
+        "w": torch.randn(40, 30),
+        "t": torch.randn(20, 10).t(),
+        "o": {"n": 3},
+        "h": torch.randn(7).bfloat16(),
+    }
     dcp.save(dict(state), checkpoint_id=tmp_path / "c")
     assert not is_complete(tmp_path / "c"), "metadata.json is what makes it a torch_dist checkpoint"
     reader = Reader(tmp_path / "c")
     for key in ("w", "t", "h"):
-        assert torch.equal(reader.read(key, (0,) * state[key].dim(), tuple(state[key].shape)), state[key])
+        assert torch.equal(
+            reader.read(key, (0,) * state[key].dim(), tuple(state[key].shape)), state[key]
+        )
     assert torch.equal(reader.read("w", (3, 4), (10, 11)), state["w"][3:13, 4:15])
     assert torch.equal(reader.read("t", (2, 3), (4, 5)), state["t"][2:6, 3:8])
     assert reader.read_object("o.n") == 3

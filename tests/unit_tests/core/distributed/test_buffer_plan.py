@@ -38,7 +38,9 @@ def random_specs(seed):
 def test_every_parameter_has_one_aligned_place(seed, num_shards, bucket_size):
     specs = random_specs(seed)
     buckets = plan_buffer(specs, bucket_size, num_shards)
-    assert sorted(span.spec.name for b in buckets for span in b.spans) == sorted(s.name for s in specs)
+    assert sorted(span.spec.name for b in buckets for span in b.spans) == sorted(
+        s.name for s in specs
+    )
     position = 0
     for bucket in buckets:
         assert bucket.start == position, "buckets are adjacent"
@@ -52,7 +54,9 @@ def test_every_parameter_has_one_aligned_place(seed, num_shards, bucket_size):
         assert end <= bucket.numel < end + ALIGNMENT * (num_shards + 1)
         if any(span.spec.info.shared_embedding for span in bucket.spans):
             assert len(bucket.spans) == 1
-        assert sum(span.spec.numel for span in bucket.spans[:-1]) < bucket_size, "it should have been closed before"
+        assert sum(span.spec.numel for span in bucket.spans[:-1]) < bucket_size, (
+            "it should have been closed before"
+        )
         position = bucket.stop
 
 
@@ -60,7 +64,9 @@ def test_every_parameter_has_one_aligned_place(seed, num_shards, bucket_size):
 def test_the_plan_puts_weight_decay_first_in_backward_order(seed):
     specs = random_specs(seed)
     names = [span.spec.name for b in plan_buffer(specs, 500, 2) for span in b.spans]
-    matrices = [s.name for s in reversed(specs) if len(s.shape) > 1 and not s.name.endswith(".bias")]
+    matrices = [
+        s.name for s in reversed(specs) if len(s.shape) > 1 and not s.name.endswith(".bias")
+    ]
     assert names[: len(matrices)] == matrices
 
 
@@ -68,8 +74,12 @@ def test_groups():
     assert spec("a.weight", (3, 4)).group == ParamGroup(weight_decay=True, embedding=False)
     assert spec("a.weight", (3,)).group == ParamGroup(weight_decay=False, embedding=False)
     assert spec("a.bias", (3, 4)).group == ParamGroup(weight_decay=False, embedding=False)
-    assert spec("embedding.word_embeddings.weight", (3, 4)).group == ParamGroup(weight_decay=True, embedding=True)
-    assert spec("output_layer.weight", (3, 4)).group == ParamGroup(weight_decay=True, embedding=True)
+    assert spec("embedding.word_embeddings.weight", (3, 4)).group == ParamGroup(
+        weight_decay=True, embedding=True
+    )
+    assert spec("output_layer.weight", (3, 4)).group == ParamGroup(
+        weight_decay=True, embedding=True
+    )
     assert spec("embedding.position_embeddings.weight", (3, 4)).group.embedding is False
 
 

@@ -1,4 +1,6 @@
-"""Data-parallel training over gloo: every way to reduce, shard and overlap gives the run of one process."""
+"""Data-parallel training over gloo: every way to reduce, shard and overlap gives the run of one
+process.
+"""
 
 import functools
 
@@ -8,8 +10,16 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig, ParallelState
-from tests.compare import assert_same
-from tests.tiny_ddp_model import assemble, backward_pass, batch, boxes_of, build, fill, train
+from tests.support.compare import assert_same
+from tests.support.tiny_ddp_model import (
+    assemble,
+    backward_pass,
+    batch,
+    boxes_of,
+    build,
+    fill,
+    train,
+)
 
 STEPS = 22
 ADAM = {"lr": 0.005, "weight_decay": 0.1, "adam_eps": 1e-5, "clip_grad": 3.0}
@@ -22,8 +32,16 @@ VARIANTS = {
     "sharded": SHARDED,
     "sharded, reduction overlapped": {**SHARDED, "overlap_grad_reduce": True},
     "sharded, gather overlapped": {**SHARDED, "overlap_param_gather": True},
-    "sharded, both overlapped": {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True},
-    "sharded, one bucket": {"use_distributed_optimizer": True, "overlap_param_gather": True, "ddp_num_buckets": 1},
+    "sharded, both overlapped": {
+        **SHARDED,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    "sharded, one bucket": {
+        "use_distributed_optimizer": True,
+        "overlap_param_gather": True,
+        "ddp_num_buckets": 1,
+    },
 }
 
 
@@ -41,9 +59,13 @@ def assert_close_run(runs, expected):
 
     (With Adam's eps at 1e-8 an element whose gradient is rounding noise would move by the learning rate.)
     """
-    torch.testing.assert_close(mean(runs, "losses"), mean([expected], "losses"), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        mean(runs, "losses"), mean([expected], "losses"), rtol=1e-6, atol=1e-6
+    )
     for run in runs:
-        torch.testing.assert_close(mean([run], "norms"), mean([expected], "norms"), rtol=3e-6, atol=0)
+        torch.testing.assert_close(
+            mean([run], "norms"), mean([expected], "norms"), rtol=3e-6, atol=0
+        )
         for name, value in run["params"].items():
             torch.testing.assert_close(value, expected["params"][name], rtol=1e-5, atol=1e-6)
     for key, value in assemble([run["state"] for run in runs]).items():
@@ -87,7 +109,9 @@ def assert_same_boxes(left, right):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sharding_changes_no_bit(pool, dtype):
-    """With two ranks, whose sums have one order only, and without clipping, as the norm is summed in another order."""
+    """With two ranks, whose sums have one order only, and without clipping, as the norm is summed
+    in another order.
+    """
     config = {**ADAM, "clip_grad": 0.0}
     replicated, sharded = (pool.run(train, 2, ddp, config, 8, 2, dtype) for ddp in (PLAIN, SHARDED))
     assert_same(sharded[0]["params"], replicated[0]["params"])
@@ -96,7 +120,9 @@ def test_sharding_changes_no_bit(pool, dtype):
 
 
 def test_reduction_in_bf16(pool):
-    """Half as many bytes, no other mathematics: all ways to reduce agree bitwise, and follow the run that uses fp32."""
+    """Half as many bytes, no other mathematics: all ways to reduce agree bitwise, and follow the
+    run that uses fp32.
+    """
     config = {**ADAM, "clip_grad": 0.0}
     in_fp32 = pool.run(train, 2, SHARDED, config, 8, 2, torch.bfloat16)
     names = ("all-reduce", "all-reduce overlapped", "sharded", "sharded, both overlapped")
@@ -105,7 +131,9 @@ def test_reduction_in_bf16(pool):
     for runs in others:
         assert_same(runs[0]["params"], expected[0]["params"])
     assert expected[0]["norms"] != in_fp32[0]["norms"]
-    assert mean(expected, "losses").tolist() == pytest.approx(mean(in_fp32, "losses").tolist(), rel=2e-2)
+    assert mean(expected, "losses").tolist() == pytest.approx(
+        mean(in_fp32, "losses").tolist(), rel=2e-2
+    )
 
 
 def test_sharded_sgd(pool):
@@ -138,7 +166,11 @@ def test_evaluation_after_an_overlapped_gather(pool):
 
 
 def resume(rank, world_size, ddp, stored, plain, start, steps):
-    ps = ParallelState.create(ParallelConfig()) if world_size > 1 else ParallelState.for_rank(ParallelConfig())
+    ps = (
+        ParallelState.create(ParallelConfig())
+        if world_size > 1
+        else ParallelState.for_rank(ParallelConfig())
+    )
     chunk, optimizer = build(ps, DistributedDataParallelConfig(**ddp), OptimizerConfig(**ADAM))
     if stored is not None:
         model_state = chunk.sharded_state_dict()
@@ -153,10 +185,13 @@ def resume(rank, world_size, ddp, stored, plain, start, steps):
 
 
 def test_resume_at_another_data_parallel_size(pool):
-    """The state is the same bit for bit after a change of DP; the same layout continues bit for bit."""
+    """The state is the same bit for bit after a change of DP; the same layout continues bit for
+    bit.
+    """
     both = VARIANTS["sharded, both overlapped"]
     saved = pool.run(resume, 4, both, None, None, 0, 3)
-    whole, plain = assemble([boxes for boxes, _ in saved]), saved[0][1]
+    whole = assemble([boxes for boxes, _ in saved])
+    plain = saved[0][1]
     for world_size, ddp in ((1, PLAIN), (2, both), (3, SHARDED), (2, PLAIN)):
         loaded = pool.run(resume, world_size, ddp, whole, plain, 3, 0)
         assert_same(assemble([boxes for boxes, _ in loaded]), whole)
@@ -174,7 +209,9 @@ def skip_one(rank, world_size, ddp):
     outcomes = []
     for step in range(3):
         if step == 1 and rank == world_size - 1:
-            chunk.module.decoder.layers[0].linear.bias.register_hook(lambda grad: grad * float("inf"))
+            chunk.module.decoder.layers[0].linear.bias.register_hook(
+                lambda grad: grad * float("inf")
+            )
         backward_pass(chunk, step, loss_scale=optimizer.loss_scale)
         finalize_model_grads([chunk], ps)
         outcomes.append((bool(optimizer.step().skipped), optimizer.loss_scale))

@@ -1,4 +1,6 @@
-"""Accumulation into main_grad, readiness of buckets, and the units that wait for gathered parameters."""
+"""Accumulation into main_grad, readiness of buckets, and the units that wait for gathered
+parameters.
+"""
 
 import gc
 import weakref
@@ -14,7 +16,7 @@ from megatron.core.models import GPTModel
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
 from megatron.core.transformer.transformer_config import TransformerConfig
-from tests.tiny_ddp_model import VOCAB, TinyModel, backward_pass, batch, build, microbatches
+from tests.support.tiny_ddp_model import VOCAB, TinyModel, backward_pass, batch, build, microbatches
 
 ONE = ParallelState.for_rank(ParallelConfig())
 
@@ -33,7 +35,9 @@ def test_main_grad_is_the_fp32_sum_over_microbatches(dtype, overlap):
     for step in range(2):  # the second time the buffer has to be zeroed
         backward_pass(chunk, step, count=4)
     model = plain_model(dtype)
-    expected = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
+    expected = {
+        name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()
+    }
     for tokens, labels in microbatches(1, Axis(), 4):
         model.zero_grad()
         (model(tokens, labels) / 4).backward()
@@ -47,7 +51,9 @@ def test_main_grad_is_the_fp32_sum_over_microbatches(dtype, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_grad_reduce_in_bf16_accumulates_in_bf16_and_hands_on_fp32(overlap):
-    config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, ddp_bucket_size=600, grad_reduce_in_bf16=True)
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=overlap, ddp_bucket_size=600, grad_reduce_in_bf16=True
+    )
     chunk, _ = build(ONE, config, dtype=torch.bfloat16)
     backward_pass(chunk, 0, count=4)
     chunk.finish_grad_sync()
@@ -67,7 +73,9 @@ def test_parameters_and_gradients_are_views_of_the_buffers():
     chunk, _ = build(ONE, DistributedDataParallelConfig(ddp_bucket_size=600), tied=False)
     (buffer,) = chunk.flat_buffers
     assert len(chunk.buckets) >= 5
-    for param, reference in zip(chunk.module.parameters(), plain_model(tied=False).parameters(), strict=True):
+    for param, reference in zip(
+        chunk.module.parameters(), plain_model(tied=False).parameters(), strict=True
+    ):
         assert torch.equal(param, reference)
         for view, base in ((param, buffer.param_data), (param.main_grad, buffer.grad_data)):
             assert base.data_ptr() <= view.data_ptr() < base.data_ptr() + base.nbytes
@@ -110,10 +118,15 @@ def test_a_kernel_may_add_into_main_grad_itself():
 
 
 def test_fused_and_plain_use_of_one_weight_add_up():
-    """A tied embedding: the output layer adds into main_grad and returns None, the embedding returns its gradient."""
-    chunk = DistributedDataParallel(OneMatrix(), DistributedDataParallelConfig(overlap_grad_reduce=True), Axis())
+    """A tied embedding: the output layer adds into main_grad and returns None, the embedding
+    returns its gradient.
+    """
+    chunk = DistributedDataParallel(
+        OneMatrix(), DistributedDataParallelConfig(overlap_grad_reduce=True), Axis()
+    )
     weight = chunk.module.weight
-    x, y = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4)
+    x = torch.randn(5, 4, requires_grad=True)
+    y = torch.randn(6, 4)
     chunk.zero_grad_buffer()
     (FusedLinear.apply(x, weight).sum() + (y @ weight.t()).sum()).backward()
     torch.testing.assert_close(weight.main_grad, (x.sum(0) + y.sum(0)).detach().expand(3, 4))
@@ -124,7 +137,9 @@ def test_recomputed_layers_give_the_same_gradients(use_reentrant):
     tokens, labels = batch(0)
     grads = []
     for recompute in (False, True):
-        chunk, _ = build(ONE, DistributedDataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=600))
+        chunk, _ = build(
+            ONE, DistributedDataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=600)
+        )
         for layer in chunk.module.decoder.layers if recompute else ():
             plain = layer.forward
             layer.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=use_reentrant)
@@ -148,7 +163,11 @@ def test_frozen_parameters_stay_out_of_the_buffers():
     model.decoder.layers[0].linear.weight.requires_grad_(False)
     before = model.decoder.layers[0].linear.weight.clone()
     chunk = DistributedDataParallel(model, DistributedDataParallelConfig(), Axis())
-    assert all(p is not model.decoder.layers[0].linear.weight for bucket in chunk.buckets for p in bucket.params)
+    assert all(
+        p is not model.decoder.layers[0].linear.weight
+        for bucket in chunk.buckets
+        for p in bucket.params
+    )
     backward_pass(chunk, 0)
     assert torch.equal(model.decoder.layers[0].linear.weight, before)
 
@@ -157,7 +176,10 @@ def test_each_dtype_has_a_buffer():
     model = plain_model()
     model.decoder.layers[1].to(torch.bfloat16)
     chunk = DistributedDataParallel(model, DistributedDataParallelConfig(), Axis())
-    assert [buffer.param_data.dtype for buffer in chunk.flat_buffers] == [torch.float32, torch.bfloat16]
+    assert [buffer.param_data.dtype for buffer in chunk.flat_buffers] == [
+        torch.float32,
+        torch.bfloat16,
+    ]
     assert {buffer.grad_data.dtype for buffer in chunk.flat_buffers} == {torch.float32}
 
 
@@ -175,7 +197,8 @@ class LateGather:
     """A gather that is finished by nothing but `wait`: until then the parameters are NaN."""
 
     def __init__(self, bucket):
-        self.data, self.bucket = bucket.param_data.clone(), bucket
+        self.data = bucket.param_data.clone()
+        self.bucket = bucket
         bucket.param_data.fill_(float("nan"))
 
     def wait(self):
@@ -184,7 +207,12 @@ class LateGather:
 
 def gpt(**changes):
     config = TransformerConfig(
-        num_layers=3, hidden_size=16, num_attention_heads=2, vocab_size=VOCAB, max_position_embeddings=8, **changes
+        num_layers=3,
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=8,
+        **changes,
     )
     return GPTModel(config, make_vocab_size_divisible_by=4)
 
@@ -194,9 +222,14 @@ MODELS = {
     "tiny, untied": lambda: TinyModel(tied=False),
     "tiny without layers": lambda: TinyModel(tied=False, layers=0),
     "gpt": lambda: gpt(embedding_layernorm=True),
-    "gpt, untied": lambda: gpt(untie_embeddings_and_output_weights=True, position_embedding_type="rope"),
+    "gpt, untied": lambda: gpt(
+        untie_embeddings_and_output_weights=True, position_embedding_type="rope"
+    ),
     "gpt, recomputed": lambda: gpt(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2, hidden_dropout=0.0
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=2,
+        hidden_dropout=0.0,
     ),
 }
 
@@ -212,7 +245,11 @@ def test_no_parameter_is_read_before_it_is_gathered(model, bucket_size, training
     module.initialize(seed=7)
     chunk = DistributedDataParallel(module, config, Axis())
     tokens, labels = batch(0)
-    inputs = (tokens, labels) if isinstance(module, TinyModel) else (tokens, torch.arange(tokens.shape[1])[None])
+    inputs = (
+        (tokens, labels)
+        if isinstance(module, TinyModel)
+        else (tokens, torch.arange(tokens.shape[1])[None])
+    )
     keywords = {} if isinstance(module, TinyModel) else {"labels": labels}
     chunk.train(training)
     expected = [p.detach().clone() for p in chunk.parameters()]
@@ -220,33 +257,43 @@ def test_no_parameter_is_read_before_it_is_gathered(model, bucket_size, training
         bucket._param_works = [LateGather(bucket)]
     loss = chunk(*inputs, **keywords).sum()
     loss.backward()
-    assert torch.isfinite(loss) and all(torch.isfinite(p.main_grad).all() for p in chunk.parameters())
+    assert torch.isfinite(loss) and all(
+        torch.isfinite(p.main_grad).all() for p in chunk.parameters()
+    )
     assert all(map(torch.equal, chunk.parameters(), expected))
 
 
 def test_layers_wait_for_their_own_buckets_only():
     chunk, _ = build(
         ONE,
-        DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=1),
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=1
+        ),
     )
     for bucket in chunk.buckets:
         bucket._param_works = [LateGather(bucket)]
     still_late = []
     for layer in chunk.module.decoder.layers:
-        layer.register_forward_pre_hook(lambda *_: still_late.append(sum(not b.params_complete for b in chunk.buckets)))
+        layer.register_forward_pre_hook(
+            lambda *_: still_late.append(sum(not b.params_complete for b in chunk.buckets))
+        )
     chunk(*batch(0))
     assert still_late == [8, 4, 0], "four parameters per layer, each its own bucket"
 
 
 def test_sharded_state_has_the_keys_of_the_module():
     chunk, _ = build(ONE)
-    assert list(chunk.sharded_state_dict("model.")) == list(plain_model().sharded_state_dict("model."))
+    assert list(chunk.sharded_state_dict("model.")) == list(
+        plain_model().sharded_state_dict("model.")
+    )
 
 
 def test_memory_is_freed_with_the_last_reference():
     chunk, optimizer = build(ONE, DistributedDataParallelConfig(overlap_grad_reduce=True))
     backward_pass(chunk, 0)
-    references = [weakref.ref(x) for x in (chunk, chunk.flat_buffers[0].grad_data, next(chunk.parameters()))]
+    references = [
+        weakref.ref(x) for x in (chunk, chunk.flat_buffers[0].grad_data, next(chunk.parameters()))
+    ]
     del chunk, optimizer
     gc.collect()
     assert [reference() for reference in references] == [None] * 3

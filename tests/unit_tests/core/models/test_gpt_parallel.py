@@ -1,4 +1,6 @@
-"""The same seed is the same model under every split: initial weights bitwise, losses and gradients to rounding."""
+"""The same seed is the same model under every split: initial weights bitwise, losses and gradients
+to rounding.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-SEQ, BATCH = 16, 2
+SEQ = 16
+BATCH = 2
 LLAMA = {
     "num_layers": 4,
     "hidden_size": 32,
@@ -50,15 +53,39 @@ NEMOTRON = {
 GEGLU = {**LLAMA, "swiglu": False, "quick_geglu": True, "apply_layernorm_1p": True}
 GEMMA = {
     **LLAMA,
-    **{"swiglu": False, "geglu": True, "apply_layernorm_1p": True, "norm_placement": "both", "scale_embeddings": True},
-    **{"window_size": (5, 0), "window_attn_skip_freq": 2, "rotary_base_local": 100.0, "softmax_scale": 0.3},
-    **{"attn_logit_softcapping": 0.1, "final_logit_softcapping": 0.2, "untie_embeddings_and_output_weights": False},
+    **{
+        "swiglu": False,
+        "geglu": True,
+        "apply_layernorm_1p": True,
+        "norm_placement": "both",
+        "scale_embeddings": True,
+    },
+    **{
+        "window_size": (5, 0),
+        "window_attn_skip_freq": 2,
+        "rotary_base_local": 100.0,
+        "softmax_scale": 0.3,
+    },
+    **{
+        "attn_logit_softcapping": 0.1,
+        "final_logit_softcapping": 0.2,
+        "untie_embeddings_and_output_weights": False,
+    },
 }
 OLMO2 = {**LLAMA, "norm_placement": "post", "qk_layernorm_across_heads": True}
-MODELS = {"llama": LLAMA, "gpt2": GPT2, "nemotron": NEMOTRON, "geglu": GEGLU, "gemma": GEMMA, "olmo2": OLMO2}
+MODELS = {
+    "llama": LLAMA,
+    "gpt2": GPT2,
+    "nemotron": NEMOTRON,
+    "geglu": GEGLU,
+    "gemma": GEMMA,
+    "olmo2": OLMO2,
+}
 
 
-def build(name, ps, layers=None, pre=True, post=True, sequence_parallel=False, multiple=4, **changes):
+def build(
+    name, ps, layers=None, pre=True, post=True, sequence_parallel=False, multiple=4, **changes
+):
     config = TransformerConfig(**{**MODELS[name], **changes})
     model = GPTModel(
         config,
@@ -88,7 +115,9 @@ def as_boxes(model, of_gradients=False):
     rows = []
     for key, entry in model.sharded_state_dict().items():
         tensor = entry.local
-        source = entry.flat_range(key, 0, tensor.grad.reshape(-1)).boxes if of_gradients else entry.boxes
+        source = (
+            entry.flat_range(key, 0, tensor.grad.reshape(-1)).boxes if of_gradients else entry.boxes
+        )
         rows += [(key, entry.global_shape, place(box), box.tensor.clone()) for box in source]
     return rows
 
@@ -100,7 +129,9 @@ def pasted(rows):
         target = whole.setdefault(key, torch.full(shape, float("nan")))
         known = target[where]
         replica = ~known.isnan()
-        torch.testing.assert_close(values[replica], known[replica], msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            values[replica], known[replica], msg=lambda m, key=key: f"{key}: {m}"
+        )
         target[where] = values
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
@@ -121,7 +152,11 @@ def test_initial_weights_do_not_depend_on_the_layout(name, tp, pp):
 
 
 def loss_and_gradients(rank, world_size, name, tp, sequence_parallel, multiple=4):
-    ps = ParallelState.create(ParallelConfig(tp, 1)) if world_size > 1 else ParallelState.for_rank(ParallelConfig())
+    ps = (
+        ParallelState.create(ParallelConfig(tp, 1))
+        if world_size > 1
+        else ParallelState.for_rank(ParallelConfig())
+    )
     model = build(name, ps, sequence_parallel=sequence_parallel, multiple=multiple)
     tokens, positions, labels = batch()
     logits = model(tokens, positions).detach()
@@ -142,9 +177,12 @@ def test_tensor_parallel_equals_dense(pool, name, sequence_parallel, multiple):
     for loss, logits, _ in results:
         torch.testing.assert_close(loss, expected_loss, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(logits, expected_logits, atol=1e-6, rtol=1e-6)
-    got, expected = pasted([row for result in results for row in result[2]]), pasted(expected)
+    got = pasted([row for result in results for row in result[2]])
+    expected = pasted(expected)
     for key in expected:
-        torch.testing.assert_close(got[key], expected[key], atol=1e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            got[key], expected[key], atol=1e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 def test_padding_of_the_vocabulary_never_changes_the_loss():
@@ -164,13 +202,17 @@ RECOMPUTE = [
     {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     {"recompute_granularity": "selective"},
     {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
-    {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"]},
+    {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["core_attn", "layernorm", "mlp", "moe"],
+    },
 ]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize(
-    "experts", [{}, {"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": 2, "add_bias_linear": False}]
+    "experts",
+    [{}, {"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": 2, "add_bias_linear": False}],
 )
 def test_recomputation_is_bitwise_the_same_also_with_dropout(recompute, experts):
     def gradients(**changes):
@@ -183,12 +225,16 @@ def test_recomputation_is_bitwise_the_same_also_with_dropout(recompute, experts)
 
     (expected, expected_random), (got, got_random) = gradients(), gradients(**recompute)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert torch.equal(expected_random, got_random), "the generator goes on as without recomputation"
+    assert torch.equal(expected_random, got_random), (
+        "the generator goes on as without recomputation"
+    )
 
 
 def dropped_stream(rank, world_size, sequence_parallel):
     ps = ParallelState.create(ParallelConfig(2, 1))
-    layer = build("gpt2", ps, sequence_parallel=sequence_parallel, hidden_dropout=0.5).decoder.layers[0]
+    layer = build(
+        "gpt2", ps, sequence_parallel=sequence_parallel, hidden_dropout=0.5
+    ).decoder.layers[0]
     torch.manual_seed(4)
     return layer._dropped(torch.ones(8, 2, 32))
 

@@ -7,10 +7,18 @@ import transformers
 from megatron.core.models import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-VOCAB, SEQ, BATCH = 67, 24, 2
+VOCAB = 67
+SEQ = 24
+BATCH = 2
 
 COMMON = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA = {**COMMON, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "head_dim": 8}
+LLAMA = {
+    **COMMON,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
 OURS = {
     "num_layers": 2,
     "hidden_size": 32,
@@ -47,7 +55,10 @@ def rope(**parameters):
     if int(transformers.__version__.split(".")[0]) >= 5:
         return {"rope_parameters": parameters}
     theta = parameters.pop("rope_theta")
-    return {"rope_theta": theta, **({"rope_scaling": parameters} if parameters["rope_type"] != "default" else {})}
+    return {
+        "rope_theta": theta,
+        **({"rope_scaling": parameters} if parameters["rope_type"] != "default" else {}),
+    }
 
 
 HALF_ROTATED = rope(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
@@ -64,10 +75,15 @@ CASES = {
         },
     ),
     "llama_tied_biased": (
-        transformers.LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+        transformers.LlamaConfig(
+            **LLAMA, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+        ),
         {**OURS_LLAMA, "add_bias_linear": True, "untie_embeddings_and_output_weights": False},
     ),
-    "mistral_window": (transformers.MistralConfig(**LLAMA, sliding_window=7), {**OURS_LLAMA, "window_size": (6, 0)}),
+    "mistral_window": (
+        transformers.MistralConfig(**LLAMA, sliding_window=7),
+        {**OURS_LLAMA, "window_size": (6, 0)},
+    ),
     "phi3": (
         transformers.Phi3Config(**LLAMA, **HALF_ROTATED, sliding_window=7, pad_token_id=0),
         {**OURS_LLAMA, "rotary_percent": 0.5, "window_size": (6, 0), "norm_epsilon": 1e-5},
@@ -105,7 +121,12 @@ CASES = {
     ),
     "gpt2_erf": (
         transformers.GPT2Config(
-            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, activation_function="gelu"
+            vocab_size=VOCAB,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=64,
+            activation_function="gelu",
         ),
         {**OURS, "position_embedding_type": "learned_absolute", "bias_gelu_fusion": False},
     ),
@@ -134,7 +155,8 @@ def interleaved(q, k, v, groups, head_dim):
 
 def llama_weights(hf, config):
     """Our keys -> tensors, from a Llama-like state dict."""
-    groups, d = config.query_groups, config.head_dim
+    groups = config.query_groups
+    d = config.head_dim
     weights = {
         "embedding.word_embeddings.weight": hf["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": hf["model.norm.weight"],
@@ -144,22 +166,32 @@ def llama_weights(hf, config):
     if config.untie_embeddings_and_output_weights:
         weights["output_layer.weight"] = hf["lm_head.weight"]
     for layer in range(config.num_layers):
-        theirs, ours = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        attention, mlp = theirs + "self_attn.", theirs + "mlp."
+        theirs = f"model.layers.{layer}."
+        ours = f"decoder.layers.{layer}."
+        attention = theirs + "self_attn."
+        mlp = theirs + "mlp."
         for kind in ("weight", "bias"):
             if theirs + f"input_layernorm.{kind}" in hf:
-                norms = (hf[theirs + f"{name}_layernorm.{kind}"] for name in ("input", "post_attention"))
-                for name, norm in zip(("self_attention.linear_qkv", "mlp.linear_fc1"), norms, strict=True):
+                norms = (
+                    hf[theirs + f"{name}_layernorm.{kind}"] for name in ("input", "post_attention")
+                )
+                for name, norm in zip(
+                    ("self_attention.linear_qkv", "mlp.linear_fc1"), norms, strict=True
+                ):
                     weights[f"{ours}{name}.layer_norm_{kind}"] = norm
             if attention + f"q_proj.{kind}" in hf:
                 q, k, v = (hf[attention + f"{name}_proj.{kind}"] for name in "qkv")
-                weights[ours + f"self_attention.linear_qkv.{kind}"] = interleaved(q, k, v, groups, d)
+                weights[ours + f"self_attention.linear_qkv.{kind}"] = interleaved(
+                    q, k, v, groups, d
+                )
             if attention + f"qkv_proj.{kind}" in hf:
                 rows = (config.num_attention_heads * d, groups * d, groups * d)
                 qkv = interleaved(*hf[attention + f"qkv_proj.{kind}"].split(rows), groups, d)
                 weights[ours + f"self_attention.linear_qkv.{kind}"] = qkv
             if attention + f"o_proj.{kind}" in hf:
-                weights[ours + f"self_attention.linear_proj.{kind}"] = hf[attention + f"o_proj.{kind}"]
+                weights[ours + f"self_attention.linear_proj.{kind}"] = hf[
+                    attention + f"o_proj.{kind}"
+                ]
             if mlp + f"gate_proj.{kind}" in hf:
                 gate_up = [hf[mlp + f"{name}_proj.{kind}"] for name in ("gate", "up")]
                 weights[ours + f"mlp.linear_fc1.{kind}"] = torch.cat(gate_up)
@@ -170,7 +202,9 @@ def llama_weights(hf, config):
                 weights[ours + f"mlp.linear_fc2.{kind}"] = hf[mlp + f"down_proj.{kind}"]
         for name in "qk":
             if attention + f"{name}_norm.weight" in hf:
-                weights[ours + f"self_attention.{name}_layernorm.weight"] = hf[attention + f"{name}_norm.weight"]
+                weights[ours + f"self_attention.{name}_layernorm.weight"] = hf[
+                    attention + f"{name}_norm.weight"
+                ]
     return weights
 
 
@@ -194,7 +228,9 @@ def gpt2_weights(hf, config):
             for kind in ("weight", "bias"):
                 tensor = hf[f"transformer.h.{layer}.{theirs}.{kind}"].t()  # Conv1D is [in, out]
                 if theirs == "attn.c_attn":
-                    tensor = interleaved(*tensor.chunk(3), config.num_attention_heads, config.head_dim)
+                    tensor = interleaved(
+                        *tensor.chunk(3), config.num_attention_heads, config.head_dim
+                    )
                 weights[f"decoder.layers.{layer}.{ours}{kind}"] = tensor
     return weights
 
@@ -210,11 +246,15 @@ def bloom_weights(hf, config):
     }
     weights = {"embedding.word_embeddings.weight": hf["transformer.word_embeddings.weight"]}
     for kind in ("weight", "bias"):
-        weights[f"embedding.word_embeddings_layernorm.{kind}"] = hf[f"transformer.word_embeddings_layernorm.{kind}"]
+        weights[f"embedding.word_embeddings_layernorm.{kind}"] = hf[
+            f"transformer.word_embeddings_layernorm.{kind}"
+        ]
         weights[f"decoder.final_layernorm.{kind}"] = hf[f"transformer.ln_f.{kind}"]
         for layer in range(config.num_layers):
             for theirs, ours in names.items():
-                weights[f"decoder.layers.{layer}.{ours}{kind}"] = hf[f"transformer.h.{layer}.{theirs}{kind}"]
+                weights[f"decoder.layers.{layer}.{ours}{kind}"] = hf[
+                    f"transformer.h.{layer}.{theirs}{kind}"
+                ]
     return weights
 
 
@@ -222,7 +262,9 @@ def bloom_weights(hf, config):
 def test_logits_and_gradients_equal_transformers(name):
     hf_config, ours = CASES[name]
     torch.manual_seed(5)
-    hf = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="eager").eval()
+    hf = transformers.AutoModelForCausalLM.from_config(
+        hf_config, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for param in hf.parameters():
             param.normal_(0.0, 0.2)  # also norms and biases, so that every one of them matters
@@ -230,7 +272,9 @@ def test_logits_and_gradients_equal_transformers(name):
     config = TransformerConfig(**ours)
     model = GPTModel(config, make_vocab_size_divisible_by=16)
     model.initialize(seed=0)
-    mapping = gpt2_weights if "gpt2" in name else bloom_weights if "bloom" in name else llama_weights
+    mapping = (
+        gpt2_weights if "gpt2" in name else bloom_weights if "bloom" in name else llama_weights
+    )
     weights = mapping(hf.state_dict(), config)
     state = model.sharded_state_dict()
     assert state.keys() == weights.keys()
@@ -241,7 +285,8 @@ def test_logits_and_gradients_equal_transformers(name):
             box.tensor.copy_(weights[key][place])
 
     tokens = torch.randint(VOCAB, (BATCH, SEQ + 1))
-    inputs, labels = tokens[:, :-1], tokens[:, 1:].contiguous()
+    inputs = tokens[:, :-1]
+    labels = tokens[:, 1:].contiguous()
     positions = torch.arange(SEQ).expand(BATCH, SEQ)
     expected = hf(inputs).logits
     torch.testing.assert_close(model(inputs, positions), expected, atol=1e-5, rtol=0)
@@ -258,5 +303,7 @@ def test_logits_and_gradients_equal_transformers(name):
     for key, expected_gradient in mapping(gradients, config).items():
         entry = state[key]
         got = entry.local.grad[: entry.global_shape[0]]
-        torch.testing.assert_close(got, expected_gradient, atol=1e-5, rtol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            got, expected_gradient, atol=1e-5, rtol=1e-4, msg=lambda m, key=key: f"{key}: {m}"
+        )
         assert (entry.local.grad[entry.global_shape[0] :] == 0).all(), "padding has no gradient"

@@ -21,12 +21,18 @@ from megatron.core.transformer.grouped_linear import GroupedLinear, grouped_prod
 from megatron.core.transformer.model_rules import layer_pattern
 from megatron.core.transformer.moe import TopKRouter
 from megatron.core.transformer.moe.moe_layer import MoELayer, Permutation
-from megatron.core.transformer.moe.router import choose, choose_by_sinkhorn, finish_step, routers, sinkhorn
+from megatron.core.transformer.moe.router import (
+    choose,
+    choose_by_sinkhorn,
+    finish_step,
+    routers,
+    sinkhorn,
+)
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import ROOT
-from tests.compare import assert_same
-from tests.live_tensors import LiveTensors
+from tests.support.compare import assert_same
+from tests.support.live_tensors import LiveTensors
 
 GOLDEN = ROOT / "tests/golden/megatron_moe"
 BASE = {
@@ -61,12 +67,16 @@ def config_of(**options):
 
 
 class Reference:
-    """What Megatron-LM computed of one micro batch, tensors by our names."""
+    """What Megatron-LM computed of one micro-batch, tensors by our names."""
 
     def __init__(self, case):
         self.arrays = np.load(GOLDEN / case / "initial_forward.npz")
         # The model that drops tokens has the weights of the other one.
-        self.weights = self.arrays if case != "drop_fp32" else np.load(GOLDEN / "mixtral_fp32/initial_forward.npz")
+        self.weights = (
+            self.arrays
+            if case != "drop_fp32"
+            else np.load(GOLDEN / "mixtral_fp32/initial_forward.npz")
+        )
 
     def tensor(self, kind, name):
         name = local_name(name)
@@ -74,20 +84,27 @@ class Reference:
         if "mlp.experts." not in name:
             return torch.from_numpy(arrays[f"{kind}:{name}"])
         layer, projection = name.split("experts.")
-        each = [key for key in arrays.files if key.startswith(f"{kind}:{layer}experts.") and key.endswith(projection)]
+        each = [
+            key
+            for key in arrays.files
+            if key.startswith(f"{kind}:{layer}experts.") and key.endswith(projection)
+        ]
         return torch.stack([torch.from_numpy(arrays[key]) for key in each])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_micro_batch_of_megatron(case):
     """Logits, choice and weights of every token, auxiliary losses, and all gradients."""
-    config, reference = config_of(**CASES[case]), Reference(case)
+    config = config_of(**CASES[case])
+    reference = Reference(case)
     tolerance = 2e-2 if config.bf16 else 2e-6
     model = GPTModel(config, make_vocab_size_divisible_by=32)
     for name, param in model.named_parameters():
         kind = "buffer" if name.endswith("expert_bias") else "weight"
         param.data.copy_(reference.tensor(kind, name))
-    tokens, labels = (torch.from_numpy(reference.arrays[name]).long() for name in ("tokens", "labels"))
+    tokens, labels = (
+        torch.from_numpy(reference.arrays[name]).long() for name in ("tokens", "labels")
+    )
     positions = torch.arange(64).expand(2, -1)
     with torch.no_grad():
         logits = model.eval()(tokens, positions)
@@ -104,7 +121,9 @@ def test_one_micro_batch_of_megatron(case):
     for router, routing in zip(of_model, routings, strict=True):
         layer = router.layer_number
         kept = 1.0 if routing.kept is None else routing.kept
-        probs = torch.zeros(128, config.experts).scatter(1, routing.experts, routing.probs.float() * kept)
+        probs = torch.zeros(128, config.experts).scatter(
+            1, routing.experts, routing.probs.float() * kept
+        )
         expected = torch.from_numpy(reference.arrays[f"probs:decoder.layers.{layer}.mlp.router"])
         if not config.bf16:
             assert torch.equal(probs != 0, expected != 0)
@@ -133,21 +152,32 @@ def test_mixtral_of_transformers():
         )
     )  # fmt: skip
     config = config_of(
-        hidden_size=32, moe_ffn_hidden_size=24, vocab_size=96, moe_aux_loss_coeff=0.0, init_method_std=0.1
+        hidden_size=32,
+        moe_ffn_hidden_size=24,
+        vocab_size=96,
+        moe_aux_loss_coeff=0.0,
+        init_method_std=0.1,
     )
     ours = GPTModel(config, make_vocab_size_divisible_by=1)
     ours.initialize(3)
     names = dict(ours.named_parameters())
     state = theirs.state_dict()
     for layer in range(2):
-        prefix, own = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        q, k, v = names[own + "self_attention.linear_qkv.weight"].view(2, 32, 32).split([16, 8, 8], dim=1)
+        prefix = f"model.layers.{layer}."
+        own = f"decoder.layers.{layer}."
+        q, k, v = (
+            names[own + "self_attention.linear_qkv.weight"].view(2, 32, 32).split([16, 8, 8], dim=1)
+        )
         state[prefix + "self_attn.q_proj.weight"].copy_(q.reshape(32, 32))
         state[prefix + "self_attn.k_proj.weight"].copy_(k.reshape(16, 32))
         state[prefix + "self_attn.v_proj.weight"].copy_(v.reshape(16, 32))
-        state[prefix + "self_attn.o_proj.weight"].copy_(names[own + "self_attention.linear_proj.weight"])
+        state[prefix + "self_attn.o_proj.weight"].copy_(
+            names[own + "self_attention.linear_proj.weight"]
+        )
         state[prefix + "mlp.gate.weight"].copy_(names[own + "mlp.router.weight"])
-        state[prefix + "mlp.experts.gate_up_proj"].copy_(names[own + "mlp.experts.linear_fc1.weight"])
+        state[prefix + "mlp.experts.gate_up_proj"].copy_(
+            names[own + "mlp.experts.linear_fc1.weight"]
+        )
         state[prefix + "mlp.experts.down_proj"].copy_(names[own + "mlp.experts.linear_fc2.weight"])
     state["model.embed_tokens.weight"].copy_(names["embedding.word_embeddings.weight"])
     state["lm_head.weight"].copy_(names["output_layer.weight"])
@@ -161,7 +191,10 @@ def test_mixtral_of_transformers():
         for name, key in (("gate_up_proj", "linear_fc1"), ("down_proj", "linear_fc2")):
             grad = theirs.get_parameter(f"model.layers.{layer}.mlp.experts.{name}").grad
             torch.testing.assert_close(
-                names[f"decoder.layers.{layer}.mlp.experts.{key}.weight"].grad, grad, rtol=1e-4, atol=1e-7
+                names[f"decoder.layers.{layer}.mlp.experts.{key}.weight"].grad,
+                grad,
+                rtol=1e-4,
+                atol=1e-7,
             )
 
 
@@ -172,7 +205,13 @@ def test_permutation(complete):
     keys = torch.randint(0, 5 if complete else 6, (7, 3), generator=generator)
     order = Permutation(keys, 5, complete)
     rows = torch.randn(7, 4, dtype=torch.float64, generator=generator, requires_grad=True)
-    expected = [row for key in range(5) for row in range(7) for column in range(3) if keys[row, column] == key]
+    expected = [
+        row
+        for key in range(5)
+        for row in range(7)
+        for column in range(3)
+        if keys[row, column] == key
+    ]
     gathered = order.gather(rows)
     assert torch.equal(gathered, rows[expected])
     assert order.counts.tolist() == [(keys == key).sum().item() for key in range(5)]
@@ -183,13 +222,17 @@ def test_permutation(complete):
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped product")
 def test_grouped_product_is_torchs_own():
-    x, matrices, counts = torch.randn(9, 8), torch.randn(4, 8, 16), torch.tensor([2, 0, 3, 4])
+    x = torch.randn(9, 8)
+    matrices = torch.randn(4, 8, 16)
+    counts = torch.tensor([2, 0, 3, 4])
     expected = F.grouped_mm(x, matrices, offs=counts.cumsum(0).int())
     torch.testing.assert_close(grouped_product(x, matrices, counts), expected)
 
 
 def test_products_below_fp32_have_few_shapes():
-    """On a CPU a kernel is compiled for each of them. What is added to an expert's rows changes nothing."""
+    """On a CPU a kernel is compiled for each of them. What is added to an expert's rows changes
+    nothing.
+    """
 
     class Shapes(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -199,7 +242,9 @@ def test_products_below_fp32_have_few_shapes():
 
     seen: set = set()
     linear = GroupedLinear(
-        TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, num_experts=2, bf16=True),
+        TransformerConfig(
+            num_layers=1, hidden_size=16, num_attention_heads=2, num_experts=2, bf16=True
+        ),
         *(16, 24),
         init=Normal(0.5),
         split_dim=1,
@@ -216,7 +261,9 @@ def test_products_below_fp32_have_few_shapes():
         if first in (64, 67, 211):
             weight = linear.weight.detach().float()
             for expert, rows in enumerate((slice(first), slice(first, None))):
-                matrix, rows_of_x, rows_of_dy = weight[expert], x.detach()[rows].float(), dy[rows].float()
+                matrix = weight[expert]
+                rows_of_x = x.detach()[rows].float()
+                rows_of_dy = dy[rows].float()
                 close = partial(torch.testing.assert_close, rtol=2e-2, atol=5e-2)
                 close(linear(x, counts)[rows].float(), rows_of_x @ matrix.T)
                 close(x.grad[rows].float(), rows_of_dy @ matrix)
@@ -225,7 +272,9 @@ def test_products_below_fp32_have_few_shapes():
 
 
 def test_groups_limit_the_choice():
-    """Two of four groups by the sum of their best scores; the bias chooses, and is not in the weights."""
+    """Two of four groups by the sum of their best scores; the bias chooses, and is not in the
+    weights.
+    """
     options = {
         "num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_num_groups": 4,
         "moe_router_group_topk": 2, "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5,
@@ -245,20 +294,30 @@ def test_groups_limit_the_choice():
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_sinkhorn(k):
-    """In training every expert gets its share of tokens that all prefer one; the weights are those of plain scores."""
-    config = config_of(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0, moe_router_topk=k)
-    logits = torch.randn(64, 4, generator=torch.Generator().manual_seed(2)) + torch.tensor([3.0, 0.0, 0.0, 0.0])
+    """In training every expert gets its share of tokens that all prefer one; the weights are those
+    of plain scores.
+    """
+    config = config_of(
+        moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0, moe_router_topk=k
+    )
+    logits = torch.randn(64, 4, generator=torch.Generator().manual_seed(2)) + torch.tensor(
+        [3.0, 0.0, 0.0, 0.0]
+    )
     spread = sinkhorn(logits)
     torch.testing.assert_close(spread.sum(1), torch.full((64,), 1 / 64), rtol=2e-2, atol=0)
     torch.testing.assert_close(spread.sum(0), torch.full((4,), 1 / 4), rtol=1e-4, atol=0)
     torch.testing.assert_close(
         spread.log() - logits,
-        (spread.log() - logits)[:1] + (spread.log() - logits)[:, :1] - (spread.log() - logits)[:1, :1],
+        (spread.log() - logits)[:1]
+        + (spread.log() - logits)[:, :1]
+        - (spread.log() - logits)[:1, :1],
     )  # rows and columns were scaled, no more
     scores = logits.sigmoid() if k == 1 else logits.softmax(1)
     for training, basis in ((True, spread), (False, scores)):
         experts, probs = choose_by_sinkhorn(logits, config, training)
-        assert torch.equal(experts, basis.topk(k, 1).indices) and torch.equal(probs, scores.gather(1, experts))
+        assert torch.equal(experts, basis.topk(k, 1).indices) and torch.equal(
+            probs, scores.gather(1, experts)
+        )
     loads = [
         choose_by_sinkhorn(logits, config, training)[0].flatten().bincount(minlength=4).max()
         for training in (True, False)
@@ -267,7 +326,9 @@ def test_sinkhorn(k):
 
 
 def test_the_expert_bias_follows_the_load():
-    config = config_of(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_topk=1)
+    config = config_of(
+        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_topk=1
+    )
     router = TopKRouter(config, layer_number=0, axes=ExpertAxes())
     torch.nn.init.zeros_(router.weight)
     router.expert_bias.copy_(torch.tensor([0.3, 0.2, 0.1, 0.0]))
@@ -284,7 +345,11 @@ def biases_after_steps(rank, world_size, ddp, sizes, **optimizer):
     model = GPTModel(config_of(add_bias_linear=True), experts=ps.expert_axes)
     model.initialize(seed=5)
     params = dict(model.named_parameters())
-    biases = {name: param for name, param in params.items() if ".experts." in name and name.endswith(".bias")}
+    biases = {
+        name: param
+        for name, param in params.items()
+        if ".experts." in name and name.endswith(".bias")
+    }
     for param in biases.values():
         param.data.fill_(1.0)
     chunk = DistributedDataParallel(model, DistributedDataParallelConfig(**ddp), ps.dp_cp, ps.edp)
@@ -331,7 +396,9 @@ def test_muon_is_told_of_the_matrices_alone():
 
 def test_a_choice_at_random_uses_all_experts():
     """--moe-router-force-load-balancing: whatever the weights say, which have gradients all the same."""
-    config = config_of(moe_router_topk=2, moe_router_force_load_balancing=True, moe_aux_loss_coeff=0.0)
+    config = config_of(
+        moe_router_topk=2, moe_router_force_load_balancing=True, moe_aux_loss_coeff=0.0
+    )
     router = TopKRouter(config, layer_number=0, axes=ExpertAxes())
     router.initialize(seed=1)
     router.weight.data[0].fill_(10.0)
@@ -342,11 +409,15 @@ def test_a_choice_at_random_uses_all_experts():
 
 
 def all_to_the_first_experts(rank, world_size, options):
-    """Output and gradients of a layer whose tokens all choose experts 0 and 1, which are on the first rank of EP 2."""
+    """Output and gradients of a layer whose tokens all choose experts 0 and 1, which are on the
+    first rank of EP 2.
+    """
     parallel = ParallelConfig(expert_model_parallel_size=world_size)
     ps = ParallelState.create(parallel) if world_size > 1 else ParallelState.for_rank(parallel)
     place = Placement(Axis(), TensorParallelRng(0, 0), experts=ps.expert_axes)
-    layer = MoELayer(config_of(moe_router_topk=2, moe_aux_loss_coeff=0.0, **options), place, layer_number=0)
+    layer = MoELayer(
+        config_of(moe_router_topk=2, moe_aux_loss_coeff=0.0, **options), place, layer_number=0
+    )
     layer.initialize(seed=3)
     layer.router.weight.data[:2].fill_(1.0)
     layer.router.weight.data[2:].fill_(-1.0)
@@ -354,14 +425,19 @@ def all_to_the_first_experts(rank, world_size, options):
     output = layer(tokens)
     output.square().sum().backward()
     gradients = {name: param.grad for name, param in layer.experts.named_parameters()}
-    return output.detach(), tokens.grad, {name: grad for name, grad in gradients.items() if grad is not None}
+    return (
+        output.detach(),
+        tokens.grad,
+        {name: grad for name, grad in gradients.items() if grad is not None},
+    )
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 @pytest.mark.parametrize("biases", [False, True])
 def test_a_rank_may_get_no_token(pool, dispatcher, biases):
     run = partial(
-        all_to_the_first_experts, options={"add_bias_linear": biases, "moe_token_dispatcher_type": dispatcher}
+        all_to_the_first_experts,
+        options={"add_bias_linear": biases, "moe_token_dispatcher_type": dispatcher},
     )
     (whole, of_tokens, of_experts), parts = run(0, 1), pool.run(run, 2)
     for rank, (output, gradient, gradients) in enumerate(parts):
@@ -371,12 +447,15 @@ def test_a_rank_may_get_no_token(pool, dispatcher, biases):
             torch.testing.assert_close(grad, 2 * of_experts[name].chunk(2)[rank])
 
 
-MICROBATCHES, TOKENS = 3, 24
+MICROBATCHES = 3
+TOKENS = 24
 
 
 def global_loss(rank, world_size):
     """What a router reports of its loss in a step, and its gradient, of this replica's tokens."""
-    config = config_of(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.5, moe_router_topk=2)
+    config = config_of(
+        moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.5, moe_router_topk=2
+    )
     axes = ExpertAxes()
     if world_size > 1:
         axes = ParallelState.create(ParallelConfig()).expert_axes
@@ -386,15 +465,24 @@ def global_loss(rank, world_size):
     everything = torch.randn(MICROBATCHES, TOKENS, 16, generator=torch.Generator().manual_seed(9))
     for tokens in everything.chunk(world_size, 1)[rank]:
         router(tokens, 1).probs.sum().mul(0.0).backward()
-    return router.recorded["global_load_balancing_loss"], router.weight.grad, router.weight.detach(), everything
+    return (
+        router.recorded["global_load_balancing_loss"],
+        router.weight.grad,
+        router.weight.detach(),
+        everything,
+    )
 
 
 def test_the_loss_over_the_global_batch(pool):
-    """E / (k T) * sum of p * counts / T, with the mean counts so far; two replicas with halves are one with all."""
+    """E / (k T) * sum of p * counts / T, with the mean counts so far; two replicas with halves are
+    one with all.
+    """
     reported, gradient, weight, everything = global_loss(0, 1)
     weight.requires_grad_()
     scores = torch.softmax(everything @ weight.t(), -1)
-    counts = F.one_hot(scores.topk(2, -1).indices, 4).sum((1, 2)).float().cumsum(0) / torch.arange(1, 4).view(3, 1)
+    counts = F.one_hot(scores.topk(2, -1).indices, 4).sum((1, 2)).float().cumsum(0) / torch.arange(
+        1, 4
+    ).view(3, 1)
     expected = (scores.sum(1) * counts).sum() * 4 / (2 * TOKENS**2)
     torch.testing.assert_close(reported, expected.detach())
     torch.testing.assert_close(gradient, torch.autograd.grad(0.5 * expected, weight)[0])
@@ -404,7 +492,9 @@ def test_the_loss_over_the_global_batch(pool):
 
 
 def test_an_expert_without_room_drops_the_lowest_weights():
-    config = config_of(moe_expert_capacity_factor=1.0, moe_router_topk=1, moe_router_pre_softmax=True)
+    config = config_of(
+        moe_expert_capacity_factor=1.0, moe_router_topk=1, moe_router_pre_softmax=True
+    )
     router = TopKRouter(config, layer_number=0, axes=ExpertAxes())
     torch.nn.init.zeros_(router.weight)
     with torch.no_grad():
@@ -413,7 +503,9 @@ def test_an_expert_without_room_drops_the_lowest_weights():
     assert kept.sum() == 2 and kept[-2:].all()  # everyone chose the first expert
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"swiglu": False, "add_bias_linear": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"bf16": True}, {"swiglu": False, "add_bias_linear": True}], ids=str
+)
 def test_moe_act_keeps_what_goes_into_the_activation_alone(options):
     """The same bits, and of the values between an expert's matrices neither activation nor product."""
     found = []
@@ -430,7 +522,11 @@ def test_moe_act_keeps_what_goes_into_the_activation_alone(options):
             output = layer(hidden)
             kept = live.live - before
             output.square().sum().backward()
-        gradients = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in layer.parameters() if p.requires_grad]
+        gradients = [
+            p.main_grad if hasattr(p, "main_grad") else p.grad
+            for p in layer.parameters()
+            if p.requires_grad
+        ]
         found.append((output, hidden.grad, *gradients, kept))
     (*plain, kept), (*again, kept_again) = found
     for mine, expected in zip(again, plain, strict=True):
@@ -440,13 +536,16 @@ def test_moe_act_keeps_what_goes_into_the_activation_alone(options):
 
 
 @pytest.mark.parametrize(
-    "text,expected", [("2", 2), ("[0]*2+[1]", [0, 0, 1]), ("([0]+[1]*3)", [0, 1, 1, 1]), ("[0,1]*2", [0, 1, 0, 1])]
+    "text,expected",
+    [("2", 2), ("[0]*2+[1]", [0, 0, 1]), ("([0]+[1]*3)", [0, 1, 1, 1]), ("[0,1]*2", [0, 1, 0, 1])],
 )
 def test_layer_patterns(text, expected):
     assert layer_pattern(text) == expected
 
 
-@pytest.mark.parametrize("text", ["x", "[1]*10**9", "[1]*1000000", "__import__('os')", "[1]+2", "(" * 500])
+@pytest.mark.parametrize(
+    "text", ["x", "[1]*10**9", "[1]*1000000", "__import__('os')", "[1]+2", "(" * 500]
+)
 def test_what_is_no_pattern(text):
     with pytest.raises(ValueError, match="is no pattern of layers"):
         layer_pattern(text)
@@ -465,15 +564,24 @@ def test_dense_and_expert_layers_together():
         ({"moe_router_topk": 5}, "--moe-router-topk 5 must lie between 1 and --num-experts 4"),
         ({"moe_router_topk": 1}, "--moe-router-topk 1 needs --moe-router-pre-softmax"),
         ({"moe_layer_freq": [0, 1, 1]}, "must have a 0 or a 1 for each of the --num-layers 2"),
-        ({"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8}, "shared experts have no biases"),
+        (
+            {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8},
+            "shared experts have no biases",
+        ),
         ({"moe_router_enable_expert_bias": True}, "needs --moe-router-score-function sigmoid"),
         ({"moe_shared_expert_gate": True}, "needs --moe-shared-expert-intermediate-size"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 2}, "must divide --num-experts 4"),
         ({"moe_router_num_groups": 2}, "go together"),
-        ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, "must have one value for each"),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+            "must have one value for each",
+        ),
         ({"moe_pad_expert_input_to_capacity": True}, "needs --moe-expert-capacity-factor"),
         ({"moe_expert_capacity_factor": 0.0}, "must be positive, got 0.0"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn does not go with --moe-aux-loss-coeff"),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            "sinkhorn does not go with --moe-aux-loss-coeff",
+        ),
     ],
 )
 def test_impossible_experts_are_explained(options, message):

@@ -29,6 +29,8 @@ def test_count_zeros():
 
 
 def test_clip_coefficient():
-    assert clip_coefficient(torch.tensor(4.0, dtype=torch.float64), 1.0).item() == 1.0 / (4.0 + 1e-6)
+    assert clip_coefficient(torch.tensor(4.0, dtype=torch.float64), 1.0).item() == 1.0 / (
+        4.0 + 1e-6
+    )
     assert clip_coefficient(torch.tensor(0.5), 1.0).item() == 1.0
     assert clip_coefficient(torch.tensor(100.0), 0.0).item() == 1.0

@@ -40,7 +40,9 @@ def test_state_continues_the_sequence():
     for found_inf in (True, False, False):
         first.update(found_inf)
     state = first.state_dict()
-    assert set(state) == {"scale", "growth_tracker", "hysteresis_tracker"} and isinstance(state["scale"], torch.Tensor)
+    assert set(state) == {"scale", "growth_tracker", "hysteresis_tracker"} and isinstance(
+        state["scale"], torch.Tensor
+    )
     second = dynamic(2.0**32)
     second.load_state_dict(state)
     for found_inf in (True, False, False, False, True, True):

@@ -6,8 +6,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
-from tests.compare import assert_same
-from tests.tiny_ddp_model import (
+from tests.support.compare import assert_same
+from tests.support.tiny_ddp_model import (
     HIDDEN,
     PADDED_VOCAB,
     VOCAB,
@@ -32,11 +32,16 @@ def ours(config, steps, ddp=BUCKETS, dtype=torch.float32, **kwargs):
 
 
 def plain_groups(params, config, model):
-    """Main copies in torch.optim's groups by the rule: no weight decay for 1-D parameters and biases."""
+    """Main copies in torch.optim's groups by the rule: no weight decay for 1-D parameters and
+    biases.
+    """
     decayed = {name: p.dim() > 1 for name, p in model.named_parameters()}
     weight_decay = config["weight_decay"]
     return [
-        {"params": [p for name, p in params.items() if decayed[name]], "weight_decay": weight_decay},
+        {
+            "params": [p for name, p in params.items() if decayed[name]],
+            "weight_decay": weight_decay,
+        },
         {"params": [p for name, p in params.items() if not decayed[name]], "weight_decay": 0.0},
     ]
 
@@ -60,7 +65,9 @@ def plain(config, steps, dtype=torch.float32, clip=1.0, fused=True, **kwargs):
             (model(tokens, labels) / 2).backward()
             for name, param in model.named_parameters():
                 main[name].grad += param.grad.float()
-        norms.append(torch.cat([value.grad.flatten().double() for value in main.values()]).norm().item())
+        norms.append(
+            torch.cat([value.grad.flatten().double() for value in main.values()]).norm().item()
+        )
         if clip:
             for value in main.values():
                 value.grad *= min(1.0, clip / (norms[-1] + 1e-6))
@@ -75,13 +82,17 @@ def main_params(chunk, optimizer):
     """Name -> fp32 main parameter, through the boxes."""
     prefix = "optimizer.state.param."
     state = snapshot(chunk, optimizer)
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)
+    }
 
 
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_25_steps_are_those_of_torch_optim_bitwise(config, dtype):
-    """Without clipping the gradients are the same numbers, and the fused kernels work on every element alone."""
+    """Without clipping the gradients are the same numbers, and the fused kernels work on every
+    element alone.
+    """
     chunk, optimizer, _ = ours({**config, "clip_grad": 0.0}, 25, dtype=dtype)
     expected, _, _ = plain(config, 25, dtype, clip=0.0)
     for name, value in main_params(chunk, optimizer).items():
@@ -97,7 +108,8 @@ def test_25_clipped_steps(config, bucket_size, tied):
     ddp = DistributedDataParallelConfig(ddp_bucket_size=bucket_size)
     chunk, optimizer, results = ours({**config, "clip_grad": 4.0}, 25, ddp, tied=tied)
     expected, _, norms = plain(config, 25, clip=4.0, fused=False, tied=tied)
-    # Rounding of the parameters adds up over the steps, and by how much depends on the processor: 1.3e-6 was seen.
+    # Rounding of the parameters adds up over the steps, and by how much depends on the processor:
+    # 1.3e-6 was seen.
     assert [result.grad_norm.item() for _, result in results] == pytest.approx(norms, rel=5e-6)
     assert max(norms) > 4.0 > min(norms), "both sides of the clipping threshold"
     for name, value in main_params(chunk, optimizer).items():
@@ -116,7 +128,8 @@ def test_moments_are_torchs():
 
 
 def test_loss_scale_does_not_change_the_result():
-    plain_run, scaled = ours(ADAM, 5), ours({**ADAM, "loss_scale": 1024.0}, 5)
+    plain_run = ours(ADAM, 5)
+    scaled = ours({**ADAM, "loss_scale": 1024.0}, 5)
     for (loss, result), (scaled_loss, scaled_result) in zip(plain_run[2], scaled[2], strict=True):
         assert loss == scaled_loss and torch.equal(result.grad_norm, scaled_result.grad_norm)
     assert all(map(torch.equal, plain_run[0].parameters(), scaled[0].parameters()))
@@ -137,29 +150,40 @@ def test_decoupled_learning_rate_is_for_embedding_and_output_layer():
     )
     for name, start in before.items():
         ratio = 2.0 if name in ("word_embeddings.weight", "output_layer.weight") else 1.0
-        torch.testing.assert_close(decoupled[name] - start, ratio * (coupled[name] - start), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            decoupled[name] - start, ratio * (coupled[name] - start), rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_changes_nothing(dtype, bad):
-    chunk, optimizer, _ = ours({**ADAM, "initial_loss_scale": 64.0, "hysteresis": 1}, 2, dtype=dtype)
-    before, plain_before = snapshot(chunk, optimizer), optimizer.state_dict()
+    chunk, optimizer, _ = ours(
+        {**ADAM, "initial_loss_scale": 64.0, "hysteresis": 1}, 2, dtype=dtype
+    )
+    before = snapshot(chunk, optimizer)
+    plain_before = optimizer.state_dict()
     backward_pass(chunk, 2, loss_scale=optimizer.loss_scale)
     chunk.module.decoder.layers[1].norm.main_grad[3] = bad
     finalize_model_grads([chunk], ONE)
     result = optimizer.step()
     assert result.skipped and not torch.isfinite(result.grad_norm)
     assert_same(before, snapshot(chunk, optimizer))
-    assert optimizer.state_dict()["optimizer"] == plain_before["optimizer"], "the step is not counted"
+    assert optimizer.state_dict()["optimizer"] == plain_before["optimizer"], (
+        "the step is not counted"
+    )
     assert optimizer.loss_scale == (32.0 if dtype == torch.float16 else 1.0)
     ((_, result),) = run(chunk, optimizer, [3])
-    assert not result.skipped and optimizer.state_dict()["optimizer"]["param_groups"][0]["step"] == 3
+    assert (
+        not result.skipped and optimizer.state_dict()["optimizer"]["param_groups"][0]["step"] == 3
+    )
 
 
 def test_fp16_finds_its_loss_scale():
     """Started too high, the scale falls until the gradients fit, and training goes on."""
-    chunk, optimizer, results = ours({**ADAM, "initial_loss_scale": 2.0**24, "hysteresis": 1}, 20, dtype=torch.float16)
+    chunk, optimizer, results = ours(
+        {**ADAM, "initial_loss_scale": 2.0**24, "hysteresis": 1}, 20, dtype=torch.float16
+    )
     skipped = [bool(result.skipped) for _, result in results]
     first = skipped.index(False)
     assert first > 0 and not any(skipped[first:])

@@ -20,7 +20,11 @@ from megatron.core.optimizer import OptimizerConfig, SchedulerConfig
         ({"start_weight_decay": 0.1}, "--weight-decay-incr-style"),
         ({"weight_decay_incr_style": "linear"}, "--start-weight-decay"),
         (
-            {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+            {
+                "weight_decay_incr_style": "linear",
+                "start_weight_decay": 0.2,
+                "end_weight_decay": 0.1,
+            },
             "got 0.2 and 0.1",
         ),
     ],
@@ -33,7 +37,10 @@ def test_optimizer(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "exclude each other"),
+        (
+            {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
+            "exclude each other",
+        ),
         ({"lr_warmup_fraction": 1.0}, "got 1.0"),
         ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "--lr-warmup-iters 5"),
     ],
@@ -45,5 +52,7 @@ def test_scheduler(options, message):
 
 def test_weight_decay_range():
     assert OptimizerConfig(weight_decay=0.3).weight_decay_range == (0.3, 0.3)
-    ramp = OptimizerConfig(weight_decay_incr_style="cosine", start_weight_decay=0.0, end_weight_decay=0.2)
+    ramp = OptimizerConfig(
+        weight_decay_incr_style="cosine", start_weight_decay=0.0, end_weight_decay=0.2
+    )
     assert ramp.weight_decay_range == (0.0, 0.2)

@@ -1,4 +1,6 @@
-"""What the optimizer stores and takes back: boxes of any layout, the plain part, and the padding of the vocabulary."""
+"""What the optimizer stores and takes back: boxes of any layout, the plain part, and the padding of
+the vocabulary.
+"""
 
 import copy
 import logging
@@ -9,8 +11,18 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig, ParallelState
-from tests.compare import assert_same
-from tests.tiny_ddp_model import HIDDEN, PADDED_VOCAB, VOCAB, assemble, boxes_of, build, fill, run, snapshot
+from tests.support.compare import assert_same
+from tests.support.tiny_ddp_model import (
+    HIDDEN,
+    PADDED_VOCAB,
+    VOCAB,
+    assemble,
+    boxes_of,
+    build,
+    fill,
+    run,
+    snapshot,
+)
 
 ONE = ParallelState.for_rank(ParallelConfig())
 SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True, ddp_bucket_size=500)
@@ -30,13 +42,16 @@ def spoil(chunk, optimizer):
                 data[piece.start : piece.stop] = float("nan")
 
 
-@pytest.mark.parametrize("config", [ADAM, SGD, {**SGD, "sgd_momentum": 0.0}], ids=["adamw", "sgd", "plain sgd"])
+@pytest.mark.parametrize(
+    "config", [ADAM, SGD, {**SGD, "sgd_momentum": 0.0}], ids=["adamw", "sgd", "plain sgd"]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_resumed_is_uninterrupted(config, dtype):
     config = OptimizerConfig(**config, initial_loss_scale=2.0**16)
     chunk, optimizer = build(ONE, SHARDED, config, dtype)
     run(chunk, optimizer, range(3))
-    stored, plain_state = snapshot(chunk, optimizer), copy.deepcopy(optimizer.state_dict())
+    stored = snapshot(chunk, optimizer)
+    plain_state = copy.deepcopy(optimizer.state_dict())
     run(chunk, optimizer, range(3, 6))
 
     other, other_optimizer = build(ONE, DistributedDataParallelConfig(), config, dtype)
@@ -60,7 +75,9 @@ def test_the_model_follows_the_loaded_main_parameters():
     fill(other_optimizer.sharded_state_dict(model_state), stored)
     other_optimizer.load_state_dict(optimizer.state_dict(), model_state)
     for name in model_state:
-        assert torch.equal(snapshot(other, other_optimizer)[name], stored[f"optimizer.state.param.{name}"])
+        assert torch.equal(
+            snapshot(other, other_optimizer)[name], stored[f"optimizer.state.param.{name}"]
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,7 +98,9 @@ def test_weights_alone(dtype):
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padding_stays_zero(config, dtype):
-    chunk, optimizer = build(ONE, SHARDED, OptimizerConfig(**config, initial_loss_scale=2.0**10), dtype, tied=False)
+    chunk, optimizer = build(
+        ONE, SHARDED, OptimizerConfig(**config, initial_loss_scale=2.0**10), dtype, tied=False
+    )
     run(chunk, optimizer, range(10))
     padded = {id(chunk.module.word_embeddings.weight), id(chunk.module.output_layer.weight)}
     seen = 0
@@ -98,11 +117,17 @@ def test_padding_stays_zero(config, dtype):
 
 
 def test_state_dict_is_megatron_lms():
-    _, optimizer = build(ONE, config=OptimizerConfig(lr=0.01, decoupled_lr=0.02), dtype=torch.float16)
+    _, optimizer = build(
+        ONE, config=OptimizerConfig(lr=0.01, decoupled_lr=0.02), dtype=torch.float16
+    )
     state = optimizer.state_dict()
     assert state["param_state_sharding_type"] == "fully_reshardable"
     groups = state["optimizer"]["param_groups"]
-    assert [(g["wd_mult"], g["is_decoupled_lr"]) for g in groups] == [(1.0, False), (0.0, False), (1.0, True)]
+    assert [(g["wd_mult"], g["is_decoupled_lr"]) for g in groups] == [
+        (1.0, False),
+        (0.0, False),
+        (1.0, True),
+    ]
     for group in groups:
         assert set(group) == {
             "is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr", "max_lr", "min_lr", "lr",
@@ -137,11 +162,13 @@ def test_other_hyperparameters_are_reported(caplog):
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 4)])
 def test_every_element_of_every_layout_is_where_it_belongs(tp, dp, dtype):
-    """All ranks of a layout take global tensors through their boxes; compared with slicing dense padded tensors.
+    """All ranks of a layout take global tensors through their boxes; compared with slicing dense
+    padded tensors.
 
     As it holds for any layout, state goes unchanged from any to any other.
     """
-    config, boxes = ParallelConfig(tensor_model_parallel_size=tp), []
+    config = ParallelConfig(tensor_model_parallel_size=tp)
+    boxes = []
     for rank in range(tp * dp):
         ps = ParallelState.for_rank(config, tp * dp, rank)
         chunk, optimizer = build(ps, SHARDED, dtype=dtype, tied=False)
@@ -155,7 +182,9 @@ def test_every_element_of_every_layout_is_where_it_belongs(tp, dp, dtype):
         for shard in optimizer.shards:
             for piece in shard.bucket.pieces():
                 for kind, data in shard.tensors.items():
-                    dense = local_values(f"optimizer.state.{kind}.{names[id(piece.param)]}", piece, ps)
+                    dense = local_values(
+                        f"optimizer.state.{kind}.{names[id(piece.param)]}", piece, ps
+                    )
                     got = data[piece.start : piece.stop]
                     assert torch.equal(got, dense.flatten()[piece.param_start :][: len(got)])
         boxes.append(boxes_of(state))

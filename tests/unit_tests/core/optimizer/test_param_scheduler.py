@@ -4,13 +4,29 @@ import math
 
 import pytest
 
-from megatron.core.optimizer import OptimizerConfig, OptimizerParamScheduler, Schedule, SchedulerConfig, make_schedule
+from megatron.core.optimizer import (
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    Schedule,
+    SchedulerConfig,
+    make_schedule,
+)
 
-MAX, MIN, WARMUP, END = 2e-3, 2e-4, 16, 80
+MAX = 2e-3
+MIN = 2e-4
+WARMUP = 16
+END = 80
 
 
 def schedule(style, **options):
-    return Schedule(max_lr=MAX, min_lr=MIN, lr_warmup_steps=WARMUP, lr_decay_steps=END, lr_decay_style=style, **options)
+    return Schedule(
+        max_lr=MAX,
+        min_lr=MIN,
+        lr_warmup_steps=WARMUP,
+        lr_decay_steps=END,
+        lr_decay_style=style,
+        **options,
+    )
 
 
 def groups(*extra):
@@ -30,7 +46,9 @@ def test_decay():
     for n in range(WARMUP + 1, END + 1):
         r = (n - WARMUP) / (END - WARMUP)
         assert schedule("constant").learning_rate(n) == MAX
-        assert schedule("linear").learning_rate(n) == pytest.approx(MAX - r * (MAX - MIN), abs=1e-12)
+        assert schedule("linear").learning_rate(n) == pytest.approx(
+            MAX - r * (MAX - MIN), abs=1e-12
+        )
         cosine = MIN + (MAX - MIN) / 2 * (1 + math.cos(math.pi * r))
         assert schedule("cosine").learning_rate(n) == pytest.approx(cosine, abs=1e-12)
         root = max(MIN, MAX * (WARMUP / n) ** 0.5)
@@ -60,7 +78,9 @@ def test_wsd(style, left):
     for n in range(WARMUP + 1, END - 20 + 1):
         assert wsd.learning_rate(n) == MAX
     for n in range(END - 20, END + 1):
-        assert wsd.learning_rate(n) == pytest.approx(MIN + (MAX - MIN) * left((n - 60) / 20), abs=1e-12)
+        assert wsd.learning_rate(n) == pytest.approx(
+            MIN + (MAX - MIN) * left((n - 60) / 20), abs=1e-12
+        )
     assert wsd.learning_rate(END + 1) == MIN
 
 
@@ -71,7 +91,9 @@ def test_without_warm_up_the_first_value_is_the_highest():
 
 def test_weight_decay():
     options = {"start_wd": 0.01, "end_wd": 0.1, "wd_incr_steps": 50}
-    linear, cosine = (schedule("constant", wd_incr_style=style, **options) for style in ("linear", "cosine"))
+    linear, cosine = (
+        schedule("constant", wd_incr_style=style, **options) for style in ("linear", "cosine")
+    )
     for n in range(51):
         assert linear.weight_decay(n) == pytest.approx(0.01 + 0.09 * n / 50, abs=1e-12)
         coefficient = 0.5 * (math.cos(math.pi * (1 - n / 50)) + 1)
@@ -80,37 +102,69 @@ def test_weight_decay():
 
 
 def test_the_scheduler_writes_into_the_groups():
-    decoupled = {"lr_mult": 0.5, "wd_mult": 1.0, "is_decoupled_lr": True, "max_lr": 1e-2, "min_lr": 0.0}
+    decoupled = {
+        "lr_mult": 0.5,
+        "wd_mult": 1.0,
+        "is_decoupled_lr": True,
+        "max_lr": 1e-2,
+        "min_lr": 0.0,
+    }
     param_groups = groups(decoupled)
     scheduler = OptimizerParamScheduler(param_groups, schedule("linear", start_wd=0.1, end_wd=0.1))
     assert [group["lr"] for group in param_groups] == [0, 0, 0]
     scheduler.step(40)
     scheduler.step(8)
-    assert [group["lr"] for group in param_groups] == pytest.approx([MIN + (MAX - MIN) / 2] * 2 + [0.5 * 5e-3])
+    assert [group["lr"] for group in param_groups] == pytest.approx(
+        [MIN + (MAX - MIN) / 2] * 2 + [0.5 * 5e-3]
+    )
     assert [group["weight_decay"] for group in param_groups] == [0.1, 0.0, 0.1]
-    assert [(group["max_lr"], group["min_lr"]) for group in param_groups] == [(MAX, MIN)] * 2 + [(1e-2, 0.0)]
+    assert [(group["max_lr"], group["min_lr"]) for group in param_groups] == [(MAX, MIN)] * 2 + [
+        (1e-2, 0.0)
+    ]
 
 
 def test_make_schedule_in_iterations_and_samples():
     config = OptimizerConfig(lr=MAX, min_lr=MIN, weight_decay=0.1)
-    iters = make_schedule(config, SchedulerConfig(lr_warmup_iters=2), global_batch_size=8, train_iters=10)
-    samples = make_schedule(config, SchedulerConfig(lr_warmup_samples=16), global_batch_size=8, train_samples=80)
-    fraction = make_schedule(config, SchedulerConfig(lr_warmup_fraction=0.2), global_batch_size=8, train_iters=10)
-    assert iters == samples == fraction == schedule("linear", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+    iters = make_schedule(
+        config, SchedulerConfig(lr_warmup_iters=2), global_batch_size=8, train_iters=10
+    )
+    samples = make_schedule(
+        config, SchedulerConfig(lr_warmup_samples=16), global_batch_size=8, train_samples=80
+    )
+    fraction = make_schedule(
+        config, SchedulerConfig(lr_warmup_fraction=0.2), global_batch_size=8, train_iters=10
+    )
+    assert (
+        iters
+        == samples
+        == fraction
+        == schedule("linear", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+    )
     flags = SchedulerConfig(lr_decay_style="WSD", lr_decay_iters=9, lr_wsd_decay_iters=3)
     wsd = make_schedule(config, flags, global_batch_size=8, train_iters=10)
     assert (wsd.lr_decay_steps, wsd.wsd_decay_steps, wsd.wd_incr_steps) == (72, 24, 80)
     ramp = OptimizerConfig(
-        lr=MAX, start_weight_decay=0.0, end_weight_decay=0.1, weight_decay_incr_style="linear", weight_decay=7.0
+        lr=MAX,
+        start_weight_decay=0.0,
+        end_weight_decay=0.1,
+        weight_decay_incr_style="linear",
+        weight_decay=7.0,
     )
-    assert make_schedule(ramp, SchedulerConfig(), global_batch_size=8, train_iters=10).weight_decay(40) == 0.05
+    assert (
+        make_schedule(ramp, SchedulerConfig(), global_batch_size=8, train_iters=10).weight_decay(40)
+        == 0.05
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "length", "message"),
     [
         ({"lr_decay_samples": 5}, {"train_iters": 10}, "--lr-decay-samples 5 .* --lr-decay-iters"),
-        ({"lr_warmup_iters": 5}, {"train_samples": 10}, "--lr-warmup-iters 5 .* --lr-warmup-samples"),
+        (
+            {"lr_warmup_iters": 5},
+            {"train_samples": 10},
+            "--lr-warmup-iters 5 .* --lr-warmup-samples",
+        ),
         ({}, {}, "one of --train-iters"),
         ({}, {"train_iters": 1, "train_samples": 1}, "one of --train-iters"),
         ({"lr_warmup_iters": 10}, {"train_iters": 10}, "80 samples .* 80"),
@@ -121,11 +175,15 @@ def test_make_schedule_in_iterations_and_samples():
 )
 def test_schedules_that_make_no_sense(flags, length, message):
     with pytest.raises(ValueError, match=message):
-        make_schedule(OptimizerConfig(lr=MAX), SchedulerConfig(**flags), global_batch_size=8, **length)
+        make_schedule(
+            OptimizerConfig(lr=MAX), SchedulerConfig(**flags), global_batch_size=8, **length
+        )
 
 
 def saved():
-    first = OptimizerParamScheduler(groups(), schedule("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80))
+    first = OptimizerParamScheduler(
+        groups(), schedule("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+    )
     first.step(40)
     return first.state_dict()
 
@@ -140,7 +198,9 @@ def test_state_dict_is_megatron_lms_and_what_that_leaves_out():
 
 def test_resume_with_the_same_schedule():
     param_groups = groups()
-    resumed = OptimizerParamScheduler(param_groups, schedule("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80))
+    resumed = OptimizerParamScheduler(
+        param_groups, schedule("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+    )
     resumed.load_state_dict(saved())
     assert resumed.num_steps == 40 and param_groups[0]["lr"] == 0.001444415089128581
 
@@ -158,7 +218,11 @@ def test_a_different_schedule_must_be_settled():
     _, scheduler = longer()
     with pytest.raises(ValueError) as error:
         scheduler.load_state_dict(saved())
-    for text in ("max_lr: 0.002 (now 0.001)", "lr_decay_steps: 80 (now 160)", "lr_decay_style: cosine (now linear)"):
+    for text in (
+        "max_lr: 0.002 (now 0.001)",
+        "lr_decay_steps: 80 (now 160)",
+        "lr_decay_style: cosine (now linear)",
+    ):
         assert text in str(error.value)
     assert "min_lr" not in str(error.value) and "--override-opt_param-scheduler" in str(error.value)
 
@@ -166,16 +230,27 @@ def test_a_different_schedule_must_be_settled():
 def test_what_is_constant_may_go_on_longer():
     same = {"max_lr": MAX, "min_lr": MIN, "lr_warmup_steps": 16}
     wd = {"start_wd": 0.1, "end_wd": 0.1}
-    longer_wd = Schedule(**same, **wd, lr_decay_steps=80, lr_decay_style="cosine", wd_incr_steps=160)
+    longer_wd = Schedule(
+        **same, **wd, lr_decay_steps=80, lr_decay_style="cosine", wd_incr_steps=160
+    )
     OptimizerParamScheduler(groups(), longer_wd).load_state_dict(saved())
-    constant = Schedule(**same, **wd, lr_decay_steps=160, lr_decay_style="constant", wd_incr_steps=160)
+    constant = Schedule(
+        **same, **wd, lr_decay_steps=160, lr_decay_style="constant", wd_incr_steps=160
+    )
     scheduler = OptimizerParamScheduler(groups(), constant)
     scheduler.load_state_dict(saved() | {"lr_decay_style": "constant"})
     assert scheduler.num_steps == 40 and scheduler.schedule == constant
-    with pytest.raises(ValueError, match=r"another schedule: lr_decay_style: cosine \(now constant\)"):
+    with pytest.raises(
+        ValueError, match=r"another schedule: lr_decay_style: cosine \(now constant\)"
+    ):
         scheduler.load_state_dict(saved())
     rising = Schedule(
-        **same, **wd, lr_decay_steps=80, lr_decay_style="cosine", wd_incr_steps=160, wd_incr_style="linear"
+        **same,
+        **wd,
+        lr_decay_steps=80,
+        lr_decay_style="cosine",
+        wd_incr_steps=160,
+        wd_incr_style="linear",
     )
     with pytest.raises(ValueError, match=r"wd_incr_steps: 80 \(now 160\)"):
         OptimizerParamScheduler(groups(), rising).load_state_dict(saved())
@@ -187,13 +262,21 @@ def test_what_is_constant_may_go_on_longer():
         ("WSD", {"wsd_decay_steps": 40}, r"wsd_decay_steps: 20 \(now 40\)"),
         ("WSD", {"wsd_decay_style": "linear"}, r"wsd_decay_style: cosine \(now linear\)"),
         ("cosine", {"init_lr": 1e-4}, r"init_lr: 0.0 \(now 0.0001\)"),
-        ("cosine", {"wsd_decay_steps": 40, "wsd_decay_style": "linear"}, None),  # means nothing there
+        (
+            "cosine",
+            {"wsd_decay_steps": 40, "wsd_decay_style": "linear"},
+            None,
+        ),  # means nothing there
         ("cosine", {"init_lr": 1e-4, "lr_warmup_steps": 0}, None),
     ],
 )
 def test_every_flag_of_the_schedule_is_compared(style, change, message):
     flags = {"max_lr": MAX, "min_lr": MIN, "lr_decay_steps": 80, "lr_decay_style": style}
-    flags |= {"wsd_decay_steps": 20, "wsd_decay_style": "cosine", "lr_warmup_steps": change.get("lr_warmup_steps", 16)}
+    flags |= {
+        "wsd_decay_steps": 20,
+        "wsd_decay_style": "cosine",
+        "lr_warmup_steps": change.get("lr_warmup_steps", 16),
+    }
     stored = OptimizerParamScheduler(groups(), Schedule(**flags)).state_dict()
     changed = Schedule(**flags | change)
     if message is None:
@@ -209,7 +292,11 @@ def test_every_flag_of_the_schedule_is_compared(style, change, message):
 def test_override_takes_the_flags(caplog):
     param_groups, scheduler = longer(override=True)
     scheduler.load_state_dict(saved())
-    assert param_groups[0]["lr"] == scheduler.schedule.learning_rate(40) == pytest.approx(1e-3 - 8e-4 * 24 / 144)
+    assert (
+        param_groups[0]["lr"]
+        == scheduler.schedule.learning_rate(40)
+        == pytest.approx(1e-3 - 8e-4 * 24 / 144)
+    )
     assert "lr_decay_steps" in caplog.text
     assert scheduler.state_dict()["lr_decay_steps"] == 160
 

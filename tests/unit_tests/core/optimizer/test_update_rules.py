@@ -8,10 +8,17 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.module import Normal, ParamInfo, make_parameter
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.update_rules import MatrixLayout, Muon, orthogonalize, scale_factor, slow_beta, slow_weight
+from megatron.core.optimizer.update_rules import (
+    MatrixLayout,
+    Muon,
+    orthogonalize,
+    scale_factor,
+    slow_beta,
+    slow_weight,
+)
 from megatron.core.parallel_state import ParallelConfig, ParallelState
-from tests.compare import assert_same
-from tests.tiny_ddp_model import HIDDEN, LAYERS, assemble, build, train
+from tests.support.compare import assert_same
+from tests.support.tiny_ddp_model import HIDDEN, LAYERS, assemble, build, train
 
 ONE = ParallelState.for_rank(ParallelConfig())
 ADEMAMIX = {
@@ -33,7 +40,9 @@ def with_gradients(config, steps=8, bad_step=None):
     start = {name: p.detach().clone() for name, p in params.items()}
     gradients = []
     for step in range(steps):
-        gradients.append({name: torch.randn(p.shape, generator=generator) for name, p in params.items()})
+        gradients.append(
+            {name: torch.randn(p.shape, generator=generator) for name, p in params.items()}
+        )
         for name in names:
             params[name].main_grad.copy_(gradients[-1][name])
         if step == bad_step:
@@ -53,12 +62,16 @@ def test_ademamix_is_the_papers_update():
         param = param.double()
         for t, gradient in enumerate((g[name].double() for g in gradients), start=1):
             alpha = min(4.0, 4.0 * t / 4)
-            log1, log3, done = math.log(0.9), math.log(0.99), min(1.0, t / 6)
+            log1 = math.log(0.9)
+            log3 = math.log(0.99)
+            done = min(1.0, t / 6)
             beta3 = min(0.99, math.exp(log1 * log3 / ((1 - done) * log3 + done * log1)))
             fast = 0.9 * fast + 0.1 * gradient
             slow = beta3 * slow + (1 - beta3) * gradient
             square = 0.999 * square + 0.001 * gradient**2
-            direction = (fast / (1 - 0.9**t) + alpha * slow) / ((square / (1 - 0.999**t)).sqrt() + 1e-8)
+            direction = (fast / (1 - 0.9**t) + alpha * slow) / (
+                (square / (1 - 0.999**t)).sqrt() + 1e-8
+            )
             param = param - 0.01 * (direction + (0.1 if decays(name) else 0.0) * param)
         torch.testing.assert_close(end[name].double(), param, rtol=1e-4, atol=1e-6)
 
@@ -89,7 +102,9 @@ def test_orthogonalize_keeps_singular_vectors_and_evens_their_values(shape, kind
 def test_scales_of_the_update():
     assert scale_factor(9, 4, "spectral") == scale_factor(4, 9, "spectral") == 3.0
     assert scale_factor(16, 4, "unit_rms_norm") == scale_factor(16, 4, "shape_scaling") == 2.0
-    assert scale_factor(4, 16, "unit_rms_norm") == 0.5 and scale_factor(4, 16, "shape_scaling") == 1.0
+    assert (
+        scale_factor(4, 16, "unit_rms_norm") == 0.5 and scale_factor(4, 16, "shape_scaling") == 1.0
+    )
 
 
 def test_muon_updates_matrices_and_adam_the_rest():
@@ -97,7 +112,8 @@ def test_muon_updates_matrices_and_adam_the_rest():
     matrices = [name for name in start if name.endswith("linear.weight")]
     assert len(matrices) == LAYERS and start[matrices[0]].shape == (HIDDEN, HIDDEN)
     for name in matrices:
-        param, mean = start[name].double(), torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64)
+        param = start[name].double()
+        mean = torch.zeros(HIDDEN, HIDDEN, dtype=torch.float64)
         for gradient in (g[name].double() for g in gradients):
             mean = 0.9 * mean + 0.1 * gradient
             update = orthogonalize(0.1 * gradient + 0.9 * mean) * HIDDEN**0.5 * 0.2
@@ -130,12 +146,18 @@ def test_a_gradient_that_is_not_finite_changes_nothing(config, bad_step):
 @pytest.mark.parametrize("config", [ADEMAMIX, MUON], ids=lambda c: c["optimizer"])
 def test_sharding_and_tensor_parallelism_change_nothing(pool, config):
     alone = train(0, 1, {}, config, 6, 1)
-    sharded = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "ddp_bucket_size": 500}
+    sharded = {
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "ddp_bucket_size": 500,
+    }
     for ddp, count in (({}, 1), (sharded, 1)):
         runs = pool.run(train, 2, ddp, config, 6, count)
         for run in runs:
             for name, value in run["params"].items():
-                torch.testing.assert_close(value, alone["params"][name], rtol=2e-4, atol=2e-5, msg=name)
+                torch.testing.assert_close(
+                    value, alone["params"][name], rtol=2e-4, atol=2e-5, msg=name
+                )
         state, expected = (assemble([run["state"] for run in group]) for group in (runs, [alone]))
         assert state.keys() == expected.keys()
         for key, value in state.items():
@@ -166,7 +188,9 @@ def test_a_matrix_that_tensor_parallelism_cuts_is_orthogonalized_whole(pool, dim
         for start, stop in ((0, 4), (4, 6), (6, 8)):
             rows = whole.view(4, 8, 12)[:, start:stop]
             matrix = rows.reshape(-1, 12)
-            expected[:, start:stop] = (orthogonalize(matrix) * (len(matrix) / 12) ** 0.5).view(rows.shape)
+            expected[:, start:stop] = (orthogonalize(matrix) * (len(matrix) / 12) ** 0.5).view(
+                rows.shape
+            )
         expected = expected.view(32, 12)
     torch.testing.assert_close(torch.cat(parts, dim), expected, rtol=1e-4, atol=1e-5)
 

@@ -1,7 +1,9 @@
-"""A discrete-event simulation of ranks that run ticks: finds deadlocks and mismatched messages, measures the makespan.
+"""A discrete-event simulation of ranks that run ticks: finds deadlocks and mismatched messages,
+measures the makespan.
 
-A message matches when both ends are posted. Between two ranks, the n-th send meets the n-th receive, whatever they
-are meant to be (NCCL has no tags); the simulation fails when they are meant to be different things.
+A message matches when both ends are posted. Between two ranks, the n-th send meets the n-th
+receive, whatever they are meant to be (NCCL has no tags); the simulation fails when they are meant
+to be different things.
 """
 
 from collections import defaultdict, deque
@@ -13,7 +15,8 @@ from megatron.core.pipeline_parallel import Tick
 
 # rendezvous: a send completes when it is received, and a rank waits for each exchange right after posting it.
 # overlap:    as above, but it waits when it needs the input, and before it posts the next exchange (the executor).
-# buffered:   a send completes at once, and a rank waits for the inputs it needs only (small messages).
+# buffered:   a send completes at once, and a rank waits for the inputs it needs only (small
+# messages).
 Mode = Literal["rendezvous", "overlap", "buffered"]
 
 
@@ -38,10 +41,13 @@ class Network:
 
     def post(self, rank: int, tick: Tick, time: float) -> tuple[list[Post], Post | None]:
         """(all posts of the tick's exchange, that of its receive)."""
-        posts, received = [], None
+        posts = []
+        received = None
         if tick.send:
             pair = (rank, tick.send.peer)
-            posts.append(Post((*pair, tick.send.input_of), time, time if self.mode == "buffered" else None))
+            posts.append(
+                Post((*pair, tick.send.input_of), time, time if self.mode == "buffered" else None)
+            )
             self.sends[pair].append(posts[-1])
             self._match(pair)
         if tick.receive:
@@ -54,8 +60,11 @@ class Network:
 
     def _match(self, pair: tuple[int, int]) -> None:
         while self.sends[pair] and self.receives[pair]:
-            send, receive = self.sends[pair].popleft(), self.receives[pair].popleft()
-            assert send.label == receive.label, f"{send.label} is sent where {receive.label} is expected"
+            send = self.sends[pair].popleft()
+            receive = self.receives[pair].popleft()
+            assert send.label == receive.label, (
+                f"{send.label} is sent where {receive.label} is expected"
+            )
             receive.done = max(send.time, receive.time)
             if send.done is None:
                 send.done = receive.done
@@ -93,12 +102,17 @@ def run_rank(
     assert not inputs, f"rank {rank} received what it never used: {list(inputs)}"
 
 
-def simulate(pipeline: list[list[Tick]], mode: Mode, forward: float = 1.0, backward: float = 2.0) -> list[Trace]:
+def simulate(
+    pipeline: list[list[Tick]], mode: Mode, forward: float = 1.0, backward: float = 2.0
+) -> list[Trace]:
     """Run all ranks; raises Deadlock if some wait for ever."""
     network = Network(mode)
     seconds = {"forward": forward, "backward": backward}
     traces = [Trace() for _ in pipeline]
-    running = {rank: run_rank(rank, ticks, network, seconds, traces[rank]) for rank, ticks in enumerate(pipeline)}
+    running = {
+        rank: run_rank(rank, ticks, network, seconds, traces[rank])
+        for rank, ticks in enumerate(pipeline)
+    }
     waiting = {rank: next(program) for rank, program in running.items()}
     while running:
         progress = False
@@ -106,9 +120,16 @@ def simulate(pipeline: list[list[Tick]], mode: Mode, forward: float = 1.0, backw
             while rank in running and all(post.done is not None for post in waiting[rank]):
                 progress = True
                 try:
-                    waiting[rank] = running[rank].send(max((post.done or 0.0 for post in waiting[rank]), default=0.0))
+                    waiting[rank] = running[rank].send(
+                        max((post.done or 0.0 for post in waiting[rank]), default=0.0)
+                    )
                 except StopIteration:
                     del running[rank]
         if not progress:
-            raise Deadlock({rank: [post.label for post in waiting[rank] if post.done is None] for rank in running})
+            raise Deadlock(
+                {
+                    rank: [post.label for post in waiting[rank] if post.done is None]
+                    for rank in running
+                }
+            )
     return traces

@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 
 
 class Layer(nn.Module):
-    """x + tanh(W x + b); the seed is the global layer number, so that every layout has the same model."""
+    """x + tanh(W x + b); the seed is the global layer number, so that every layout has the same
+    model.
+    """
 
     def __init__(self, number: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -44,10 +46,16 @@ def loss_of(output: Tensor, target: Tensor, num_microbatches: int) -> Tensor:
 
 
 def gradients(layers: dict[int, Layer]) -> dict[str, Tensor | None]:
-    return {f"{i}.{name}": param.grad for i, layer in layers.items() for name, param in layer.named_parameters()}
+    return {
+        f"{i}.{name}": param.grad
+        for i, layer in layers.items()
+        for name, param in layer.named_parameters()
+    }
 
 
-def run_serial(rank: int, world_size: int, num_layers: int, num_microbatches: int, dtype: torch.dtype) -> tuple:
+def run_serial(
+    rank: int, world_size: int, num_layers: int, num_microbatches: int, dtype: torch.dtype
+) -> tuple:
     layers = {i: Layer(i, dtype) for i in range(num_layers)}
     losses = []
     for microbatch in range(num_microbatches):
@@ -62,8 +70,12 @@ def run_serial(rank: int, world_size: int, num_layers: int, num_microbatches: in
 class Stage:
     """One rank's chunks of the chain, and the `forward_step` that runs them."""
 
-    def __init__(self, pp: Axis, ranges: list[list[range]], num_microbatches: int, dtype: torch.dtype) -> None:
-        self.pp, self.num_microbatches, self.dtype = pp, num_microbatches, dtype
+    def __init__(
+        self, pp: Axis, ranges: list[list[range]], num_microbatches: int, dtype: torch.dtype
+    ) -> None:
+        self.pp = pp
+        self.num_microbatches = num_microbatches
+        self.dtype = dtype
         self.chunks = [{i: Layer(i, dtype) for i in chunk} for chunk in ranges[pp.rank]]
         self.losses: list[Tensor] = []
 
@@ -100,14 +112,21 @@ class Stage:
         )
 
 
-def make_stage(world_size: int, layout: tuple, num_microbatches: int, dtype: torch.dtype, timeout: float = 60) -> Stage:
+def make_stage(
+    world_size: int, layout: tuple, num_microbatches: int, dtype: torch.dtype, timeout: float = 60
+) -> Stage:
     config = ParallelConfig(pipeline_model_parallel_size=layout[1])
     state = ParallelState.create(config, timeout=timedelta(seconds=timeout))
     return Stage(state.pp, pipeline_layer_ranges(*layout), num_microbatches, dtype)
 
 
 def run_pipeline(
-    rank: int, world_size: int, layout: tuple, num_microbatches: int, dtype: torch.dtype, **options: object
+    rank: int,
+    world_size: int,
+    layout: tuple,
+    num_microbatches: int,
+    dtype: torch.dtype,
+    **options: object,
 ) -> tuple:
     stage = make_stage(world_size, layout, num_microbatches, dtype)
     stage.run(**options)
@@ -152,10 +171,17 @@ def test_groups_larger_than_the_pipeline(pool, num_microbatches, group_size):
 
 
 def compare(
-    pool, layout: tuple, world_size: int, num_microbatches: int, dtype: torch.dtype, group_size: int | None = None
+    pool,
+    layout: tuple,
+    world_size: int,
+    num_microbatches: int,
+    dtype: torch.dtype,
+    group_size: int | None = None,
 ) -> None:
     [(losses, expected)] = pool.run(run_serial, 1, layout[0], num_microbatches, dtype)
-    results = pool.run(partial(run_pipeline, group_size=group_size), world_size, layout, num_microbatches, dtype)
+    results = pool.run(
+        partial(run_pipeline, group_size=group_size), world_size, layout, num_microbatches, dtype
+    )
     seen = set()
     for pipeline_losses, actual in results:
         assert pipeline_losses is None or torch.equal(pipeline_losses, losses)
@@ -170,19 +196,27 @@ def compare(
 @pytest.mark.parametrize("layout", [(4, 2), (4, 2, 2), (5, 4, 1, 2)], ids=str)
 def test_forward_only_computes_losses_and_nothing_else(pool, layout):
     [(losses, _)] = pool.run(run_serial, 1, layout[0], 6, torch.float32)
-    results = pool.run(partial(run_pipeline, forward_only=True), layout[1], layout, 6, torch.float32)
+    results = pool.run(
+        partial(run_pipeline, forward_only=True), layout[1], layout, 6, torch.float32
+    )
     assert torch.equal(results[-1][0], losses)
     assert all(grad is None for _, grads in results for grad in grads.values())
 
 
-def count_gradients_after_callback(rank: int, world_size: int, layout: tuple, num_microbatches: int) -> list:
+def count_gradients_after_callback(
+    rank: int, world_size: int, layout: tuple, num_microbatches: int
+) -> list:
     stage = make_stage(world_size, layout, num_microbatches, torch.float32)
     events: list[tuple[str, int]] = []
     for index, chunk in enumerate(stage.chunks):
         weight = next(iter(chunk.values())).linear.weight
-        weight.register_post_accumulate_grad_hook(lambda _, index=index: events.append(("gradient", index)))
+        weight.register_post_accumulate_grad_hook(
+            lambda _, index=index: events.append(("gradient", index))
+        )
     stage.run(before_last_backward=lambda chunk: events.append(("callback", chunk)))
-    return [[kind for kind, index in events if index == chunk] for chunk in range(len(stage.chunks))]
+    return [
+        [kind for kind, index in events if index == chunk] for chunk in range(len(stage.chunks))
+    ]
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (4, 2, 2)], ids=str)
@@ -208,7 +242,9 @@ def count_live_outputs(rank: int, world_size: int, layout: tuple, num_microbatch
 
     stage.forward_step = forward_step  # type: ignore[method-assign]
     stage.run()
-    assert len(outputs) == num_microbatches * sum(not stage.is_last(chunk) for chunk in range(len(stage.chunks)))
+    assert len(outputs) == num_microbatches * sum(
+        not stage.is_last(chunk) for chunk in range(len(stage.chunks))
+    )
     return peak
 
 
@@ -229,7 +265,9 @@ def one_rank_stays_away(rank: int, world_size: int) -> str | None:
 
 def test_a_neighbour_that_hangs_is_named(pool):
     message, _ = pool.run(one_rank_stays_away, 2)
-    assert message.startswith("pipeline rank 0 (global rank 0), tick 0 (warmup, forward of microbatch 0, chunk 0): ")
+    assert message.startswith(
+        "pipeline rank 0 (global rank 0), tick 0 (warmup, forward of microbatch 0, chunk 0): "
+    )
     assert "sending to pipeline rank 1 (global rank 1) failed" in message
 
 
@@ -255,8 +293,15 @@ def test_a_neighbour_that_dies_is_named_at_once(pool, tmp_path):
     assert "pipeline rank 1 (global rank 1) failed" in report.read_text()
 
 
-def run_one_stage(forward_step: Callable[..., Tensor], num_microbatches: int = 3, **options: object) -> None:
-    arguments = {"pp": Axis(), "tensor_shape": SHAPE, "dtype": torch.float32, "device": CPU} | options
+def run_one_stage(
+    forward_step: Callable[..., Tensor], num_microbatches: int = 3, **options: object
+) -> None:
+    arguments = {
+        "pp": Axis(),
+        "tensor_shape": SHAPE,
+        "dtype": torch.float32,
+        "device": CPU,
+    } | options
     run_schedule(forward_step, 1, num_microbatches, **arguments)
 
 
@@ -278,8 +323,16 @@ def test_gradients_flow_when_the_caller_has_disabled_them():
 @pytest.mark.parametrize(
     "output,pp,message",
     [
-        (torch.zeros(3, 2, 7), Axis(0, 2, (0, 1)), r"torch.float32 of shape \(3, 2, 7\).*\(3, 2, 8\).*sequence par"),
-        (torch.zeros(3, 2, 8).half(), Axis(0, 2, (0, 1)), "torch.float16 of shape .* exchange torch.float32"),
+        (
+            torch.zeros(3, 2, 7),
+            Axis(0, 2, (0, 1)),
+            r"torch.float32 of shape \(3, 2, 7\).*\(3, 2, 8\).*sequence par",
+        ),
+        (
+            torch.zeros(3, 2, 8).half(),
+            Axis(0, 2, (0, 1)),
+            "torch.float16 of shape .* exchange torch.float32",
+        ),
         (torch.zeros(3), Axis(), r"must return a scalar loss, got shape \(3,\)"),
     ],
 )
@@ -290,5 +343,7 @@ def test_an_output_that_does_not_fit_is_an_error(output, pp, message):
 
 def test_forward_only_takes_any_output():
     outputs = []
-    run_one_stage(lambda chunk, microbatch, _: outputs.append(microbatch) or torch.zeros(5), forward_only=True)
+    run_one_stage(
+        lambda chunk, microbatch, _: outputs.append(microbatch) or torch.zeros(5), forward_only=True
+    )
     assert outputs == [0, 1, 2]

@@ -42,7 +42,9 @@ def test_even_law(pp, vpp, per_chunk):
 def test_uneven_stages(arguments, sizes):
     ranges = pipeline_layer_ranges(*arguments)
     vpp = arguments[2]
-    assert [[len(chunk) for chunk in stage] for stage in ranges] == [[size // vpp] * vpp for size in sizes]
+    assert [[len(chunk) for chunk in stage] for stage in ranges] == [
+        [size // vpp] * vpp for size in sizes
+    ]
     in_model_order = [layer for chunk in range(vpp) for stage in ranges for layer in stage[chunk]]
     assert in_model_order == list(range(arguments[0]))
 
@@ -50,23 +52,38 @@ def test_uneven_stages(arguments, sizes):
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        ((10, 4), "10 layers cannot be split over 4 pipeline stages.*--num-layers could be 8, 12, .*first.* 1, 4, 7"),
-        ((10, 2, 2), "10 layers .* 2 pipeline stages x 2 chunks.*--num-layers could be 8, 12, .*first.* 2, 4, 6, 8"),
+        (
+            (10, 4),
+            "10 layers cannot be split over 4 pipeline stages.*--num-layers could be 8, 12, .*first.* 1, 4, 7",
+        ),
+        (
+            (10, 2, 2),
+            "10 layers .* 2 pipeline stages x 2 chunks.*--num-layers could be 8, 12, .*first.* 2, 4, 6, 8",
+        ),
         ((3, 4), "3 layers.*--num-layers could be 4, --decoder-first-pipeline-num-layers no value"),
         (
             (11, 4, 1, 4, 4),
             "with --decoder-first.* 4 and --decoder-last.* 4: .*first.* could be 1, 3, 5",
         ),
         ((10, 4, 1, 2, None), "with --decoder-first-pipeline-num-layers 2: .* could be 1, 4, 7"),
-        ((10, 4, 1, None, 2), "with --decoder-last-pipeline-num-layers 2: .*last-pipeline-num-layers could be 1, 4, 7"),
+        (
+            (10, 4, 1, None, 2),
+            "with --decoder-last-pipeline-num-layers 2: .*last-pipeline-num-layers could be 1, 4, 7",
+        ),
         ((10, 2, 1, 4, 4), "could be 6"),
         ((4, 2, 1, 4, None), "could be 1, 2, 3"),
         ((4, 2, 1, 0, None), "could be 1, 2, 3"),
         ((4, 2, 1, None, 7), "could be 1, 2, 3"),
         ((16, 4, 2, 1, 3), "x 2 chunks with .*first.* 1 and .*last.* 3"),
         ((4, 1, 2), "2 chunks per stage need more than one pipeline stage"),
-        ((4, 1, 1, 2, None), "--decoder-first-pipeline-num-layers 2 needs more than one pipeline stage"),
-        ((4, 1, 1, None, 2), "--decoder-last-pipeline-num-layers 2 needs more than one pipeline stage"),
+        (
+            (4, 1, 1, 2, None),
+            "--decoder-first-pipeline-num-layers 2 needs more than one pipeline stage",
+        ),
+        (
+            (4, 1, 1, None, 2),
+            "--decoder-last-pipeline-num-layers 2 needs more than one pipeline stage",
+        ),
         ((0, 2), r"number of layers \(0\)"),
         ((4, 0), r"pipeline stages \(0\)"),
         ((4, 2, 0), r"chunks per stage \(0\)"),

@@ -21,7 +21,10 @@ def groups(pp: int, vpp: int) -> list[tuple[int, int]]:
     if vpp == 1:
         return []
     return [
-        (m, g) for g in (pp, pp + 1, 2 * pp + 1) for m in (g, g + pp, 3 * g, 2 * g + pp + 1, pp) if _possible(m, g, pp)
+        (m, g)
+        for g in (pp, pp + 1, 2 * pp + 1)
+        for m in (g, g + pp, 3 * g, 2 * g + pp + 1, pp)
+        if _possible(m, g, pp)
     ]
 
 
@@ -29,7 +32,9 @@ def _possible(m: int, g: int, pp: int) -> bool:
     return m % g == 0 or m % g >= pp
 
 
-def ticks_of(pp: int, vpp: int, m: int, forward_only: bool = False, group: int | None = None) -> list[list[Tick]]:
+def ticks_of(
+    pp: int, vpp: int, m: int, forward_only: bool = False, group: int | None = None
+) -> list[list[Tick]]:
     return [list(schedule(rank, pp, vpp, m, forward_only, group)) for rank in range(pp)]
 
 
@@ -63,7 +68,11 @@ def textbook_order(rank: int, pp: int, vpp: int, m: int, size: int | None = None
     forward = [Action("forward", chunk, microbatch) for chunk, microbatch in visits]
     backward = [Action("backward", vpp - 1 - chunk, microbatch) for chunk, microbatch in visits]
     pairs = zip(forward[warmup:], backward, strict=False)
-    return forward[:warmup] + [action for pair in pairs for action in pair] + backward[count - warmup :]
+    return (
+        forward[:warmup]
+        + [action for pair in pairs for action in pair]
+        + backward[count - warmup :]
+    )
 
 
 def peak_in_flight(actions: list[Action]) -> int:
@@ -86,7 +95,8 @@ def test_no_deadlock_matching_messages_and_ideal_bubble(pp, vpp, forward_only, m
     for m in microbatch_counts(pp, vpp):
         traces = simulate(ticks_of(pp, vpp, m, forward_only), mode, forward=1.0, backward=2.0)
         per_action = 1.0 if forward_only else 3.0
-        ideal, bubble = m * vpp * per_action, (pp - 1) * per_action
+        ideal = m * vpp * per_action
+        bubble = (pp - 1) * per_action
         assert max(trace.end for trace in traces) == ideal + bubble, (pp, vpp, m)
         assert max(trace.peak_unused_inputs for trace in traces) <= 2, (pp, vpp, m)
 
@@ -115,8 +125,20 @@ def test_groups_larger_than_the_pipeline(pp, vpp):
         ticks = ticks_of(pp, vpp, m, group=size)
         for mode in ("rendezvous", "overlap", "buffered"):
             traces = simulate(ticks, mode, forward=1.0, backward=2.0)
-            assert max(trace.end for trace in traces) == 3.0 * (m * vpp + pp - 1), (pp, vpp, m, size, mode)
-            assert max(trace.peak_unused_inputs for trace in traces) <= 2 + 2 * (size - pp), (pp, vpp, m, size, mode)
+            assert max(trace.end for trace in traces) == 3.0 * (m * vpp + pp - 1), (
+                pp,
+                vpp,
+                m,
+                size,
+                mode,
+            )
+            assert max(trace.peak_unused_inputs for trace in traces) <= 2 + 2 * (size - pp), (
+                pp,
+                vpp,
+                m,
+                size,
+                mode,
+            )
         for rank in range(pp):
             actions = actions_of(ticks[rank])
             assert actions == textbook_order(rank, pp, vpp, m, size)
@@ -146,7 +168,10 @@ def test_phases(pp, vpp):
     for m, rank, ticks in ranks_of(pp, vpp):
         phases = [tick.phase for tick in ticks]
         assert phases == sorted(phases, key=["warmup", "steady", "cooldown"].index)
-        kinds = {phase: [t.action.kind for t in ticks if t.action and t.phase == phase] for phase in phases}
+        kinds = {
+            phase: [t.action.kind for t in ticks if t.action and t.phase == phase]
+            for phase in phases
+        }
         warmup = min(textbook_warmup(rank, pp, vpp), m * vpp - 1)
         assert kinds.get("warmup", []) == ["forward"] * warmup
         assert kinds["steady"] == ["forward", "backward"] * (m * vpp - warmup)
@@ -156,7 +181,9 @@ def test_phases(pp, vpp):
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
 def test_forward_only_is_the_forward_passes(pp, vpp):
     m = microbatch_counts(pp, vpp)[-1]
-    for both, forward_only in zip(ticks_of(pp, vpp, m), ticks_of(pp, vpp, m, forward_only=True), strict=True):
+    for both, forward_only in zip(
+        ticks_of(pp, vpp, m), ticks_of(pp, vpp, m, forward_only=True), strict=True
+    ):
         assert [a for a in actions_of(both) if a.kind == "forward"] == actions_of(forward_only)
         assert {tick.phase for tick in forward_only} == {"steady"}
 
@@ -172,7 +199,12 @@ def test_one_stage_is_gradient_accumulation():
 
 
 def test_two_stages_tick_by_tick():
-    f, b = (lambda m: Action("forward", 0, m)), (lambda m: Action("backward", 0, m))
+    def f(m):
+        return Action("forward", 0, m)
+
+    def b(m):
+        return Action("backward", 0, m)
+
     assert list(schedule(0, 2, 1, 2)) == [
         Tick(0, "warmup", f(0), Message(1, f(0)), None),
         Tick(1, "steady", f(1), Message(1, f(1)), None),
@@ -184,7 +216,9 @@ def test_two_stages_tick_by_tick():
 
 
 def test_the_simulator_sees_deadlocks():
-    """Receiving an input right after the action before its use deadlocks the interleaved schedule under rendezvous."""
+    """Receiving an input right after the action before its use deadlocks the interleaved schedule
+    under rendezvous.
+    """
     pipeline = ticks_of(2, 2, 4)
     late = []
     for ticks in pipeline:
@@ -192,7 +226,9 @@ def test_the_simulator_sees_deadlocks():
         acting = [tick for tick in ticks if tick.action]
         following = [arrivals.get(tick.action) for tick in acting[1:]] + [None]
         first = Tick(-1, "warmup", None, None, arrivals.get(acting[0].action))
-        late.append([first] + [t._replace(receive=r) for t, r in zip(acting, following, strict=True)])
+        late.append(
+            [first] + [t._replace(receive=r) for t, r in zip(acting, following, strict=True)]
+        )
     simulate(late, "buffered")
     with pytest.raises(Deadlock):
         simulate(late, "rendezvous")
@@ -201,8 +237,12 @@ def test_the_simulator_sees_deadlocks():
 def test_the_simulator_sees_messages_in_wrong_order():
     pipeline = ticks_of(2, 1, 2)
     first, second = (i for i, tick in enumerate(pipeline[1]) if tick.receive)
-    a, b = pipeline[1][first], pipeline[1][second]
-    pipeline[1][first], pipeline[1][second] = a._replace(receive=b.receive), b._replace(receive=a.receive)
+    a = pipeline[1][first]
+    b = pipeline[1][second]
+    pipeline[1][first], pipeline[1][second] = (
+        a._replace(receive=b.receive),
+        b._replace(receive=a.receive),
+    )
     with pytest.raises(AssertionError, match="is sent where"):
         simulate(pipeline, "buffered")
 

@@ -6,7 +6,12 @@ import pytest
 
 from megatron.training.checkpoint.checkpointing import make_namespace
 from megatron.training.checkpoint.resume import check_same_model
-from megatron.training.config.run_config import make_config, parse_args, stored_args, with_stored_args
+from megatron.training.config.run_config import (
+    make_config,
+    parse_args,
+    stored_args,
+    with_stored_args,
+)
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm_flags/mcore_0.16.1__llama_fp32_tp1.txt"
@@ -76,7 +81,9 @@ def test_same_model():
 
 def test_another_model_names_every_difference():
     stored = flags() | {"num_layers": 8, "swiglu": False}
-    with pytest.raises(ValueError, match=r"(?s)here holds another model.*num_layers: 8 in .*, 4 now.*swiglu: False"):
+    with pytest.raises(
+        ValueError, match=r"(?s)here holds another model.*num_layers: 8 in .*, 4 now.*swiglu: False"
+    ):
         check_same_model(flags(), stored, "here")
 
 
@@ -84,7 +91,9 @@ def test_positions_matter_only_when_they_are_learned():
     longer = {"max_position_embeddings": 128}
     assert check_same_model(flags(), longer, "here") == []
     with pytest.raises(ValueError, match="max_position_embeddings: 128"):
-        learned = flags("--position-embedding-type learned_absolute", without="--use-rotary-position-embeddings")
+        learned = flags(
+            "--position-embedding-type learned_absolute", without="--use-rotary-position-embeddings"
+        )
         check_same_model(learned, longer, "here")
 
 
@@ -92,27 +101,47 @@ def test_other_mathematics_is_a_note():
     (note,) = check_same_model(flags(), flags() | {"rotary_base": 500000.0}, "here")
     assert "rotary_base: 500000.0" in note
     alibi = flags() | {"position_embedding_type": "alibi"}
-    assert check_same_model(alibi, alibi | {"rotary_base": 500000.0, "rope_scaling_factor": 3.0}, "here") == []
+    assert (
+        check_same_model(
+            alibi, alibi | {"rotary_base": 500000.0, "rope_scaling_factor": 3.0}, "here"
+        )
+        == []
+    )
 
 
 def test_taking_arguments_over():
     stored = stored_args(vars(make_namespace(flags(), {})))
-    given = {"num_layers": 12, "lr": 1e-4, "train_iters": 5, "mock_data": True, "micro_batch_size": 4}
+    given = {
+        "num_layers": 12,
+        "lr": 1e-4,
+        "train_iters": 5,
+        "mock_data": True,
+        "micro_batch_size": 4,
+    }
     merged, notes = with_stored_args(given, stored)
     (note,) = notes
     assert "num_layers is 4 as in the checkpoint, not 12" in note
     config = make_config(merged, 1)
-    assert config.model.num_layers == 4 and config.model.num_query_groups == 2 and config.data.seq_length == 64
+    assert (
+        config.model.num_layers == 4
+        and config.model.num_query_groups == 2
+        and config.data.seq_length == 64
+    )
     assert config.optimizer.lr == 1e-4 and config.training.micro_batch_size == 4
     assert with_stored_args(given | {"seq_length": 32}, stored)[0]["seq_length"] == 32
 
 
 @pytest.mark.parametrize("more, eod", [("", None), ("--null-tokenizer-eod-id 9", 9)])
 def test_the_end_of_documents_is_that_of_the_run(more, eod):
-    """Megatron-LM since 0.19 says None for the last token of --vocab-size; older releases and we say nothing."""
+    """Megatron-LM since 0.19 says None for the last token of --vocab-size; older releases and we
+    say nothing.
+    """
     ours = stored_args(vars(make_namespace(flags(more), {})))
     assert ours.get("null_tokenizer_eod_id") == eod
     theirs = {"tokenizer_type": "NullTokenizer", "vocab_size": 257, "null_tokenizer_eod_id": eod}
     taken, notes = with_stored_args({"vocab_size": 256}, stored_args(theirs))
-    assert (taken["vocab_size"], taken["null_tokenizer_eod_id"]) == (257, 256 if eod is None else eod)
+    assert (taken["vocab_size"], taken["null_tokenizer_eod_id"]) == (
+        257,
+        256 if eod is None else eod,
+    )
     assert notes == ["--use-checkpoint-args: vocab_size is 257 as in the checkpoint, not 256"]

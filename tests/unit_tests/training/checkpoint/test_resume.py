@@ -6,7 +6,7 @@ import pytest
 
 from megatron.training.checkpoint.checkpointing import take_save_directory
 from megatron.training.config.run_config import parse_args
-from tests.training_harness import COMMON
+from tests.support.training_harness import COMMON
 
 
 def test_a_directory_that_cannot_be_written_is_found_out_early(tmp_path):

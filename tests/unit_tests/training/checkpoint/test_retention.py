@@ -9,7 +9,12 @@ import sys
 import pytest
 import torch
 
-from megatron.conversion.formats import fault, find_checkpoint, iteration_directory, saved_iterations
+from megatron.conversion.formats import (
+    fault,
+    find_checkpoint,
+    iteration_directory,
+    saved_iterations,
+)
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Generation,
@@ -20,7 +25,12 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.generation import LINEAGE
-from megatron.training.checkpoint.saver import VALIDATION_LOSS, Retention, holds_checkpoint, to_delete
+from megatron.training.checkpoint.saver import (
+    VALIDATION_LOSS,
+    Retention,
+    holds_checkpoint,
+    to_delete,
+)
 from megatron.training.config.options import CheckpointConfig
 
 
@@ -34,7 +44,12 @@ from megatron.training.config.options import CheckpointConfig
         (CheckpointConfig(save_retain_interval=2), [1, 2, 3, 4, 5], {}, [1, 3]),
         (CheckpointConfig(keep_last_n=2, save_retain_interval=4), [2, 4, 6, 8, 10], {}, [2, 6]),
         (CheckpointConfig(keep_best_n=1), [1, 2, 3, 4], {1: 3.0, 2: 1.0, 3: 2.0}, [1, 3]),
-        (CheckpointConfig(keep_best_n=2), [1, 2, 3, 4], {1: 2.0, 2: 2.0, 3: 2.0}, [1]),  # the later of equal ones
+        (
+            CheckpointConfig(keep_best_n=2),
+            [1, 2, 3, 4],
+            {1: 2.0, 2: 2.0, 3: 2.0},
+            [1],
+        ),  # the later of equal ones
         (CheckpointConfig(keep_best_n=1), [1, 2, 3], {1: float("nan"), 2: float("inf")}, [1, 2]),
         (CheckpointConfig(keep_best_n=1, keep_last_n=2), [1, 2, 3, 4], {1: 1.0, 4: 0.5}, [1, 2]),
     ],
@@ -44,12 +59,18 @@ def test_rules(rules, saved, losses, deleted):
 
 
 def test_any_history():
-    """Over random policies and runs: every rule is obeyed after each save, and nothing is deleted without reason."""
+    """Over random policies and runs: every rule is obeyed after each save, and nothing is deleted
+    without reason.
+    """
     rng = random.Random(0)
     for _ in range(300):
         some = lambda top: rng.choice([None, rng.randint(1, top)])  # noqa: E731
-        rules = CheckpointConfig(keep_last_n=some(4), save_retain_interval=some(7), keep_best_n=some(3))
-        saved, losses, iteration = set(), {}, 0
+        rules = CheckpointConfig(
+            keep_last_n=some(4), save_retain_interval=some(7), keep_best_n=some(3)
+        )
+        saved = set()
+        losses = {}
+        iteration = 0
         for _ in range(25):
             iteration += rng.randint(1, 5)
             saved.add(iteration)
@@ -58,7 +79,10 @@ def test_any_history():
             before = set(saved)
             saved -= set(to_delete(saved, iteration, rules, losses))
             assert iteration in saved
-            assert sorted(before)[-(rules.keep_last_n or 1) :] == sorted(saved)[-(rules.keep_last_n or 1) :]
+            assert (
+                sorted(before)[-(rules.keep_last_n or 1) :]
+                == sorted(saved)[-(rules.keep_last_n or 1) :]
+            )
             known = {i: losses[i] for i in before if i in losses and losses[i] == losses[i]}
             best = sorted(known.values())[: rules.keep_best_n or 0]
             assert sorted(known[i] for i in saved if i in known)[: len(best)] == best
@@ -73,7 +97,9 @@ def test_any_history():
 
 
 def start(root, after=None):
-    """A start of a job that goes on from the checkpoint of iteration `after`: its generation and lineage so far."""
+    """A start of a job that goes on from the checkpoint of iteration `after`: its generation and
+    lineage so far.
+    """
     root.mkdir(exist_ok=True)
     base = None if after is None else read_lineage(iteration_directory(root, after))
     return Generation.take(root, {"pid": os.getpid()}), base
@@ -82,7 +108,11 @@ def start(root, after=None):
 def make(job, iteration, loss=None):
     """Save as the run does; returns the lineage of the checkpoint."""
     generation, base = job
-    lineage = base.descend(generation.number, iteration) if base else Lineage(((generation.number, iteration),))
+    lineage = (
+        base.descend(generation.number, iteration)
+        if base
+        else Lineage(((generation.number, iteration),))
+    )
     weight = ShardedTensor.replicated("weight", torch.full((1000,), float(iteration)))
     common = {"iteration": iteration} | ({} if loss is None else {VALIDATION_LOSS: loss})
     with AsyncSaver() as saver:
@@ -113,8 +143,15 @@ def test_losses_come_from_the_files(tmp_path):
     job = start(tmp_path)
     for iteration, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0)):
         lineage = make(job, iteration, loss)
-    assert apply(job, CheckpointConfig(keep_best_n=1), 4, lineage) == ["iter_0000001", "iter_0000003"]
-    assert visible(tmp_path) == ["iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"]
+    assert apply(job, CheckpointConfig(keep_best_n=1), 4, lineage) == [
+        "iter_0000001",
+        "iter_0000003",
+    ]
+    assert visible(tmp_path) == [
+        "iter_0000002",
+        "iter_0000004",
+        "latest_checkpointed_iteration.txt",
+    ]
 
 
 def test_what_is_no_checkpoint_is_left_alone(tmp_path):
@@ -125,11 +162,15 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path):
     (tmp_path / "iter_notes").mkdir()
     (tmp_path / "tensorboard").mkdir()
     assert apply(job, CheckpointConfig(keep_last_n=1), 2, lineage) == ["iter_0000001"]
-    assert {"iter_0000000", "iter_notes", "tensorboard"} < {path.name for path in tmp_path.iterdir()}
+    assert {"iter_0000000", "iter_notes", "tensorboard"} < {
+        path.name for path in tmp_path.iterdir()
+    }
 
 
 def test_a_branch_that_was_left_neither_counts_nor_goes(tmp_path):
-    """Saved 2, 4, 6, 8, 10; went back to 4, and saved 5 and 6 again: the old 6 was replaced, 8 and 10 are abandoned."""
+    """Saved 2, 4, 6, 8, 10; went back to 4, and saved 5 and 6 again: the old 6 was replaced, 8 and
+    10 are abandoned.
+    """
     first = start(tmp_path)
     for iteration in (2, 4, 6, 8, 10):
         make(first, iteration)
@@ -140,7 +181,10 @@ def test_a_branch_that_was_left_neither_counts_nor_goes(tmp_path):
     assert saved_iterations(tmp_path) == [4, 5, 6, 8, 10]
     third = start(tmp_path, after=6)
     lineage = make(third, 9)
-    assert apply(third, CheckpointConfig(keep_last_n=2), 9, lineage) == ["iter_0000004", "iter_0000005"]
+    assert apply(third, CheckpointConfig(keep_last_n=2), 9, lineage) == [
+        "iter_0000004",
+        "iter_0000005",
+    ]
     assert saved_iterations(tmp_path) == [6, 8, 9, 10]
 
 
@@ -152,7 +196,10 @@ def test_checkpoints_without_lineage_count_up_to_where_the_run_went_on(tmp_path)
         assert holds_checkpoint(directory.parent)
     job = start(tmp_path, after=2)
     lineage = make(job, 4)
-    assert apply(job, CheckpointConfig(keep_last_n=1), 4, lineage) == ["iter_0000001", "iter_0000002"]
+    assert apply(job, CheckpointConfig(keep_last_n=1), 4, lineage) == [
+        "iter_0000001",
+        "iter_0000002",
+    ]
 
 
 def complete_iterations(root):
@@ -163,7 +210,9 @@ EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open", "os.truncate
 
 
 def killed_at(event_number, action):
-    """Run `action` in a child that is killed at its n-th change of the file system; whether it came that far."""
+    """Run `action` in a child that is killed at its n-th change of the file system; whether it came
+    that far.
+    """
     child = os.fork()
     if child == 0:
         count = 0
@@ -184,15 +233,17 @@ def killed_at(event_number, action):
 
 
 def test_killed_at_every_step(tmp_path):
-    """Take over, save, commit, move the tracker, put aside, remove: always a complete newest checkpoint, and nothing
-    that only looks like one."""
+    """Take over, save, commit, move the tracker, put aside, remove: always a complete newest
+    checkpoint, and nothing that only looks like one.
+    """
     rules = CheckpointConfig(keep_last_n=1)
 
     def next_one():
         job = start(root, after=2)
         apply(job, rules, 3, make(job, 3))
 
-    step, outcomes = 0, set()
+    step = 0
+    outcomes = set()
     while True:
         step += 1
         root = tmp_path / str(step)
@@ -213,7 +264,9 @@ def test_killed_at_every_step(tmp_path):
         job = start(root, after=read_tracker(root))
         lineage = make(job, 4)
         apply(job, rules, 4, lineage)
-        assert set(complete_iterations(root)) <= {3, 4}, "a 3 that the tracker did not name is of another branch"
+        assert set(complete_iterations(root)) <= {3, 4}, (
+            "a 3 that the tracker did not name is of another branch"
+        )
         assert [path.name for path in root.glob(".*")] == [job[0].directory.name]
         assert [path.name for path in job[0].directory.iterdir()] == ["owner.json"]
     assert step > 20 and present == (3,)

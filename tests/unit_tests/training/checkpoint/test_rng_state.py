@@ -27,5 +27,7 @@ def test_a_place_outside_of_the_words_is_refused(place) -> None:
     state = get_rng_state(rng)
     algorithm, keys, _, *rest = state["np_rng_state"]
     state["np_rng_state"] = (algorithm, keys, place, *rest)
-    with pytest.raises(CheckpointError, match=r"np_rng_state\[2\] is .*, but must be a whole number from 0 to 624"):
+    with pytest.raises(
+        CheckpointError, match=r"np_rng_state\[2\] is .*, but must be a whole number from 0 to 624"
+    ):
         set_rng_state(state, rng)

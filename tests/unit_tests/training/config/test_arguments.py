@@ -77,7 +77,10 @@ def test_every_kind_of_value():
         ("--paths a ''", r"--paths: its value is empty, as an unset variable would be"),
         ("--kind c", r"--kind: 'c' is not one of a, b"),
         ("--window 3", r"--window: '3' is not 2 numbers joined by commas"),
-        ("--optimzer adam", r"unknown flag --optimzer: did you mean --optimizer or --cpu-optimizer\?$"),
+        (
+            "--optimzer adam",
+            r"unknown flag --optimzer: did you mean --optimizer or --cpu-optimizer\?$",
+        ),
         ("--num-layer 4", r"unknown flag --num-layer: did you mean --num-layers"),
         ("--num_layers 4", r"unknown flag --num_layers: did you mean --num-layers"),
         ("--zzz", r"unknown flag --zzz: --help lists all flags"),
@@ -85,14 +88,23 @@ def test_every_kind_of_value():
         ("--internal 3", r"unknown flag --internal"),
         ("--tied=1", r"--tied takes no value, got '1'"),
         ("--paths --tied", r"--paths needs at least one value"),
-        ("--mtp-num-layers 1", r"--mtp-num-layers 1: Megatron-LM's multi-token prediction is not implemented here"),
+        (
+            "--mtp-num-layers 1",
+            r"--mtp-num-layers 1: Megatron-LM's multi-token prediction is not implemented here",
+        ),
         (
             "--mtp-num-layers 1 --mtp-loss-scaling-factor 4",
             r"--mtp-num-layers 1 \(and 1 more flags of it\): .*multi-token",
         ),
         ("--fp4-param-gather", r"primary weights in fp4 is not implemented here"),
-        ("--zero-stage 1 --deepspeed", r"--zero-stage, --deepspeed: not a flag of Megatron-LM but of a fork"),
-        ("--batch-size 4", r"--batch-size 4: Megatron-LM has renamed this flag to --micro-batch-size"),
+        (
+            "--zero-stage 1 --deepspeed",
+            r"--zero-stage, --deepspeed: not a flag of Megatron-LM but of a fork",
+        ),
+        (
+            "--batch-size 4",
+            r"--batch-size 4: Megatron-LM has renamed this flag to --micro-batch-size",
+        ),
         ("--spec x y", r"--spec x y: this option of Megatron-LM is not implemented here"),
     ],
 )
@@ -103,7 +115,14 @@ def test_mistakes_are_explained(text, message):
 
 def test_accepted_flags_are_dropped_with_their_values():
     parser = FlagParser({"Example": Example})
-    words = ["--no-rope-fusion", "--attention-backend", "unfused", "--num-layers", "3", "--DDP-impl=local"]
+    words = [
+        "--no-rope-fusion",
+        "--attention-backend",
+        "unfused",
+        "--num-layers",
+        "3",
+        "--DDP-impl=local",
+    ]
     given, ignored = parse_flags(parser, words)
     assert given == {"num_layers": 3}
     assert ignored == ["--no-rope-fusion", "--attention-backend", "--DDP-impl"]
@@ -138,7 +157,9 @@ def test_all_mistakes_are_told_at_once_one_a_line():
 
 
 def test_values_as_scripts_write_them():
-    assert parsed("""--kind "'b'" --rate='"0.5"' --paths 'a=b' c""") == Example(rate=0.5, kind="b", paths=["a=b", "c"])
+    assert parsed("""--kind "'b'" --rate='"0.5"' --paths 'a=b' c""") == Example(
+        rate=0.5, kind="b", paths=["a=b", "c"]
+    )
 
 
 def test_every_spelling_of_a_switch_means_what_it_says():

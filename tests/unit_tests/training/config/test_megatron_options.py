@@ -1,4 +1,6 @@
-"""Megatron-LM's own options, defaults and command lines: nothing of them is unknown, and the model is the same."""
+"""Megatron-LM's own options, defaults and command lines: nothing of them is unknown, and the model
+is the same.
+"""
 
 import pytest
 
@@ -12,18 +14,22 @@ from megatron.training.config.arguments import (
 )
 from megatron.training.config.run_config import SECTIONS, flag_parser
 from tests import GOLDEN
-from tests.flag_sets import outcome, read
+from tests.support.flag_sets import outcome, read
 
 SETS = read(GOLDEN / "flag_sets/flag_sets.jsonl")
 FIELDS = {
-    field.name: (field, flag_type(field, section)) for _, section in SECTIONS.values() for field in flag_fields(section)
+    field.name: (field, flag_type(field, section))
+    for _, section in SECTIONS.values()
+    for field in flag_fields(section)
 }
 BOOLEANS = [field for field, hint in FIELDS.values() if hint is bool]
 
 
 @pytest.mark.parametrize("field", BOOLEANS, ids=lambda field: field.name)
 def test_the_pair_of_every_boolean(field):
-    """Both spellings of every switch, whichever release of Megatron-LM had it; the last one given counts."""
+    """Both spellings of every switch, whichever release of Megatron-LM had it; the last one given
+    counts.
+    """
     on, off = both_spellings(field)
     assert on and off
     parse = flag_parser().parse
@@ -37,7 +43,11 @@ def test_the_pair_of_every_boolean(field):
 def test_the_first_flags_that_every_user_types():
     line = flag_parser().parse(["--use-dist-ckpt", "--async-save", "--ckpt-fully-parallel-save"])
     assert line.problems == []
-    assert line.given == {"ckpt_format": "torch_dist", "async_save": True, "ckpt_fully_parallel_save": True}
+    assert line.given == {
+        "ckpt_format": "torch_dist",
+        "async_save": True,
+        "ckpt_fully_parallel_save": True,
+    }
 
 
 def test_tokens_reach_the_same_experts_by_any_dispatcher():
@@ -53,7 +63,9 @@ def test_no_option_of_megatron_lm_is_unknown():
     words = {"0": [], "2": ["1", "2"], "3": ["1", "2", "3"]}
     for name, option in MEGATRON_OPTIONS.items():
         line = parse([name, *words.get(option.words, ["1"])])
-        assert not any(problem.startswith(("unknown flag", "unexpected")) for problem in line.problems), name
+        assert not any(
+            problem.startswith(("unknown flag", "unexpected")) for problem in line.problems
+        ), name
         assert line.given or line.ignored or line.problems, name  # none is dropped in silence
 
 
@@ -98,10 +110,16 @@ OTHER_DEFAULTS = {
 
 
 def test_defaults_are_megatron_lms():
-    """Whatever decides the model or the mathematics is the same where the command line says nothing."""
+    """Whatever decides the model or the mathematics is the same where the command line says
+    nothing.
+    """
     different = set()
     for field, hint in FIELDS.values():
-        names = [name for pair in both_spellings(field) for name in pair] if hint is bool else option_names(field)
+        names = (
+            [name for pair in both_spellings(field) for name in pair]
+            if hint is bool
+            else option_names(field)
+        )
         rows = [MEGATRON_OPTIONS[name] for name in names if name in MEGATRON_OPTIONS]
         if rows and not _same(field.default, rows[0].defaults[0]):
             different.add(field.name)
@@ -117,7 +135,9 @@ def _same(ours: object, theirs: str) -> bool:
         return str(ours) == theirs
 
 
-@pytest.mark.parametrize(("hidden", "expected"), [(4096, 10880), (6144, 16384), (1024, 2688), (64, 128)])
+@pytest.mark.parametrize(
+    ("hidden", "expected"), [(4096, 10880), (6144, 16384), (1024, 2688), (64, 128)]
+)
 def test_the_inner_width_of_swiglu_is_rounded_down(hidden, expected):
     """As Megatron-LM does since 0.10: int((4 * h * 2 / 3) / 64) * 64."""
     config = TransformerConfig(num_layers=1, hidden_size=hidden, num_attention_heads=4, swiglu=True)
@@ -133,12 +153,17 @@ def test_defaults_that_follow_from_other_flags():
     assert config(group_query_attention=True).query_groups == 1
     # the tanh approximation is what is fused with the bias; without one GELU is exact
     assert config().tanh_gelu and not config(add_bias_linear=False).tanh_gelu
-    assert not config(bias_gelu_fusion=False).tanh_gelu and config(openai_gelu=True, add_bias_linear=False).tanh_gelu
+    assert (
+        not config(bias_gelu_fusion=False).tanh_gelu
+        and config(openai_gelu=True, add_bias_linear=False).tanh_gelu
+    )
 
 
 @pytest.mark.parametrize("row", SETS, ids=lambda row: row["id"])
 def test_real_command_lines(row):
-    """Those that describe a model that we have parse; the others are refused by name, in one line for each reason."""
+    """Those that describe a model that we have parse; the others are refused by name, in one line
+    for each reason.
+    """
     result, lines = outcome(row["argv"])
     assert result == row["outcome"], lines
     assert len(lines) == len(row["because"]) and all(

@@ -1,4 +1,6 @@
-"""Command lines to configurations: Megatron-LM's own parse unchanged, impossible ones name every number."""
+"""Command lines to configurations: Megatron-LM's own parse unchanged, impossible ones name every
+number.
+"""
 
 import dataclasses
 import re
@@ -29,10 +31,18 @@ def test_command_lines_of_megatron_lm_parse_unchanged(path):
     sizes = {"tp2pp2": 4, "tp2": 2, "dp2": 2, "tp1": 1}
     world_size = next(size for name, size in sizes.items() if name in path.stem)
     parsed = parse_args(words, world_size)
-    assert (parsed.model.num_layers, parsed.data.seq_length, parsed.training.global_batch_size) == (4, 64, 8)
+    assert (parsed.model.num_layers, parsed.data.seq_length, parsed.training.global_batch_size) == (
+        4,
+        64,
+        8,
+    )
     assert parsed.optimizer.lr == 2e-3 and parsed.schedule().lr_warmup_steps == 16
-    assert parsed.model.position_embedding_type == ("rope" if "llama" in path.stem else "learned_absolute")
-    assert parsed.model.bias_gelu_fusion is False and parsed.model.add_bias_linear == ("gpt2" in path.stem)
+    assert parsed.model.position_embedding_type == (
+        "rope" if "llama" in path.stem else "learned_absolute"
+    )
+    assert parsed.model.bias_gelu_fusion is False and parsed.model.add_bias_linear == (
+        "gpt2" in path.stem
+    )
     assert "--no-masked-softmax-fusion" in parsed.notes[0]
 
 
@@ -56,7 +66,11 @@ CONTEXT = "--context-parallel-size"
             3,
             r"world size 3 is not a multiple of tensor \(1\) x context \(2\) x pipeline \(1\) = 2 ranks",
         ),
-        (f"{CONTEXT} 2 --attention-dropout 0 --seq-length 18", 2, r"--seq-length 18 is not divisible by 2 x .* 2 = 4"),
+        (
+            f"{CONTEXT} 2 --attention-dropout 0 --seq-length 18",
+            2,
+            r"--seq-length 18 is not divisible by 2 x .* 2 = 4",
+        ),
         (
             f"{CONTEXT} 2 --attention-dropout 0 --seq-length 36 --tensor-model-parallel-size 4 --sequence-parallel",
             8,
@@ -72,7 +86,11 @@ CONTEXT = "--context-parallel-size"
             8,
             "--num-attention-heads 4 is not divisible by .* 4 x .* 2 = 8",
         ),
-        (f"{CONTEXT} 2", 2, r"--attention-dropout 0.1 .*Give --attention-dropout 0, or --cp-comm-type a2a"),
+        (
+            f"{CONTEXT} 2",
+            2,
+            r"--attention-dropout 0.1 .*Give --attention-dropout 0, or --cp-comm-type a2a",
+        ),
         (f"{CONTEXT} 2 --cp-comm-type ring", 2, r"--cp-comm-type.*ring"),
         (f"{CONTEXT} 0", 1, "--context-parallel-size must be positive, got 0"),
     ],
@@ -86,19 +104,40 @@ def test_context_parallelism_that_cannot_run(flags, world, message):
     "flags,message",
     [
         ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2 needs --window-size"),
-        ("--window-size 4,0 --window-attn-skip-freq 0", "--window-attn-skip-freq must be positive, got 0"),
+        (
+            "--window-size 4,0 --window-attn-skip-freq 0",
+            "--window-attn-skip-freq must be positive, got 0",
+        ),
         (
             "--window-size 4,0 --window-attn-skip-freq [1]*2",
             r"\[1, 1\] must have a 0 or a 1 for each of the --num-layers",
         ),
-        ("--attn-logit-softcapping 50", "--attention-dropout 0.1: the kernels that change scores so have no dropout"),
-        ("--softmax-type learnable", "--softmax-type learnable with --attention-dropout 0.1: the kernels"),
-        ("--glu-linear-offset 1 --swiglu", "--glu-linear-offset 1.0 needs --quick-geglu, whose gate it changes"),
+        (
+            "--attn-logit-softcapping 50",
+            "--attention-dropout 0.1: the kernels that change scores so have no dropout",
+        ),
+        (
+            "--softmax-type learnable",
+            "--softmax-type learnable with --attention-dropout 0.1: the kernels",
+        ),
+        (
+            "--glu-linear-offset 1 --swiglu",
+            "--glu-linear-offset 1.0 needs --quick-geglu, whose gate it changes",
+        ),
         ("--final-logit-softcapping 0", "--final-logit-softcapping must be positive, got 0"),
-        ("--qk-layernorm-across-heads --qk-layernorm", "needs --qk-layernorm and --normalization RMSNorm"),
-        ("--norm-placement both --num-experts 4", "--norm-placement both does not go with --num-experts"),
+        (
+            "--qk-layernorm-across-heads --qk-layernorm",
+            "needs --qk-layernorm and --normalization RMSNorm",
+        ),
+        (
+            "--norm-placement both --num-experts 4",
+            "--norm-placement both does not go with --num-experts",
+        ),
         ("--swiglu --geglu", "--swiglu and --geglu exclude each other"),
-        (f"{CONTEXT} 2 --cp-comm-type p2p a2a a2a", r"--cp-comm-type p2p a2a a2a has 3 values, --num-layers is 4"),
+        (
+            f"{CONTEXT} 2 --cp-comm-type p2p a2a a2a",
+            r"--cp-comm-type p2p a2a a2a has 3 values, --num-layers is 4",
+        ),
     ],
 )
 def test_models_that_cannot_be(flags, message):
@@ -118,39 +157,55 @@ def test_saves_that_will_not_happen_are_pointed_out():
 
 def test_layers_per_virtual_stage_is_another_way_to_say_chunks():
     parsed = config(
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 2", 2
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 2",
+        2,
     )
     assert parsed.parallel.vpp_size == 2
     assert parsed.layer_ranges() == [[range(0, 1), range(2, 3)], [range(1, 2), range(3, 4)]]
 
 
 def test_every_batch_size_of_a_ramp_must_suit_the_interleaved_schedule():
-    """Found at the start, not when the ramp gets there: 4 micro batches fit 2 stages, 5 do not."""
+    """Found at the start, not when the ramp gets there: 4 micro-batches fit 2 stages, 5 do not."""
     interleaved = "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --global-batch-size 8"
     flags = f"{BASE.replace('--train-iters 10', '--train-samples 100')} {interleaved}"
-    assert parse_args(shlex.split(f"{flags} --rampup-batch-size 4 2 40"), 2).training.global_batch_size == 8
+    assert (
+        parse_args(shlex.split(f"{flags} --rampup-batch-size 4 2 40"), 2).training.global_batch_size
+        == 8
+    )
     with pytest.raises(ValueError, match=r"a global batch of 5 or 7 .* has 5 or 7"):
         parse_args(shlex.split(f"{flags} --rampup-batch-size 4 1 40"), 2)
     with pytest.raises(ValueError, match=r"a global batch of 3 .* has 3"):
-        parse_args(shlex.split(f"{flags.replace('--global-batch-size 8', '')} --step-batch-size-schedule 0:4,160:3"), 2)
+        parse_args(
+            shlex.split(
+                f"{flags.replace('--global-batch-size 8', '')} --step-batch-size-schedule 0:4,160:3"
+            ),
+            2,
+        )
 
 
 def test_a_schedule_of_steps_and_the_batch_of_evaluations():
     parsed = config("--step-batch-size-schedule 0:4,160:8 --eval-global-batch-size 2")
     assert [parsed.batch_schedule(1).global_batch_size_at(n) for n in (0, 9, 10)] == [4, 4, 8]
-    with pytest.raises(ValueError, match="--step-batch-size-schedule and --global-batch-size exclude each other"):
+    with pytest.raises(
+        ValueError, match="--step-batch-size-schedule and --global-batch-size exclude each other"
+    ):
         config("--step-batch-size-schedule 0:4 --global-batch-size 4")
-    with pytest.raises(ValueError, match="--eval-global-batch-size 3 is not a multiple of micro batch size 2"):
+    with pytest.raises(
+        ValueError, match="--eval-global-batch-size 3 is not a multiple of micro-batch size 2"
+    ):
         config("--eval-global-batch-size 3 --micro-batch-size 2")
 
 
 def test_layouts_say_how_many_chunks_there_are():
     parsed = config(
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL --global-batch-size 2", 2
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL --global-batch-size 2",
+        2,
     )
     assert parsed.parallel.vpp_size == 2
     assert parsed.layer_ranges() == [[range(0, 1), range(2, 3)], [range(1, 2), range(3, 4)]]
-    split = "--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split --num-layers 3"
+    split = (
+        "--pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split --num-layers 3"
+    )
     assert config(split, 2).layer_ranges() == [[range(0, 1)], [range(1, 3)]]
     with pytest.raises(ValueError, match="has 3 chunks for --pipeline-model-parallel-size 2"):
         config("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|ttL", 2)
@@ -189,13 +244,29 @@ def test_sequence_parallel_without_tensor_parallel_is_dropped_with_a_note():
             2,
             ["3", "2"],
         ),
-        ("--virtual-pipeline-model-parallel-size 2", 1, ["--virtual-pipeline-model-parallel-size 2"]),
-        ("--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2", 2, ["4", "2", "3"]),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 15", 2, ["--seq-length", "15", "2"]),
+        (
+            "--virtual-pipeline-model-parallel-size 2",
+            1,
+            ["--virtual-pipeline-model-parallel-size 2"],
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 3 --pipeline-model-parallel-size 2",
+            2,
+            ["4", "2", "3"],
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 15",
+            2,
+            ["--seq-length", "15", "2"],
+        ),
         ("--seq-length 32 --max-position-embeddings 16", 1, ["32", "16"]),
         ("--train-samples 100", 1, ["--train-iters 10", "--train-samples 100"]),
         ("--lr-decay-samples 100", 1, ["100", "--train-iters"]),
-        ("--rampup-batch-size 1 1 10 --global-batch-size 2", 1, ["--rampup-batch-size", "--train-samples"]),
+        (
+            "--rampup-batch-size 1 1 10 --global-batch-size 2",
+            1,
+            ["--rampup-batch-size", "--train-samples"],
+        ),
         ("--lr-warmup-iters 10", 1, ["10"]),
         ("--save-interval 0", 1, ["--save-interval", "0"]),
         ("--exit-interval 0", 1, ["--exit-interval", "0"]),
@@ -253,9 +324,13 @@ def test_what_must_be_given(missing):
 
 
 def test_no_number_may_be_nan():
-    """It would pass every comparison of the rules, and train a model of NaNs, or with another schedule."""
+    """It would pass every comparison of the rules, and train a model of NaNs, or with another
+    schedule.
+    """
     parse = flag_parser().parse
-    numbers = [name for name, spelling in flag_parser().spellings.items() if spelling.convert is float]
+    numbers = [
+        name for name, spelling in flag_parser().spellings.items() if spelling.convert is float
+    ]
     accepted = [name for name in numbers if not parse([name, "nan"]).problems]
     assert len(numbers) > 50 and accepted == []
 
@@ -269,11 +344,15 @@ def test_vocabulary_must_hold_the_tokenizer():
 
 
 def test_the_list_of_flags_is_frozen():
-    """A flag is an interface: adding, renaming or removing one shows up here (regenerate the file on purpose)."""
+    """A flag is an interface: adding, renaming or removing one shows up here (regenerate the file
+    on purpose).
+    """
     lines = []
     for title, (_, section) in SECTIONS.items():
         for flag in flag_fields(section):
-            lines.append(f"{title}: {', '.join(option_names(flag))} [{flag.type}] default {flag.default}")
+            lines.append(
+                f"{title}: {', '.join(option_names(flag))} [{flag.type}] default {flag.default}"
+            )
     expected = (Path(__file__).parent / "flags.txt").read_text().splitlines()
     assert lines == expected
 
@@ -283,17 +362,27 @@ def test_every_flag_has_help_and_shared_ones_agree():
     for _, section in SECTIONS.values():
         for flag in flag_fields(section):
             assert field_docs(section)[flag.name].endswith("."), flag.name
-            assert seen.setdefault(flag.name, (flag.type, flag.default)) == (flag.type, flag.default), flag.name
+            assert seen.setdefault(flag.name, (flag.type, flag.default)) == (
+                flag.type,
+                flag.default,
+            ), flag.name
     assert len(flag_parser().format_help().splitlines()) > len(seen)
 
 
-SOURCES = [path.read_text() for path in [*(ROOT / "megatron").rglob("*.py"), ROOT / "pretrain_gpt.py"]]
+SOURCES = [
+    path.read_text() for path in [*(ROOT / "megatron").rglob("*.py"), ROOT / "pretrain_gpt.py"]
+]
 # make_schedule and the checks of options put these names together
-COMPOSED = {f"lr_{what}_{unit}" for what in ("decay", "warmup", "wsd_decay") for unit in ("iters", "samples")}
+COMPOSED = {
+    f"lr_{what}_{unit}"
+    for what in ("decay", "warmup", "wsd_decay")
+    for unit in ("iters", "samples")
+}
 
 
 def is_read(part: str, section: str, name: str) -> bool:
-    """Whether a field is read off its part of `Config`: `checkpoint.save`, or `config.save` where the part is named.
+    """Whether a field is read off its part of `Config`: `checkpoint.save`, or `config.save` where
+    the part is named.
 
     A method of that name, or an attribute of anything else, does not count.
     """
@@ -302,7 +391,9 @@ def is_read(part: str, section: str, name: str) -> bool:
     named = re.compile(rf"\b{section}\b|\.{part}\b")
     given = re.compile(rf'given\.get\("{name}"')
     return any(
-        anywhere.search(text) or given.search(text) or (named.search(text) and with_class.search(text))
+        anywhere.search(text)
+        or given.search(text)
+        or (named.search(text) and with_class.search(text))
         for text in SOURCES
     )
 
@@ -313,14 +404,21 @@ def test_every_flag_is_read_somewhere():
         for part, section in SECTIONS.values()
         for field in flag_fields(section)
         if field.name not in COMPOSED
-        and not any(is_read(part, of.__name__, field.name) for of in section.__mro__ if dataclasses.is_dataclass(of))
+        and not any(
+            is_read(part, of.__name__, field.name)
+            for of in section.__mro__
+            if dataclasses.is_dataclass(of)
+        )
     ]
     assert unread == [
-        "pipeline_layout.num_layers_per_virtual_pipeline_stage",  # settled before there is a `Config`
+        # settled before there is a `Config`
+        "pipeline_layout.num_layers_per_virtual_pipeline_stage",
         "distributed.dry_run",  # looked for by pretrain_gpt.py before anything else
     ]
 
 
-@pytest.mark.parametrize("field", [("loader", "DataLoaderConfig", "save"), ("model", "TransformerConfig", "write")])
+@pytest.mark.parametrize(
+    "field", [("loader", "DataLoaderConfig", "save"), ("model", "TransformerConfig", "write")]
+)
 def test_attributes_of_other_things_do_not_count_as_read(field):
     assert not is_read(*field)

@@ -1,4 +1,6 @@
-"""The stream of samples depends on consumed samples and seed alone; Megatron-LM's batches come out of it."""
+"""The stream of samples depends on consumed samples and seed alone; Megatron-LM's batches come out
+of it.
+"""
 
 import itertools
 import os
@@ -16,7 +18,7 @@ from megatron.training.config.arguments import FlagParser
 from megatron.training.config.options import BatchSchedule, DataLoaderConfig
 from megatron.training.data.loaders import CyclicStream, DataIterator
 from tests import ROOT
-from tests.processes import children_of, is_running, wait_until
+from tests.support.processes import children_of, is_running, wait_until
 
 GOLDEN = ROOT / "tests" / "golden" / "megatron_lm"
 
@@ -27,7 +29,8 @@ class Numbers:
     fingerprint = "numbers"
 
     def __init__(self, size, width=1):
-        self.size, self.width = size, width
+        self.size = size
+        self.width = width
 
     def __len__(self):
         return self.size
@@ -39,8 +42,13 @@ class Numbers:
 
 
 def consume(dataset, iterations, consumed, micro_batch_size, dp_size, global_batch_size, config):
-    """The samples of `iterations` global batches in the order of the stream, and how many are consumed then."""
-    replicas = [DataIterator(dataset, consumed, micro_batch_size, config, r, dp_size) for r in range(dp_size)]
+    """The samples of `iterations` global batches in the order of the stream, and how many are
+    consumed then.
+    """
+    replicas = [
+        DataIterator(dataset, consumed, micro_batch_size, config, r, dp_size)
+        for r in range(dp_size)
+    ]
     schedule = BatchSchedule(((0, global_batch_size),), micro_batch_size, dp_size)
     seen = []
     for _ in range(iterations):
@@ -60,15 +68,25 @@ def test_training_batches_equal_megatrons(tmp_path, micro_batch_size, dp_size, n
         pytest.skip("enough processes in the other cases")
     data = GOLDEN / "data" / "pysrc_a_text_document"
     config = GPTDatasetConfig(
-        seq_length=64, seed=1234, data_path=[str(data)], split="100,0,0", data_cache_path=str(tmp_path)
+        seq_length=64,
+        seed=1234,
+        data_path=[str(data)],
+        split="100,0,0",
+        data_cache_path=str(tmp_path),
     )
     train, _, _ = build_datasets(config, (80, 0, 0), 256, 257)
     loader = DataLoaderConfig(num_workers=num_workers)
-    replicas = [DataIterator(train, 0, micro_batch_size, loader, rank, dp_size) for rank in range(dp_size)]
-    batches = [next(replica) for _ in range(80 // (micro_batch_size * dp_size)) for replica in replicas]
+    replicas = [
+        DataIterator(train, 0, micro_batch_size, loader, rank, dp_size) for rank in range(dp_size)
+    ]
+    batches = [
+        next(replica) for _ in range(80 // (micro_batch_size * dp_size)) for replica in replicas
+    ]
     for key in ("tokens", "labels", "loss_mask", "position_ids"):
         expected = np.load(GOLDEN / "batches" / f"{key}.npy")
-        np.testing.assert_array_equal(torch.cat([batch[key] for batch in batches]).numpy(), expected)
+        np.testing.assert_array_equal(
+            torch.cat([batch[key] for batch in batches]).numpy(), expected
+        )
     assert {key: value.dtype for key, value in batches[0].items()} == {
         "tokens": torch.int64,
         "labels": torch.int64,
@@ -84,14 +102,17 @@ def test_layout_and_batch_may_change_without_loss_or_repetition(kind):
     dataset = Numbers(96)
     config = DataLoaderConfig(kind, num_workers=0, seed=3)
     one_run, _ = consume(dataset, 12, 0, 1, 1, 8, config)
-    stream, consumed = [], 0
+    stream = []
+    consumed = 0
     for iterations, micro_batch_size, dp_size, global_batch_size in [
         (2, 2, 2, 8),
         (3, 1, 4, 16),
         (1, 4, 2, 8),
         (6, 2, 1, 4),
     ]:
-        part, consumed = consume(dataset, iterations, consumed, micro_batch_size, dp_size, global_batch_size, config)
+        part, consumed = consume(
+            dataset, iterations, consumed, micro_batch_size, dp_size, global_batch_size, config
+        )
         stream += part
     assert consumed == 96 and stream == one_run
     assert sorted(stream) == list(range(96))
@@ -104,14 +125,20 @@ def test_cyclic_epochs_are_different_permutations():
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert stream(7, 25) == [*epochs[0], *epochs[1], *epochs[2]][7:25]
-    assert CyclicStream(10, seed=6)(0, 10) != epochs[0] and CyclicStream(10, seed=5)(0, 10) == epochs[0]
+    assert (
+        CyclicStream(10, seed=6)(0, 10) != epochs[0]
+        and CyclicStream(10, seed=5)(0, 10) == epochs[0]
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_the_end_of_the_data_is_an_error(num_workers):
     iterator = DataIterator(Numbers(10), 3, 2, DataLoaderConfig(num_workers=num_workers), 1, 2)
     assert next(iterator)["tokens"].tolist() == [[5], [6]]
-    with pytest.raises(ValueError, match="of 10 samples, 3 were consumed .* micro batch of 2 for each of 2 replicas"):
+    with pytest.raises(
+        ValueError,
+        match="of 10 samples, 3 were consumed .* micro-batch of 2 for each of 2 replicas",
+    ):
         next(iterator)
 
 
@@ -168,13 +195,21 @@ SCRIPT = """
         ("pass", 0, 1),
         ("raise RuntimeError('stop')", 1, 1),
         ("import time; time.sleep(60)", -9, 1),
-        ("import time; time.sleep(60)", -9, 100_000),  # batches that fill the pipe, which nobody reads any more
+        (
+            "import time; time.sleep(60)",
+            -9,
+            100_000,
+        ),  # batches that fill the pipe, which nobody reads any more
     ],
 )
 def test_no_worker_outlives_the_training_process(end, code, width):
     script = textwrap.dedent(SCRIPT).format(end=end, width=width)
     process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     assert process.stdout.readline() == "0\n"
     if code == -9:
@@ -192,5 +227,7 @@ def test_bad_options():
 
 def test_iteration_is_lazy_and_endless_when_cyclic():
     iterator = DataIterator(Numbers(3), 0, 2, DataLoaderConfig("cyclic", num_workers=0))
-    samples = [s for batch in itertools.islice(iterator, 9) for s in batch["tokens"].flatten().tolist()]
+    samples = [
+        s for batch in itertools.islice(iterator, 9) for s in batch["tokens"].flatten().tolist()
+    ]
     assert sorted(samples) == sorted([0, 1, 2] * 6)

@@ -15,9 +15,16 @@ def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=Fal
 def test_constant():
     schedule = batches(64, 4, 2)
     for consumed in (0, 64, 10**12):
-        assert schedule.global_batch_size_at(consumed) == 64 and schedule.num_microbatches_at(consumed) == 8
+        assert (
+            schedule.global_batch_size_at(consumed) == 64
+            and schedule.num_microbatches_at(consumed) == 8
+        )
     assert schedule.consumed_after(10) == 640 and schedule.consumed_after(10, 128) == 768
-    assert schedule.iterations_for(639) == 9 and schedule.iterations_for(640) == 10 and schedule.iterations_for(0) == 0
+    assert (
+        schedule.iterations_for(639) == 9
+        and schedule.iterations_for(640) == 10
+        and schedule.iterations_for(0) == 0
+    )
     assert schedule.iterations_for(640, 100) == 8  # where earlier iterations had another batch size
 
 
@@ -32,41 +39,69 @@ def test_rampup_takes_equal_shares_of_the_samples():
 @pytest.mark.parametrize("rampup", [None, [8, 8, 300], [32, 8, 300], [8, 4, 0], [4, 28, 1000]])
 def test_iterations_and_samples_are_a_walk(rampup):
     schedule = batches(32, 2, 2, rampup)
-    consumed, boundaries = 0, [0]
+    consumed = 0
+    boundaries = [0]
     for iteration in range(1, 120):
         consumed += schedule.global_batch_size_at(consumed)
         boundaries.append(consumed)
         assert schedule.consumed_after(iteration) == consumed
-        assert schedule.consumed_after(iteration - iteration // 2, boundaries[iteration // 2]) == consumed
+        assert (
+            schedule.consumed_after(iteration - iteration // 2, boundaries[iteration // 2])
+            == consumed
+        )
     for samples in range(boundaries[-1]):
-        assert schedule.iterations_for(samples) == sum(boundary <= samples for boundary in boundaries) - 1
+        assert (
+            schedule.iterations_for(samples)
+            == sum(boundary <= samples for boundary in boundaries) - 1
+        )
 
 
 def test_a_long_ramp_is_not_walked_through():
-    """How many iterations are left is asked in every one of them: here a walk would have 10^15 steps."""
+    """How many iterations are left is asked in every one of them: here a walk would have 10^15
+    steps.
+    """
     schedule = batches(32, 2, 2, [8, 8, 3 * 10**16])
     iterations = 10**16 // 8 + 10**16 // 16 + -(-(10**16) // 24)
-    assert schedule.iterations_for(3 * 10**16) == iterations - 1  # the last one before 32 takes 8 samples too many
+    assert (
+        schedule.iterations_for(3 * 10**16) == iterations - 1
+    )  # the last one before 32 takes 8 samples too many
     assert schedule.consumed_after(iterations) == 3 * 10**16 + 8
     assert schedule.iterations_for(10**17) == iterations + (7 * 10**16 - 8) // 32
 
 
 def test_batches_can_be_rounded_down():
     schedule = batches(40, 3, 2, [10, 10, 90], decrease_if_needed=True)
-    assert [schedule.global_batch_size_at(consumed) for consumed in (0, 30, 60, 90)] == [6, 18, 30, 36]
+    assert [schedule.global_batch_size_at(consumed) for consumed in (0, 30, 60, 90)] == [
+        6,
+        18,
+        30,
+        36,
+    ]
     assert [schedule.num_microbatches_at(consumed) for consumed in (0, 30, 60, 90)] == [1, 3, 5, 6]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((30, 4, 2), "global batch size 30 is not a multiple of micro batch size 4 x data-parallel size 2 = 8"),
-        ((4, 4, 2), "global batch size 4 is less than micro batch size 4 x data-parallel size 2 = 8"),
+        (
+            (30, 4, 2),
+            "global batch size 30 is not a multiple of micro-batch size 4 x data-parallel size 2 = 8",
+        ),
+        (
+            (4, 4, 2),
+            "global batch size 4 is less than micro-batch size 4 x data-parallel size 2 = 8",
+        ),
         ((4, 4, 2, None, True), "global batch size 4 is less than"),
-        ((-8, 4, 2), "global batch size -8 is less than micro batch size 4 x data-parallel size 2 = 8"),
+        (
+            (-8, 4, 2),
+            "global batch size -8 is less than micro-batch size 4 x data-parallel size 2 = 8",
+        ),
         ((32, 4, 2, [8, 4, 100]), "global batch size 12 is not a multiple"),  # a step of the ramp
         ((32, 4, 2, [8, 8]), "--rampup-batch-size 8 8: it takes START INCREMENT SAMPLES"),
-        ((32, 4, 2, [64, 8, 100]), "--rampup-batch-size 64 8 100: START is larger than --global-batch-size 32"),
+        (
+            (32, 4, 2, [64, 8, 100]),
+            "--rampup-batch-size 64 8 100: START is larger than --global-batch-size 32",
+        ),
         ((32, 4, 2, [8, 16, 100]), "steps of 16 do not lead from 8 to --global-batch-size 32"),
         ((32, 4, 2, [8, 0, 100]), "START and INCREMENT must be positive"),
         ((32, 4, 2, [8, 8, -1]), "SAMPLES not negative"),
@@ -81,10 +116,21 @@ def test_steps_count_in_tokens():
     """Megatron-LM's --step-batch-size-schedule: from so many tokens on, so many samples."""
     assert token_steps("0:4 1K:8, 1.5k:16", 10) == ((0, 4), (100, 8), (150, 16))
     steps = BatchSchedule(token_steps("0:4 1K:8 1.5K:16", 10), 2, 2)
-    assert [steps.global_batch_size_at(n) for n in (0, 99, 100, 149, 150, 10**9)] == [4, 4, 8, 8, 16, 16]
+    assert [steps.global_batch_size_at(n) for n in (0, 99, 100, 149, 150, 10**9)] == [
+        4,
+        4,
+        8,
+        8,
+        16,
+        16,
+    ]
     assert steps.sizes() == [4, 8, 16] and steps.global_batch_size == 16
     # 25 iterations of 4, then 7 of 8 until 156, then of 16
-    assert steps.consumed_after(25) == 100 and steps.consumed_after(33) == 172 and steps.iterations_for(172) == 33
+    assert (
+        steps.consumed_after(25) == 100
+        and steps.consumed_after(33) == 172
+        and steps.iterations_for(172) == 33
+    )
 
 
 @pytest.mark.parametrize("text", ["0:4 x:8", "10:4", "0:4 0:8", "", "0:4 20:8 10:16"])
@@ -94,9 +140,14 @@ def test_steps_that_cannot_be(text):
 
 
 def test_documents_stay_on_the_host():
-    """Attention asks where they begin and end, and would wait for the device. Batches stay until their last use."""
+    """Attention asks where they begin and end, and would wait for the device. Batches stay until
+    their last use.
+    """
     batches = iter([{"tokens": torch.zeros(1, 4), "documents": torch.tensor([[0, 0, 1, 1]])}] * 2)
     feed = MicrobatchFeed(batches, torch.device("meta"), [0, 2])
     first = feed(0, 0)
-    assert {key: x.device.type for key, x in first.items()} == {"tokens": "meta", "documents": "cpu"}
+    assert {key: x.device.type for key, x in first.items()} == {
+        "tokens": "meta",
+        "documents": "cpu",
+    }
     assert feed(1, 0) == {} and feed(0, 1) is not first and feed(2, 0) is first

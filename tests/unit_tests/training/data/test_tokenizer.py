@@ -1,4 +1,6 @@
-"""Tokenizers: ids and EOD of every kind, text survives the round trip, and what is missing is named."""
+"""Tokenizers: ids and EOD of every kind, text survives the round trip, and what is missing is
+named.
+"""
 
 import base64
 import json
@@ -23,9 +25,15 @@ def byte_alphabet() -> dict[str, int]:
 @pytest.fixture(scope="module")
 def sentencepiece_models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sentencepiece")
-    for name, ids in {"plain": {}, "with_pad": {"pad_id": 3}, "without_eos": {"eos_id": -1}}.items():
+    for name, ids in {
+        "plain": {},
+        "with_pad": {"pad_id": 3},
+        "without_eos": {"eos_id": -1},
+    }.items():
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(["def f(x): return x + 1", "a small text for a small vocabulary"] * 20),
+            sentence_iterator=iter(
+                ["def f(x): return x + 1", "a small text for a small vocabulary"] * 20
+            ),
             model_prefix=str(directory / name),
             vocab_size=300,
             model_type="bpe",
@@ -62,14 +70,22 @@ def tokenizer_json(tmp_path):
 def test_null_tokenizer():
     tokenizer = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=256))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (257, 256, None)
-    assert tokenizer.tokenize(" 3 0\n256 ") == [3, 0, 256] and tokenizer.detokenize([3, 0, 256]) == "3 0 256"
+    assert (
+        tokenizer.tokenize(" 3 0\n256 ") == [3, 0, 256]
+        and tokenizer.detokenize([3, 0, 256]) == "3 0 256"
+    )
     assert tokenizer.tokenize("") == []
     with pytest.raises(ValueError, match="reads decimal ids .* not 'three'"):
         tokenizer.tokenize("three")
     with pytest.raises(ValueError, match=r"id 257 is not in 0\.\.256"):
         tokenizer.tokenize("1 257")
-    within = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=257, null_tokenizer_eod_id=256))
-    assert (within.vocab_size, within.eod) == (257, 256)  # the same tokens, as Megatron-LM 0.19 writes it
+    within = build_tokenizer(
+        TokenizerConfig("NullTokenizer", vocab_size=257, null_tokenizer_eod_id=256)
+    )
+    assert (within.vocab_size, within.eod) == (
+        257,
+        256,
+    )  # the same tokens, as Megatron-LM 0.19 writes it
 
 
 def test_sentencepiece(sentencepiece_models):
@@ -80,7 +96,9 @@ def test_sentencepiece(sentencepiece_models):
     assert tokenizer.tokenize(TEXT) == oracle.encode(TEXT)
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
     assert tokenizer.detokenize([*tokenizer.tokenize("a text"), tokenizer.eod]) == "a text"
-    padded = build_tokenizer(TokenizerConfig("SentencePieceTokenizer", str(sentencepiece_models / "with_pad.model")))
+    padded = build_tokenizer(
+        TokenizerConfig("SentencePieceTokenizer", str(sentencepiece_models / "with_pad.model"))
+    )
     assert padded.pad == 3
 
 
@@ -89,24 +107,32 @@ def test_gpt_sentencepiece_and_llama2(sentencepiece_models):
     model = str(sentencepiece_models / "plain.model")
     oracle = sentencepiece.SentencePieceProcessor(model_file=model)
     plain, llama = (
-        build_tokenizer(TokenizerConfig(f"{kind}Tokenizer", model)) for kind in ("GPTSentencePiece", "Llama2")
+        build_tokenizer(TokenizerConfig(f"{kind}Tokenizer", model))
+        for kind in ("GPTSentencePiece", "Llama2")
     )
     assert plain.tokenize(TEXT) == oracle.encode(TEXT)
     assert (
         llama.tokenize(TEXT) == [oracle.bos_id(), *oracle.encode(TEXT)]
         and llama.detokenize(llama.tokenize(TEXT)) == TEXT
     )
-    assert (plain.vocab_size, plain.eod) == (llama.vocab_size, llama.eod) == (oracle.vocab_size(), oracle.eos_id())
+    assert (
+        (plain.vocab_size, plain.eod)
+        == (llama.vocab_size, llama.eod)
+        == (oracle.vocab_size(), oracle.eos_id())
+    )
 
 
 def test_legacy_sentencepiece_adds_tokens_that_text_can_name(sentencepiece_models):
-    """Of Megatron-LM before 0.16: what data sets and checkpoints of that time hold."""
+    """Of Megatron-LM before 0.16: what datasets and checkpoints of that time hold."""
     model = str(sentencepiece_models / "plain.model")
     oracle = sentencepiece.SentencePieceProcessor(model_file=model)
     size = oracle.vocab_size()
     config = {"legacy_tokenizer": True, "special_tokens": ["<fim>", "<s>"]}
     tokenizer = build_tokenizer(TokenizerConfig("SentencePieceTokenizer", model, **config))
-    assert (tokenizer.vocab_size, tokenizer.eod) == (size + 5, size + 2)  # CLS, SEP, EOD, MASK, fim; <s> is there
+    assert (tokenizer.vocab_size, tokenizer.eod) == (
+        size + 5,
+        size + 2,
+    )  # CLS, SEP, EOD, MASK, fim; <s> is there
     assert [tokenizer.token_id(name) for name in ("<MASK>", "<fim>", "<s>", "</s>", "<what>")] == [
         size + 3,
         size + 4,
@@ -114,11 +140,20 @@ def test_legacy_sentencepiece_adds_tokens_that_text_can_name(sentencepiece_model
         oracle.eos_id(),
         None,
     ]
-    assert tokenizer.tokenize("a<EOD>b<fim>") == [*oracle.encode("a"), size + 2, *oracle.encode("b"), size + 4]
+    assert tokenizer.tokenize("a<EOD>b<fim>") == [
+        *oracle.encode("a"),
+        size + 2,
+        *oracle.encode("b"),
+        size + 4,
+    ]
     assert tokenizer.detokenize([*oracle.encode("a"), size + 2, *oracle.encode("b")]) == "a <EOD> b"
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
-    with pytest.raises(ValueError, match="<fim>: nothing is added to a SentencePiece model; train it with them"):
-        build_tokenizer(TokenizerConfig("GPTSentencePieceTokenizer", model, special_tokens=["<fim>"]))
+    with pytest.raises(
+        ValueError, match="<fim>: nothing is added to a SentencePiece model; train it with them"
+    ):
+        build_tokenizer(
+            TokenizerConfig("GPTSentencePieceTokenizer", model, special_tokens=["<fim>"])
+        )
 
 
 RANKS = [bytes([i]) for i in range(256)] + [b"re", b"et", b"ret"]
@@ -127,7 +162,8 @@ RANKS = [bytes([i]) for i in range(256)] + [b"re", b"et", b"ret"]
 def test_tiktokenizer_in_the_form_of_megatron_lm(tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
     rows = [
-        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": ""} for i, token in enumerate(RANKS)
+        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": ""}
+        for i, token in enumerate(RANKS)
     ]
     (tmp_path / "vocab.json").write_text(json.dumps(rows))
     config = TokenizerConfig(
@@ -135,13 +171,23 @@ def test_tiktokenizer_in_the_form_of_megatron_lm(tmp_path):
     )
     tokenizer = build_tokenizer(config)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (269, 2, 4)
-    assert [tokenizer.token_id(name) for name in ("<s>", "<SPECIAL_9>", "ret", "<SPECIAL_10>")] == [1, 9, 268, None]
+    assert [tokenizer.token_id(name) for name in ("<s>", "<SPECIAL_9>", "ret", "<SPECIAL_10>")] == [
+        1,
+        9,
+        268,
+        None,
+    ]
     oracle = tiktoken.Encoding(
-        "x", pat_str=r"\S+|\s+", mergeable_ranks=dict(zip(RANKS, range(259), strict=True)), special_tokens={}
+        "x",
+        pat_str=r"\S+|\s+",
+        mergeable_ranks=dict(zip(RANKS, range(259), strict=True)),
+        special_tokens={},
     )
     assert tokenizer.tokenize("retre") == [10 + i for i in oracle.encode("retre")] == [268, 266]
     assert tokenizer.tokenize("12") == [10 + ord("1"), 10 + ord("2")]  # digits one by one
-    assert tokenizer.detokenize(tokenizer.tokenize(TEXT + "<s>")) == TEXT + "<s>" and 1 not in tokenizer.tokenize("<s>")
+    assert tokenizer.detokenize(
+        tokenizer.tokenize(TEXT + "<s>")
+    ) == TEXT + "<s>" and 1 not in tokenizer.tokenize("<s>")
 
     for changes, message in [
         ({"vocab_size": 300}, "has 259 ranks, not each of 0 to 289 once: give --vocab-size 269"),
@@ -160,13 +206,23 @@ def test_tiktokenizer_in_the_form_of_megatron_lm(tmp_path):
 def test_llama3_in_the_form_of_its_authors(tmp_path):
     pytest.importorskip("tiktoken")
     model = tmp_path / "tokenizer.model"
-    model.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(RANKS)))
+    model.write_text(
+        "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(RANKS))
+    )
     tokenizer = build_tokenizer(TokenizerConfig("Llama3Tokenizer", str(model)))
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (259 + 256, 260, None)
-    names = {"<|begin_of_text|>": 0, "<|reserved_special_token_3|>": 5, "<|start_header_id|>": 6, "<|eot_id|>": 9}
+    names = {
+        "<|begin_of_text|>": 0,
+        "<|reserved_special_token_3|>": 5,
+        "<|start_header_id|>": 6,
+        "<|eot_id|>": 9,
+    }
     names |= {"<|reserved_special_token_4|>": 8, "<|reserved_special_token_5|>": 10}
     assert {name: tokenizer.token_id(name) - 259 for name in names} == names
-    assert tokenizer.tokenize("ret") == [258] and tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+    assert (
+        tokenizer.tokenize("ret") == [258]
+        and tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
+    )
     model.write_text("junk")
     with pytest.raises(ValueError, match="has a line that is not a token and its rank"):
         build_tokenizer(TokenizerConfig("Llama3Tokenizer", str(model)))
@@ -181,26 +237,40 @@ def test_without_the_package_tiktoken(tmp_path, monkeypatch):
 
 def test_added_tokens(gpt2_files, tokenizer_json):
     added = {"special_tokens": ["<fim_prefix>", "<|endoftext|>"]}
-    files = {"vocab_file": str(gpt2_files / "vocab.json"), "merge_file": str(gpt2_files / "merges.txt")}
+    files = {
+        "vocab_file": str(gpt2_files / "vocab.json"),
+        "merge_file": str(gpt2_files / "merges.txt"),
+    }
     gpt2 = build_tokenizer(TokenizerConfig("GPT2BPETokenizer", **files, **added))
     assert (gpt2.vocab_size, gpt2.eod, gpt2.token_id("<fim_prefix>")) == (259, 257, 258)
     assert gpt2.token_id("<|endoftext|>") == 257 and gpt2.token_id("<nothing>") is None
     assert 257 not in gpt2.tokenize("<|endoftext|>")  # text still never becomes EOD
-    face = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json), special_tokens=["<fim>"]))
-    assert (face.vocab_size, face.eod, face.token_id("<fim>"), face.token_id("?!")) == (259, 257, 258, None)
+    face = build_tokenizer(
+        TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json), special_tokens=["<fim>"])
+    )
+    assert (face.vocab_size, face.eod, face.token_id("<fim>"), face.token_id("?!")) == (
+        259,
+        257,
+        258,
+        None,
+    )
     assert face.tokenize("a<fim>")[-1] == 258
 
 
 def test_names_of_the_hub_need_a_network_or_its_cache(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ValueError, match=r"--tokenizer-model nobody/nothing: .* could not be loaded from the Hugging Face"
+        ValueError,
+        match=r"--tokenizer-model nobody/nothing: .* could not be loaded from the Hugging Face",
     ):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", "nobody/nothing"))
 
 
 def test_a_type_that_there_is_not():
-    with pytest.raises(ValueError, match="--tokenizer-type BertTokenizer: choose one of SentencePieceTokenizer, GPT"):
+    with pytest.raises(
+        ValueError,
+        match="--tokenizer-type BertTokenizer: choose one of SentencePieceTokenizer, GPT",
+    ):
         TokenizerConfig("BertTokenizer")
 
 
@@ -216,9 +286,16 @@ def test_huggingface_file_alone(tokenizer_json):
 
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
 def test_huggingface_directory(tokenizer_json, name):
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "</s>", "eos_token": "<s>", "pad_token": "<s>"}
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "</s>",
+        "eos_token": "<s>",
+        "pad_token": "<s>",
+    }
     (tokenizer_json.parent / "tokenizer_config.json").write_text(json.dumps(names))
-    tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json.parent / name)))
+    tokenizer = build_tokenizer(
+        TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json.parent / name))
+    )
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (258, 256, 256)
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
 
@@ -233,12 +310,16 @@ def test_huggingface_without_eos(tokenizer_json):
 
 def test_gpt2_bpe(gpt2_files):
     config = TokenizerConfig(
-        "GPT2BPETokenizer", vocab_file=str(gpt2_files / "vocab.json"), merge_file=str(gpt2_files / "merges.txt")
+        "GPT2BPETokenizer",
+        vocab_file=str(gpt2_files / "vocab.json"),
+        merge_file=str(gpt2_files / "merges.txt"),
     )
     tokenizer = build_tokenizer(config)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (258, 257, None)
     ids = tokenizer.tokenize(TEXT + "<|endoftext|>")
-    assert ids.count(256) == 1 and tokenizer.eod not in ids  # "re" is merged; text never becomes EOD
+    assert (
+        ids.count(256) == 1 and tokenizer.eod not in ids
+    )  # "re" is merged; text never becomes EOD
     assert tokenizer.detokenize(ids) == TEXT + "<|endoftext|>"
     alphabet = byte_alphabet()
     assert tokenizer.tokenize("ab") == [alphabet["a"], alphabet["b"]]
@@ -251,17 +332,35 @@ def test_gpt2_bpe(gpt2_files):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TokenizerConfig(), "no tokenizer: give --tokenizer-type, or --vocab-file and --merge-file"),
+        (
+            TokenizerConfig(),
+            "no tokenizer: give --tokenizer-type, or --vocab-file and --merge-file",
+        ),
         (TokenizerConfig(merge_file="m"), "GPT2BPETokenizer needs --vocab-file"),
         (TokenizerConfig("NullTokenizer"), "NullTokenizer needs a positive --vocab-size, got None"),
         (TokenizerConfig("NullTokenizer", vocab_size=0), "needs a positive --vocab-size, got 0"),
-        (TokenizerConfig("NullTokenizer", vocab_size=9, null_tokenizer_eod_id=9), "9 is not one of the 9 tokens"),
-        (TokenizerConfig("SentencePieceTokenizer"), "SentencePieceTokenizer needs --tokenizer-model"),
+        (
+            TokenizerConfig("NullTokenizer", vocab_size=9, null_tokenizer_eod_id=9),
+            "9 is not one of the 9 tokens",
+        ),
+        (
+            TokenizerConfig("SentencePieceTokenizer"),
+            "SentencePieceTokenizer needs --tokenizer-model",
+        ),
         (TokenizerConfig("HuggingFaceTokenizer"), "HuggingFaceTokenizer needs --tokenizer-model"),
-        (TokenizerConfig("HuggingFaceTokenizer", "/no/where"), "--tokenizer-model /no/where: no such file"),
-        (TokenizerConfig("Llama2Tokenizer", "no/where"), "--tokenizer-model no/where: no such file"),
+        (
+            TokenizerConfig("HuggingFaceTokenizer", "/no/where"),
+            "--tokenizer-model /no/where: no such file",
+        ),
+        (
+            TokenizerConfig("Llama2Tokenizer", "no/where"),
+            "--tokenizer-model no/where: no such file",
+        ),
         (TokenizerConfig("GPT2BPETokenizer", vocab_file="v"), "--vocab-file v: no such file"),
-        (TokenizerConfig("GPT2BPETokenizer", vocab_file=__file__), "GPT2BPETokenizer needs --merge-file"),
+        (
+            TokenizerConfig("GPT2BPETokenizer", vocab_file=__file__),
+            "GPT2BPETokenizer needs --merge-file",
+        ),
     ],
 )
 def test_missing_flags_and_files(config, message):
@@ -281,18 +380,30 @@ def test_files_of_another_kind(tmp_path, sentencepiece_models):
     with pytest.raises(ValueError, match="is not a Hugging Face tokenizer"):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tmp_path)))
     with pytest.raises(ValueError, match="cannot be read"):
-        build_tokenizer(TokenizerConfig("GPT2BPETokenizer", vocab_file=str(junk), merge_file=str(junk)))
+        build_tokenizer(
+            TokenizerConfig("GPT2BPETokenizer", vocab_file=str(junk), merge_file=str(junk))
+        )
     with pytest.raises(ValueError, match="has no end-of-sentence piece"):
-        build_tokenizer(TokenizerConfig("SentencePieceTokenizer", str(sentencepiece_models / "without_eos.model")))
+        build_tokenizer(
+            TokenizerConfig(
+                "SentencePieceTokenizer", str(sentencepiece_models / "without_eos.model")
+            )
+        )
 
 
 def test_code_of_a_tokenizer_runs_only_if_the_user_says_so(tmp_path):
-    """A directory may bring a class along: without a word of the user it is neither run nor asked about."""
+    """A directory may bring a class along: without a word of the user it is neither run nor asked
+    about.
+    """
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
     )
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}}))
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n\nclass Evil:\n    pass\n")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}})
+    )
+    (tmp_path / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\n\nclass Evil:\n    pass\n"
+    )
     with pytest.raises(ValueError, match="is not a Hugging Face tokenizer"):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tmp_path)))
     assert not (tmp_path / "ran").exists()

@@ -1,4 +1,6 @@
-"""Activations counted from shapes against the tensors that autograd really keeps, and against the published formula."""
+"""Activations counted from shapes against the tensors that autograd really keeps, and against the
+published formula.
+"""
 
 import itertools
 
@@ -11,21 +13,33 @@ from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.core.transformer.transformer_config import LayerKind, TransformerConfig
 from megatron.training.planning.rank_memory import ActivationMemory
-from tests.torch_versions import of_current_torch
+from tests.support.torch_versions import of_current_torch
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4}
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32}
-GATED = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope"}
+GATED = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+}
 GROUPED = {"group_query_attention": True, "num_query_groups": 2}
 LATENT = GATED | {
     "multi_latent_attention": True, "q_lora_rank": 48, "kv_lora_rank": 24, "qk_head_dim": 16,
     "qk_pos_emb_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
-GPT_OSS = {"swiglu": False, "quick_geglu": True, "activation_func_clamp_value": 7.0, "softmax_type": "learnable"}
+GPT_OSS = {
+    "swiglu": False,
+    "quick_geglu": True,
+    "activation_func_clamp_value": 7.0,
+    "softmax_type": "learnable",
+}
 UP_AGAIN = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
 WHOLE_QUERIES = {"q_lora_rank": None, "v_head_dim": 24}
-SEQ, BATCH = 32, 2
-DENSE, EXPERTS = LayerKind(), LayerKind(experts=True)
+SEQ = 32
+BATCH = 2
+DENSE = LayerKind()
+EXPERTS = LayerKind(experts=True)
 
 
 def config(**changes):
@@ -33,12 +47,16 @@ def config(**changes):
 
 
 def memory(model, tp_size=1, sequence_parallel=False, vocab_rows=128):
-    parallel = ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=sequence_parallel)
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp_size, sequence_parallel=sequence_parallel
+    )
     return ActivationMemory(model, parallel, SEQ, BATCH, vocab_rows, device_type="cpu")
 
 
 def saved_bytes(model):
-    """Of the storages that a layer leaves in the graph, its input included; parameters and tables are not its own."""
+    """Of the storages that a layer leaves in the graph, its input included; parameters and tables
+    are not its own.
+    """
     layer = TransformerLayer(model, Placement(Axis(), TensorParallelRng(0, 0)))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -86,10 +104,14 @@ def test_a_layer_keeps_what_autograd_keeps(changes, bf16):
 
 
 def test_sequence_parallelism_splits_what_tensor_parallelism_leaves():
-    """Korthikanti et al. 2022: with it all of a layer's activations are divided by the number of ranks."""
+    """Korthikanti et al. 2022: with it all of a layer's activations are divided by the number of
+    ranks.
+    """
     model = config()
     assert memory(model, 2, True).layer(DENSE) * 2 == memory(model).layer(DENSE)
-    assert memory(model).layer(DENSE) / 2 < memory(model, 2).layer(DENSE) < memory(model).layer(DENSE)
+    assert (
+        memory(model).layer(DENSE) / 2 < memory(model, 2).layer(DENSE) < memory(model).layer(DENSE)
+    )
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -103,19 +125,23 @@ def test_recomputation_keeps_less(bf16):
     assert block.kept([DENSE] * 4) == 2 * block.residual + 2 * nothing.layer(DENSE)
     order = [m.kept([DENSE] * 4) for m in (uniform, block, selective, nothing)]
     assert all(less < more for less, more in itertools.pairwise(order))
-    assert uniform.backward([DENSE] * 4, False) > nothing.backward([DENSE] * 4, False)  # a group again
+    assert uniform.backward([DENSE] * 4, False) > nothing.backward(
+        [DENSE] * 4, False
+    )  # a group again
 
 
 def test_layers_of_two_kinds_count_as_what_they_are():
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1, 1, 1]}
     counted = memory(config(**GATED, **experts))
-    dense, mixed = counted.layer(DENSE), counted.layer(EXPERTS)
+    dense = counted.layer(DENSE)
+    mixed = counted.layer(EXPERTS)
     assert dense == memory(config(**GATED)).layer(DENSE) != mixed
     assert counted.kept([DENSE, EXPERTS, EXPERTS]) == dense + 2 * mixed
 
 
 def test_logits_are_kept_once_and_split():
-    whole, split = memory(config(bf16=True)), memory(config(bf16=True), 2)
+    whole = memory(config(bf16=True))
+    split = memory(config(bf16=True), 2)
     assert whole.logits == SEQ * BATCH * 128 * 2
     assert whole.head - 2 * whole.residual - whole.logits == SEQ * BATCH * (4 + 8 + 1 + 3 * 4 + 8)
     assert memory(config(bf16=True), 2, vocab_rows=64).logits * 2 == split.logits

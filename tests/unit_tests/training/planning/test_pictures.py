@@ -13,9 +13,13 @@ from pretrain_gpt import model_provider
 image = pytest.importorskip("matplotlib.image", reason="the extra plots is not installed")
 
 
-@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(1, 1, 3), (2, 1, 5), (4, 1, 4), (4, 1, 9), (4, 2, 8)])
+@pytest.mark.parametrize(
+    ("stages", "chunks", "microbatches"), [(1, 1, 3), (2, 1, 5), (4, 1, 4), (4, 1, 9), (4, 2, 8)]
+)
 def test_the_bubble_of_the_timeline_is_that_of_the_plan(stages, chunks, microbatches):
-    """Narayanan et al. 2021: (P - 1) / m of the time without bubble, over V with chunks; a pass takes 1 + 2."""
+    """Narayanan et al. 2021: (P - 1) / m of the time without bubble, over V with chunks; a pass
+    takes 1 + 2.
+    """
     passes = timeline(stages, chunks, microbatches)
     assert len(passes) == 2 * stages * chunks * microbatches
     assert max(item.end for item in passes) == 3 * (chunks * microbatches + stages - 1)
@@ -42,13 +46,20 @@ def test_plan_picture(tmp_path):
     plan = plan_run(config, 4, model_provider)
     plan_picture(plan, tmp_path / "new/plan.png", device_bytes=80e9, reserve=4e9)
     plan_picture(plan, tmp_path / "plain.png")
-    drawn, plain = image.imread(tmp_path / "new/plan.png"), image.imread(tmp_path / "plain.png")
+    drawn = image.imread(tmp_path / "new/plan.png")
+    plain = image.imread(tmp_path / "plain.png")
     red = (abs(drawn[..., :3] - [0xC2 / 255, 0x33 / 255, 0x4D / 255]) < 0.02).all(-1)
-    assert red.sum() > 500 and red.sum() > 100 * (abs(plain[..., :3] - [0.76, 0.2, 0.3]) < 0.02).all(-1).sum()
+    assert (
+        red.sum() > 500
+        and red.sum() > 100 * (abs(plain[..., :3] - [0.76, 0.2, 0.3]) < 0.02).all(-1).sum()
+    )
 
 
 def test_shares_picture(tmp_path):
-    shares = {"a": {"embedding": {"weights": 5}, "layer 10": {"weights": 1}}, "b": {"layer 9": {"exp_avg": 7}}}
+    shares = {
+        "a": {"embedding": {"weights": 5}, "layer 10": {"weights": 1}},
+        "b": {"layer 9": {"exp_avg": 7}},
+    }
     shares_picture(shares, tmp_path / "shares.png", "who has what", "rank")
     assert image.imread(tmp_path / "shares.png").shape[1] > 600
 

@@ -26,7 +26,9 @@ def planned(flags, world_size):
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 12])
 def test_1f1b_holds_a_pass_per_stage_to_come(microbatches):
-    """Narayanan et al. 2021: stage r of P has at most P - r micro batches in flight, or all there are."""
+    """Narayanan et al. 2021: stage r of P has at most P - r micro-batches in flight, or all there
+    are.
+    """
     activations, plan = planned(PP4 + f"--global-batch-size {microbatches}", 4)
     layer = activations.layer(LayerKind())
     for rank, stage in enumerate(plan.stages):
@@ -40,40 +42,56 @@ def test_chunks_buy_a_smaller_bubble_with_memory():
     _, plain = planned(PP4 + "--global-batch-size 8", 4)
     _, chunks = planned(PP4 + "--global-batch-size 8 --num-virtual-stages-per-pipeline-rank 2", 4)
     assert chunks.bubble == pytest.approx(3 / (8 * 2 + 3)) and chunks.bubble < plain.bubble
-    first, first_plain = chunks.stages[0], plain.stages[0]
-    # Narayanan et al. 2021: warm-up of 2 (P - 1 - r) + (V - 1) P passes, and the one whose backward pass comes next
+    first = chunks.stages[0]
+    first_plain = plain.stages[0]
+    # Narayanan et al. 2021: warm-up of 2 (P - 1 - r) + (V - 1) P passes, and the one whose backward
+    # pass comes next
     assert first.passes_in_flight == 2 * 3 + 4 + 1
     assert first.memory.activations > first_plain.memory.activations
     assert first.traffic["pp"].send > first_plain.traffic["pp"].send
 
 
 def test_weights_in_fp8():
-    """A byte for each in linear layers but those that stay in bf16, in memory and in the gather; and their scales."""
+    """A byte for each in linear layers but those that stay in bf16, in memory and in the gather;
+    and their scales.
+    """
     flags = "--global-batch-size 4 --use-distributed-optimizer "
     narrow = flags + "--transformer-impl transformer_engine --fp8-format hybrid --fp8-param-gather "
     ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 2 --num-layers-at-end-in-bf16 1 "
     layer = 12 * 64**2  # of COMMON's linear layers: 3 + 1 + 4 + 4
     stage = planned(flags, 2)[1].stages[0]
-    weights, gathered = stage.memory.weights, stage.traffic["dp"].all_gather
-    plans = [planned(narrow + more, 2)[1].stages[0] for more in ("", ends, "--fp8-recipe blockwise")]
+    weights = stage.memory.weights
+    gathered = stage.traffic["dp"].all_gather
+    plans = [
+        planned(narrow + more, 2)[1].stages[0] for more in ("", ends, "--fp8-recipe blockwise")
+    ]
     for plan, layers in zip(plans, (8, 5, 8), strict=True):
         assert plan.memory.weights == pytest.approx(weights - layers * layer, abs=2048)  # padding
         assert plan.traffic["dp"].all_gather == pytest.approx(gathered - layers * layer, abs=2048)
         assert plan.memory.optimizer == pytest.approx(stage.memory.optimizer, rel=0.01)
-    # Blocks of 128 of the linear layers, which are 192 x 64, 64 x 64, 256 x 64 and 64 x 256, in place of one of each.
+    # Blocks of 128 of the linear layers, which are 192 x 64, 64 x 64, 256 x 64 and 64 x 256, in
+    # place of one of each.
     assert plans[2].memory.weights - plans[0].memory.weights == 4 * 8 * (2 + 1 + 2 + 2 - 4)
 
 
 def test_bytes_per_parameter():
-    """bf16: 2 of weights, 4 of gradients, 12 of main parameters and moments; these are shared over DP if so told."""
+    """bf16: 2 of weights, 4 of gradients, 12 of main parameters and moments; these are shared over
+    DP if so told.
+    """
     _, alone = planned("--global-batch-size 4", 1)
     _, copies = planned("--global-batch-size 4", 4)
     _, shards = planned("--global-batch-size 4 --use-distributed-optimizer", 4)
     numel = alone.stages[0].num_parameters
     memory = alone.stages[0].memory
-    assert (memory.weights, memory.gradients, memory.optimizer) == (2 * numel, 4 * numel, 12 * numel)
+    assert (memory.weights, memory.gradients, memory.optimizer) == (
+        2 * numel,
+        4 * numel,
+        12 * numel,
+    )
     assert copies.stages[0].memory.optimizer == memory.optimizer
-    assert shards.stages[0].memory.optimizer == pytest.approx(memory.optimizer / 4, rel=0.01)  # padding
+    assert shards.stages[0].memory.optimizer == pytest.approx(
+        memory.optimizer / 4, rel=0.01
+    )  # padding
     assert alone.checkpoint_bytes == 14 * alone.num_parameters == shards.checkpoint_bytes
 
 
@@ -83,15 +101,20 @@ def test_traffic_of_data_parallelism():
     memory = copies.stages[0].memory
     assert copies.stages[0].traffic["dp"] == Traffic(4, all_reduce=memory.gradients)
     memory = shards.stages[0].memory
-    assert shards.stages[0].traffic["dp"] == Traffic(4, all_gather=memory.weights, reduce_scatter=memory.gradients)
+    assert shards.stages[0].traffic["dp"] == Traffic(
+        4, all_gather=memory.weights, reduce_scatter=memory.gradients
+    )
     assert shards.stages[0].traffic["tp"].wire == shards.stages[0].traffic["pp"].wire == 0
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_sum_is_a_scatter_and_a_gather(sequence_parallel):
-    """Korthikanti et al. 2022: sequence parallelism sends as much, but for the inputs gathered again in backward."""
+    """Korthikanti et al. 2022: sequence parallelism sends as much, but for the inputs gathered
+    again in backward.
+    """
     flags = "--tensor-model-parallel-size 2 --global-batch-size 2 "
     activations, plan = planned(flags + "--sequence-parallel" * sequence_parallel, 2)
-    tp, whole = plan.stages[0].traffic["tp"], activations.whole
+    tp = plan.stages[0].traffic["tp"]
+    whole = activations.whole
     again = (2 * 8 + 1) * sequence_parallel
     assert tp.wire == pytest.approx(2 * whole * (2 * (4 * 8 + 2) + again) / 2)

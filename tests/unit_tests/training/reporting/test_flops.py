@@ -20,13 +20,19 @@ GOLDEN = TransformerConfig(
 
 
 def test_equals_megatron_lm():
-    # num_floating_point_operations_so_far in a checkpoint of Megatron-LM 0.16.1 (core_v0.16.1, this model, sequence 64,
-    # padded vocabulary 288) after 5 iterations of 8 samples
+    # num_floating_point_operations_so_far in a checkpoint of Megatron-LM 0.16.1 (core_v0.16.1, this
+    # model, sequence 64, padded vocabulary 288) after 5 iterations of 8 samples
     assert model_flops_per_token(GOLDEN, 64, 288) * 5 * 8 * 64 == 927989760
 
 
 def test_equals_a_count_of_the_products():
-    h, d, heads, groups, ffn, seq, vocab = 32, 8, 4, 2, 80, 64, 100
+    h = 32
+    d = 8
+    heads = 4
+    groups = 2
+    ffn = 80
+    seq = 64
+    vocab = 100
     x = torch.zeros(seq, h)
     with FlopCounterMode(display=False) as counter:
         torch.mm(x, torch.zeros(h, (heads + 2 * groups) * d))
@@ -41,10 +47,14 @@ def test_equals_a_count_of_the_products():
     assert model_flops_per_token(GOLDEN, seq, vocab) == expected
 
 
-@pytest.mark.parametrize(("window", "seq"), [(None, 10), ((3, 0), 10), ((20, 0), 10), ((-1, 0), 10)])
+@pytest.mark.parametrize(
+    ("window", "seq"), [(None, 10), ((3, 0), 10), ((20, 0), 10), ((-1, 0), 10)]
+)
 def test_attended_keys(window, seq):
     """The continuous count misses half a key per token: a token sees itself whole."""
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, window_size=window)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, window_size=window
+    )
     left = seq if window is None or window[0] < 0 else min(window[0], seq)
     exact = sum(min(position, left) for position in range(seq)) / seq
     assert attended_keys(config, seq) == pytest.approx(exact + 0.5, abs=0.5)

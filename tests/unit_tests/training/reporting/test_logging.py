@@ -10,13 +10,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.training.config.options import LoggingConfig
-from megatron.training.reporting.logging import Iteration, OnDevice, TrainingLog, log_line, make_writers
+from megatron.training.reporting.logging import (
+    Iteration,
+    OnDevice,
+    TrainingLog,
+    log_line,
+    make_writers,
+)
 
 CPU = torch.device("cpu")
 
 
 def pending(iteration, loss, skipped=False):
-    step = StepResult(torch.tensor(float(iteration)), torch.tensor(skipped), held_back=False, num_zeros=None)
+    step = StepResult(
+        torch.tensor(float(iteration)), torch.tensor(skipped), held_back=False, num_zeros=None
+    )
     return Iteration(iteration, 8 * iteration, 8, 1e-3, 1.0), OnDevice(loss, step)
 
 
@@ -32,7 +40,9 @@ def closed_interval(rank, world_size, tp=1, pp=1):
     return log.close_interval()
 
 
-@pytest.mark.parametrize(("tp", "pp", "losses"), [(1, 1, [1.5, 2.5]), (2, 1, [1.0, 2.0]), (1, 2, [1.0, 2.0])])
+@pytest.mark.parametrize(
+    ("tp", "pp", "losses"), [(1, 1, [1.5, 2.5]), (2, 1, [1.0, 2.0]), (1, 2, [1.0, 2.0])]
+)
 def test_losses_are_means_over_replicas_known_to_every_rank(pool, tp, pp, losses):
     for interval in pool.run(closed_interval, 2, tp, pp):
         assert [it.lm_loss for it in interval.iterations] == losses
@@ -43,14 +53,18 @@ def test_losses_are_means_over_replicas_known_to_every_rank(pool, tp, pp, losses
 
 def interval_of(rank, world_size, rows):
     times = iter([0.0, 3.0 * len(rows)])
-    log = TrainingLog(ParallelState.create(ParallelConfig()), CPU, 1e6, 16, clock=lambda: next(times))
+    log = TrainingLog(
+        ParallelState.create(ParallelConfig()), CPU, 1e6, 16, clock=lambda: next(times)
+    )
     for iteration, loss, skipped in rows:
         log.record(*pending(iteration, torch.tensor([loss, 1.0]), skipped))
     return log.close_interval()
 
 
 def test_log_line(pool):
-    (interval,) = pool.run(interval_of, 1, [(9, 2.0, False), (10, 4.0, False), (11, 7.0, True), (12, math.nan, True)])
+    (interval,) = pool.run(
+        interval_of, 1, [(9, 2.0, False), (10, 4.0, False), (11, 7.0, True), (12, math.nan, True)]
+    )
     line = log_line(interval, 100)
     for part in (
         "iteration       12/     100 |",
@@ -68,28 +82,48 @@ def test_log_line(pool):
         "ETA: 0:04:24 |",  # 88 iterations of 3 seconds
     ):
         assert part in line
-    assert re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration", line) and "params norm" not in line
+    assert (
+        re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration", line)
+        and "params norm" not in line
+    )
 
 
 def test_fields_of_a_json_line(pool):
     (interval,) = pool.run(interval_of, 1, [(9, 2.0, False), (10, math.nan, False)])
     fields = interval.as_fields()
-    assert fields["iteration"] == 10 and fields["iterations"] == 2 and fields["seconds"] == 6.0 and fields["nan"] == 1
+    assert (
+        fields["iteration"] == 10
+        and fields["iterations"] == 2
+        and fields["seconds"] == 6.0
+        and fields["nan"] == 1
+    )
     assert interval.seconds_to_go(100) == 270.0 and math.isnan(fields["lm_loss"])
 
 
 def test_tensorboard(pool, tmp_path):
     config = LoggingConfig(tensorboard_dir=str(tmp_path), tensorboard_log_interval=2)
     (writer,) = make_writers(config, None, {"num_layers": 4})
-    (interval,) = pool.run(interval_of, 1, [(1, 2.0, False), (2, 4.0, False), (3, 5.0, False), (4, 6.0, False)])
+    (interval,) = pool.run(
+        interval_of, 1, [(1, 2.0, False), (2, 4.0, False), (3, 5.0, False), (4, 6.0, False)]
+    )
     writer.interval(interval)
     writer.scalars({"lm loss validation": 1.5}, 4)
     writer.close()
     events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(2, 4.0), (4, 6.0)]
+    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [
+        (2, 4.0),
+        (4, 6.0),
+    ]
     assert events.Scalars("lm loss validation")[0].value == 1.5
     tags = set(events.Tags()["scalars"])
-    assert {"learning-rate", "grad-norm", "loss-scale", "batch-size", "iteration-time", "throughput"} <= tags
+    assert {
+        "learning-rate",
+        "grad-norm",
+        "loss-scale",
+        "batch-size",
+        "iteration-time",
+        "throughput",
+    } <= tags
 
 
 def test_no_writers_unless_asked_for():

@@ -27,7 +27,9 @@ def test_starts_come_back_in_order(tmp_path):
     one, two = read_record(tmp_path)
     assert (one.first, one.last, two.first, two.last) == (0, 5, 5, 6)
     assert one.end["reason"] == "complete" and two.end is None and one.ended == 1004
-    assert two.intervals[0]["lm_loss"] is None and one.points[0]["values"] == {"save-total-time": 1.0}
+    assert two.intervals[0]["lm_loss"] is None and one.points[0]["values"] == {
+        "save-total-time": 1.0
+    }
 
 
 def test_a_torn_line_costs_that_line(tmp_path):
@@ -64,5 +66,7 @@ def test_reading_needs_no_torch(tmp_path):
         "import sys; from megatron.training.reporting.run_record import read_record; "
         f"print(len(read_record({str(tmp_path)!r})), 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert output.split() == ["1", "False", "False"]

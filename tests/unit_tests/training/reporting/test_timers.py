@@ -14,7 +14,8 @@ def timed(rank, world_size):
             time.sleep(0.02 * (1 + rank))
     with timers("too detailed", level=2):
         pass
-    first, second = timers.take(), timers.take()
+    first = timers.take()
+    second = timers.take()
     return first, second, timers.report(first, 2)
 
 

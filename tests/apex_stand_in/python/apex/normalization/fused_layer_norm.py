@@ -8,7 +8,8 @@ class _RMS(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, shape, eps):
         ctx.save_for_backward(x, weight)
-        ctx.shape, ctx.eps = shape, eps
+        ctx.shape = shape
+        ctx.eps = eps
         return kernels.rms_forward_affine(x, shape, weight, eps)[0]
 
     @staticmethod
@@ -20,7 +21,8 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, shape, eps):
         ctx.save_for_backward(x, weight, bias)
-        ctx.shape, ctx.eps = shape, eps
+        ctx.shape = shape
+        ctx.eps = eps
         return kernels.forward_affine(x, shape, weight, bias, eps)[0]
 
     @staticmethod
@@ -37,5 +39,7 @@ def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_effi
     return _RMS.apply(input, weight, normalized_shape, eps)
 
 
-def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
+def fused_layer_norm_affine(
+    input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False
+):
     return _Layer.apply(input, weight, bias, normalized_shape, eps)

@@ -12,7 +12,12 @@ class FusedAdam(torch.optim.Optimizer):
         amsgrad=False, set_grad_none=True, capturable=False, master_weights=False,
     ):  # fmt: skip
         assert capturable and adam_w_mode and not (amsgrad or master_weights)
-        defaults = {"lr": torch.tensor(lr), "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        defaults = {
+            "lr": torch.tensor(lr),
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+        }
         super().__init__(params, defaults | {"weight_decay": weight_decay})
         assert all(isinstance(group["lr"], torch.Tensor) for group in self.param_groups)
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
@@ -22,7 +27,9 @@ class FusedAdam(torch.optim.Optimizer):
             if not group["params"]:
                 continue
             group["step"] += (self._dummy_overflow_buf != 1).to(torch.int)  # of the call before
-            self._dummy_overflow_buf.copy_(grad_scaler._check_inf_per_device(self)[group["params"][0].device])
+            self._dummy_overflow_buf.copy_(
+                grad_scaler._check_inf_per_device(self)[group["params"][0].device]
+            )
             states = [self.state[param] for param in group["params"]]
             moments = [[state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")]
             amp_C.multi_tensor_adam_capturable(

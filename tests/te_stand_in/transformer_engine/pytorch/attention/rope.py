@@ -8,9 +8,15 @@ def apply_rotary_pos_emb(
     cp_rank=0,
 ):  # fmt: skip
     """`[s, b, heads, d]` by `[s, 1, 1, d or less]`."""
-    assert fused and tensor_format == "sbhd" and freqs.dtype == torch.float32 and freqs.shape[0] >= t.shape[0]
+    assert (
+        fused
+        and tensor_format == "sbhd"
+        and freqs.dtype == torch.float32
+        and freqs.shape[0] >= t.shape[0]
+    )
     width = freqs.shape[-1]
-    turned, rest = t[..., :width].float(), t[..., width:]
+    turned = t[..., :width].float()
+    rest = t[..., width:]
     if interleaved:
         quarter = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
     else:

@@ -10,7 +10,8 @@ class Quantizer:
     internal = True
 
     def __init__(self, module, slot):
-        self.module, self.slot = module, slot
+        self.module = module
+        self.slot = slot
 
     @property
     def scale(self):
@@ -29,15 +30,21 @@ class Quantizer:
         return Fp8Tensor(self.bytes_of(tensor), 1 / self.scale, tensor.dtype, self)
 
     def bytes_of(self, tensor):
-        return (tensor.float() * self.scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        return (
+            (tensor.float() * self.scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        )
 
 
 class Fp8Tensor(torch.Tensor):
     """Looks like a tensor of its nominal dtype; every operation is one on what it stands for."""
 
     def __new__(cls, data, scale_inv, dtype, quantizer, requires_grad=False):
-        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype, requires_grad=requires_grad)
-        made._data, made._scale_inv, made._quantizer = data, scale_inv.clone(), quantizer
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, dtype=dtype, requires_grad=requires_grad
+        )
+        made._data = data
+        made._scale_inv = scale_inv.clone()
+        made._quantizer = quantizer
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
@@ -63,7 +70,9 @@ def replace_raw_data(tensor, new_raw_data):
     tensor._data = new_raw_data
 
 
-def cast_master_weights_to_fp8(model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None):
+def cast_master_weights_to_fp8(
+    model_weights, master_weights, start_offsets, group, fsdp_shard_model_weights=None
+):
     assert group is not None
     for weight, main, start in zip(model_weights, master_weights, start_offsets, strict=True):
         quantizer = weight._get_quantizer()

@@ -7,9 +7,22 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.format.torch_zip import Archive, object_archive, pad_archive, tensor_envelope
+from megatron.core.dist_checkpointing.format.torch_zip import (
+    Archive,
+    object_archive,
+    pad_archive,
+    tensor_envelope,
+)
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
 DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.uint16]
 SHAPES = [(), (1,), (3,), (2, 5), (4, 0), (2, 3, 4)]
 
@@ -32,7 +45,9 @@ def test_torch_reads_the_envelope(dtype, shape):
     archive = envelope.prefix + raw_bytes(expected) + envelope.suffix
     for weights_only in (True, False):
         loaded = torch.load(io.BytesIO(archive), weights_only=weights_only)
-        assert loaded.dtype == dtype and loaded.shape == shape and loaded.stride() == expected.stride()
+        assert (
+            loaded.dtype == dtype and loaded.shape == shape and loaded.stride() == expected.stride()
+        )
         assert raw_bytes(loaded) == raw_bytes(expected)
     assert archive_of(archive).data_offset("data/0") == len(envelope.prefix)
     assert len(envelope.prefix) % 64 == 0

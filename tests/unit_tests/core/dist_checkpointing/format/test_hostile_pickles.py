@@ -1,7 +1,7 @@
 """Small pickles that want to hang, crash or fill memory: refused at the cost of reading them.
 
-Each payload runs in a process of its own, whose memory and processor time the kernel bounds: what goes wrong there is
-no exception.
+Each payload runs in a process of its own, whose memory and processor time the kernel bounds: what
+goes wrong there is no exception.
 """
 
 import gc
@@ -29,13 +29,17 @@ PROTO = b"\x80\x04"
 
 
 def doubled(levels: int) -> bytes:
-    """A tuple of two tuples of two tuples ... that are one and the same: hash, repr and == never end."""
+    """A tuple of two tuples of two tuples ... that are one and the same: hash, repr and == never
+    end.
+    """
     return PROTO + b")" + b"".join(b"\x94" + bytes([0x68, n]) * 2 + b"\x86" for n in range(levels))
 
 
 def doubled_lists(levels: int) -> bytes:
     """The same of lists."""
-    return PROTO + b"]\x94" + b"".join(b"]\x94(" + bytes([0x68, n]) * 2 + b"e" for n in range(levels))
+    return (
+        PROTO + b"]\x94" + b"".join(b"]\x94(" + bytes([0x68, n]) * 2 + b"e" for n in range(levels))
+    )
 
 
 def deep(opcode: bytes, levels: int) -> bytes:
@@ -62,7 +66,9 @@ def colliding_ints(count: int) -> bytes:
 
 
 def colliding_tuples(count: int) -> bytes:
-    return b"}(" + b"".join(b"J" + struct.pack("<i", n) + b"K\x01\x86N" for n in range(count)) + b"u."
+    return (
+        b"}(" + b"".join(b"J" + struct.pack("<i", n) + b"K\x01\x86N" for n in range(count)) + b"u."
+    )
 
 
 def text(value: str) -> bytes:
@@ -121,9 +127,12 @@ PAYLOADS = {
 
 
 def outcome(function, payload: bytes) -> str:
-    """What `function(payload)` did in a child process: "refused", "loaded", a traceback, or how the process died."""
+    """What `function(payload)` did in a child process: "refused", "loaded", a traceback, or how the
+    process died.
+    """
     reader, writer = os.pipe()
-    gc.collect()  # what earlier tests have left: its threads are not in the child, which must not collect it
+    # what earlier tests have left: its threads are not in the child, which must not collect it
+    gc.collect()
     child = os.fork()
     if child == 0:
         gc.freeze()
@@ -137,7 +146,11 @@ def outcome(function, payload: bytes) -> str:
                 repr(function(payload))
                 status = "loaded"
             except CheckpointError as error:
-                status = "refused" if len(str(error)) < 2000 and "\n" not in str(error) else "a long message"
+                status = (
+                    "refused"
+                    if len(str(error)) < 2000 and "\n" not in str(error)
+                    else "a long message"
+                )
         except BaseException:
             status = traceback.format_exc()
         os.write(writer, status.encode()[:4000])
@@ -156,7 +169,9 @@ def test_hostile_pickles_cost_nothing(name: str) -> None:
     assert outcome(lambda data: decode_metadata(data, "here"), payload) == "refused"
 
 
-def tensor_over(record: bytes, shape: bytes, stride: bytes, before: bytes = b"", behind: bytes = b"") -> bytes:
+def tensor_over(
+    record: bytes, shape: bytes, stride: bytes, before: bytes = b"", behind: bytes = b""
+) -> bytes:
     """An archive with a tensor over one record, and what its pickle does with that."""
     storage = b"(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpuK\x04tQ"
     pickled = b"\x80\x02" + before + b"ctorch._utils\n_rebuild_tensor_v2\n("
@@ -174,13 +189,19 @@ def test_views_of_one_record_are_bounded(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="repeats the 4 elements of its storage"):
         safe_load(huge)
     rank = b"(" + b"K\x01" * 100 + b"t"
-    with pytest.raises(CheckpointError, match="a tensor of shape or strides a tuple of 100 entries"):
+    with pytest.raises(
+        CheckpointError, match="a tensor of shape or strides a tuple of 100 entries"
+    ):
         safe_load(tensor_over(bytes(16), rank, rank))
 
 
 def test_members_that_collide_are_counted_over_all_sets() -> None:
-    """A thousand of them in one set cost milliseconds, in a hundred sets, which take five bytes each, seconds."""
-    hash_0 = b"".join(b"\x8a\x12" + (n * (2**61 - 1)).to_bytes(18, "little") + b"\x85" for n in range(1000))
+    """A thousand of them in one set cost milliseconds, in a hundred sets, which take five bytes
+    each, seconds.
+    """
+    hash_0 = b"".join(
+        b"\x8a\x12" + (n * (2**61 - 1)).to_bytes(18, "little") + b"\x85" for n in range(1000)
+    )
     sets = b"(cbuiltins\nset\n\x94" + b"h\x01h\x00\x85R" * 2 + b"t."
     with pytest.raises(CheckpointError, match="more than 1000 keys that are no plain values"):
         unpickle(PROTO + b"]\x94(" + hash_0 + b"e0" + sets, "here")
@@ -192,7 +213,10 @@ TENSOR_USES = {
     "pairs": (b"ccollections\nOrderedDict\n", b"\x85R"),
     "extents": (b"ctorch\nSize\n", b"\x85R"),
     "arguments": (b"csomeproject\nX\n", b"R"),
-    "arguments of a rebuild": (b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nN", b"NtR"),
+    "arguments of a rebuild": (
+        b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch._utils\n_rebuild_tensor_v2\nN",
+        b"NtR",
+    ),
     "a state": (b"cnumpy.core.multiarray\n_reconstruct\n)R", b"b"),
     "what is built": (b"", b"}U\x01xNsb"),
     "what is appended to": (b"", b"Na"),

@@ -21,7 +21,11 @@ from megatron.core.dist_checkpointing.format.metadata import (
     Location,
     StoredTensor,
 )
-from megatron.core.dist_checkpointing.format.metadata_file import decode_dcp, decode_metadata, open_metadata
+from megatron.core.dist_checkpointing.format.metadata_file import (
+    decode_dcp,
+    decode_metadata,
+    open_metadata,
+)
 from megatron.core.dist_checkpointing.format.metadata_index import (
     BYTES,
     STORAGE_META,
@@ -51,16 +55,25 @@ def example(files=FILES):
     rows = [((i * 1000, 0), (1000, 1 << 20)) for i in range(300)]
     result = CheckpointMetadata(
         {
-            "w": stored(large, torch.bfloat16, rows, [(i % 3, i << 34, 1 << 31) for i in range(300)], files),
-            "m": stored(large, torch.float32, rows, [(i % 2, i << 35, 1 << 32) for i in range(300)], files),
+            "w": stored(
+                large, torch.bfloat16, rows, [(i % 3, i << 34, 1 << 31) for i in range(300)], files
+            ),
+            "m": stored(
+                large, torch.float32, rows, [(i % 2, i << 35, 1 << 32) for i in range(300)], files
+            ),
             "flat": stored((1 << 40,), torch.uint8, [((0,), (1 << 40,))], [(2, 0, 1 << 41)], files),
             "step": stored((), torch.int64, [((), ())], [(1, 64, 900)], files),
-            "4d": stored((2, 3, 4, 5), torch.float16, [((0, 0, 0, 0), (2, 3, 4, 5))], [(0, 5, 240)], files),
+            "4d": stored(
+                (2, 3, 4, 5), torch.float16, [((0, 0, 0, 0), (2, 3, 4, 5))], [(0, 5, 240)], files
+            ),
             "empty": stored((0, 7), torch.float32, [((0, 0), (0, 7))], [(0, 9, 640)], files),
             "ü": stored((1,), torch.float8_e4m3fn, [((0,), (1,))], [(0, 1, 2)], files),
         }
     )
-    result.objects = {"rng/shard_0": Location("__0_2.distcp", 0, 3072), "ö": Location("__0_2.distcp", 1 << 33, 1)}
+    result.objects = {
+        "rng/shard_0": Location("__0_2.distcp", 0, 3072),
+        "ö": Location("__0_2.distcp", 1 << 33, 1),
+    }
     return result
 
 
@@ -90,11 +103,17 @@ def test_objects_of_dcp_are_those_it_makes(dtype):
 
 def test_a_large_one_comes_in_blocks():
     """To join many megabytes would hold the interpreter's lock, which the training thread wants."""
-    large = CheckpointMetadata(objects={f"rng_state/{rank}": Location("__0_0.distcp", rank, 1) for rank in range(9000)})
+    large = CheckpointMetadata(
+        objects={f"rng_state/{rank}": Location("__0_0.distcp", rank, 1) for rank in range(9000)}
+    )
     parts = encode_metadata(large)
     assert {len(part) for part in parts[:-1]} == {BLOCK_SIZE} and len(parts[-1]) <= BLOCK_SIZE
     assert plain(decode_metadata(b"".join(parts), "here")) == plain(large)
-    assert checksums_of(*parts) == checksums_of(b"".join(parts)) == checksums_of(parts[0][:1000], *cut(parts))
+    assert (
+        checksums_of(*parts)
+        == checksums_of(b"".join(parts))
+        == checksums_of(parts[0][:1000], *cut(parts))
+    )
 
 
 def cut(parts):
@@ -106,16 +125,24 @@ def test_dcp_gets_the_same():
     """What plain `pickle` makes of the file, DCP's own classes, against what the index says."""
     encoded = written(example())
     read = pickle.load(io.BytesIO(encoded))
-    assert isinstance(read, dcp.Metadata) and read.version == "1.0.0" and read.storage_meta == dcp.StorageMeta()
+    assert (
+        isinstance(read, dcp.Metadata)
+        and read.version == "1.0.0"
+        and read.storage_meta == dcp.StorageMeta()
+    )
     expected = example()
     assert (
-        read.state_dict_metadata.keys() == expected.tensors.keys() | expected.objects.keys() == read.planner_data.keys()
+        read.state_dict_metadata.keys()
+        == expected.tensors.keys() | expected.objects.keys()
+        == read.planner_data.keys()
     )
     for key, tensor in expected.tensors.items():
         entry = read.state_dict_metadata[key]
         assert entry.properties == dcp.TensorProperties(dtype=tensor.dtype)
         assert type(entry.size) is torch.Size and entry.size == torch.Size(tensor.shape)
-        assert [(c.offsets, c.sizes) for c in entry.chunks] == [(c.offset, c.shape) for c in tensor.chunks]
+        assert [(c.offsets, c.sizes) for c in entry.chunks] == [
+            (c.offset, c.shape) for c in tensor.chunks
+        ]
         for chunk in tensor.chunks:
             info = read.storage_data[dcp.MetadataIndex(key, chunk.offset)]
             assert (info.relative_path, info.offset, info.length) == chunk.location
@@ -123,9 +150,16 @@ def test_dcp_gets_the_same():
         assert isinstance(read.state_dict_metadata[key], dcp.BytesStorageMetadata)
         info = read.storage_data[dcp.MetadataIndex(key)]
         assert (info.relative_path, info.offset, info.length) == location
-    assert len(read.storage_data) == sum(len(t.chunks) for t in expected.tensors.values()) + len(expected.objects)
-    # The reader for pickles of other programs sees the same in it, and in what DCP's classes pickle to.
-    assert plain(decode_dcp(encoded, "here")) == plain(expected) == plain(decode_metadata(pickle.dumps(read), "here"))
+    assert len(read.storage_data) == sum(len(t.chunks) for t in expected.tensors.values()) + len(
+        expected.objects
+    )
+    # The reader for pickles of other programs sees the same in it, and in what DCP's classes pickle
+    # to.
+    assert (
+        plain(decode_dcp(encoded, "here"))
+        == plain(expected)
+        == plain(decode_metadata(pickle.dumps(read), "here"))
+    )
 
 
 def test_a_tensor_is_read_without_the_others():
@@ -156,7 +190,10 @@ def test_the_file_is_closed_with_its_last_reader(tmp_path):
     gc.disable()  # it must not take a collection
     try:
         metadata = read_metadata(tmp_path)
-        assert len(metadata.tensors["w"].chunks) == 300 and len(os.listdir("/proc/self/fd")) == before + 1
+        assert (
+            len(metadata.tensors["w"].chunks) == 300
+            and len(os.listdir("/proc/self/fd")) == before + 1
+        )
         del metadata
         assert len(os.listdir("/proc/self/fd")) == before
     finally:
@@ -177,12 +214,15 @@ def with_index(encoded, change):
     change(index)
     content = json.dumps(index).encode()
     return (
-        encoded[:start] + content + struct.pack("<QQQ8s", start, len(content), xxhash.xxh3_64_intdigest(content), magic)
+        encoded[:start]
+        + content
+        + struct.pack("<QQQ8s", start, len(content), xxhash.xxh3_64_intdigest(content), magic)
     )
 
 
 def swap_places(index):
-    index["tensors"][0][4], index["tensors"][1][4] = index["tensors"][1][4], index["tensors"][0][4]
+    index["tensors"][0][4] = index["tensors"][1][4]
+    index["tensors"][1][4] = index["tensors"][0][4]
 
 
 @pytest.mark.parametrize(
@@ -211,14 +251,19 @@ def test_an_index_that_says_anything_else_than_the_pickle_is_refused(change):
 
 def test_any_changed_byte_is_noticed_or_without_effect():
     """Of the entries and of the index; what else the pickle says is DCP's alone."""
-    small = CheckpointMetadata({"w": stored((4, 2), torch.float32, [((0, 0), (4, 2))], [(2, 64, 900)])})
+    small = CheckpointMetadata(
+        {"w": stored((4, 2), torch.float32, [((0, 0), (4, 2))], [(2, 64, 900)])}
+    )
     encoded = written(small)
     noticed = 0
     for position in range(len(encoded)):
         changed = bytearray(encoded)
         changed[position] ^= 1
         try:
-            assert plain(decode_metadata(bytes(changed), "here"))[0]["w"][:2] == ((4, 2), torch.float32)
+            assert plain(decode_metadata(bytes(changed), "here"))[0]["w"][:2] == (
+                (4, 2),
+                torch.float32,
+            )
         except CheckpointError:
             noticed += 1
     start = struct.unpack("<Q", encoded[-32:-24])[0]

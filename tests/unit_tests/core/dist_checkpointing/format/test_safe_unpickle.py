@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
 from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from megatron.core.dist_checkpointing.format.unpickler import unpickle
-from tests.compare import assert_same
+from tests.support.compare import assert_same
 
 
 def saved(value) -> bytes:
@@ -41,14 +41,23 @@ def archive_with(pickled: bytes) -> bytes:
 
 
 HONEST = {
-    "tensors": {"a": torch.randn(3, 4), "t": torch.randn(3, 4).t(), "s": torch.tensor(3), "e": torch.empty(0, 3)},
+    "tensors": {
+        "a": torch.randn(3, 4),
+        "t": torch.randn(3, 4).t(),
+        "s": torch.tensor(3),
+        "e": torch.empty(0, 3),
+    },
     "dtypes": [
         torch.bfloat16,
         torch.float32,
         torch.randn(3).bfloat16(),
         torch.zeros(3).to(torch.float8_e4m3fn).float(),
     ],
-    "numpy": {"rng": np.random.get_state(), "scalar": np.float32(2.5), "f": np.asfortranarray(np.eye(3)[:2])},
+    "numpy": {
+        "rng": np.random.get_state(),
+        "scalar": np.float32(2.5),
+        "f": np.asfortranarray(np.eye(3)[:2]),
+    },
     "plain": [
         1,
         2.5,
@@ -63,7 +72,9 @@ HONEST = {
         bytearray(b"ab"),
         slice(1, 2),
     ],
-    "namespace": argparse.Namespace(lr=0.1, nested=argparse.Namespace(betas=(0.9, 0.95)), dtype=torch.bfloat16),
+    "namespace": argparse.Namespace(
+        lr=0.1, nested=argparse.Namespace(betas=(0.9, 0.95)), dtype=torch.bfloat16
+    ),
     "ordered": collections.OrderedDict(b=1, a=collections.OrderedDict(x=torch.ones(2))),
     "signal": signal.SIGTERM,
     "time": datetime.timedelta(minutes=3),
@@ -76,13 +87,19 @@ def test_honest_values_come_back(name, tmp_path):
     content = saved(HONEST[name])
     (tmp_path / "x.pt").write_bytes(content)
     expected = torch.load(io.BytesIO(content), weights_only=False)
-    for value in (safe_load(content), safe_load(tmp_path / "x.pt"), safe_load(tmp_path / "x.pt", mmap=False)):
+    for value in (
+        safe_load(content),
+        safe_load(tmp_path / "x.pt"),
+        safe_load(tmp_path / "x.pt", mmap=False),
+    ):
         assert_same(value, expected)
 
 
 def test_parameters_and_attributes_become_plain_tensors():
-    parameter, tensor = torch.nn.Parameter(torch.randn(3)), torch.randn(2)
-    parameter.tensor_model_parallel, tensor.note = True, "x"
+    parameter = torch.nn.Parameter(torch.randn(3))
+    tensor = torch.randn(2)
+    parameter.tensor_model_parallel = True
+    tensor.note = "x"
     loaded = safe_load(saved({"p": parameter, "t": tensor}))
     assert torch.equal(loaded["p"], parameter.detach()) and torch.equal(loaded["t"], tensor)
 
@@ -93,14 +110,18 @@ def test_views_share_their_storage(tmp_path):
     loaded = safe_load(tmp_path / "x.pt")
     loaded["a"][4] = 100
     assert loaded["b"][1] == 100 and loaded["c"][0, 1] == 100
-    assert safe_load(tmp_path / "x.pt")["a"][4] == 4, "writing to a mapped tensor must not reach the file"
+    assert safe_load(tmp_path / "x.pt")["a"][4] == 4, (
+        "writing to a mapped tensor must not reach the file"
+    )
 
 
 def test_mapped_tensors_cost_no_memory_before_use(tmp_path):
     torch.save({"big": torch.zeros(64 << 20, dtype=torch.uint8)}, tmp_path / "x.pt")
 
     def resident() -> int:
-        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
 
     if not pathlib.Path("/proc/self/statm").exists():
         pytest.skip("needs /proc")
@@ -134,7 +155,8 @@ def foreign_module():
         pass
 
     for kind in (Kind, Config, Rows):
-        kind.__module__, kind.__qualname__ = "someproject.enums", kind.__name__
+        kind.__module__ = "someproject.enums"
+        kind.__qualname__ = kind.__name__
         setattr(module, kind.__name__, kind)
     sys.modules["someproject"] = types.ModuleType("someproject")
     sys.modules["someproject.enums"] = module
@@ -145,7 +167,9 @@ def foreign_module():
 def test_unknown_classes_become_placeholders(foreign_module):
     config = foreign_module.Config()
     config.width = torch.ones(2)
-    content = saved({"kind": foreign_module.Kind.A, "config": config, "rows": foreign_module.Rows(a=1), "ok": 1})
+    content = saved(
+        {"kind": foreign_module.Kind.A, "config": config, "rows": foreign_module.Rows(a=1), "ok": 1}
+    )
     loaded = safe_load(content)
     assert loaded["ok"] == 1
     assert isinstance(loaded["kind"], Placeholder) and loaded["kind"].args == (2,)
@@ -181,7 +205,9 @@ ATTACKS = {
     "open": pickle.dumps(Reduce(open, MARK, "w"), 4),
     "import": pickle.dumps(Reduce(__import__, "os"), 2),
     "nested": pickle.dumps({"a": [({"b": Reduce(os.system, f"touch {MARK}")},)]}, 4),
-    "argument": pickle.dumps(Reduce(collections.OrderedDict, [("a", Reduce(os.system, f"touch {MARK}"))]), 2),
+    "argument": pickle.dumps(
+        Reduce(collections.OrderedDict, [("a", Reduce(os.system, f"touch {MARK}"))]), 2
+    ),
     "subprocess": b"csubprocess\nPopen\n(S'touch " + MARK.encode() + b"'\ntR.",
     "posix": b"cposix\nsystem\n(S'touch " + MARK.encode() + b"'\ntR.",
     "old builtins": b"c__builtin__\neval\n(S'1'\ntR.",
@@ -259,7 +285,11 @@ def test_tensors_are_bounded_by_their_storage():
 
         class Pickler(pickle.Pickler):
             def persistent_id(self, obj):
-                return ("storage", torch.FloatStorage, "0", "cpu", 4) if isinstance(obj, torch.Generator) else None
+                return (
+                    ("storage", torch.FloatStorage, "0", "cpu", 4)
+                    if isinstance(obj, torch.Generator)
+                    else None
+                )
 
         pickled = io.BytesIO()
         Pickler(pickled, 2).dump(Evil(torch.Generator(), offset, shape, stride))
@@ -284,7 +314,9 @@ def test_errors_name_the_file(tmp_path):
 
 
 def test_a_file_is_unmapped_with_its_last_tensor(tmp_path):
-    """Not at the next garbage collection: a converter that opens one file after the other would keep them all."""
+    """Not at the next garbage collection: a converter that opens one file after the other would
+    keep them all.
+    """
     path = tmp_path / "weights.pt"
     torch.save({"w": torch.randn(1000), "nested": [{"b": torch.ones(3)}]}, path)
 
@@ -304,9 +336,13 @@ def test_a_file_is_unmapped_with_its_last_tensor(tmp_path):
         gc.enable()
 
 
-@pytest.mark.parametrize("written", [b"csignal\nSIGTERM\n", b"csignal\nSignals\nK\x0f\x85R"], ids=["3.10", "3.11"])
+@pytest.mark.parametrize(
+    "written", [b"csignal\nSIGTERM\n", b"csignal\nSignals\nK\x0f\x85R"], ids=["3.10", "3.11"]
+)
 def test_a_signal(written) -> None:
-    """Python 3.10 pickles a member by its name. It is one object for all, on which a pickle sets nothing."""
+    """Python 3.10 pickles a member by its name. It is one object for all, on which a pickle sets
+    nothing.
+    """
     assert safe_load(archive_with(b"\x80\x02" + written + b".")) is signal.SIGTERM
     with pytest.raises(CheckpointError):
         safe_load(archive_with(b"\x80\x02" + written + b"}U\x01xNsb."))

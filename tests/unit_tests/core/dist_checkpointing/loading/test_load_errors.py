@@ -31,7 +31,11 @@ def saved(tmp_path):
 
 def load_problem(directory, **kwargs):
     with pytest.raises(CheckpointError) as caught:
-        load(state_of(**{"layer.weight": torch.zeros(300, 200), "layer.bias": torch.zeros(200)}), directory, **kwargs)
+        load(
+            state_of(**{"layer.weight": torch.zeros(300, 200), "layer.bias": torch.zeros(200)}),
+            directory,
+            **kwargs,
+        )
     return str(caught.value)
 
 
@@ -49,19 +53,29 @@ def test_a_missing_shard_is_named(saved):
 def test_an_incomplete_checkpoint_is_named(saved):
     (saved / ".metadata").unlink()
     assert not is_complete(saved)
-    assert f"{saved / '.metadata'}: missing, so {saved} holds no complete checkpoint" in load_problem(saved)
+    assert (
+        f"{saved / '.metadata'}: missing, so {saved} holds no complete checkpoint"
+        in load_problem(saved)
+    )
 
 
 @pytest.mark.parametrize("damage", ["empty", "half", "other pickle", "text"])
 def test_damaged_metadata_is_named(saved, damage):
     path = saved / ".metadata"
-    content = {"empty": b"", "half": path.read_bytes()[:300], "other pickle": b"}.", "text": b"hello"}[damage]
+    content = {
+        "empty": b"",
+        "half": path.read_bytes()[:300],
+        "other pickle": b"}.",
+        "text": b"hello",
+    }[damage]
     path.write_bytes(content)
     assert f"{path}: not " in load_problem(saved)
 
 
 def test_wrong_shapes_are_listed(saved):
-    with pytest.raises(CheckpointError, match=r"layer.weight: \(300, 200\) in the checkpoint, \(300, 201\) here"):
+    with pytest.raises(
+        CheckpointError, match=r"layer.weight: \(300, 200\) in the checkpoint, \(300, 201\) here"
+    ):
         load(state_of(**{"layer.weight": torch.zeros(300, 201)}), saved, strictness="ignore_all")
 
 
@@ -75,7 +89,9 @@ def test_strictness(saved, caplog):
     for strictness in ("assume_ok_unexpected", "raise_unexpected"):
         with pytest.raises(CheckpointError, match=r"layer.weigth \(there is layer.weight\)"):
             attempt(strictness)
-    with pytest.raises(CheckpointError, match=r"(?s)layer.weigth.*asked for by no rank \(1\):\n  layer.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)layer.weigth.*asked for by no rank \(1\):\n  layer.weight"
+    ):
         attempt("raise_all")
     report = attempt("return_all")
     assert (report.unexpected, report.missing) == (["layer.weigth"], ["layer.weight"])
@@ -112,7 +128,9 @@ def test_common_is_plain(saved, tmp_path):
 def test_tracker(tmp_path):
     assert read_tracker(tmp_path) is None
     write_tracker(tmp_path, 120)
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "120" and read_tracker(tmp_path) == 120
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "120" and read_tracker(
+        tmp_path
+    ) == 120
     write_tracker(tmp_path, "release")
     assert read_tracker(tmp_path) == "release"
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"12\xff0")

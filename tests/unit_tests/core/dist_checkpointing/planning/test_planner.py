@@ -8,13 +8,20 @@ import torch
 
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Box, BoxTable, ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.planning.planner import LocalSpec, TensorSpec, _level, describe, pack
+from megatron.core.dist_checkpointing.planning.planner import (
+    LocalSpec,
+    TensorSpec,
+    _level,
+    describe,
+    pack,
+)
 from megatron.core.dist_checkpointing.planning.planner import make_plan as plan_packed
 
 
 def spec(*tensors, objects=()):
     return LocalSpec(
-        tuple(TensorSpec(key, shape, torch.float32, tuple(boxes)) for key, shape, boxes in tensors), objects
+        tuple(TensorSpec(key, shape, torch.float32, tuple(boxes)) for key, shape, boxes in tensors),
+        objects,
     )
 
 
@@ -57,7 +64,8 @@ def test_find_fault_equals_counting_every_element():
         shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(1, 4)))
         boxes = random_tiling(rng, (0,) * len(shape), shape)
         for _ in range(rng.randrange(3)):  # damage: drop, double, move or shrink a box
-            kind, index = rng.randrange(4), rng.randrange(len(boxes))
+            kind = rng.randrange(4)
+            index = rng.randrange(len(boxes))
             offset, extent = boxes[index]
             if kind == 0 and len(boxes) > 1:
                 boxes.pop(index)
@@ -67,7 +75,8 @@ def test_find_fault_equals_counting_every_element():
                 boxes[index] = ((offset[0] - 1, *offset[1:]), extent)
             elif kind == 3 and extent[0] > 1:
                 boxes[index] = (offset, (extent[0] - 1, *extent[1:]))
-        wrong, fault = brute_force_is_tiling(shape, boxes), find_fault(shape, boxes)
+        wrong = brute_force_is_tiling(shape, boxes)
+        fault = find_fault(shape, boxes)
         assert (fault is None) == (not wrong), (shape, boxes, fault)
         if wrong:
             faulty += 1
@@ -105,7 +114,10 @@ def written(plan):
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_replicated_tensors_are_written_once_and_evenly(size, fully_parallel):
     shapes = {"w": (1000, 64), "e": (5000, 32), "b": (64,), "n": (1, 333, 32)}
-    mine = spec(*((key, shape, [((0,) * len(shape), shape)]) for key, shape in shapes.items()), objects=("rng",))
+    mine = spec(
+        *((key, shape, [((0,) * len(shape), shape)]) for key, shape in shapes.items()),
+        objects=("rng",),
+    )
     plan = make_plan([mine] * size, fully_parallel)
     assert written(plan).keys() == shapes.keys()
     for key, boxes in written(plan).items():
@@ -121,7 +133,9 @@ def test_replicated_tensors_are_written_once_and_evenly(size, fully_parallel):
 def test_shares_level_out_what_ranks_write_alone():
     """Rank 0 holds a large optimizer shard of its own, so the others take the replicated weights."""
     weight = ("w", (600, 100), [((0, 0), (600, 100))])
-    plan = make_plan([spec(weight, ("o", (30_000,), [((0,), (30_000,))])), spec(weight), spec(weight)])
+    plan = make_plan(
+        [spec(weight, ("o", (30_000,), [((0,), (30_000,))])), spec(weight), spec(weight)]
+    )
     loads = plan.loads
     assert max(loads) <= 1.1 * sum(loads) / 3
     assert loads[0] == 120_000 and plan.rows.tensor[plan.rows.rank == 0].tolist() == [1]
@@ -136,7 +150,10 @@ def test_split_tensors_stay_with_their_owners():
 def test_every_conflict_is_named():
     whole = ((0, 0), (8, 4))
     good = spec(("w", (8, 4), [whole]))
-    with pytest.raises(CheckpointError, match=r"w: \(8, 4\) torch.float32 on rank 0, \(8, 5\) torch.float32 on rank 1"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"w: \(8, 4\) torch.float32 on rank 0, \(8, 5\) torch.float32 on rank 1",
+    ):
         make_plan([good, spec(("w", (8, 5), [((0, 0), (8, 5))]))])
     half = LocalSpec((TensorSpec("w", (8, 4), torch.bfloat16, (whole,)),), ())
     with pytest.raises(CheckpointError, match="torch.float32 on rank 0.*torch.bfloat16 on rank 1"):

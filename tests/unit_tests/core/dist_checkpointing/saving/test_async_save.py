@@ -45,13 +45,17 @@ def test_a_snapshot_is_isolated(tmp_path, limit):
             training.change_tensors()
             (report,) = saver.finish()
             assert report.error is None, report.error
-            assert report.staging <= report.writing <= report.total and report.bytes >= 2 * training.weight.nbytes
+            assert (
+                report.staging <= report.writing <= report.total
+                and report.bytes >= 2 * training.weight.nbytes
+            )
             assert_holds(tmp_path / f"{seed}", seed)
 
 
 def test_one_save_waits_for_the_other(tmp_path, monkeypatch):
     """The files of each save are held back until the test lets go of that one."""
-    gates, real = {name: threading.Event() for name in ("first", "second", "third")}, os.fsync
+    gates = {name: threading.Event() for name in ("first", "second", "third")}
+    real = os.fsync
 
     def fsync(handle):
         path = os.readlink(f"/proc/self/fd/{handle}")
@@ -96,7 +100,9 @@ def test_a_failing_tracker_does_not_undo_the_commit(tmp_path):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     with AsyncSaver() as saver:
-        report = saver.save(Training(0, 1000).state(), tmp_path / "c", common={}, on_commit=on_commit).wait()
+        report = saver.save(
+            Training(0, 1000).state(), tmp_path / "c", common={}, on_commit=on_commit
+        ).wait()
     assert "committed, but what follows" in report.error and "Read-only" in report.error
     assert is_complete(tmp_path / "c") and os.listdir(tmp_path) == ["c"]
 
@@ -112,7 +118,10 @@ def test_prepare_makes_the_first_save_like_the_others(tmp_path):
 
 def test_the_structure_may_change_or_be_held_constant(tmp_path):
     def state(names):
-        return {name: ShardedTensor.replicated(name, torch.full((50, 3), float(ord(name)))) for name in names}
+        return {
+            name: ShardedTensor.replicated(name, torch.full((50, 3), float(ord(name))))
+            for name in names
+        }
 
     with AsyncSaver() as saver:
         for names in ("a", "abc", "bc"):
@@ -129,11 +138,22 @@ def test_the_structure_may_change_or_be_held_constant(tmp_path):
 
 def saves_counting_collectives(rank, size, root, constant):
     calls = []
-    names = ("all_reduce", "gather_object", "scatter_object_list", "all_gather_object", "barrier", "broadcast")
+    names = (
+        "all_reduce",
+        "gather_object",
+        "scatter_object_list",
+        "all_gather_object",
+        "barrier",
+        "broadcast",
+    )
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name in names:
             real = getattr(dist, name)
-            monkeypatch.setattr(dist, name, lambda *a, _real=real, _n=name, **k: (calls.append(_n), _real(*a, **k))[1])
+            monkeypatch.setattr(
+                dist,
+                name,
+                lambda *a, _real=real, _n=name, **k: (calls.append(_n), _real(*a, **k))[1],
+            )
         with AsyncSaver(assume_constant_structure=constant) as saver:
             counts = []
             for value in range(3):
@@ -159,11 +179,14 @@ def test_later_saves_need_no_collectives(pool, tmp_path, constant):
 
 
 class ScriptedStore(dist.Store):
-    """A store in which every wait but the last runs out of time, and progress goes as the test says."""
+    """A store in which every wait but the last runs out of time, and progress goes as the test
+    says.
+    """
 
     def __init__(self, progress):
         super().__init__()
-        self.progress, self.waits = progress, 0
+        self.progress = progress
+        self.waits = 0
 
     def wait(self, keys, timeout=None):
         self.waits += 1
@@ -182,7 +205,8 @@ class ScriptedStore(dist.Store):
 
 def test_progress_of_any_rank_keeps_a_save_alive():
     # The stores have names, since the barrier does not keep their Python side alive.
-    lively, silent = ScriptedStore([n // 3 for n in range(50)]), ScriptedStore([1, 2, 3, *[4] * 50])
+    lively = ScriptedStore([n // 3 for n in range(50)])
+    silent = ScriptedStore([1, 2, 3, *[4] * 50])
     assert SaveBarrier(lively, "save", 1, 2, timeout=600).await_end() == Outcome()
     with pytest.raises(CheckpointError, match="nothing was heard from rank 0 for 600 s"):
         SaveBarrier(silent, "save", 1, 2, timeout=600).await_end()
@@ -200,7 +224,9 @@ def rewriting(rank, size, root, patient):
         (directory / "added").write_text("a file of another form")
 
     with AsyncSaver(timeout=60 if patient else 4) as saver:
-        error = saver.save(sharded(rank, size, 0), f"{root}/0", common={}, rewrite=rewrite).wait().error
+        error = (
+            saver.save(sharded(rank, size, 0), f"{root}/0", common={}, rewrite=rewrite).wait().error
+        )
         if rank == 1:
             gave_up.touch()
         dist.barrier()
@@ -217,11 +243,16 @@ def test_a_checkpoint_may_be_rewritten_before_it_has_its_name(pool, tmp_path, pa
 
 
 class Held:
-    """Holds the background of a save at its first use of a function of `os`, until the test lets go."""
+    """Holds the background of a save at its first use of a function of `os`, until the test lets
+    go.
+    """
 
     def __init__(self, monkeypatch, name):
-        self.reached, self.go = threading.Event(), threading.Event()
-        owner = Path if name == "mkdir" else os  # pathlib of Python 3.10 has its own reference to os.mkdir
+        self.reached = threading.Event()
+        self.go = threading.Event()
+        owner = (
+            Path if name == "mkdir" else os
+        )  # pathlib of Python 3.10 has its own reference to os.mkdir
         real = getattr(owner, name)
 
         def call(*args, **kwargs):
@@ -267,12 +298,25 @@ def test_the_removal_of_a_failed_save_does_not_hold_training_up(tmp_path, monkey
 
 
 class CallCounter:
-    """The uses of files under `root` by this process: those that Python reports to audit hooks, and the rest."""
+    """The uses of files under `root` by this process: those that Python reports to audit hooks, and
+    the rest.
+    """
 
-    EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "os.utime")
+    EVENTS = (
+        "open",
+        "os.mkdir",
+        "os.rename",
+        "os.remove",
+        "os.rmdir",
+        "os.listdir",
+        "os.scandir",
+        "os.utime",
+    )
 
     def __init__(self, monkeypatch, root):
-        self.root, self.calls, self.active = root, [], True
+        self.root = root
+        self.calls = []
+        self.active = True
         sys.addaudithook(lambda event, args: event in self.EVENTS and self.note(event, *args))
         for name in ("stat", "lstat", "statvfs"):
             monkeypatch.setattr(os, name, self._noted(name, getattr(os, name)))
@@ -312,7 +356,9 @@ def test_ranks_wait_without_asking_the_file_system(pool, tmp_path):
     quick = pool.run(counting_calls, 2, str(tmp_path / "quick"), False)
     slow = pool.run(counting_calls, 2, str(tmp_path / "slow"), True)
     assert quick == slow
-    assert [calls.count("statvfs") for calls in quick] == [1, 0], "the free space is checked once, before anyone writes"
+    assert [calls.count("statvfs") for calls in quick] == [1, 0], (
+        "the free space is checked once, before anyone writes"
+    )
     files = [path.name for path in (tmp_path / "quick/1").iterdir()]
     written = [sum(name.startswith(f"__{rank}_") for name in files) for rank in range(2)]
     written[0] += len([name for name in files if not name.startswith("__")])
@@ -331,9 +377,14 @@ LAZY = {  # over several pieces of 8 MB, one of them with rows larger than a pie
 
 def lazy_state():
     def reader(value):
-        return lambda offset, shape: value[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+        return lambda offset, shape: value[
+            tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        ]
 
-    return {key: ShardedTensor.lazy(key, tuple(value.shape), value.dtype, reader(value)) for key, value in LAZY.items()}
+    return {
+        key: ShardedTensor.lazy(key, tuple(value.shape), value.dtype, reader(value))
+        for key, value in LAZY.items()
+    }
 
 
 def test_what_is_read_while_it_is_staged_is_saved_as_from_memory(tmp_path):
@@ -342,13 +393,17 @@ def test_what_is_read_while_it_is_staged_is_saved_as_from_memory(tmp_path):
     save(lazy_state(), tmp_path / "lazy", common={}, workers=2, progress=written.append)
     files = sorted(path.name for path in (tmp_path / "live").glob("*.distcp"))
     assert files == ["__0_0.distcp", "__0_1.distcp"]
-    assert all((tmp_path / "lazy" / name).read_bytes() == (tmp_path / "live" / name).read_bytes() for name in files)
+    assert all(
+        (tmp_path / "lazy" / name).read_bytes() == (tmp_path / "live" / name).read_bytes()
+        for name in files
+    )
     assert sum(written) == sum((tmp_path / "lazy" / name).stat().st_size for name in files)
 
 
 def test_an_interrupted_save_is_cancelled(tmp_path):
     """The exception of the caller comes through, and nothing is left behind."""
-    begun, go_on = threading.Event(), threading.Event()
+    begun = threading.Event()
+    go_on = threading.Event()
 
     def stuck(offset, shape):
         begun.set()

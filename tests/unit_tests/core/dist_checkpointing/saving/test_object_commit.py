@@ -1,4 +1,6 @@
-"""Checkpoints in object storage: committed by one request, fenced by generations, whole after any crash and fault."""
+"""Checkpoints in object storage: committed by one request, fenced by generations, whole after any
+crash and fault.
+"""
 
 import json
 import math
@@ -33,8 +35,13 @@ from megatron.core.dist_checkpointing.saving import object_commit
 from megatron.core.object_storage import ObjectStore, path_of
 from megatron.training.checkpoint.saver import Retention
 from megatron.training.config.options import CheckpointConfig
-from tests.object_server import FaultyProxy, object_server
-from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds, assert_sharded, sharded
+from tests.support.object_server import FaultyProxy, object_server
+from tests.unit_tests.core.dist_checkpointing.saved_state import (
+    Training,
+    assert_holds,
+    assert_sharded,
+    sharded,
+)
 
 ROWS = 40_000
 
@@ -48,7 +55,9 @@ def server():
 @pytest.fixture
 def root(server, request, monkeypatch):
     """An empty directory of checkpoints."""
-    monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")  # as by default: no healthy request comes near it
+    monkeypatch.setenv(
+        "MEGATRON_STORAGE_DEADLINE", "60"
+    )  # as by default: no healthy request comes near it
     object_storage._open_store.cache_clear()
     yield path_of(f"s3://bucket/{request.node.name}")
     object_storage._open_store.cache_clear()
@@ -57,7 +66,9 @@ def root(server, request, monkeypatch):
 def save_one(directory, seed, generation=None, **options):
     training = Training(seed, ROWS)
     with AsyncSaver() as saver:
-        return saver.save(training.state(), directory, common=training.common, generation=generation, **options).wait()
+        return saver.save(
+            training.state(), directory, common=training.common, generation=generation, **options
+        ).wait()
 
 
 def test_saved_behind_training_and_read_at_another_layout(root, pool):
@@ -79,7 +90,11 @@ def test_saved_behind_training_and_read_at_another_layout(root, pool):
             (report,) = saver.finish()
             assert report.error is None
             assert_holds(directory, seed, ROWS)
-            assert verify(directory).ok and missing_or_truncated(directory) == [] and is_complete(directory)
+            assert (
+                verify(directory).ok
+                and missing_or_truncated(directory) == []
+                and is_complete(directory)
+            )
     assert read_tracker(root) == 2
     pool.run(save_sharded, 2, str(root / "sharded"), dict(os.environ))
     assert_sharded(root / "sharded", 2, 7.0)
@@ -87,9 +102,11 @@ def test_saved_behind_training_and_read_at_another_layout(root, pool):
 
 def test_copied_from_the_own_disk(root, tmp_path):
     """An owner that is superseded in the meantime commits nothing."""
-    generation, training = take_generation(root, {}), Training(1, ROWS)
+    generation = take_generation(root, {})
+    training = Training(1, ROWS)
     nodes = LocalSaver(LocalTier.create(tmp_path), generation, None)
-    drainer, reports = Drainer(), []
+    drainer = Drainer()
+    reports = []
     takeovers = [lambda: None, lambda: take_generation(root, {})]
     with AsyncSaver() as saver:
         for iteration, take_over in enumerate(takeovers, 1):
@@ -106,7 +123,9 @@ def test_copied_from_the_own_disk(root, tmp_path):
 
 def save_sharded(rank, world_size, directory, environment):
     """The workers are older than the server, whose address is in the environment."""
-    with mock.patch.dict(os.environ, {name: value for name, value in environment.items() if name.startswith("AWS_")}):
+    with mock.patch.dict(
+        os.environ, {name: value for name, value in environment.items() if name.startswith("AWS_")}
+    ):
         object_storage._open_store.cache_clear()
         save(sharded(rank, world_size, 7.0), directory, common={})
         object_storage._open_store.cache_clear()
@@ -123,7 +142,9 @@ def test_the_commit_vouches_for_every_file(root):
         path = directory / name
         content = path.read_bytes()
         store.put(path.key, content[:-1])
-        assert missing_or_truncated(directory) == [f"{name} has {len(content) - 1} bytes instead of {len(content)}"]
+        assert missing_or_truncated(directory) == [
+            f"{name} has {len(content) - 1} bytes instead of {len(content)}"
+        ]
         path.unlink()
         assert missing_or_truncated(directory) == [f"{name} is missing"]
         store.put(path.key, content[:-1] + bytes([content[-1] ^ 1]))
@@ -143,12 +164,17 @@ def test_a_rival_without_a_generation_is_refused(root):
 
 
 class Gate:
-    """Holds a request of `ObjectStore` back, right before it is sent, if `chosen(method, key)` says so."""
+    """Holds a request of `ObjectStore` back, right before it is sent, if `chosen(method, key)` says
+    so.
+    """
 
     def __init__(self, monkeypatch, chosen):
-        self.reached, self.opened = threading.Event(), threading.Event()
+        self.reached = threading.Event()
+        self.opened = threading.Event()
         for name in ("create", "replace", "put", "delete"):
-            monkeypatch.setattr(ObjectStore, name, self._guarded(name, getattr(ObjectStore, name), chosen))
+            monkeypatch.setattr(
+                ObjectStore, name, self._guarded(name, getattr(ObjectStore, name), chosen)
+            )
 
     def _guarded(self, name, real, chosen):
         def request(store, key, *arguments):
@@ -163,7 +189,9 @@ class Gate:
 @pytest.mark.parametrize("ending", [".claim", "delete", ".metadata", "metadata.json"])
 @pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
 def test_an_old_owner_changes_nothing_wherever_it_stops(root, monkeypatch, ending, again):
-    """It stops before a request, another start takes over and saves the same iteration, and then it goes on."""
+    """It stops before a request, another start takes over and saves the same iteration, and then it
+    goes on.
+    """
     directory = root / "iter_0000004"
     old = take_generation(root, {"host": "old"})
     if again:  # the place was taken before: by another branch, say
@@ -180,7 +208,10 @@ def test_an_old_owner_changes_nothing_wherever_it_stops(root, monkeypatch, endin
     gate.opened.set()
     thread.join()
     assert report.error is None
-    assert reports[0].superseded and "another start has taken over this directory (generation 2" in reports[0].error
+    assert (
+        reports[0].superseded
+        and "another start has taken over this directory (generation 2" in reports[0].error
+    )
     assert_holds(directory, 2, ROWS)
     assert verify(directory).ok and missing_or_truncated(directory) == []
 
@@ -189,7 +220,9 @@ def test_an_old_owner_that_claims_late_does_not_commit(root, monkeypatch):
     old = take_generation(root, {"host": "old"})
     gate = Gate(monkeypatch, lambda name, key: key.endswith("/.claim"))
     reports = []
-    thread = threading.Thread(target=lambda: reports.append(save_one(root / "iter_0000004", 1, old)))
+    thread = threading.Thread(
+        target=lambda: reports.append(save_one(root / "iter_0000004", 1, old))
+    )
     thread.start()
     gate.reached.wait()
     take_generation(root, {"host": "new"})
@@ -200,7 +233,9 @@ def test_an_old_owner_that_claims_late_does_not_commit(root, monkeypatch):
 
 def test_starts_at_the_same_moment_get_different_generations(root):
     taken = []
-    threads = [threading.Thread(target=lambda: taken.append(take_generation(root, {}))) for _ in range(6)]
+    threads = [
+        threading.Thread(target=lambda: taken.append(take_generation(root, {}))) for _ in range(6)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -235,7 +270,9 @@ def test_a_removed_checkpoint_stops_being_one_first(root, monkeypatch):
 
 
 def test_retention_keeps_what_its_rules_say(root):
-    """Of a branch: a checkpoint of another one neither counts nor goes. Nothing but claims is left of the removed."""
+    """Of a branch: a checkpoint of another one neither counts nor goes. Nothing but claims is left
+    of the removed.
+    """
     assert save_one(root / "iter_0000009", 9).error is None  # by no start of this run
     generation = take_generation(root, {"host": "here"})
     retention = Retention(CheckpointConfig(keep_last_n=2, save_retain_interval=4), generation)
@@ -251,11 +288,19 @@ def test_retention_keeps_what_its_rules_say(root):
         )
         assert report.error is None
     retention.close()
-    assert [int(path.name[5:]) for path in sorted(root.glob("iter_*")) if is_complete(path)] == [4, 6, 7, 9]
+    assert [int(path.name[5:]) for path in sorted(root.glob("iter_*")) if is_complete(path)] == [
+        4,
+        6,
+        7,
+        9,
+    ]
     for seed in (4, 6, 7):
         assert_holds(root / f"iter_{seed:07d}", seed, ROWS)
     assert not [
-        key for seed in (1, 2, 3, 5) for key in root.store.sizes(f"{root.key}/iter_{seed:07d}") if "distcp" in key
+        key
+        for seed in (1, 2, 3, 5)
+        for key in root.store.sizes(f"{root.key}/iter_{seed:07d}")
+        if "distcp" in key
     ]
 
 
@@ -264,14 +309,19 @@ def test_an_upload_that_fails_fails_the_save_and_leaves_nothing(root, server, mo
     generation = take_generation(root, {})
     monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "0.5")
     with FaultyProxy(
-        server, lambda method, path, headers: "refuse" if ".distcp" in path and method != "DELETE" else None
+        server,
+        lambda method, path, headers: (
+            "refuse" if ".distcp" in path and method != "DELETE" else None
+        ),
     ):
         object_storage._open_store.cache_clear()
         report = save_one(root / "iter_0000001", 1, generation)
         assert report.error is not None and not report.superseded
     monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "60")
     object_storage._open_store.cache_clear()
-    assert not any((root / "iter_0000001").glob("*.distcp")) and not is_complete(root / "iter_0000001")
+    assert not any((root / "iter_0000001").glob("*.distcp")) and not is_complete(
+        root / "iter_0000001"
+    )
     assert save_one(root / "iter_0000001", 2, generation).error is None
     assert_holds(root / "iter_0000001", 2, ROWS)
 
@@ -291,7 +341,9 @@ def save_in_an_outage(rank, world_size, root, generation, environment):
 
 
 def test_every_rank_hears_of_an_outage_and_nothing_is_left(root, server, pool):
-    """From the first of the small files on the store refuses everything, also to say who owns the directory."""
+    """From the first of the small files on the store refuses everything, also to say who owns the
+    directory.
+    """
     outage = threading.Event()
 
     def fault(method, path, headers):
@@ -312,9 +364,12 @@ def test_every_rank_hears_of_an_outage_and_nothing_is_left(root, server, pool):
 
 @pytest.mark.parametrize("repeatedly", [False, True])
 def test_an_answer_lost_after_the_commit(root, server, monkeypatch, repeatedly):
-    """Lost once, it is read back; with the server gone as well, the save may fail, but what it committed is whole."""
+    """Lost once, it is read back; with the server gone as well, the save may fail, but what it
+    committed is whole.
+    """
     monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "2" if repeatedly else "60")
-    lost, broken = [], threading.Event()
+    lost = []
+    broken = threading.Event()
 
     def fault(method, path, headers):
         if method == "PUT" and path.endswith("/metadata.json") and not lost:
@@ -416,7 +471,9 @@ print(last)
 
 
 def run_kills(root, starts):
-    """Every second start meets another one that still runs: the older is superseded, the newer killed."""
+    """Every second start meets another one that still runs: the older is superseded, the newer
+    killed.
+    """
     command = [sys.executable, "-c", WRITERS, str(root), str(starts)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     assert result.returncode == 0, result.stderr
@@ -441,6 +498,10 @@ def test_loading_counts_what_it_reads(root):
     whole = Training(3, ROWS).weight
     state = {"w": ShardedTensor("weight", tuple(whole.shape), torch.float32, ())}
     box = ShardedTensor.replicated("weight", part).boxes[0]
-    state = {"w": ShardedTensor("weight", tuple(whole.shape), torch.float32, (type(box)((100, 0), part),))}
+    state = {
+        "w": ShardedTensor(
+            "weight", tuple(whole.shape), torch.float32, (type(box)((100, 0), part),)
+        )
+    }
     report = load(state, root / "c", strictness="log_unexpected")
     assert torch.equal(part, whole[100:110]) and report.bytes_read < 10_000

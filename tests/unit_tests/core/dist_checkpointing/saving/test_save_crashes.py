@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.dist_checkpointing import AsyncSaver, clean_up, is_complete, read_tracker, save, write_tracker
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    clean_up,
+    is_complete,
+    read_tracker,
+    save,
+    write_tracker,
+)
 from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds
 
 CRASHING = """
@@ -71,7 +78,10 @@ print("resumed up to", last)
 
 def run_crashes(root, kills):
     result = subprocess.run(
-        [sys.executable, "-c", CRASHING, str(root), str(kills), "1"], capture_output=True, text=True, timeout=600
+        [sys.executable, "-c", CRASHING, str(root), str(kills), "1"],
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[-1]) > 0
@@ -81,8 +91,12 @@ def test_killed_at_any_moment(tmp_path):
     run_crashes(tmp_path, 25)
     names = {path.name for path in tmp_path.iterdir() if path.name.startswith("iter")}
     clean_up(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == names | {"latest_checkpointed_iteration.txt"}
-    assert all(is_complete(tmp_path / name) for name in names), "no incomplete checkpoint ever has its final name"
+    assert {path.name for path in tmp_path.iterdir()} == names | {
+        "latest_checkpointed_iteration.txt"
+    }
+    assert all(is_complete(tmp_path / name) for name in names), (
+        "no incomplete checkpoint ever has its final name"
+    )
 
 
 @pytest.mark.slow
@@ -93,7 +107,9 @@ def test_killed_at_any_moment_often(tmp_path):
 def test_clean_up_after_crashes(tmp_path):
     training = Training(0, rows=10)
     save(training.state(), tmp_path / "c", common=training.common)
-    os.rename(tmp_path / "c", tmp_path / ".replaced-c")  # where a crash between the two renames leaves it
+    os.rename(
+        tmp_path / "c", tmp_path / ".replaced-c"
+    )  # where a crash between the two renames leaves it
     (tmp_path / ".saving-c-1234-1").mkdir()
     (tmp_path / ".saving-c-1234-1.failed").touch()
     write_tracker(tmp_path, 1)

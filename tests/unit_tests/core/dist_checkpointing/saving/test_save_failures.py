@@ -14,18 +14,31 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing import AsyncSaver, CheckpointError, ShardedObject, ShardedTensor, save
+from megatron.core.dist_checkpointing import (
+    AsyncSaver,
+    CheckpointError,
+    ShardedObject,
+    ShardedTensor,
+    save,
+)
 from megatron.core.dist_checkpointing.planning import save_plan
 from megatron.core.dist_checkpointing.saving import commit
-from tests.processes import wait_until
-from tests.unit_tests.core.dist_checkpointing.saved_state import Training, assert_holds, assert_sharded, sharded
+from tests.support.processes import wait_until
+from tests.unit_tests.core.dist_checkpointing.saved_state import (
+    Training,
+    assert_holds,
+    assert_sharded,
+    sharded,
+)
 
 
 class Fault:
     """Makes a system call of the writers fail from its n-th use on."""
 
     def __init__(self, monkeypatch, name, code, after):
-        self.real, self.calls, self.lock = getattr(os, name), 0, threading.Lock()
+        self.real = getattr(os, name)
+        self.calls = 0
+        self.lock = threading.Lock()
 
         def call(*args, **kwargs):
             if name == "open" and not str(args[0]).endswith(".distcp"):
@@ -45,7 +58,10 @@ class Fault:
 def test_a_failed_save_leaves_nothing_and_training_goes_on(tmp_path, name, code):
     training = Training(0)
     with AsyncSaver() as saver:
-        assert saver.save(training.state(), tmp_path / "good", common=training.common).wait().error is None
+        assert (
+            saver.save(training.state(), tmp_path / "good", common=training.common).wait().error
+            is None
+        )
         open_files = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
         with pytest.MonkeyPatch.context() as monkeypatch:
             Fault(monkeypatch, name, code, after=1)
@@ -65,8 +81,11 @@ def test_a_failed_save_leaves_nothing_and_training_goes_on(tmp_path, name, code)
 
 
 def test_a_file_system_that_fails_again_when_files_are_closed(tmp_path):
-    """As a network file system without room: it must not take the thread that the training thread waits for."""
-    training, really_close = Training(0), os.close
+    """As a network file system without room: it must not take the thread that the training thread
+    waits for.
+    """
+    training = Training(0)
+    really_close = os.close
 
     def close(descriptor):
         name = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -78,10 +97,14 @@ def test_a_file_system_that_fails_again_when_files_are_closed(tmp_path):
     with pytest.MonkeyPatch.context() as monkeypatch:
         Fault(monkeypatch, "pwrite", errno.ENOSPC, after=1)
         monkeypatch.setattr(commit.os, "close", close)
-        report = saver.save(training.state(), tmp_path / "bad", common=training.common).wait(timeout=60)
+        report = saver.save(training.state(), tmp_path / "bad", common=training.common).wait(
+            timeout=60
+        )
     assert os.strerror(errno.ENOSPC) in report.error and os.listdir(tmp_path) == []
     saver.wait_staged()
-    assert saver.save(training.state(), tmp_path / "next", common=training.common).wait().error is None
+    assert (
+        saver.save(training.state(), tmp_path / "next", common=training.common).wait().error is None
+    )
     saver.close()
 
 
@@ -91,9 +114,14 @@ class Interrupts:
 
 
 def test_an_interrupt_while_objects_are_copied_ends_the_save(tmp_path):
-    training, saver = Training(0), AsyncSaver()
+    training = Training(0)
+    saver = AsyncSaver()
     with pytest.raises(KeyboardInterrupt):
-        saver.save(training.state() | {"x": ShardedObject("x", Interrupts())}, tmp_path / "bad", common=training.common)
+        saver.save(
+            training.state() | {"x": ShardedObject("x", Interrupts())},
+            tmp_path / "bad",
+            common=training.common,
+        )
     wait_until(lambda: not saver.busy)
     (report,) = saver.finish()
     assert report.error == "interrupted" and os.listdir(tmp_path) == []
@@ -102,7 +130,8 @@ def test_an_interrupt_while_objects_are_copied_ends_the_save(tmp_path):
 
 def test_direct_writes_fall_back_to_buffered_ones(tmp_path, monkeypatch):
     """A file system that accepts O_DIRECT at open and refuses the write."""
-    real, refused = os.pwrite, []
+    real = os.pwrite
+    refused = []
 
     def pwrite(descriptor, data, offset):
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
@@ -119,7 +148,11 @@ def test_direct_writes_fall_back_to_buffered_ones(tmp_path, monkeypatch):
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.pwrite
-    monkeypatch.setattr(commit.os, "pwrite", lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset))
+    monkeypatch.setattr(
+        commit.os,
+        "pwrite",
+        lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset),
+    )
     training = Training(2, rows=10_000)
     save(training.state(), tmp_path / "c", common=training.common)
     assert_holds(tmp_path / "c", 2, rows=10_000)
@@ -150,7 +183,11 @@ with AsyncSaver() as saver:
 def test_the_kernel_refuses_the_file(tmp_path):
     """A real error of a real write: the limit on file sizes."""
     result = subprocess.run(
-        [sys.executable, "-c", FILE_SIZE_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", FILE_SIZE_LIMIT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     first, second = result.stdout.strip().splitlines()
     assert "File too large" in first and second == "None"
@@ -160,7 +197,9 @@ def test_the_kernel_refuses_the_file(tmp_path):
 @contextlib.contextmanager
 def small_tmpfs(path):
     path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", path], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", path], capture_output=True
+    ).returncode:
         pytest.skip("cannot mount a tmpfs")
     try:
         yield path
@@ -178,7 +217,10 @@ def test_a_full_disk(tmp_path):
             (disk / "other").write_bytes(bytes(20 << 20))
             assert "are free" in saver.save(big, disk / "2", common={}).wait().error
             with pytest.MonkeyPatch.context() as monkeypatch:
-                monkeypatch.setattr("megatron.core.dist_checkpointing.saving.commit.check_free_space", lambda *_: None)
+                monkeypatch.setattr(
+                    "megatron.core.dist_checkpointing.saving.commit.check_free_space",
+                    lambda *_: None,
+                )
                 assert "No space left" in saver.save(big, disk / "2", common={}).wait().error
             (disk / "other").unlink()
             assert saver.save(small, disk / "3", common={}).wait().error is None
@@ -242,8 +284,15 @@ def test_metadata_that_cannot_be_made_fail_every_save(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(save_plan, "encode_metadata", lambda metadata: [0][len(metadata.tensors)])
             for name in ("first", "second"):
-                error = saver.save(training.state(), tmp_path / name, common=training.common).wait().error
+                error = (
+                    saver.save(training.state(), tmp_path / name, common=training.common)
+                    .wait()
+                    .error
+                )
                 assert error == "IndexError: list index out of range"
-        assert saver.save(training.state(), tmp_path / "third", common=training.common).wait().error is None
+        assert (
+            saver.save(training.state(), tmp_path / "third", common=training.common).wait().error
+            is None
+        )
     assert os.listdir(tmp_path) == ["third"]
     assert_holds(tmp_path / "third", 0, rows=10)

@@ -1,4 +1,6 @@
-"""A tiny model with every kind of parameter that the data-parallel buffers tell apart, and a training loop."""
+"""A tiny model with every kind of parameter that the data-parallel buffers tell apart, and a
+training loop.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
 
-HIDDEN, VOCAB, PADDED_VOCAB, LAYERS = 32, 19, 32, 3
+HIDDEN = 32
+VOCAB = 19
+PADDED_VOCAB = 32
+LAYERS = 3
 
 
 class Embedding(MegatronModule):
@@ -24,14 +33,20 @@ class Embedding(MegatronModule):
     def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = make_parameter((PADDED_VOCAB // tp.size, HIDDEN), dtype, None, ParamInfo(Normal(0.5), tp_dim=0))
+        self.weight = make_parameter(
+            (PADDED_VOCAB // tp.size, HIDDEN), dtype, None, ParamInfo(Normal(0.5), tp_dim=0)
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         key = prefix + "weight"
-        return {key: ShardedTensor.split_rows(key, self.weight, self.tp.rank, self.tp.size, num_rows=VOCAB)}
+        return {
+            key: ShardedTensor.split_rows(
+                key, self.weight, self.tp.rank, self.tp.size, num_rows=VOCAB
+            )
+        }
 
 
 class Linear(MegatronModule):
@@ -48,8 +63,13 @@ class Linear(MegatronModule):
         return F.linear(x, self.weight, self.bias)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        params = {prefix + name: param for name, param in self._parameters.items() if param is not None}
-        return {key: ShardedTensor.split(key, p, 0, self.tp.rank, self.tp.size) for key, p in params.items()}
+        params = {
+            prefix + name: param for name, param in self._parameters.items() if param is not None
+        }
+        return {
+            key: ShardedTensor.split(key, p, 0, self.tp.rank, self.tp.size)
+            for key, p in params.items()
+        }
 
 
 class Layer(MegatronModule):
@@ -57,7 +77,9 @@ class Layer(MegatronModule):
 
     def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
         super().__init__()
-        self.norm = make_parameter((HIDDEN,), dtype, None, ParamInfo(Constant(1.0), partial_grad=True))
+        self.norm = make_parameter(
+            (HIDDEN,), dtype, None, ParamInfo(Constant(1.0), partial_grad=True)
+        )
         self.linear = Linear(dtype, tp)
         self.scale = make_parameter((HIDDEN,), dtype, None, ParamInfo(Constant(1.0)))
 
@@ -77,10 +99,16 @@ class Body(MegatronModule):
 
 
 class TinyModel(MegatronModule):
-    """Predicts `labels` from `tokens`; `forward` is for TP 1, other sizes only describe their parameters."""
+    """Predicts `labels` from `tokens`; `forward` is for TP 1, other sizes only describe their
+    parameters.
+    """
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, tp: Axis | None = None, tied: bool = True, layers: int = LAYERS
+        self,
+        dtype: torch.dtype = torch.float32,
+        tp: Axis | None = None,
+        tied: bool = True,
+        layers: int = LAYERS,
     ) -> None:
         super().__init__()
         tp = tp or Axis()
@@ -106,7 +134,9 @@ def build(
     model = TinyModel(dtype, ps.tp, **kwargs)
     model.initialize(seed=7)
     chunk = DistributedDataParallel(model, ddp or DistributedDataParallelConfig(), ps.dp)
-    return chunk, MegatronOptimizer([chunk], config or OptimizerConfig(lr=0.05, weight_decay=0.1), ps)
+    return chunk, MegatronOptimizer(
+        [chunk], config or OptimizerConfig(lr=0.05, weight_decay=0.1), ps
+    )
 
 
 def batch(step: int, sequences: int = 8, length: int = 6) -> tuple[Tensor, Tensor]:
@@ -122,7 +152,9 @@ def microbatches(step: int, dp: Axis, count: int) -> list[tuple[Tensor, Tensor]]
     return list(zip(tokens.chunk(count), labels.chunk(count), strict=True))
 
 
-def backward_pass(chunk: DistributedDataParallel, step: int, count: int = 2, loss_scale: float = 1.0) -> float:
+def backward_pass(
+    chunk: DistributedDataParallel, step: int, count: int = 2, loss_scale: float = 1.0
+) -> float:
     """All microbatches of a step; returns this replica's mean loss."""
     chunk.zero_grad_buffer()
     *first, last = microbatches(step, chunk.dp, count)
@@ -147,10 +179,19 @@ def train(
     dtype: torch.dtype = torch.float32,
     tied: bool = True,
 ) -> dict[str, Any]:
-    """Losses, norms, and at the end the parameters, the boxes of the optimizer and the number of buckets."""
-    ps = ParallelState.create(ParallelConfig()) if world_size > 1 else ParallelState.for_rank(ParallelConfig())
-    chunk, optimizer = build(ps, DistributedDataParallelConfig(**ddp), OptimizerConfig(**config), dtype, tied=tied)
-    losses, norms = [], []
+    """Losses, norms, and at the end the parameters, the boxes of the optimizer and the number of
+    buckets.
+    """
+    ps = (
+        ParallelState.create(ParallelConfig())
+        if world_size > 1
+        else ParallelState.for_rank(ParallelConfig())
+    )
+    chunk, optimizer = build(
+        ps, DistributedDataParallelConfig(**ddp), OptimizerConfig(**config), dtype, tied=tied
+    )
+    losses = []
+    norms = []
     for step in range(steps):
         losses.append(backward_pass(chunk, step, count, optimizer.loss_scale))
         finalize_model_grads([chunk], ps)
@@ -166,7 +207,9 @@ def train(
     }
 
 
-def boxes_of(state: ShardedStateDict) -> dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]:
+def boxes_of(
+    state: ShardedStateDict,
+) -> dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]:
     """Key -> (global shape, [(offset, data)]), copied."""
     return {
         key: (entry.global_shape, [(box.offset, box.tensor.clone()) for box in entry.boxes])
@@ -176,22 +219,31 @@ def boxes_of(state: ShardedStateDict) -> dict[str, tuple[tuple[int, ...], list[t
 
 
 def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Global tensors from the boxes of all ranks; asserts that every element is there and that replicas are equal."""
+    """Global tensors from the boxes of all ranks; asserts that every element is there and that
+    replicas are equal.
+    """
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
     for state in states:
         for key, (shape, boxes) in state.items():
-            target = whole.setdefault(key, torch.zeros(shape, dtype=boxes[0][1].dtype if boxes else None))
+            target = whole.setdefault(
+                key, torch.zeros(shape, dtype=boxes[0][1].dtype if boxes else None)
+            )
             seen = filled.setdefault(key, torch.zeros(shape, dtype=torch.bool))
             for offset, data in boxes:
                 place = tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))
                 assert torch.equal(target[place][seen[place]], data[seen[place]]), key
-                target[place], seen[place] = data, True
-    assert all(seen.all() for seen in filled.values()), [key for key, seen in filled.items() if not seen.all()]
+                target[place] = data
+                seen[place] = True
+    assert all(seen.all() for seen in filled.values()), [
+        key for key, seen in filled.items() if not seen.all()
+    ]
     return whole
 
 
-def run(chunk: DistributedDataParallel, optimizer: MegatronOptimizer, steps: Iterable[int]) -> list[tuple[float, Any]]:
+def run(
+    chunk: DistributedDataParallel, optimizer: MegatronOptimizer, steps: Iterable[int]
+) -> list[tuple[float, Any]]:
     """Train one process; (loss, StepResult) of every step."""
     results = []
     for step in steps:

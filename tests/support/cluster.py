@@ -1,7 +1,9 @@
-"""Nodes on one machine, each an agent of torchrun with a directory of its own, that can be lost with all they have.
+"""Nodes on one machine, each an agent of torchrun with a directory of its own, that can be lost
+with all they have.
 
-The rendezvous store is a process of its own, so that any node may die. Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE the
-workers meet in a store of the first node's agent, which is gone with it.
+The rendezvous store is a process of its own, so that any node may die. Without
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE the workers meet in a store of the first node's agent, which is
+gone with it.
 """
 
 import os
@@ -11,15 +13,17 @@ import subprocess
 import sys
 
 from tests import ROOT
-from tests.functional_tests.crash_harness import DEADLINE, ONE_THREAD, free_port
-from tests.processes import children_of, wait_until
+from tests.support.crash_harness import DEADLINE, ONE_THREAD, free_port
+from tests.support.processes import children_of, wait_until
 
 STORE = """
 import sys, time, torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
 while True: time.sleep(1)
 """
-RENDEZVOUS = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120"
+RENDEZVOUS = (
+    "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120"
+)
 
 
 def tree_of(pid):
@@ -28,16 +32,23 @@ def tree_of(pid):
 
 class Cluster:
     def __init__(self, root, nnodes, processes, flags):
-        self.root, self._port = root, free_port()
+        self.root = root
+        self._port = free_port()
         self._launch = f"-m torch.distributed.run --nnodes {nnodes} --nproc-per-node {processes} --max-restarts 20 "
-        self._launch += f"--monitor-interval 0.1 --rdzv-backend c10d --rdzv-conf {RENDEZVOUS} --rdzv-id job "
+        self._launch += (
+            f"--monitor-interval 0.1 --rdzv-backend c10d --rdzv-conf {RENDEZVOUS} --rdzv-id job "
+        )
         self._launch += f"--rdzv-endpoint 127.0.0.1:{self._port} {ROOT}/pretrain_gpt.py {flags}"
         self._store = subprocess.Popen([sys.executable, "-c", STORE, str(self._port)])
         self.agents = {}
 
     def start(self, node):
         command = f"{self._launch} --non-persistent-local-ckpt-dir {self.disk(node)}".split()
-        environment = os.environ | ONE_THREAD | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = (
+            os.environ
+            | ONE_THREAD
+            | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        )
         with self._log(node).open("a") as log:
             self.agents[node] = subprocess.Popen(
                 [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=environment

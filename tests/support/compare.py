@@ -1,4 +1,6 @@
-"""What tests compare with: every tensor of a source, and equality to the bit of anything that a file holds."""
+"""What tests compare with: every tensor of a source, and equality to the bit of anything that a
+file holds.
+"""
 
 import argparse
 from typing import Any

@@ -10,7 +10,8 @@ Spawning a process and importing torch costs seconds, so one pool serves all tes
     def test_all_reduce(pool):                            # the fixture of tests/conftest.py
         assert pool.run(all_reduced, 2, 10) == [21, 21]
 
-Every run gets a fresh default process group, destroyed afterwards, so runs share nothing but imported modules.
+Every run gets a fresh default process group, destroyed afterwards, so runs share nothing but
+imported modules.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ import torch.distributed as dist
 START_TIMEOUT = 180.0  # seconds for a worker to import torch on a loaded machine
 GRACE = 3.0  # seconds the other ranks get to report once one rank has failed
 
-READY, RESULT, ERROR = "ready", "result", "error"
+READY = "ready"
+RESULT = "result"
+ERROR = "error"
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that `DistributedPool.run` re-raises: where it happened, rank by rank."""
+    """The cause of an exception that `DistributedPool.run` re-raises: where it happened, rank by
+    rank.
+    """
 
     def __str__(self) -> str:
         return "\n" + self.args[0]
@@ -68,7 +73,9 @@ class _Worker:
 
 
 class DistributedPool:
-    """Persistent workers; `run` makes the first `world_size` of them the ranks of one process group."""
+    """Persistent workers; `run` makes the first `world_size` of them the ranks of one process
+    group.
+    """
 
     def __init__(self, max_workers: int = 4) -> None:
         self.max_workers = max_workers
@@ -77,23 +84,32 @@ class DistributedPool:
         self._store: dist.TCPStore | None = None  # outlives every worker
         self._runs = 0
 
-    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300) -> list[Any]:
-        """Return `[function(rank, world_size, *args) for each rank]`, computed by `world_size` processes.
+    def run(
+        self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300
+    ) -> list[Any]:
+        """Return `[function(rank, world_size, *args) for each rank]`, computed by `world_size`
+        processes.
 
         `function` must be importable by name (module level); arguments and results are pickled by value. The first
-        exception of any rank is raised here, caused by the remote tracebacks of all ranks that failed. A rank that
-        dies (its death goes before the errors that it causes in others), or is still running after `timeout` seconds
-        (also the timeout of the group's collectives), raises RuntimeError or TimeoutError with the stacks of the ranks
-        that hang; the workers are then started anew.
+        exception of any rank is raised here, caused by the remote tracebacks of all ranks that
+        failed. A rank that dies (its death goes before the errors that it causes in others), or is
+        still running after `timeout` seconds (also the timeout of the group's collectives), raises
+        RuntimeError or TimeoutError with the stacks of the ranks that hang; the workers are then
+        started anew.
         """
         if not 1 <= world_size <= self.max_workers:
-            raise ValueError(f"world_size {world_size} must be from 1 to the pool's max_workers {self.max_workers}")
+            raise ValueError(
+                f"world_size {world_size} must be from 1 to the pool's max_workers {self.max_workers}"
+            )
         workers = self._start(world_size)
         self._runs += 1
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port
-        tasks = [_Task(function, args, rank, world_size, port, self._runs, timeout) for rank in range(world_size)]
+        tasks = [
+            _Task(function, args, rank, world_size, port, self._runs, timeout)
+            for rank in range(world_size)
+        ]
         for worker, message in zip(workers, [_encode(task) for task in tasks], strict=True):
             worker.connection.send_bytes(message)
         return self._collect(workers, timeout)
@@ -127,8 +143,12 @@ class DistributedPool:
         return self._workers[:count]
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[Any]:
-        """Wait for the answer of every rank; the first failure leaves the others `GRACE` seconds to explain theirs."""
-        deadline = time.monotonic() + timeout + GRACE  # the group's own timeout goes first: it says more
+        """Wait for the answer of every rank; the first failure leaves the others `GRACE` seconds to
+        explain theirs.
+        """
+        deadline = (
+            time.monotonic() + timeout + GRACE
+        )  # the group's own timeout goes first: it says more
         running: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
         results: list[Any] = [None] * len(workers)
         failures: list[tuple[BaseException, str]] = []
@@ -141,10 +161,14 @@ class DistributedPool:
                     results[rank] = value
                 else:
                     usable = usable and kind == ERROR
-                    failures.insert(len(failures) if kind == ERROR else 0, value)  # a death explains the others' errors
+                    failures.insert(
+                        len(failures) if kind == ERROR else 0, value
+                    )  # a death explains the others' errors
                     deadline = min(deadline, time.monotonic() + GRACE)
         if running:
-            stacks = "\n".join(f"rank {rank} hangs at:\n{_stack(workers[rank])}" for rank in running.values())
+            stacks = "\n".join(
+                f"rank {rank} hangs at:\n{_stack(workers[rank])}" for rank in running.values()
+            )
             error = TimeoutError(f"ranks {sorted(running.values())} still ran after {timeout} s")
             failures.append((error, stacks))
         if running or not usable:
@@ -155,7 +179,9 @@ class DistributedPool:
 
 
 def _encode(task: _Task) -> bytes:
-    """The task behind the import path that it needs: a worker may be older than the module of the test."""
+    """The task behind the import path that it needs: a worker may be older than the module of the
+    test.
+    """
     return pickle.dumps((sys.path, pickle.dumps(task)))
 
 
@@ -185,7 +211,9 @@ def _receive(worker: _Worker) -> tuple[str | None, Any]:
 
 
 def _stack(worker: _Worker) -> str:
-    """Where a hung worker is, from its fault handler (which answers even inside a blocking collective)."""
+    """Where a hung worker is, from its fault handler (which answers even inside a blocking
+    collective).
+    """
     assert worker.process.pid is not None
     os.kill(worker.process.pid, signal.SIGUSR1)
     time.sleep(0.5)
@@ -196,7 +224,9 @@ def _worker_main(connection: Connection, stacks: Path) -> None:
     """Serve tasks until the pool closes the connection."""
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # containers often cannot resolve their own host name
+        os.environ.setdefault(
+            "GLOO_SOCKET_IFNAME", "lo"
+        )  # containers often cannot resolve their own host name
     with stacks.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file)
         connection.send_bytes(pickle.dumps((READY, None)))
@@ -211,7 +241,9 @@ def _worker_main(connection: Connection, stacks: Path) -> None:
 
 
 def _answer(message: bytes) -> bytes:
-    """Run one task; the process group outlives it, so that a failure is reported before the neighbours notice."""
+    """Run one task; the process group outlives it, so that a failure is reported before the
+    neighbours notice.
+    """
     rank = None
     try:
         task = _decode(message)
@@ -220,7 +252,9 @@ def _answer(message: bytes) -> bytes:
         timeout = timedelta(seconds=task.timeout)
         client = dist.TCPStore("127.0.0.1", task.store_port, is_master=False, timeout=timeout)
         store = dist.PrefixStore(str(task.run), client)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=task.world_size, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=task.world_size, timeout=timeout
+        )
         result = task.function(rank, task.world_size, *task.args)
         dist.barrier()  # nobody closes a connection that another rank still reads from
         return pickle.dumps((RESULT, result))

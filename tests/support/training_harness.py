@@ -1,4 +1,6 @@
-"""Runs of the training program inside the pool of workers, and what they measured and held at the end."""
+"""Runs of the training program inside the pool of workers, and what they measured and held at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm "
 MODELS = {"llama": LLAMA, "gpt2": GPT2}
 
 DISTRIBUTED_OPTIMIZER = (
-    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--ddp-bucket-size 3000 "
 )
 LAYOUTS = {  # name -> (processes, flags)
     "tp2": (2, "--tensor-model-parallel-size 2"),
     "tp2_sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
     "pp2": (2, "--pipeline-model-parallel-size 2"),
-    "pp2_interleaved": (2, "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2"),
+    "pp2_interleaved": (
+        2,
+        "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
+    ),
     "pp2_uneven": (2, "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1"),
     "dp2": (2, ""),
     "dp2_distributed_optimizer": (2, DISTRIBUTED_OPTIMIZER),
@@ -76,7 +82,9 @@ class Measurements:
 
 @dataclass
 class Outcome:
-    """One rank's end of a run: position, and boxes of weights and optimizer as (key, global shape, offset, values)."""
+    """One rank's end of a run: position, and boxes of weights and optimizer as (key, global shape,
+    offset, values).
+    """
 
     measured: Measurements
     iteration: int
@@ -86,7 +94,11 @@ class Outcome:
 
 
 def train(
-    rank: int, world_size: int, flags: str, common: str = COMMON, forward_step: ForwardStep = forward_step
+    rank: int,
+    world_size: int,
+    flags: str,
+    common: str = COMMON,
+    forward_step: ForwardStep = forward_step,
 ) -> Outcome:
     """`pretrain_gpt.py COMMON FLAGS` as one rank of the group that exists."""
     measured = Measurements()
@@ -95,20 +107,29 @@ def train(
     model = model_state(run)
     state = run.optimizer.weights(model) | run.optimizer.sharded_state_dict(model)
     boxes = [
-        (key, entry.global_shape, box.offset, box.tensor.clone()) for key, entry in state.items() for box in entry.boxes
+        (key, entry.global_shape, box.offset, box.tensor.clone())
+        for key, entry in state.items()
+        for box in entry.boxes
     ]
-    return Outcome(measured, run.state.iteration, run.state.consumed_train_samples, run.learning_rate, boxes)
+    return Outcome(
+        measured, run.state.iteration, run.state.consumed_train_samples, run.learning_rate, boxes
+    )
 
 
 def whole(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
-    """The global tensors that the boxes of all ranks make up; they must cover them, and agree where they overlap."""
+    """The global tensors that the boxes of all ranks make up; they must cover them, and agree where
+    they overlap.
+    """
     tensors: dict[str, torch.Tensor] = {}
     covered: dict[str, torch.Tensor] = {}
     for key, shape, offset, values in (row for outcome in outcomes for row in outcome.boxes):
         target = tensors.setdefault(key, torch.zeros(shape, dtype=values.dtype))
         done = covered.setdefault(key, torch.zeros(shape, dtype=torch.bool))
         place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
-        assert torch.equal(target[place][done[place]], values[done[place]]), f"replicas of {key} differ"
-        target[place], done[place] = values, True
+        assert torch.equal(target[place][done[place]], values[done[place]]), (
+            f"replicas of {key} differ"
+        )
+        target[place] = values
+        done[place] = True
     assert all(done.all() for done in covered.values()), "not covered"
     return tensors

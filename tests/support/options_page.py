@@ -1,8 +1,9 @@
 """The table of Megatron-LM's options: what each is here.
 
-    python -m tests.options_page > docs/megatron_lm_options.md
+    python -m tests.support.options_page > docs/megatron_lm_options.md
 
-It is made from the parser of `pretrain_gpt.py` and from the list of options by which it explains what it refuses.
+It is made from the parser of `pretrain_gpt.py` and from the list of options by which it explains
+what it refuses.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from megatron.training.config.run_config import flag_parser
 HEAD = """# Megatron-LM's options
 
 What becomes of every option that Megatron-LM has had since 2023 when it stands on the command line of
-`pretrain_gpt.py`. This page is made by `tests/options_page.py` from the parser itself.
+`pretrain_gpt.py`. This page is made by `tests/support/options_page.py` from the parser itself.
 
 - **yes**: a flag of this project, with the same meaning.
 - **no effect**: accepted; the mathematics and the files are the same with and without it, for the reason given.
@@ -32,8 +33,15 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
         if option.group.startswith("fork: "):
             continue
         if name in OTHER_NAMES:
-            values = ", ".join(f"{field} = {value}" for field, value in OTHER_NAMES[name].values.items())
-            yield option.group, name, "yes", f"another way to set {values or OTHER_NAMES[name].takes}"
+            values = ", ".join(
+                f"{field} = {value}" for field, value in OTHER_NAMES[name].values.items()
+            )
+            yield (
+                option.group,
+                name,
+                "yes",
+                f"another way to set {values or OTHER_NAMES[name].takes}",
+            )
         elif name in known or (option.words == "0" and base_name(name) in bases):
             yield option.group, name, "yes", ""
         elif option.here == "no effect":
@@ -49,8 +57,14 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
 
 def page() -> str:
     table = sorted(rows(), key=lambda row: (row[0].lower(), row[1]))
-    counts = {kind: sum(row[2] == kind for row in table) for kind in ("yes", "no effect", "only as default")}
-    lines = [HEAD, f"{len(table)} spellings: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()) + "."]
+    counts = {
+        kind: sum(row[2] == kind for row in table)
+        for kind in ("yes", "no effect", "only as default")
+    }
+    lines = [
+        HEAD,
+        f"{len(table)} spellings: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()) + ".",
+    ]
     group = None
     for row in table:
         if row[0] != group:

@@ -1,4 +1,6 @@
-"""What a training step really holds and sends: every tensor storage and every collective, seen at the dispatcher."""
+"""What a training step really holds and sends: every tensor storage and every collective, seen at
+the dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._counted = self.peak = 0  # those that are gone are looked for when they might make a new peak
+        self._counted = self.peak = (
+            0  # those that are gone are looked for when they might make a new peak
+        )
         self.sent: defaultdict[str, int] = defaultdict(int)
         self.calls: defaultdict[str, int] = defaultdict(int)
 
@@ -40,7 +44,9 @@ class LiveTensors(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.calls[name] += 1
         if func.namespace == "c10d":
-            self.sent[name] += sum(t.numel() * t.element_size() for t in tree_leaves(_payload(name, args)))
+            self.sent[name] += sum(
+                t.numel() * t.element_size() for t in tree_leaves(_payload(name, args))
+            )
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 self._remember(tensor.untyped_storage())
@@ -61,4 +67,6 @@ def _payload(name: str, args: tuple[Any, ...]) -> Any:
         return args[0]
     if name in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):
         return args[1]
-    return args[0] if name in ("allreduce_", "broadcast_", "reduce_", "send", "alltoall_base_") else []
+    return (
+        args[0] if name in ("allreduce_", "broadcast_", "reduce_", "send", "alltoall_base_") else []
+    )

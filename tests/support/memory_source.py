@@ -6,7 +6,14 @@ from typing import Any
 import torch
 
 from megatron.conversion.model_space.model import model_config, model_tensors
-from megatron.conversion.model_space.source import ADAM, SGD, Shape, TensorInfo, TrainingState, optimizer_key
+from megatron.conversion.model_space.source import (
+    ADAM,
+    SGD,
+    Shape,
+    TensorInfo,
+    TrainingState,
+    optimizer_key,
+)
 
 
 @dataclass
@@ -19,10 +26,14 @@ class MemorySource:
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        return {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in self.values.items()}
+        return {
+            key: TensorInfo(tuple(value.shape), value.dtype) for key, value in self.values.items()
+        }
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self.values[key][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))].clone()
+        return self.values[key][
+            tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        ].clone()
 
 
 LLAMA_ARGS = {
@@ -50,7 +61,9 @@ GPT_ARGS = {
 BLOOM_ARGS = GPT_ARGS | {"position_embedding_type": "alibi", "embedding_layernorm": True}
 
 
-def random_source(args: dict[str, Any], vocab_size: int = 67, optimizer: bool = True, seed: int = 0) -> MemorySource:
+def random_source(
+    args: dict[str, Any], vocab_size: int = 67, optimizer: bool = True, seed: int = 0
+) -> MemorySource:
     """Random weights in the dtype of `args`, with the state of an optimizer after seven iterations."""
     generator = torch.Generator().manual_seed(seed)
     config = model_config(args, vocab_size, "test")
@@ -59,9 +72,15 @@ def random_source(args: dict[str, Any], vocab_size: int = 67, optimizer: bool = 
         main = 0.3 * torch.randn(shape, generator=generator)
         values[key] = main.to(config.params_dtype)
         if optimizer:
-            states = (main, torch.randn(shape, generator=generator), torch.rand(shape, generator=generator))
+            states = (
+                main,
+                torch.randn(shape, generator=generator),
+                torch.rand(shape, generator=generator),
+            )
             names = SGD if args.get("optimizer") == "sgd" else ADAM
-            values |= {optimizer_key(state, key): v for state, v in zip(names, states, strict=False)}
+            values |= {
+                optimizer_key(state, key): v for state, v in zip(names, states, strict=False)
+            }
     return MemorySource(dict(args), values, training_state() if optimizer else None)
 
 

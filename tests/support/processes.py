@@ -18,9 +18,14 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(
-    condition: Callable[[], object], seconds: float = 60, explain: Callable[[], str] = str, pause: float = 0.02
+    condition: Callable[[], object],
+    seconds: float = 60,
+    explain: Callable[[], str] = str,
+    pause: float = 0.02,
 ) -> None:
-    """Fails with `explain()` after `seconds`: far more than it takes on any machine, so that nothing hangs."""
+    """Fails with `explain()` after `seconds`: far more than it takes on any machine, so that
+    nothing hangs.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, explain()

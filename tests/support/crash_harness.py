@@ -1,4 +1,6 @@
-"""Training programs as real processes that tests kill: started in milliseconds, observed by their output."""
+"""Training programs as real processes that tests kill: started in milliseconds, observed by their
+output.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Job:
     """The ranks of one start of the training program."""
 
     def __init__(self, launcher: Launcher, pids: list[int], log: Path) -> None:
-        self._launcher, self.pids, self._log = launcher, pids, log
+        self._launcher = launcher
+        self.pids = pids
+        self._log = log
         self.codes: list[int | None] = [None] * len(pids)
 
     def output(self, rank: int = 0) -> str:
@@ -89,14 +93,17 @@ class Job:
         return int(found[1]) if found else None
 
     def saved(self) -> list[int]:
-        return [int(iteration) for iteration in re.findall(r"> saved \S*iter_(\d+) in", self.output())]
+        return [
+            int(iteration) for iteration in re.findall(r"> saved \S*iter_(\d+) in", self.output())
+        ]
 
 
 class Launcher:
     """Owns the process that forks the training programs; `start` one, or `run` it to its end."""
 
     def __init__(self, logs: Path) -> None:
-        self._logs, self._count = logs, 0
+        self._logs = logs
+        self._count = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.functional_tests.forking_launcher"],
             cwd=ROOT,
@@ -108,7 +115,9 @@ class Launcher:
         self._running: list[Job] = []
         assert self._answer() == "ready"
 
-    def start(self, world_size: int, flags: str, file_size_limits: Sequence[int | None] | None = None) -> Job:
+    def start(
+        self, world_size: int, flags: str, file_size_limits: Sequence[int | None] | None = None
+    ) -> Job:
         """`file_size_limits`: bytes, by rank, at which the kernel refuses to let a file grow."""
         self._count += 1
         log = self._logs / f"job{self._count}"
@@ -161,7 +170,10 @@ def launching(logs: Path) -> Iterator[Launcher]:
 def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, their checksums verified."""
     reader = Reader(directory, verify=True)
-    return {key: reader.read(key, (0,) * len(t.shape), t.shape) for key, t in reader.metadata.tensors.items()}
+    return {
+        key: reader.read(key, (0,) * len(t.shape), t.shape)
+        for key, t in reader.metadata.tensors.items()
+    }
 
 
 def free_port() -> int:

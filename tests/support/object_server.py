@@ -1,4 +1,6 @@
-"""An S3 server on this machine (moto: real HTTP, exact conditional requests), for tests of object storage."""
+"""An S3 server on this machine (moto: real HTTP, exact conditional requests), for tests of object
+storage.
+"""
 
 import contextlib
 import http.client
@@ -24,15 +26,23 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def object_server(bucket="bucket"):
-    """The environment in which `s3://bucket` is an empty bucket of a server that ends with the block."""
+    """The environment in which `s3://bucket` is an empty bucket of a server that ends with the
+    block.
+    """
     command = [sys.executable, "-c", SERVER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as server:
         try:
             host, port = server.stdout.readline().decode().split()
             url = f"http://{host}:{port}"
             request = urllib.request.Request(f"{url}/{bucket}", method="PUT")
             urllib.request.urlopen(request).close()
-            keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "us-east-1"}
+            keys = {
+                "AWS_ACCESS_KEY_ID": "test",
+                "AWS_SECRET_ACCESS_KEY": "test",
+                "AWS_REGION": "us-east-1",
+            }
             with mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": url, **keys}):
                 yield url
         finally:
@@ -42,9 +52,9 @@ def object_server(bucket="bucket"):
 class FaultyProxy:
     """Forwards requests to `url`; `fault(method, path, headers)` may name what goes wrong with one.
 
-    "refuse": 503 without asking the server; "drop": the server does it, but its answer is lost; "strip": conditions are
-    taken off the request, as by a store that ignores them; "quotes": If-Match is compared with the tag without quotes,
-    as Ceph's gateway does.
+    "refuse": 503 without asking the server; "drop": the server does it, but its answer is lost;
+    "strip": conditions are taken off the request, as by a store that ignores them; "quotes":
+    If-Match is compared with the tag without quotes, as Ceph's gateway does.
     """
 
     def __init__(self, url, fault):
@@ -64,14 +74,19 @@ class FaultyProxy:
                     self.end_headers()
                     return
                 if kind == "quotes" and any(
-                    name.lower() == "if-match" and value.startswith('"') for name, value in headers.items()
+                    name.lower() == "if-match" and value.startswith('"')
+                    for name, value in headers.items()
                 ):
                     self.send_response(412)
                     self.send_header("Content-Length", "0")
                     self.end_headers()
                     return
                 if kind == "strip":
-                    headers = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+                    headers = {
+                        name: value
+                        for name, value in headers.items()
+                        if not name.lower().startswith("if-")
+                    }
                 connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
                 connection.request(self.command, self.path, content, headers)
                 answer = connection.getresponse()
@@ -82,7 +97,13 @@ class FaultyProxy:
                     return
                 self.send_response(answer.status)
                 for name, value in answer.getheaders():
-                    if name.lower() not in ("transfer-encoding", "connection", "content-length", "server", "date"):
+                    if name.lower() not in (
+                        "transfer-encoding",
+                        "connection",
+                        "content-length",
+                        "server",
+                        "date",
+                    ):
                         self.send_header(name, value)
                 if self.command != "HEAD":
                     self.send_header("Content-Length", str(len(body)))

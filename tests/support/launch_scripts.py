@@ -1,4 +1,6 @@
-"""Launch scripts with their launchers replaced: what they would start, and in which order they call the cluster."""
+"""Launch scripts with their launchers replaced: what they would start, and in which order they call
+the cluster.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ import yaml
 from tests import ROOT
 
 PRINT = '#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n'
-SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'  # options of its own, then the command
-SCONTROL = '#!/bin/sh\n[ "$1" = show ] && printf "node1\\nnode2\\n" || echo "$@" >> "$SCONTROL_LOG"\n'
+# options of its own, then the command
+SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
+SCONTROL = (
+    '#!/bin/sh\n[ "$1" = show ] && printf "node1\\nnode2\\n" || echo "$@" >> "$SCONTROL_LOG"\n'
+)
 
 
 @dataclass(frozen=True)
@@ -48,20 +53,32 @@ def launched(command: list[str], directory: Path, **variables: str) -> Launch:
         "SCONTROL_LOG": str(directory / "scontrol.log"),
         **variables,
     }
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert result.returncode == 0, result.stderr
     words = result.stdout.splitlines()
     program = words.index("pretrain_gpt.py")
-    return Launch(words[:program], [word for word in words[program + 1 :] if not word.startswith("stopped at ")])
+    return Launch(
+        words[:program],
+        [word for word in words[program + 1 :] if not word.startswith("stopped at ")],
+    )
 
 
 def pod_command(path: str) -> tuple[list[str], dict[str, str], int]:
-    """Command, environment and number of pods of a PyTorchJob, the operator's variables included (first pod)."""
+    """Command, environment and number of pods of a PyTorchJob, the operator's variables included
+    (first pod).
+    """
     job = yaml.safe_load((ROOT / path).read_text())
     replicas = job["spec"]["pytorchReplicaSpecs"]
     pods = sum(spec["replicas"] for spec in replicas.values())
     (container,) = replicas["Master"]["template"]["spec"]["containers"]
     assert container["name"] == "pytorch"  # the operator looks for this name
     variables = {entry["name"]: entry["value"] for entry in container["env"]}
-    operator = {"MASTER_ADDR": "llama-8b-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": str(pods), "RANK": "0"}
+    operator = {
+        "MASTER_ADDR": "llama-8b-master-0",
+        "MASTER_PORT": "23456",
+        "WORLD_SIZE": str(pods),
+        "RANK": "0",
+    }
     return container["command"] + container["args"], variables | operator, pods

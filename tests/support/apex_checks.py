@@ -1,4 +1,6 @@
-"""apex's optimizer, norms of gradients and layer norms against torch's: what any apex must pass, on any device."""
+"""apex's optimizer, norms of gradients and layer norms against torch's: what any apex must pass, on
+any device.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,18 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def check_adam(device: str, tolerance: float) -> None:
-    """Over steps with another rate and decay each, one of them skipped; two groups and an empty one."""
+    """Over steps with another rate and decay each, one of them skipped; two groups and an empty
+    one.
+    """
     torch.manual_seed(0)
     values = [torch.randn(size) for size in (1000, 70_000, 64)]
     rules = []
     for make in (ApexAdam, AdamW):
         params = [value.to(device, copy=True) for value in values]
-        groups = [{"params": part, "lr": 1e-2, "weight_decay": 0.1} for part in (params[:2], params[2:], [])]
+        groups = [
+            {"params": part, "lr": 1e-2, "weight_decay": 0.1}
+            for part in (params[:2], params[2:], [])
+        ]
         rule = make(groups, betas=(0.9, 0.95), eps=1e-8)
         for param in params:
             zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
@@ -26,7 +33,8 @@ def check_adam(device: str, tolerance: float) -> None:
     for number in range(5):
         gradients = [3.0 * torch.randn(len(value)) for value in values]
         for rule, params in rules:
-            rule.param_groups[0]["lr"], rule.param_groups[1]["weight_decay"] = 1e-2 / (number + 1), 0.05 * number
+            rule.param_groups[0]["lr"] = 1e-2 / (number + 1)
+            rule.param_groups[1]["weight_decay"] = 0.05 * number
             rule.grad_scale = torch.tensor(2.0 + number, device=device)
             rule.found_inf = torch.tensor(float(number == 2), device=device)
             for param, gradient in zip(params, gradients, strict=True):
@@ -36,17 +44,24 @@ def check_adam(device: str, tolerance: float) -> None:
         (ours, mine), (theirs, expected) = rules
         for param, wanted in zip(mine, expected, strict=True):
             torch.testing.assert_close(param, wanted, rtol=tolerance, atol=tolerance)
-            assert ours.state[param]["step"] == theirs.state[wanted]["step"] == number + (number < 2)
+            assert (
+                ours.state[param]["step"] == theirs.state[wanted]["step"] == number + (number < 2)
+            )
             for name in ("exp_avg", "exp_avg_sq"):
                 torch.testing.assert_close(
-                    ours.state[param][name], theirs.state[wanted][name], rtol=tolerance, atol=tolerance
+                    ours.state[param][name],
+                    theirs.state[wanted][name],
+                    rtol=tolerance,
+                    atol=tolerance,
                 )
 
 
 def check_sum_of_squares(device: str) -> None:
     grads = [torch.randn(size, device=device) for size in (5, 100_000)]
     wanted = sum_of_squares(grads, torch.device(device))
-    torch.testing.assert_close(apex_sum_of_squares(grads, torch.device(device)), wanted, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(
+        apex_sum_of_squares(grads, torch.device(device)), wanted, rtol=1e-5, atol=0.0
+    )
     assert apex_sum_of_squares([], torch.device(device)) == 0.0
 
 
@@ -55,16 +70,27 @@ def check_norms(device: str, tolerance: float) -> None:
     for normalization in ("RMSNorm", "LayerNorm"):
         for from_one in (False, True):
             for bf16 in (False, True):
-                found = [_normed(impl, normalization, from_one, bf16, device) for impl in ("apex", "torch")]
+                found = [
+                    _normed(impl, normalization, from_one, bf16, device)
+                    for impl in ("apex", "torch")
+                ]
                 for mine, wanted in zip(*found, strict=True):
                     tolerated = (2e-2 if bf16 else tolerance) * float(wanted.abs().max())
                     torch.testing.assert_close(mine, wanted, rtol=0.0, atol=tolerated)
 
 
-def _normed(impl: str, normalization: str, from_one: bool, bf16: bool, device: str) -> list[torch.Tensor]:
+def _normed(
+    impl: str, normalization: str, from_one: bool, bf16: bool, device: str
+) -> list[torch.Tensor]:
     torch.manual_seed(1)
     config = TransformerConfig(
-        1, 64, 4, normalization=normalization, apply_layernorm_1p=from_one, bf16=bf16, norm_impl=impl
+        1,
+        64,
+        4,
+        normalization=normalization,
+        apply_layernorm_1p=from_one,
+        bf16=bf16,
+        norm_impl=impl,
     )
     norm = Norm(config, 64, partial_grad=False, device=torch.device(device))
     for param in norm.parameters():

@@ -1,8 +1,9 @@
 """Real command lines for Megatron-LM: how many start here, and what stops the others.
 
-    python -m tests.flag_sets FILE.jsonl        FILE: one {"id", "group", "argv", ...} a line
+    python -m tests.support.flag_sets FILE.jsonl        FILE: one {"id", "group", "argv", ...} a line
 
-A line counts as "parses" when `parse_args` gives a configuration for as few ranks as its parallel sizes allow.
+A line counts as "parses" when `parse_args` gives a configuration for as few ranks as its parallel
+sizes allow.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from typing import Any
 from megatron.training.config.run_config import parse_args
 
 OUTCOMES = ("parses", "refused", "unknown flag", "crash")
-_AXES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+_AXES = (
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -31,7 +36,9 @@ def smallest_world(argv: Sequence[str]) -> int:
     world = 1
     for axis in _AXES:
         world *= int(sizes.get(axis, 1))
-    experts = int(sizes.get("--expert-tensor-parallel-size", sizes.get("--tensor-model-parallel-size", 1)))
+    experts = int(
+        sizes.get("--expert-tensor-parallel-size", sizes.get("--tensor-model-parallel-size", 1))
+    )
     for axis in ("--expert-model-parallel-size", "--pipeline-model-parallel-size"):
         experts *= int(sizes.get(axis, 1))
     return math.lcm(world, experts)
@@ -43,7 +50,9 @@ def outcome(argv: Sequence[str]) -> tuple[str, list[str]]:
         parse_args(argv, smallest_world(argv))
     except ValueError as error:
         lines = str(error).splitlines()
-        return "unknown flag" if any(line.startswith("unknown flag") for line in lines) else "refused", lines
+        return "unknown flag" if any(
+            line.startswith("unknown flag") for line in lines
+        ) else "refused", lines
     except Exception as error:  # what must not happen is counted, not hidden
         return "crash", [repr(error)]
     return "parses", []
@@ -60,9 +69,13 @@ def report(sets: Iterable[dict[str, Any]]) -> str:
     table = [f"{'':16}" + "".join(f"{name:>14}" for name in OUTCOMES)]
     for group, counts in sorted(groups.items()):
         total = counts.total()
-        cells = "".join(f"{counts[name]:>7} {100 * counts[name] / total:4.0f} %" for name in OUTCOMES)
+        cells = "".join(
+            f"{counts[name]:>7} {100 * counts[name] / total:4.0f} %" for name in OUTCOMES
+        )
         table.append(f"{group:16}{cells}  of {total}")
-    return "\n".join([*table, "", *(f"{count:5}  {reason}" for reason, count in reasons.most_common(60))])
+    return "\n".join(
+        [*table, "", *(f"{count:5}  {reason}" for reason, count in reasons.most_common(60))]
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""Look into checkpoints: what they hold, whether they are complete, how two of them differ.
+"""Inspect checkpoints: contents, completeness, and differences between two of them.
 
-    python tools/checkpoint/inspect.py show run/checkpoints              what is in it, who wrote it, where it lies
-    python tools/checkpoint/inspect.py verify run/checkpoints            files, coverage of every tensor, checksums
-    python tools/checkpoint/inspect.py diff run/checkpoints other/model  any two formats, any two layouts
-    python tools/checkpoint/inspect.py digest run/checkpoints            a number per tensor, the same in any layout
-    python tools/checkpoint/inspect.py plan run/checkpoints --tensor-model-parallel-size 4      is it loadable there
+    T=tools/checkpoint/inspect_checkpoint.py
+    python $T show run/checkpoints                  contents, origin, files
+    python $T verify run/checkpoints                files, coverage of every tensor, checksums
+    python $T diff run/checkpoints other/model      any two formats, any two layouts
+    python $T digest run/checkpoints                one digest per tensor, independent of the layout
+    python $T plan run/checkpoints --tensor-model-parallel-size 4      can this layout load it?
 
-PATH is an iteration's directory or a run's --save directory (then its newest checkpoint, or --ckpt-step). One process,
-no GPU, no model; tensors are read a slice at a time. Exit status 1: damaged (verify), different (diff), or not loadable
-at that layout (plan).
-
-inspect.py is a directory that Python runs as a program: as a file it would hide the standard library's `inspect` from
-the programs beside it.
+PATH is an iteration's directory or a run's --save directory (then its newest checkpoint, or
+--ckpt-step). One process, no GPU, no model; tensors are read a slice at a time. Exit status 1:
+damaged (verify), different (diff), or not loadable at that layout (plan).
 """
 
 from __future__ import annotations
@@ -27,7 +25,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.conversion.formats import FORMATS, detect, is_extra_state, named_checkpoint, require_checkpoint
+from megatron.conversion.formats import (
+    FORMATS,
+    detect,
+    is_extra_state,
+    named_checkpoint,
+    require_checkpoint,
+)
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     CheckpointMetadata,
@@ -56,7 +60,9 @@ else:  # `show` needs torch for other formats than torch_dist alone
         lazy_module(f"megatron.conversion.{name}")
         for name in ("convert", "megatron_lm.torch_dist", "model_space.pieces", "model_space.model")
     )
-    mapping, verification = (lazy_module(f"megatron.core.dist_checkpointing.{n}") for n in ("mapping", "verification"))
+    mapping, verification = (
+        lazy_module(f"megatron.core.dist_checkpointing.{n}") for n in ("mapping", "verification")
+    )
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 LAYOUT_ARGS = {
@@ -85,7 +91,9 @@ class View(NamedTuple):
 
 
 def open_view(root: Path, step: int | None) -> View:
-    """In model space if the files say which model it is, so that formats can be compared; else keys as stored."""
+    """In model space if the files say which model it is, so that formats can be compared; else keys
+    as stored.
+    """
     path, kind, _ = require_checkpoint(root, step)
     try:
         source = convert.open_checkpoint(path, kind)
@@ -112,7 +120,8 @@ def show(args: argparse.Namespace) -> int:
     tensors: Mapping[str, TensorInfo | StoredTensor]
     if kind == "torch_dist":
         metadata = read_metadata(path)
-        tensors, facts = metadata.tensors, _torch_dist_facts(path, metadata)
+        tensors = metadata.tensors
+        facts = _torch_dist_facts(path, metadata)
     else:
         source = convert.open_checkpoint(path, kind)
         tensors = source.tensors
@@ -130,7 +139,9 @@ def show(args: argparse.Namespace) -> int:
                 f"--plot: {path} is {kind}, and only torch_dist says which file holds what; use plan --plot"
             )
         title = f"{path.name}: who wrote what"
-        summary.shares_picture(shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp")
+        summary.shares_picture(
+            shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp"
+        )
     if args.json:
         print(json.dumps(result, indent=1, default=str))
     else:
@@ -139,11 +150,16 @@ def show(args: argparse.Namespace) -> int:
 
 
 def shares_of_files(path: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """Bytes by file, part of the model and kind; a file is `__{rank}_{writer}.distcp`, so also who wrote what."""
+    """Bytes by file, part of the model and kind; a file is `__{rank}_{writer}.distcp`, so also who
+    wrote what.
+    """
     metadata = read_metadata(path)
-    shares: dict[str, dict[str, dict[str, int]]] = {name: {} for name in sorted(metadata.file_sizes(), key=_numbers)}
+    shares: dict[str, dict[str, dict[str, int]]] = {
+        name: {} for name in sorted(metadata.file_sizes(), key=_numbers)
+    }
     for key, stored in metadata.tensors.items():
-        kind, chunks = key.split(".")[2] if key.startswith("optimizer.state.") else "weights", stored.chunks
+        kind = key.split(".")[2] if key.startswith("optimizer.state.") else "weights"
+        chunks = stored.chunks
         for file, length in zip(chunks.file.tolist(), chunks.length.tolist(), strict=True):
             part = shares[chunks.files[file]].setdefault(model.part_of(key), {})
             part[kind] = part.get(kind, 0) + length
@@ -160,16 +176,27 @@ def _numbers(name: str) -> tuple[int, ...]:
 def _totals(tensors: Mapping[str, TensorInfo | StoredTensor]) -> dict[str, Any]:
     sizes: Counter[str] = Counter()
     for key, info in tensors.items():
-        sizes[".".join(key.split(".")[:3]) if key.startswith("optimizer.state.") else "weights"] += info.nbytes
+        sizes[
+            ".".join(key.split(".")[:3]) if key.startswith("optimizer.state.") else "weights"
+        ] += info.nbytes
     return {"num_tensors": len(tensors), "bytes": sum(sizes.values()), "bytes_by_kind": dict(sizes)}
 
 
 def _torch_dist_facts(path: Path, metadata: CheckpointMetadata) -> dict[str, Any]:
     # Newer Megatron-LM keeps it in a shard, which needs torch.
-    common = load_common(path, names=True) or torch_dist.stored_common(torch_dist.Reader(path), path)
-    args = vars(common["args"]) if isinstance(common.get("args"), argparse.Namespace) else common.get("args", {})
+    common = load_common(path, names=True) or torch_dist.stored_common(
+        torch_dist.Reader(path), path
+    )
+    args = (
+        vars(common["args"])
+        if isinstance(common.get("args"), argparse.Namespace)
+        else common.get("args", {})
+    )
     needed = metadata.file_sizes()
-    files = {name: (path / name).stat().st_size if (path / name).exists() else None for name in sorted(needed)}
+    files = {
+        name: (path / name).stat().st_size if (path / name).exists() else None
+        for name in sorted(needed)
+    }
     return {
         **_run_facts(args if isinstance(args, dict) else {}, common.get("iteration")),
         "objects": sorted(metadata.objects),
@@ -186,7 +213,10 @@ def _run_facts(args: Mapping[str, Any], iteration: int | None) -> dict[str, Any]
 
 
 def print_show(result: dict[str, Any]) -> None:
-    layout = ", ".join(f"{name.upper()} {value}" for name, value in result["layout"].items()) or "not stored"
+    layout = (
+        ", ".join(f"{name.upper()} {value}" for name, value in result["layout"].items())
+        or "not stored"
+    )
     print(f"{result['path']}\n  format     {result['format']}")
     print(f"  iteration  {'not stored' if result['iteration'] is None else result['iteration']}")
     print(f"  written at {layout}")
@@ -198,7 +228,9 @@ def print_show(result: dict[str, Any]) -> None:
         sizes = [size for size in result["files"].values() if size is not None]
         if sizes:
             balance = max(sizes) / (sum(sizes) / len(sizes))
-            print(f"  files      {len(sizes)}, largest {size_text(max(sizes))} = {balance:.2f} x the mean")
+            print(
+                f"  files      {len(sizes)}, largest {size_text(max(sizes))} = {balance:.2f} x the mean"
+            )
         for name, size in list(result["files"].items())[:32]:
             print(f"    {name:24} {'missing' if size is None else size_text(size):>12}")
     width = max(map(len, result["tensors"]), default=0)
@@ -206,13 +238,17 @@ def print_show(result: dict[str, Any]) -> None:
     for key, tensor in result["tensors"].items():
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         chunks = tensor.get("chunks", "")
-        print(f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {size_text(tensor['bytes']):>10}  {chunks:>6}")
+        print(
+            f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {size_text(tensor['bytes']):>10}  {chunks:>6}"
+        )
 
 
 def _objects(keys: list[str]) -> str:
     named = [key for key in keys if not is_extra_state(key)]
     more = " ..." if len(named) > 3 else ""
-    return f"{len(keys)}, of which {len(keys) - len(named)} extra states: {', '.join(named[:3])}{more}"
+    return (
+        f"{len(keys)}, of which {len(keys) - len(named)} extra states: {', '.join(named[:3])}{more}"
+    )
 
 
 # verify
@@ -223,7 +259,11 @@ def verify_target(root: Path, step: int | None) -> Path:
     if any(root.glob("*.distcp")):
         return root
     named, _ = named_checkpoint(root, step)
-    path = named if named is not None and any(named.glob("*.distcp")) else require_checkpoint(root, step).directory
+    path = (
+        named
+        if named is not None and any(named.glob("*.distcp"))
+        else require_checkpoint(root, step).directory
+    )
     if not (FORMATS["torch_dist"](path) or any(path.glob("*.distcp"))):
         raise ValueError(f"{path} is a {detect(path)} checkpoint; only torch_dist can be verified")
     return path
@@ -231,7 +271,9 @@ def verify_target(root: Path, step: int | None) -> Path:
 
 def run_verify(args: argparse.Namespace) -> int:
     path = verify_target(args.path, args.ckpt_step)
-    with Progress("verify", verification.total_bytes(path), quiet=args.quiet or args.json) as progress:
+    with Progress(
+        "verify", verification.total_bytes(path), quiet=args.quiet or args.json
+    ) as progress:
         report = verification.verify(path, workers=args.workers, progress=progress.add)
         if args.write_integrity_json and report.ok:
             verification.write_integrity(path, progress.add)
@@ -263,15 +305,26 @@ class Difference:
 
 def diff(args: argparse.Namespace) -> int:
     first, second = (open_view(path, args.ckpt_step) for path in (args.path, args.other))
-    if first.tensors.keys() != second.tensors.keys() and first.format == second.format == "torch_dist":
+    if (
+        first.tensors.keys() != second.tensors.keys()
+        and first.format == second.format == "torch_dist"
+    ):
         raw = [stored_view(view.path) for view in (first, second)]
         if raw[0].tensors.keys() == raw[1].tensors.keys():
             first, second = raw
     differences = []
     for one, other in ((first, second), (second, first)):
-        differences += [Difference(key, f"only in {one.path}") for key in one.tensors if key not in other.tensors]
-    common = [key for key in first.tensors if key in second.tensors and fnmatch.fnmatch(key, args.keys)]
-    with Progress("diff", sum(first.tensors[key].nbytes for key in common), quiet=args.quiet or args.json) as progress:
+        differences += [
+            Difference(key, f"only in {one.path}")
+            for key in one.tensors
+            if key not in other.tensors
+        ]
+    common = [
+        key for key in first.tensors if key in second.tensors and fnmatch.fnmatch(key, args.keys)
+    ]
+    with Progress(
+        "diff", sum(first.tensors[key].nbytes for key in common), quiet=args.quiet or args.json
+    ) as progress:
         for key in common:
             found = compare_tensor(first, second, key, args.atol, progress.add)
             if found is not None:
@@ -286,7 +339,10 @@ def diff(args: argparse.Namespace) -> int:
         distance = "" if difference.max_abs is None else f", by at most {difference.max_abs:.3g}"
         print(f"  {difference.key}: {difference.what}{distance}")
     how = f"within {args.atol:g}" if args.atol else "bitwise"
-    print(f"{len(common)} tensors compared: " + (f"{len(differences)} differences" if differences else f"equal {how}"))
+    print(
+        f"{len(common)} tensors compared: "
+        + (f"{len(differences)} differences" if differences else f"equal {how}")
+    )
     return int(bool(differences))
 
 
@@ -294,18 +350,21 @@ def compare_tensor(
     first: View, second: View, key: str, atol: float, progress: Callable[[int], None]
 ) -> Difference | None:
     """None if both hold the same: bitwise and of the same dtype, or within `atol` if that is not 0."""
-    a, b = first.tensors[key], second.tensors[key]
+    a = first.tensors[key]
+    b = second.tensors[key]
     if a.shape != b.shape:
         progress(a.nbytes)
         return Difference(key, f"shape {a.shape} and {b.shape}")
-    largest, count = 0.0, 0
+    largest = 0.0
+    count = 0
     for offset, part in first.slices(key):
         other = second.read(key, offset, tuple(part.shape))
         progress(part.nbytes)
         if part.dtype == other.dtype and pieces.same_bits(part, other):
             continue
         unequal, distance = _distance(part, other)
-        largest, count = max(largest, distance), count + unequal
+        largest = max(largest, distance)
+        count = count + unequal
     dtypes = f"{a.dtype_name} and {b.dtype_name}, " if a.dtype != b.dtype else ""
     if (count == 0 and not dtypes) or (atol > 0 and largest <= atol):
         return None
@@ -318,7 +377,9 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
     same = (a == b) | (a.isnan() & b.isnan())
     distance = (a - b).abs()[~same]
-    return int((~same).sum()), float(distance.nan_to_num(float("inf")).max()) if distance.numel() else 0.0
+    return int((~same).sum()), float(
+        distance.nan_to_num(float("inf")).max()
+    ) if distance.numel() else 0.0
 
 
 # digest
@@ -328,7 +389,9 @@ def digest(args: argparse.Namespace) -> int:
     view = open_view(args.path, args.ckpt_step)
     chosen = [key for key in sorted(view.tensors) if fnmatch.fnmatch(key, args.keys)]
     digests: dict[str, str] = {}
-    with Progress("digest", sum(view.tensors[key].nbytes for key in chosen), quiet=args.quiet or args.json) as progress:
+    with Progress(
+        "digest", sum(view.tensors[key].nbytes for key in chosen), quiet=args.quiet or args.json
+    ) as progress:
         for key in chosen:
             digests[key] = verification.digest_of(part for _, part in view.slices(key))
             progress.add(view.tensors[key].nbytes)
@@ -337,7 +400,9 @@ def digest(args: argparse.Namespace) -> int:
         return 0
     for key, value in digests.items():
         info = view.tensors[key]
-        print(f"{value}  {info.dtype_name:>8}  {'x'.join(map(str, info.shape)) or 'scalar':>16}  {key}")
+        print(
+            f"{value}  {info.dtype_name:>8}  {'x'.join(map(str, info.shape)) or 'scalar':>16}  {key}"
+        )
     return 0
 
 
@@ -346,15 +411,22 @@ def digest(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     source = convert.open_checkpoint(args.path, step=args.ckpt_step)
-    tp, pp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    tp = args.tensor_model_parallel_size
+    pp = args.pipeline_model_parallel_size
     vpp = args.virtual_pipeline_model_parallel_size
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": args.data_parallel_size}
     facts: dict[str, Any] = {"path": str(args.path), "layout": layout}
     try:
-        ranks = model.plan_load(source, model.Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args)))
+        ranks = model.plan_load(
+            source, model.Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args))
+        )
     except ValueError as error:
         result = facts | {"loadable": False, "reason": str(error)}
-        print(json.dumps(result, indent=1) if args.json else f"{args.path} cannot be loaded at {layout}: {error}")
+        print(
+            json.dumps(result, indent=1)
+            if args.json
+            else f"{args.path} cannot be loaded at {layout}: {error}"
+        )
         return 1
     rows = [
         {
@@ -370,11 +442,15 @@ def plan(args: argparse.Namespace) -> int:
     if args.plot is not None:
         shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
         named = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-        summary.shares_picture(shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank")
+        summary.shares_picture(
+            shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank"
+        )
     if args.json:
         print(json.dumps(facts | {"loadable": True, "ranks": rows}, indent=1))
         return 0
-    print(f"{source.description}\nloadable at {layout}; every rank reads (optimizer: sharded over data parallelism)")
+    print(
+        f"{source.description}\nloadable at {layout}; every rank reads (optimizer: sharded over data parallelism)"
+    )
     print(f"{'tp':>4}{'pp':>4}  {'layers':24}{'parameters':>16}{'weights':>12}{'optimizer':>12}")
     for row in rows:
         layers = " ".join(f"{start}..{stop - 1}" for start, stop in row["layers"])
@@ -384,17 +460,26 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (run, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
         command.add_argument(
-            "path", type=path_of, metavar="PATH", help="an iteration's directory, or a --save directory"
+            "path",
+            type=path_of,
+            metavar="PATH",
+            help="an iteration's directory, or a --save directory",
         )
         if name == "diff":
-            command.add_argument("other", type=path_of, metavar="OTHER", help="what to compare it with")
-            command.add_argument("--atol", type=float, default=0.0, help="largest difference that counts as equal")
+            command.add_argument(
+                "other", type=path_of, metavar="OTHER", help="what to compare it with"
+            )
+            command.add_argument(
+                "--atol", type=float, default=0.0, help="largest difference that counts as equal"
+            )
         if name == "plan":
             for axis in ("tensor-model", "pipeline-model", "virtual-pipeline-model", "data"):
                 command.add_argument(f"--{axis}-parallel-size", type=int, default=1, metavar="N")
@@ -409,9 +494,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
                 action="store_true",
                 help="if intact, write integrity.json, which Megatron-LM's --verify-integrity asks for",
             )
-        command.add_argument("--ckpt-step", type=int, help="the iteration, if PATH is a --save directory")
+        command.add_argument(
+            "--ckpt-step", type=int, help="the iteration, if PATH is a --save directory"
+        )
         if name in ("show", "plan"):
-            command.add_argument("--plot", type=Path, metavar="PNG", help="draw which file or rank has what")
+            command.add_argument(
+                "--plot", type=Path, metavar="PNG", help="draw which file or rank has what"
+            )
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args(argv)

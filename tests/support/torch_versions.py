@@ -1,0 +1,13 @@
+"""Tests of what depends on the version of torch: which tensors its operators keep, when its
+compiler compiles anew.
+"""
+
+import pytest
+import torch
+
+_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+of_current_torch = pytest.mark.skipif(
+    _VERSION < (2, 13),
+    reason=f"holds for the operators of torch 2.13, not for those of {torch.__version__}",
+)
