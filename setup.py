@@ -7,6 +7,8 @@ from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+# The scripts in tools/ are installed below the package, where the console entry points find them.
+TOOLS = {"megatron.tools": "tools", "megatron.tools.checkpoint": "tools/checkpoint"}
 VERSION = re.search(
     r'__version__ = "(.+)"', (ROOT / "megatron" / "__init__.py").read_text(encoding="utf-8")
 )
@@ -18,8 +20,19 @@ setup(
     description="A compact Megatron-style GPT training stack whose checkpoints resume at any TP x PP x DP",
     license="Apache-2.0",
     py_modules=["pretrain_gpt"],
-    packages=find_packages(include=["megatron", "megatron.*"]),
-    package_data={"megatron.training.config": ["*.tsv"]},
+    packages=find_packages(include=["megatron", "megatron.*"]) + list(TOOLS),
+    package_dir=TOOLS,
+    package_data={"megatron.training.config": ["*.tsv"], "megatron.tools": ["*.html"]},
+    entry_points={
+        "console_scripts": [
+            "megatron-pretrain = pretrain_gpt:main",
+            "megatron-convert = megatron.tools.checkpoint.convert:main",
+            "megatron-inspect = megatron.tools.checkpoint.inspect_checkpoint:cli",
+            "megatron-plan = megatron.tools.plan_run:cli",
+            "megatron-preprocess = megatron.tools.preprocess_data:main",
+            "megatron-report = megatron.tools.report:cli",
+        ]
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

@@ -1,3 +1,3 @@
 """A compact Megatron-style GPT training stack."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -253,8 +253,13 @@ def main(argv: Sequence[str]) -> int:
     return 0 if fits else 1
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run this process's command line; also the console entry point."""
     try:
         sys.exit(main(sys.argv[1:]))
     except ValueError as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    cli()

@@ -192,8 +192,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run this process's command line; also the console entry point."""
     try:
         sys.exit(main(sys.argv[1:]))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    cli()

@@ -524,5 +524,10 @@ def main(argv: list[str]) -> int:
         return 2
 
 
-if __name__ == "__main__":
+def cli() -> None:
+    """Run this process's command line; also the console entry point."""
     sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,1 @@
+"""Checkpoints of other formats: detection, reading, writing."""

@@ -1,0 +1,1 @@
+"""Transformer layers, their configuration, and the backends that compute them."""
