@@ -50,7 +50,7 @@ class Generator:
                 max_new_tokens=max_new_tokens,
                 **sampling,
             )
-        return self.tokenizer.decode(output[0, inputs.shape[1] :])
+        return self.tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True)
 
 
 def checked(body: bytes) -> dict[str, Any]:

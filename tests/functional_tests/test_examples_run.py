@@ -11,6 +11,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -114,12 +115,28 @@ def ask(url, request):
         return error.code, json.load(error)
 
 
-def test_convert_and_serve(trained, tmp_path):
+@pytest.fixture(scope="module")
+def sentencepiece_model(tmp_path_factory):
+    """A tokenizer.model of as many tokens as the trained model has."""
+    path = tmp_path_factory.mktemp("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(ROOT / "pretrain_gpt.py"),
+        model_prefix=str(path / "tokenizer"),
+        vocab_size=256,
+        model_type="bpe",
+        minloglevel=2,
+    )
+    return path / "tokenizer.model"
+
+
+@pytest.mark.parametrize("kind", ["directory", "SentencePiece model"])
+def test_convert_and_serve(kind, trained, sentencepiece_model, tmp_path):
+    source = TOKENIZER if kind == "directory" else sentencepiece_model
     process = subprocess.Popen(
         ["bash", "examples/serve/convert_and_serve.sh", "--port", "0", "--device", "cpu"],
         cwd=ROOT,
         env=environment(
-            CHECKPOINTS=str(trained[1] / "checkpoints"), MODEL=str(tmp_path / "hf"), TOKENIZER=str(TOKENIZER),
+            CHECKPOINTS=str(trained[1] / "checkpoints"), MODEL=str(tmp_path / "hf"), TOKENIZER=str(source),
             PYTHON=sys.executable,
         ),
         stdout=subprocess.PIPE,
@@ -138,8 +155,9 @@ def test_convert_and_serve(trained, tmp_path):
     finally:
         process.kill()
         process.wait()
-    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     tokens = torch.tensor([tokenizer.encode("import")])
     expected = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=5)
-    assert (status, answer) == (200, {"text": tokenizer.decode(expected[0, tokens.shape[1] :])})
+    text = tokenizer.decode(expected[0, tokens.shape[1] :], skip_special_tokens=True)
+    assert (status, answer) == (200, {"text": text})

@@ -336,7 +336,7 @@ def field_docs(section: type) -> dict[str, str]:
         ):
             if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
                 assert isinstance(statement.target, ast.Name)
-                docs[statement.target.id] = ast.literal_eval(following.value)
+                docs[statement.target.id] = " ".join(ast.literal_eval(following.value).split())
     return docs
 
 

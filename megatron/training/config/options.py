@@ -56,8 +56,8 @@ class TrainingConfig:
     """
     skip_train: bool = flag(False)
     """Only evaluate, do not train."""
-    eval_iters: int = flag(100, at_least=0)
-    """Global batches per evaluation; 0 turns evaluation off."""
+    eval_iters: int = flag(100)
+    """Number of global batches per evaluation. 0 or a negative number disables evaluation."""
     eval_interval: int | None = flag(1000, positive=True)
     """Iterations between evaluations on the validation set."""
     exit_interval: int | None = flag(None, positive=True)
@@ -98,7 +98,8 @@ class BatchSchedule:
         for _, size in self.steps:
             if size < self.samples_per_microbatch:
                 raise ValueError(
-                    f"global batch size {size} is less than {product} = {self.samples_per_microbatch}"
+                    f"global batch size {size} is less than {product} = {self.samples_per_microbatch}: increase "
+                    "--global-batch-size, or reduce --micro-batch-size or the number of processes"
                 )
             if size % self.samples_per_microbatch and not self.decrease_if_needed:
                 raise ValueError(

@@ -331,6 +331,9 @@ def _derived(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
             f"--fim-rate {given['fim_rate']} without --fim-data: Megatron-LM ignores it, BigCode's fork fills in the "
             "middle: add --fim-data, or leave out --fim-rate"
         )
+    if given.get("eval_iters", 0) < 0:
+        notes.append(f"--eval-iters {given['eval_iters']}: evaluation is disabled, as with 0")
+        given["eval_iters"] = 0
     given.setdefault("max_position_embeddings", given.get("seq_length"))
     if (given.get("num_experts") or 0) <= 1 and given.pop(
         "expert_tensor_parallel_size", None

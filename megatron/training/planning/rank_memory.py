@@ -536,7 +536,7 @@ class ActivationMemory:
                 points.append(
                     again + max(self.layer_backward(kind) for kind in group) - kept - head
                 )
-        return max(points)
+        return max(points, default=0)  # a chunk can have the embedding alone
 
     def _layers(self, kinds: Sequence[LayerKind]) -> int:
         return sum(kinds.count(kind) * self.layer(kind) for kind in set(kinds))

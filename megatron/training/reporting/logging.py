@@ -305,17 +305,22 @@ def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[flo
     ]
 
 
+def format_throughput(tflops: float) -> str:
+    """Format with one decimal, or three significant digits below 10; never with an exponent."""
+    if tflops >= 10:
+        return f"{tflops:.1f}"
+    magnitude = math.floor(math.log10(tflops)) if tflops > 0 else 0
+    return f"{tflops:.{2 - magnitude}f}"
+
+
 def log_line(interval: Interval, train_iters: int) -> str:
-    """One line in the manner of Megatron-LM."""
+    """Return the log line of an interval: Megatron-LM's fields in its order, then our own."""
     last = interval.last
-    tflops = interval.tflops_per_device
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {last.consumed_train_samples:12d}",
         f"elapsed time per iteration (ms): {1000 * interval.seconds_per_iteration:.1f}",
-        "throughput per GPU (TFLOP/s/GPU): "
-        + (f"{tflops:.1f}" if tflops >= 10 else f"{tflops:.3g}"),
-        f"tokens/s: {interval.tokens_per_second:.0f}",
+        f"throughput per GPU (TFLOP/s/GPU): {format_throughput(interval.tflops_per_device)}",
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.batch_size:5d}",
         f"lm loss: {interval.mean_loss:.6E}",
@@ -326,6 +331,8 @@ def log_line(interval: Interval, train_iters: int) -> str:
         f"params norm: {last.params_norm:.3f}" if last.params_norm is not None else "",
         f"number of skipped iterations: {interval.num_skipped:3d}",
         f"number of nan iterations: {interval.num_nan:3d}",
+        # Fields that Megatron-LM does not have come last: scripts cut its line by position.
+        f"tokens/s: {interval.tokens_per_second:.0f}",
         f"ETA: {timedelta(seconds=round(interval.seconds_to_go(train_iters)))}",
     ]
     return " | ".join(part for part in parts if part) + " |"

@@ -55,6 +55,13 @@ def test_derived_values():
     assert parsed.flags()["ffn_hidden_size"] == parsed.model.ffn_size
 
 
+def test_negative_eval_iters_disable_evaluation():
+    """As in Megatron-LM, which evaluates only if eval_iters > 0."""
+    parsed = config("--eval-iters -1")
+    assert parsed.training.eval_iters == 0
+    assert "--eval-iters -1: evaluation is disabled, as with 0" in parsed.notes
+
+
 CONTEXT = "--context-parallel-size"
 
 
@@ -287,7 +294,6 @@ def test_sequence_parallel_without_tensor_parallel_is_dropped_with_a_note():
                 "--kv-channels": "-8",
                 "--context-parallel-size": "0",
                 "--micro-batch-size": "0",
-                "--eval-iters": "-1",
                 "--log-interval": "0",
                 "--tensorboard-log-interval": "0",
                 "--num-threads": "0",

@@ -118,3 +118,18 @@ def test_a_sum_is_a_scatter_and_a_gather(sequence_parallel):
     whole = activations.whole
     again = (2 * 8 + 1) * sequence_parallel
     assert tp.wire == pytest.approx(2 * whole * (2 * (4 * 8 + 2) + again) / 2)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"],
+)
+def test_first_stage_with_the_embedding_alone(recompute):
+    """A stage without layers keeps no activations and sends what the embedding gives."""
+    layout = "--pipeline-model-parallel-layout 'E|tttt|tt|ttL' "
+    activations, plan = planned(PP4 + layout + "--global-batch-size 4 " + recompute, 4)
+    first = plan.stages[0]
+    assert first.num_layers == 0 and first.num_parameters > 0
+    assert first.memory.activations == first.memory.loss == 0
+    assert first.memory.temporary == 2 * activations.residual  # messages
+    assert first.traffic["pp"].send == 4 * activations.residual

@@ -1,5 +1,6 @@
 """The log line, intervals, and what goes to TensorBoard."""
 
+import dataclasses
 import math
 import re
 
@@ -86,6 +87,32 @@ def test_log_line(pool):
         re.match(r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6}\] iteration", line)
         and "params norm" not in line
     )
+
+
+MEGATRON_LM_LINE = re.compile(
+    r" \[[^]]+\] iteration +\d+/ +\d+ \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): [\d.]+ \|"
+    r" throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \| learning rate: \S+ \| global batch size: +\d+ \|"
+    r" lm loss: \S+ \| loss scale: [\d.]+ \| grad norm: [\d.]+ \| number of skipped iterations: +\d+ \|"
+    r" number of nan iterations: +\d+ \|"
+)
+
+
+@pytest.mark.parametrize(
+    ("flops", "throughput"),
+    [
+        (6.05e7, "0.0000605"),
+        (1.234e12, "1.23"),
+        (9.999e12, "10.00"),
+        (4.5678e14, "456.8"),
+        (0.0, "0.00"),
+    ],
+)
+def test_log_line_begins_with_the_fields_of_megatron_lm_in_their_order(pool, flops, throughput):
+    """Scripts that cut Megatron-LM's line by position or by a regular expression work unchanged."""
+    (interval,) = pool.run(interval_of, 1, [(12, 2.0, False)])
+    interval = dataclasses.replace(interval, flops=flops, seconds=1.0)
+    match = MEGATRON_LM_LINE.match(log_line(interval, 100))
+    assert match is not None and match[1] == throughput
 
 
 def test_fields_of_a_json_line(pool):
