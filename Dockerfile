@@ -2,7 +2,7 @@
 #   docker build --target cpu -t megatron:cpu .     no GPU: gloo; `docker run megatron:cpu` runs all tests
 #   docker build --target gpu -t megatron .         CUDA: torch's wheels bring CUDA, cuDNN and NCCL, the driver is the host's
 #   docker build --target gpu_te -t megatron:te .   the same with Transformer Engine and apex
-# The two for GPUs are linted and have not been built yet (docs/gpu_results.md).
+# The two for GPUs are linted and have not been built yet (docs/gpu.md).
 # Build arguments: TE_VERSION, APEX_COMMIT, CUDA_ARCHS, MAX_JOBS of that; PYTHON_IMAGE, CUDA_IMAGE; of the CPU stage TORCH_VERSION and CPU_INDEX, options for pip when it installs
 # torch ("--index-url ..." chooses a build). Without Docker: `make image-steps` runs the steps of the CPU stage
 # Images are pinned by digest, Python packages by the hashes of requirements/; but CPU builds of torch are of an index

@@ -15,7 +15,7 @@ help:
 	@echo "make check  lint and type check"
 	@echo "make docker-lint  lint the Dockerfile with hadolint"
 	@echo "make image-steps  the steps of the Dockerfile's CPU stage, without Docker"
-	@echo "make bench  all benchmarks, their tables into docs/benchmarks.md (BENCH=\"--only startup\": some of them)"
+	@echo "make bench  all benchmarks, their output into benchmarks/results.md (BENCH=\"--only startup\": some of them)"
 	@echo "make docs  the pages of docs/ as a site, links checked"
 	@echo "make interop  tests against megatron-core and DeepSpeed in virtual environments of their own"
 
@@ -50,6 +50,7 @@ image-steps:
 
 docs: setup
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[docs]"
+	$(PY) docs/make_options_page.py > docs/megatron_lm_options.md
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html"
 

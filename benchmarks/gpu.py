@@ -6,7 +6,7 @@ training, experts.
     python benchmarks/gpu.py --smoke                  # the same program on a tiny model and the CPU: does it work?
 
 MFU is against the matmul ceiling measured here, and the data sheet's, by one formula for all. Write
-results to docs/gpu_results.md with date, GPU, torch version and commit.
+results to docs/gpu.md with date, GPU, torch version and commit.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""All benchmarks, one after the other, and their output into docs/benchmarks.md (`make bench`).
+"""Run all benchmarks and store their output in benchmarks/results.md (`make bench`).
 
-The page has a block for each of them, between `<!-- begin NAME -->` and `<!-- end NAME -->`:
-command, date, commit and machine, then what the command printed. A benchmark that fails leaves its
-block as it was, and the exit code says so. More than an hour on two idle cores (training 17
-minutes, checkpoint 9); figures from a busy machine are worth nothing.
+Each benchmark has a block between `<!-- begin NAME -->` and `<!-- end NAME -->`: command, date,
+commit and machine, then the output. If a benchmark fails, its block is left unchanged and the exit
+code is 1. Takes more than an hour on two idle cores (training 17 minutes, checkpoint 9). Results
+from a busy machine are meaningless.
 
     python benchmarks/run_all.py                          # or: make bench
     python benchmarks/run_all.py --only startup,checkpoint
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/benchmarks.md"
+PAGE = ROOT / "benchmarks/results.md"
 PEER = "--megatron-core-python"
 COMMANDS = {
     "training": "benchmarks/training.py --layouts --rounds 2 --steps 6",
@@ -40,7 +40,7 @@ COMMANDS = {
 
 
 def block_of(command: str, output: str) -> str:
-    """What stands between the two comments."""
+    """Return the content of a block."""
     commit = subprocess.check_output(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True
     ).strip()
@@ -50,7 +50,7 @@ def block_of(command: str, output: str) -> str:
 
 
 def replace_block(page: str, name: str, content: str) -> str:
-    """Raises ValueError if the page has no such block."""
+    """Replace the content of block `name`; raise ValueError if the page has no such block."""
     pattern = re.compile(
         rf"(?<=<!-- begin {re.escape(name)} -->\n).*?(?=<!-- end {re.escape(name)} -->)", re.DOTALL
     )
@@ -66,11 +66,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", type=lambda text: text.split(","), default=list(COMMANDS), help="some of them"
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(COMMANDS),
+        help="comma-separated names; default: all",
     )
     parser.add_argument("--page", type=Path, default=PAGE)
-    parser.add_argument(PEER, help="its interpreter, with megatron-core 0.16.1")
-    parser.add_argument("--megatron-lm", help="a source tree of Megatron-LM, core_r0.16.0")
+    parser.add_argument(PEER, help="Python interpreter with megatron-core 0.16.1 as a peer")
+    parser.add_argument("--megatron-lm", help="source tree of Megatron-LM core_r0.16.0 as a peer")
     args = parser.parse_args()
     unknown = sorted(set(args.only) - COMMANDS.keys())
     if unknown:
@@ -94,7 +97,7 @@ def main() -> int:
         if run.returncode:
             failed.append(name)
             print(
-                f"    failed with exit code {run.returncode}: its block stays",
+                f"    failed with exit code {run.returncode}: its block is unchanged",
                 file=sys.stderr,
                 flush=True,
             )

@@ -1,23 +1,28 @@
-"""Pages of the documentation: generated ones are current, links lead somewhere."""
+"""Documentation: links resolve, every page is in the site, generated parts can be generated."""
 
 import re
 
 import pytest
 
+from benchmarks.plot_headlines import ROWS, read_speedups
 from benchmarks.run_all import COMMANDS, PAGE, replace_block
+from docs.make_options_page import build_page
 from tests import ROOT
-from tests.support.options_page import page
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
-def test_the_table_of_options_is_current():
-    text = (ROOT / "docs/megatron_lm_options.md").read_text(encoding="utf-8")
-    assert text == page(), "run: python -m tests.support.options_page > docs/megatron_lm_options.md"
+def test_options_page_lists_every_option_once():
+    rows = re.findall(r"^\| `(--[^`]+)` \|", build_page(), re.MULTILINE)
+    assert len(rows) == len(set(rows)) > 900
+    assert "--tensor-model-parallel-size" in rows
 
 
 def anchors(path):
-    """The anchors of headings, as GitHub and the site make them."""
+    """Return the anchors of a page's headings, as GitHub and the site generate them."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {
         re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
@@ -25,7 +30,7 @@ def anchors(path):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_links_lead_somewhere(path):
+def test_links_resolve(path):
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", link):
@@ -42,7 +47,7 @@ def test_every_page_is_in_the_site():
     assert not missing
 
 
-def test_every_benchmark_has_its_block():
+def test_every_benchmark_has_a_block():
     blocks = re.findall(
         r"<!-- begin (\w+) -->\n.*?<!-- end (\w+) -->", PAGE.read_text(encoding="utf-8"), re.DOTALL
     )
@@ -51,8 +56,15 @@ def test_every_benchmark_has_its_block():
     assert all((ROOT / command.split()[0]).exists() for command in COMMANDS.values())
 
 
-def test_a_block_is_replaced_and_nothing_else():
+def test_replace_block_changes_only_that_block():
     page = "a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n<!-- begin y -->\nother\n<!-- end y -->\n"
     assert replace_block(page, "x", "1\\1\n") == page.replace("old\n", "1\\1\n")
     with pytest.raises(ValueError, match="no block 'z'"):
         replace_block(page, "z", "")
+
+
+def test_every_headline_ratio_is_in_the_tables():
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    speedups = read_speedups(page)
+    assert len(speedups) == len(ROWS)
+    assert min(speedups.values()) > 0

@@ -1,9 +1,8 @@
-"""The table of Megatron-LM's options: what each is here.
+"""Generate the table of Megatron-LM's options and their support here (`make docs`).
 
-    python -m tests.support.options_page > docs/megatron_lm_options.md
+    python docs/make_options_page.py > docs/megatron_lm_options.md
 
-It is made from the parser of `pretrain_gpt.py` and from the list of options by which it explains
-what it refuses.
+The sources are the parser of `pretrain_gpt.py` and the option list that its error messages use.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from megatron.training.config.run_config import flag_parser
 
 HEAD = """# Megatron-LM's options
 
-What becomes of every option that Megatron-LM has had since 2023 when it stands on the command line of
-`pretrain_gpt.py`. This page is made by `tests/support/options_page.py` from the parser itself.
+Every option that Megatron-LM has had since 2023, and how `pretrain_gpt.py` treats it. Generated from the
+parser by `docs/make_options_page.py`.
 
-- **yes**: a flag of this project, with the same meaning.
-- **no effect**: accepted; the mathematics and the files are the same with and without it, for the reason given.
-- **only as default**: accepted where it asks for the default or belongs to a feature that is off; else an error
-  that names the feature.
+- **yes**: supported with the same meaning.
+- **no effect**: accepted; results and files are the same with and without it, for the given reason.
+- **only as default**: accepted if it requests the default or belongs to a disabled feature; otherwise
+  an error that names the feature.
 """
 
 
-def rows() -> Iterator[tuple[str, str, str, str]]:
-    """(group, option, what it is here, why) of every option of Megatron-LM itself, in the order of its groups."""
+def iterate_rows() -> Iterator[tuple[str, str, str, str]]:
+    """Yield (group, option, support, reason) for every option of Megatron-LM, in group order."""
     known = flag_parser().spellings
     bases = {base_name(name) for name, spelling in known.items() if spelling.words == "0"}
     for name, option in MEGATRON_OPTIONS.items():
@@ -55,8 +54,9 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
             yield option.group, name, "only as default", "not implemented"
 
 
-def page() -> str:
-    table = sorted(rows(), key=lambda row: (row[0].lower(), row[1]))
+def build_page() -> str:
+    """Return the page as Markdown."""
+    table = sorted(iterate_rows(), key=lambda row: (row[0].lower(), row[1]))
     counts = {
         kind: sum(row[2] == kind for row in table)
         for kind in ("yes", "no effect", "only as default")
@@ -75,4 +75,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(build_page(), end="")
