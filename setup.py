@@ -43,6 +43,7 @@ setup(
         "pyyaml>=6,<7",
         "transformers>=4.45,<6",
         "xxhash>=3.4,<5",
+        "tqdm>=4.60,<5",
     ],
     extras_require={
         "tiktoken": ["tiktoken>=0.7,<1"],

@@ -26,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megatron.core.arithmetic import even_range  # noqa: E402
 from megatron.core.dist_checkpointing import read_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.files import METADATA  # noqa: E402
 from megatron.core.dist_checkpointing.format.metadata_index import encode_metadata  # noqa: E402
@@ -34,7 +35,6 @@ from megatron.core.dist_checkpointing.planning.planner import PackedSpec, descri
 from megatron.core.dist_checkpointing.planning.save_plan import place_items  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
-from megatron.core.utils import even_range  # noqa: E402
 from megatron.training.config.arguments import parse_flags  # noqa: E402
 from megatron.training.config.run_config import Config, flag_parser, make_config  # noqa: E402
 from megatron.training.planning.rank_memory import EmptyChunk, empty_chunks  # noqa: E402

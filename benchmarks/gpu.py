@@ -31,12 +31,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.core.parallel_state import Axis  # noqa: E402
+from megatron.core.progress import ProgressBar  # noqa: E402
 from megatron.core.tensor_parallel import TensorParallelRng, linear_cross_entropy  # noqa: E402
 from megatron.core.transformer.attention.core import CoreAttention  # noqa: E402
 from megatron.core.transformer.grouped_linear import grouped_product, has_grouped_kernel  # noqa: E402
 from megatron.core.transformer.placement import Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron.core.utils import Progress  # noqa: E402
 from megatron.training.config.run_config import parse_args  # noqa: E402
 from megatron.training.planning.run_plan import plan_run  # noqa: E402
 from megatron.training.reporting.measurements import model_flops_per_token  # noqa: E402
@@ -104,7 +104,7 @@ def available_variants() -> list[str]:
 
 
 def run(command: list[str]) -> str:
-    with Progress(" ".join(command[:1] + command[-4:])):
+    with ProgressBar(" ".join(command[:1] + command[-4:])):
         result = subprocess.run(
             [sys.executable, *command], cwd=ROOT, capture_output=True, text=True
         )

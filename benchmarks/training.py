@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.core.utils import Progress  # noqa: E402
+from megatron.core.progress import ProgressBar  # noqa: E402
 
 LAYERS = 8
 HIDDEN = 512
@@ -296,7 +296,7 @@ def main() -> None:
             pythons["megatron_core"] = args.megatron_core_python
         programs = programs_of(args, dtype, pythons)
         times: dict[str, list[float]] = {name: [] for name in programs}
-        with Progress(dtype, args.rounds * len(programs), "runs") as progress:
+        with ProgressBar(dtype, args.rounds * len(programs), "runs") as progress:
             for _ in range(args.rounds):
                 for name, program in programs.items():
                     times[name] += args.measure(program, args.steps)

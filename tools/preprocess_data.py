@@ -27,7 +27,8 @@ import numpy as np
 
 from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
 from megatron.core.datasets.ordered_workers import OrderedWorkers
-from megatron.core.utils import Progress, flag
+from megatron.core.flags import flag
+from megatron.core.progress import ProgressBar
 from megatron.training.config.arguments import FlagParser, build, parse_flags
 from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
 
@@ -128,7 +129,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
             for key, prefix in prefixes.items()
         }
         bar = stack.enter_context(
-            Progress("tokenizing", total_bytes(paths), quiet=not sys.stderr.isatty())
+            ProgressBar("tokenizing", total_bytes(paths), quiet=not sys.stderr.isatty())
         )
         documents = 0
         began = time.perf_counter()
@@ -136,7 +137,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
         def report() -> None:
             rate = documents / max(time.perf_counter() - began, 1e-9)
             print(
-                f"{documents} documents, {rate:.1f} docs/s; {bar.text()}",
+                f"{documents} documents, {rate:.1f} docs/s; {bar}",
                 file=sys.stderr,
                 flush=True,
             )

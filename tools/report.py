@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing import on_branch, read_lineage, read_track
 from megatron.core.dist_checkpointing.generation import read_parent
 from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.core.durable_files import write_durably
-from megatron.core.utils import Progress
+from megatron.core.progress import ProgressBar
 from megatron.training.reporting.run_record import (
     RecordedStart,
     goodput,
@@ -106,7 +106,7 @@ def state(directory: Path, check: bool) -> str:
         return problem
     if not check:
         return "complete"
-    with Progress(f"verify {directory.name}", total_bytes(directory)) as progress:
+    with ProgressBar(f"verify {directory.name}", total_bytes(directory)) as progress:
         problems = verify(directory, progress=progress.add).problems
     return f"DAMAGED: {problems[0]}" if problems else "verified"
 

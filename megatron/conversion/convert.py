@@ -55,7 +55,7 @@ from megatron.core.dist_checkpointing.loading.reader import Request
 from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.object_storage import ObjectPath
-from megatron.core.utils import Progress as ProgressBar
+from megatron.core.progress import ProgressBar
 
 _VERIFY_BYTES = 64 << 20
 

@@ -19,8 +19,8 @@ from itertools import product
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron.core.flags import flag
 from megatron.core.lazy_import import lazy_module
-from megatron.core.utils import flag
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from megatron.core.apex import import_apex
 from megatron.core.optimizer import update_rules
 from megatron.core.optimizer.update_rules import apex_sum_of_squares
-from megatron.core.utils import import_apex
 from megatron.training.config.run_config import parse_args
 from tests import ROOT
 from tests.support import apex_checks

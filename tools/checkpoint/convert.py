@@ -25,8 +25,8 @@ from megatron.core.dist_checkpointing.format.schema import message_of, printable
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
 from megatron.core.parallel_state import ParallelConfig
+from megatron.core.progress import ProgressBar
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import Progress
 from megatron.training.config.arguments import FlagParser, parse_flags
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def run(
     options = Options(**fields, optimizer=not args.no_optim, note=note)
     hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
     what = (args.load_dir, args.save_dir, args.saver, args.loader, args.ckpt_step, hints, options)
-    with Progress(f"-> {args.saver}") as progress:
+    with ProgressBar(f"-> {args.saver}") as progress:
         return conversion.convert(
             *what, args.overwrite, args.verify, progress.add, progress.restart
         )

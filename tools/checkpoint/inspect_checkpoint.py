@@ -43,7 +43,7 @@ from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.schema import message_of
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
-from megatron.core.utils import Progress, size_text
+from megatron.core.progress import ProgressBar, format_size
 
 if TYPE_CHECKING:
     import torch
@@ -220,8 +220,10 @@ def print_show(result: dict[str, Any]) -> None:
     print(f"{result['path']}\n  format     {result['format']}")
     print(f"  iteration  {'not stored' if result['iteration'] is None else result['iteration']}")
     print(f"  written at {layout}")
-    kinds = ", ".join(f"{kind} {size_text(size)}" for kind, size in result["bytes_by_kind"].items())
-    print(f"  tensors    {result['num_tensors']}, {size_text(result['bytes'])} ({kinds})")
+    kinds = ", ".join(
+        f"{kind} {format_size(size)}" for kind, size in result["bytes_by_kind"].items()
+    )
+    print(f"  tensors    {result['num_tensors']}, {format_size(result['bytes'])} ({kinds})")
     if "files" in result:
         print(f"  objects    {_objects(result['objects'])}")
         print(f"  checksums  {'yes' if result['checksums'] else 'no (written by another program)'}")
@@ -229,17 +231,17 @@ def print_show(result: dict[str, Any]) -> None:
         if sizes:
             balance = max(sizes) / (sum(sizes) / len(sizes))
             print(
-                f"  files      {len(sizes)}, largest {size_text(max(sizes))} = {balance:.2f} x the mean"
+                f"  files      {len(sizes)}, largest {format_size(max(sizes))} = {balance:.2f} x the mean"
             )
         for name, size in list(result["files"].items())[:32]:
-            print(f"    {name:24} {'missing' if size is None else size_text(size):>12}")
+            print(f"    {name:24} {'missing' if size is None else format_size(size):>12}")
     width = max(map(len, result["tensors"]), default=0)
     print(f"\n  {'key':{width}}  {'shape':>20}  {'dtype':>9}  {'size':>10}  chunks")
     for key, tensor in result["tensors"].items():
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         chunks = tensor.get("chunks", "")
         print(
-            f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {size_text(tensor['bytes']):>10}  {chunks:>6}"
+            f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {format_size(tensor['bytes']):>10}  {chunks:>6}"
         )
 
 
@@ -271,7 +273,7 @@ def verify_target(root: Path, step: int | None) -> Path:
 
 def run_verify(args: argparse.Namespace) -> int:
     path = verify_target(args.path, args.ckpt_step)
-    with Progress(
+    with ProgressBar(
         "verify", verification.total_bytes(path), quiet=args.quiet or args.json
     ) as progress:
         report = verification.verify(path, workers=args.workers, progress=progress.add)
@@ -286,7 +288,7 @@ def run_verify(args: argparse.Namespace) -> int:
         print(f"note     {note}")
     what = f"{report.tensors} tensors, {report.objects} objects"
     if report.has_checksums:
-        what += f", {size_text(report.bytes)} in {report.files} files against their checksums"
+        what += f", {format_size(report.bytes)} in {report.files} files against their checksums"
     print(f"{path}: {'intact' if report.ok else f'{len(report.problems)} problems'} ({what})")
     return int(not report.ok)
 
@@ -322,7 +324,7 @@ def diff(args: argparse.Namespace) -> int:
     common = [
         key for key in first.tensors if key in second.tensors and fnmatch.fnmatch(key, args.keys)
     ]
-    with Progress(
+    with ProgressBar(
         "diff", sum(first.tensors[key].nbytes for key in common), quiet=args.quiet or args.json
     ) as progress:
         for key in common:
@@ -389,7 +391,7 @@ def digest(args: argparse.Namespace) -> int:
     view = open_view(args.path, args.ckpt_step)
     chosen = [key for key in sorted(view.tensors) if fnmatch.fnmatch(key, args.keys)]
     digests: dict[str, str] = {}
-    with Progress(
+    with ProgressBar(
         "digest", sum(view.tensors[key].nbytes for key in chosen), quiet=args.quiet or args.json
     ) as progress:
         for key in chosen:
@@ -454,7 +456,7 @@ def plan(args: argparse.Namespace) -> int:
     print(f"{'tp':>4}{'pp':>4}  {'layers':24}{'parameters':>16}{'weights':>12}{'optimizer':>12}")
     for row in rows:
         layers = " ".join(f"{start}..{stop - 1}" for start, stop in row["layers"])
-        sizes = f"{size_text(row['weight_bytes']):>12}{size_text(row['optimizer_bytes']):>12}"
+        sizes = f"{format_size(row['weight_bytes']):>12}{format_size(row['optimizer_bytes']):>12}"
         print(f"{row['tp']:>4}{row['pp']:>4}  {layers:24}{row['parameters']:>16,}{sizes}")
     return 0
 

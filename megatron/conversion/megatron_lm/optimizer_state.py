@@ -23,9 +23,9 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
     split_key,
 )
+from megatron.core.arithmetic import round_up
 from megatron.core.dist_checkpointing import CheckpointError, Shape
 from megatron.core.dist_checkpointing.mapping import Extent, narrow, overlap
-from megatron.core.utils import round_up
 
 if TYPE_CHECKING:
     from megatron.conversion.model_space.model import LocalParameter

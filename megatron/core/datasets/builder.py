@@ -38,7 +38,7 @@ from megatron.core.datasets.indices import (
     digest_of,
     load_or_build,
 )
-from megatron.core.utils import Progress
+from megatron.core.progress import ProgressBar
 
 
 class BlendedDataset:
@@ -240,7 +240,7 @@ class _Builder:
         results = []
         with (
             ThreadPoolExecutor(self.config.num_dataset_builder_threads) as threads,
-            Progress(
+            ProgressBar(
                 what, len(items[0]), "datasets", quiet=not self.config.verify_index_cache
             ) as progress,
         ):

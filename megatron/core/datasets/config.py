@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.utils import flag, raise_problems, range_problems
+from megatron.core.flags import find_range_problems, flag, raise_problems
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
@@ -184,7 +184,7 @@ class GPTDatasetConfig:
     verify_index_cache: bool = True
 
     def __post_init__(self) -> None:
-        raise_problems([*range_problems(self), *self._problems()])
+        raise_problems([*find_range_problems(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         if self.seq_length < 1:

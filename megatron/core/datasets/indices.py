@@ -23,7 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron.core.durable_files import committed, fsync_directory
-from megatron.core.utils import Progress
+from megatron.core.progress import ProgressBar
 
 try:
     from megatron.core.datasets import helpers_cpp
@@ -149,7 +149,7 @@ def load_or_build(
 
 
 def _built(name: str, build: Callable[[], Arrays]) -> Arrays:
-    with Progress(f"building the index {name}"):
+    with ProgressBar(f"building the index {name}"):
         return build()
 
 
@@ -175,7 +175,7 @@ def _load(stem: Path, verify: bool) -> tuple[Arrays | None, str]:
     arrays = {
         key: np.asarray(array) for key, array in mapped.items()
     }  # np.memmap itself is slow to index
-    with Progress(
+    with ProgressBar(
         f"verifying {stem.name}", sum(array.nbytes for array in arrays.values())
     ) as progress:
         for key, array in arrays.items():

@@ -17,9 +17,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
+from megatron.core.flags import find_range_problems, flag, raise_problems
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.parallel_state import Axis, ParallelState
-from megatron.core.utils import flag, raise_problems, range_problems
 
 
 @dataclass
@@ -46,7 +46,7 @@ class DistributedDataParallelConfig:
     """About how many buckets there are per model chunk, in place of --ddp-bucket-size."""
 
     def __post_init__(self) -> None:
-        raise_problems([*range_problems(self), *self._problems()])
+        raise_problems([*find_range_problems(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         if self.overlap_param_gather and not self.use_distributed_optimizer:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.arithmetic import even_range, round_up
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.module import ParamInfo, param_info
 from megatron.core.parallel_state import Axis, group_of
 from megatron.core.tensor_parallel.mappings import all_gather_into_tensor, reduce_scatter_tensor
-from megatron.core.utils import even_range, round_up
 
 ALIGNMENT = 64  # elements; every parameter and every shard starts at a multiple (128 bytes in bf16)
 

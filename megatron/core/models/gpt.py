@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.arithmetic import even_range
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
@@ -31,7 +32,6 @@ from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel, Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import even_range
 
 
 class PositionEmbedding(MegatronModule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.utils import flag, raise_problems, range_problems
+from megatron.core.flags import find_range_problems, flag, raise_problems
 
 
 @dataclass
@@ -86,7 +86,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         raise_problems(
-            [*range_problems(self), *self._problems(), *self._check_weight_decay_schedule()]
+            [*find_range_problems(self), *self._problems(), *self._check_weight_decay_schedule()]
         )
 
     def _problems(self) -> Iterator[str]:

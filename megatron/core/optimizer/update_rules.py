@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megatron.core.apex import import_apex
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 from megatron.core.module import param_info
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import all_gather_into_tensor
-from megatron.core.utils import import_apex
 
 
 def slow_weight(step: Tensor, alpha: float, warmup: int | None) -> Tensor:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.arithmetic import divide, round_up
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis
@@ -38,7 +39,6 @@ from megatron.core.tensor_parallel.mappings import (
     start_sequence_all_gather,
     start_sequence_reduce_scatter,
 )
-from megatron.core.utils import divide, round_up
 
 
 def linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:

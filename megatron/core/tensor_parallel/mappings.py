@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.arithmetic import divide, even_range
 from megatron.core.parallel_state import Axis
-from megatron.core.utils import divide, even_range
 
 # torch 2.13 renamed these two collectives and warns on the old names.
 all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

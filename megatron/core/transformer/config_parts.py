@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.flags import flag
 from megatron.core.lazy_import import lazy_module
 from megatron.core.transformer.model_rules import layer_pattern
-from megatron.core.utils import flag
 
 if TYPE_CHECKING:
     import torch

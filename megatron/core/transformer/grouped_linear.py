@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.arithmetic import divide
 from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
 from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import ExpertAxes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import divide
 
 
 class GroupedLinear(MegatronModule):

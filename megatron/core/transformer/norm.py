@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.apex import import_apex
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.module import (
     Constant,
@@ -26,7 +27,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_parallel,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import import_apex
 
 
 class Norm(MegatronModule):

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.arithmetic import divide
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.tensor_parallel.mappings import (
     exchange_heads_for_sequence,
     exchange_sequence_for_heads,
 )
-from megatron.core.utils import divide
 
 
 def local_positions(length: int, rank: int, size: int) -> Tensor:

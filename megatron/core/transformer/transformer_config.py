@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.core.flags import find_range_problems, flag, raise_problems
 from megatron.core.transformer import model_rules
 from megatron.core.transformer.config_parts import ComputeOptions, ExpertOptions
-from megatron.core.utils import flag, raise_problems, range_problems
 
 _LEARNED = {"position_embedding_type": "learned_absolute"}
 _ROPE = {"has_rope": True}
@@ -253,7 +253,7 @@ class TransformerConfig(ExpertOptions, ComputeOptions):
         if self.has_experts and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
         self._list_losses()
-        raise_problems([*range_problems(self), *model_rules.problems(self)])
+        raise_problems([*find_range_problems(self), *model_rules.problems(self)])
 
     @property
     def moe_layer_pattern(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Dataclass fields to command-line flags, the command line back to values, and what becomes of
 Megatron-LM's others.
 
-One field is one flag: its spelling is in the field's metadata (`megatron.core.utils.flag`), its
+One field is one flag: its spelling is in the field's metadata (`megatron.core.flags.flag`), its
 help is the docstring under the field, its type is the annotation. Values that the user gave are
 kept apart from defaults, so that arguments of a checkpoint can stand between the two.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from megatron.core.utils import out_of_range, raise_problems
+from megatron.core.flags import find_violated_bounds, raise_problems
 
 Given = dict[str, Any]  # field name -> value, for the flags that were on the command line
 
@@ -170,7 +170,7 @@ class Spelling:
         choices = self.metadata["choices"]
         if choices is not None and value not in choices:
             raise ValueError(f"{name}: {word!r} is not one of {', '.join(choices)}")
-        for wanted in out_of_range(value, self.metadata):
+        for wanted in find_violated_bounds(value, self.metadata):
             raise ValueError(f"{name} must be {wanted}, got {word}")
         return value
 

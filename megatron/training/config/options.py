@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from megatron.core.dist_checkpointing.loading.load import STRICTNESS
-from megatron.core.utils import flag
+from megatron.core.flags import flag
 
 
 @dataclass

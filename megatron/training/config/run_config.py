@@ -17,6 +17,7 @@ from megatron.conversion.formats import Hints, find_checkpoint
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.flags import raise_problems
 from megatron.core.models import ChunkPlace
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, make_schedule
@@ -24,7 +25,6 @@ from megatron.core.parallel_state import ParallelConfig
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.pipeline_parallel.schedules import parse_layout
 from megatron.core.transformer.transformer_config import TransformerConfig, deciding_fields
-from megatron.core.utils import raise_problems
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, Given, build, flag_fields
 from megatron.training.config.options import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.utils import flag
+from megatron.core.flags import flag
 
 
 @dataclass

@@ -18,7 +18,7 @@ import torch
 
 from megatron import __version__
 from megatron.core.pipeline_parallel.schedules import Action, consumer, schedule
-from megatron.core.utils import size_text
+from megatron.core.progress import format_size
 from megatron.training.config.run_config import Config, ModelProvider, parse_args, replica_size
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import environment_world_size
@@ -46,7 +46,7 @@ def summarize(
         "length": _length(config),
         "start": start,
         "memory": memory_of(plan),
-        "checkpoint": size_text(plan.checkpoint_bytes)
+        "checkpoint": format_size(plan.checkpoint_bytes)
         + (f" to {config.checkpoint.save}" if config.checkpoint.save else ", not saved: no --save"),
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
     }
@@ -130,8 +130,8 @@ def memory_of(plan: RunPlan) -> str:
         "optimizer": memory.optimizer,
         "activations": memory.activations + memory.loss + memory.tables + memory.temporary,
     }
-    shares = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
-    return f"{size_text(memory.total)} planned on the fullest rank ({shares})"
+    shares = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items())
+    return f"{format_size(memory.total)} planned on the fullest rank ({shares})"
 
 
 def _model(config: Config) -> str:
@@ -165,7 +165,7 @@ def _stage(config: Config, world_size: int, stage: StagePlan) -> str:
         ranks = f"{size} of {ranks}"
     return (
         f"{ranks}: layers {', '.join(chunks) or 'none'}{''.join(ends)}; {amount(stage.num_parameters)} parameters, "
-        f"{size_text(stage.memory.total)} on each"
+        f"{format_size(stage.memory.total)} on each"
     )
 
 
@@ -173,7 +173,7 @@ def device_name(device: torch.device) -> str:
     """Such as CPU, 4 threads."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        return f"{torch.cuda.get_device_name(device)} with {size_text(memory)}"
+        return f"{torch.cuda.get_device_name(device)} with {format_size(memory)}"
     threads = torch.get_num_threads()
     return f"CPU, {threads} thread{'s' * (threads > 1)}"
 

@@ -11,7 +11,10 @@ from tests import ROOT
 LAYERS = [
     {
         "megatron.core.parallel_state",
-        "megatron.core.utils",
+        "megatron.core.apex",
+        "megatron.core.arithmetic",
+        "megatron.core.flags",
+        "megatron.core.progress",
         "megatron.core.durable_files",
         "megatron.core.lazy_import",
         "megatron.core.object_storage",

@@ -1,10 +1,10 @@
-"""Progress of long work, told by a clock that the test moves."""
+"""Progress bars, driven by a clock that the test advances."""
 
 import io
 
 import pytest
 
-from megatron.core.utils import BETWEEN_LINES, Progress
+from megatron.core.progress import LINE_INTERVAL, ProgressBar, format_size
 
 
 class Terminal(io.StringIO):
@@ -25,55 +25,73 @@ def clock():
     return Clock()
 
 
-def test_lines_where_there_is_no_terminal(clock):
+def test_log_file_gets_one_line_per_interval(clock):
     out = io.StringIO()
-    progress = Progress("reading x", 4_000_000_000, file=out, clock=clock)
+    progress = ProgressBar("reading x", 4_000_000_000, file=out, clock=clock)
     for _ in range(4):
         clock.now += 4
         progress.add(400_000_000)
-        progress.tell()
-    assert out.getvalue() == "reading x: 30 %, 1.20 GB of 4.00 GB, 100.00 MB/s, 0:00:28 left\n"
-    clock.now += BETWEEN_LINES
-    progress.tell()
+        progress.print_if_due()
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith("reading x:  30%|")
+    assert line.endswith("| 1.20G/4.00G [00:12<00:28, 100MB/s]")
+    clock.now += LINE_INTERVAL
+    progress.print_if_due()
     assert len(out.getvalue().splitlines()) == 2
 
 
-def test_a_terminal_has_one_line_that_is_written_over(clock):
+def test_terminal_has_one_line_that_is_cleared_at_the_end(clock):
     out = Terminal()
-    with Progress("steps", 10, "steps", file=out, clock=clock) as progress:
+    with ProgressBar("steps", 10, "steps", file=out, clock=clock) as progress:
         clock.now += 4
         progress.add(2)
-        progress.tell()
-        assert out.getvalue() == "\rsteps: 20 %, 2 steps of 10 steps, 0.50 steps/s, 0:00:16 left"
-    assert "\n" not in out.getvalue() and out.getvalue().endswith(" \r")
+        progress.print_if_due()
+        line = out.getvalue().rpartition("\r")[2]
+        assert line.startswith("steps:  20%|")
+        assert line.endswith("| 2/10 [00:04<00:16,  2.00s/ steps]")
+    assert "\n" not in out.getvalue()
+    assert out.getvalue().endswith(" \r")
 
 
-@pytest.mark.parametrize("out", [io.StringIO(), Terminal()])
-def test_short_work_says_nothing(clock, out):
-    with Progress("short", 10, file=out, clock=clock) as progress:
+@pytest.mark.parametrize("out", [io.StringIO(), Terminal()], ids=["log", "terminal"])
+def test_short_operation_prints_nothing(clock, out):
+    with ProgressBar("short", 10, file=out, clock=clock) as progress:
         clock.now += 1.9
         progress.add(10)
-        progress.tell()
+        progress.print_if_due()
     assert out.getvalue() == ""
 
 
-def test_work_that_cannot_count_says_how_long_it_runs(clock):
-    progress = Progress("sorting", file=io.StringIO(), clock=clock)
+def test_unknown_total_shows_elapsed_time(clock):
+    progress = ProgressBar("sorting", file=io.StringIO(), clock=clock)
     clock.now += 75
-    assert progress.text() == "sorting: 0:01:15"
+    assert str(progress) == "sorting: 0.00B [01:15, ?B/s]"
     progress.add(3_000_000)
-    assert progress.text() == "sorting: 3.00 MB, 40.00 kB/s"
+    assert str(progress) == "sorting: 3.00MB [01:15, 40.0kB/s]"
 
 
-def test_the_amount_can_be_asked_for_and_begin_anew(clock):
-    read = [0]
-    progress = Progress("loading", 100, count=lambda: read[0], file=io.StringIO(), clock=clock)
+def test_count_is_polled(clock):
+    done = [0]
+    progress = ProgressBar("loading", 100, count=lambda: done[0], file=io.StringIO(), clock=clock)
     clock.now += 1
-    read[0] = 250  # more than was planned
-    assert progress.text() == "loading: 100 %, 250 B of 100 B, 250 B/s, 0:00:00 left"
-    again = Progress("writing", 100, file=io.StringIO(), clock=clock)
-    again.add(50)
-    again.restart(10)
+    done[0] = 25
+    assert str(progress).endswith("| 25.0/100 [00:01<00:03, 25.0B/s]")
+    done[0] = 250  # more than expected
+    assert str(progress) == "loading: 250B [00:01, 250B/s]"
+
+
+def test_restart_counts_towards_the_new_total(clock):
+    progress = ProgressBar("writing", 100, file=io.StringIO(), clock=clock)
+    progress.add(50)
+    progress.restart(10)
     clock.now += 1
-    again.add(5)
-    assert again.text() == "writing: 50 %, 5 B of 10 B, 5 B/s, 0:00:01 left"
+    progress.add(5)
+    assert str(progress).startswith("writing:  50%|")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(999, "999 B"), (1000, "1.00 kB"), (9_870_000, "9.87 MB"), (4e12, "4000.00 GB")],
+)
+def test_format_size(nbytes, text):
+    assert format_size(nbytes) == text

@@ -80,7 +80,7 @@ def test_order_does_not_depend_on_the_number_of_workers(tmp_path, capsys):
         )
         assert one == three
     lines = capsys.readouterr().err.splitlines()
-    assert sum("docs/s" in line and "B/s" in line and "left" in line for line in lines) >= 4
+    assert sum("docs/s" in line and "B/s" in line and "%" in line for line in lines) >= 4
     assert lines[-1].endswith(f"w3_text_document: 400 documents, {sum(map(len, words))} tokens")
 
 

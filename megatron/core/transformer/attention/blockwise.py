@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.arithmetic import even_range
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import (
     start_sequence_all_gather,
@@ -34,7 +35,6 @@ from megatron.core.transformer.attention.kernels import (
 )
 from megatron.core.transformer.placement import local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import even_range
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

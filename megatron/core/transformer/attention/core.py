@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.arithmetic import divide
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.tensor_parallel import checkpoint
@@ -15,7 +16,6 @@ from megatron.core.transformer.attention.blockwise import AttentionMask, blockwi
 from megatron.core.transformer.attention.kernels import CpuAttention, Scoring
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import divide
 
 
 class CoreAttention(MegatronModule):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.arithmetic import divide
 from megatron.core.module import MegatronModule, param_info, set_param_info
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -27,7 +28,6 @@ from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.norm import Norm, NormAcrossHeads
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import divide
 
 
 class Attention(MegatronModule):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from megatron.core.utils import flag
+from megatron.core.flags import flag
 from megatron.training.config.arguments import FlagParser, build, field_docs, parse_flags
 
 

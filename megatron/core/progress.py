@@ -1,0 +1,124 @@
+"""Progress bars for long operations, and sizes in readable units."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from tqdm import tqdm
+
+# Seconds.
+SILENT_PERIOD = 2.0  # shorter operations print nothing
+REDRAW_INTERVAL = 0.5  # on a terminal
+LINE_INTERVAL = 10.0  # in a log file
+
+
+def format_size(nbytes: float) -> str:
+    """Return a size in powers of 1000, such as `9.87 MB`."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= limit:
+            return f"{nbytes / limit:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+class ProgressBar:
+    """Progress of a long operation, formatted by tqdm and printed by a background thread.
+
+    Usage::
+
+        with ProgressBar("reading", total) as progress:
+            progress.add(len(block))
+
+    Because a thread prints it, an operation that cannot report its progress still shows the elapsed
+    time. Operations shorter than `SILENT_PERIOD` print nothing. A terminal has one line that is
+    redrawn and cleared at the end; any other `file` gets one line per `LINE_INTERVAL`, so that logs
+    stay readable.
+
+    Amounts are in bytes by default; `total` is None if unknown. With `count`, the amount done is
+    polled instead of accumulated by `add`.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        total: int | None = None,
+        unit: str = "B",
+        *,
+        count: Callable[[], int] | None = None,
+        quiet: bool = False,
+        file: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._description = description
+        self._total = total
+        self._unit = unit
+        self._count = count
+        self.quiet = quiet
+        self._file = sys.stderr if file is None else file
+        self._is_terminal = self._file.isatty()
+        self._clock = clock
+        self._start = clock()
+        self._last_line = self._start
+        self._done = 0
+        self._line_length = 0  # of the line on the terminal
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._print_until_end, name="progress", daemon=True)
+
+    def add(self, amount: int) -> None:
+        """Record progress by `amount`; safe to call from any thread."""
+        with self._lock:
+            self._done += amount
+
+    def restart(self, total: int | None) -> None:
+        """Count from 0 again, towards `total`."""
+        with self._lock:
+            self._done = 0
+            self._total = total
+            self._start = self._clock()
+
+    def __str__(self) -> str:
+        in_bytes = self._unit == "B"
+        return tqdm.format_meter(
+            n=self._done if self._count is None else self._count(),
+            total=self._total,  # type: ignore[arg-type]
+            elapsed=self._clock() - self._start,
+            prefix=self._description,
+            unit=self._unit if in_bytes else f" {self._unit}",
+            unit_scale=in_bytes,
+        )
+
+    def print_if_due(self) -> None:
+        """Print the current state unless it is too early for the first or the next time."""
+        now = self._clock()
+        if self.quiet or now - self._start < SILENT_PERIOD:
+            return
+        if self._is_terminal:
+            self._overwrite_line(str(self))
+        elif now - self._last_line >= LINE_INTERVAL:
+            self._last_line = now
+            print(self, file=self._file, flush=True)
+
+    def _overwrite_line(self, text: str) -> None:
+        print("\r" + text.ljust(self._line_length), end="", file=self._file, flush=True)
+        self._line_length = len(text)
+
+    def _print_until_end(self) -> None:
+        while not self._ended.wait(REDRAW_INTERVAL):
+            self.print_if_due()
+
+    def __enter__(self) -> ProgressBar:
+        if not self.quiet:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if not self.quiet:
+            self._thread.join()
+        if self._line_length:  # leave an empty line for the next output
+            self._overwrite_line("")
+            print("\r", end="", file=self._file, flush=True)
