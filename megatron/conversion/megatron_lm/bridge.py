@@ -11,19 +11,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megatron.conversion.megatron_lm.plain_yaml import PlainYamlError, parse_yaml
 from megatron.conversion.model_space.source import plain_args, refuse_other_models, scalar
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
 from megatron.core.dist_checkpointing.format.schema import anything, mapping, read_regular, text
-from megatron.core.lazy_import import lazy_module
-
-if TYPE_CHECKING:
-    import yaml
-else:
-    yaml = lazy_module("yaml")
 
 RUN_CONFIG = "run_config.yaml"
 TRAIN_STATE = "train_state.pt"
@@ -52,7 +47,7 @@ _TRAINING = (
 )  # fmt: skip
 
 _TRAIN_STATE = mapping(scalar)
-_MAX_CONFIG = 4 << 20  # bytes
+_MAX_CONFIG_BYTES = 256 * 1024  # a file of Bridge 0.6.2 has 20 kB
 
 
 def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,19 +58,11 @@ def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
     """
     path = directory / RUN_CONFIG
     try:
-        config = yaml.safe_load(read_regular(path, _MAX_CONFIG).decode("utf-8"))
-        model = mapping(anything, keys=text(256))(dict(config["model"]), str(path))
-    except (
-        yaml.YAMLError,
-        UnicodeDecodeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:
-        raise CheckpointError(
-            f"{path} is not the configuration of a model ({error}): it is damaged"
-        ) from error
+        config = parse_yaml(read_regular(path, _MAX_CONFIG_BYTES).decode("utf-8"))
+    except (PlainYamlError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    mapping(anything)(config, str(path))
+    model = mapping(anything, keys=text(256))(config.get("model"), f"{path}: model")
     counters = _counters(directory / TRAIN_STATE)
     args = _arguments(model, str(path)) | _training_arguments(config, directory)
     args["consumed_train_samples"] = counters.get("consumed_train_samples", 0)
@@ -100,7 +87,7 @@ def _counters(path: Path) -> dict[str, Any]:
 
 def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     refuse_other_models(model, _REQUIRED, where)
-    # Of nested values these alone count: aliases of YAML could make others endless.
+    # The only nested values that are arguments.
     lists = ("window_size", "window_attn_skip_freq", "moe_layer_freq")
     flat = {name: value for name, value in model.items() if _is_flat(value, name in lists)}
     args = {_RENAMED.get(name, name): value for name, value in plain_args(flat).items()}
