@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.conversion.formats import FORMATS, QKV_LAYOUTS, STYLES, Hints, Options, parse_size
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.dist_checkpointing.format.schema import message_of, printable
+from megatron.core.dist_checkpointing.format.schema import escape_control_chars, format_error
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
 from megatron.core.parallel_state import ParallelConfig
@@ -173,18 +173,18 @@ def main() -> None:
         notes: list[str] = []
         outcome = run(args, given, notes.append)
     except (ValueError, CheckpointError, OSError) as error:
-        sys.exit(f"error: {message_of(error)}")
+        sys.exit(f"error: {format_error(error)}")
     except SystemExit as error:
         if error.code in [128 + number for number in STOPPING]:
             print("interrupted: nothing was written", file=sys.stderr)
         raise
     print(f"{outcome.source}\n-> {outcome.target} ({args.saver}, {outcome.num_tensors} tensors)")
     for text in notes:
-        print(f"   {printable(text)}")
+        print(f"   {escape_control_chars(text)}")
     for name in without_effect(args):
         print(f"   no effect: {name}")
     for name in outcome.not_carried:
-        print(f"   not carried: {printable(name)}")
+        print(f"   not carried: {escape_control_chars(name)}")
     if outcome.verified is not None:
         print(f"   verified: {outcome.verified} tensors are bitwise those of the source")
 

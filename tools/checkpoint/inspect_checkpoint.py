@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
 )
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
-from megatron.core.dist_checkpointing.format.schema import message_of
+from megatron.core.dist_checkpointing.format.schema import format_error
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
 from megatron.core.progress import ProgressBar, format_size
@@ -522,7 +522,7 @@ def main(argv: list[str]) -> int:
     try:
         return args.run(args)
     except (ValueError, CheckpointError, OSError) as error:
-        print(f"error: {message_of(error)}", file=sys.stderr)
+        print(f"error: {format_error(error)}", file=sys.stderr)
         return 2
 
 

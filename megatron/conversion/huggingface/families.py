@@ -39,11 +39,11 @@ from megatron.conversion.huggingface.rules import (
 )
 from megatron.conversion.model_space.source import MODEL_ARGUMENTS
 from megatron.core.dist_checkpointing.format.schema import (
+    escape_control_chars,
+    format_value,
     optional,
-    printable,
     record,
     sequence,
-    shown,
     text,
 )
 from megatron.core.transformer.transformer_config import (
@@ -106,10 +106,12 @@ class Family:
             name for name, value in hf.items() if value is not None and name not in known
         )
         if unknown:
-            listed = ", ".join(f"{printable(name)} = {shown(hf[name])}" for name in unknown)
+            listed = ", ".join(
+                f"{escape_control_chars(name)} = {format_value(hf[name])}" for name in unknown
+            )
             raise ValueError(
                 f"config.json has fields that are not supported and may change what the model computes: {listed}. "
-                f"If they do not, convert it with --hf-ignore-fields {printable(' '.join(unknown))}"
+                f"If they do not, convert it with --hf-ignore-fields {escape_control_chars(' '.join(unknown))}"
             )
         typed = {
             name: MODEL_ARGUMENTS[check] if isinstance(check, str) else check
@@ -509,7 +511,8 @@ def family_of(hf: Json) -> Family:
     headless = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
     if architectures and not {family.architecture, headless} & set(architectures):
         raise ValueError(
-            f"config.json: architecture {printable(architectures[0])} is not {family.architecture}: not supported"
+            f"config.json: architecture {escape_control_chars(architectures[0])} is not "
+            f"{family.architecture}: not supported"
         )
     return family
 

@@ -44,7 +44,7 @@ class Rule(NamedTuple):
 
 def unsupported(field: str, value: Any, wanted: str) -> ValueError:
     return ValueError(
-        f"config.json: {field} = {schema.shown(value)} is not supported, only {wanted}"
+        f"config.json: {field} = {schema.format_value(value)} is not supported, only {wanted}"
     )
 
 
@@ -389,7 +389,7 @@ def rope(base: float = 10000.0, usual: Json | None = None, partial: bool = False
         )
         if partly or not set(scaling) <= set(_SCALINGS[kind]):
             raise ValueError(
-                f"config.json: rope type {kind!r} with {schema.shown(sorted(scaling))} is not understood"
+                f"config.json: rope type {kind!r} with {schema.format_value(sorted(scaling))} is not understood"
             )
         if fraction != 1.0 and not partial:
             raise unsupported("partial_rotary_factor", fraction, "1.0 is")

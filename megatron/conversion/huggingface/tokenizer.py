@@ -168,7 +168,7 @@ def _confirmed(value: Any, trusted: Sequence[Path], result: ExportedTokenizer) -
         path = Path(value).resolve()
         if any(path.is_relative_to(root.resolve()) for root in trusted):
             return path
-    told = f"tokenizer: the checkpoint names {schema.shown(value)}, which lies outside of its directory"
+    told = f"tokenizer: the checkpoint names {schema.format_value(value)}, which lies outside of its directory"
     result.lost.append(f"{told}; give --tokenizer to copy it")
     return None
 

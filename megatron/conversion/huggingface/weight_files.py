@@ -161,7 +161,8 @@ def scaled_blocks(quantization: Any) -> Sequence[int]:
     block = quantization.get("weight_block_size")
     if quantization["quant_method"] != "fp8" or block is None:
         raise ValueError(
-            f"config.json: quantization_config of {schema.shown(quantization['quant_method'])} is not supported, only "
+            f"config.json: quantization_config of {schema.format_value(quantization['quant_method'])} "
+            "is not supported, only "
             "fp8 with weight_block_size is: load the model in transformers with dequantize=True in its quantization "
             "config, save and convert that; or, if nothing is quantized, give --hf-ignore-fields quantization_config"
         )

@@ -19,7 +19,7 @@ from megatron.conversion.model_space.pieces import archive_faults
 from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState, refuse_other_models
 from megatron.core.dist_checkpointing import CheckpointError, in_memory, safe_open
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
-from megatron.core.dist_checkpointing.format.schema import shown
+from megatron.core.dist_checkpointing.format.schema import format_value
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 
@@ -122,7 +122,7 @@ def _plain(value: Any) -> Any:
     could load them.
     """
     if isinstance(value, Placeholder):
-        return f"{type(value).__qualname__}({', '.join(map(shown, value.args))})"
+        return f"{type(value).__qualname__}({', '.join(map(format_value, value.args))})"
     return value
 
 

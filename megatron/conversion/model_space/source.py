@@ -220,7 +220,7 @@ def refuse_other_models(
     `known` has the values of our models: compared with ==, 0, 0.0 and False are one. A missing argument is fine.
     """
     wrong = [
-        f"{name} = {schema.shown(args[name])}"
+        f"{name} = {schema.format_value(args[name])}"
         for name in known
         if name in args and args[name] not in known[name]
     ]

@@ -189,7 +189,7 @@ class BoxTable:
         for number, *rows in zip(hits.tolist(), *(place.tolist() for place in places), strict=True):
             yield number, Overlap(*map(tuple, rows))
 
-    def find_fault(self, whole: Shape) -> str | None:
+    def find_gap_or_overlap(self, whole: Shape) -> str | None:
         """None if the boxes cover every element of `whole` exactly once; else where the first hole
         or overlap is.
 

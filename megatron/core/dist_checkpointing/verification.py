@@ -163,7 +163,7 @@ def _collected(report: VerifyReport, check: Callable[[], T]) -> T | None:
 
 
 def _tiling_fault(tensor: StoredTensor) -> str | None:
-    return tensor.chunks.find_fault(tensor.shape)
+    return tensor.chunks.find_gap_or_overlap(tensor.shape)
 
 
 def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | None:

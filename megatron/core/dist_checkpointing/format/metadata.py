@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, shown
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, format_value
 from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
 from megatron.core.lazy_import import lazy_module
 
@@ -75,7 +75,7 @@ class StoredTensor:
         dtype = getattr(torch, self.dtype_name, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(
-                f"a tensor of dtype {shown(self.dtype_name)}, which this version of torch lacks"
+                f"a tensor of dtype {format_value(self.dtype_name)}, which this version of torch lacks"
             )
         return dtype
 

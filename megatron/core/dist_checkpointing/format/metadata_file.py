@@ -31,11 +31,11 @@ from megatron.core.dist_checkpointing.format.schema import (
     MAX_COUNT,
     MAX_RANK,
     CheckpointError,
+    escape_control_chars,
     file_name,
+    format_value,
     open_file,
-    printable,
     refuse,
-    shown,
 )
 from megatron.core.dist_checkpointing.format.schema import key as key_name
 from megatron.core.dist_checkpointing.format.unpickler import check_bounded, unpickle
@@ -105,7 +105,7 @@ def decode_dcp(data: bytes, where: str) -> CheckpointMetadata:
     except CheckpointError:
         raise
     except Exception as error:  # the pickle is intact, its content is not
-        reason = printable(f"{type(error).__name__}: {error}")[:300]
+        reason = escape_control_chars(f"{type(error).__name__}: {error}")[:300]
         raise CheckpointError(
             f"{where}: not the metadata of a distributed checkpoint ({reason})"
         ) from error
@@ -123,7 +123,7 @@ def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
             result.objects[key] = Location(names[file], position, length)
             continue
         shape = _shape(entry.state["size"], key, where)
-        what = f"{where}: {shown(key)}"
+        what = f"{where}: {format_value(key)}"
         boxes = []
         for chunk in entry.state["chunks"]:
             offset = _shape(chunk.state["offsets"], key, where)
@@ -156,20 +156,20 @@ def _decode_places(
         place = info.state
         if place.get("transform_descriptors"):
             raise CheckpointError(
-                f"{where}: {shown(key)} was written through DCP extensions (compression)"
+                f"{where}: {format_value(key)} was written through DCP extensions (compression)"
             )
         file = place["relative_path"]
         position = place["offset"]
         length = place["length"]
         if file not in files:
-            files[file_name(file, f"{where}: {shown(key)}: its file")] = len(files)
+            files[file_name(file, f"{where}: {format_value(key)}: its file")] = len(files)
         if not (
             type(position) is type(length) is int
             and 0 <= position <= MAX_COUNT
             and 0 <= length <= MAX_COUNT
         ):
             refuse(
-                f"{where}: {shown(key)}: its place",
+                f"{where}: {format_value(key)}: its place",
                 (position, length),
                 f"two whole numbers from 0 to {MAX_COUNT}",
             )
@@ -184,7 +184,9 @@ def _decode_places(
 def _shape(value: Any, key: str, where: str) -> Shape:
     right = type(value) is tuple and len(value) <= MAX_RANK and {int}.issuperset(map(type, value))
     if not right or min(value, default=0) < 0:
-        raise CheckpointError(f"{where}: {shown(key)} has a shape or an offset {shown(value)}")
+        raise CheckpointError(
+            f"{where}: {format_value(key)} has a shape or an offset {format_value(value)}"
+        )
     shape: Shape = value
     return shape
 
@@ -193,5 +195,5 @@ def _dtype_of(properties: Placeholder) -> str:
     state: Any = properties.state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, DtypeName):
-        raise TypeError(f"dtype {shown(dtype)}")
+        raise TypeError(f"dtype {format_value(dtype)}")
     return dtype

@@ -430,7 +430,7 @@ class MetadataIndex:
         return result
 
     def _table(self, number: int, places: PlaceList) -> ChunkTable:
-        what = f"{self._where}: {schema.shown(places.key)}"
+        what = f"{self._where}: {schema.format_value(places.key)}"
         try:
             boxes = self._boxes[places.boxes]
             offset, shape = self._read_boxes(places.boxes)

@@ -24,9 +24,9 @@ import numpy as np
 from megatron.core.dist_checkpointing.format.schema import (
     MAX_RANK,
     UnsafePickleError,
+    escape_control_chars,
+    format_value,
     is_dtype,
-    printable,
-    shown,
 )
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
@@ -55,8 +55,8 @@ class Placeholder:
 
     def __repr__(self) -> str:
         """Name and arguments; never what these contain."""
-        name = printable(f"{type(self).__module__}.{type(self).__qualname__}")
-        return f"<{name}({', '.join(map(shown, self.args))})>"
+        name = escape_control_chars(f"{type(self).__module__}.{type(self).__qualname__}")
+        return f"<{name}({', '.join(map(format_value, self.args))})>"
 
 
 @lru_cache(maxsize=4096)
@@ -113,7 +113,7 @@ def _extents(value: Any) -> tuple[int, ...]:
         or len(value) > MAX_RANK
         or not all(type(n) is int for n in value)
     ):
-        raise UnsafePickleError(f"a tensor of shape or strides {shown(value)}")
+        raise UnsafePickleError(f"a tensor of shape or strides {format_value(value)}")
     return tuple(value)
 
 
@@ -126,13 +126,13 @@ def _tensor(
 ) -> Any:
     """A tensor over a record of the archive."""
     if not isinstance(storage, TypedStorage):
-        raise UnsafePickleError(f"a tensor over {shown(storage)} instead of a storage")
+        raise UnsafePickleError(f"a tensor over {format_value(storage)} instead of a storage")
     shape = _extents(shape)
     stride = _extents(stride)
     content = storage.content
     dtype = dtype or storage.dtype
     if type(offset) is not int or len(shape) != len(stride) or min((offset, *shape, *stride)) < 0:
-        raise _unbuildable(f"offset {shown(offset)}, shape {shape}, strides {stride}")
+        raise _unbuildable(f"offset {format_value(offset)}, shape {shape}, strides {stride}")
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     numel = content.nbytes // dtype.itemsize
@@ -156,7 +156,7 @@ def _tensor_v3(
     storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
 ) -> Any:
     if not is_dtype(dtype):
-        raise UnsafePickleError(f"a tensor of dtype {shown(dtype)}")
+        raise UnsafePickleError(f"a tensor of dtype {format_value(dtype)}")
     return _tensor(storage, offset, shape, stride, dtype)
 
 
@@ -164,14 +164,14 @@ def _tensor_with_attributes(function: Any, kind: Any, args: Any, state: Any) -> 
     """Only its values matter."""
     rebuilds = isinstance(function, Function) and function.call in (_tensor_v2, _tensor_v3)
     if not rebuilds or type(args) is not tuple:
-        raise UnsafePickleError(f"a tensor rebuilt by {shown(function)}")
+        raise UnsafePickleError(f"a tensor rebuilt by {format_value(function)}")
     return function.call(*args)
 
 
 def _content(data: Any) -> bytes:
     """Of an array; old pickles have it as text."""
     if not isinstance(data, str | bytes | bytearray):
-        raise UnsafePickleError(f"an array of {shown(data)}")
+        raise UnsafePickleError(f"an array of {format_value(data)}")
     return data.encode("latin1") if isinstance(data, str) else bytes(data)
 
 
@@ -180,13 +180,13 @@ def _numpy_dtype(name: Any, *_: Any) -> np.dtype:
     plain = type(name) is str and len(name) < 32 and "," not in name
     dtype = np.dtype(name, False, True) if plain else None
     if dtype is None or dtype.kind not in "biufcSU":
-        raise UnsafePickleError(f"numpy dtype {shown(name)}")
+        raise UnsafePickleError(f"numpy dtype {format_value(name)}")
     return dtype
 
 
 def _numpy_scalar(dtype: Any, data: Any) -> Any:
     if not isinstance(dtype, np.dtype):
-        raise UnsafePickleError(f"a numpy scalar of dtype {shown(dtype)}")
+        raise UnsafePickleError(f"a numpy scalar of dtype {format_value(dtype)}")
     return np.frombuffer(_content(data), dtype)[0]
 
 
@@ -198,7 +198,7 @@ def set_numpy_state(value: Any, state: Any) -> None:
         return
     _, shape, dtype, fortran, data = state
     if not isinstance(dtype, np.dtype):
-        raise UnsafePickleError(f"a numpy array of dtype {shown(dtype)}")
+        raise UnsafePickleError(f"a numpy array of dtype {format_value(dtype)}")
     flat = np.frombuffer(_content(data), dtype)
     shape = _extents(shape)
     array = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
@@ -209,7 +209,7 @@ def set_numpy_state(value: Any, state: Any) -> None:
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """How protocol 2 writes bytes."""
     if not isinstance(text, str) or encoding not in ("latin1", "utf-8"):
-        raise UnsafePickleError(f"_codecs.encode with {shown(encoding)}")
+        raise UnsafePickleError(f"_codecs.encode with {format_value(encoding)}")
     return text.encode(encoding)
 
 
@@ -220,7 +220,7 @@ def _bytearray(data: Any = b"", encoding: Any = "latin1") -> bytearray:
 def _items(value: Any = ()) -> list[Any]:
     """Of a plain container."""
     if type(value) not in (list, tuple, dict, set):
-        raise UnsafePickleError(f"the items of {shown(value)}")
+        raise UnsafePickleError(f"the items of {format_value(value)}")
     return list(value)
 
 
@@ -245,7 +245,7 @@ def _of(make: Callable[..., Any], *kinds: type) -> Function:
         if not all(
             type(arg) in kinds and (type(arg) is not str or len(arg) <= 4096) for arg in args
         ):
-            raise UnsafePickleError(f"a call with {', '.join(map(shown, args))}")
+            raise UnsafePickleError(f"a call with {', '.join(map(format_value, args))}")
         return make(*args)
 
     return Function(call)

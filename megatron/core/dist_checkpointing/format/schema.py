@@ -57,7 +57,7 @@ MAX_DEPTH = 200  # of nested containers
 _SHOWN = 60
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value for a message: one short printable line, whatever it is."""
     if isinstance(value, str | bytes):
         return repr(value[:_SHOWN]) + ("..." if len(value) > _SHOWN else "")
@@ -72,11 +72,11 @@ def shown(value: Any) -> str:
             and all(type(item) in (int, float, str) for item in value)
         )
         return (
-            printable(str(value))[:200]
+            escape_control_chars(str(value))[:200]
             if flat
             else f"a {type(value).__name__} of {len(value)} entries"
         )
-    return printable(f"a {type(value).__module__}.{type(value).__qualname__}")[:200]
+    return escape_control_chars(f"a {type(value).__module__}.{type(value).__qualname__}")[:200]
 
 
 def is_dtype(value: Any) -> bool:
@@ -87,7 +87,7 @@ def is_dtype(value: Any) -> bool:
     return kind.__qualname__ == "dtype" and kind.__module__ == "torch"
 
 
-def printable(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """`text` with everything escaped that could move the cursor of a terminal or forge another line."""
     if text.isprintable():
         return text
@@ -96,13 +96,13 @@ def printable(text: str) -> str:
     )
 
 
-def message_of(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """What an error says, for a terminal: its own lines, and nothing in them that is not printable."""
-    return "\n".join(map(printable, str(error).split("\n")))
+    return "\n".join(map(escape_control_chars, str(error).split("\n")))
 
 
 def refuse(where: str, value: Any, wanted: str) -> NoReturn:
-    raise CheckpointError(f"{where} is {shown(value)}, but must be {wanted}")
+    raise CheckpointError(f"{where} is {format_value(value)}, but must be {wanted}")
 
 
 def anything(value: Any, where: str) -> Any:
@@ -201,7 +201,7 @@ def mapping(check: Check, keys: Check = text()) -> Check:  # noqa: B008 (a check
             refuse(where, value, "a dictionary")
         for name, item in value.items():
             keys(name, f"{where}: a key")
-            check(item, f"{where}: {printable(str(name))}")
+            check(item, f"{where}: {escape_control_chars(str(name))}")
         return value
 
     return check_all
@@ -223,7 +223,9 @@ def record(fields: Mapping[str, Check], closed: bool = False) -> Check:
                 raise CheckpointError(f"{where} has no {name!r}")
         unknown = [name for name in value if name not in checks] if closed else []
         if unknown:
-            raise CheckpointError(f"{where} has a field {shown(unknown[0])}, which is not known")
+            raise CheckpointError(
+                f"{where} has a field {format_value(unknown[0])}, which is not known"
+            )
         return value
 
     return check_fields
@@ -251,7 +253,7 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         for name, item in value.items():
             text()(name, f"{where}: a key")
-            plain(item, f"{where}: {printable(name)}")
+            plain(item, f"{where}: {escape_control_chars(name)}")
     elif isinstance(value, list | tuple):
         for item in value:
             plain(item, where)
@@ -270,7 +272,7 @@ def _open_descriptor(path: str | os.PathLike[str]) -> int:
     )  # non-blocking: a pipe opens at once
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{printable(str(path))} is not a regular file")
+        raise CheckpointError(f"{escape_control_chars(str(path))} is not a regular file")
     return descriptor
 
 
@@ -383,7 +385,7 @@ def read_regular(path: str | os.PathLike[str], limit: int = MAX_JSON) -> bytes:
     with open_file(path) as file:
         if file.size > limit:
             raise CheckpointError(
-                f"{printable(str(path))} has {file.size} bytes, more than the {limit} that it may have"
+                f"{escape_control_chars(str(path))} has {file.size} bytes, more than the {limit} that it may have"
             )
         return file.read(0, file.size)
 
@@ -392,7 +394,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """The content of a JSON file. Raises CheckpointError naming the file for anything else, OSError
     without it.
     """
-    return parse_json(read_regular(path), printable(str(path)))
+    return parse_json(read_regular(path), escape_control_chars(str(path)))
 
 
 def parse_json(content: bytes, where: str, **options: Any) -> Any:
@@ -433,7 +435,7 @@ def named_file(directory: Path, name: Any, where: str) -> Path:
         roots.append(home.parents[1] / "blobs")
     if not any(real.is_relative_to(root) for root in roots):
         raise CheckpointError(
-            f"{where}: {name} is a link to {printable(str(real))}, outside of {home}"
+            f"{where}: {name} is a link to {escape_control_chars(str(real))}, outside of {home}"
         )
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{where}: {name} is not a regular file")

@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.format.safe_globals import Storage
 from megatron.core.dist_checkpointing.format.schema import (
     CheckpointError,
     OpenFile,
+    escape_control_chars,
     open_file,
-    printable,
 )
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of
 from megatron.core.dist_checkpointing.format.unpickler import Budget, check_bounded, unpickle
@@ -231,7 +231,7 @@ def _load(
     def storage(name: str) -> Storage:
         """Shared by all tensors that view it."""
         if name not in archive.records:
-            raise CheckpointError(f"{where}: tensor data {printable(name)} is missing")
+            raise CheckpointError(f"{where}: tensor data {escape_control_chars(name)} is missing")
         if name not in storages:
             position = archive.data_offset(name)
             nbytes = archive.records[name].size

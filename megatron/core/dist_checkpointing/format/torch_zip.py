@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, printable
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, escape_control_chars
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
 
@@ -327,7 +327,7 @@ class Archive:
         known of that.
         """
         if self.records[name].crc not in (0, zlib.crc32(data)):
-            raise self._damaged(f"record {printable(name)} does not have its CRC-32")
+            raise self._damaged(f"record {escape_control_chars(name)} does not have its CRC-32")
 
     def _read(self, offset: int, size: int) -> bytes | memoryview:
         """Less where the archive ends before."""
@@ -379,7 +379,7 @@ class Archive:
             raise self._damaged("its directory is garbled")
         if method != 0:
             raise self._damaged(
-                f"record {printable(name)} is compressed; torch.save never compresses"
+                f"record {escape_control_chars(name)} is compressed; torch.save never compresses"
             )
         wide = _zip64_values(extra)
         # A field that is full stands for the number in the zip64 field, in this order.
@@ -392,7 +392,7 @@ class Archive:
             header = wide.pop(0)
         name = name.partition("/")[2]
         if name in self.records:
-            raise self._damaged(f"it has two records {printable(name)}")
+            raise self._damaged(f"it has two records {escape_control_chars(name)}")
         self.records[name] = Record(header, size, fields[7])
         return position + name_size + extra_size + comment_size
 

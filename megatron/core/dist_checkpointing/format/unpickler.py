@@ -44,9 +44,9 @@ from megatron.core.dist_checkpointing.format.schema import (
     MAX_DEPTH,
     CheckpointError,
     UnsafePickleError,
+    escape_control_chars,
+    format_value,
     is_dtype,
-    printable,
-    shown,
 )
 from megatron.core.lazy_import import lazy_module
 
@@ -272,12 +272,12 @@ class _Unpickler:
         elif type(target) is list:
             target += items
         else:
-            raise UnsafePickleError(f"a pickle appends to {shown(target)}")
+            raise UnsafePickleError(f"a pickle appends to {format_value(target)}")
 
     def add(self, members: list[Any]) -> None:
         self.check_hashed(members)
         if type(self.stack[-1]) is not set:
-            raise UnsafePickleError(f"a pickle adds members to {shown(self.stack[-1])}")
+            raise UnsafePickleError(f"a pickle adds members to {format_value(self.stack[-1])}")
         self.stack[-1].update(members)
 
     def push_frozen(self, members: list[Any]) -> None:
@@ -288,7 +288,7 @@ class _Unpickler:
 
     def find(self, module: Any, name: Any) -> Any:
         if type(module) is not str or type(name) is not str:
-            raise UnsafePickleError(f"its pickle names {shown(module)}.{shown(name)}")
+            raise UnsafePickleError(f"its pickle names {format_value(module)}.{format_value(name)}")
         if (module, name) not in self._known:
             if len(self._known) == _MAX_NAMES:
                 raise UnsafePickleError(
@@ -315,12 +315,13 @@ class _Unpickler:
                 return found
         if module.partition(".")[0] in _GUARDED and not module.startswith(_INERT_PACKAGES):
             raise UnsafePickleError(
-                f"its pickle names {printable(f'{module}.{name}')}, which no checkpoint needs. Nothing was executed. "
+                f"its pickle names {escape_control_chars(f'{module}.{name}')}, which no checkpoint needs. "
+                "Nothing was executed. "
                 "If you trust the file, load it with torch.load(weights_only=False) and save its plain values again."
             )
         if not self._placeholders:
             raise UnsafePickleError(
-                f"holds a {printable(f'{module}.{name}')}; only plain values can be stored"
+                f"holds a {escape_control_chars(f'{module}.{name}')}; only plain values can be stored"
             )
         return placeholder_type(module, name)
 
@@ -338,7 +339,7 @@ class _Unpickler:
         if self._objects_left < 0:
             raise UnsafePickleError(f"its pickle of {len(self.data)} bytes makes too many objects")
         if type(args) is not tuple:
-            raise UnsafePickleError(f"a pickle calls with {shown(args)}")
+            raise UnsafePickleError(f"a pickle calls with {format_value(args)}")
         self.charge(_OBJECT_SIZE)
         if type(function) is type and issubclass(function, Placeholder):
             value: Any = function.__new__(function)
@@ -351,7 +352,7 @@ class _Unpickler:
                 self.check_hashed(function.hashed(*args))
             value = function.call(*args)
         else:
-            raise UnsafePickleError(f"a pickle calls {shown(function)}")
+            raise UnsafePickleError(f"a pickle calls {format_value(function)}")
         self.stack.append(value)
 
     def build(self, state: Any) -> None:
@@ -360,7 +361,7 @@ class _Unpickler:
             target.state = state
         elif type(target) is argparse.Namespace:
             if type(state) is not dict or not all(type(name) is str for name in state):
-                raise UnsafePickleError(f"arguments that are {shown(state)}")
+                raise UnsafePickleError(f"arguments that are {format_value(state)}")
             self.charge_copies((state,))
             vars(target).update(state)
         elif isinstance(target, np.dtype | np.ndarray) and type(state) is tuple:
@@ -369,7 +370,7 @@ class _Unpickler:
         elif not isinstance(
             target, dict
         ):  # a dictionary's own attributes (`_metadata` of torch) nobody reads
-            raise UnsafePickleError(f"a pickle tries to set the state of {shown(target)}")
+            raise UnsafePickleError(f"a pickle tries to set the state of {format_value(target)}")
 
     def typed_storage(self, pid: Any) -> TypedStorage:
         """The record `data/<key>` with elements of a kind."""
@@ -377,7 +378,7 @@ class _Unpickler:
             tag, kind, key, *_ = pid
             if tag == "storage" and isinstance(kind, StorageKind) and type(key) in (str, int):
                 return TypedStorage(kind.dtype, self._storage(f"data/{key}"))
-        raise UnsafePickleError(f"unknown persistent id {shown(pid)}")
+        raise UnsafePickleError(f"unknown persistent id {format_value(pid)}")
 
 
 def _counted(size: int, decode: Callable[[bytes], Any]) -> Callable[[_Unpickler], None]:
@@ -459,7 +460,7 @@ def unpickle(
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        reason = printable(f"{type(error).__name__}: {error}")[:300]
+        reason = escape_control_chars(f"{type(error).__name__}: {error}")[:300]
         raise CheckpointError(f"{where}: not an intact pickle ({reason})") from error
 
 

@@ -33,9 +33,9 @@ from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import (
     Item,
     LocalSpec,
+    abbreviate,
     describe,
     share_evenly,
-    some,
 )
 
 logger = logging.getLogger(__name__)
@@ -353,7 +353,7 @@ def _merge_comparisons(
     """The comparisons of all ranks as one. Raises CheckpointError if any shape or kind differs."""
     wrong = sorted({line for comparison in comparisons for line in comparison.wrong})
     if wrong:
-        raise CheckpointError(f"{where}: does not fit this model:\n  " + some(wrong, 50))
+        raise CheckpointError(f"{where}: does not fit this model:\n  " + abbreviate(wrong, 50))
     unexpected = sorted({key for comparison in comparisons for key in comparison.unexpected})
     by_rank = np.frombuffer(b"".join(c.requested for c in comparisons), np.uint8).reshape(
         len(comparisons), -1
@@ -383,7 +383,7 @@ def _apply_strictness(
     left = []
     found = ((report.unexpected, unexpected), (report.missing, report.missing))
     for (keys, lines), title, reaction in zip(found, titles, STRICTNESS[strictness], strict=True):
-        text = f"keys {title} ({len(keys)}):\n  {some(lines, 50)}"
+        text = f"keys {title} ({len(keys)}):\n  {abbreviate(lines, 50)}"
         if keys and reaction == RAISE:
             raised.append(text)
         elif keys and reaction == LOG:

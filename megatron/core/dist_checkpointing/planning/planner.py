@@ -124,7 +124,7 @@ def describe(state: ShardedStateDict) -> LocalSpec:
     ]
     if twice:
         raise CheckpointError(
-            f"one rank holds several entries with the same key: {some(twice, 10, ', ')}"
+            f"one rank holds several entries with the same key: {abbreviate(twice, 10, ', ')}"
         )
     return LocalSpec(tuple(tensors), tuple(objects))
 
@@ -327,11 +327,11 @@ def _check_coverage(held: _Held, distinct: np.ndarray) -> None:
     for number, (key, shape, _) in enumerate(held.tensors):
         lines = distinct[ends[number] : ends[number + 1]]
         table = BoxTable(held.offset[lines, : len(shape)], held.shape[lines, : len(shape)])
-        fault = table.find_fault(shape)
+        fault = table.find_gap_or_overlap(shape)
         if fault is not None:
             problems.append(f"{key} {shape}: {fault}")
     if problems:
-        raise CheckpointError("boxes do not tile\n  " + some(problems))
+        raise CheckpointError("boxes do not tile\n  " + abbreviate(problems))
 
 
 def _conflicts(specs: Sequence[PackedSpec]) -> str:
@@ -352,7 +352,7 @@ def _conflicts(specs: Sequence[PackedSpec]) -> str:
         conflicts[key] = (
             f"{key}: an object on rank {objects[key]}, a tensor on rank {first[key][1]}"
         )
-    return "ranks disagree about\n  " + some(list(conflicts.values()))
+    return "ranks disagree about\n  " + abbreviate(list(conflicts.values()))
 
 
 def _choose(
@@ -463,7 +463,7 @@ def _sums(group: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
     return np.bincount(group, weights=values, minlength=size).astype(np.int64)
 
 
-def some(lines: Sequence[str], shown: int = 20, between: str = "\n  ") -> str:
+def abbreviate(lines: Sequence[str], limit: int = 20, between: str = "\n  ") -> str:
     """The first of many lines, and how many more there are."""
-    more = f" ... and {len(lines) - shown} more" if len(lines) > shown else ""
-    return between.join(lines[:shown]) + more
+    more = f" ... and {len(lines) - limit} more" if len(lines) > limit else ""
+    return between.join(lines[:limit]) + more

@@ -220,7 +220,7 @@ def test_chunks_tile_every_tensor(checkpoints, layout):
     metadata = read_metadata(checkpoints / f"{layout[0]}_{layout[1]}")
     assert set(metadata.tensors) == set(GLOBAL_SHAPES) | {"exp_avg." + key for key in GLOBAL_SHAPES}
     for key, tensor in metadata.tensors.items():
-        assert tensor.chunks.find_fault(tensor.shape) is None, key
+        assert tensor.chunks.find_gap_or_overlap(tensor.shape) is None, key
     for file, size in metadata.file_sizes().items():
         assert (checkpoints / f"{layout[0]}_{layout[1]}" / file).stat().st_size >= size
 

@@ -25,8 +25,8 @@ def spec(*tensors, objects=()):
     )
 
 
-def find_fault(shape, boxes):
-    return BoxTable.of(boxes, len(shape)).find_fault(shape)
+def find_gap_or_overlap(shape, boxes):
+    return BoxTable.of(boxes, len(shape)).find_gap_or_overlap(shape)
 
 
 def make_plan(specs, fully_parallel=True):
@@ -76,7 +76,7 @@ def test_find_fault_equals_counting_every_element():
             elif kind == 3 and extent[0] > 1:
                 boxes[index] = (offset, (extent[0] - 1, *extent[1:]))
         wrong = brute_force_is_tiling(shape, boxes)
-        fault = find_fault(shape, boxes)
+        fault = find_gap_or_overlap(shape, boxes)
         assert (fault is None) == (not wrong), (shape, boxes, fault)
         if wrong:
             faulty += 1
@@ -86,9 +86,9 @@ def test_find_fault_equals_counting_every_element():
 
 
 def test_scalars_and_empty_tensors_are_tiled():
-    assert find_fault((), [((), ())]) is None
-    assert "no rank" in find_fault((), [])
-    assert find_fault((0, 4), [((0, 0), (0, 4))]) is None
+    assert find_gap_or_overlap((), [((), ())]) is None
+    assert "no rank" in find_gap_or_overlap((), [])
+    assert find_gap_or_overlap((0, 4), [((0, 0), (0, 4))]) is None
 
 
 @pytest.mark.parametrize("loads", [[0, 0, 0], [5, 1, 9], [100, 0, 0, 7]])
@@ -121,7 +121,7 @@ def test_replicated_tensors_are_written_once_and_evenly(size, fully_parallel):
     plan = make_plan([mine] * size, fully_parallel)
     assert written(plan).keys() == shapes.keys()
     for key, boxes in written(plan).items():
-        assert find_fault(shapes[key], boxes) is None
+        assert find_gap_or_overlap(shapes[key], boxes) is None
     loads = plan.loads
     if fully_parallel:
         assert max(loads) <= 1.1 * sum(loads) / size
