@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -188,7 +188,9 @@ class HuggingFaceSource:
         self._parts: dict[str, list[StoredParameter]] = defaultdict(
             list
         )  # of a tensor: one, or one per expert
-        for part in _places(family, config, lambda name: self._name(name) in self._files):
+        for part in _stored_parameters(
+            family, config, lambda name: self._name(name) in self._files
+        ):
             if self._holds(part):
                 self._check_shapes(part)
                 self._parts[part.key].append(part)
@@ -387,7 +389,7 @@ def write_huggingface(
     options = options or Options()
     config = _config(source, options)
     family = choose_family(config, source.args.get("hf_model_type"))
-    places = _places(family, config, lambda name: False)
+    places = list(_stored_parameters(family, config, lambda name: False))
     _check_complete(source, config, places)
     optimizer = sidecar_tensors(source, model_tensors(config)) if options.optim_sidecar else []
 
@@ -448,11 +450,12 @@ def _check_complete(
         )
 
 
-def _places(
+def _stored_parameters(
     family: Family, config: TransformerConfig, has: Callable[[str], bool]
-) -> list[StoredParameter]:
-    """Every parameter of the model that has a row, in the order of the model, in files that have
-    these names.
+) -> Iterator[StoredParameter]:
+    """Yield the parameters of the model that have a row, in the order of the model.
+
+    `has(name)` reports whether the files contain a tensor.
     """
     return stored_parameters(model_tensors(config), family.rows, family.layers, config, has)
 

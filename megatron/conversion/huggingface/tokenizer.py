@@ -12,6 +12,7 @@ and their merges, bytes for what is unknown.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +42,8 @@ def sentencepiece_tokenizer(model: Path) -> tokenizers.Tokenizer | None:
     """
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     scores = [processor.get_score(number) for number in range(processor.vocab_size())]
-    if any(
-        score != int(score) for score in scores
-    ):  # of BPE they count down from 0, in the order of the merges
+    # Scores of a BPE model are whole numbers that count down from 0 in the order of the merges.
+    if not all(score.is_integer() for score in scores):
         return None
     plain = _PROBE.replace(" ", SPACE)
     normalized = processor.normalize(_PROBE)
@@ -259,9 +259,16 @@ def _json(check: Callable[[Any, str], Any]) -> Callable[[bytes, str], None]:
 
 def _sentencepiece(content: bytes, where: str) -> None:
     try:
-        sentencepiece.SentencePieceProcessor(model_proto=content)
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"{where} is not a SentencePiece model") from error
+    for number in range(processor.vocab_size()):
+        score = processor.get_score(number)
+        if not math.isfinite(score):
+            raise CheckpointError(
+                f"{where}: piece {number} has score {score}: scores must be finite, so this "
+                "SentencePiece model is damaged"
+            )
 
 
 def _lines(content: bytes, where: str) -> list[str]:

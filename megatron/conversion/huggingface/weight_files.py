@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -285,39 +285,40 @@ def stored_parameters(
     layers: str,
     config: TransformerConfig,
     has: Callable[[str], bool],
-) -> list[StoredParameter]:
-    """Every parameter among `shapes` that has a row; the names of layer N begin with `layers` and
-    N.
+) -> Iterator[StoredParameter]:
+    """Yield every parameter in `shapes` that has a row, one per expert where experts are separate.
 
-    `has` says whether the files have a tensor: then it holds all experts.
+    Names of layer N start with `layers` and N. `has(name)` reports whether the files contain a
+    tensor; the fused form of experts is used where it exists. A generator, because config.json may
+    name 1e5 experts in each of 1e4 layers: callers stop at the first tensor that is missing.
     """
-    parameters = []
     for key, shape in shapes.items():
         match = _KEY.fullmatch(key)
-        if (
-            match is None
-            or match[2] not in rows
-            or (match[3] == "bias" and not rows[match[2]].biased)
-        ):
+        if match is None or match[2] not in rows:
             continue
-        row = rows[match[2]]
-        prefix = "" if match[1] is None else f"{layers}{match[1]}."
+        layer, module, kind = match.groups()
+        row = rows[module]
+        if kind == "bias" and not row.biased:
+            continue
+        prefix = "" if layer is None else f"{layers}{layer}."
         if row.fused is not None and has(prefix + row.fused):
-            parameters.append(
-                StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0]))
-            )
+            yield StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0]))
             continue
-        of_experts = row.packed or len(shape) == 3
-        suffix = row.suffixes.get(match[3], match[3])
-        own = shape[1:] if of_experts else shape
-        row_map = _row_map(row, own[0], config)
-        form = row_map, row.transposed and len(own) == 2, shape[0] if row.packed else None
-        for expert in range(shape[0]) if of_experts else [None]:
+        suffix = row.suffixes.get(kind, kind)
+        if not row.packed and len(shape) < 3:
+            names = tuple(prefix + name + suffix for name in row.names)
+            row_map = _row_map(row, shape[0], config)
+            transposed = row.transposed and len(shape) == 2
+            yield StoredParameter(key, (), shape, names, row_map, transposed)
+            continue
+        # Experts: the first dimension of the model's parameter counts them.
+        count, *rest = shape
+        row_map = _row_map(row, rest[0], config)
+        transposed = row.transposed and len(rest) == 2
+        packed = count if row.packed else None
+        for expert in range(count):
             names = tuple(prefix + name.replace("{e}", str(expert)) + suffix for name in row.names)
-            parameters.append(
-                StoredParameter(key, () if expert is None else (expert,), own, names, *form)
-            )
-    return parameters
+            yield StoredParameter(key, (expert,), tuple(rest), names, row_map, transposed, packed)
 
 
 def _row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:

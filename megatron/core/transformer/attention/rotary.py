@@ -115,7 +115,9 @@ class RotaryTables:
     ) -> None:
         self._cp = cp
         self._kernel = kernel
-        self._frequencies = rotary_frequencies(config, width, base)
+        # Computed on first use: a model that is built on the meta device allocates nothing, whatever
+        # head width the config.json of a stranger asks for.
+        self._make_frequencies = partial(rotary_frequencies, config, width, base)
         self._interleaved = interleaved
         yarn = config.rope_type == "yarn" and base is None
         self._size = (
@@ -130,7 +132,8 @@ class RotaryTables:
         key = (length, dtype, device)
         if key not in self._tables:
             positions = local_positions(length * self._cp.size, self._cp.rank, self._cp.size)
-            angles = torch.outer(positions.float(), self._frequencies).view(length, 1, 1, 1, -1)
+            frequencies = self._make_frequencies()
+            angles = torch.outer(positions.float(), frequencies).view(length, 1, 1, 1, -1)
             cos, sin = (
                 (self._size * table).to(device, dtype) for table in (angles.cos(), angles.sin())
             )

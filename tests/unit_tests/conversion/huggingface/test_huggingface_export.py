@@ -4,10 +4,12 @@ refuses.
 
 import dataclasses
 import json
+import math
 import os
 import resource
 import shutil
 import stat
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +326,21 @@ def test_a_normalizing_sentencepiece_model_is_named(tmp_path: Path) -> None:
         in write_huggingface(source, tmp_path / "hf", given)[0]
     )
     assert (tmp_path / "hf" / "tokenizer.model").read_bytes() == (tmp_path / "t.model").read_bytes()
+
+
+@pytest.mark.parametrize("score", [math.inf, -math.inf, math.nan])
+def test_sentencepiece_model_with_infinite_score_is_refused(score: float, tmp_path: Path) -> None:
+    processor = train_sentencepiece(tmp_path, normalization_rule_name="identity")
+    number = processor.vocab_size() - 1
+    field = b"\x15"  # of the protobuf message of a piece: its score, a 32-bit float
+    stored = field + struct.pack("<f", processor.get_score(number))
+    model = (tmp_path / "t.model").read_bytes()
+    assert model.count(stored) == 1
+    (tmp_path / "t.model").write_bytes(model.replace(stored, field + struct.pack("<f", score)))
+    source = random_source(LLAMA_ARGS, vocab_size=processor.vocab_size(), optimizer=False)
+    (lost,) = write_huggingface(source, tmp_path / "hf", Options(tokenizer=tmp_path / "t.model"))
+    assert f"piece {number} has score {score}: scores must be finite" in lost
+    assert not list((tmp_path / "hf").glob("tokenizer*"))
 
 
 def train_sentencepiece(directory: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
