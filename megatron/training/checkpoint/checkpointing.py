@@ -149,9 +149,15 @@ def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argp
     """
     args = {**with_asked_for(flags), "layernorm_epsilon": flags["norm_epsilon"], **derived}
     if flags["null_tokenizer_eod_id"] is None:
-        del args[
-            "null_tokenizer_eod_id"
-        ]  # None would be the last token of --vocab-size: see `stored_args`
+        if flags["tokenizer_type"] == "NullTokenizer":
+            # Store a size that counts the end-of-document token, as Megatron-LM since 0.19 does:
+            # converters of other projects cut the embedding at `vocab_size` rows.
+            end_of_document = flags["vocab_size"]
+            args["null_tokenizer_eod_id"] = end_of_document
+            args["vocab_size"] = derived.get("model_vocab_size", end_of_document + 1)
+        else:
+            # None would mean the last token of --vocab-size: see `stored_args`.
+            del args["null_tokenizer_eod_id"]
     return argparse.Namespace(**args)
 
 

@@ -298,6 +298,12 @@ def with_stored_args(
         merged[name] = stored[name]
     if "seq_length" in stored:
         merged.setdefault("seq_length", stored["seq_length"])
+    kind = merged.get("tokenizer_type")
+    if kind == "NullTokenizer" and stored.get("tokenizer_type") != kind and "vocab_size" in stored:
+        # A checkpoint of another tokenizer, or of none (config.json), counts every row of the
+        # embedding, the end-of-document token included.
+        last = stored["vocab_size"] - 1
+        merged.setdefault("null_tokenizer_eod_id", min(given.get("vocab_size", last), last))
     return merged, notes
 
 

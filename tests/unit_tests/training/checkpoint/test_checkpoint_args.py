@@ -12,6 +12,7 @@ from megatron.training.config.run_config import (
     stored_args,
     with_stored_args,
 )
+from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 from tests import ROOT
 
 GOLDEN = ROOT / "tests/golden" / "megatron_lm_flags/mcore_0.16.1__llama_fp32_tp1.txt"
@@ -47,7 +48,8 @@ def test_names_are_megatron_lms():
         "make_vocab_size_divisible_by": 32,
         "padded_vocab_size": 288,
         "tokenizer_type": "NullTokenizer",
-        "vocab_size": 256,
+        # Megatron-LM 0.16.1 stores 256, one less than the rows of the model.
+        "vocab_size": 257,
         "seq_length": 64,
         "train_iters": 10,
         "global_batch_size": 8,
@@ -132,12 +134,13 @@ def test_taking_arguments_over():
 
 
 @pytest.mark.parametrize("more, eod", [("", None), ("--null-tokenizer-eod-id 9", 9)])
-def test_the_end_of_documents_is_that_of_the_run(more, eod):
-    """Megatron-LM since 0.19 says None for the last token of --vocab-size; older releases and we
-    say nothing.
+def test_end_of_document_token_is_kept(more, eod):
+    """Megatron-LM since 0.19 stores None for the last token of --vocab-size; older releases store
+    no such argument.
     """
-    ours = stored_args(vars(make_namespace(flags(more), {})))
-    assert ours.get("null_tokenizer_eod_id") == eod
+    of_run = flags(more)
+    ours = stored_args(vars(make_namespace(of_run, {})))
+    assert ours["null_tokenizer_eod_id"] == (of_run["vocab_size"] if eod is None else eod)
     theirs = {"tokenizer_type": "NullTokenizer", "vocab_size": 257, "null_tokenizer_eod_id": eod}
     taken, notes = with_stored_args({"vocab_size": 256}, stored_args(theirs))
     assert (taken["vocab_size"], taken["null_tokenizer_eod_id"]) == (
@@ -145,3 +148,35 @@ def test_the_end_of_documents_is_that_of_the_run(more, eod):
         256 if eod is None else eod,
     )
     assert notes == ["--use-checkpoint-args: vocab_size is 257 as in the checkpoint, not 256"]
+
+
+def test_stored_vocab_size_counts_every_row_of_a_null_tokenizer_run():
+    """Converters of other projects keep `vocab_size` rows of the embedding."""
+    given = flags()
+    tokens = build_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=given["vocab_size"]))
+    stored = vars(make_namespace(given, {"model_vocab_size": tokens.vocab_size}))
+    assert stored["vocab_size"] == tokens.vocab_size == given["vocab_size"] + 1
+    assert stored["null_tokenizer_eod_id"] == tokens.eod
+    again = TokenizerConfig(
+        tokenizer_type="NullTokenizer",
+        vocab_size=stored["vocab_size"],
+        null_tokenizer_eod_id=stored["null_tokenizer_eod_id"],
+    )
+    assert (build_tokenizer(again).vocab_size, build_tokenizer(again).eod) == (
+        tokens.vocab_size,
+        tokens.eod,
+    )
+
+
+@pytest.mark.parametrize(("given", "eod"), [(None, 96), (96, 96), (97, 96), (60, 60)])
+def test_null_tokenizer_with_the_vocabulary_of_a_model_without_tokenizer(given, eod):
+    """config.json counts all rows, so the end-of-document token is not added to them again."""
+    chosen = {"tokenizer_type": "NullTokenizer"} | ({} if given is None else {"vocab_size": given})
+    merged, _ = with_stored_args(chosen, stored_args({"vocab_size": 97}))
+    taken = TokenizerConfig(
+        merged["tokenizer_type"],
+        vocab_size=merged["vocab_size"],
+        null_tokenizer_eod_id=merged["null_tokenizer_eod_id"],
+    )
+    tokens = build_tokenizer(taken)
+    assert (tokens.vocab_size, tokens.eod) == (97, eod)
