@@ -15,7 +15,9 @@ from megatron.core.datasets import FillInTheMiddle, build_datasets
 from megatron.core.models import ChunkPlace, GPTModel
 from megatron.core.module import MegatronModule
 from megatron.core.transformer.placement import ContextParallel
-from megatron.training.config.run_config import Config, parse_args
+from megatron.training.config.checkpoint_args import read_checkpoint_args
+from megatron.training.config.parsing import parse_args
+from megatron.training.config.run_config import Config
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.launch import environment_world_size, errors_explained_once
 from megatron.training.planning.summary import dry_run
@@ -79,7 +81,9 @@ def main() -> None:
             print(dry_run(sys.argv[1:], model_provider))
         return
     with errors_explained_once():
-        config = parse_args(sys.argv[1:], environment_world_size())
+        argv = sys.argv[1:]
+        world_size = environment_world_size()
+        config = parse_args(argv, world_size, read_checkpoint_args(argv, world_size))
         pretrain(config, model_provider, datasets_provider, forward_step)
         # Without torchrun rank 0 hosts the store, in which other ranks may still look up how the
         # last save ended.

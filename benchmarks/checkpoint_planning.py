@@ -36,7 +36,8 @@ from megatron.core.dist_checkpointing.planning.save_plan import place_items  # n
 from megatron.core.distributed.param_and_grad_buffer import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
 from megatron.training.config.arguments import parse_flags  # noqa: E402
-from megatron.training.config.run_config import Config, flag_parser, make_config  # noqa: E402
+from megatron.training.config.parsing import flag_parser, make_config  # noqa: E402
+from megatron.training.config.run_config import Config  # noqa: E402
 from megatron.training.planning.rank_memory import EmptyChunk, empty_chunks  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 

@@ -37,7 +37,7 @@ from megatron.core.transformer.attention.core import CoreAttention  # noqa: E402
 from megatron.core.transformer.grouped_linear import grouped_product, has_grouped_kernel  # noqa: E402
 from megatron.core.transformer.placement import Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron.training.config.run_config import parse_args  # noqa: E402
+from megatron.training.config.parsing import parse_args  # noqa: E402
 from megatron.training.planning.run_plan import plan_run  # noqa: E402
 from megatron.training.reporting.measurements import model_flops_per_token  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402

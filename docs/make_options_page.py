@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.config.arguments import MEGATRON_OPTIONS, OTHER_NAMES, base_name
-from megatron.training.config.run_config import flag_parser
+from megatron.training.config.parsing import flag_parser
 
 HEAD = """# Megatron-LM's options
 

@@ -23,7 +23,9 @@ from statistics import median
 from typing import Any
 
 from megatron.training.config.arguments import Given, parse_flags
-from megatron.training.config.run_config import Config, flag_parser, make_config
+from megatron.training.config.checkpoint_args import read_checkpoint_args
+from megatron.training.config.parsing import flag_parser, make_config, use_stored_args
+from megatron.training.config.run_config import Config
 from megatron.training.planning.run_plan import RunPlan, plan_run
 from megatron.training.planning.summary import plan_page, plan_picture, set_planned_vocab_size
 from megatron.training.reporting.run_record import RecordedStart, goodput, read_record
@@ -140,6 +142,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
         [word for word in argv if not word.endswith("pretrain_gpt.py")]
     )
     given, _ = parse_flags(flag_parser(), rest)
+    stored_args = read_checkpoint_args(rest)
+    if stored_args is not None:
+        given, _ = use_stored_args(given, stored_args)
     given = {"lr": 1.0, "min_lr": 0.0} | given  # nothing here depends on these
     if "train_samples" not in given:
         given.setdefault("train_iters", 1)

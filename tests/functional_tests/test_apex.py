@@ -7,7 +7,7 @@ import pytest
 from megatron.core.apex import import_apex
 from megatron.core.optimizer import update_rules
 from megatron.core.optimizer.update_rules import apex_sum_of_squares
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from tests import ROOT
 from tests.support import apex_checks
 from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train

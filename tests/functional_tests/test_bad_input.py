@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.core.datasets import IndexedDatasetBuilder
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.run import Loss
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider

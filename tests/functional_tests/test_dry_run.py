@@ -91,3 +91,12 @@ def test_a_start_imports_nothing_that_takes_long_and_is_not_needed():
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout == "[]\n"
+
+
+def test_arguments_of_a_checkpoint_for_several_processes():
+    """A dry run needs neither RANK nor a process group."""
+    golden = ROOT / "tests/golden/megatron_lm/mcore_0.16.1/llama_fp32_tp2pp2"
+    flags = f"--use-checkpoint-args --load {golden}/torch_dist_fully_reshardable"
+    result = dry_run(f"--mock-data --train-iters 4 {flags}", WORLD_SIZE="2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "DP 2 on 2 ranks" in result.stdout and "as in the checkpoint" in result.stdout

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import convert
 from megatron.conversion.formats import Options
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from megatron.core.dist_checkpointing import is_complete
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from tests.support.training_harness import (
     COMMON,

@@ -9,7 +9,7 @@ import torch
 
 from megatron.conversion.convert import compare, open_checkpoint
 from megatron.conversion.model_space.source import read_whole
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from tests import ROOT
 from tests.support.training_harness import (

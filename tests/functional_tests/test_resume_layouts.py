@@ -11,7 +11,7 @@ import torch
 from megatron.conversion.formats import is_extra_state
 from megatron.core.datasets import IndexedDatasetBuilder
 from megatron.core.dist_checkpointing import Reader
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
 from tests.support.compare import assert_same

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from megatron.conversion.convert import compare, open_checkpoint
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from tests import ROOT
 from tests.support.training_harness import (

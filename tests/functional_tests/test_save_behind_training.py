@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing import Reader, is_complete
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from tests.support.compare import assert_same
 from tests.support.training_harness import (

@@ -12,7 +12,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.run import build_chunks
 from pretrain_gpt import model_provider
 from tests.support.compare import assert_same

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from megatron.training.checkpoint.checkpointing import model_state
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.data.loaders import build_data
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import initialize

@@ -20,7 +20,7 @@ from megatron.core.transformer.layer_spec import layer_spec
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from tests import ROOT
 from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train, whole
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron.core.models.gpt import GPTModel
 from megatron.training.checkpoint.checkpointing import model_state
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.run import Run
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider

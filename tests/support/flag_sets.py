@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 
 OUTCOMES = ("parses", "refused", "unknown flag", "crash")
 _AXES = (

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.training.checkpoint.checkpointing import model_state
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.checkpoint_args import read_checkpoint_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.reporting.logging import Interval
 from megatron.training.run import ForwardStep
 from megatron.training.training import pretrain
@@ -102,7 +103,8 @@ def train(
 ) -> Outcome:
     """`pretrain_gpt.py COMMON FLAGS` as one rank of the group that exists."""
     measured = Measurements()
-    config = parse_args(shlex.split(common + flags), world_size)
+    argv = shlex.split(common + flags)
+    config = parse_args(argv, world_size, read_checkpoint_args(argv, world_size))
     run = pretrain(config, model_provider, datasets_provider, forward_step, writers=[measured])
     model = model_state(run)
     state = run.optimizer.weights(model) | run.optimizer.sharded_state_dict(model)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from tests.support.launch_scripts import ROOT, launched, pod_command
 
 SCRIPTS = {

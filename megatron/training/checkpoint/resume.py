@@ -41,7 +41,8 @@ from megatron.training.checkpoint.checkpointing import (
     set_rng_state,
 )
 from megatron.training.config.options import CheckpointConfig
-from megatron.training.config.run_config import Config, stored_args
+from megatron.training.config.run_config import Config
+from megatron.training.config.stored_args import normalize_stored_args
 from megatron.training.launch import seed_everything
 from megatron.training.run import Run, TrainState
 
@@ -212,7 +213,7 @@ def adopt_end_of_document(config: Config, start: Start | None) -> bool:
     flags = config.tokenizer
     if start is None or flags.kind != "NullTokenizer" or flags.null_tokenizer_eod_id is not None:
         return False
-    stored = stored_args(start.source.args).get("null_tokenizer_eod_id")
+    stored = normalize_stored_args(start.source.args).get("null_tokenizer_eod_id")
     if stored is None or flags.vocab_size is None or stored >= flags.vocab_size:
         return False
     config.tokenizer = dataclasses.replace(flags, null_tokenizer_eod_id=stored)
@@ -254,7 +255,7 @@ def _load(run: Run, start: Start) -> None:
 
     # Decide what to take, and check that it fits before anything changes.
     for warning in check_same_model(
-        run.config.flags(), stored_args(source.args), source.description
+        run.config.flags(), normalize_stored_args(source.args), source.description
     ):
         logger.warning(warning)
     training = None if start.weights_only else source.training
@@ -311,7 +312,7 @@ def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source
     """Warnings about other mathematics; ValueError that names every argument by which the shape
     differs.
     """
-    flags = stored_args(flags)
+    flags = normalize_stored_args(flags)
 
     def differing(what: str) -> list[str]:
         names = [

@@ -19,7 +19,9 @@ import torch
 from megatron import __version__
 from megatron.core.pipeline_parallel.schedules import Action, consumer, schedule
 from megatron.core.progress import format_size
-from megatron.training.config.run_config import Config, ModelProvider, parse_args, replica_size
+from megatron.training.config.checkpoint_args import read_checkpoint_args
+from megatron.training.config.parsing import parse_args, replica_size
+from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.launch import environment_world_size
 from megatron.training.planning.run_plan import MEMORY_PARTS, RunPlan, StagePlan, plan_run
@@ -72,7 +74,8 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     as a run would.
     """
     world_size = environment_world_size() if "WORLD_SIZE" in os.environ else replica_size(argv)
-    config = parse_args(argv, world_size)
+    # This process reads the checkpoint alone: a dry run has no process group, whatever it plans.
+    config = parse_args(argv, world_size, read_checkpoint_args(argv))
     set_planned_vocab_size(config)
     return plan_page(config, world_size, plan_run(config, world_size, model_provider))
 

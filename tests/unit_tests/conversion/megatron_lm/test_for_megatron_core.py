@@ -14,7 +14,7 @@ from megatron.conversion.formats import Options
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.core.dist_checkpointing import CheckpointError, load_common, read_metadata, safe_load
 from megatron.training.checkpoint.checkpointing import make_namespace
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from tests import ROOT
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 

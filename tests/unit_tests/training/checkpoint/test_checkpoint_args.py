@@ -6,12 +6,8 @@ import pytest
 
 from megatron.training.checkpoint.checkpointing import make_namespace
 from megatron.training.checkpoint.resume import check_same_model
-from megatron.training.config.run_config import (
-    make_config,
-    parse_args,
-    stored_args,
-    with_stored_args,
-)
+from megatron.training.config.parsing import make_config, parse_args
+from megatron.training.config.stored_args import merge_stored_args, normalize_stored_args
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 from tests import ROOT
 
@@ -72,12 +68,17 @@ def test_names_are_megatron_lms():
 
 
 def test_megatron_lms_names_are_understood():
-    stored = stored_args({"group_query_attention": False, "num_attention_heads": 8, "x": 1})
+    stored = normalize_stored_args(
+        {"group_query_attention": False, "num_attention_heads": 8, "x": 1}
+    )
     assert stored["num_query_groups"] == 8 and stored["x"] == 1  # Megatron-LM stores an unused 1
 
 
 def test_same_model():
-    assert check_same_model(flags(), stored_args(vars(make_namespace(flags(), {}))), "here") == []
+    assert (
+        check_same_model(flags(), normalize_stored_args(vars(make_namespace(flags(), {}))), "here")
+        == []
+    )
     assert check_same_model(flags(), {}, "an old checkpoint that says nothing") == []
 
 
@@ -112,7 +113,7 @@ def test_other_mathematics_is_a_note():
 
 
 def test_taking_arguments_over():
-    stored = stored_args(vars(make_namespace(flags(), {})))
+    stored = normalize_stored_args(vars(make_namespace(flags(), {})))
     given = {
         "num_layers": 12,
         "lr": 1e-4,
@@ -120,7 +121,7 @@ def test_taking_arguments_over():
         "mock_data": True,
         "micro_batch_size": 4,
     }
-    merged, notes = with_stored_args(given, stored)
+    merged, notes = merge_stored_args(given, stored)
     (note,) = notes
     assert "num_layers is 4 as in the checkpoint, not 12" in note
     config = make_config(merged, 1)
@@ -130,7 +131,7 @@ def test_taking_arguments_over():
         and config.data.seq_length == 64
     )
     assert config.optimizer.lr == 1e-4 and config.training.micro_batch_size == 4
-    assert with_stored_args(given | {"seq_length": 32}, stored)[0]["seq_length"] == 32
+    assert merge_stored_args(given | {"seq_length": 32}, stored)[0]["seq_length"] == 32
 
 
 @pytest.mark.parametrize("more, eod", [("", None), ("--null-tokenizer-eod-id 9", 9)])
@@ -139,10 +140,10 @@ def test_end_of_document_token_is_kept(more, eod):
     no such argument.
     """
     of_run = flags(more)
-    ours = stored_args(vars(make_namespace(of_run, {})))
+    ours = normalize_stored_args(vars(make_namespace(of_run, {})))
     assert ours["null_tokenizer_eod_id"] == (of_run["vocab_size"] if eod is None else eod)
     theirs = {"tokenizer_type": "NullTokenizer", "vocab_size": 257, "null_tokenizer_eod_id": eod}
-    taken, notes = with_stored_args({"vocab_size": 256}, stored_args(theirs))
+    taken, notes = merge_stored_args({"vocab_size": 256}, normalize_stored_args(theirs))
     assert (taken["vocab_size"], taken["null_tokenizer_eod_id"]) == (
         257,
         256 if eod is None else eod,
@@ -172,7 +173,7 @@ def test_stored_vocab_size_counts_every_row_of_a_null_tokenizer_run():
 def test_null_tokenizer_with_the_vocabulary_of_a_model_without_tokenizer(given, eod):
     """config.json counts all rows, so the end-of-document token is not added to them again."""
     chosen = {"tokenizer_type": "NullTokenizer"} | ({} if given is None else {"vocab_size": given})
-    merged, _ = with_stored_args(chosen, stored_args({"vocab_size": 97}))
+    merged, _ = merge_stored_args(chosen, normalize_stored_args({"vocab_size": 97}))
     taken = TokenizerConfig(
         merged["tokenizer_type"],
         vocab_size=merged["vocab_size"],

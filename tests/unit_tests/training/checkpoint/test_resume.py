@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from megatron.training.checkpoint.checkpointing import take_save_directory
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from tests.support.training_harness import COMMON
 
 

@@ -12,7 +12,8 @@ from megatron.training.config.arguments import (
     flag_type,
     option_names,
 )
-from megatron.training.config.run_config import SECTIONS, flag_parser
+from megatron.training.config.parsing import flag_parser
+from megatron.training.config.run_config import SECTIONS
 from tests import GOLDEN
 from tests.support.flag_sets import outcome, read
 

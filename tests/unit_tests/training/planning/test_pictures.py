@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.planning.run_plan import plan_run
 from megatron.training.planning.summary import plan_picture, shares_picture, timeline
 from pretrain_gpt import model_provider

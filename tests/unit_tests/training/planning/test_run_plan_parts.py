@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from megatron.core.transformer.transformer_config import LayerKind
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.planning.rank_memory import ActivationMemory
 from megatron.training.planning.run_plan import Traffic, plan_run
 from pretrain_gpt import model_provider

@@ -2,7 +2,7 @@
 
 import shlex
 
-from megatron.training.config.run_config import parse_args
+from megatron.training.config.parsing import parse_args
 from megatron.training.planning.run_plan import plan_run
 from megatron.training.planning.summary import arguments, as_lines, summarize
 from pretrain_gpt import model_provider

@@ -1,0 +1,54 @@
+"""Read the arguments that --use-checkpoint-args requests from the checkpoint to load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.conversion.convert import open_found
+from megatron.conversion.formats import Hints, find_checkpoint
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.flags import raise_problems
+from megatron.core.object_storage import path_of
+from megatron.training.config.arguments import Given, build
+from megatron.training.config.options import DistributedConfig
+from megatron.training.config.parsing import flag_parser
+from megatron.training.config.stored_args import normalize_stored_args
+from megatron.training.launch import join
+
+
+def read_checkpoint_args(argv: Sequence[str], world_size: int = 1) -> dict[str, Any] | None:
+    """Return the arguments of the checkpoint that --load and --ckpt-step select, for `parse_args`.
+
+    None without --use-checkpoint-args, and empty if --load is the same directory as --save and
+    contains no checkpoint yet. Raises ValueError for any other missing or damaged checkpoint.
+
+    Collective if `world_size` > 1: the ranks join the process group and rank 0 reads for all.
+    With a `world_size` of 1 the process reads the checkpoint itself and no group is started.
+    """
+    line = flag_parser().parse(argv)
+    given = line.given
+    if not given.get("use_checkpoint_args"):
+        return None
+    try:
+        if given.get("load") is None:
+            raise ValueError("--use-checkpoint-args requires --load, the checkpoint to read")
+        if world_size == 1:
+            return _read(given)
+        join(build(DistributedConfig, given))
+        return Coordination.of(None).at_coordinator(lambda: _read(given))
+    except ValueError as error:
+        raise_problems([*line.problems, str(error)])
+        raise
+
+
+def _read(given: Given) -> dict[str, Any]:
+    load = given["load"]
+    found = find_checkpoint(load, given.get("ckpt_step"))
+    if found is not None:
+        return normalize_stored_args(open_found(found, Hints(optimizer=False, as_saved=True)).args)
+    save = given.get("save")
+    is_first_start = save is not None and path_of(save).resolve() == path_of(load).resolve()
+    if is_first_start and not given.get("exit_on_missing_checkpoint"):
+        return {}
+    raise ValueError(f"--use-checkpoint-args: --load {load} contains no checkpoint")

@@ -1,0 +1,213 @@
+"""From a command line to a checked `Config`.
+
+Nothing here starts a process group or opens a checkpoint, so that every mistake in the flags is
+reported at once, before any rank waits for another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.flags import raise_problems
+from megatron.core.pipeline_parallel.schedules import parse_layout
+from megatron.training.config import run_rules
+from megatron.training.config.arguments import FlagParser, Given, build, flag_fields
+from megatron.training.config.run_config import SECTIONS, Config
+from megatron.training.config.stored_args import merge_stored_args
+
+
+def flag_parser() -> FlagParser:
+    """Return the parser for the flags of `pretrain_gpt.py`."""
+    return FlagParser({title: section for title, (_, section) in SECTIONS.items()})
+
+
+def replica_size(argv: Sequence[str]) -> int:
+    """Return the minimum number of processes for the model and its experts; 1 if no flag sets it."""
+    given = flag_parser().parse(argv).given
+
+    def size_of(axis: str) -> int:
+        return max(1, given.get(f"{axis}_parallel_size", 1))
+
+    stages = size_of("pipeline_model")
+    dense = size_of("tensor_model") * size_of("context")
+    experts = size_of("expert_model")
+    if (given.get("num_experts") or 0) > 1:
+        experts *= given.get("expert_tensor_parallel_size") or size_of("tensor_model")
+    return stages * math.lcm(dense, experts)
+
+
+def parse_args(
+    argv: Sequence[str], world_size: int, stored_args: Mapping[str, Any] | None = None
+) -> Config:
+    """Return the configuration of a run of `world_size` processes; --help exits the program.
+
+    With --use-checkpoint-args pass what `checkpoint_args.read_checkpoint_args` returned as
+    `stored_args`. Raises ValueError that lists all problems, one per line, each with its fix.
+    """
+    line = flag_parser().parse(argv)
+    notes = []
+    if line.ignored:
+        notes.append(f"accepted without effect: {', '.join(dict.fromkeys(line.ignored))}")
+    given = line.given
+    if given.get("use_checkpoint_args"):
+        if stored_args is None:
+            line.problems.append(
+                "--use-checkpoint-args: parse_args does not open checkpoints; pass it "
+                "stored_args=read_checkpoint_args(argv, world_size)"
+            )
+            raise_problems(line.problems)
+        given, overridden = use_stored_args(given, stored_args or {})
+        notes += overridden
+    config, problems = _make_config(given, world_size, line.malformed)
+    raise_problems(line.problems + problems)
+    config.notes = notes + config.notes
+    return config
+
+
+def use_stored_args(given: Given, stored_args: Mapping[str, Any]) -> tuple[Given, list[str]]:
+    """Return `given` with the arguments of a checkpoint, and notes; empty `stored_args`: there is
+    no checkpoint yet.
+    """
+    if stored_args:
+        return merge_stored_args(given, stored_args)
+    return given, [
+        f"--use-checkpoint-args: --load {given['load']} contains no checkpoint yet, "
+        "so the flags on the command line are used"
+    ]
+
+
+def make_config(given: Given, world_size: int) -> Config:
+    """Return the configuration for these values of fields.
+
+    Builds every part, derives values from each other and checks the rules between them. Raises
+    ValueError that lists all problems.
+    """
+    config, problems = _make_config(given, world_size, malformed=set())
+    raise_problems(problems)
+    return config
+
+
+def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Config, list[str]]:
+    """Return the configuration and all problems; parts with problems are None.
+
+    Parts with a field in `malformed` (its flag has a value that cannot be parsed) are skipped.
+    """
+    problems: list[str] = []
+    given, notes = _derive_values(given, problems)
+
+    # Build the parts. Each checks its own fields.
+    parts: dict[str, Any] = dict.fromkeys(attribute for attribute, _ in SECTIONS.values())
+    for attribute, section in SECTIONS.values():
+        if malformed.intersection(field.name for field in flag_fields(section)):
+            continue
+        try:
+            parts[attribute] = build(section, given)
+        except ValueError as error:
+            problems.append(str(error))
+    config = Config(**parts, notes=notes)
+
+    # Check the rules between parts that could be built.
+    for check, needs in run_rules.CHECKS:
+        if any(parts[part] is None for part in needs.split()):
+            continue
+        try:
+            problems += check(config, world_size)
+        except ValueError as error:
+            problems.append(str(error))
+    if None not in parts.values():
+        config.notes += run_rules.save_notes(config)
+    return config, list(dict.fromkeys(problems))
+
+
+_LAYOUT = "pipeline_model_parallel_layout"
+
+
+def _derive_values(given: Given, problems: list[str]) -> tuple[Given, list[str]]:
+    """Return `given` with the values that follow from other flags, and notes about the changes.
+
+    Appends to `problems`.
+    """
+    given = dict(given)
+    notes = []
+
+    # Parallelism.
+    if given.get("sequence_parallel") and given.get("tensor_model_parallel_size", 1) == 1:
+        notes.append(
+            "--sequence-parallel is off: it splits over tensor-parallel ranks, "
+            "and there is only one"
+        )
+        given["sequence_parallel"] = False
+    try:
+        chunks = _chunks_per_stage(given)
+        if chunks is not None:
+            given["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+    except ValueError as error:
+        problems.append(str(error))
+    has_experts = (given.get("num_experts") or 0) > 1
+    if not has_experts and given.pop("expert_tensor_parallel_size", None) is not None:
+        notes.append("--expert-tensor-parallel-size: the model has no experts")
+
+    # Features that only Transformer Engine implements select it.
+    te_flags = []
+    if given.get("fp8") is not None:
+        te_flags.append("--fp8-format")
+    if given.get("fp4") is not None:
+        te_flags.append("--fp4-format")
+    if given.get("cross_entropy_loss_fusion") and given.get("cross_entropy_fusion_impl") == "te":
+        te_flags.append("--cross-entropy-fusion-impl te")
+    if te_flags and "transformer_impl" not in given:
+        notes.append(f"--transformer-impl transformer_engine: {te_flags[0]} needs it")
+        given["transformer_impl"] = "transformer_engine"
+
+    # Data and evaluation.
+    if "fim_rate" in given and not given.get("fim_data"):
+        problems.append(
+            f"--fim-rate {given['fim_rate']} without --fim-data: Megatron-LM ignores it, "
+            "BigCode's fork fills in the middle: add --fim-data, or leave out --fim-rate"
+        )
+    if given.get("eval_iters", 0) < 0:
+        notes.append(f"--eval-iters {given['eval_iters']}: evaluation is disabled, as with 0")
+        given["eval_iters"] = 0
+    given.setdefault("max_position_embeddings", given.get("seq_length"))
+    return given, notes
+
+
+def _chunks_per_stage(given: Given) -> int | None:
+    """Return the model chunks per stage that --num-layers-per-virtual-pipeline-stage or
+    --pipeline-model-parallel-layout request; None without these flags.
+    """
+    layers_per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
+    layout = given.get(_LAYOUT)
+    if layers_per_chunk is None and layout is None:
+        return None
+    names = (
+        "virtual_pipeline_model_parallel_size",
+        "num_layers_per_virtual_pipeline_stage",
+        _LAYOUT,
+    )
+    flags = [f"--{name.replace('_', '-')}" for name in names if given.get(name) is not None]
+    if len(flags) > 1:
+        raise ValueError(f"{' and '.join(flags)} are mutually exclusive")
+    pp_size = given.get("pipeline_model_parallel_size", 1)
+
+    if layout is not None:
+        num_chunks = len(parse_layout(layout))
+        if num_chunks % pp_size:
+            raise ValueError(
+                f"{flags[0]} {layout} has {num_chunks} chunks for "
+                f"--pipeline-model-parallel-size {pp_size}: change one of them"
+            )
+        return num_chunks // pp_size
+
+    # The embedding and the loss can count as layers.
+    counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    num_layers = given.get("num_layers", 0) + sum(bool(given.get(name)) for name in counted)
+    assert layers_per_chunk is not None
+    if layers_per_chunk < 1 or num_layers % (pp_size * layers_per_chunk):
+        raise ValueError(
+            f"--num-layers {num_layers} is not a multiple of --pipeline-model-parallel-size "
+            f"{pp_size} x --num-layers-per-virtual-pipeline-stage {layers_per_chunk}"
+        )
+    return int(num_layers // pp_size // layers_per_chunk)

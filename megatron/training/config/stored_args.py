@@ -1,0 +1,70 @@
+"""Arguments of a checkpoint: read under the names of this project, and merged into a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.core.transformer.transformer_config import deciding_fields
+
+# What --use-checkpoint-args takes from the checkpoint besides the fields that define the model.
+TOKENIZER_FIELDS = (
+    "group_query_attention",
+    "make_vocab_size_divisible_by",
+    "tokenizer_type",
+    "tokenizer_model",
+    "vocab_file",
+    "merge_file",
+    "special_tokens",
+    "legacy_tokenizer",
+    "tiktoken_pattern",
+    "tiktoken_num_special_tokens",
+    "vocab_size",
+    "null_tokenizer_eod_id",
+)
+
+
+def normalize_stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a checkpoint with the values that the flags would have here.
+
+    Megatron-LM stores some arguments that its own code ignores or that mean something else.
+    """
+    known = dict(args)
+    uses_groups = known.get("group_query_attention", True)
+    if not uses_groups and "num_attention_heads" in known:
+        known["num_query_groups"] = known["num_attention_heads"]  # stored is an unused 1
+    if known.get("add_bias_linear"):
+        known["add_qkv_bias"] = False  # implied; stored is True
+    is_null_tokenizer = known.get("tokenizer_type") == "NullTokenizer"
+    if is_null_tokenizer and known.get("null_tokenizer_eod_id", 0) is None:
+        # Megatron-LM since 0.19: None selects the last token.
+        known["null_tokenizer_eod_id"] = (known.get("vocab_size") or 1) - 1
+    return known
+
+
+def merge_stored_args(
+    given: Mapping[str, Any], stored: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return `given` with the model and tokenizer of a checkpoint, and a note for each flag that
+    the checkpoint overrides.
+    """
+    merged = dict(given)
+    notes = []
+    for name in (*(field.name for field in deciding_fields()), *TOKENIZER_FIELDS):
+        if name not in stored:
+            continue
+        if name in given and given[name] != stored[name]:
+            notes.append(
+                f"--use-checkpoint-args: {name} is {stored[name]} as in the checkpoint, "
+                f"not {given[name]}"
+            )
+        merged[name] = stored[name]
+    if "seq_length" in stored:
+        merged.setdefault("seq_length", stored["seq_length"])
+    kind = merged.get("tokenizer_type")
+    if kind == "NullTokenizer" and stored.get("tokenizer_type") != kind and "vocab_size" in stored:
+        # The vocabulary of a checkpoint with another tokenizer, or none (config.json), includes the
+        # end-of-document token.
+        last = stored["vocab_size"] - 1
+        merged.setdefault("null_tokenizer_eod_id", min(given.get("vocab_size", last), last))
+    return merged, notes
