@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from megatron.conversion.formats import fault, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import on_branch, read_lineage, read_tracker, verify
-from megatron.core.dist_checkpointing.generation import read_parent
+from megatron.core.dist_checkpointing.lineage import read_parent
 from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.core.durable_files import write_durably
 from megatron.core.progress import ProgressBar

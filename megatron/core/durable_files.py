@@ -14,6 +14,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def committed(path: str | os.PathLike[str], replace: bool = True) -> Iterator[Pa
     file when another node replaces it.
     """
     temporary = temporary_name(path)
+    create_file(temporary).close()
     try:
         yield temporary
         fsync_file(temporary)
@@ -109,16 +111,29 @@ def _name_unless_taken(temporary: Path, path: str | os.PathLike[str]) -> None:
     temporary.unlink()
 
 
-def write_flushed(path: Path, *parts: bytes) -> None:
-    """A file in a directory that has no name yet: durable with `fsync_directory`, but not all or
-    nothing.
+def create_file(path: str | os.PathLike[str]) -> FileIO:
+    """Create a file for unbuffered writing. Raises FileExistsError if the name is taken.
+
+    The name may be a link that someone else has created to make this process write elsewhere.
     """
-    with naming(path), path.open("wb", buffering=0) as file:
-        for part in parts:
-            view = memoryview(part)
-            while view:
-                view = view[file.write(view) :]
-        os.fsync(file.fileno())
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return FileIO(os.open(path, flags, 0o666), "wb")
+
+
+def write_flushed(path: Path, *parts: bytes) -> None:
+    """Write and flush a file; its name is durable after `fsync_directory`.
+
+    Use it in a directory that readers do not know yet: an interruption leaves a part of the file.
+    An older file of that name is removed.
+    """
+    with naming(path):
+        path.unlink(missing_ok=True)
+        with create_file(path) as file:
+            for part in parts:
+                view = memoryview(part)
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
 
 
 def write_durably(path: Path, content: bytes) -> None:

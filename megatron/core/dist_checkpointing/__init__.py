@@ -31,13 +31,8 @@ if TYPE_CHECKING:
         safe_load,
         safe_open,
     )
-    from megatron.core.dist_checkpointing.generation import (
-        Generation,
-        Lineage,
-        SupersededError,
-        on_branch,
-        read_lineage,
-    )
+    from megatron.core.dist_checkpointing.generation import Generation, SupersededError
+    from megatron.core.dist_checkpointing.lineage import Lineage, Segment, on_branch, read_lineage
     from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load
     from megatron.core.dist_checkpointing.loading.reader import Reader, Request
     from megatron.core.dist_checkpointing.mapping import (

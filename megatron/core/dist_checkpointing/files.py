@@ -161,7 +161,8 @@ def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
         return []
     for path in sorted(root.iterdir()):
         if path.name.startswith(REPLACED):
-            if restore_replaced(path, root):
+            # A link could make any directory look like a checkpoint of this run.
+            if not path.is_symlink() and restore_replaced(path, root):
                 continue
         elif not path.name.startswith((_PENDING, _DELETING, DISCARDED, TRACKER + ".tmp")):
             continue

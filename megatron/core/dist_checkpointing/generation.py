@@ -1,32 +1,40 @@
-"""Which start of a job owns a directory of checkpoints, and which checkpoints are ancestors of
-which.
+"""Fencing: which start of a job owns a directory of checkpoints.
 
-Every start takes the next generation: it makes `.generation-0000007/`, and renames the directories
-of earlier generations away. Whatever an owner puts into the directory of checkpoints, or takes out
-of it, is one rename from or to a path inside its own generation: a finished checkpoint, the
-tracker, a checkpoint to be removed. So all of that fails for the old owner as soon as a successor
-has taken over, wherever it was stopped: no check precedes the action.
+Every start that saves takes the next generation. It creates `.generation-0000007-<token>/`, where
+the token is random, and renames the directories of earlier generations away. Whatever an owner
+adds to the directory of checkpoints, or removes from it, is one rename from or to a path inside its
+own generation: a finished checkpoint, the tracker, a checkpoint to be removed. All of these renames
+fail for the old owner as soon as a successor has taken over, wherever the old owner was suspended.
+No check precedes the action.
 
-The branch decides what is newest, not the number. After a rollback (`--ckpt-step 4`, then new
-saves) a directory holds two branches. Every checkpoint stores its lineage in `lineage.json`: for
-each start of the job that trained a part of it, the generation of that start and the last iteration
-that came from it. A checkpoint without that file belongs to generation 0.
+The token makes the path unique. Numbers repeat when the directory of checkpoints is removed,
+renamed or restored from a backup while a start is suspended or running; without the token, that
+start would find its number again, in a directory that belongs to another run.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
+import logging
 import os
+import re
 import secrets
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import TRACKER
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_json
+from megatron.core.dist_checkpointing.format.schema import (
+    CheckpointError,
+    escape_control_chars,
+    parse_json,
+    read_regular,
+)
+from megatron.core.dist_checkpointing.lineage import MAX_GENERATION, Segment, read_lineage
 from megatron.core.durable_files import (
     REPLACED,
     fsync_directory,
@@ -34,86 +42,99 @@ from megatron.core.durable_files import (
     restore_replaced,
     write_flushed,
 )
+from megatron.core.object_storage import ObjectPath
+
+logger = logging.getLogger(__name__)
 
 GENERATION = ".generation-"
+OWNER = "owner.json"
 _CLAIM = ".claim-"
 _REVOKED = ".revoked-"
 _DELETING = "deleting-"
-_OWNER = "owner.json"
+# The directories of older versions of this program have no token.
+_NAME = re.compile(r"\.generation-(\d{1,9})(?:-([0-9a-zA-Z]{1,64}))?")
+_OWNER_LIMIT = 1 << 20  # bytes of owner.json
+_LOOKS = 3  # listings without any generation before one counts as removed
+_PAUSE = 0.02  # seconds between them
 
 
 class SupersededError(CheckpointError):
-    """Another start has taken over the directory of checkpoints; this one must not touch it any
-    more.
-    """
+    """Another start has taken over the directory of checkpoints; this one must not change it."""
 
 
-class Generation(NamedTuple):
-    """The right of one start to change the directory of checkpoints `root`; `token` is its secret
-    name.
+class GenerationId(NamedTuple):
+    """Number and token of a generation; of two generations, the greater one is newer."""
+
+    number: int
+    token: str
+
+    @property
+    def name(self) -> str:
+        suffix = f"-{self.token}" if self.token else ""
+        return f"{GENERATION}{self.number:07d}{suffix}"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The right of one start to change the directory of checkpoints `root`.
+
+    `owner` describes the start for the error of those who lose the directory to it. `known` are
+    the starts (number, token) that had saved checkpoints in `root` when the generation was taken.
     """
 
     root: Path
     number: int
     token: str
+    owner: dict[str, Any] = field(default_factory=dict, compare=False)
+    known: frozenset[tuple[int, str | None]] = field(default=frozenset(), compare=False)
+
+    @property
+    def id(self) -> GenerationId:
+        return GenerationId(self.number, self.token)
 
     @property
     def directory(self) -> Path:
-        return self.root / f"{GENERATION}{self.number:07d}"
+        return self.root / self.id.name
+
+    def segment(self, iteration: int) -> Segment:
+        """Return the part of a lineage that this start trains, up to `iteration`."""
+        return Segment(self.number, iteration, self.token or None)
 
     @classmethod
-    def take(cls, root: Path, owner: dict[str, Any]) -> Generation:
-        """The next generation of the existing directory `root`; whoever had it before has lost it.
+    def take(cls, root: Path, owner: dict[str, Any], above: int = 0) -> Generation:
+        """Take the next generation of the existing directory `root`; its former owner loses it.
 
-        `owner` says who takes it, for the error of those who lose it. What they left unfinished is removed; a
-        checkpoint that they were about to replace gets its name back.
+        Unfinished files of former owners are removed; a checkpoint that they were about to replace
+        gets its name back. The number exceeds `above` and that of every checkpoint in `root`.
         """
         token = secrets.token_hex(8)
-        content = {
-            "token": token,
-            "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **owner,
-        }
-        claim = root / f"{_CLAIM}{token}"
+        content = describe_owner(token, owner)
+        known = find_starts(root)
+        numbers = [above, *(number for number, _ in known)]
+        newest = find_newest(root)
+        if newest is not None:
+            numbers.append(newest.number)
+        number = max(numbers) + 1
         while True:
-            numbers = [
-                _newest(root),
-                *(read_lineage(path).generation for path in root.glob("iter_*")),
-            ]
-            generation = cls(root, max(numbers) + 1, token)
-            try:
-                claim.mkdir(exist_ok=True)
-                write_flushed(claim / _OWNER, json.dumps(content).encode())
-                # A rename onto a directory that is not empty fails: of two starts, one gets the
-                # number.
-                os.rename(
-                    claim, generation.directory
-                )  # fails if it exists: a generation is never empty
-                if _newest(root) == generation.number:
-                    break
-                os.rename(
-                    generation.directory, claim
-                )  # faster starts had taken this number, and later ones
-            except (
-                OSError
-            ) as error:  # another start took this number, or has cleared our claim away
-                if (
-                    error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT)
-                    or not root.is_dir()
-                ):
-                    remove(claim)
-                    raise
-        fsync_directory(root)
+            generation = cls(root, number, token, content, known)
+            generation._claim()
+            # Whoever looks after it has claimed sees everyone who claimed before: of two starts at
+            # the same moment, at least one sees the other.
+            newest = find_newest(root)
+            if newest is None or newest <= generation.id:
+                break
+            generation._withdraw()
+            number = newest.number + 1
         generation._revoke_older()
         return generation
 
     def is_current(self) -> bool:
-        """Whether this rank sees the generation, and nobody has taken it over."""
-        return read_owner(self.directory / _OWNER).get("token") == self.token
+        """Return whether this rank sees the generation, and no other start has taken over."""
+        return read_owner(self.root, self.id).get("token") == self.token
 
     @contextlib.contextmanager
     def fenced(self) -> Iterator[None]:
-        """Errors of the block that come from the loss of this generation are SupersededError."""
+        """Turn an OSError of the block that is caused by a takeover into SupersededError."""
         try:
             yield
         except OSError as error:
@@ -121,46 +142,77 @@ class Generation(NamedTuple):
             raise
 
     def check(self, cause: BaseException | None = None) -> None:
-        """Raises SupersededError if another start has taken over."""
+        """Raise SupersededError if another start has taken over."""
         if not self.root.is_dir() or self.is_current():
             return
-        newest = _newest(self.root)
-        if newest <= self.number:
-            return  # the directory was damaged, not taken over
-        raise self.superseded_by(
-            newest, read_owner(self.root / f"{GENERATION}{newest:07d}" / _OWNER)
-        ) from cause
+        successor = self._find_successor()
+        if successor is not None:
+            raise self.superseded_by(successor) from cause
 
-    def superseded_by(self, newest: int, owner: dict[str, Any]) -> SupersededError:
-        who = ", ".join(f"{key} {value}" for key, value in owner.items() if key != "token")
+    def superseded_by(self, successor: GenerationId) -> SupersededError:
+        """Return the error that names the start that has taken over."""
+        content = read_owner(self.root, successor)
+        shown = {"since", "host", "pid", "job"}
+        who = ", ".join(f"{key} {content[key]}" for key in content if key in shown)
         return SupersededError(
-            f"{self.root}: another start has taken over this directory (generation {newest}: {who}). This run "
-            f"(generation {self.number}) changes nothing in it any more; give it another --save to go on"
+            f"{self.root}: another start has taken over this directory (generation "
+            f"{successor.number}: {escape_control_chars(who)}). This run (generation {self.number}) changes "
+            "nothing in it any more; give it another --save to go on"
         )
 
-    def move_tracker(self, iteration: int | str) -> None:
-        """Name the latest checkpoint, durably; call it when that is committed, never before."""
+    def restore(self) -> None:
+        """Create the directory of this generation again if it was removed but not taken over.
+
+        A cleaner of hidden files, or `rm -rf run/.generation-*`, removes it under a live run.
+        Raises SupersededError if `root` now belongs to another start, or contains checkpoints of a
+        start that this one has not seen: the directory was replaced by that of another run.
+        """
+        if not self.root.is_dir() or self.is_current():
+            return
+        self.check()
+        unseen = find_starts(self.root) - self.known - {(self.number, self.token)}
+        strangers = sorted(number for number, _ in unseen if number > 0)
+        if strangers:
+            numbers = ", ".join(map(str, strangers))
+            raise SupersededError(
+                f"{self.root}: this directory was replaced by that of another run: it contains "
+                f"checkpoints of generation {numbers}, which this run (generation {self.number}) "
+                "has not seen. It changes nothing in it any more; give it another --save to go on"
+            )
+        self._claim()
+        successor = self._find_successor()
+        if successor is not None:
+            self._withdraw()
+            raise self.superseded_by(successor)
+        logger.warning(
+            f"{self.directory} was removed while this run was saving to {self.root}. No other "
+            "start has taken over, so the directory was created again and the run goes on"
+        )
+
+    def publish(self, name: str, content: bytes) -> None:
+        """Write the file `name` of `root` durably, as a whole, and only as its owner."""
         with self.fenced():
-            ours = self.directory / TRACKER
-            write_flushed(ours, str(iteration).encode())
-            os.rename(ours, self.root / TRACKER)
+            ours = self.directory / name
+            write_flushed(ours, content)
+            os.rename(ours, self.root / name)
             fsync_directory(self.root)
 
+    def move_tracker(self, iteration: int | str) -> None:
+        """Name the latest checkpoint, durably; call it after that is committed, never before."""
+        self.publish(TRACKER, str(iteration).encode())
+
     def put_aside(self, directories: list[Path]) -> list[Path]:
-        """Take checkpoints out of the directory of checkpoints, durably; returns where they are
-        now, for `remove`.
+        """Rename checkpoints out of the directory of checkpoints, durably.
+
+        Returns their new paths, for `remove`. Directories that do not exist are left out.
         """
-        for path in self.directory.glob(
-            f"{_DELETING}*"
-        ):  # of earlier removals that could not be finished
+        # Removals that earlier calls could not finish.
+        for path in self.directory.glob(f"{_DELETING}*"):
             remove(path)
         aside = []
         for directory in directories:
             path = self.directory / f"{_DELETING}{directory.name}"
-            with (
-                contextlib.suppress(FileNotFoundError),
-                self.fenced(),
-            ):  # somebody else may have removed it
+            with contextlib.suppress(FileNotFoundError), self.fenced():
                 os.rename(directory, path)
                 aside.append(path)
         if aside:
@@ -168,135 +220,114 @@ class Generation(NamedTuple):
         return aside
 
     def remove(self, aside: Path) -> None:
-        """As far as possible: what stays goes with the next that are put aside, or at the next
-        start.
-        """
+        """Remove a directory that was put aside; what remains is removed by the next `put_aside`."""
         with contextlib.suppress(OSError):
             remove(aside)
 
+    def _claim(self) -> None:
+        """Create the directory of this generation, with `owner.json` in it, by one rename."""
+        claim = self.root / f"{_CLAIM}{self.token}"
+        while True:
+            try:
+                claim.mkdir(exist_ok=True)
+                write_flushed(claim / OWNER, json.dumps(self.owner).encode())
+                os.rename(claim, self.directory)
+                break
+            except FileNotFoundError:
+                # A faster start has removed our claim together with those of crashed starts.
+                if not self.root.is_dir():
+                    raise
+        fsync_directory(self.root)
+
+    def _withdraw(self) -> None:
+        claim = self.root / f"{_CLAIM}{self.token}"
+        with contextlib.suppress(FileNotFoundError):  # a newer start has revoked it already
+            os.rename(self.directory, claim)
+        remove(claim)
+
+    def _find_successor(self) -> GenerationId | None:
+        """Return the newest other generation; None if there is none.
+
+        Call it if the own directory is missing. A listing of a directory that changes meanwhile can
+        miss both the generation that is renamed away and the one that replaces it, so an empty
+        listing is repeated.
+        """
+        for attempt in range(_LOOKS):
+            if attempt > 0:
+                time.sleep(_PAUSE)
+            others = [found for found in generations_in(self.root) if found != self.id]
+            if others:
+                return others[-1]
+        return None
+
     def _revoke_older(self) -> None:
-        older = [number for number in generations_in(self.root) if number < self.number]
-        names = [f"{GENERATION}{number:07d}" for number in older]
-        names += [path.name for path in self.root.glob(f"{_CLAIM}*")]
-        for name in (
-            names
-        ):  # renamed before they are emptied: an empty generation could be taken by a rename
+        """Rename earlier generations and claims away, then remove them and what they contain."""
+        older = [found.name for found in generations_in(self.root) if found < self.id]
+        older += [path.name for path in self.root.glob(f"{_CLAIM}*")]
+        for name in older:
+            revoked = self.root / f"{_REVOKED}{name.removeprefix('.')}-{self.token}"
             with contextlib.suppress(FileNotFoundError):  # another start was faster
-                os.rename(
-                    self.root / name, self.root / f"{_REVOKED}{name.removeprefix('.')}-{self.token}"
-                )
+                os.rename(self.root / name, revoked)
         fsync_directory(self.root)
         for revoked in sorted(self.root.glob(f"{_REVOKED}*")):
-            with contextlib.suppress(FileNotFoundError):  # likewise
-                for path in revoked.glob(f"{REPLACED}*"):
-                    restore_replaced(path, self.root)
+            # A link could point at any directory: it is removed, never followed.
+            if revoked.is_dir() and not revoked.is_symlink():
+                _restore_all_replaced(revoked, self.root)
             remove(revoked)
 
 
-def generations_in(root: Path) -> list[int]:
-    """Of the generations that `root` has, in order."""
-    names = [path.name.removeprefix(GENERATION) for path in root.glob(f"{GENERATION}*")]
-    return sorted(int(name) for name in names if name.isdigit())
+def _restore_all_replaced(revoked: Path, root: Path) -> None:
+    """Give checkpoints that a former owner was about to replace their names back."""
+    with contextlib.suppress(FileNotFoundError):  # another start is faster
+        for path in revoked.glob(f"{REPLACED}*"):
+            if not path.is_symlink():
+                restore_replaced(path, root)
 
 
-def _newest(root: Path) -> int:
-    """The highest generation, or 0.
-
-    A listing of a directory that changes meanwhile can miss both the generation that is left and
-    the one that is taken instead. Numbers only rise, so whoever then asks for them one by one, in
-    rising order, meets the one that is there.
-    """
-    newest = max(generations_in(root), default=0)
-    while ahead := [
-        n for n in range(newest + 1, newest + 17) if (root / f"{GENERATION}{n:07d}").exists()
-    ]:
-        newest = ahead[-1]
-    return newest
+def describe_owner(token: str, owner: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of `owner.json`."""
+    since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"token": token, "since": since, **owner}
 
 
-def read_owner(path: Path) -> dict[str, Any]:
+def generations_in(root: Path) -> list[GenerationId]:
+    """Return the generations that `root` contains, oldest first."""
+    found = []
+    for path in root.glob(f"{GENERATION}*"):
+        match = _NAME.fullmatch(path.name)
+        if match is not None:
+            found.append(GenerationId(int(match[1]), match[2] or ""))
+    return sorted(found)
+
+
+def find_newest(root: Path) -> GenerationId | None:
+    """Return the newest generation in `root`, None if there is none."""
+    found = generations_in(root)
+    return found[-1] if found else None
+
+
+def find_starts(root: Path) -> frozenset[tuple[int, str | None]]:
+    """Return generation number and token of the starts that saved the checkpoints in `root`."""
+    starts = set()
+    for path in root.glob("iter_*"):
+        lineage = read_lineage(path)
+        starts.add((min(lineage.generation, MAX_GENERATION), lineage.token))
+    return frozenset(starts)
+
+
+def read_owner(root: Path, generation: GenerationId) -> dict[str, Any]:
+    """Read who owns `generation` of `root`; empty if that cannot be read."""
+    path = root / generation.name
+    if not isinstance(root, ObjectPath):  # there a generation is one object
+        path = path / OWNER
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
+        content = parse_json(read_regular(path, limit=_OWNER_LIMIT), str(path))
+    except (OSError, CheckpointError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-LINEAGE = "lineage.json"
-
-
-class Lineage(NamedTuple):
-    """The branch that ends with a checkpoint: (generation, last iteration) pairs, the checkpoint
-    itself last.
-    """
-
-    branch: tuple[tuple[int, int], ...]
-
-    @property
-    def generation(self) -> int:
-        return self.branch[-1][0]
-
-    @property
-    def iteration(self) -> int:
-        return self.branch[-1][1]
-
-    def descend(self, generation: int, iteration: int) -> Lineage:
-        """That of the checkpoint that `generation` saves at `iteration`, having started from this
-        one.
-        """
-        return Lineage((*self.branch, (generation, iteration)))
-
-    def includes(self, other: Lineage) -> bool:
-        """Whether `other` is this checkpoint or an ancestor of it."""
-        return any(
-            other.generation == generation and other.iteration <= last
-            for generation, last in self.branch
-        )
-
-    def encode(self, parent: int | None) -> bytes:
-        """The content of `lineage.json`; `parent` is the iteration of the checkpoint before, for
-        reports.
-        """
-        content = {"generation": self.generation, "parent": parent, "branch": self.branch}
-        return json.dumps(content).encode()
-
-
-def read_lineage(directory: Path) -> Lineage:
-    """That of the checkpoint `iter_<n>` in `directory`; one without an intact `lineage.json` is of
-    generation 0.
-    """
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        pairs = read_json(directory / LINEAGE)["branch"]
-        if branch := tuple((int(generation), int(iteration)) for generation, iteration in pairs):
-            return Lineage(branch)
-    digits = directory.name.removeprefix("iter_")
-    return Lineage(((0, int(digits) if digits.isdigit() else 0),))
-
-
-def read_parent(directory: Path) -> int | None:
-    """The iteration of the checkpoint before; None: there was none, or it is not known."""
-    try:
-        parent = json.loads((directory / LINEAGE).read_bytes())["parent"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return parent if type(parent) is int else None
-
-
-def on_branch(saved: Mapping[int, Lineage], head: Lineage | None = None) -> list[int]:
-    """The iterations of `saved` on one branch, newest first: what to load, and what to fall back
-    on.
-
-    `head` is the newest checkpoint of the branch (the one that the tracker names, even if it is damaged); without it,
-    the branch is that of the latest generation. Checkpoints of other branches are left out.
-    """
-    if head is None:
-        head = max(
-            saved.values(),
-            key=lambda lineage: (lineage.generation, lineage.iteration),
-            default=None,
-        )
-    if head is None:
-        return []
-    return sorted(
-        (iteration for iteration, lineage in saved.items() if head.includes(lineage)), reverse=True
-    )
+def read_current_owner(root: Path) -> dict[str, Any]:
+    """Read who owns the directory of checkpoints `root` now; empty if nobody does."""
+    newest = find_newest(root)
+    return {} if newest is None else read_owner(root, newest)

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata,
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
-from megatron.core.dist_checkpointing.generation import LINEAGE
+from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import ObjectPath, path_of
 

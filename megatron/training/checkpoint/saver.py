@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing import (
     Lineage,
     SaveHandle,
     SaveReport,
+    Segment,
     is_complete,
     load_common,
     read_lineage,
@@ -32,7 +33,7 @@ from megatron.core.dist_checkpointing import (
     write_tracker,
 )
 from megatron.core.dist_checkpointing.background import Workers
-from megatron.core.dist_checkpointing.generation import LINEAGE
+from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
@@ -292,12 +293,8 @@ class CheckpointSaver:
             self._retention.wait()
 
     def _lineage(self, generation: Generation | None, iteration: int) -> Lineage:
-        number = 0 if generation is None else generation.number
-        return (
-            Lineage(((number, iteration),))
-            if self._start is None
-            else self._start.descend(number, iteration)
-        )
+        segment = Segment(0, iteration) if generation is None else generation.segment(iteration)
+        return Lineage((segment,)) if self._start is None else self._start.descend(segment)
 
     def _remove_superseded(self, iteration: int, lineage: Lineage, loss: float) -> None:
         assert self._retention is not None

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from megatron.core.dist_checkpointing import Lineage
+from megatron.core.dist_checkpointing import Lineage, Segment
 from megatron.training.reporting.run_record import RunRecord, read_record
 from tools import report
 
@@ -61,7 +61,10 @@ def run(tmp_path):
     start(tmp_path, 1000, 0, None, 3, None)  # until 1065
     start(tmp_path, 1100, 10, "run/iter_0000010", 3, "complete")  # until 1166
     start(tmp_path, 1200, 40, "run/iter_0000040", 2, "complete")  # until 1246
-    lineages = {30: (None, Lineage(((1, 30),))), 40: (10, Lineage(((1, 10), (2, 40))))}
+    lineages = {
+        30: (None, Lineage((Segment(1, 30),))),
+        40: (10, Lineage((Segment(1, 10), Segment(2, 40)))),
+    }
     for iteration, (parent, lineage) in lineages.items():
         directory = tmp_path / f"iter_{iteration:07d}"
         directory.mkdir()

@@ -167,6 +167,8 @@ class PendingCheckpoint:
         """Before any rank writes: make the directory. Raises OSError if `nbytes` do not fit."""
         if self.generation is None:
             self.pending.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            self.generation.restore()
         self.pending.mkdir()
         check_free_space(self.pending, nbytes)
 

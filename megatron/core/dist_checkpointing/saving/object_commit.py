@@ -6,9 +6,9 @@ names carry the id of the save, so that no two saves share one; `checksums.bin`,
 `.metadata`; and last `metadata.json` with size and xxh3 of every file. Readers trust that alone.
 
 It is written by one conditional request: `metadata.json` either does not exist or is a note that an
-earlier save was revoked. A start takes the object `.generation-0000007` by a conditional request,
-and then revokes every save that has claimed its place (`iter_*/.claim`) and is not committed: the
-note takes the name that its commit needs. The owner claims first, then writes, then looks whether
+earlier save was revoked. A start creates the object `.generation-0000007-<token>`, and then revokes
+every save that has claimed its directory (`iter_*/.claim`) and is not committed: the note takes the
+name that its commit needs. The owner claims first, then writes, then looks whether
 it is still the owner, and then commits. So an old owner whose claim came before the takeover finds
 the note, and one whose claim came after it finds the new generation: no clock decides, however long
 it was stopped. Whatever has a name that another save may use, too, is written in three steps: read
@@ -25,6 +25,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ from megatron.core.dist_checkpointing.files import (
     COMMON,
     METADATA,
     METADATA_JSON,
-    TRACKER,
     encode_commit,
     read_commit,
 )
@@ -48,12 +48,12 @@ from megatron.core.dist_checkpointing.format.checksums import (
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import (
-    GENERATION,
     Generation,
     SupersededError,
+    describe_owner,
+    find_newest,
+    find_starts,
     generations_in,
-    read_lineage,
-    read_owner,
 )
 from megatron.core.dist_checkpointing.saving.commit import (
     PendingCheckpoint,
@@ -64,82 +64,93 @@ from megatron.core.dist_checkpointing.saving.commit import (
 from megatron.core.object_storage import ConflictError, ObjectPath
 
 
+@dataclass(frozen=True)
 class ObjectGeneration(Generation):
-    """The right of one start to change the directory of checkpoints `root` in object storage."""
+    """The right of one start to change the directory of checkpoints `root` in object storage.
+
+    The generation is one object. It exists as soon as it is created, so that a start which lists
+    the generations afterwards sees all that were created before.
+    """
 
     root: ObjectPath
 
     @classmethod
-    def take(cls, root: Path, owner: dict[str, Any]) -> ObjectGeneration:
-        """The next generation of `root`; whoever had it before has lost it, and can commit nothing
-        any more.
-        """
+    def take(cls, root: Path, owner: dict[str, Any], above: int = 0) -> ObjectGeneration:
+        """Take the next generation of `root`; its former owner can commit nothing any more."""
         assert isinstance(root, ObjectPath)
         token = secrets.token_hex(8)
-        content = {
-            "token": token,
-            "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **owner,
-        }
-        number = max(
-            [_newest(root), *(read_lineage(path).generation for path in root.glob("iter_*"))]
-        )
+        content = describe_owner(token, owner)
+        known = find_starts(root)
+        numbers = [above, *(number for number, _ in known)]
+        newest = find_newest(root)
+        if newest is not None:
+            numbers.append(newest.number)
+        number = max(numbers) + 1
         while True:
-            number += 1
-            mine = f"{root.key}/{GENERATION}{number:07d}"
-            try:
-                root.store.create(mine, json.dumps(content).encode())
-            except ConflictError:  # another start took this number
-                continue
-            newest = _newest(root)
-            if newest <= number:
+            generation = cls(root, number, token, content, known)
+            generation._claim()
+            newest = find_newest(root)
+            if newest is None or newest <= generation.id:
                 break
-            # Faster starts had taken this number, and later ones, which removed it.
-            root.store.delete([mine])
-            number = newest
-        generation = cls(root, number, token)
+            generation._withdraw()
+            number = newest.number + 1
         for directory in root.glob("iter_*"):
             assert isinstance(directory, ObjectPath)
             if (directory / CLAIM).is_file():
                 revoke(directory, generation.check, committed=False)
-        root.store.delete(
-            [
-                f"{root.key}/{GENERATION}{older:07d}"
-                for older in generations_in(root)
-                if older < number
-            ]
-        )
+        older = [found for found in generations_in(root) if found < generation.id]
+        root.store.delete([f"{root.key}/{found.name}" for found in older])
         return generation
 
     def is_current(self) -> bool:
-        return (
-            _newest(self.root) == self.number
-            and read_owner(self.directory).get("token") == self.token
-        )
+        """Return whether no other start has taken over."""
+        return find_newest(self.root) == self.id
 
     def check(self, cause: BaseException | None = None) -> None:
-        newest = _newest(self.root)
-        if newest > self.number:
-            raise self.superseded_by(
-                newest, read_owner(self.root / f"{GENERATION}{newest:07d}")
-            ) from cause
+        """Raise SupersededError if another start has taken over."""
+        found = generations_in(self.root)
+        if not found or found[-1] == self.id:
+            return
+        if self.id in found:
+            successor = found[-1]
+        else:
+            others = self._find_successor()
+            if others is None:
+                return
+            successor = others
+        raise self.superseded_by(successor) from cause
 
-    def move_tracker(self, iteration: int | str) -> None:
-        """A hint for other programs; ours look for the newest commit."""
-        self.check()
-        self.root.store.put((self.root / TRACKER).key, str(iteration).encode())
+    def publish(self, name: str, content: bytes) -> None:
+        """Replace the object `name` as its owner.
+
+        The tracker, for example, is a hint for other programs; ours look for the newest commit.
+        """
+        put_checked(self.root, name, content, self.check)
 
     def put_aside(self, directories: list[Path]) -> list[Path]:
-        """First it stops being a checkpoint, then `remove` takes its data."""
-        self.check()
+        """Revoke checkpoints, so that they stop being checkpoints; `remove` deletes the rest."""
+        aside: list[Path] = []
         for directory in directories:
-            (directory / METADATA_JSON).unlink()
-            (directory / METADATA).unlink()
-        return directories
+            assert isinstance(directory, ObjectPath)
+            revoke(directory, self.check)
+            aside.append(directory)
+        return aside
 
-    def remove(self, directory: Path) -> None:
-        with contextlib.suppress(OSError):
-            remove_objects(directory)
+    def remove(self, aside: Path) -> None:
+        """Delete the objects of a revoked checkpoint."""
+        with contextlib.suppress(OSError, SupersededError):
+            self.check()
+            remove_objects(aside)
+
+    def _claim(self) -> None:
+        self.root.store.create(self._key, json.dumps(self.owner).encode())
+
+    def _withdraw(self) -> None:
+        self.root.store.delete([self._key])
+
+    @property
+    def _key(self) -> str:
+        return f"{self.root.key}/{self.id.name}"
 
 
 class ShardUpload(Shard):
@@ -199,6 +210,7 @@ class ObjectCheckpoint(PendingCheckpoint):
         }
         content = json.dumps(owner).encode()
         if self.generation is not None:
+            self.generation.restore()
             put_checked(self.directory, CLAIM, content, self.generation.check)
             if self.directory.store.version((self.directory / METADATA_JSON).key) is not None:
                 # An earlier save, whole or not: of a branch that was left, or of a start that is
@@ -298,9 +310,11 @@ def pending_checkpoint(
     return PendingCheckpoint(directory, save_id, generation)
 
 
-def take_generation(root: Path, owner: dict[str, Any]) -> Generation:
-    """The next generation of the directory of checkpoints `root`, wherever that is."""
-    return (ObjectGeneration if isinstance(root, ObjectPath) else Generation).take(root, owner)
+def take_generation(root: Path, owner: dict[str, Any], above: int = 0) -> Generation:
+    """Take the next generation of a directory of checkpoints in a file system or object storage."""
+    if isinstance(root, ObjectPath):
+        return ObjectGeneration.take(root, owner, above)
+    return Generation.take(root, owner, above)
 
 
 def put_checked(directory: ObjectPath, name: str, content: bytes, check: Callable[[], None]) -> str:
@@ -351,7 +365,3 @@ def remove_objects(directory: Path) -> None:
     doomed = list(directory.store.sizes(directory.key))
     directory.store.delete([key for key in doomed if not key.endswith(f"/{CLAIM}")])
     directory.store.delete([key for key in doomed if key.endswith(f"/{CLAIM}")])
-
-
-def _newest(root: ObjectPath) -> int:
-    return max(generations_in(root), default=0)

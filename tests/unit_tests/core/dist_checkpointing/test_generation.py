@@ -3,6 +3,9 @@ has taken over.
 """
 
 import json
+import os
+import random
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +16,16 @@ import pytest
 from megatron.core.dist_checkpointing import (
     Generation,
     Lineage,
+    Segment,
     SupersededError,
+    clean_up,
     is_complete,
     on_branch,
     read_lineage,
     read_tracker,
 )
+from megatron.core.dist_checkpointing.generation import read_current_owner
+from megatron.core.durable_files import put_in_place
 
 STOPPED = '''
 import json, os, signal, sys, threading, torch
@@ -109,17 +116,14 @@ def test_a_process_that_was_stopped_changes_nothing_when_it_comes_back(tmp_path)
         assert "host new" in error, moment
         assert read_tracker(root) == 60, moment
         present = {path.name for path in root.iterdir()}
-        assert present >= {"iter_0000010", "iter_0000025", "iter_0000060", ".generation-0000002"}, (
-            moment
-        )
+        (owner,) = root.glob(".generation-0000002-*")
+        assert present >= {"iter_0000010", "iter_0000025", "iter_0000060", owner.name}, moment
         assert present <= {f"iter_{i:07d}" for i in (10, 20, 25, 30, 60)} | {
-            ".generation-0000002",
+            owner.name,
             "latest_checkpointed_iteration.txt",
         }, moment
         assert all(is_complete(path) for path in root.glob("iter_*")), moment
-        assert [path.name for path in (root / ".generation-0000002").iterdir()] == ["owner.json"], (
-            moment
-        )
+        assert [path.name for path in owner.iterdir()] == ["owner.json"], moment
 
 
 def test_many_starts_at_once_leave_one_owner(tmp_path):
@@ -127,11 +131,9 @@ def test_many_starts_at_once_leave_one_owner(tmp_path):
         taken = list(
             threads.map(lambda number: Generation.take(tmp_path, {"pid": number}), range(8))
         )
-    taken.sort(key=lambda generation: generation.number)
+    taken.sort(key=lambda generation: generation.id)
     newest = taken[-1].number
-    assert len({generation.number for generation in taken}) == 8 and newest >= 8, (
-        "some may have been given up"
-    )
+    assert len({generation.id for generation in taken}) == 8
     assert [generation.is_current() for generation in taken] == [False] * 7 + [True]
     for generation in taken[:-1]:
         with pytest.raises(SupersededError, match=rf"generation {newest}: since .*, pid \d"):
@@ -139,7 +141,7 @@ def test_many_starts_at_once_leave_one_owner(tmp_path):
     taken[-1].move_tracker(7)
     assert read_tracker(tmp_path) == 7
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f".generation-{newest:07d}",
+        taken[-1].id.name,
         "latest_checkpointed_iteration.txt",
     ]
 
@@ -173,7 +175,7 @@ def test_a_slow_start_takes_no_number_that_others_have_left_behind(tmp_path, mon
 def test_generations_go_on_from_the_checkpoints_where_a_directory_was_copied(tmp_path):
     checkpoint = tmp_path / "iter_0000060"
     checkpoint.mkdir()
-    (checkpoint / "lineage.json").write_bytes(Lineage(((3, 40), (7, 60))).encode(50))
+    (checkpoint / "lineage.json").write_bytes(Lineage((Segment(3, 40), Segment(7, 60))).encode(50))
     assert Generation.take(tmp_path, {}).number == 8
 
 
@@ -182,9 +184,10 @@ def test_the_checkpoint_that_was_being_replaced_is_put_back(tmp_path):
     (old.directory / ".replaced-iter_0000005").mkdir()
     (old.directory / ".replaced-iter_0000006").mkdir()
     (tmp_path / "iter_0000006").mkdir()
-    Generation.take(tmp_path, {})
+    new = Generation.take(tmp_path, {})
+    assert new.number == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".generation-0000002",
+        new.id.name,
         "iter_0000005",
         "iter_0000006",
     ]
@@ -192,14 +195,14 @@ def test_the_checkpoint_that_was_being_replaced_is_put_back(tmp_path):
 
 def test_the_newest_is_the_newest_of_the_branch(tmp_path):
     """Generation 1 saved up to 10, 2 went back to 4 and saved 5 and 6, 3 went on from there."""
-    first = {number: Lineage(((1, number),)) for number in (2, 4, 8, 10)}
-    second = {number: first[4].descend(2, number) for number in (5, 6)}
-    third = {7: second[6].descend(3, 7)}
+    first = {number: Lineage((Segment(1, number),)) for number in (2, 4, 8, 10)}
+    second = {number: first[4].descend(Segment(2, number)) for number in (5, 6)}
+    third = {7: second[6].descend(Segment(3, 7))}
     assert on_branch(first | second | third) == [7, 6, 5, 4, 2]
     assert on_branch(first | second) == [6, 5, 4, 2]
     assert on_branch(first) == [10, 8, 4, 2]
     assert on_branch(first | second, head=first[10]) == [10, 8, 4, 2]
-    gone = second[6].descend(3, 9)  # the tracker names it, but it is damaged
+    gone = second[6].descend(Segment(3, 9))  # the tracker names it, but it is damaged
     assert on_branch(first | second, head=gone) == [6, 5, 4, 2]
     assert on_branch({}) == []
 
@@ -207,7 +210,184 @@ def test_the_newest_is_the_newest_of_the_branch(tmp_path):
 def test_checkpoints_without_lineage_are_ordered_by_number(tmp_path):
     old = {number: read_lineage(tmp_path / f"iter_{number:07d}") for number in (1, 2, 3)}
     assert on_branch(old) == [3, 2, 1]
-    assert on_branch(old | {5: old[2].descend(1, 5)}) == [5, 2, 1]
+    assert on_branch(old | {5: old[2].descend(Segment(1, 5))}) == [5, 2, 1]
     (tmp_path / "iter_0000002").mkdir()
     (tmp_path / "iter_0000002/lineage.json").write_text("{}")
     assert read_lineage(tmp_path / "iter_0000002") == old[2]
+
+
+def publish(root, generation, iteration):
+    """Put a checkpoint into `root` as its owner does."""
+    pending = generation.directory / "saving"
+    pending.mkdir()
+    lineage = Lineage((generation.segment(iteration),))
+    (pending / "lineage.json").write_bytes(lineage.encode(None))
+    (pending / "data").write_text(generation.token)
+    put_in_place(pending, root / f"iter_{iteration:07d}")
+
+
+@pytest.mark.parametrize("way", ["removed", "renamed"])
+def test_old_owner_cannot_touch_a_directory_whose_numbers_start_again(tmp_path, way):
+    root = tmp_path / "run"
+    root.mkdir()
+    old = Generation.take(root, {"host": "old"})
+    publish(root, old, 5)
+    if way == "removed":
+        shutil.rmtree(root)
+    else:
+        root.rename(tmp_path / "run.old")
+    root.mkdir()
+    new = Generation.take(root, {"host": "new"})
+    publish(root, new, 5)
+    new.move_tracker(5)
+    assert (old.number, new.number) == (1, 1)
+    with pytest.raises(SupersededError, match="another start has taken over .*host new"):
+        old.restore()
+    with pytest.raises(SupersededError):
+        old.move_tracker(65)
+    with pytest.raises(SupersededError):
+        old.publish("run.json", b"{}")
+    with pytest.raises(FileNotFoundError):
+        publish(root, old, 5)
+    with pytest.raises(SupersededError):
+        old.put_aside([root / "iter_0000005"])
+    assert (root / "iter_0000005/data").read_text() == new.token
+    assert read_tracker(root) == 5 and new.is_current()
+
+
+def test_removed_generation_is_created_again(tmp_path, caplog):
+    generation = Generation.take(tmp_path, {"host": "here"})
+    publish(tmp_path, generation, 5)
+    shutil.rmtree(generation.directory)
+    generation.restore()
+    generation.restore()
+    assert len(caplog.records) == 1 and "was removed" in caplog.text
+    generation.move_tracker(5)
+    assert generation.is_current() and read_tracker(tmp_path) == 5
+    assert read_current_owner(tmp_path)["host"] == "here"
+
+
+def test_generation_is_not_created_in_the_directory_of_another_run(tmp_path):
+    """A mirror without hidden files was put in place of the directory."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    old = Generation.take(tmp_path / "a", {})
+    other = Generation.take(tmp_path / "b", {})
+    publish(tmp_path / "b", other, 7)
+    shutil.rmtree(tmp_path / "a")
+    shutil.copytree(tmp_path / "b", tmp_path / "a", ignore=shutil.ignore_patterns(".*"))
+    with pytest.raises(SupersededError, match="replaced by that of another run"):
+        old.restore()
+    assert not list((tmp_path / "a").glob(".*"))
+
+
+def test_links_are_removed_but_never_followed(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / ".replaced-iter_0000005").mkdir(parents=True)
+    (elsewhere / "file").touch()
+    root = tmp_path / "run"
+    root.mkdir()
+    for name in (".generation-0000003", ".generation-0000004-ab", ".revoked-x", ".claim-x"):
+        (root / name).symlink_to(elsewhere)
+    (root / ".revoked-y").mkdir()
+    (root / ".revoked-y/.replaced-iter_0000006").symlink_to(elsewhere)
+    (root / ".replaced-iter_0000007").symlink_to(elsewhere)
+    (root / ".saving-iter_0000008-x").symlink_to(elsewhere)
+    generation = Generation.take(root, {})
+    clean_up(root)
+    assert [path.name for path in root.iterdir()] == [generation.id.name]
+    assert sorted(path.name for path in elsewhere.iterdir()) == [".replaced-iter_0000005", "file"]
+
+
+def test_directory_of_an_older_version_is_taken_over(tmp_path):
+    old = tmp_path / ".generation-0000007"
+    old.mkdir()
+    (old / "owner.json").write_text('{"token": "ab"}')
+    generation = Generation.take(tmp_path, {})
+    assert generation.number == 8 and not old.exists()
+
+
+def test_owner_file_that_is_a_pipe_is_not_waited_for(tmp_path):
+    directory = tmp_path / ".generation-0000007-ab"
+    directory.mkdir()
+    os.mkfifo(directory / "owner.json")
+    assert read_current_owner(tmp_path) == {}
+
+
+class Start:
+    """A start of a run in the random histories below: it saves as long as it is not suspended."""
+
+    def __init__(self, root):
+        self.generation = Generation.take(root, {})
+        self.ended = False
+
+    def save(self, root, iteration, keep):
+        """Save, move the tracker and remove all but the last `keep` checkpoints of this start."""
+        try:
+            self.generation.restore()
+            publish(root, self.generation, iteration)
+            self.generation.move_tracker(iteration)
+            own = sorted(
+                number
+                for number in map(int, (path.name[5:] for path in root.glob("iter_*")))
+                if Lineage((self.generation.segment(iteration),)).includes(
+                    read_lineage(root / f"iter_{number:07d}")
+                )
+            )
+            directories = [root / f"iter_{number:07d}" for number in own[:-keep]]
+            for aside in self.generation.put_aside(directories):
+                self.generation.remove(aside)
+        except SupersededError:
+            self.ended = True
+        except OSError:
+            pass  # the directory is missing at the moment
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_history_lets_an_older_start_remove_what_a_newer_one_saved(tmp_path, seed):
+    """Starts are suspended, and the directory is renamed, removed, restored or cleaned meanwhile."""
+    rng = random.Random(seed)
+    root = tmp_path / "run"
+    root.mkdir()
+    starts = [Start(root)]
+    owner = starts[0]
+    backup = tmp_path / "backup"
+    for step in range(60):
+        action = rng.choice(["start", "rename", "remove", "restore", "clean", "old", "new", "new"])
+        if action == "start":
+            owner = Start(root)
+            starts.append(owner)
+        elif action in ("rename", "remove", "restore"):
+            if action == "rename":
+                root.rename(tmp_path / f"run.{step}")
+            else:
+                shutil.rmtree(root)
+            if action == "restore" and backup.is_dir():
+                shutil.copytree(backup, root)
+            else:
+                root.mkdir()
+            owner = Start(root)
+            starts.append(owner)
+        elif action == "clean":
+            for path in root.glob(".generation-*"):
+                shutil.rmtree(path)
+        elif action == "new" and not owner.ended:
+            owner.save(root, rng.randint(1, 9), keep=3)
+            assert not owner.ended, "the newest start was superseded by an older one"
+            if rng.random() < 0.3:
+                shutil.rmtree(backup, ignore_errors=True)
+                shutil.copytree(root, backup)
+        elif action == "old":
+            if not owner.generation.is_current():
+                owner.generation.restore()
+            before = contents(root)
+            tracker = read_tracker(root)
+            older = rng.choice(starts)
+            if older is not owner and not older.ended:
+                older.save(root, rng.randint(1, 9), keep=1)
+                assert contents(root) == before and read_tracker(root) == tracker
+    assert len(starts) > 5
+
+
+def contents(root):
+    return {path.name: (path / "data").read_text() for path in root.glob("iter_*")}

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import (
     read_lineage,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.generation import LINEAGE
+from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.training.checkpoint.saver import (
     VALIDATION_LOSS,
     Retention,
@@ -108,11 +108,8 @@ def start(root, after=None):
 def make(job, iteration, loss=None):
     """Save as the run does; returns the lineage of the checkpoint."""
     generation, base = job
-    lineage = (
-        base.descend(generation.number, iteration)
-        if base
-        else Lineage(((generation.number, iteration),))
-    )
+    segment = generation.segment(iteration)
+    lineage = Lineage((segment,)) if base is None else base.descend(segment)
     weight = ShardedTensor.replicated("weight", torch.full((1000,), float(iteration)))
     common = {"iteration": iteration} | ({} if loss is None else {VALIDATION_LOSS: loss})
     with AsyncSaver() as saver:

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing import (
     take_generation,
     verify,
 )
-from megatron.core.dist_checkpointing.generation import LINEAGE
+from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.saving import object_commit
 from megatron.core.object_storage import ObjectStore, path_of
@@ -240,22 +240,22 @@ def test_starts_at_the_same_moment_get_different_generations(root):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({generation.number for generation in taken}) == 6
-    newest = max(taken, key=lambda generation: generation.number)
+    assert len({generation.id for generation in taken}) == 6
+    newest = max(taken, key=lambda generation: generation.id)
     assert [generation for generation in taken if generation.is_current()] == [newest]
 
 
 def test_a_slow_start_does_not_take_a_number_that_was_removed_meanwhile(root, monkeypatch):
     """It has seen no generation; then others take 1 and 2, and the second removes the first."""
-    look = object_commit._newest
+    look = object_commit.find_newest
 
     def look_before_the_others(root):
-        monkeypatch.setattr(object_commit, "_newest", look)
+        monkeypatch.setattr(object_commit, "find_newest", look)
         seen = look(root)
         assert [take_generation(root, {}).number for _ in range(2)] == [1, 2]
         return seen
 
-    monkeypatch.setattr(object_commit, "_newest", look_before_the_others)
+    monkeypatch.setattr(object_commit, "find_newest", look_before_the_others)
     generation = take_generation(root, {})
     assert generation.number == 3 and generation.is_current()
 
@@ -277,7 +277,7 @@ def test_retention_keeps_what_its_rules_say(root):
     generation = take_generation(root, {"host": "here"})
     retention = Retention(CheckpointConfig(keep_last_n=2, save_retain_interval=4), generation)
     for seed in range(1, 8):
-        lineage = Lineage(((generation.number, seed),))
+        lineage = Lineage((generation.segment(seed),))
         report = save_one(
             root / f"iter_{seed:07d}",
             seed,
@@ -353,11 +353,11 @@ def test_every_rank_hears_of_an_outage_and_nothing_is_left(root, server, pool):
             outage.clear()
         return "refuse" if outage.is_set() else None
 
-    _, *generation = take_generation(root, {})
+    generation = take_generation(root, {})
     with FaultyProxy(server, fault):
         environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         environment["MEGATRON_STORAGE_DEADLINE"] = "0.5"
-        told, other = pool.run(save_in_an_outage, 2, str(root), generation, environment)
+        told, other = pool.run(save_in_an_outage, 2, str(root), generation.id, environment)
     assert "common.pt" in told and other == told
     assert [path.name for path in (root / "iter_0000001").iterdir()] == [".claim"]
 
@@ -398,7 +398,7 @@ def test_an_answer_lost_after_the_commit(root, server, monkeypatch, repeatedly):
 WRITERS = """
 import os, random, signal, sys, threading, torch, traceback
 from megatron.core.dist_checkpointing import *
-from megatron.core.dist_checkpointing.generation import LINEAGE
+from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.object_storage import path_of
 from megatron.training.checkpoint.saver import Retention
 from megatron.training.config.options import CheckpointConfig
@@ -424,7 +424,7 @@ def train(answers):
             saver.wait_staged()
             tensors["w"].add_(1)
             tensors["b"].sub_(1)
-            ours = lineage.descend(generation.number, step)
+            ours = lineage.descend(generation.segment(step))
 
             def done(step=step, ours=ours):
                 os.write(answers, f"{step}\\n".encode())
