@@ -1,9 +1,15 @@
-"""Optional import of NVIDIA apex."""
+"""Optional NVIDIA apex: import of its modules, and the limit of its kernels."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any
+
+import torch
+
+# Maximum number of elements per tensor: the kernels index with 32 bits.
+MAX_ELEMENTS = 1 << 30
 
 
 def import_apex(module: str, flag: str) -> Any:
@@ -18,3 +24,8 @@ def import_apex(module: str, flag: str) -> Any:
             f"{flag} apex: {module} cannot be imported ({error}). Build apex with its C++ and CUDA "
             f"extensions (docs/gpu.md), or use {flag} torch"
         ) from error
+
+
+def split_for_kernels(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of flat tensors that are small enough for the kernels, in order."""
+    return [part for tensor in tensors for part in tensor.split(MAX_ELEMENTS)]

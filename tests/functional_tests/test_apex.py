@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from megatron.core import apex
 from megatron.core.apex import import_apex
-from megatron.core.optimizer import update_rules
-from megatron.core.optimizer.update_rules import apex_sum_of_squares
+from megatron.core.optimizer.grad_norm import apex_sum_of_squares
 from megatron.training.config.parsing import parse_args
 from tests import ROOT
 from tests.support import apex_checks
@@ -22,16 +22,16 @@ def stand_in(monkeypatch):
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_kernels_as_they_are_called():
+def test_kernels_match_torch():
     apex_checks.check_adam("cpu", 1e-6)
     apex_checks.check_sum_of_squares("cpu")
     apex_checks.check_norms("cpu", 1e-5)
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_kernels_get_tensors_that_they_can_count(monkeypatch):
-    """They have 32 bits for the elements of a tensor; a bucket without a limit may have more."""
-    monkeypatch.setattr(update_rules, "LARGEST", 30_000)
+def test_tensors_are_split_below_the_limit_of_32_bit_kernels(monkeypatch):
+    """A bucket without a size limit may have more elements than 32 bits can index."""
+    monkeypatch.setattr(apex, "MAX_ELEMENTS", 30_000)
     import_apex("amp_C", "").LARGEST_SEEN = 0
     apex_checks.check_adam("cpu", 1e-6)
     apex_checks.check_sum_of_squares("cpu")
@@ -43,8 +43,8 @@ def train_with_stand_in(rank, world_size, flags):
     return train(rank, world_size, flags)
 
 
-def test_a_run_goes_on_with_the_other_kernels(pool, tmp_path):
-    """Half of a run by apex, the rest by torch, at another layout: the curve of one run by torch."""
+def test_run_continues_with_torch_kernels(pool, tmp_path):
+    """Half of a run with apex, the rest with torch at another layout: the curve of a torch run."""
     flags = f"--mock-data --train-iters 4 {MODELS['llama']} "
     expected = pool.run(train, 1, flags)[0].measured
     common = f"{flags} --save {tmp_path} --load {tmp_path} "

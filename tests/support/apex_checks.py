@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron.core.optimizer.optimizer import sum_of_squares
-from megatron.core.optimizer.update_rules import AdamW, ApexAdam, apex_sum_of_squares
+from megatron.core.optimizer.grad_norm import apex_sum_of_squares, sum_of_squares
+from megatron.core.optimizer.update_rules import AdamW, ApexAdam
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -25,7 +25,7 @@ def check_adam(device: str, tolerance: float) -> None:
             {"params": part, "lr": 1e-2, "weight_decay": 0.1}
             for part in (params[:2], params[2:], [])
         ]
-        rule = make(groups, betas=(0.9, 0.95), eps=1e-8)
+        rule = make(groups, {"betas": (0.9, 0.95), "eps": 1e-8})
         for param in params:
             zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             rule.state[param] = zeros | {"step": torch.zeros((), device=device)}

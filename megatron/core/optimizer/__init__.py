@@ -1,11 +1,13 @@
 """Mixed-precision optimizer over flat shards, gradient clipping, loss scaling, and schedules."""
 
 from megatron.core.optimizer.config import OptimizerConfig, SchedulerConfig
-from megatron.core.optimizer.flat_shard import state_names
-from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult, counts_for_model
+from megatron.core.optimizer.grad_norm import counts_for_model
+from megatron.core.optimizer.optimizer import MegatronOptimizer, StepResult
 from megatron.core.optimizer.param_scheduler import OptimizerParamScheduler, Schedule, make_schedule
+from megatron.core.optimizer.update_rules import UPDATE_RULES, select_states
 
 __all__ = [
+    "UPDATE_RULES",
     "MegatronOptimizer",
     "OptimizerConfig",
     "OptimizerParamScheduler",
@@ -14,5 +16,5 @@ __all__ = [
     "StepResult",
     "counts_for_model",
     "make_schedule",
-    "state_names",
+    "select_states",
 ]

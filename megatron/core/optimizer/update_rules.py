@@ -1,110 +1,141 @@
-"""AdamW, SGD, AdEMAMix and Muon, over flat shards; the result does not depend on the layout.
+"""Update rules over flat shards; the result does not depend on the layout.
 
-AdEMAMix is Adam with a second, much slower running mean of the gradient (Pagliardini et al. 2024).
-
-Muon orthogonalizes the momentum of matrices before it is applied. Jordan et al. 2024 ("Muon: An
-optimizer for hidden layers in neural networks"), with the scale of Liu et al. 2025 ("Muon is
-Scalable for LLM Training"). Matrices are all weights with weight decay but the word embedding and
-the output layer; AdamW updates the others. Momentum is one more flat tensor of a shard, so it is
-sharded, saved and resharded like Adam's moments. Orthogonalization needs whole matrices: the
-momentum of a bucket is gathered over data parallelism, and every matrix in a rank's shard over
-tensor parallelism. Each expert has matrices of its own.
+To add an optimizer, write a subclass of `UpdateRule`, add it to `UPDATE_RULES`, and declare its
+hyperparameters in `OptimizerConfig`. Sharding, checkpoints, their validation and the conversion of
+optimizer state are driven by the table.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megatron.core.apex import import_apex
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.distributed.param_and_grad_buffer import Bucket
-from megatron.core.module import param_info
+from megatron.core.apex import import_apex, split_for_kernels
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamGroup
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.mappings import all_gather_into_tensor
+from megatron.core.optimizer.flat_shard import FlatShard
+from megatron.core.optimizer.orthogonalization import (
+    MatrixLayout,
+    Orthogonalizer,
+    find_matrix_layouts,
+)
+from megatron.core.parallel_state import ParallelState
 
 
-def slow_weight(step: Tensor, alpha: float, warmup: int | None) -> Tensor:
-    """Weight of the slow mean at `step`, which rises linearly to `alpha`."""
-    return (
-        torch.full_like(step, alpha) if not warmup else (step * (alpha / warmup)).clamp(max=alpha)
-    )
+@dataclass(frozen=True)
+class ShardedModel:
+    """The model as the optimizer sees it on this rank."""
 
-
-def slow_beta(step: Tensor, beta_start: float, beta_end: float, warmup: int | None) -> Tensor:
-    """Decay of the slow mean at `step`: its half-life grows linearly from that of `beta_start` to
-    `beta_end`'s.
-    """
-    if not warmup:
-        return torch.full_like(step, beta_end)
-    done = (step / warmup).clamp(max=1.0)
-    log_start = math.log(beta_start)
-    log_end = math.log(beta_end)
-    return torch.exp(log_start * log_end / ((1.0 - done) * log_end + done * log_start)).clamp(
-        max=beta_end
-    )
+    shards: Sequence[FlatShard]
+    chunks: Sequence[DistributedDataParallel]
+    ps: ParallelState
 
 
 class UpdateRule:
-    """Groups of flat fp32 tensors, the state of each, and how a step changes them.
+    """Parameter groups of flat fp32 tensors, their state, and the change made by a step.
 
-    Gradients are divided by `grad_scale`; a step with `found_inf` 1 changes nothing. This is no
-    `torch.optim.Optimizer`: their constructor imports torch's compiler, which takes as long as
-    importing torch itself.
+    Gradients are divided by `grad_scale`; a step with `found_inf` 1 changes nothing. This class
+    does not derive from `torch.optim.Optimizer`, whose constructor imports torch's compiler, which
+    takes as long as importing torch itself.
     """
+
+    STATE_SETS: ClassVar[tuple[tuple[str, ...], ...]]
+    """Possible sets of state tensors of a parameter, by their names in checkpoints."""
+    NUM_BETAS: ClassVar[int] = 2
+    """Length of `betas` in the parameter groups, if they have it."""
 
     grad_scale: Tensor
     found_inf: Tensor
 
-    def __init__(self, groups: Sequence[dict[str, Any]], **hyperparameters: Any) -> None:
-        """`groups`: as for torch's optimizers; `hyperparameters` hold for groups that do not say otherwise."""
-        self.param_groups = [hyperparameters | group for group in groups]
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], hyperparameters: Mapping[str, Any]
+    ) -> None:
+        """Initialize from torch's form of groups; `hyperparameters` are the groups' defaults."""
+        self.param_groups = [{**hyperparameters, **group} for group in groups]
         self.state: dict[Tensor, dict[str, Tensor]] = {}
+
+    @classmethod
+    def select_states(cls, config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
+        """Return the names of the state tensors of a parameter of `group`."""
+        return cls.STATE_SETS[0]
+
+    @classmethod
+    def matrix_hyperparameters(cls, config: OptimizerConfig) -> dict[str, Any] | None:
+        """Return the hyperparameters of a separate group for matrices, or None without one."""
+        return None
+
+    @classmethod
+    def find_conflict(
+        cls, config: OptimizerConfig, stored: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, Any, Any] | None:
+        """Return the flag that makes the state of the `stored` parameter groups unusable.
+
+        The result is (flag, stored value, current value), or None if the state can be loaded.
+        """
+        return None
+
+    @classmethod
+    def from_config(
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], model: ShardedModel
+    ) -> UpdateRule:
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             if group["params"]:
-                self.update(group)
+                self.update_group(group)
 
-    def update(self, group: dict[str, Any]) -> None:
+    def update_group(self, group: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def gradients(self, group: dict[str, Any]) -> list[Tensor]:
-        """Not divided yet."""
+    def collect_gradients(self, group: dict[str, Any]) -> list[Tensor]:
+        """Return the gradients, not divided yet."""
         grads = [param.grad for param in group["params"]]
         return [grad for grad in grads if grad is not None]
 
-    def states(self, group: dict[str, Any], name: str) -> list[Tensor]:
+    def collect_states(self, group: dict[str, Any], name: str) -> list[Tensor]:
         return [self.state[param][name] for param in group["params"]]
 
-    def usable_gradient(self, param: Tensor) -> Tensor:
-        """A copy, divided, of zeros where the step is to change nothing."""
+    def copy_gradient(self, param: Tensor) -> Tensor:
+        """Return the divided gradient, or zeros if the step must not change anything."""
         assert param.grad is not None
         return (param.grad / self.grad_scale).masked_fill_(self.found_inf.bool(), 0.0)
 
 
-class AdamW(UpdateRule):
-    """torch's fused AdamW (Loshchilov and Hutter 2019). State: `step`, `exp_avg`, `exp_avg_sq`."""
+def _adam_hyperparameters(config: OptimizerConfig) -> dict[str, Any]:
+    return {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
 
-    def update(self, group: dict[str, Any]) -> None:
+
+class AdamW(UpdateRule):
+    """torch's fused AdamW (Loshchilov and Hutter 2019)."""
+
+    STATE_SETS: ClassVar[tuple[tuple[str, ...], ...]] = (("exp_avg", "exp_avg_sq"),)
+
+    @classmethod
+    def from_config(
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], model: ShardedModel
+    ) -> UpdateRule:
+        implementation = ApexAdam if config.optimizer_impl == "apex" else AdamW
+        return implementation(groups, _adam_hyperparameters(config))
+
+    def update_group(self, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         adamw(
             group["params"],
-            self.gradients(group),
-            self.states(group, "exp_avg"),
-            self.states(group, "exp_avg_sq"),
+            self.collect_gradients(group),
+            self.collect_states(group, "exp_avg"),
+            self.collect_states(group, "exp_avg_sq"),
             [],
-            self.states(group, "step"),
+            self.collect_states(group, "step"),
             fused=True,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
@@ -118,54 +149,47 @@ class AdamW(UpdateRule):
         )
 
 
-_APEX = "--optimizer-impl"
-LARGEST = (
-    1 << 30
-)  # elements of a tensor, as a kernel gets it: they count in 32 bits, and a bucket may have more
-
-
 class ApexAdam(UpdateRule):
-    """--optimizer-impl apex: `apex.optimizers.FusedAdam`, to which moments and steps are lent; torch's is the oracle.
+    """`apex.optimizers.FusedAdam` over the flat state (--optimizer-impl apex).
 
-    To it this is the gradient scaler, which has `grad_scale` and `found_inf`. The gradients are
-    divided in place. Nothing waits for the device.
+    Moments and steps are views of this object's state. This object also acts as the gradient scaler
+    that FusedAdam reads `grad_scale` and `found_inf` from. Gradients are divided in place. No call
+    waits for the device.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], **hyperparameters: Any) -> None:
-        super().__init__(groups, **hyperparameters)
-        parts = [
-            group
-            | {
-                "lr": torch.tensor(group["lr"]),
-                "params": [x for p in group["params"] for x in p.split(LARGEST)],
-            }
-            for group in self.param_groups
-        ]
-        self._adam = import_apex("apex.optimizers", _APEX).FusedAdam(parts, capturable=True)
+    STATE_SETS = AdamW.STATE_SETS
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], hyperparameters: Mapping[str, Any]
+    ) -> None:
+        super().__init__(groups, hyperparameters)
+        apex_groups = []
+        for group in self.param_groups:
+            parts = split_for_kernels(group["params"])
+            apex_groups.append(group | {"lr": torch.tensor(group["lr"]), "params": parts})
+        optimizers = import_apex("apex.optimizers", "--optimizer-impl")
+        self._adam = optimizers.FusedAdam(apex_groups, capturable=True)
 
     @torch.no_grad()
     def step(self) -> None:
-        # of the step before; it would hold back the number of this one
+        # FusedAdam does not reset its overflow flag, and would not count this step after a bad one.
         self._adam._dummy_overflow_buf.zero_()
-        for ours, theirs in zip(self.param_groups, self._adam.param_groups, strict=True):
-            if ours["params"]:
-                theirs["lr"].fill_(ours["lr"])
-                theirs["weight_decay"] = ours["weight_decay"]
-                theirs["step"] = self.states(ours, "step")[0].int().view(1)
-                self._lend(ours, theirs["params"])
+        for group, apex_group in zip(self.param_groups, self._adam.param_groups, strict=True):
+            if group["params"]:
+                apex_group["lr"].fill_(group["lr"])
+                apex_group["weight_decay"] = group["weight_decay"]
+                apex_group["step"] = self.collect_states(group, "step")[0].int().view(1)
+                self._share_tensors(group, apex_group["params"])
         self._adam.step(grad_scaler=self)
         for state in self.state.values():
             state["step"].add_(1.0 - self.found_inf)
 
-    def _lend(self, group: dict[str, Any], parts: Sequence[Tensor]) -> None:
-        """Views of gradients and moments, to the `parts` of the group's parameters."""
-        tensors = (
-            self.gradients(group),
-            self.states(group, "exp_avg"),
-            self.states(group, "exp_avg_sq"),
-        )
-        cut = ([view for tensor in kind for view in tensor.split(LARGEST)] for kind in tensors)
-        for part, gradient, mean, square in zip(parts, *cut, strict=True):
+    def _share_tensors(self, group: dict[str, Any], parts: Sequence[Tensor]) -> None:
+        """Give views of gradients and moments to the `parts` of the group's parameters."""
+        gradients = split_for_kernels(self.collect_gradients(group))
+        means = split_for_kernels(self.collect_states(group, "exp_avg"))
+        squares = split_for_kernels(self.collect_states(group, "exp_avg_sq"))
+        for part, gradient, mean, square in zip(parts, gradients, means, squares, strict=True):
             part.grad = gradient
             self._adam.state[part] = {"exp_avg": mean, "exp_avg_sq": square}
 
@@ -176,30 +200,37 @@ class ApexAdam(UpdateRule):
         return self.grad_scale
 
 
-def apex_sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """`optimizer.sum_of_squares` in one kernel, which sums blocks in fp32."""
-    if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    overflow = torch.zeros(
-        1, dtype=torch.int, device=device
-    )  # it is set by other kernels of this kind
-    parts = [part for grad in grads for part in grad.split(LARGEST)]
-    norm, _ = import_apex("amp_C", _APEX).multi_tensor_l2norm(2048 * 32, overflow, [parts], False)
-    return norm.squeeze().double().square()  # type: ignore[no-any-return]
-
-
 class SGD(UpdateRule):
-    """torch's fused SGD; weight decay is part of the gradient. State: `momentum_buffer` unless
-    `momentum` is 0.
-    """
+    """torch's fused SGD; weight decay is part of the gradient."""
 
-    def update(self, group: dict[str, Any]) -> None:
+    STATE_SETS = (("momentum_buffer",), ())  # without momentum there is no state
+
+    @classmethod
+    def select_states(cls, config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
+        return cls.STATE_SETS[0] if config.sgd_momentum else ()
+
+    @classmethod
+    def find_conflict(
+        cls, config: OptimizerConfig, stored: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, Any, Any] | None:
+        momentum = stored[0].get("momentum") if stored else None
+        if momentum is None or bool(momentum) == bool(config.sgd_momentum):
+            return None
+        return "--sgd-momentum", momentum, config.sgd_momentum
+
+    @classmethod
+    def from_config(
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], model: ShardedModel
+    ) -> UpdateRule:
+        return cls(groups, {"momentum": config.sgd_momentum})
+
+    def update_group(self, group: dict[str, Any]) -> None:
         buffers: list[Tensor | None] = [
             self.state[param].get("momentum_buffer") for param in group["params"]
         ]
         sgd(
             group["params"],
-            self.gradients(group),
+            self.collect_gradients(group),
             buffers,
             fused=True,
             grad_scale=self.grad_scale,
@@ -213,209 +244,239 @@ class SGD(UpdateRule):
         )
 
 
+def compute_slow_weight(step: Tensor, alpha: float, warmup: int | None) -> Tensor:
+    """Return AdEMAMix's weight of the slow mean at `step`, which rises linearly to `alpha`."""
+    if not warmup:
+        return torch.full_like(step, alpha)
+    return (step * (alpha / warmup)).clamp(max=alpha)
+
+
+def compute_slow_beta(
+    step: Tensor, beta_start: float, beta_end: float, warmup: int | None
+) -> Tensor:
+    """Return AdEMAMix's decay of the slow mean at `step`.
+
+    Its half-life grows linearly from that of `beta_start` to that of `beta_end`.
+    """
+    if not warmup:
+        return torch.full_like(step, beta_end)
+    done = (step / warmup).clamp(max=1.0)
+    log_start = math.log(beta_start)
+    log_end = math.log(beta_end)
+    log_beta = log_start * log_end / ((1.0 - done) * log_end + done * log_start)
+    return torch.exp(log_beta).clamp(max=beta_end)
+
+
 class AdEMAMix(UpdateRule):
-    """With decoupled weight decay. State: `step`, `exp_avg` (fast mean), `exp_avg_slow`,
-    `exp_avg_sq`.
+    """Adam with a second, much slower running mean of the gradient (Pagliardini et al. 2024).
+
+    `exp_avg` is the fast mean, `exp_avg_slow` the slow one. Weight decay is decoupled.
     """
 
-    def update(self, group: dict[str, Any]) -> None:
-        for param in group["params"]:
-            self._update(param, group, 1.0 - self.found_inf)
+    STATE_SETS = (("exp_avg", "exp_avg_slow", "exp_avg_sq"),)
+    NUM_BETAS = 3
 
-    def _update(self, param: Tensor, group: dict[str, Any], keep: Tensor) -> None:
+    @classmethod
+    def from_config(
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], model: ShardedModel
+    ) -> UpdateRule:
+        hyperparameters = {
+            "betas": (config.adam_beta1, config.adam_beta2, config.ademamix_beta3),
+            "eps": config.adam_eps,
+            "alpha": config.ademamix_alpha,
+            "alpha_warmup": config.ademamix_alpha_warmup,
+            "beta3_warmup": config.ademamix_beta3_warmup,
+        }
+        return cls(groups, hyperparameters)
+
+    def update_group(self, group: dict[str, Any]) -> None:
+        keep = 1.0 - self.found_inf  # 0 skips the step without waiting for the device
+        for param in group["params"]:
+            self._update_param(param, group, keep)
+
+    def _update_param(self, param: Tensor, group: dict[str, Any], keep: Tensor) -> None:
         beta1, beta2, beta3 = group["betas"]
         state = self.state[param]
         step = state["step"].add_(keep)
-        now = step.clamp(min=1.0)  # a first step that is skipped must not divide by zero
-        gradient = self.usable_gradient(param)
-        slow = 1.0 - slow_beta(now, beta1, beta3, group["beta3_warmup"])
+        step = step.clamp(min=1.0)  # a first step that is skipped must not divide by zero
+        gradient = self.copy_gradient(param)
+
+        # Running means
+        slow_rate = 1.0 - compute_slow_beta(step, beta1, beta3, group["beta3_warmup"])
         state["exp_avg"].lerp_(gradient, (1.0 - beta1) * keep)
-        state["exp_avg_slow"].lerp_(gradient, slow * keep)
+        state["exp_avg_slow"].lerp_(gradient, slow_rate * keep)
         state["exp_avg_sq"].lerp_(gradient.square_(), (1.0 - beta2) * keep)
-        update = state["exp_avg"] / (1.0 - beta1**now)
-        update.addcmul_(
-            state["exp_avg_slow"], slow_weight(now, group["alpha"], group["alpha_warmup"])
-        )
-        update /= (state["exp_avg_sq"] / (1.0 - beta2**now)).sqrt_().add_(group["eps"])
+
+        # Update: (fast mean + alpha * slow mean) / root mean square
+        slow_weight = compute_slow_weight(step, group["alpha"], group["alpha_warmup"])
+        update = state["exp_avg"] / (1.0 - beta1**step)
+        update.addcmul_(state["exp_avg_slow"], slow_weight)
+        update /= (state["exp_avg_sq"] / (1.0 - beta2**step)).sqrt_().add_(group["eps"])
         update.add_(param, alpha=group["weight_decay"])
         param.sub_(update.mul_(group["lr"] * keep))
 
 
-# (a, b, c) of x <- a x + (b x x^T + c (x x^T)^2) x; where there are several, one for each step in
-# turn.
-COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
-    "simple": ((3.4445, -4.7750, 2.0315),),
-    "quintic": (
-        (4.0848, -6.8946, 2.9270),
-        (3.9505, -6.3029, 2.6377),
-        (3.7418, -5.5913, 2.3037),
-        (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-}
-
-
-def orthogonalize(matrix: Tensor, coefficient_type: str = "quintic", num_steps: int = 5) -> Tensor:
-    """A matrix with the singular vectors of `matrix` `[rows, columns]` and singular values near 1
-    (Newton-Schulz).
-    """
-    coefficients = COEFFICIENTS[coefficient_type]
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.mT if tall else matrix
-    x = x / x.norm().clamp(min=1e-7)
-    for step in range(num_steps):
-        a, b, c = coefficients[step % len(coefficients)]
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
-
-
-def scale_factor(rows: int, columns: int, mode: str) -> float:
-    """By what the orthogonalized update of a `rows` x `columns` matrix is multiplied."""
-    if mode == "spectral":
-        return float(max(rows, columns)) ** 0.5
-    if mode == "unit_rms_norm":
-        return (rows / columns) ** 0.5
-    assert mode == "shape_scaling", mode
-    return max(1.0, rows / columns) ** 0.5
-
-
-@dataclass(frozen=True)
-class MatrixLayout:
-    """How a rank's part of a parameter lies in the whole one."""
-
-    split_dim: int | None
-    """The dimension of a matrix that is split over `tp`."""
-    tp: Axis = Axis()
-    """For experts ETP."""
-    row_blocks: tuple[int, ...] = ()
-    """Rows repeat in blocks of these sizes; the first of all blocks are a matrix of their own, and
-    so on (Q, K, V).
-    """
-
-
-def matrix_layouts(
-    model_state: ShardedStateDict,
-    matrices: Collection[nn.Parameter],
-    split_qkv: bool,
-    tp: Axis,
-    etp: Axis,
-) -> dict[nn.Parameter, MatrixLayout]:
-    """The layouts of a rank's `matrices`, from the layers' own definition of their sharding."""
-    layouts = {}
-    for entry in model_state.values():
-        if not isinstance(entry, ShardedTensor) or not isinstance(entry.local, nn.Parameter):
-            continue
-        if entry.local not in matrices:
-            continue
-        info = param_info(entry.local)
-        local = entry.local.shape[-2:]
-        whole = entry.global_shape[-2:]
-        split = next((dim for dim in range(2) if local[dim] != whole[dim]), None)
-        layouts[entry.local] = MatrixLayout(
-            split, etp if info.expert else tp, info.row_blocks if split_qkv else ()
-        )
-    return layouts
-
-
 class Muon(AdamW):
-    """Muon for the groups with `use_muon`, AdamW for the others. Collective over the shard and
-    tensor parallelism.
+    """Muon for matrices, AdamW for the other parameters. Collective over DP shards and TP.
+
+    Muon orthogonalizes the momentum of a matrix before applying it: Jordan et al. 2024 ("Muon: An
+    optimizer for hidden layers in neural networks"), with the scale of Liu et al. 2025 ("Muon is
+    Scalable for LLM Training"). Matrices are all weights with weight decay except the word embedding
+    and the output layer; each expert has its own. The momentum is a flat tensor of a shard, sharded
+    and saved like Adam's moments. Orthogonalization needs whole matrices: the momentum of a bucket
+    is gathered over data parallelism, then each matrix in a rank's shard over tensor parallelism.
     """
+
+    _MATRIX_STATES = ("momentum_buffer",)
+    STATE_SETS = (_MATRIX_STATES, *AdamW.STATE_SETS)
 
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
-        buckets: Mapping[Tensor, Bucket],
         config: OptimizerConfig,
+        bucket_of: Mapping[Tensor, Bucket],
         layouts: Mapping[nn.Parameter, MatrixLayout],
     ) -> None:
-        """`buckets`: that of every flat tensor."""
-        super().__init__(groups, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps)
-        self._buckets = buckets
-        self._config = config
-        self._layouts = layouts
+        super().__init__(groups, _adam_hyperparameters(config))
+        self._nesterov = config.muon_nesterov
+        self._bucket_of = bucket_of
+        self._orthogonalizer = Orthogonalizer(config, layouts)
 
-    def update(self, group: dict[str, Any]) -> None:
+    @classmethod
+    def select_states(cls, config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
+        return cls._MATRIX_STATES if group.is_matrix else AdamW.select_states(config, group)
+
+    @classmethod
+    def matrix_hyperparameters(cls, config: OptimizerConfig) -> dict[str, Any] | None:
+        return {"use_muon": True, "momentum": config.muon_momentum}
+
+    @classmethod
+    def from_config(
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], model: ShardedModel
+    ) -> UpdateRule:
+        bucket_of = {shard.param: shard.bucket for shard in model.shards}
+        matrices: set[nn.Parameter] = set()
+        for shard in model.shards:
+            if shard.bucket.plan.group.is_matrix:
+                matrices.update(shard.bucket.params)
+        layouts: dict[nn.Parameter, MatrixLayout] = {}
+        for chunk in model.chunks:
+            model_state = chunk.sharded_state_dict()
+            layouts |= find_matrix_layouts(
+                model_state, matrices, config.muon_split_qkv, model.ps.tp, model.ps.etp
+            )
+        return cls(groups, config, bucket_of, layouts)
+
+    def update_group(self, group: dict[str, Any]) -> None:
         if not group.get("use_muon"):
-            super().update(group)
+            super().update_group(group)
             return
         keep = 1.0 - self.found_inf
         for param in group["params"]:
-            momentum = self._momentum(param, group["momentum"], keep)
-            update = self._orthogonalized(self._buckets[param], momentum)
+            momentum = self._update_momentum(param, group["momentum"], keep)
+            update = self._orthogonalize_bucket(self._bucket_of[param], momentum)
             param.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
             param.sub_(update.mul_(group["lr"] * keep))
 
-    def _momentum(self, param: Tensor, momentum: float, keep: Tensor) -> Tensor:
-        """The running mean of the gradient, a step later; with Nesterov's look ahead."""
+    def _update_momentum(self, param: Tensor, momentum: float, keep: Tensor) -> Tensor:
+        """Advance the running mean of the gradient and return it, with Nesterov's look-ahead."""
         buffer = self.state[param]["momentum_buffer"]
-        gradient = self.usable_gradient(param)
+        gradient = self.copy_gradient(param)
         buffer.lerp_(gradient, (1.0 - momentum) * keep)
-        return gradient.lerp_(buffer, momentum) if self._config.muon_nesterov else buffer
+        return gradient.lerp_(buffer, momentum) if self._nesterov else buffer
 
-    def _orthogonalized(self, bucket: Bucket, update: Tensor) -> Tensor:
-        """`update`, this rank's shard of a bucket, with every matrix in it replaced."""
+    def _orthogonalize_bucket(self, bucket: Bucket, update: Tensor) -> Tensor:
+        """Return `update`, this rank's shard of a bucket, with each matrix orthogonalized."""
         whole = bucket.gather(update)
         result = torch.zeros_like(update)
         for piece in bucket.pieces():
             start = bucket.shard_start + piece.start - piece.param_start
             matrix = whole[start : start + piece.param.numel()].view(piece.param.shape)
-            flat = self._whole_matrices(matrix, self._layouts[piece.param]).reshape(-1)
-            result[piece.start : piece.stop] = flat[
-                piece.param_start : piece.param_start + piece.stop - piece.start
-            ]
+            flat = self._orthogonalizer.orthogonalize(matrix, piece.param).reshape(-1)
+            param_stop = piece.param_start + piece.stop - piece.start
+            result[piece.start : piece.stop] = flat[piece.param_start : param_stop]
         return result
 
-    def _whole_matrices(self, local: Tensor, layout: MatrixLayout) -> Tensor:
-        """This rank's part of the orthogonalized matrix, or matrices, that `local` is a part of."""
-        if local.dim() == 3:
-            return torch.stack([self._whole_matrix(expert, layout) for expert in local])
-        if not layout.row_blocks:
-            return self._whole_matrix(local, layout)
-        columns = local.shape[1]
-        blocks = local.view(-1, sum(layout.row_blocks), columns).split(layout.row_blocks, dim=1)
-        parts = [self._whole_matrix(block.reshape(-1, columns), layout) for block in blocks]
-        whole = torch.cat(
-            [part.view(block.shape) for part, block in zip(parts, blocks, strict=True)], dim=1
-        )
-        return whole.view(local.shape)
 
-    def _whole_matrix(self, local: Tensor, layout: MatrixLayout) -> Tensor:
-        config = self._config
-        split_dim = layout.split_dim
-        # Gate and up are stacked on every rank, so that the rows of a gathered matrix may come in
-        # another order. That changes nothing: orthogonalizing a matrix with its rows permuted
-        # permutes those of the result.
-        matrix = local if split_dim is None else _gather(local, split_dim, layout.tp)
-        with _matmul_precision(config.muon_fp32_matmul_prec, matrix.device):
-            result = orthogonalize(matrix, config.muon_coefficient_type, config.muon_num_ns_steps)
-        rows, columns = matrix.shape
-        result = result * (
-            config.muon_extra_scale_factor * scale_factor(rows, columns, config.muon_scale_mode)
-        )
-        if split_dim is None:
-            return result
-        return result.narrow(
-            split_dim, layout.tp.rank * local.shape[split_dim], local.shape[split_dim]
-        )
+# Value of --optimizer -> its update rule.
+UPDATE_RULES: dict[str, type[UpdateRule]] = {
+    "adam": AdamW,
+    "sgd": SGD,
+    "ademamix": AdEMAMix,
+    "muon": Muon,
+}
 
 
-def _gather(local: Tensor, dim: int, tp: Axis) -> Tensor:
-    parts = local.new_empty(tp.size * local.numel())
-    all_gather_into_tensor(parts, local.reshape(-1), group=tp.group)
-    return torch.cat(list(parts.view(tp.size, *local.shape)), dim=dim)
+def select_states(config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
+    """Return the names in checkpoints of the state tensors of a parameter of `group`."""
+    return UPDATE_RULES[config.optimizer].select_states(config, group)
 
 
-@contextmanager
-def _matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
-    """Of fp32 products on a GPU; a CPU computes them in fp32."""
-    if device.type == "cpu":
-        yield
-        return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+def make_update_rule(config: OptimizerConfig, model: ShardedModel) -> UpdateRule:
+    """Create the update rule of --optimizer over the flat shards, with its state allocated."""
+    if config.lr is None:
+        raise ValueError("--lr must be given")
+    rule_type = UPDATE_RULES[config.optimizer]
+    groups = _make_param_groups(config, model.shards, rule_type.matrix_hyperparameters(config))
+    rule = rule_type.from_config(config, groups, model)
+    for shard in model.shards:
+        state = dict(shard.state)
+        if "exp_avg" in state:  # the correction of its bias needs the number of steps
+            state["step"] = torch.zeros((), dtype=torch.float32, device=shard.param.device)
+        rule.state[shard.param] = state
+    return rule
+
+
+def _make_param_groups(
+    config: OptimizerConfig,
+    shards: Sequence[FlatShard],
+    matrix_hyperparameters: Mapping[str, Any] | None,
+) -> list[dict[str, Any]]:
+    """Return the parameter groups, the same ones on each rank, possibly empty.
+
+    In this order: parameters with weight decay, those without, with --decoupled-lr the embedding and
+    the output layer, and matrices if the rule has hyperparameters for them. As the groups do not
+    depend on the rank, a checkpoint's `param_groups` fit any rank.
+    """
+    decayed = _make_param_group(config, wd_mult=1.0)
+    not_decayed = _make_param_group(config, wd_mult=0.0)
+    groups = [decayed, not_decayed]
+    embeddings = decayed
+    if config.decoupled_lr is not None:
+        embeddings = _make_param_group(config, wd_mult=1.0, is_decoupled_lr=True)
+        groups.append(embeddings)
+    matrices = decayed
+    if matrix_hyperparameters is not None:
+        matrices = {**_make_param_group(config, wd_mult=1.0), **matrix_hyperparameters}
+        groups.append(matrices)
+
+    for shard in shards:
+        kind = shard.bucket.plan.group
+        if not kind.weight_decay:
+            not_decayed["params"].append(shard.param)
+        elif kind.embedding:
+            embeddings["params"].append(shard.param)
+        else:
+            matrices["params"].append(shard.param)
+    return groups
+
+
+def _make_param_group(
+    config: OptimizerConfig, wd_mult: float, is_decoupled_lr: bool = False
+) -> dict[str, Any]:
+    """Return an empty parameter group with Megatron-LM's entries."""
+    max_lr = config.lr
+    min_lr = config.min_lr
+    if is_decoupled_lr:
+        max_lr = config.decoupled_lr
+        min_lr = config.decoupled_min_lr or 0.0
+    return {
+        "params": [],
+        "wd_mult": wd_mult,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": is_decoupled_lr,
+        "max_lr": max_lr,
+        "min_lr": min_lr,
+        "lr": max_lr,
+        "weight_decay": config.weight_decay_range[0] * wd_mult,
+    }

@@ -16,7 +16,7 @@ from operator import mul
 from typing import NamedTuple
 
 from megatron.core.distributed.param_and_grad_buffer import ParamGroup
-from megatron.core.optimizer import state_names
+from megatron.core.optimizer import select_states
 from megatron.core.parallel_state import ParallelState, Place
 from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.core.transformer.moe import MoELayer
@@ -290,7 +290,7 @@ def _optimizer_bytes(config: Config, group: ParamGroup, main_parameters: bool) -
     """Per parameter of `group`: fp32 main parameters, unless they are the model's own, and the
     update rule's state.
     """
-    return 4 * (len(state_names(config.optimizer, group)) + main_parameters)
+    return 4 * (len(select_states(config.optimizer, group)) + main_parameters)
 
 
 def _stored_bytes(config: Config, sizes: Mapping[ParameterInFile, int]) -> int:

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models import GPTModel
 from megatron.core.module import Normal
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
-from megatron.core.optimizer.update_rules import matrix_layouts
+from megatron.core.optimizer.orthogonalization import find_matrix_layouts
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.grouped_linear import GroupedLinear, grouped_product
@@ -390,7 +390,7 @@ def test_muon_is_told_of_the_matrices_alone():
     model = GPTModel(config_of(add_bias_linear=True))
     params = dict(model.named_parameters())
     wanted = {param for name, param in params.items() if name.endswith("linear_fc1.weight")}
-    layouts = matrix_layouts(model.sharded_state_dict(), wanted, True, Axis(), Axis())
+    layouts = find_matrix_layouts(model.sharded_state_dict(), wanted, True, Axis(), Axis())
     assert layouts.keys() == wanted
 
 

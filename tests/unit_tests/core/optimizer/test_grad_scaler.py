@@ -1,23 +1,23 @@
-"""The dynamic loss scale against a sequence worked out by hand."""
+"""Loss scaling against a sequence computed by hand."""
 
 import pytest
 import torch
 
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.optimizer import GradScaler
+from megatron.core.optimizer.grad_scaler import GradScaler
 
 
-def dynamic(initial_scale, min_scale=1.0):
+def make_dynamic_scaler(initial_scale, min_scale=1.0):
     options = {"initial_loss_scale": initial_scale, "min_loss_scale": min_scale}
     return GradScaler(OptimizerConfig(**options, loss_scale_window=3, hysteresis=2), fp16=True)
 
 
-def test_sequence():
-    scaler = dynamic(64.0, min_scale=16.0)
+def test_dynamic_scale_sequence():
+    scaler = make_dynamic_scaler(64.0, min_scale=16.0)
     expected = [
         (True, 64.0),  # the first overflow is tolerated
         (False, 64.0),
-        (True, 32.0),  # the second is not, although a good step was between
+        (True, 32.0),  # the second is not, despite the good step between them
         (True, 16.0),
         (True, 16.0),  # not below the minimum
         (False, 16.0),
@@ -25,7 +25,7 @@ def test_sequence():
         (False, 32.0),  # three good steps in a row: doubled, tolerance restored
         (False, 32.0),
         (False, 32.0),
-        (True, 32.0),  # tolerated; the good steps are forgotten
+        (True, 32.0),  # tolerated; restarts the count of good steps
         (False, 32.0),
         (False, 32.0),
         (False, 64.0),
@@ -35,15 +35,14 @@ def test_sequence():
         assert scaler.scale == scale, step
 
 
-def test_state_continues_the_sequence():
-    first = dynamic(64.0)
+def test_state_dict_resumes_the_sequence():
+    first = make_dynamic_scaler(64.0)
     for found_inf in (True, False, False):
         first.update(found_inf)
     state = first.state_dict()
-    assert set(state) == {"scale", "growth_tracker", "hysteresis_tracker"} and isinstance(
-        state["scale"], torch.Tensor
-    )
-    second = dynamic(2.0**32)
+    assert set(state) == {"scale", "growth_tracker", "hysteresis_tracker"}
+    assert isinstance(state["scale"], torch.Tensor)
+    second = make_dynamic_scaler(2.0**32)
     second.load_state_dict(state)
     for found_inf in (True, False, False, False, True, True):
         first.update(found_inf)
@@ -62,7 +61,7 @@ def test_state_continues_the_sequence():
         ({"initial_loss_scale": 2.0**16}, True, True, 2.0**16),
     ],
 )
-def test_which_scaler(options, fp16, is_dynamic, scale):
+def test_grad_scaler_choice(options, fp16, is_dynamic, scale):
     scaler = GradScaler(OptimizerConfig(**options), fp16)
     assert scaler.dynamic is is_dynamic and scaler.scale == scale
     if not is_dynamic:

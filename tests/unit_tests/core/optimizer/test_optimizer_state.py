@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import UPDATE_RULES, OptimizerConfig
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from tests.support.compare import assert_same
 from tests.support.tiny_ddp_model import (
@@ -209,3 +209,12 @@ def local_values(key, piece, ps):
     values = random_values(key, (VOCAB if vocabulary else rows, *columns))
     dense[: len(values)] = values
     return dense.chunk(ps.tp.size)[ps.tp.rank]
+
+
+@pytest.mark.parametrize("name", UPDATE_RULES)
+def test_unchanged_hyperparameters_load_without_warning(name, caplog):
+    extra = {"ademamix_beta3": 0.99, "ademamix_alpha": 4.0} if name == "ademamix" else {}
+    chunk, optimizer = build(ONE, config=OptimizerConfig(name, lr=0.01, **extra))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state, chunk.sharded_state_dict())
+    assert not caplog.records

@@ -1,20 +1,23 @@
-"""AdEMAMix and Muon against plain loops over whole matrices, and Muon at layouts that cut them."""
+"""AdEMAMix and Muon against plain loops over whole matrices, and Muon with split matrices."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.module import Normal, ParamInfo, make_parameter
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.optimizer.update_rules import (
+from megatron.core.optimizer.orthogonalization import (
     MatrixLayout,
-    Muon,
+    Orthogonalizer,
+    compute_scale,
     orthogonalize,
-    scale_factor,
-    slow_beta,
-    slow_weight,
+)
+from megatron.core.optimizer.update_rules import (
+    UPDATE_RULES,
+    compute_slow_beta,
+    compute_slow_weight,
 )
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from tests.support.compare import assert_same
@@ -31,8 +34,8 @@ MUON = {
 }  # fmt: skip
 
 
-def with_gradients(config, steps=8, bad_step=None):
-    """Parameters after every step of the optimizer on gradients of noise, and those gradients."""
+def step_on_noise(config, steps=8, bad_step=None):
+    """Return initial parameters, random gradients, final parameters, and the optimizer."""
     chunk, optimizer = build(ONE, DistributedDataParallelConfig(), OptimizerConfig(**config))
     generator = torch.Generator().manual_seed(0)
     names = [name for name, _ in chunk.module.named_parameters()]
@@ -51,12 +54,12 @@ def with_gradients(config, steps=8, bad_step=None):
     return start, gradients, {name: p.detach() for name, p in params.items()}, optimizer
 
 
-def decays(name):
+def has_weight_decay(name):
     return not name.endswith("bias") and name.split(".")[-1] not in ("norm", "scale")
 
 
-def test_ademamix_is_the_papers_update():
-    start, gradients, end, _ = with_gradients(ADEMAMIX)
+def test_ademamix_matches_the_paper():
+    start, gradients, end, _ = step_on_noise(ADEMAMIX)
     for name, param in start.items():
         fast = slow = square = torch.zeros_like(param, dtype=torch.float64)
         param = param.double()
@@ -72,25 +75,25 @@ def test_ademamix_is_the_papers_update():
             direction = (fast / (1 - 0.9**t) + alpha * slow) / (
                 (square / (1 - 0.999**t)).sqrt() + 1e-8
             )
-            param = param - 0.01 * (direction + (0.1 if decays(name) else 0.0) * param)
+            param = param - 0.01 * (direction + (0.1 if has_weight_decay(name) else 0.0) * param)
         torch.testing.assert_close(end[name].double(), param, rtol=1e-4, atol=1e-6)
 
 
-def test_the_slow_mean_begins_as_the_fast_one():
+def test_ademamix_warmup_of_the_slow_mean():
     steps = torch.tensor([0.0, 50.0, 100.0, 1000.0])
-    betas = slow_beta(steps, 0.9, 0.9999, 100)
+    betas = compute_slow_beta(steps, 0.9, 0.9999, 100)
     assert betas[0] == pytest.approx(0.9) and betas.diff().ge(0).all()
     assert betas[2] == betas[3] == pytest.approx(0.9999)
     half_lives = math.log(0.5) / betas.double().log()
     middle = (math.log(0.5) / math.log(0.9) + math.log(0.5) / math.log(0.9999)) / 2
-    assert half_lives[1] == pytest.approx(middle, rel=1e-2)  # it grows linearly
-    assert slow_weight(steps, 8.0, 100).tolist() == pytest.approx([0.0, 4.0, 8.0, 8.0])
-    assert slow_weight(steps, 8.0, None).tolist() == [8.0] * 4
+    assert half_lives[1] == pytest.approx(middle, rel=1e-2)  # grows linearly
+    assert compute_slow_weight(steps, 8.0, 100).tolist() == pytest.approx([0.0, 4.0, 8.0, 8.0])
+    assert compute_slow_weight(steps, 8.0, None).tolist() == [8.0] * 4
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (24, 8), (8, 40)])
 @pytest.mark.parametrize("kind", ["simple", "quintic"])
-def test_orthogonalize_keeps_singular_vectors_and_evens_their_values(shape, kind):
+def test_orthogonalize_keeps_singular_vectors(shape, kind):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     result = orthogonalize(matrix, kind)
@@ -99,16 +102,17 @@ def test_orthogonalize_keeps_singular_vectors_and_evens_their_values(shape, kind
     assert values.diagonal().min() > 0.3 and values.diagonal().max() < 1.35
 
 
-def test_scales_of_the_update():
-    assert scale_factor(9, 4, "spectral") == scale_factor(4, 9, "spectral") == 3.0
-    assert scale_factor(16, 4, "unit_rms_norm") == scale_factor(16, 4, "shape_scaling") == 2.0
+def test_compute_scale():
+    assert compute_scale(9, 4, "spectral") == compute_scale(4, 9, "spectral") == 3.0
+    assert compute_scale(16, 4, "unit_rms_norm") == compute_scale(16, 4, "shape_scaling") == 2.0
     assert (
-        scale_factor(4, 16, "unit_rms_norm") == 0.5 and scale_factor(4, 16, "shape_scaling") == 1.0
+        compute_scale(4, 16, "unit_rms_norm") == 0.5
+        and compute_scale(4, 16, "shape_scaling") == 1.0
     )
 
 
-def test_muon_updates_matrices_and_adam_the_rest():
-    start, gradients, end, optimizer = with_gradients(MUON)
+def test_muon_updates_matrices_and_adam_other_parameters():
+    start, gradients, end, optimizer = step_on_noise(MUON)
     matrices = [name for name in start if name.endswith("linear.weight")]
     assert len(matrices) == LAYERS and start[matrices[0]].shape == (HIDDEN, HIDDEN)
     for name in matrices:
@@ -119,7 +123,7 @@ def test_muon_updates_matrices_and_adam_the_rest():
             update = orthogonalize(0.1 * gradient + 0.9 * mean) * HIDDEN**0.5 * 0.2
             param = param - 0.01 * (update + 0.1 * param)
         torch.testing.assert_close(end[name].double(), param, rtol=1e-4, atol=1e-5)
-    _, _, adam, _ = with_gradients({**MUON, "optimizer": "adam"})
+    _, _, adam, _ = step_on_noise({**MUON, "optimizer": "adam"})
     others = set(start) - set(matrices)
     assert_same({name: end[name] for name in others}, {name: adam[name] for name in others})
     assert not torch.equal(end[matrices[0]], adam[matrices[0]])
@@ -129,7 +133,7 @@ def test_muon_updates_matrices_and_adam_the_rest():
 
 @pytest.mark.parametrize("config", [ADEMAMIX, MUON], ids=lambda c: c["optimizer"])
 @pytest.mark.parametrize("bad_step", [0, 3])
-def test_a_gradient_that_is_not_finite_changes_nothing(config, bad_step):
+def test_nonfinite_gradient_changes_nothing(config, bad_step):
     chunk, optimizer = build(ONE, DistributedDataParallelConfig(), OptimizerConfig(**config))
     params = dict(chunk.module.named_parameters())
     for step in range(5):
@@ -144,7 +148,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(config, bad_step):
 
 
 @pytest.mark.parametrize("config", [ADEMAMIX, MUON], ids=lambda c: c["optimizer"])
-def test_sharding_and_tensor_parallelism_change_nothing(pool, config):
+def test_distributed_optimizer_matches_one_process(pool, config):
     alone = train(0, 1, {}, config, 6, 1)
     sharded = {
         "use_distributed_optimizer": True,
@@ -164,24 +168,19 @@ def test_sharding_and_tensor_parallelism_change_nothing(pool, config):
             torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-5, msg=key)
 
 
-def orthogonalized_part(rank, world_size, whole, dim, blocks):
-    """What Muon makes of this rank's part of a matrix."""
+def orthogonalize_part(rank, world_size, whole, dim, blocks):
+    """Orthogonalize this rank's part of a matrix."""
     ps = ParallelState.create(ParallelConfig(tensor_model_parallel_size=world_size))
-    param = make_parameter((1,), torch.float32, None, ParamInfo(Normal(1.0)))
-    muon = Muon(
-        [{"params": [param], "use_muon": False}],
-        {},
-        OptimizerConfig(lr=0.1, muon_scale_mode="unit_rms_norm"),
-        {},
-    )
+    config = OptimizerConfig(lr=0.1, muon_scale_mode="unit_rms_norm")
     local = whole.chunk(world_size, dim - 2)[rank]
-    return muon._whole_matrices(local, MatrixLayout(dim if world_size > 1 else None, ps.tp, blocks))
+    layout = MatrixLayout(dim if world_size > 1 else None, ps.tp, blocks)
+    return Orthogonalizer(config, {}).orthogonalize_parts(local, layout)
 
 
 @pytest.mark.parametrize(("dim", "blocks"), [(0, ()), (1, ()), (0, (4, 2, 2))])
-def test_a_matrix_that_tensor_parallelism_cuts_is_orthogonalized_whole(pool, dim, blocks):
+def test_matrix_split_over_tp_is_orthogonalized_as_a_whole(pool, dim, blocks):
     whole = torch.randn(32, 12, generator=torch.Generator().manual_seed(2))
-    parts = pool.run(orthogonalized_part, 2, whole, dim, blocks)
+    parts = pool.run(orthogonalize_part, 2, whole, dim, blocks)
     expected = orthogonalize(whole) * (32 / 12) ** 0.5
     if blocks:  # queries, keys and values of 4 groups
         expected = torch.empty(4, 8, 12)
@@ -196,8 +195,15 @@ def test_a_matrix_that_tensor_parallelism_cuts_is_orthogonalized_whole(pool, dim
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_every_expert_has_matrices_of_its_own(pool, dim):
+def test_each_expert_is_orthogonalized_separately(pool, dim):
     experts = torch.randn(3, 32, 12, generator=torch.Generator().manual_seed(3))
-    parts = pool.run(orthogonalized_part, 2, experts, dim, ())
+    parts = pool.run(orthogonalize_part, 2, experts, dim, ())
     expected = torch.stack([orthogonalize(matrix) for matrix in experts]) * (32 / 12) ** 0.5
     torch.testing.assert_close(torch.cat(parts, dim - 2), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_registry_lists_the_choices_of_the_flag():
+    (optimizer,) = [
+        field for field in dataclasses.fields(OptimizerConfig) if field.name == "optimizer"
+    ]
+    assert optimizer.metadata["choices"] == tuple(UPDATE_RULES)

@@ -1,0 +1,164 @@
+"""Orthogonalization of the matrices of a parameter, which may be split over tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.module import param_info
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.mappings import all_gather_into_tensor
+
+# (a, b, c) of the iteration x <- a x + (b x x^T + c (x x^T)^2) x; with several triples, step i uses
+# triple i modulo their number.
+COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "simple": ((3.4445, -4.7750, 2.0315),),
+    "quintic": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+
+
+def orthogonalize(matrix: Tensor, coefficient_type: str = "quintic", num_steps: int = 5) -> Tensor:
+    """Return a matrix with the singular vectors of `matrix` and singular values close to 1.
+
+    Newton-Schulz iteration; `matrix` is [rows, columns].
+    """
+    coefficients = COEFFICIENTS[coefficient_type]
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.mT if is_tall else matrix  # the smaller Gram matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for step in range(num_steps):
+        a, b, c = coefficients[step % len(coefficients)]
+        gram = x @ x.mT
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def compute_scale(rows: int, columns: int, mode: str) -> float:
+    """Return the factor of the orthogonalized update of a `rows` x `columns` matrix."""
+    if mode == "spectral":
+        return float(max(rows, columns)) ** 0.5
+    if mode == "unit_rms_norm":
+        return (rows / columns) ** 0.5
+    assert mode == "shape_scaling", mode
+    return max(1.0, rows / columns) ** 0.5
+
+
+@dataclass(frozen=True)
+class MatrixLayout:
+    """Position of this rank's part of a parameter in the whole matrix."""
+
+    split_dim: int | None
+    """Dimension of the matrix that is split over `tp`; None if it is not split."""
+    tp: Axis = Axis()
+    """Tensor parallelism; for experts ETP."""
+    row_blocks: tuple[int, ...] = ()
+    """Block sizes if rows repeat in blocks: the first blocks together are a matrix of their own,
+    then the second ones, and so on (Q, K, V).
+    """
+
+
+def find_matrix_layouts(
+    model_state: ShardedStateDict,
+    matrices: Collection[nn.Parameter],
+    split_qkv: bool,
+    tp: Axis,
+    etp: Axis,
+) -> dict[nn.Parameter, MatrixLayout]:
+    """Return the layout of each parameter in `matrices`, derived from the layers' sharding."""
+    layouts: dict[nn.Parameter, MatrixLayout] = {}
+    for entry in model_state.values():
+        if not isinstance(entry, ShardedTensor) or not isinstance(entry.local, nn.Parameter):
+            continue
+        if entry.local not in matrices:
+            continue
+        info = param_info(entry.local)
+        # Experts have a leading dimension: [experts, rows, columns].
+        local_shape = entry.local.shape[-2:]
+        global_shape = entry.global_shape[-2:]
+        split_dims = [dim for dim in range(2) if local_shape[dim] != global_shape[dim]]
+        layouts[entry.local] = MatrixLayout(
+            split_dim=split_dims[0] if split_dims else None,
+            tp=etp if info.expert else tp,
+            row_blocks=info.row_blocks if split_qkv else (),
+        )
+    return layouts
+
+
+class Orthogonalizer:
+    """Orthogonalizes and scales the matrices of parameters, gathering them over TP."""
+
+    def __init__(
+        self, config: OptimizerConfig, layouts: Mapping[nn.Parameter, MatrixLayout]
+    ) -> None:
+        self._config = config
+        self._layouts = layouts
+
+    def orthogonalize(self, local: Tensor, param: nn.Parameter) -> Tensor:
+        """Return this rank's part of the orthogonalized matrices of `param`.
+
+        `local` is this rank's part of the values. Collective over TP (ETP for experts).
+        """
+        return self.orthogonalize_parts(local, self._layouts[param])
+
+    def orthogonalize_parts(self, local: Tensor, layout: MatrixLayout) -> Tensor:
+        """Orthogonalize each matrix in `local`: one, one per expert, or Q, K and V."""
+        if local.dim() == 3:  # [experts, rows, columns]
+            return torch.stack([self._orthogonalize_matrix(expert, layout) for expert in local])
+        if not layout.row_blocks:
+            return self._orthogonalize_matrix(local, layout)
+        columns = local.shape[1]
+        groups = local.view(-1, sum(layout.row_blocks), columns)
+        results = []
+        for block in groups.split(layout.row_blocks, dim=1):
+            matrix = block.reshape(-1, columns)
+            results.append(self._orthogonalize_matrix(matrix, layout).view(block.shape))
+        return torch.cat(results, dim=1).view(local.shape)
+
+    def _orthogonalize_matrix(self, local: Tensor, layout: MatrixLayout) -> Tensor:
+        config = self._config
+        split_dim = layout.split_dim
+        # Each rank stacks its part of gate and up, so rows of the gathered matrix may be permuted.
+        # That is harmless: orthogonalizing a row-permuted matrix permutes the rows of the result.
+        matrix = local if split_dim is None else _gather(local, split_dim, layout.tp)
+        with _set_matmul_precision(config.muon_fp32_matmul_prec, matrix.device):
+            result = orthogonalize(matrix, config.muon_coefficient_type, config.muon_num_ns_steps)
+        rows, columns = matrix.shape
+        scale = compute_scale(rows, columns, config.muon_scale_mode)
+        result = result * (config.muon_extra_scale_factor * scale)
+        if split_dim is None:
+            return result
+        length = local.shape[split_dim]
+        return result.narrow(split_dim, layout.tp.rank * length, length)
+
+
+def _gather(local: Tensor, dim: int, tp: Axis) -> Tensor:
+    parts = local.new_empty(tp.size * local.numel())
+    all_gather_into_tensor(parts, local.reshape(-1), group=tp.group)
+    return torch.cat(list(parts.view(tp.size, *local.shape)), dim=dim)
+
+
+@contextmanager
+def _set_matmul_precision(precision: str, device: torch.device) -> Iterator[None]:
+    """Set the precision of fp32 matrix products on a GPU; on a CPU they are always in fp32."""
+    if device.type == "cpu":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
