@@ -303,7 +303,9 @@ class Hints:
     qkv_layout: str | None = None
     optimizer: bool = True  # False: skip its state, whatever it is
     as_saved: bool = False  # keep the keys of what a run here saved, whatever its model
-    verify: bool = False  # compare what is read with the checksums
+    # Whether to compare what is read with checksums.bin: None: if the checkpoint has it, True:
+    # required, False: never.
+    verify: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ _OURS = ("embedding.", "decoder.", "output_layer.", "optimizer.")
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 
 
-def stored_common(reader: Reader, directory: Path, verify: bool = False) -> dict[str, Any]:
+def stored_common(reader: Reader, directory: Path, verify: bool = True) -> dict[str, Any]:
     """What stands beside the tensors: `common.pt`, or an object in newer Megatron-LM."""
     common = load_common(directory, verify=verify)
     return (
@@ -111,9 +111,10 @@ def open_torch_dist(directory: Path, hints: Hints) -> Source:
     space.
     """
     if hints.as_saved:
-        common = COMMON(load_common(directory, verify=hints.verify), str(directory / COMMON_FILE))
+        verify = hints.verify is not False
+        common = COMMON(load_common(directory, verify=verify), str(directory / COMMON_FILE))
         if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
-            run = RunCheckpoint(directory, common, hints.verify)
+            run = RunCheckpoint(directory, common, verify)
             # Earlier versions had another key for the norm before experts: the reader of all forms
             # knows both.
             if all(
@@ -141,7 +142,9 @@ class TorchDistSource:
     """
 
     def __init__(self, directory: Path, hints: Hints | None = None) -> None:
-        optimizer, verify = (hints.optimizer, hints.verify) if hints is not None else (True, False)
+        hints = hints or Hints()
+        optimizer = hints.optimizer
+        verify = hints.verify is not False
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(directory, verify=verify)
         stored = self._reader.metadata
@@ -342,7 +345,7 @@ class RunCheckpoint:
     `common` is the content of its common.pt.
     """
 
-    def __init__(self, directory: Path, common: Mapping[str, Any], verify: bool = False) -> None:
+    def __init__(self, directory: Path, common: Mapping[str, Any], verify: bool = True) -> None:
         self.description = str(directory)
         if "args" not in common:
             raise CheckpointError(

@@ -111,9 +111,8 @@ def _open_local(
 ) -> Start | None:
     """None if it cannot be used, as rank 0 says then. Collective."""
     local = SpreadCheckpoint(tier, held)
-    hints = Hints(
-        optimizer=not config.no_load_optim, as_saved=True
-    )  # all that is read is verified in any case
+    # `SpreadCheckpoint` verifies everything that it reads.
+    hints = Hints(optimizer=not config.no_load_optim, as_saved=True, verify=False)
     try:
         source = Coordination.of(None).together(
             lambda: open_found(Found(local.directory, "torch_dist"), hints)

@@ -411,8 +411,10 @@ class CheckpointConfig:
     """Replicas read equal shares of what they all need and exchange them, instead of each reading
     everything.
     """
-    ckpt_verify: bool = flag(False)
-    """Check what is loaded against the checksums in the checkpoint."""
+    ckpt_verify: bool | None = flag(None)
+    """Require checksums in the loaded checkpoint and compare them with what is read; by default they
+    are compared if the checkpoint has any, with --no-ckpt-verify never.
+    """
     pretrained_checkpoint: str | None = flag(None)
     """Where to take the weights from, as with --finetune, when --load holds no checkpoint yet."""
     exit_on_missing_checkpoint: bool = flag(False)

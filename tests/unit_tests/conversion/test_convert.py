@@ -4,6 +4,7 @@ refused.
 
 import itertools
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megatron.conversion.formats import Hints, Options
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout
-from megatron.core.dist_checkpointing import CheckpointError, write_tracker
+from megatron.core.dist_checkpointing import CheckpointError, read_metadata, write_tracker
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.core.dist_checkpointing.test_integrity import with_older_checksums
 
@@ -175,6 +176,31 @@ def test_checksums_of_earlier_releases_are_compared_as_well(tmp_path):
         ValueError, match=r"--ckpt-verify: .* has no checksums.bin to compare it with"
     ):
         open_checkpoint(tmp_path / "run", hints=Hints(verify=True))
+
+
+def test_damaged_source_is_refused(tmp_path):
+    """Every flipped bit of tensor data stops the conversion, unless verification is switched off."""
+    first_checkpoint(tmp_path / "run")
+    draw = random.Random(2)
+    directory = tmp_path / "run" / "iter_0000007"
+    tensors = read_metadata(directory).tensors.values()
+    files = {chunk.location.file for tensor in tensors for chunk in tensor.chunks}
+    shards = [directory / name for name in sorted(files)]
+    for _ in range(6):
+        shard = draw.choice(shards)
+        intact = shard.read_bytes()
+        damaged = bytearray(intact)
+        damaged[draw.randrange(len(intact))] ^= 1 << draw.randrange(8)
+        shard.write_bytes(damaged)
+        message = rf"{shard.name}: damaged: wrong checksum of bytes \d+\.\.\d+"
+        with pytest.raises(CheckpointError, match=message):
+            convert(tmp_path / "run", tmp_path / "out", "torch_dist")
+        assert os.listdir(tmp_path) == ["run"]
+        shard.write_bytes(intact)
+    damaged = bytearray(intact)
+    damaged[-1] ^= 1  # in the padding of a file
+    shard.write_bytes(damaged)
+    convert(tmp_path / "run", tmp_path / "out", "hf", hints=Hints(verify=False))
 
 
 def test_a_directory_of_another_format_than_told_is_named(tmp_path):

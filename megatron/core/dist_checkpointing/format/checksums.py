@@ -20,8 +20,6 @@ import xxhash
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.schema import (
     CheckpointError,
-    OpenFile,
-    open_file,
     read_regular,
 )
 
@@ -174,45 +172,3 @@ def read_checksums(directory: Path) -> dict[str, FileChecksums]:
             f"{directory / CHECKSUMS}: missing: the checkpoint was written without checksums, so it cannot be verified"
         )
     return decode_checksums(read_regular(path, limit=1 << 40), str(path))
-
-
-class BlockVerifier:
-    """Compares blocks with their checksums, each block once."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._sums = read_checksums(directory)
-        self._good: set[tuple[str, int]] = set()
-
-    def check_file(self, name: str) -> None:
-        """All of a file. Raises CheckpointError if it is missing, truncated or damaged."""
-        try:
-            with open_file(self._directory / name) as file:
-                self.check_range(file, 0, file.size)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._directory / name}: cannot be opened: {error.strerror}"
-            ) from error
-
-    def check_range(self, file: OpenFile, start: int, stop: int) -> None:
-        """All blocks that bytes `[start, stop)` of the file touch."""
-        path = file.path
-        name = file.path.name
-        if name not in self._sums:
-            raise CheckpointError(f"{path}: no checksums of it")
-        expected = self._sums[name]
-        if file.size != expected.size:
-            raise CheckpointError(f"{path}: has {file.size} bytes instead of {expected.size}")
-        for block in range(start // BLOCK_SIZE, -(-stop // BLOCK_SIZE)):
-            if (name, block) in self._good:
-                continue
-            content = file.read(block * BLOCK_SIZE, BLOCK_SIZE)
-            if (
-                hash_blocks(content)
-                != expected.blocks[block * DIGEST_SIZE : (block + 1) * DIGEST_SIZE]
-            ):
-                first = block * BLOCK_SIZE
-                raise CheckpointError(
-                    f"{path}: damaged: wrong checksum of bytes {first}..{first + len(content)}"
-                )
-            self._good.add((name, block))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.files import COMMON
-from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.safe_globals import Storage
 from megatron.core.dist_checkpointing.format.schema import (
     CheckpointError,
@@ -24,6 +23,7 @@ from megatron.core.dist_checkpointing.format.schema import (
 )
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of
 from megatron.core.dist_checkpointing.format.unpickler import Budget, check_bounded, unpickle
+from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
@@ -113,17 +113,21 @@ def safe_load(
 
 
 def load_common(
-    directory: str | os.PathLike[str], *, verify: bool = False, names: bool = False
+    directory: str | os.PathLike[str], *, verify: bool = True, names: bool = False
 ) -> dict[str, Any]:
-    """What was saved as `common`; {} if the checkpoint has no `common.pt`. With `names` dtypes are
-    their names.
+    """Return what was saved as `common`; {} if the checkpoint has no `common.pt`.
+
+    `verify` compares the file with its checksum if the checkpoint has checksums. With `names`
+    dtypes are returned as their names.
     """
     path = path_of(directory) / COMMON
     if not path.exists():
         return {}
-    if verify:
-        BlockVerifier(path.parent).check_file(COMMON)
-    common = safe_load(path, mmap=False, names=names)
+    verifier = ChecksumVerifier.find(path.parent) if verify else None
+    if verifier is not None:
+        common = safe_load(verifier.read_file(path), where=str(path), names=names)
+    else:
+        common = safe_load(path, mmap=False, names=names)
     if not isinstance(common, dict):
         raise CheckpointError(f"{path}: holds a {type(common).__name__} instead of a dict")
     return common

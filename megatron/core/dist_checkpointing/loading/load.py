@@ -119,17 +119,17 @@ def load(
     strictness: str = "raise_all",
     skip: Callable[[str], bool] = lambda key: False,
     workers: int = 4,
-    verify: bool = False,
+    verify: bool = True,
     parallelization_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
-    """Fill the tensors of `state` in place from the checkpoint, whatever layout wrote it; a
-    collective.
+    """Fill the tensors of `state` in place from a checkpoint saved at any layout. Collective.
 
-    `strictness` takes Megatron-LM's values; `skip` says which keys of the checkpoint are left out on purpose (the
-    optimizer's, say). Tensors are converted if their dtype is not the stored one. `verify` checks
-    what is read. `parallelization_group` (data-parallel replicas): what all its ranks want is read
-    once and exchanged among them. Raises CheckpointError on every rank if any rank fails; the
-    tensors are undefined then.
+    `strictness` takes Megatron-LM's values. `skip` selects keys of the checkpoint that may be left
+    out (e.g. those of the optimizer). Tensors are converted if their dtype is not the stored one.
+    `verify` compares everything that is read with the checksums, if the checkpoint has any. With a
+    `parallelization_group` (data-parallel replicas), data that all of its ranks need is read once
+    and exchanged among them. Raises CheckpointError on every rank if any rank fails; the content of
+    the tensors is undefined then.
     """
     reader = Coordination.of(group).together(lambda: Reader(directory, verify=verify))
     options: dict[str, Any] = {

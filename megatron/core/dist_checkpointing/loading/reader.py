@@ -18,12 +18,12 @@ from numpy.lib.stride_tricks import as_strided
 
 from megatron.core.dist_checkpointing.background import same_cuda_device
 from megatron.core.dist_checkpointing.files import METADATA
-from megatron.core.dist_checkpointing.format.checksums import BlockVerifier
 from megatron.core.dist_checkpointing.format.metadata import Location, StoredChunk
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.format.torch_load import FileTensor, open_archive, safe_load
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of, tensor_envelope
+from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier, VerifiedFile
 from megatron.core.dist_checkpointing.mapping import (
     Runs,
     Shape,
@@ -61,17 +61,19 @@ class _Piece(NamedTuple):
 
 
 class Reader:
-    """A checkpoint directory; nothing but `.metadata` is read before it is asked for.
+    """Random access to the tensors and objects of a checkpoint directory.
 
-    `verify` compares every block that is touched with its checksum. `bytes_read` counts what was read of the shard
-    files, `bytes_needed` what was asked for.
+    Opening reads `.metadata` only. `verify` compares every block that is read with its checksum, if
+    the checkpoint has checksums. `bytes_needed` counts the requested bytes, `bytes_read` the bytes
+    read from shard files for them.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, verify: bool = False) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, verify: bool = True) -> None:
         self.directory = path_of(directory)
-        self._verifier = BlockVerifier(self.directory) if verify else None
-        if self._verifier is not None:
-            self._verifier.check_file(METADATA)
+        self._verifier = ChecksumVerifier.find(self.directory) if verify else None
+        path = self.directory / METADATA
+        if self._verifier is not None and path.exists():
+            self._verifier.read_file(path)
         self.metadata = read_metadata(self.directory)
         self.bytes_read = 0
         self.bytes_needed = 0
@@ -91,7 +93,6 @@ class Reader:
         location = self.metadata.objects[key]
         path = self._path(location.file)
         with _ShardReader(self, path) as shard:
-            shard.verify(location.position, location.position + location.length)
             archive = shard.read(location.position, location.length)
         value = safe_load(bytes(archive), where=f"{path} ({key})")
         if not (isinstance(value, list) and len(value) == 1):
@@ -174,6 +175,20 @@ def _split(piece: _Piece) -> Iterable[_Piece]:
         yield piece._replace(in_chunk=shifted(piece.in_chunk, offset), target=target)
 
 
+class _MappedRange(NamedTuple):
+    """A mapped part of a file that begins at byte `start` of it."""
+
+    mapped: mmap.mmap
+    start: int
+
+    def span(self, position: int) -> np.ndarray:
+        """Return the bytes from byte `position` of the file on."""
+        return np.frombuffer(self.mapped, dtype=np.uint8)[position - self.start :]
+
+    def close(self) -> None:
+        self.mapped.close()
+
+
 class _ShardReader:
     """One open shard file."""
 
@@ -182,8 +197,9 @@ class _ShardReader:
         self._path = path
 
     def __enter__(self) -> _ShardReader:
+        verifier = self._reader._verifier
         try:
-            self._file = open_file(self._path)
+            self._file = open_file(self._path) if verifier is None else verifier.open(self._path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self._path}: the shard file is missing") from error
         except OSError as error:
@@ -192,10 +208,6 @@ class _ShardReader:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-    def verify(self, start: int, stop: int) -> None:
-        if self._reader._verifier is not None:
-            self._reader._verifier.check_range(self._file, start, stop)
 
     def read(self, position: int, length: int) -> memoryview:
         buffer = memoryview(bytearray(length))
@@ -239,7 +251,6 @@ class _ShardReader:
             self._read_through(buffer, runs, start)
             return
         for i in range(count):
-            self.verify(start + i * stride, start + i * stride + length)
             self._read_into(buffer[i * length : (i + 1) * length], start + i * stride)
 
     def _read_through(self, buffer: memoryview, runs: Runs, start: int) -> None:
@@ -255,36 +266,38 @@ class _ShardReader:
             count = min(step, runs.repeats - first)
             position = start + first * runs.stride
             length = (count - 1) * runs.stride + runs.length
-            self.verify(position, position + length)
             mapped = self._map(position, length)
-            lead = position % mmap.ALLOCATIONGRANULARITY if mapped is not None else 0
-            span = np.frombuffer(
-                self.read(position, length) if mapped is None else mapped, dtype=np.uint8
-            )[lead:]
+            if mapped is None:
+                span = np.frombuffer(self.read(position, length), dtype=np.uint8)
+            else:
+                span = mapped.span(position)
             kept[first : first + count] = as_strided(
                 span, (count, runs.length), (runs.stride, 1), writeable=False
             )
-            del span  # a mapping that is looked at cannot be closed
+            del span  # a mapping cannot be closed while arrays refer to it
             if mapped is not None:
                 mapped.close()
 
-    def _map(self, position: int, length: int) -> mmap.mmap | None:
-        """The file from the page of `position` on, all of it read by the kernel; None where it
-        cannot promise that.
+    def _map(self, position: int, length: int) -> _MappedRange | None:
+        """Map a range of the file whose pages the kernel has read and whose blocks are verified.
+
+        Returns None where the kernel cannot read a mapping ahead or the file cannot be mapped.
         """
-        lead = position % mmap.ALLOCATIONGRANULARITY
-        if self._file.descriptor is None or position + length > self._file.size:
+        stop = position + length
+        if self._file.descriptor is None or stop > self._file.size:
             return None
+        if isinstance(self._file, VerifiedFile):
+            position, stop = self._file.widen(position, stop)
+        start = position - position % mmap.ALLOCATIONGRANULARITY
         try:
             mapped = mmap.mmap(
-                self._file.descriptor, lead + length, offset=position - lead, prot=mmap.PROT_READ
+                self._file.descriptor, stop - start, offset=start, prot=mmap.PROT_READ
             )
-        except (OSError, ValueError):  # no file that can be mapped, or it has become shorter
+        except (OSError, ValueError):  # the file cannot be mapped, or has become shorter
             return None
         try:
-            mapped.madvise(
-                _MADV_POPULATE_READ
-            )  # without it a disk error would be a SIGBUS instead of an OSError
+            # Without it a disk error would be a SIGBUS instead of an OSError.
+            mapped.madvise(_MADV_POPULATE_READ)
         except OSError as error:
             mapped.close()
             if error.errno == errno.EINVAL:  # older than Linux 5.14
@@ -292,8 +305,12 @@ class _ShardReader:
             raise CheckpointError(
                 f"{self._path}: cannot be read at {position}: {error.strerror}"
             ) from error
-        self._count(length)
-        return mapped
+        self._count(stop - position)
+        result = _MappedRange(mapped, start)
+        if isinstance(self._file, VerifiedFile):
+            with memoryview(mapped) as view, view[position - start :] as content:
+                self._file.check(content, position)
+        return result
 
     def _data_offset(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
         """Where in the file the raw bytes of the chunk begin; None if its item holds them in
@@ -305,7 +322,6 @@ class _ShardReader:
         if location not in known:
             prefix = tensor_envelope(dtype, chunk.shape).prefix
             size = min(len(prefix), location.length)
-            self.verify(location.position, location.position + size)
             if self.read(location.position, size) == prefix:  # as we write it
                 known[location] = location.position + size
             else:
@@ -315,7 +331,6 @@ class _ShardReader:
     def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
         """In an archive that `torch.save` has written, whose records may be in any order."""
         _, position, length = chunk.location
-        self.verify(position, position + length)
         tensor = open_archive(self._file, position, length, self._item_name(chunk))
         if isinstance(tensor, FileTensor) and (tensor.dtype, tensor.shape) == (dtype, chunk.shape):
             return tensor.position
@@ -339,8 +354,12 @@ class _ShardReader:
         return f"{self._path} (item at byte {chunk.location.position}, chunk at {chunk.offset})"
 
     def _read_into(self, buffer: memoryview, position: int) -> None:
+        start = position
+        stop = position + len(buffer)
+        if isinstance(self._file, VerifiedFile):
+            start, stop = self._file.widen(start, stop)
         self._file.read_into(buffer, position)
-        self._count(len(buffer))
+        self._count(stop - start)
 
     def _count(self, nbytes: int) -> None:
         with self._reader._lock:

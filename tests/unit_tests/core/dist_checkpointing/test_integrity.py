@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     read_checksums,
     seal_checksums,
 )
+from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier
 
 
 def make_state(fill):
@@ -63,13 +64,13 @@ def flip(path, position, bit):
         file.write(bytes([byte ^ (1 << bit)]))
 
 
-def verified_load(directory):
-    """None if everything came back as it was saved; else the explanation."""
+def load_and_compare(directory):
+    """Return None if everything is loaded as it was saved; otherwise the error message."""
     state = make_state(False)
     expected = make_state(True)
     try:
-        report = load(state, directory, verify=True)
-        common = load_common(directory, verify=True)
+        report = load(state, directory)
+        common = load_common(directory)
     except CheckpointError as error:
         return str(error)
     assert common == {"iteration": 7, "args": {"lr": 0.1}} and report.objects["rng"] == {
@@ -88,7 +89,7 @@ def test_an_intact_checkpoint_verifies(checkpoint):
     files = [path for path in checkpoint.iterdir() if path.name != "checksums.bin"]
     assert report.files == len(files)
     assert report.bytes == sum(read) == sum(path.stat().st_size for path in files)
-    assert verified_load(checkpoint) is None
+    assert load_and_compare(checkpoint) is None
 
 
 def write_older_checksums(checkpoint, body):
@@ -113,13 +114,13 @@ def test_checksums_of_older_checkpoints_are_checked(checkpoint):
     files = body["files"]
     report = verify(checkpoint)
     assert report.ok and report.has_checksums and not report.notes, report
-    assert verified_load(checkpoint) is None
+    assert load_and_compare(checkpoint) is None
     shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip(shard, shard.stat().st_size // 2, 3)
-    assert shard.name in verified_load(checkpoint)
+    assert shard.name in load_and_compare(checkpoint)
     flip(shard, shard.stat().st_size // 2, 3)
     flip(checkpoint / "checksums.json", 40, 0)
-    assert "damaged" in verified_load(checkpoint)
+    assert "damaged" in load_and_compare(checkpoint)
     file = files[shard.name]
     for wrong, message in (
         ({"files": files}, "no 'algorithm'"),
@@ -169,7 +170,7 @@ def test_every_flipped_bit_is_found(checkpoint):
             path.name,
             report.problems,
         )
-        problem = verified_load(checkpoint)
+        problem = load_and_compare(checkpoint)
         if problem is not None:
             found += 1
             assert path.name in problem, (path.name, position, problem)
@@ -245,8 +246,9 @@ def test_foreign_checkpoints_have_no_checksums(tmp_path):
     dcp.save({"w": torch.randn(30, 4)}, checkpoint_id=tmp_path / "c")
     report = verify(tmp_path / "c")
     assert report.ok and not report.has_checksums and len(report.notes) == 2
-    with pytest.raises(CheckpointError, match="written without checksums"):
-        load({"w": ShardedTensor.replicated("w", torch.zeros(30, 4))}, tmp_path / "c", verify=True)
+    state = {"w": ShardedTensor.replicated("w", torch.zeros(30, 4))}
+    load(state, tmp_path / "c")
+    assert state["w"].local.any()
 
 
 def with_manifest(pristine, tmp_path, **changes):
@@ -313,6 +315,69 @@ def test_only_regular_files_are_read(checkpoint, name):
     assert wanted in verify(checkpoint).problems
     with pytest.raises(CheckpointError, match=wanted):
         load_common(checkpoint)
-        reader = Reader(checkpoint, verify=True)
+        reader = Reader(checkpoint)
         for key, stored in reader.metadata.tensors.items():
             reader.read(key, (0,) * len(stored.shape), stored.shape)
+
+
+def test_load_detects_data_file_of_another_checkpoint(pristine, checkpoint, tmp_path):
+    """A partial copy of an older checkpoint has files of the right names and sizes."""
+    older = make_state(True)
+    for key in ("w", "u", "b", "s"):
+        older[key].local.add_(1)
+    save(older, tmp_path / "older", common={"iteration": 7, "args": {"lr": 0.1}})
+    for shard in checkpoint.glob("*.distcp"):
+        content = (tmp_path / "older" / shard.name).read_bytes()
+        assert len(content) == shard.stat().st_size
+        if content == shard.read_bytes():
+            continue
+        original = shard.read_bytes()
+        shard.write_bytes(content)
+        message = load_and_compare(checkpoint)
+        assert f"{shard}: damaged: wrong checksum of bytes" in message
+        assert "belongs to another checkpoint" in message
+        shard.write_bytes(original)
+    assert load_and_compare(checkpoint) is None
+
+
+def test_load_without_verification_is_optional(checkpoint):
+    """`verify=False` reads what is in the files; it is the only way to salvage damaged data."""
+    shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    flip(shard, shard.stat().st_size // 2, 3)
+    first = shard.stat().st_size // 2 // BLOCK_SIZE * BLOCK_SIZE
+    assert f"{shard}: damaged: wrong checksum of bytes {first}.." in load_and_compare(checkpoint)
+    state = make_state(False)
+    load(state, checkpoint, verify=False)
+    differing = [k for k in "wubs" if not torch.equal(state[k].local, make_state(True)[k].local)]
+    assert len(differing) == 1
+
+
+def test_load_of_a_checkpoint_without_checksums_succeeds(checkpoint):
+    (checkpoint / "checksums.bin").unlink()
+    assert load_and_compare(checkpoint) is None
+
+
+@pytest.mark.parametrize("position", [0, 5, BLOCK_SIZE - 1, BLOCK_SIZE, 3 * BLOCK_SIZE + 7])
+def test_verified_file_returns_the_bytes_of_any_range(tmp_path, position):
+    """Compared with slicing, for ranges that begin and end inside and at the edges of blocks."""
+    content = random.Random(3).randbytes(20 * BLOCK_SIZE + 11)
+    path = tmp_path / "data"
+    path.write_bytes(content)
+    (tmp_path / "checksums.bin").write_bytes(
+        b"".join(seal_checksums(checksum_records({"data": checksums_of(content)})))
+    )
+    sizes = [1, 9, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE - 5, 12 * BLOCK_SIZE + 3]
+    for size in [*sizes, len(content) - position]:
+        with ChecksumVerifier(tmp_path).open(path) as file:
+            assert file.read(position, size) == content[position : position + size]
+            assert file.read(position + 1, size) == content[position + 1 : position + 1 + size]
+    damaged = bytearray(content)
+    damaged[position] ^= 4
+    path.write_bytes(damaged)
+    block = position // BLOCK_SIZE
+    for start in (block * BLOCK_SIZE, position, min(position + 1, (block + 1) * BLOCK_SIZE - 1)):
+        with (
+            ChecksumVerifier(tmp_path).open(path) as file,
+            pytest.raises(CheckpointError, match=f"wrong checksum of bytes {block * BLOCK_SIZE}"),
+        ):
+            file.read(start, 1)

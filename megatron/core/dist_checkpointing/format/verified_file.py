@@ -1,0 +1,161 @@
+"""Files whose content is compared with the checksums of their checkpoint while it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.format.checksums import (
+    BLOCK_SIZE,
+    DIGEST_SIZE,
+    FileChecksums,
+    find_checksums,
+    hash_blocks,
+    read_checksums,
+)
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file
+
+_READ_SIZE = 8 * BLOCK_SIZE
+
+
+class ChecksumVerifier:
+    """The checksums of one checkpoint, and the blocks of its files that are known to be intact."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the checksums. Raises CheckpointError if there are none, or if they are damaged."""
+        self._checksums = read_checksums(directory)
+        # One byte per block, nonzero once the block was compared. Threads may compare a block
+        # twice, which is harmless.
+        self._verified: dict[str, bytearray] = {}
+
+    @classmethod
+    def find(cls, directory: Path) -> ChecksumVerifier | None:
+        """Return the verifier of `directory`, or None if the checkpoint has no checksums."""
+        return None if find_checksums(directory) is None else cls(directory)
+
+    def open(self, path: Path) -> VerifiedFile:
+        """Open a file of the checkpoint. Raises CheckpointError if its size is wrong."""
+        name = path.name
+        if name not in self._checksums:
+            raise CheckpointError(
+                f"{path}: damaged checkpoint: its checksums do not list this file, which was "
+                "changed or added after the save"
+            )
+        expected = self._checksums[name]
+        verified = self._verified.setdefault(name, bytearray(len(expected.blocks) // DIGEST_SIZE))
+        file = open_file(path)
+        if file.size != expected.size:
+            file.close()
+            state = "truncated" if file.size < expected.size else "damaged"
+            raise CheckpointError(
+                f"{path}: {state}: it has {file.size} bytes instead of {expected.size}"
+            )
+        return VerifiedFile(file, expected, verified)
+
+    def read_file(self, path: Path) -> bytes:
+        """Return a whole file. Raises CheckpointError if it is missing, truncated or damaged."""
+        try:
+            with self.open(path) as file:
+                return file.read(0, file.size)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
+
+
+class VerifiedFile(OpenFile):
+    """An open file that compares every block with its checksum before returning bytes of it.
+
+    A block (1 MiB) of which only a part is requested is read whole, once. Blocks that are known to
+    be intact are read directly from then on.
+    """
+
+    closest_gap = BLOCK_SIZE  # blocks are read whole in any case, and with them the gaps in them
+
+    def __init__(self, file: OpenFile, expected: FileChecksums, verified: bytearray) -> None:
+        self.path = file.path
+        self.size = file.size
+        self.descriptor = file.descriptor
+        self._file = file
+        self._expected = expected.blocks
+        self._verified = verified
+
+    def close(self) -> None:
+        self._file.close()
+        self.descriptor = None
+
+    def read_into(self, view: memoryview, position: int) -> None:
+        """Fill `view`. Raises CheckpointError that names the file and the damaged bytes."""
+        stop = position + len(view)
+        if stop > self.size:
+            raise CheckpointError(
+                f"{self.path}: truncated: it has {self.size} bytes, data should be at "
+                f"{position}..{stop}"
+            )
+        first, last = self.widen(position, stop)
+        if (first, last) == (position, stop):
+            self._read_blocks(view, position)
+        elif self.descriptor is None:
+            # Object storage: one request for the whole range takes less time than three.
+            content = memoryview(bytearray(last - first))
+            self._read_blocks(content, first)
+            view[:] = content[position - first : stop - first]
+        else:
+            self._read_with_edges(view, position)
+
+    def widen(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the smallest range that contains `[start, stop)` and can be verified by itself."""
+        first = start // BLOCK_SIZE
+        last = -(-stop // BLOCK_SIZE) - 1
+        if first <= last and not self._is_verified(first):
+            start = first * BLOCK_SIZE
+        if first <= last and not self._is_verified(last):
+            stop = max(stop, min((last + 1) * BLOCK_SIZE, self.size))
+        return start, stop
+
+    def check(self, view: memoryview, position: int) -> None:
+        """Compare the blocks of `view`, a range returned by `widen` that begins at `position`."""
+        stop = position + len(view)
+        for block in range(position // BLOCK_SIZE, -(-stop // BLOCK_SIZE)):
+            if self._is_verified(block):
+                continue
+            start = block * BLOCK_SIZE
+            content = view[start - position : start + BLOCK_SIZE - position]
+            expected = self._expected[block * DIGEST_SIZE : (block + 1) * DIGEST_SIZE]
+            if hash_blocks(content) != expected:
+                raise CheckpointError(
+                    f"{self.path}: damaged: wrong checksum of bytes {start}..{start + len(content)}"
+                    " (the file has changed since the save, or belongs to another checkpoint)"
+                )
+            self._verified[block] = 1
+
+    def _is_verified(self, block: int) -> bool:
+        return block < len(self._verified) and bool(self._verified[block])
+
+    def _read_blocks(self, view: memoryview, position: int) -> None:
+        """Read and compare a range returned by `widen`."""
+        stop = position + len(view)
+        start = position
+        while start < stop:
+            end = stop
+            if self.descriptor is not None:  # in pieces that stay in the CPU's cache
+                end = min(stop, (start // _READ_SIZE + 1) * _READ_SIZE)
+            part = view[start - position : end - position]
+            self._file.read_into(part, start)
+            self.check(part, start)
+            start = end
+
+    def _read_with_edges(self, view: memoryview, position: int) -> None:
+        """Read the first and the last block via a buffer, and the ones between directly."""
+        stop = position + len(view)
+        start = position
+        while start < stop:
+            end = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
+            first, last = self.widen(start, min(end, stop))
+            if (first, last) == (start, min(end, stop)):
+                # Extend the direct read up to the last block, which may be a partial one.
+                end = max(end, stop // BLOCK_SIZE * BLOCK_SIZE)
+                self._read_blocks(view[start - position : end - position], start)
+            else:
+                block = memoryview(bytearray(last - first))
+                self._read_blocks(block, first)
+                part = block[start - first : end - first][: stop - start]
+                view[start - position :][: len(part)] = part
+            start = end
