@@ -1,14 +1,14 @@
-"""Checkpoint speed, side by side with torch.distributed.checkpoint in one run: same state, same
-disk, all with fsync.
+"""Checkpoint speed compared with torch.distributed.checkpoint (DCP) in one run.
 
-The state is sharded over the processes (DTensor for DCP, boxes for us): bf16 weights, fp32 main
-parameters and two moments. Contestants take turns, so that a noisy machine disturbs all alike;
-reported are medians. "lost" is the training time that one save costs, everything counted: a window
-of iterations (GEMMs, then an update of all tensors) with a save against the same without.
+Both save the same state to the same disk with fsync. The state is sharded over the processes
+(DTensors for DCP, boxes for us): bf16 weights, fp32 main parameters and two moments. Contestants
+take turns, so that noise affects all of them; results are medians. "lost" is the training time that
+a save costs: the time of a window of iterations (GEMMs, then an update of all tensors) with a save,
+minus the same without.
 
     python benchmarks/checkpoint.py                          # 1.6 GB, 2 processes
     python benchmarks/checkpoint.py --size-gb 0.2 --repeats 2
-    python benchmarks/checkpoint.py --flatness               # fixed bytes, 1, 2, 4, 8 processes
+    python benchmarks/checkpoint.py --flatness               # fixed size; 1, 2, 4, 8 processes
 """
 
 import argparse
@@ -51,7 +51,7 @@ WINDOW = 6  # iterations after a save whose time counts
 
 
 class State:
-    """The same tensors as DCP and as we see them."""
+    """The same tensors as DCP and as this project represent them."""
 
     def __init__(self, rows: int, layers: int, dim: int = 0, fill: bool = True) -> None:
         rank = dist.get_rank()
@@ -103,7 +103,7 @@ def committed(handle: SaveHandle) -> None:
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Seconds until the slowest process is done."""
+    """Return the seconds until the slowest process has finished."""
     dist.barrier()
     began = time.perf_counter()
     action()
@@ -113,8 +113,8 @@ def timed(action: Callable[[], object]) -> float:
 
 
 class PlainWrite:
-    """What the disk can do: every process writes its bytes with large writes from `workers`
-    threads, then fsync.
+    """The limit of the disk: every process writes its bytes with large writes from several threads,
+    then fsync.
     """
 
     def __init__(self, state: State, path: Path, workers: int, direct: bool) -> None:
@@ -148,7 +148,7 @@ class PlainWrite:
 
 
 def evict(directory: Path) -> None:
-    """Take the files out of the page cache."""
+    """Remove the files from the page cache."""
     dist.barrier()
     if dist.get_rank() == 0:
         for path in directory.iterdir():
@@ -159,13 +159,13 @@ def evict(directory: Path) -> None:
 
 
 def bytes_from_disk() -> int:
-    """What this process has caused to be fetched from storage."""
+    """Return the bytes this process has caused to be read from storage."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"])
 
 
 class Bench:
-    """One process of the benchmark; results are the same on all."""
+    """One process of the benchmark; results are identical on all processes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -180,16 +180,16 @@ class Bench:
         self.results: dict[str, dict[str, float]] = {}
         self.began = time.monotonic()
 
-    def tell(self, what: str) -> None:
-        """What is measured now, and since when; these lines are all that is seen for minutes."""
+    def announce(self, text: str) -> None:
+        """Print the current measurement and the elapsed time; other output takes minutes."""
         if dist.get_rank() == 0:
-            print(f"{time.monotonic() - self.began:6.0f} s  {what}", file=sys.stderr, flush=True)
+            print(f"{time.monotonic() - self.began:6.0f} s  {text}", file=sys.stderr, flush=True)
 
     def path(self, name: str) -> Path:
         return self.root / name
 
     def repeat(self, contestants: dict[str, Callable[[], dict[str, float]]]) -> None:
-        """Everybody in turn, `repeats` times after a warm-up; medians."""
+        """Return medians of `repeats` turns of all contestants, after a warm-up turn."""
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in contestants}
         for round_number in range(self.args.repeats + 1):
             for name, run in contestants.items():
@@ -197,7 +197,7 @@ class Bench:
                 seconds = ", ".join(
                     f"{key} {value:.2f} s" for key, value in measured.items() if "bytes" not in key
                 )
-                self.tell(f"round {round_number} of {self.args.repeats}, {name}: {seconds}")
+                self.announce(f"round {round_number} of {self.args.repeats}, {name}: {seconds}")
                 if round_number:
                     samples[name].append(measured)
         for name, values in samples.items():
@@ -282,7 +282,7 @@ class Bench:
         staging: list[Callable[[], object]] = []
 
         def theirs_with_stager() -> dict[str, float]:
-            """DCP's own staging in a thread, over buffers that it keeps."""
+            """DCP with its own asynchronous staging thread and cached buffers."""
 
             def save() -> Callable[[], object]:
                 storage = writer(self.path("dcp_async"), workers)
@@ -300,7 +300,7 @@ class Bench:
     def training(
         self, save: Callable[[], Callable[[], object]], path: Path, before_step: Callable[[], None]
     ) -> dict:
-        """One window with a save, one without."""
+        """Run one window with a save and one without."""
         self.remove(path)
         calm = self.window(None, before_step)
         dist.barrier()
@@ -355,16 +355,19 @@ class Bench:
     # Loads
 
     def loads(self) -> None:
-        """Same layout and another one (rows against columns), of both writers' files, from page
-        cache and from disk.
+        """Measure loads at the same and another layout, of both writers' files, from page cache and
+        disk.
         """
         expected = self.state.checksum()
         same = State(self.rows, self.layers, fill=False)
         turned = State(self.rows, self.layers, dim=1, fill=False)
         for files in ("dcp", "ours"):
-            for what, target in ((f"load {files} files", same), (f"reshard {files} files", turned)):
+            for label, target in (
+                (f"load {files} files", same),
+                (f"reshard {files} files", turned),
+            ):
                 for cold in (False, True):
-                    name = what + (" from disk" if cold else "")
+                    name = label + (" from disk" if cold else "")
 
                     def theirs(
                         target: State = target,
@@ -389,15 +392,15 @@ class Bench:
                         return self._load(target, files, name, cold, expected, action)
 
                     contestants = {"dcp": theirs, "ours": ours}
-                    if cold:  # what the disk can do, in the order of the files
+                    if cold:  # limit of the disk, in the order of the files
                         contestants["plain read"] = lambda files=files, name=name: self._plain_read(
                             files, name
                         )
                     self.repeat(contestants)
 
     def _plain_read(self, files: str, name: str) -> dict[str, float]:
-        """Every process reads its share of the files with large reads from `workers` threads, into
-        the same 8 MiB.
+        """Let every process read its share of the files with large reads into one 8 MiB buffer per
+        thread.
         """
         evict(self.path(files))
         paths = sorted(self.path(files).glob("*.distcp"))[dist.get_rank() :: dist.get_world_size()]
@@ -420,7 +423,9 @@ class Bench:
         expected: float,
         action: Callable[[], None],
     ) -> dict[str, float]:
-        """Seconds, and from disk what came from it per byte of the state, over all processes."""
+        """Return the seconds of a load; from disk also the bytes read per byte of state, over all
+        processes.
+        """
         target.clear()
         if cold:
             evict(self.path(files))

@@ -1,10 +1,8 @@
-"""What rank 0 does to commit at scale: the reports of 16,384 ranks, merged and written while
-training goes on.
+"""Cost of rank 0's commit at scale: reports of 16,384 ranks are merged and written during training.
 
 Every rank reports over a real TCPStore as in a save (objects, checksums of its files); then rank 0
-collects and commits. Its CPU time bounds how long it can hold the interpreter's lock. What another
-thread really waits for the lock is measured, too; beside it, what it waits without any commit
-(other work of the machine).
+collects the reports and commits. Its CPU time bounds how long it can hold the interpreter lock. The
+benchmark also measures how long another thread waits for the lock, with and without a commit.
 
     python benchmarks/checkpoint_commit.py                        # 16384 ranks, 350 MB each (405B in training)
     python benchmarks/checkpoint_commit.py --world 1024 --megabytes 1000
@@ -47,7 +45,7 @@ BOXES = 76  # that a rank writes
 
 
 class Ticker(threading.Thread):
-    """The training thread: how long it waits for the lock, at most, when it wants it every
+    """Stand-in for the training thread: measures its longest wait for the lock, trying every
     millisecond.
     """
 
@@ -68,7 +66,7 @@ class Ticker(threading.Thread):
 
 
 def stored_tensors(world: int) -> CheckpointMetadata:
-    """The places of all boxes: of 405B about a million."""
+    """Return the stored boxes of all tensors; about a million for 405B."""
     files = tuple(f"__{rank}_{n}.distcp" for rank in range(world) for n in range(FILES))
     boxes = max(1, world * BOXES // TENSORS)
     number = np.arange(boxes)
@@ -128,7 +126,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--world", type=int, default=16384, help="number of ranks")
-    parser.add_argument("--megabytes", type=int, default=350, help="what each rank writes")
+    parser.add_argument("--megabytes", type=int, default=350, help="megabytes written by each rank")
     parser.add_argument(
         "--saves", type=int, default=3, help="the first one also merges the places of objects"
     )

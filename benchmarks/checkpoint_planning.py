@@ -1,10 +1,9 @@
-"""What planning a checkpoint costs at scale: all ranks of a 70B and of a 405B model, simulated on
-one machine.
+"""Cost of planning a checkpoint at scale: all ranks of a 70B and a 405B model on one machine.
 
-The plan is a pure function of what the ranks hold, so all of it can be computed here: what every
-rank describes (the model as built in training, without memory; both overlaps, so buckets in reverse
-order, each sharded over DP), the plan on rank 0, the layout of all files, `.metadata`. Every save
-after the first costs none of this.
+The plan is a pure function of the ranks' state, so all of it runs here: the description sent by
+every rank (the model as built in training, on the meta device; both overlaps, so buckets in reverse
+order, each sharded over DP), the plan on rank 0, the file layout, and `.metadata`. Later saves with
+the same structure cost none of this.
 
     python benchmarks/checkpoint_planning.py                 # 70B on 1,024 ranks, 405B on 16,384
     python benchmarks/checkpoint_planning.py --model 70b --world 256
@@ -81,7 +80,7 @@ def config_of(flags: str, world: int) -> Config:
 def optimizer_state(
     chunks: list[EmptyChunk], weights: ShardedStateDict, dp: int, dp_size: int
 ) -> ShardedStateDict:
-    """What `MegatronOptimizer.sharded_state_dict` gives on data-parallel rank `dp`."""
+    """Return the result of `MegatronOptimizer.sharded_state_dict` on data-parallel rank `dp`."""
     entry_of = {
         id(entry.local): entry for entry in weights.values() if isinstance(entry, ShardedTensor)
     }
@@ -103,7 +102,7 @@ def optimizer_state(
 
 
 def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, PackedSpec]]:
-    """What every rank sends to rank 0."""
+    """Return the description that every rank sends to rank 0."""
     pp_size = config.parallel.pp_size
     tp_size = config.parallel.tp_size
     dp_size = config.parallel.dp_size(world)
@@ -123,9 +122,7 @@ def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, PackedSpec
 
 
 def timed(function: Callable[[], T]) -> tuple[T, float]:
-    """Seconds of the processor: all of it runs in one thread, and other work on the machine does
-    not count.
-    """
+    """Return processor seconds: all of it runs in one thread, and other processes do not count."""
     began = time.process_time()
     result = function()
     return result, time.process_time() - began
@@ -138,7 +135,7 @@ class ReadCost(NamedTuple):
 
 
 def read_apart(directory: str, keys: list[str] | None) -> ReadCost:
-    """What reading the entries of `keys` (None: of all tensors) costs a process of its own."""
+    """Measure reading the entries of `keys` (None: all tensors) in a separate process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_read, directory, keys).result()
 
@@ -156,8 +153,9 @@ def _read(directory: str, keys: list[str] | None) -> ReadCost:
 
 
 def peak_memory() -> float:
-    """GB that this process has had at most. (`ru_maxrss` of a new process would count its
-    parent's.)
+    """Return the peak memory of this process in GB.
+
+    `ru_maxrss` of a new process would include its parent's.
     """
     status = Path("/proc/self/status").read_text().split()
     return int(status[status.index("VmHWM:") + 1]) / 1e6
@@ -203,9 +201,9 @@ def simulate(name: str, world: int, workers: int) -> None:
     )
     print(f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s")
     print(f"  .metadata  {sum(map(len, encoded)) / 1e6:.1f} MB")
-    for what, cost in (("what one rank wants", wanted), ("all of it", everything)):
+    for label, cost in (("entries of one rank", wanted), ("all entries", everything)):
         print(
-            f"             read {what}: {cost.boxes} boxes in {cost.seconds:.2f} s and {cost.megabytes:.0f} MB"
+            f"             read {label}: {cost.boxes} boxes in {cost.seconds:.2f} s and {cost.megabytes:.0f} MB"
         )
     largest = max(loads) / statistics.mean(loads)
     print(

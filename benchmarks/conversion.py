@@ -1,12 +1,10 @@
-"""Conversion of a checkpoint of more than 4 GB, optimizer included: memory, speed against `cp`,
-disk.
+"""Conversion of a checkpoint of more than 4 GB with its optimizer: memory, speed and disk usage.
 
-The checkpoint is written by one step of `pretrain_gpt.py`. Each conversion is a process of the
-tool, whose peak memory must stay below 600 MB + 3 times the largest tensor; `cp` of what it wrote
-(with fsync, as the tool does) is the yardstick of its speed. Both find what they read in the page
-cache or, with --cold, both on disk. They take turns, and the best of each counts, after one
-conversion and copy to warm up: on a virtual machine the first touch of memory can cost more than
-the copy.
+The checkpoint is written by one step of `pretrain_gpt.py`. Each conversion is a process of the tool
+whose peak memory must stay below 600 MB + 3 times the largest tensor. Speed is relative to `cp` and
+fsync of the output. Both read from the page cache or, with --cold, from disk. They take turns after
+one warm-up turn, because the first touch of memory on a virtual machine can cost more than the
+copy; the best of each counts.
 
     python benchmarks/conversion.py                          # 5.2 GB: a Llama of 373M parameters, bf16
     python benchmarks/conversion.py --layers 2 --hidden 256  # small, to try it out
@@ -23,7 +21,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SAVERS = {  # what is written -> flags of the tool
+SAVERS = {  # output -> flags of the tool
     "torch_dist": ["--saver", "torch_dist"],
     "legacy": ["--saver", "legacy"],
     "hf": ["--saver", "hf"],
@@ -53,7 +51,7 @@ def train_one_step(directory: Path, args: argparse.Namespace) -> None:
 
 
 def run(command: list[str], root: Path | None = None) -> tuple[float, int, int]:
-    """Seconds, peak resident bytes of a process, and the most it had on disk below `root`."""
+    """Return seconds, peak resident bytes of a process, and its peak disk usage below `root`."""
     began = time.perf_counter()
     disk = DiskUse(root)
     with subprocess.Popen(
@@ -74,7 +72,7 @@ def run(command: list[str], root: Path | None = None) -> tuple[float, int, int]:
 
 
 class DiskUse:
-    """Watches the bytes allocated below a directory."""
+    """Background watcher of the bytes allocated below a directory."""
 
     def __init__(self, root: Path | None) -> None:
         self._root = root
@@ -107,7 +105,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def settle(directory: Path, cold: bool) -> None:
-    """Bring the files into the page cache, or drop them from it: they must be clean."""
+    """Bring the files into the page cache, or drop them from it (they must be clean)."""
     for path in files(directory):
         with path.open("rb", buffering=0) as file:
             if cold:
@@ -118,7 +116,7 @@ def settle(directory: Path, cold: bool) -> None:
 
 
 def copy(source: Path, target: Path) -> float:
-    """Seconds of `cp -r` and an fsync of every file."""
+    """Return the seconds of `cp -r` and an fsync of every file."""
     began = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
     for path in files(target):

@@ -1,11 +1,10 @@
-"""What is to be run on a GPU: doubts, tests, training speed beside transformers, saves behind
-training, experts.
+"""GPU benchmarks: doubtful kernels, tests, training speed, asynchronous saves, experts.
 
-    python benchmarks/gpu.py                          # all of it, on one GPU with 80 GB
+    python benchmarks/gpu.py                          # everything, on one GPU with 80 GB
     python benchmarks/gpu.py training --models 1b
-    python benchmarks/gpu.py --smoke                  # the same program on a tiny model and the CPU: does it work?
+    python benchmarks/gpu.py --smoke                  # the same program with a tiny model on the CPU
 
-MFU is against the matmul ceiling measured here, and the data sheet's, by one formula for all. Write
+MFU is relative to the matmul ceiling measured in the same run and to the data sheet. Add the
 results to docs/gpu.md with date, GPU, torch version and commit.
 """
 
@@ -116,8 +115,8 @@ def run(command: list[str]) -> str:
 
 
 def iteration_times(output: str) -> list[float]:
-    """ms per iteration, by interval of the log; the first one, with allocation and compilation,
-    left out.
+    """Return ms per iteration for each logged interval except the first, which includes
+    compilation.
     """
     return [
         float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
@@ -125,13 +124,13 @@ def iteration_times(output: str) -> list[float]:
 
 
 def matmul_ceiling(device: str, size: int) -> float:
-    """Best FLOP/s of a square bf16 product."""
+    """Return the best FLOP/s of a square bf16 product."""
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     return 2.0 * size**3 / best_time(lambda: a @ b, device)
 
 
 def best_time(way: Callable[[], object], device: str) -> float:
-    """Seconds, of 20 calls."""
+    """Return the minimum seconds of 20 calls."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     best = float("inf")
     for _ in range(20):
@@ -150,7 +149,7 @@ def planned_memory(shape: Shape, iterations: int) -> float:
 
 
 def tests(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """What `pytest -m gpu` says last, and which tests failed or were left out."""
+    """Return the summary of `pytest -m gpu`, and the tests that failed or were skipped."""
     how = ["--collect-only"] if options.smoke else ["-rfEs"]
     command = [
         sys.executable,
@@ -174,9 +173,7 @@ def tests(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
 
 
 def experts(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """The products of 8 experts, forward and backward: one grouped kernel against one kernel for
-    each.
-    """
+    """Measure the products of 8 experts, forward and backward: one grouped kernel against a loop."""
     tokens, hidden, ffn = (64, 32, 48) if options.smoke else (16384, 4096, 14336)
     x = torch.randn(tokens, hidden, device=options.device).bfloat16()
     matrices = torch.randn(8, hidden, ffn, device=options.device).bfloat16()
@@ -202,7 +199,7 @@ def experts(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
 
 
 def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """Speed and memory of each model, ours and the peer's, eager and compiled."""
+    """Measure speed and memory of each model, ours and the peer's, eager and compiled."""
     ceiling = matmul_ceiling(options.device, 512 if options.smoke else 8192)
     card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     sheet = next((flops for name, flops in DATA_SHEET.items() if name in card), None)
@@ -251,11 +248,10 @@ def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]
 
 
 def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """Iterations with an asynchronous save every 10 against none: what a save holds up, and what it
-    costs in all.
+    """Measure iterations with an asynchronous save every 10 against none: blocking time and total
+    cost.
 
-    Beside it the same of transformers with `async_save` of torch.distributed.checkpoint, of as many
-    bytes.
+    The peer is transformers with `async_save` of torch.distributed.checkpoint and as many bytes.
     """
     name, shape = next(iter(models.items()))
     iterations = 40
@@ -298,7 +294,7 @@ def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[st
 
 
 def saving_lines(who: str, plain: float, with_saves: float, blocking: list[float]) -> list[str]:
-    """Of iterations without saves and with them, in ms."""
+    """Format the ms per iteration without and with saves."""
     cost = 100 * (with_saves / plain - 1)
     held = statistics.median(blocking)
     return [
@@ -308,12 +304,12 @@ def saving_lines(who: str, plain: float, with_saves: float, blocking: list[float
 
 
 def step_times(output: str) -> list[float]:
-    """ms of every step of a peer."""
+    """Return ms of every step of a peer."""
     return [float(line) for line in re.findall(r"^[\d.]+$", output, re.MULTILINE)]
 
 
 def profile(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """The operations of one step that take the most time."""
+    """List the operations of one step that take the most time."""
     name, shape = next(iter(models.items()))
     with tempfile.TemporaryDirectory() as directory:
         window = [
@@ -332,9 +328,7 @@ def profile(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
 
 
 def suspicions(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """What reading the code made doubtful: kernels really taken, waits for the device, the devices
-    that are chosen.
-    """
+    """Check doubts from reading the code: selected kernels, waits for the device, selected devices."""
     lines = ["suspicions:", *_masked_attention(options), *_loss_of_a_large_vocabulary(options)]
     return [
         *lines,
@@ -344,7 +338,7 @@ def suspicions(models: dict[str, Shape], options: argparse.Namespace) -> list[st
 
 
 def _launched(function: Callable[[], object], device: str) -> Counter[str]:
-    """How often each kernel ran, on a CPU each operator."""
+    """Count launches of each kernel (on a CPU: of each operator)."""
     function()
     with torch.profiler.profile() as trace:
         function()
@@ -355,9 +349,7 @@ def _launched(function: Callable[[], object], device: str) -> Counter[str]:
 
 
 def _masked_attention(options: argparse.Namespace) -> list[str]:
-    """Fewer key heads than query heads under a window: torch must not fall back to products that
-    keep all scores.
-    """
+    """Check that grouped windowed attention does not fall back to products that store all scores."""
     heads, length = (4, 64) if options.smoke else (32, 4096)
     config = TransformerConfig(
         1, 128 * heads, heads, group_query_attention=True, num_query_groups=heads // 4, attention_dropout=0.0,
@@ -379,7 +371,7 @@ def _masked_attention(options: argparse.Namespace) -> list[str]:
 
 
 def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> list[str]:
-    """Chunks of the fused loss that suit a CPU would be hundreds of kernels."""
+    """Count kernels of the fused loss: chunk sizes for a CPU would need hundreds."""
     tokens, hidden, vocab = (64, 32, 1000) if options.smoke else (4096, 4096, 128_000)
     weight, states = (
         torch.randn(shape, device=options.device).bfloat16().requires_grad_()
@@ -398,16 +390,16 @@ def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> list[str]:
 
 
 def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> list[str]:
-    """Calls that wait for the device, in two iterations behind an asynchronous save and in two
-    without one.
+    """Count calls that wait for the device, in two iterations during an asynchronous save and in
+    two without.
     """
     lines = []
     with tempfile.TemporaryDirectory(dir=options.disk) as directory:
-        for what, saving in {
+        for label, saving in {
             "a save": ["--save", f"{directory}/s", "--save-interval", "4", "--async-save"],
             "none": [],
         }.items():
-            traces = Path(directory) / what.replace(" ", "_")
+            traces = Path(directory) / label.replace(" ", "_")
             window = [
                 "--profile",
                 "--profile-step-start",
@@ -423,15 +415,13 @@ def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> li
                 event["name"] for event in events if "Synchronize" in event.get("name", "")
             )
             lines.append(
-                f"  {name}, two iterations behind {what}: waits for the device: {dict(waits) or 'none'}"
+                f"  {name}, two iterations with {label}: waits for the device: {dict(waits) or 'none'}"
             )
     return lines
 
 
 def _devices_of_a_node(options: argparse.Namespace) -> list[str]:
-    """The device of local rank 1 that sees one device alone (as `srun --gpus-per-task=1` starts
-    it).
-    """
+    """Return the device of local rank 1 if it sees one device (`srun --gpus-per-task=1`)."""
     code = "from megatron.training import launch; from megatron.training.config.options import DistributedConfig"
     code += f"; print(launch.choose_device(DistributedConfig(device={options.device!r})))"
     environment = {
@@ -453,8 +443,8 @@ def _devices_of_a_node(options: argparse.Namespace) -> list[str]:
 
 
 def _contexts(options: argparse.Namespace) -> list[str]:
-    """Processes on each GPU while two ranks save in the background: one, unless a thread opened
-    another context.
+    """Count processes on each GPU while two ranks save in the background: one unless a thread
+    opened another context.
     """
     launcher = [
         "-m",
@@ -517,9 +507,7 @@ def main() -> None:
     parser.add_argument(
         "--disk", help="an empty directory for checkpoints; default: a temporary one"
     )
-    parser.add_argument(
-        "--smoke", action="store_true", help="a tiny model on the CPU in place of all this"
-    )
+    parser.add_argument("--smoke", action="store_true", help="run a tiny model on the CPU instead")
     options = parser.parse_args()
     options.device = "cpu" if options.smoke else "cuda"
     if options.smoke:

@@ -1,17 +1,15 @@
-"""What `tools/preprocess_data.py` costs beside its tokenizer alone, in processor time on the same
-text.
+"""Cost of `tools/preprocess_data.py` relative to its tokenizer alone, in processor time.
 
-The text is the source of Python's standard library as JSON lines, the tokenizer a byte-level BPE
-trained on a part of it. Reading, JSON, the workers' queues and writing come on top of the
-tokenizer; the limit is 1. Processor time, of all processes together, says how much of a core is
-left for tokenizing whatever else the machine does.
+The text is the source of Python's standard library as JSON lines; the tokenizer is a byte-level BPE
+trained on a part of it. Reading, JSON, worker queues and writing add to the tokenizer, so the limit
+is 1. Processor time of all processes is independent of other load on the machine.
 
     python benchmarks/preprocessing.py                      # one process, and two workers
-    python benchmarks/preprocessing.py --tool OTHER/tools/preprocess_data.py    # of another commit, taking turns
-    python benchmarks/preprocessing.py --megatron-lm DIRECTORY --megatron-core-python PATH    # beside Megatron-LM's
+    python benchmarks/preprocessing.py --tool OTHER/tools/preprocess_data.py    # also another commit's tool
+    python benchmarks/preprocessing.py --megatron-lm DIRECTORY --megatron-core-python PATH    # also Megatron-LM's tool
 
-Megatron-LM's reads the files of GPT-2's tokenizer in Python; so beside it all of them use the same
-`tokenizer.json` through transformers. What the two write is compared.
+Megatron-LM reads GPT-2's tokenizer files in Python, so in the last case all tools use the same
+`tokenizer.json` through transformers, and their outputs are compared.
 """
 
 import argparse
@@ -40,7 +38,7 @@ if len(sys.argv) > 3:
 
 
 def make_corpus(directory: Path) -> Path:
-    """JSON lines; beside them vocab.json, merges.txt, and hf/ for transformers."""
+    """Write JSON lines, vocab.json, merges.txt, and hf/ for transformers."""
     from tokenizers import ByteLevelBPETokenizer
 
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) + sorted(
@@ -66,7 +64,7 @@ def make_corpus(directory: Path) -> Path:
 
 
 def cpu_seconds(root: Path, command: list[str], python: str = sys.executable) -> float:
-    """Of a command and all processes that it starts."""
+    """Return the processor seconds of a command and all processes it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {
         "PYTHONPATH": str(root),
@@ -106,8 +104,8 @@ def main() -> None:
 def measure(
     directory: Path, tools: dict[str, tuple[Path, str]], turns: int, through_transformers: bool
 ) -> None:
-    """Print a line for the tokenizer alone and for each tool, by name with its interpreter, with 1
-    and 2 workers.
+    """Print a row for the tokenizer alone and for each tool (name, interpreter), with 1 and 2
+    workers.
     """
     corpus = make_corpus(directory)
     empty = directory / "empty.jsonl"
@@ -152,11 +150,11 @@ def measure(
             )
         assert len(written) == 1, "not the same tokens"
     limit = statistics.median(seconds["tokenizer alone"])
-    for what, all_spent in seconds.items():
+    for label, all_spent in seconds.items():
         median = statistics.median(all_spent)
         rate = corpus.stat().st_size / 1e6 / median
         print(
-            f"{median:7.2f} s of a core, {rate:6.2f} MB/s, {limit / median:.2f} of the tokenizer: {what}"
+            f"{median:7.2f} s of a core, {rate:6.2f} MB/s, {limit / median:.2f} of the tokenizer: {label}"
         )
 
 

@@ -1,18 +1,16 @@
-"""From the command line to the first training iteration, and to it from a checkpoint of another
-layout.
+"""Time from the command line to the first training iteration, from scratch and from a checkpoint.
 
-Start-up: a model of 35,000 parameters under torchrun, up to the log line of its first iteration,
-against the limit: the same processes with `import torch`, a process group and one all-reduce. The
-tools are measured against `import torch`, in processor time, the least of all turns. Resume: a run
-of TP2 goes on at DP2 with the distributed optimizer, up to the log line of its next iteration,
-against peers that do the same on the same shapes: a transformers model under FSDP with
-torch.distributed.checkpoint, whose files are sharded the other way, and megatron-core, which reads
-ours. Contestants take turns; reported are medians. Files come from the page cache, and modules are
-compiled, as installed ones are.
+Start-up: a model of 35,000 parameters under torchrun, up to the log line of its first iteration.
+The limit is `import torch`, a process group and one all-reduce in as many processes. Tools are
+compared with `import torch` in processor time (minimum of all turns). Resume: a run of TP2
+continues at DP2 with the distributed optimizer. Peers that do the same on the same shapes: a
+transformers model under FSDP with torch.distributed.checkpoint, whose files are sharded along the
+other dimension, and megatron-core, which reads our files. Contestants take turns; results are
+medians. Files are in the page cache and modules are compiled.
 
     python benchmarks/startup.py                       # start-up, tools and resume
     python benchmarks/startup.py --size-gb 0.2 --turns 3
-    python benchmarks/startup.py --megatron-core-python PATH   # and megatron-core, installed in its own environment
+    python benchmarks/startup.py --megatron-core-python PATH   # also megatron-core, from its own environment
 """
 
 import argparse
@@ -38,7 +36,7 @@ MODEL = (
 TINY = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 "
 HIDDEN = 1024
 VOCABULARY = 16000
-# Without --help or anything else of ours: what every run of two processes must do.
+# The minimum of any run of two processes.
 LIMIT = """
 import datetime, torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=5))
@@ -48,8 +46,10 @@ print("iteration", flush=True)
 
 
 def environment_of(command: list[str]) -> dict[str, str]:
-    """Another Python has a megatron of its own. Without bytecode every start would compile our
-    modules alone.
+    """Return the environment for an interpreter.
+
+    Another Python has its own `megatron`. Bytecode is enabled: otherwise every start would compile
+    our modules, but not torch's.
     """
     variables = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -60,7 +60,7 @@ def environment_of(command: list[str]) -> dict[str, str]:
 
 
 def until_iteration(command: list[str]) -> float:
-    """Seconds until the command has written a line with an iteration; it is left to end."""
+    """Return the seconds until the command prints a line with an iteration, then let it finish."""
     start = time.perf_counter()
     seconds = None
     variables = environment_of(command)
@@ -83,8 +83,8 @@ def until_iteration(command: list[str]) -> float:
 
 
 def processor_time(command: list[str]) -> float:
-    """Seconds of user and system; the exit code does not matter: that of `diff` says that something
-    differs.
+    """Return user and system seconds; the exit code is ignored (`diff` reports differences with
+    it).
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, env=environment_of(command), stdout=subprocess.DEVNULL)
@@ -101,7 +101,7 @@ def compare(
     turns: int,
     of: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Medians of seconds, or what `of` makes of them, after a first turn that does not count."""
+    """Return medians of seconds, or of the result of `of`, after a warm-up turn."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(turns + 1):
         for name, measure in contestants.items():
@@ -172,7 +172,7 @@ def measure_tools(directory: Path, turns: int) -> None:
 
 
 def measure_resume(directory: Path, size_gb: float, turns: int, megatron_core: str | None) -> None:
-    """fp32: 12 bytes of a parameter travel."""
+    """Measure resuming in fp32, where 12 bytes per parameter are read."""
     layers = max(1, round((size_gb * 1e9 / 12 - 2 * VOCABULARY * HIDDEN) / (11 * HIDDEN**2)))
     ffn = HIDDEN * 5 // 2
     heads = 16

@@ -1,9 +1,8 @@
-"""Where a training step goes: operators by kind, and the time in which none runs (Python and the
-autograd engine).
+"""Profile of a training step: time per kind of operator, and time without any operator.
 
-Our `pretrain_gpt.py` with `--profile` on the model of `training.py`; the phases are those of its
-timers. The profiler itself costs time around every operator, so the share without an operator is an
-upper bound.
+Runs `pretrain_gpt.py --profile` on the model of `training.py`; phases are those of its timers. The
+profiler adds time around every operator, so the share without an operator (Python and the autograd
+engine) is an upper bound.
 
     python benchmarks/step_profile.py                # bf16
     python benchmarks/step_profile.py --dtype fp32 --steps 6
@@ -22,7 +21,7 @@ from training import SKIP, ours
 
 Event = dict[str, Any]  # of the trace: ts, dur in microseconds
 
-KINDS = {  # what the name of an operator contains -> its kind
+KINDS = {  # substring of an operator's name -> its kind
     "scaled_dot_product": "attention",
     "adam": "optimizer",
     "mm": "matrix products",
@@ -39,8 +38,8 @@ def kind_of(name: str) -> str:
 def outermost_and_own(
     events: Iterable[Event],
 ) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
-    """Of one thread's operators: intervals of the outermost; name with shapes, and time without
-    inner ones, of each.
+    """Return the intervals of the outermost operators of one thread, and (name with shapes,
+    exclusive time) of each operator.
     """
     outermost = []
     own = []
@@ -62,7 +61,7 @@ def outermost_and_own(
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of what they cover together."""
+    """Return the total length covered by the intervals."""
     total = 0.0
     reached = float("-inf")
     for start, end in sorted(intervals):
@@ -72,7 +71,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def read_trace(path: Path) -> tuple[float, list[list[Event]]]:
-    """The microseconds from the first phase to the last, and the operators of each thread."""
+    """Return the microseconds from the first phase to the last, and the operators of each thread."""
     spans = [
         event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"
     ]

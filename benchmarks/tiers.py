@@ -1,22 +1,21 @@
-"""What a checkpoint costs on the nodes' own disks, with and without copies, and what it saves after
-a node is lost.
+"""Cost of checkpoints on local disks, with and without replicas, and recovery after a node is lost.
 
-Two processes are two nodes. All is measured in one run, in turns; reported are medians. "lost" is
-the training time that a save costs: a window of iterations (GEMMs, then an update) with a save
-against the same without. The window ends when the save has. CPU seconds are those of a whole
-process beyond what the same iterations take without a save. "exchange" is the part of a load that
-waits for other nodes. "restart" is a run of two agents of torchrun that loses a node with its disk
-and gets another one, from SIGKILL to the next step and to one that had not been done before.
+Two processes are two nodes. Everything is measured in one run, in turns; results are medians.
+"lost" is the training time that a save costs: a window of iterations (GEMMs, then an update) with a
+save, minus the same without; the window ends with the save. CPU seconds are those of a process
+beyond the same iterations without a save. "exchange" is the part of a load that waits for other
+nodes. "restart" runs two torchrun agents, loses a node with its disk and adds another one; times
+are from SIGKILL to the next step and to the next new step.
 
     python benchmarks/tiers.py                             # 1.6 GB of state, in the current directory's file system
     python benchmarks/tiers.py --size-gb 0.2 --turns 3
-    python benchmarks/tiers.py --restart                   # the loss of a node alone: 82 MB of state
-    python benchmarks/tiers.py --restart --size-gb 1.6     # where reading and repeated iterations count
-    python benchmarks/tiers.py --store local --size-gb 0.2 # object storage alone, in a server of this machine
+    python benchmarks/tiers.py --restart                   # only the loss of a node: 82 MB of state
+    python benchmarks/tiers.py --restart --size-gb 1.6     # where reading and repeated iterations matter
+    python benchmarks/tiers.py --store local --size-gb 0.2 # only object storage, with a server on this machine
     AWS_ENDPOINT_URL=... python benchmarks/tiers.py --store s3://bucket/prefix
 
-Over plain http the data is signed with a SHA-256, as it is not over https;
-AWS_UNSIGNED_PAYLOAD=true leaves that out.
+Over plain http, data is signed with a SHA-256, unlike over https; AWS_UNSIGNED_PAYLOAD=true
+disables it.
 """
 
 import argparse
@@ -62,7 +61,7 @@ LOST_AFTER = (
 
 
 class Training:
-    """Iterations of GEMMs and one update of the state, which must wait until it is staged."""
+    """Iterations of GEMMs and an update of the state, which waits until the state is staged."""
 
     def __init__(self, size_gb: float, rank: int, size: int) -> None:
         rows = int(size_gb * 1e9 / size / TENSORS / COLUMNS / 4)
@@ -86,7 +85,9 @@ class Training:
 
 
 def window(training, saver, begin):
-    """(iterations, seconds, CPU seconds, report) until the save that `begin` starts has ended."""
+    """Return (iterations, seconds, CPU seconds, report) until the save started by `begin` has
+    finished.
+    """
     wall = time.perf_counter()
     cpu = time.process_time()
     iterations = 0
@@ -138,7 +139,7 @@ def measure_saves(rank, size, training, root, turns):
 
 
 def timed(owner, name, but_in):
-    """The seconds of every call of a function from now on, in other threads than `but_in`."""
+    """Record the seconds of every later call of a function in threads other than `but_in`."""
     method = getattr(owner, name)
     seconds = []
 
@@ -160,9 +161,7 @@ def slowest(seconds):
 
 
 def measure_loads(rank, size, training, root, turns):
-    """The disk of node 1 is gone: what it held is read from node 0. Against the same from a shared
-    directory.
-    """
+    """Measure a load after node 1 lost its disk, and the same from a shared directory."""
     results = defaultdict(lambda: defaultdict(list))
     save(training.state, root / "persistent", common={"iteration": 1})
     if rank == 1:
@@ -196,12 +195,14 @@ def measure_loads(rank, size, training, root, turns):
 
 
 def hidden_size(size_gb):
-    """Of a model with that much to save: 16 bytes for each of its 48 h^2 + 8000 h parameters."""
+    """Return the hidden size of a model with that much state: 16 bytes for each of its 48 h^2 +
+    8000 h parameters.
+    """
     return round(((8000**2 + 4 * 48 * size_gb * 1e9 / 16) ** 0.5 - 8000) / 96 / 64) * 64
 
 
 def measure_restart(root, flags):
-    """A node is lost with its disk, and another one comes."""
+    """Measure the loss of a node with its disk and its replacement."""
     save = root / "run"
     cluster = Cluster(root, 2, 1, f"{RUN} {flags} --save {save} --load {save}")
     starts = lambda: read_record(save)  # noqa: E731
@@ -251,7 +252,7 @@ def measure_restarts(root, turns, size_gb):
 
 
 def measure_store(rank, size, training, prefix, turns):
-    """Against the same bytes as one plain upload and one plain download of obstore for each rank."""
+    """Compare with one plain upload and download of the same bytes per rank through obstore."""
     results = defaultdict(lambda: defaultdict(list))
     content = b"".join(tensor.numpy().tobytes() for tensor in training.tensors)
     with AsyncSaver() as saver:

@@ -1,17 +1,16 @@
-"""Training speed, side by side with peers in one run.
+"""Training speed compared with peers in one run.
 
-Our `pretrain_gpt.py` (the whole step as users run it: data, loss, clipping, optimizer, logging)
-against plain loops of transformers (SDPA, fused AdamW) and megatron-core (its local layers, fused
-AdamW), on the same model, taking turns so that a noisy machine disturbs all alike. Reported are
-medians, GFLOP/s by one formula for all, the ratio to the best peer, and the machine's own GEMM
-ceiling.
+`pretrain_gpt.py` (the complete step: data, loss, clipping, optimizer, logging) against plain loops
+of transformers (SDPA, fused AdamW) and megatron-core (local layers, fused AdamW) on the same model.
+Contestants take turns; results are medians, GFLOP/s by one formula, the ratio to the best peer, and
+the machine's GEMM ceiling.
 
     python benchmarks/training.py                    # fp32 and bf16 against transformers
-    python benchmarks/training.py --megatron-core-python PATH  # and megatron-core, installed in its own environment
+    python benchmarks/training.py --megatron-core-python PATH  # also megatron-core, from its own environment
     python benchmarks/training.py --layouts          # also TP2, PP2, DP2 on 2 processes against 2 threads of one
-    python benchmarks/training.py --moe              # 8 experts, 2 for a token; also EP2 on 2 processes
-    python benchmarks/training.py --context 4096     # CP2 alone, one sequence of this length on 2 processes
-    python benchmarks/training.py --processor-time   # what a step costs where the machine's processors are shared
+    python benchmarks/training.py --moe              # 8 experts, top 2; also EP2 on 2 processes
+    python benchmarks/training.py --context 4096     # only CP2, one sequence of this length on 2 processes
+    python benchmarks/training.py --processor-time   # for machines that are shared with other work
 """
 
 import argparse
@@ -41,7 +40,7 @@ GROUPS = 4
 VOCAB = 32000
 SEQ = 512
 BATCH = 4
-# of --moe: 2 experts for a token cost what the dense MLP does
+# of --moe: two experts of this width cost as much as the dense MLP
 EXPERTS = 8
 EXPERT_FFN = FFN // 2
 SKIP = 2  # first steps of every run: allocation and warm-up
@@ -63,8 +62,8 @@ EP2 = ["--expert-model-parallel-size", "2", *LAYOUTS["DP2"]]
 
 
 def flops_per_step() -> float:
-    """Model FLOPs of one step: 6 per matrix parameter and token, and causal attention counted in
-    half.
+    """Return the model FLOPs of a step: 6 per matrix parameter and token, and half of the attention
+    (causal).
     """
     head = HIDDEN // HEADS
     attention = HIDDEN * head * (HEADS + 2 * GROUPS) + HEADS * head * HIDDEN
@@ -83,7 +82,7 @@ def ours(
     sequence: int = SEQ,
     batch: int = BATCH,
 ) -> list[float]:
-    """Milliseconds of every step of `pretrain_gpt.py`."""
+    """Return the milliseconds of every step of `pretrain_gpt.py`."""
     flags = f"""--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {FFN} --num-attention-heads {HEADS}
         --group-query-attention --num-query-groups {GROUPS} --seq-length {sequence} --max-position-embeddings {sequence}
         --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
@@ -139,16 +138,15 @@ def run(command: list[str], threads: int) -> str:
 
 
 def wall_clock(program: Program, steps: int) -> list[float]:
-    """The milliseconds of the steps that count."""
+    """Return the milliseconds of the measured steps."""
     return program(steps)[SKIP:]
 
 
 def processor_time(program: Program, steps: int) -> list[float]:
-    """The processor's milliseconds per step, of all processes together: what more steps add to a
-    run.
+    """Return processor milliseconds per step over all processes: the cost of additional steps.
 
-    Other programs disturb it little. It does not see a process that waits, and counts threads that
-    spin as busy: so one thread each.
+    Other programs hardly affect it. It does not include waiting, and counts spinning threads as
+    busy, so each process has one thread.
     """
     used = [children_time()]
     for count in (SKIP, steps):
@@ -159,13 +157,15 @@ def processor_time(program: Program, steps: int) -> list[float]:
 
 
 def children_time() -> float:
-    """Seconds of processor time of all child processes that have ended."""
+    """Return the processor seconds of all finished child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def compare_context_parallelism(dtype: str, args: argparse.Namespace) -> None:
-    """One sequence on two processes, whichever way, against one process with the threads of both."""
+    """Compare one sequence on two processes, for every `--cp-comm-type`, with one process and two
+    threads.
+    """
     sequence = args.context
     threads = args.threads
     programs: dict[str, tuple[int, list[str]]] = {"one process": (1, [])}
@@ -195,7 +195,7 @@ def unit_of(args: argparse.Namespace) -> str:
 
 
 def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
-    """Best GFLOP/s of the GEMM shapes of this model's MLP, over several tries."""
+    """Return the best GFLOP/s of this model's MLP shapes over several tries."""
     torch.set_num_threads(threads)
     a = torch.randn(SEQ * BATCH, HIDDEN).to(dtype)
     b = torch.randn(2 * FFN, HIDDEN).to(dtype)
@@ -210,7 +210,7 @@ def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
 def programs_of(
     args: argparse.Namespace, dtype: str, pythons: dict[str, str]
 ) -> dict[str, Program]:
-    """What takes turns."""
+    """Return the contestants."""
     threads = args.threads
     experts = ("--experts", str(EXPERTS), "--ffn", str(EXPERT_FFN)) if args.moe else ()
     model = tuple(MOE) if args.moe else ()
@@ -259,11 +259,9 @@ def main() -> None:
     parser.add_argument(
         "--layouts", action="store_true", help="also 2 processes with 1 thread each"
     )
+    parser.add_argument("--moe", action="store_true", help="a model with experts, also at EP2")
     parser.add_argument(
-        "--moe", action="store_true", help="a model with experts, and EP2 beside it"
-    )
-    parser.add_argument(
-        "--also", metavar="FLAGS", help='ours with more flags beside ours without, as "--compile"'
+        "--also", metavar="FLAGS", help='also measure ours with these flags, e.g. "--compile"'
     )
     parser.add_argument(
         "--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core"

@@ -1,9 +1,9 @@
-"""What resuming takes a user of torch.distributed.checkpoint: a transformers model under FSDP,
-AdamW, load, one step.
+"""Peer for resuming: transformers under FSDP with torch.distributed.checkpoint, AdamW, load, one
+step.
 
     torchrun --nproc-per-node 2 dcp_resume.py DIRECTORY LAYERS HIDDEN FFN HEADS VOCABULARY LENGTH [--write]
 
-What --write leaves is split along the other dimension, as tensor parallelism would. Prints
+With --write, files are sharded along the other dimension, as with tensor parallelism. Prints
 `iteration` after the step.
 """
 

@@ -1,10 +1,9 @@
-"""What resuming takes with megatron-core: its model and distributed optimizer from our checkpoint,
-and one step.
+"""Peer for resuming: megatron-core's model and distributed optimizer load our checkpoint, one step.
 
     torchrun --nproc-per-node 2 megatron_core_resume.py DIRECTORY LENGTH
 
-Runs where megatron-core is installed, on the CPU: what stands in for CUDA and for Apex's Adam is
-`tests/interop`'s. Prints `iteration` after the step.
+Requires an environment with megatron-core. On the CPU, `tests/interop` provides stand-ins for CUDA
+and Apex's Adam. Prints `iteration` after the step.
 """
 
 import os
@@ -23,7 +22,7 @@ from megatron_core_load import FusedAdam, build_model, build_optimizer, request,
 
 
 class Adam(FusedAdam):
-    """With a step."""
+    """AdamW with the step count that megatron-core reads."""
 
     def step(self) -> None:
         for group in self.param_groups:

@@ -1,7 +1,7 @@
-"""A plain training loop of megatron-core: GPTModel of its local layers, clipping, fused AdamW.
+"""Plain training loop of megatron-core: GPTModel with local layers, clipping, fused AdamW.
 
-Prints one step time (ms) a line. Needs megatron-core in a virtual environment of its own: it
-installs a package named `megatron`, as we do. As for transformers, bf16 means bf16 parameters and
+Prints one step time (ms) per line. Requires a separate virtual environment, because megatron-core
+also installs a package named `megatron`. As for transformers, bf16 means bf16 parameters and
 moments without fp32 main parameters.
 """
 
@@ -22,7 +22,7 @@ def build_model(args: argparse.Namespace, dtype: torch.dtype) -> GPTModel:
     experts = {}
     if args.experts:
         moe_utils.te_general_gemm = (
-            None  # 0.16.1 has no such name without Transformer Engine, and asks for it
+            None  # 0.16.1 imports this name, which is missing without Transformer Engine
         )
         experts = {
             "num_moe_experts": args.experts,

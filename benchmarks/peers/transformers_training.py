@@ -1,9 +1,8 @@
-"""A plain training loop of transformers: Llama or Mixtral with SDPA, clipping, fused AdamW. Prints
-one step time (ms) a line.
+"""Plain training loop of transformers: Llama or Mixtral with SDPA, clipping, fused AdamW.
 
-With --save it saves behind training by `async_save` of torch.distributed.checkpoint (DCP) every 10
-steps, and prints for how long each save held up training. bf16 here is the fastest form, bf16
-parameters and moments without fp32 main parameters (which our bf16 has).
+Prints one step time (ms) per line. With --save it saves every 10 steps with `async_save` of
+torch.distributed.checkpoint (DCP) and prints the blocking time of each save. bf16 is the fastest
+form: bf16 parameters and moments without fp32 main parameters (which this project keeps).
 """
 
 import argparse
@@ -96,7 +95,7 @@ class Saves:
         self.blocked = time.perf_counter() - start
 
     def wait_staged(self) -> None:
-        """Before the state changes."""
+        """Wait until the state may change."""
         start = time.perf_counter()
         self.staged()
         if self.blocked:
