@@ -4,6 +4,7 @@ named.
 
 import base64
 import json
+import os
 import sys
 
 import pytest
@@ -11,7 +12,8 @@ import sentencepiece
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.training.config.run_config import ALSO_TAKEN
+from megatron.training.config.stored_args import TOKENIZER_FIELDS
+from megatron.training.data import tokenizer as tokenizer_module
 from megatron.training.data.tokenizer import END_TOKENS, TokenizerConfig, build_tokenizer
 
 TEXT = "def f(x):\n    return  x + 1  # größer\n"
@@ -149,7 +151,8 @@ def test_legacy_sentencepiece_adds_tokens_that_text_can_name(sentencepiece_model
     assert tokenizer.detokenize([*oracle.encode("a"), size + 2, *oracle.encode("b")]) == "a <EOD> b"
     assert tokenizer.detokenize(tokenizer.tokenize(TEXT)) == TEXT
     with pytest.raises(
-        ValueError, match="<fim>: nothing is added to a SentencePiece model; train it with them"
+        ValueError,
+        match="<fim>: tokens cannot be added to a SentencePiece model; train it with them",
     ):
         build_tokenizer(
             TokenizerConfig("GPTSentencePieceTokenizer", model, special_tokens=["<fim>"])
@@ -191,7 +194,7 @@ def test_tiktokenizer_in_the_form_of_megatron_lm(tmp_path):
 
     for changes, message in [
         ({"vocab_size": 300}, "has 259 ranks, not each of 0 to 289 once: give --vocab-size 269"),
-        ({"special_tokens": ["<s>"]}, "<unk>, <s> and </s> must be there"),
+        ({"special_tokens": ["<s>"]}, "must contain <unk>, <s> and </s>"),
         ({"tiktoken_num_special_tokens": 6}, "must be at least the 7 special tokens"),
     ]:
         for name, value in changes.items():
@@ -199,7 +202,7 @@ def test_tiktokenizer_in_the_form_of_megatron_lm(tmp_path):
             with pytest.raises(ValueError, match=message):
                 build_tokenizer(monkeyed)
     (tmp_path / "vocab.json").write_text('[{"rank": 0}]')
-    with pytest.raises(ValueError, match="is no JSON list of token_bytes and rank"):
+    with pytest.raises(ValueError, match="is not a JSON list of token_bytes and rank"):
         build_tokenizer(config)
 
 
@@ -336,18 +339,24 @@ def test_gpt2_bpe(gpt2_files):
             TokenizerConfig(),
             "no tokenizer: give --tokenizer-type, or --vocab-file and --merge-file",
         ),
-        (TokenizerConfig(merge_file="m"), "GPT2BPETokenizer needs --vocab-file"),
-        (TokenizerConfig("NullTokenizer"), "NullTokenizer needs a positive --vocab-size, got None"),
-        (TokenizerConfig("NullTokenizer", vocab_size=0), "needs a positive --vocab-size, got 0"),
+        (TokenizerConfig(merge_file="m"), "GPT2BPETokenizer requires --vocab-file"),
+        (
+            TokenizerConfig("NullTokenizer"),
+            "NullTokenizer requires a positive --vocab-size, got None",
+        ),
+        (TokenizerConfig("NullTokenizer", vocab_size=0), "requires a positive --vocab-size, got 0"),
         (
             TokenizerConfig("NullTokenizer", vocab_size=9, null_tokenizer_eod_id=9),
             "9 is not one of the 9 tokens",
         ),
         (
             TokenizerConfig("SentencePieceTokenizer"),
-            "SentencePieceTokenizer needs --tokenizer-model",
+            "SentencePieceTokenizer requires --tokenizer-model",
         ),
-        (TokenizerConfig("HuggingFaceTokenizer"), "HuggingFaceTokenizer needs --tokenizer-model"),
+        (
+            TokenizerConfig("HuggingFaceTokenizer"),
+            "HuggingFaceTokenizer requires --tokenizer-model",
+        ),
         (
             TokenizerConfig("HuggingFaceTokenizer", "/no/where"),
             "--tokenizer-model /no/where: no such file",
@@ -359,7 +368,7 @@ def test_gpt2_bpe(gpt2_files):
         (TokenizerConfig("GPT2BPETokenizer", vocab_file="v"), "--vocab-file v: no such file"),
         (
             TokenizerConfig("GPT2BPETokenizer", vocab_file=__file__),
-            "GPT2BPETokenizer needs --merge-file",
+            "GPT2BPETokenizer requires --merge-file",
         ),
     ],
 )
@@ -379,7 +388,7 @@ def test_files_of_another_kind(tmp_path, sentencepiece_models):
             build_tokenizer(TokenizerConfig(kind, str(junk)))
     with pytest.raises(ValueError, match="is not a Hugging Face tokenizer"):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tmp_path)))
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="--vocab-file .* is not valid JSON"):
         build_tokenizer(
             TokenizerConfig("GPT2BPETokenizer", vocab_file=str(junk), merge_file=str(junk))
         )
@@ -389,6 +398,55 @@ def test_files_of_another_kind(tmp_path, sentencepiece_models):
                 "SentencePieceTokenizer", str(sentencepiece_models / "without_eos.model")
             )
         )
+
+
+FILE_FIELDS = [
+    ("SentencePieceTokenizer", "tokenizer_model"),
+    ("Llama2Tokenizer", "tokenizer_model"),
+    ("HuggingFaceTokenizer", "tokenizer_model"),
+    ("TikTokenizer", "tokenizer_model"),
+    ("Llama3Tokenizer", "tokenizer_model"),
+    ("GPT2BPETokenizer", "vocab_file"),
+    ("GPT2BPETokenizer", "merge_file"),
+]
+
+
+@pytest.mark.parametrize(("kind", "field"), FILE_FIELDS)
+def test_files_must_be_regular_and_of_bounded_size(gpt2_files, monkeypatch, kind, field):
+    """A checkpoint can name any path: a pipe would block, and /dev/zero would fill the memory."""
+    pipe = gpt2_files / "pipe"
+    os.mkfifo(pipe)
+    files = {
+        "vocab_file": str(gpt2_files / "vocab.json"),
+        "merge_file": str(gpt2_files / "merges.txt"),
+    }
+    dashed = field.replace("_", "-")
+    for path in (pipe, "/dev/zero"):
+        config = TokenizerConfig(kind, **files | {field: str(path)})
+        with pytest.raises(ValueError, match=f"--{dashed}: {path} is not a regular file"):
+            build_tokenizer(config)
+    large = gpt2_files / "large"
+    large.write_bytes(b"[" + b"0" * 5000)
+    monkeypatch.setattr(tokenizer_module, "MAX_FILE_BYTES", 5000)
+    with pytest.raises(ValueError, match=f"--{dashed}: .*large has 5001 bytes, more than the 5000"):
+        build_tokenizer(TokenizerConfig(kind, **files | {field: str(large)}))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_files_in_a_directory_must_be_regular(tokenizer_json, name):
+    path = tokenizer_json.parent / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"{name} is not a regular file"):
+        build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tokenizer_json.parent)))
+
+
+@pytest.mark.parametrize("kind", ["TikTokenizer", "HuggingFaceTokenizer"])
+def test_nested_json_is_an_error(tmp_path, kind):
+    path = tmp_path / "tokenizer.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deep"):
+        build_tokenizer(TokenizerConfig(kind, str(path)))
 
 
 def test_code_of_a_tokenizer_runs_only_if_the_user_says_so(tmp_path):
@@ -407,4 +465,4 @@ def test_code_of_a_tokenizer_runs_only_if_the_user_says_so(tmp_path):
     with pytest.raises(ValueError, match="is not a Hugging Face tokenizer"):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(tmp_path)))
     assert not (tmp_path / "ran").exists()
-    assert "trust_remote_code" not in ALSO_TAKEN
+    assert "trust_remote_code" not in TOKENIZER_FIELDS
