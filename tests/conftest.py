@@ -41,14 +41,14 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[DistributedPool]:
-    """Up to 4 gloo worker processes, started by the first `pool.run` that needs them."""
+    """Pool of up to 4 gloo worker processes, started by the first `pool.run` that needs them."""
     distributed_pool = DistributedPool(max_workers=4)
     yield distributed_pool
     distributed_pool.close()
 
 
 class Disk:
-    """A small file system of its own."""
+    """A small separate file system."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,7 +61,9 @@ class Disk:
         )
 
     def remount(self, options: str) -> bool:
-        """Whether it was possible: not read-only, while files are open for writing."""
+        """Remount if possible: not read-only while files are open for writing; return whether it
+        worked.
+        """
         command = ["mount", "-o", f"remount,{options}", str(self.path)]
         return subprocess.run(command, capture_output=True).returncode == 0
 
@@ -70,14 +72,14 @@ class Disk:
 
     @property
     def used(self) -> int:
-        """Bytes."""
+        """Return the used bytes."""
         status = os.statvfs(self.path)
         return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    """Not mounted yet."""
+    """Return a `Disk` that is not mounted yet."""
     disk = Disk(tmp_path / "disk")
     disk.path.mkdir()
     try:

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run the training program as processes of their own."""
+"""Fixtures of tests that run the training program as separate processes."""
 
 import pytest
 

@@ -1,9 +1,9 @@
-"""Starts the training program as processes of its own without paying for imports each time.
+"""Start training programs without the cost of imports.
 
-This program imports everything once and forks: a child becomes rank R of N exactly as torchrun's
-environment says, runs `pretrain_gpt.main()` and writes its output to a file. It is killed, and
-waited for, by its process id. Requests come as JSON lines on standard input, answers go to standard
-output; see crash_harness.py.
+This program imports everything once and forks: a child becomes rank R of N with torchrun's
+environment, runs `pretrain_gpt.main()` and writes its output to a file. Tests kill and wait for it
+by process id. Requests are JSON lines on standard input, responses go to standard output; see
+`tests/support/crash_harness.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Tests of a `device` run on the CPU too, where they hold the code against itself; marked `gpu`, on
-a CUDA device.
-"""
+"""GPU tests. Tests with a `device` also run on the CPU; marked `gpu`, on a CUDA device."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""apex's kernels against torch's."""
+"""Compare apex's kernels with torch's."""
 
 import importlib.util
 

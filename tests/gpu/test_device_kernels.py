@@ -1,4 +1,4 @@
-"""The operations of a layer on a device against the same in fp32 on the CPU: values and gradients."""
+"""Compare the operations of a layer on a device with fp32 on the CPU: values and gradients."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ MODULES = {
 
 
 def results(module, values, dtype, device):
-    """Output, gradient of the input, gradients of the parameters, in fp32 on the CPU."""
+    """Return output, input gradient and parameter gradients in fp32 on the CPU."""
     with torch.no_grad():
         for param, value in zip(module.parameters(), values["weights"], strict=True):
             param.copy_(value)
@@ -98,9 +98,7 @@ def test_layers(name, dtype, device):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"window_size": (5, 0)}], ids=["causal", "window"])
 def test_grouped_queries_never_keep_all_probabilities(dtype, options):
-    """Torch may use its fused kernels alone here: it refuses what only the plain products could
-    compute.
-    """
+    """Only fused kernels are enabled: torch raises if only the plain products could compute it."""
     module = attention(dtype, torch.device("cuda"), **options)
     x = torch.randn(256, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
@@ -111,9 +109,7 @@ def test_grouped_queries_never_keep_all_probabilities(dtype, options):
     "options", [{}, {"window_size": (5, 0)}, {"position_embedding_type": "alibi"}]
 )
 def test_copies_of_keys_and_values_give_the_same(options, device, monkeypatch):
-    """One key and value head per query head, as where no fused kernel takes groups, against torch's
-    own grouping.
-    """
+    """Repeated key and value heads, for kernels without grouping, equal torch's own grouping."""
     torch.manual_seed(0)
     values = {"x": torch.randn(16, 2, 64), "dy": torch.randn(16, 2, 64)}
 
@@ -162,7 +158,7 @@ def test_loss(dtype, device):
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch):
-    """A GPU takes chunks 32 times as large as a CPU."""
+    """A GPU uses chunks 32 times as large as a CPU."""
     assert loss_chunk_elements("cuda") == 32 * loss_chunk_elements("cpu")
     torch.manual_seed(0)
     hidden = torch.randn(16, 2, 64).to(dtype)

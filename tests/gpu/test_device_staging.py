@@ -1,6 +1,4 @@
-"""Staging of a save: a snapshot to the bit, taken while the tensors it copies are waiting to
-change.
-"""
+"""Staging of a save: a bitwise snapshot while the copied tensors wait to change."""
 
 import pytest
 import torch
@@ -12,8 +10,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 
 def changed_behind_a_save(rank, world_size, device, directory, limit):
-    """Save two tensors of several slots, change them as soon as that is allowed; what was saved,
-    and what is there.
+    """Save two tensors of several slots and change them as soon as allowed; return saved and live
+    values.
     """
     torch.manual_seed(0)
     tensors = [

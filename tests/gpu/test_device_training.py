@@ -1,4 +1,4 @@
-"""Training on a device gives the curve that it gives on the CPU, in every precision and layout."""
+"""Training on a device gives the CPU's loss curve in every precision and layout."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def test_layouts(pool, device, layout):
 
 @pytest.mark.parametrize("save", ["", "--async-save"])
 def test_resuming_is_bitwise(pool, device, save, tmp_path):
-    """The checkpoint of iteration 2 is of iteration 2, whatever training did while it was written."""
+    """The checkpoint of iteration 2 is unaffected by training during its asynchronous save."""
     flags = f"--device {device} --bf16 --deterministic-mode "
     saving = f"{flags}--save {tmp_path} --save-interval 2 {save} "
     uninterrupted = pool.run(outcome, 1, saving)
@@ -68,14 +68,14 @@ def test_resuming_is_bitwise(pool, device, save, tmp_path):
 
 @pytest.mark.gpu
 def test_compiled_layers(pool):
-    """On the CPU: `test_compile.py`."""
+    """See `test_compile.py` for the CPU."""
     (eager,) = pool.run(outcome, 1, "--device cuda")
     (compiled,) = pool.run(outcome, 1, "--device cuda --compile", timeout=300)
     assert compiled.measured.losses == pytest.approx(eager.measured.losses, rel=1e-4)
 
 
 def peak_of_a_run(rank, world_size, flags):
-    """Most bytes of tensors on the device, as its allocator says."""
+    """Return the peak bytes of tensors on the device, from its allocator."""
     forward_passes = []
 
     def step(chunk, batch, activation):
@@ -94,7 +94,7 @@ def peak_of_a_run(rank, world_size, flags):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_memory_is_as_planned(pool, precision):
-    """On the CPU: `test_run_plan.py`."""
+    """See `test_run_plan.py` for the CPU."""
     flags = f"{FLAGS}{LLAMA}--device cuda {precision} --train-iters 4 --seq-length 256 --hidden-size 256"
     config = parse_args((COMMON + flags).split(), 1)
     config.set_vocab_size(61)
@@ -111,7 +111,7 @@ def test_the_trace_shows_the_device(pool, device, tmp_path):
 
 
 def test_a_plain_process_with_the_default_backend(device):
-    """NCCL on CUDA: groups with a device, a timeout, and an end."""
+    """NCCL on CUDA: groups with a device and a timeout are created and destroyed."""
     flags = f"{COMMON}{LLAMA}--mock-data --train-iters 4 --bf16 --device {device} --log-memory-interval 4"
     environment = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")

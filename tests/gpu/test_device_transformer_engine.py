@@ -1,4 +1,4 @@
-"""Transformer Engine's kernels against torch's: losses, recipes of fp8 and fp4, and resumes between
+"""Compare Transformer Engine's kernels with torch's: losses, fp8 and fp4 recipes, resumes between
 them.
 """
 
@@ -67,7 +67,7 @@ def test_narrow_formats_follow_bf16(pool, recipe, more):
 
 @pytest.mark.parametrize("more", ["", WEIGHTS])
 def test_fp8_resumes_bitwise_and_goes_on_in_bf16(pool, tmp_path, more):
-    """The scales that it goes on with are, at the end of both runs, the same bits."""
+    """Scales at the end of the resumed and the uninterrupted run are bitwise equal."""
     fp8 = f"{TE} --fp8-format hybrid {DELAYED} {more} "
     saving = f"{fp8} --save {tmp_path} --save-interval 5"
     (straight,) = pool.run(losses, 1, saving, 10, timeout=300)
@@ -101,7 +101,7 @@ def extra_states(directory):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.parametrize("more", ["p2p", "all_gather", "a2a --reset-attention-mask"])
 def test_context_parallelism(more):
-    """Two ranks with halves of the sequences, over the attention of Transformer Engine."""
+    """Two ranks with half of each sequence, using Transformer Engine's attention."""
     more = f"--cp-comm-type {more}"
     whole = logged_losses(1, more)
     assert logged_losses(2, f"{TE} --context-parallel-size 2 {more}") == pytest.approx(
@@ -111,7 +111,7 @@ def test_context_parallelism(more):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 def test_overlapped_tensor_parallelism():
-    """User buffers over NVLink; UB_SKIPMC for what has no multicast."""
+    """User buffers over NVLink; UB_SKIPMC for hardware without multicast."""
     split = "--tensor-model-parallel-size 2 --sequence-parallel"
     expected = logged_losses(2, split)
     assert logged_losses(2, f"{TE} {split} --tp-comm-overlap") == pytest.approx(expected, rel=1e-2)

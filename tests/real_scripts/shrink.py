@@ -1,5 +1,5 @@
-"""A real command line made small: the same flags, with sizes, paths and lengths that a CPU can run
-in seconds.
+"""Reduce a real command line: the same flags with sizes, paths and lengths that run on a CPU in
+seconds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DROPPED = _DROPPED.split()
 
 
 def shrunk(argv: Sequence[str], directory: Path, iterations: int = 4) -> tuple[list[str], int]:
-    """The flags of a small run that saves to `directory`, and the number of its processes."""
+    """Return the flags of a small run that saves to `directory`, and its number of processes."""
     kept: list[str] = []
     sizes: dict[str, int] = {}
     interleaved = False

@@ -1,6 +1,4 @@
-"""Command lines of real launch scripts, made small and really run: train, save, evaluate, go on
-from what was saved.
-"""
+"""Run reduced command lines of real launch scripts: train, save, evaluate, resume."""
 
 import math
 

@@ -1,1 +1,1 @@
-"""Helpers that several test modules share; they are imported by their full name."""
+"""Helpers shared by several test modules; import them by their full name."""

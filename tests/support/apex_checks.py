@@ -1,6 +1,4 @@
-"""apex's optimizer, norms of gradients and layer norms against torch's: what any apex must pass, on
-any device.
-"""
+"""Compare apex's optimizer, gradient norms and layer norms with torch's, on any device."""
 
 from __future__ import annotations
 
@@ -13,8 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def check_adam(device: str, tolerance: float) -> None:
-    """Over steps with another rate and decay each, one of them skipped; two groups and an empty
-    one.
+    """Compare several steps with different learning rates and weight decays, one skipped; two
+    groups and an empty one.
     """
     torch.manual_seed(0)
     values = [torch.randn(size) for size in (1000, 70_000, 64)]
@@ -66,7 +64,7 @@ def check_sum_of_squares(device: str) -> None:
 
 
 def check_norms(device: str, tolerance: float) -> None:
-    """Values and gradients, fp32 and bf16, with weights around 1 and around 0."""
+    """Compare values and gradients in fp32 and bf16, with weights around 1 and around 0."""
     for normalization in ("RMSNorm", "LayerNorm"):
         for from_one in (False, True):
             for bf16 in (False, True):

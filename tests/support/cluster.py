@@ -1,9 +1,8 @@
-"""Nodes on one machine, each an agent of torchrun with a directory of its own, that can be lost
-with all they have.
+"""Nodes on one machine: torchrun agents, each with its own disk directory, that tests can lose.
 
-The rendezvous store is a process of its own, so that any node may die. Without
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE the workers meet in a store of the first node's agent, which is
-gone with it.
+The rendezvous store is a separate process, so that any node may die. Without
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE the workers use the store of the first node's agent, which is
+lost with that node.
 """
 
 import os
@@ -70,7 +69,7 @@ class Cluster:
         wait_until(happened, 4 * DEADLINE, self.output, pause=0.005)
 
     def lose(self, node):
-        """Every process of the node, also those in sessions of their own, and its disk."""
+        """Kill all processes of a node, also those in other sessions, and delete its disk."""
         agent = self.agents.pop(node)
         os.kill(agent.pid, signal.SIGSTOP)  # it must not start others meanwhile
         for pid in tree_of(agent.pid):

@@ -1,6 +1,4 @@
-"""What tests compare with: every tensor of a source, and equality to the bit of anything that a
-file holds.
-"""
+"""Comparisons: every tensor of a source, and bitwise equality of any file content."""
 
 import argparse
 from typing import Any
@@ -12,12 +10,12 @@ from megatron.conversion.model_space.source import Source, read_whole
 
 
 def read_all(source: Source) -> dict[str, torch.Tensor]:
-    """Every tensor of `source` by its key."""
+    """Return every tensor of `source` by key."""
     return {key: read_whole(source, key) for key in source.tensors}
 
 
 def assert_same(a: Any, b: Any, place: str = "") -> None:
-    """The same types, structure and values; tensors and arrays to the bit, mappings in any order."""
+    """Assert equal types, structure and values; tensors and arrays bitwise, mappings in any order."""
     assert type(a) is type(b), (place, type(a), type(b))
     if isinstance(b, argparse.Namespace):
         return assert_same(vars(a), vars(b), place)

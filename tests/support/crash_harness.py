@@ -1,6 +1,4 @@
-"""Training programs as real processes that tests kill: started in milliseconds, observed by their
-output.
-"""
+"""Training programs as real processes that tests start within milliseconds, observe and kill."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ DEADLINE = 60.0  # seconds that nothing here takes
 
 
 class Job:
-    """The ranks of one start of the training program."""
+    """The ranks of one launch of the training program."""
 
     def __init__(self, launcher: Launcher, pids: list[int], log: Path) -> None:
         self._launcher = launcher
@@ -41,7 +39,7 @@ class Job:
         return path.read_text() if path.exists() else ""
 
     def until(self, happened: Callable[[], Any], what: str = "what was waited for") -> Any:
-        """What `happened` returns, as soon as that is true, or as soon as rank 0 has ended."""
+        """Return the result of `happened` as soon as it is true, or as soon as rank 0 has ended."""
         deadline = time.monotonic() + DEADLINE
         while True:
             over = self.has_ended()  # before the look, so that nothing is missed
@@ -55,7 +53,7 @@ class Job:
         self.until(lambda: self.iterations()[-1:] >= [iteration], f"iteration {iteration}")
 
     def has_ended(self) -> bool:
-        """Whether rank 0 has: it stays a zombie until it is waited for."""
+        """Return whether rank 0 has ended; it remains a zombie until it is waited for."""
         with open(f"/proc/{self.pids[0]}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "Z"
 
@@ -68,7 +66,7 @@ class Job:
         os.kill(self.pids[rank], number)
 
     def wait(self) -> list[int]:
-        """The exit codes of all ranks (negative: killed by that signal)."""
+        """Return the exit codes of all ranks (negative: killed by that signal)."""
         for rank, pid in enumerate(self.pids):
             if self.codes[rank] is None:
                 self.codes[rank] = self._launcher.ask({"wait": pid})
@@ -81,7 +79,7 @@ class Job:
         return self
 
     def losses(self) -> dict[int, float]:
-        """As logged, by iteration."""
+        """Return the logged losses by iteration."""
         found = re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", self.output())
         return {int(iteration): float(loss) for iteration, loss in found}
 
@@ -99,7 +97,7 @@ class Job:
 
 
 class Launcher:
-    """Owns the process that forks the training programs; `start` one, or `run` it to its end."""
+    """Owner of the process that forks training programs: `start` one, or `run` it to its end."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
@@ -118,7 +116,9 @@ class Launcher:
     def start(
         self, world_size: int, flags: str, file_size_limits: Sequence[int | None] | None = None
     ) -> Job:
-        """`file_size_limits`: bytes, by rank, at which the kernel refuses to let a file grow."""
+        """Start a program. `file_size_limits` maps ranks to the bytes at which the kernel stops
+        file growth.
+        """
         self._count += 1
         log = self._logs / f"job{self._count}"
         environment = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
@@ -168,7 +168,7 @@ def launching(logs: Path) -> Iterator[Launcher]:
 
 
 def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, their checksums verified."""
+    """Return all tensors of a checkpoint after verifying their checksums."""
     reader = Reader(directory, verify=True)
     return {
         key: reader.read(key, (0,) * len(t.shape), t.shape)

@@ -1,9 +1,9 @@
-"""Real command lines for Megatron-LM: how many start here, and what stops the others.
+"""Real command lines for Megatron-LM: count which ones start here, and list the obstacles of the
+others.
 
-    python -m tests.support.flag_sets FILE.jsonl        FILE: one {"id", "group", "argv", ...} a line
+    python -m tests.support.flag_sets FILE.jsonl        FILE: one {"id", "group", "argv", ...} per line
 
-A line counts as "parses" when `parse_args` gives a configuration for as few ranks as its parallel
-sizes allow.
+A line counts as "parses" if `parse_args` returns a configuration for the minimum number of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def smallest_world(argv: Sequence[str]) -> int:
-    """Ranks of one model replica."""
+    """Return the number of ranks of one model replica."""
     sizes = dict(zip(argv, argv[1:], strict=False))
     world = 1
     for axis in _AXES:
@@ -45,7 +45,7 @@ def smallest_world(argv: Sequence[str]) -> int:
 
 
 def outcome(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """One of OUTCOMES, and the lines of the error."""
+    """Return one of OUTCOMES and the lines of the error."""
     try:
         parse_args(argv, smallest_world(argv))
     except ValueError as error:
@@ -59,7 +59,7 @@ def outcome(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def report(sets: Iterable[dict[str, Any]]) -> str:
-    """Outcomes by group, then what stops most."""
+    """Print outcomes by group, then the most frequent obstacles."""
     groups: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     reasons: collections.Counter[str] = collections.Counter()
     for row in sets:

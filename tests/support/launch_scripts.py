@@ -1,6 +1,4 @@
-"""Launch scripts with their launchers replaced: what they would start, and in which order they call
-the cluster.
-"""
+"""Launch scripts with stand-ins for their launchers: the commands they would start, in order."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ class Launch:
 
 
 def launched(command: list[str], directory: Path, **variables: str) -> Launch:
-    """What `command`, run in the repository, would hand to torchrun."""
+    """Return the torchrun commands of `command`, run in the repository."""
     binaries = directory / "bin"
     binaries.mkdir(parents=True, exist_ok=True)
     for name, text in {"torchrun": PRINT, "srun": SRUN, "scontrol": SCONTROL}.items():
@@ -66,8 +64,8 @@ def launched(command: list[str], directory: Path, **variables: str) -> Launch:
 
 
 def pod_command(path: str) -> tuple[list[str], dict[str, str], int]:
-    """Command, environment and number of pods of a PyTorchJob, the operator's variables included
-    (first pod).
+    """Return command, environment (with the operator's variables, first pod) and number of pods of
+    a PyTorchJob.
     """
     job = yaml.safe_load((ROOT / path).read_text())
     replicas = job["spec"]["pytorchReplicaSpecs"]

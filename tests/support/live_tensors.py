@@ -1,5 +1,5 @@
-"""What a training step really holds and sends: every tensor storage and every collective, seen at
-the dispatcher.
+"""Measure the memory and communication of a training step: every storage and collective, via the
+dispatcher.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveTensors(TorchDispatchMode):
-    """Within it `live` is the bytes of all CPU storages made inside, `peak` the most since `reset`.
+    """Dispatch mode: `live` is the bytes of all CPU storages created inside, `peak` the maximum
+    since `reset`.
 
-    `sent` counts the bytes that a rank hands to collectives and sends, by operation; `calls` all operations.
+    `sent` counts the bytes that a rank passes to collectives and sends, by operation; `calls`
+    counts operations.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def _payload(name: str, args: tuple[Any, ...]) -> Any:
-    """The tensors that hold the whole message: the larger side of gathers and scatters."""
+    """Return the tensors with the whole message: the larger side of gathers and scatters."""
     if name in ("_allgather_base_", "allgather_into_tensor_coalesced_"):
         return args[0]
     if name in ("_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"):

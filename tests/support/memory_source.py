@@ -1,4 +1,4 @@
-"""A checkpoint that exists in memory only: what the writers are tested with."""
+"""A checkpoint in memory, for tests of writers."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +64,7 @@ BLOOM_ARGS = GPT_ARGS | {"position_embedding_type": "alibi", "embedding_layernor
 def random_source(
     args: dict[str, Any], vocab_size: int = 67, optimizer: bool = True, seed: int = 0
 ) -> MemorySource:
-    """Random weights in the dtype of `args`, with the state of an optimizer after seven iterations."""
+    """Return random weights in the dtype of `args`, with optimizer state after seven iterations."""
     generator = torch.Generator().manual_seed(seed)
     config = model_config(args, vocab_size, "test")
     values: dict[str, torch.Tensor] = {}

@@ -1,6 +1,4 @@
-"""An S3 server on this machine (moto: real HTTP, exact conditional requests), for tests of object
-storage.
-"""
+"""A local S3 server (moto: real HTTP, exact conditional requests) for tests of object storage."""
 
 import contextlib
 import http.client
@@ -26,9 +24,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def object_server(bucket="bucket"):
-    """The environment in which `s3://bucket` is an empty bucket of a server that ends with the
-    block.
-    """
+    """Start a server and yield the environment in which `s3://bucket` is an empty bucket of it."""
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -50,11 +46,11 @@ def object_server(bucket="bucket"):
 
 
 class FaultyProxy:
-    """Forwards requests to `url`; `fault(method, path, headers)` may name what goes wrong with one.
+    """Proxy to `url` that injects the fault named by `fault(method, path, headers)`.
 
-    "refuse": 503 without asking the server; "drop": the server does it, but its answer is lost;
-    "strip": conditions are taken off the request, as by a store that ignores them; "quotes":
-    If-Match is compared with the tag without quotes, as Ceph's gateway does.
+    "refuse": 503 without forwarding; "drop": the request is forwarded, its response lost; "strip":
+    conditions are removed, as by a store that ignores them; "quotes": If-Match is compared with the
+    tag without quotes, as Ceph's gateway does.
     """
 
     def __init__(self, url, fault):

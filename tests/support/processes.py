@@ -1,4 +1,4 @@
-"""Processes as Linux shows them in /proc."""
+"""Processes as Linux reports them in /proc."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether `pid` is there and more than a zombie."""
+    """Return whether `pid` exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
@@ -23,8 +23,8 @@ def wait_until(
     explain: Callable[[], str] = str,
     pause: float = 0.02,
 ) -> None:
-    """Fails with `explain()` after `seconds`: far more than it takes on any machine, so that
-    nothing hangs.
+    """Wait for a condition; fail with `explain()` after `seconds`, a limit that only prevents
+    hangs.
     """
     deadline = time.monotonic() + seconds
     while not condition():

@@ -1,5 +1,5 @@
-"""A tiny model with every kind of parameter that the data-parallel buffers tell apart, and a
-training loop.
+"""A tiny model with every kind of parameter that data-parallel buffers distinguish, and a training
+loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYERS = 3
 
 
 class Embedding(MegatronModule):
-    """Rows are split over TP; the rows from VOCAB on are padding."""
+    """Embedding whose rows are split over TP; rows from VOCAB on are padding."""
 
     def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Embedding(MegatronModule):
 
 
 class Linear(MegatronModule):
-    """Rows are split over TP, the bias too."""
+    """Linear layer whose rows and bias are split over TP."""
 
     def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Linear(MegatronModule):
 
 
 class Layer(MegatronModule):
-    """x + linear(norm * x), with a scale that no gradient reduction over TP touches."""
+    """x + linear(norm * x), with a scale that is not reduced over TP."""
 
     def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
         super().__init__()
@@ -99,8 +99,8 @@ class Body(MegatronModule):
 
 
 class TinyModel(MegatronModule):
-    """Predicts `labels` from `tokens`; `forward` is for TP 1, other sizes only describe their
-    parameters.
+    """Model that predicts `labels` from `tokens`; `forward` supports TP 1, other sizes only
+    describe parameters.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ def build(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """The tiny model, wrapped, and its optimizer."""
+    """Return the wrapped tiny model and its optimizer."""
     model = TinyModel(dtype, ps.tp, **kwargs)
     model.initialize(seed=7)
     chunk = DistributedDataParallel(model, ddp or DistributedDataParallelConfig(), ps.dp)
@@ -140,14 +140,14 @@ def build(
 
 
 def batch(step: int, sequences: int = 8, length: int = 6) -> tuple[Tensor, Tensor]:
-    """The global batch of a step."""
+    """Return the global batch of a step."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, VOCAB, (sequences, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def microbatches(step: int, dp: Axis, count: int) -> list[tuple[Tensor, Tensor]]:
-    """This replica's part of the global batch in `count` pieces."""
+    """Return this replica's part of the global batch in `count` pieces."""
     tokens, labels = (part.chunk(dp.size)[dp.rank] for part in batch(step))
     return list(zip(tokens.chunk(count), labels.chunk(count), strict=True))
 
@@ -155,7 +155,7 @@ def microbatches(step: int, dp: Axis, count: int) -> list[tuple[Tensor, Tensor]]
 def backward_pass(
     chunk: DistributedDataParallel, step: int, count: int = 2, loss_scale: float = 1.0
 ) -> float:
-    """All microbatches of a step; returns this replica's mean loss."""
+    """Run all micro-batches of a step; return this replica's mean loss."""
     chunk.zero_grad_buffer()
     *first, last = microbatches(step, chunk.dp, count)
     total = 0.0
@@ -179,9 +179,7 @@ def train(
     dtype: torch.dtype = torch.float32,
     tied: bool = True,
 ) -> dict[str, Any]:
-    """Losses, norms, and at the end the parameters, the boxes of the optimizer and the number of
-    buckets.
-    """
+    """Return losses, norms, final parameters, the boxes of the optimizer and the number of buckets."""
     ps = (
         ParallelState.create(ParallelConfig())
         if world_size > 1
@@ -210,7 +208,7 @@ def train(
 def boxes_of(
     state: ShardedStateDict,
 ) -> dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]:
-    """Key -> (global shape, [(offset, data)]), copied."""
+    """Return key -> (global shape, [(offset, data)]), copied."""
     return {
         key: (entry.global_shape, [(box.offset, box.tensor.clone()) for box in entry.boxes])
         for key, entry in state.items()
@@ -219,9 +217,7 @@ def boxes_of(
 
 
 def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Global tensors from the boxes of all ranks; asserts that every element is there and that
-    replicas are equal.
-    """
+    """Return global tensors from the boxes of all ranks; assert coverage and equal replicas."""
     whole: dict[str, Tensor] = {}
     filled: dict[str, Tensor] = {}
     for state in states:
@@ -244,7 +240,7 @@ def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:
 def run(
     chunk: DistributedDataParallel, optimizer: MegatronOptimizer, steps: Iterable[int]
 ) -> list[tuple[float, Any]]:
-    """Train one process; (loss, StepResult) of every step."""
+    """Train one process; return (loss, StepResult) of every step."""
     results = []
     for step in steps:
         loss = backward_pass(chunk, step, loss_scale=optimizer.loss_scale)
@@ -254,18 +250,18 @@ def run(
 
 
 def snapshot(chunk: DistributedDataParallel, optimizer: MegatronOptimizer) -> dict[str, Tensor]:
-    """Copies of the global tensors of a run of one process: parameters and the optimizer's."""
+    """Copy the global tensors of a single-process run: parameters and optimizer."""
     model_state = chunk.sharded_state_dict()
     return assemble([boxes_of(model_state), boxes_of(optimizer.sharded_state_dict(model_state))])
 
 
 def region(box: Box) -> tuple[slice, ...]:
-    """Where a box lies in its global tensor."""
+    """Return the index of a box in its global tensor."""
     return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
 
 
 def fill(state: ShardedStateDict, whole: dict[str, Tensor]) -> None:
-    """Load global tensors into the boxes."""
+    """Copy global tensors into the boxes."""
     for key, entry in state.items():
         assert isinstance(entry, ShardedTensor)
         for box in entry.boxes:

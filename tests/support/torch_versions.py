@@ -1,6 +1,4 @@
-"""Tests of what depends on the version of torch: which tensors its operators keep, when its
-compiler compiles anew.
-"""
+"""Marker for tests that depend on the torch version: saved tensors of operators, recompilation."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""Runs of the training program inside the pool of workers, and what they measured and held at the
-end.
-"""
+"""Runs of the training program inside the worker pool, with their measurements and final state."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ LAYOUTS = {  # name -> (processes, flags)
 
 @dataclass
 class Measurements:
-    """A writer of `pretrain` that keeps everything."""
+    """A writer of `pretrain` that stores everything."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -83,7 +81,7 @@ class Measurements:
 
 @dataclass
 class Outcome:
-    """One rank's end of a run: position, and boxes of weights and optimizer as (key, global shape,
+    """Final state of one rank: position, and boxes of weights and optimizer as (key, global shape,
     offset, values).
     """
 
@@ -101,7 +99,7 @@ def train(
     common: str = COMMON,
     forward_step: ForwardStep = forward_step,
 ) -> Outcome:
-    """`pretrain_gpt.py COMMON FLAGS` as one rank of the group that exists."""
+    """Run `pretrain_gpt.py COMMON FLAGS` as one rank of the existing group."""
     measured = Measurements()
     argv = shlex.split(common + flags)
     config = parse_args(argv, world_size, read_checkpoint_args(argv, world_size))
@@ -119,9 +117,7 @@ def train(
 
 
 def whole(outcomes: list[Outcome]) -> dict[str, torch.Tensor]:
-    """The global tensors that the boxes of all ranks make up; they must cover them, and agree where
-    they overlap.
-    """
+    """Return global tensors from the boxes of all ranks; assert coverage and equal overlaps."""
     tensors: dict[str, torch.Tensor] = {}
     covered: dict[str, torch.Tensor] = {}
     for key, shape, offset, values in (row for outcome in outcomes for row in outcome.boxes):

@@ -1,4 +1,4 @@
-"""Golden archives, each unpacked once in a session."""
+"""Golden archives, each unpacked once per session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests import GOLDEN
 
 
 def unpacked(tmp_path_factory: pytest.TempPathFactory, archive: str) -> Path:
-    """The one directory in `tests/golden/<archive>.tar.xz`."""
+    """Return the single directory in `tests/golden/<archive>.tar.xz`."""
     directory = tmp_path_factory.getbasetemp() / archive
     if not directory.exists():
         with tarfile.open(GOLDEN / f"{archive}.tar.xz") as content:

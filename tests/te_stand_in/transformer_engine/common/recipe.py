@@ -1,4 +1,4 @@
-"""Recipes: what they are called and what they hold."""
+"""Recipes: names and fields."""
 
 import enum
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""The documented behaviour of the modules that we use, in plain torch.
+"""The documented behavior of the Transformer Engine modules in use, in plain torch.
 
-Of fp8 there is delayed scaling: tensors are rounded to e4m3 by scales that follow from the maxima
-of the calls before, which every rank of the group agrees on when the outermost autocast ends, those
-of every module whether it ran or not; weights are rounded in the first micro-batch.
+fp8 supports delayed scaling: tensors are rounded to e4m3 with scales from the maxima of earlier
+calls. All ranks of the group agree on the scales of every module, used or not, when the outermost
+autocast ends. Weights are rounded in the first micro-batch.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class _Fp8:
 
 
 def forget():
-    """What earlier models left here."""
+    """Clear the state of earlier models."""
     USER_BUFFERS.clear()
     CALLS.clear()
     _Fp8.modules.clear()
@@ -80,7 +80,7 @@ def initialize_ub(
 def parallel_cross_entropy(
     inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None
 ):
-    """Logits `[s, b, v / ranks]`, targets `[s, b]` of the whole vocabulary."""
+    """Return losses for logits `[s, b, v / ranks]` and targets `[s, b]` over the whole vocabulary."""
     assert inp.isfinite().all() and target.is_contiguous() and not reduce_loss
     if dist_process_group is not None:
         inp = _Gather.apply(inp, dist_process_group)
@@ -90,7 +90,9 @@ def parallel_cross_entropy(
 
 
 class _Gather(torch.autograd.Function):
-    """Along the last dimension; every rank has the same loss, so its gradient is this rank's part."""
+    """Gather along the last dimension; every rank has the same loss, so the gradient is this rank's
+    part.
+    """
 
     @staticmethod
     def forward(ctx, x, group):
@@ -135,7 +137,7 @@ class _Module(nn.Module):
         self.primary_weights_in_fp8 = _Fp8.model_recipe is not None
 
     def init_fp8_weights(self, names):
-        """The last thing that a constructor does."""
+        """Create fp8 weights; the last call of a constructor."""
         self.param_init_meta = {
             name: SimpleNamespace(fp8_meta_index=3 * i + 1) for i, name in enumerate(names)
         }
@@ -198,7 +200,7 @@ def _margin(module):
 
 
 class _Product(torch.autograd.Function):
-    """y = x W^T; the gradient of W goes to `main_grad` where it is fused."""
+    """y = x W^T; the gradient of W is added to `main_grad` if accumulation is fused."""
 
     @staticmethod
     def forward(ctx, x, weight, parameter, fused, overwrite):
@@ -220,8 +222,8 @@ class _Product(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Over the group: at a row-parallel layer's end forward, at a column-parallel layer's beginning
-    backward.
+    """Sum over the group: forward at the end of a row-parallel layer, backward at the start of a
+    column-parallel layer.
     """
 
     @staticmethod
@@ -411,7 +413,7 @@ class Fp8Unpadding(nn.Module):
 
 
 def _positions(length, group):
-    """Of this rank's two chunks, one from each end, and of those of all ranks in their order."""
+    """Return the positions of this rank's two chunks (one from each end) and of all ranks in order."""
     size = dist.get_world_size(group)
     chunk = length // 2
     chunks = [torch.arange(index * chunk, (index + 1) * chunk) for index in range(2 * size)]
@@ -420,7 +422,7 @@ def _positions(length, group):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Of all ranks, whose queries have a gradient for each."""
+    """Gather keys of all ranks; the queries of each rank contribute a gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -456,7 +458,9 @@ class DotProductAttention(nn.Module):
         cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None,
         core_attention_bias_type="no_bias", alibi_slopes=None,
     ):  # fmt: skip
-        """sbhd: `[s, b, heads, d]` to `[s, b, heads d]`; thd: `[t, heads, d]` to `[t, heads d]`."""
+        """Attend. sbhd: `[s, b, heads, d]` to `[s, b, heads d]`; thd: `[t, heads, d]` to `[t, heads
+        d]`.
+        """
         assert (
             query_layer.shape[-2:] == (self.heads, self.channels)
             and key_layer.shape[-2] == self.groups

@@ -1,4 +1,4 @@
-"""Rotation by angles, one for each element."""
+"""Rotary embedding with one angle per element."""
 
 import torch
 
@@ -7,7 +7,7 @@ def apply_rotary_pos_emb(
     t, freqs, tensor_format="sbhd", start_positions=None, interleaved=False, fused=False, cu_seqlens=None, cp_size=1,
     cp_rank=0,
 ):  # fmt: skip
-    """`[s, b, heads, d]` by `[s, 1, 1, d or less]`."""
+    """Rotate `[s, b, heads, d]` by `[s, 1, 1, d or less]`."""
     assert (
         fused
         and tensor_format == "sbhd"

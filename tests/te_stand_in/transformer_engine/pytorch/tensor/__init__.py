@@ -1,11 +1,11 @@
-"""Weights that are in fp8 themselves, by delayed scaling."""
+"""Weights stored in fp8 with delayed scaling."""
 
 import torch
 import torch.distributed as dist
 
 
 class Quantizer:
-    """Of the tensor `slot` of a module; scale and maximum are the module's."""
+    """Quantizer of the tensor `slot` of a module; scale and maximum belong to the module."""
 
     internal = True
 
@@ -36,7 +36,7 @@ class Quantizer:
 
 
 class Fp8Tensor(torch.Tensor):
-    """Looks like a tensor of its nominal dtype; every operation is one on what it stands for."""
+    """Tensor subclass with a nominal dtype; every operation runs on the dequantized values."""
 
     def __new__(cls, data, scale_inv, dtype, quantizer, requires_grad=False):
         made = torch.Tensor._make_wrapper_subclass(
