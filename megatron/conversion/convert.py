@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from megatron.conversion.megatron_lm.torch_dist import (
     open_torch_dist,
     write_torch_dist,
 )
-from megatron.conversion.model_space.model import Layout, is_trained
+from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.pieces import make_empty_directory, same_bits
 from megatron.conversion.model_space.source import (
     ADAM,
@@ -39,8 +40,10 @@ from megatron.conversion.model_space.source import (
     TensorInfo,
     TrainingState,
     full_precision_key,
+    is_trained,
     no_progress,
     optimizer_states,
+    split_key,
 )
 from megatron.core.dist_checkpointing import (
     LoadReport,
@@ -51,6 +54,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
 from megatron.core.dist_checkpointing.format.schema import file_name
+from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS, BoxReader
 from megatron.core.dist_checkpointing.loading.reader import Request
 from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
@@ -58,6 +62,8 @@ from megatron.core.object_storage import ObjectPath
 from megatron.core.progress import ProgressBar
 
 _VERIFY_BYTES = 64 << 20
+
+logger = logging.getLogger(__name__)
 
 
 READERS: dict[str, Callable[[Path, Hints], Source]] = {
@@ -348,24 +354,92 @@ class _SourceReader:
         return self._source.training.rng[key]()
 
 
-def load_from_source(state: ShardedStateDict, source: Source, **options: Any) -> LoadReport:
-    """Fill the tensors of `state` in place from `source`; a collective. Options are those of
-    `fill`.
+class _MainParametersFromWeights:
+    """A reader that reads main parameters which the checkpoint lacks from its weights.
+
+    Main parameters determine the weights of the run, so they must never keep their random initial
+    values. An fp32 weight is its main parameter. The value of a bf16 or fp16 weight is rounded, so
+    it is used only if `strictness` tolerates missing keys.
+    """
+
+    def __init__(self, reader: BoxReader, state: ShardedStateDict, strictness: str) -> None:
+        self._reader = reader
+        self.bytes_needed = 0
+        self.bytes_read = 0
+        self.metadata = self
+        self.objects = reader.metadata.objects
+        self.tensors: dict[str, Any] = dict(reader.metadata.tensors)
+        self._weights: dict[str, str] = {}  # main parameter -> weight
+        tolerates_missing = strictness not in STRICTNESS or STRICTNESS[strictness][0] != RAISE
+        rounded = []
+        for entry in state.values():
+            weight, optimizer_state = split_key(entry.key)
+            if optimizer_state != "param" or entry.key in self.tensors:
+                continue
+            if weight not in self.tensors:
+                continue
+            is_exact = self.tensors[weight].dtype == torch.float32
+            if is_exact or tolerates_missing:
+                self.tensors[entry.key] = self.tensors[weight]
+                self._weights[entry.key] = weight
+            if tolerates_missing and not is_exact:
+                rounded.append(entry.key)
+        if rounded:
+            logger.warning(
+                f"{len(rounded)} main parameters are not in the checkpoint, {rounded[0]} first: they are taken "
+                "from its weights, which are rounded"
+            )
+
+    def is_substitute(self, key: str) -> bool:
+        """Return whether the weight `key` is read as a main parameter."""
+        return key in self._weights.values()
+
+    def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
+        stored = [
+            request._replace(key=self._weights.get(request.key, request.key))
+            for request in requests
+        ]
+        self._reader.read_into(stored, workers)
+        self.bytes_needed = self._reader.bytes_needed
+        self.bytes_read = self._reader.bytes_read
+
+    def read_object(self, key: str) -> Any:
+        return self._reader.read_object(key)
+
+
+def load_from_source(
+    state: ShardedStateDict,
+    source: Source,
+    *,
+    strictness: str = "raise_all",
+    skip: Callable[[str], bool] = lambda key: False,
+    parallelization_group: dist.ProcessGroup | None = None,
+) -> LoadReport:
+    """Fill the tensors of `state` in place from `source`. The options are those of `fill`. Collective.
 
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """
-    reader = source.reader if isinstance(source, RunCheckpoint) else _SourceReader(source)
-    total = sum(
-        box.tensor.nbytes
-        for entry in state.values()
-        if isinstance(entry, ShardedTensor)
-        for box in entry.boxes
+    stored: BoxReader = (
+        source.reader if isinstance(source, RunCheckpoint) else _SourceReader(source)
     )
-    quiet = dist.is_initialized() and dist.get_rank() > 0  # the first rank's share stands for all
+    reader = _MainParametersFromWeights(stored, state, strictness)
+    total = 0
+    for entry in state.values():
+        if isinstance(entry, ShardedTensor):
+            total += sum(box.tensor.nbytes for box in entry.boxes)
+    # Rank 0 shows its own share: it represents those of the others.
+    quiet = dist.is_initialized() and dist.get_rank() > 0
     with ProgressBar(
-        f"loading {source.description}", total, count=lambda: reader.bytes_read, quiet=quiet
+        f"loading {source.description}", total, count=lambda: stored.bytes_read, quiet=quiet
     ):
-        return fill(state, reader, source.description, **options)
+        return fill(
+            state,
+            reader,
+            source.description,
+            strictness=strictness,
+            skip=lambda key: reader.is_substitute(key) or skip(key),
+            parallelization_group=parallelization_group,
+        )
 
 
 @contextmanager

@@ -112,6 +112,22 @@ def test_sgd(pool, tmp_path, momentum):
     assert weights.keys() == {key for key in whole(saved) if not key.startswith("optimizer.")}
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_sgd_in_fp32_resumes_bitwise(pool, tmp_path, momentum):
+    """Without momentum the files contain neither main parameters nor other optimizer tensors."""
+    flags = (
+        f"--mock-data --train-iters 6 {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum}"
+    )
+    straight = pool.run(train, 2, f"{flags} --tensor-model-parallel-size 2")
+    flags += (
+        f" --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path} --load {tmp_path}"
+    )
+    pool.run(train, 2, f"{flags} --exit-interval 3")
+    for strictness in ("assume_ok_unexpected", "log_all"):
+        resumed = pool.run(train, 2, f"{flags} --ckpt-step 3 --dist-ckpt-strictness {strictness}")
+        assert_same(whole(resumed), whole(straight))
+
+
 TP2 = f"{FLAGS} --tensor-model-parallel-size 2 --ckpt-format torch"
 
 

@@ -270,6 +270,27 @@ FORMS = [
     (DEEPSEEK, "ep2_dp_reshardable", "tp2_ep2_etp2"),
     (DEEPSEEK, "single_fully_reshardable", "cp2_ep2"),
 ]
+# The layout that wrote the files: its generators have the keys of this rank.
+OWN_LAYOUT = [
+    (MIXTRAL, "ep2_dp_reshardable", "ep2"),
+    (DEEPSEEK, "tp2ep2etp1_dp_reshardable", "tp2_ep2_etp1"),
+    (MIXTRAL, "ep2_te_norm_keys", "ep2"),
+    (MIXTRAL, "ep2_nodistopt_legacy", "ep2_gathered_not_sharded"),
+    (MIXTRAL, "single_fully_reshardable", "single"),
+    (MIXTRAL, "single_legacy", "single"),
+    (MIXTRAL, "tp2ep2etp2_dp_reshardable", "tp2_ep2_etp2"),
+    (MIXTRAL, "tp2ep2etp2_legacy", "tp2_ep2_etp2"),
+    (DEEPSEEK, "ep2_dp_reshardable", "ep2"),
+    (DEEPSEEK, "pp2ep2_legacy", "pp2_ep2"),
+    (DEEPSEEK, "single_fully_reshardable", "single"),
+]
+
+
+@pytest.mark.parametrize("model,form,layout", some(OWN_LAYOUT, OWN_LAYOUT[:2]))
+def test_megatrons_runs_resume_at_their_own_layout(pool, tmp_path, archives, model, form, layout):
+    processes, flags = LAYOUTS[layout]
+    load = f"--load {archives(model, form)} --data-cache-path {tmp_path}"
+    check(model, pool.run(train, processes, model, f"{flags} {load}"), first=6)
 
 
 @pytest.mark.parametrize("model,form,layout", some(FORMS, FORMS[:3]))

@@ -7,7 +7,9 @@ import shlex
 import pytest
 
 from megatron.conversion.convert import compare, open_checkpoint
+from megatron.training.checkpoint.resume import check_same_model
 from megatron.training.config.parsing import parse_args
+from megatron.training.config.stored_args import normalize_stored_args
 from megatron.training.training import pretrain
 from tests import ROOT
 from tests.support.training_harness import (
@@ -116,6 +118,20 @@ def test_the_losses_go_on_as_megatrons_own(pool, tmp_path, case, form, processes
         assert grad_norm == pytest.approx(expected[step][1], rel=100 * tolerance), (
             f"iteration {step}"
         )
+
+
+@pytest.mark.parametrize(
+    "case,form", sorted({case[:2] for case in CASES if "torch_dist" in case[1]})
+)
+def test_megatrons_own_flags_are_the_same_mathematics(tmp_path, case, form):
+    """No warning for arguments that Megatron-LM stores as None and derives, such as rope_type."""
+    flags = [*flags_of(case), "--data-path", "data", "--data-cache-path", str(tmp_path)]
+    source = open_checkpoint(GOLDEN / case / form)
+    config = parse_args([*flags, "--load", str(GOLDEN / case / form)], 1)
+    assert (
+        check_same_model(config.flags(), normalize_stored_args(source.args), source.description)
+        == []
+    )
 
 
 def convert(rank, world_size, case, form, layout, save, to):

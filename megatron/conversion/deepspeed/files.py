@@ -40,6 +40,7 @@ from megatron.conversion.model_space.source import (
     TrainingState,
     namespace,
     plain_args,
+    plain_numbers,
     refuse_other_models,
     scalar,
 )
@@ -312,7 +313,7 @@ _POSITION_TYPES = {
 }  # PositionEmbeddingType of BigScience's fork
 _SCHEDULE = (
     "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "start_wd", "end_wd",
-    "wd_incr_style", "wd_incr_steps",
+    "wd_incr_style", "wd_incr_steps", "init_lr", "wsd_decay_steps", "wsd_decay_style",
 )  # fmt: skip
 _RENAMED_SCHEDULE = {name: f"lr_{name}" for name in ("warmup_steps", "decay_steps", "decay_style")}
 _BY_TOKENS = ("lr_decay_tokens", "decay_tokens")
@@ -429,7 +430,7 @@ def read_training(
         or 0,
         consumed_valid_samples=args.get("consumed_valid_samples") or 0,
         num_floating_point_operations_so_far=float(state.get(operations) or 0.0),
-        grad_scaler=state.get("grad_scaler"),
+        grad_scaler=plain_numbers(state.get("grad_scaler") or {}) or None,
         param_groups=state.get("megatron_param_groups")
         or _read_groups(optimizer, scheduler, step, args),
         scheduler=scheduler,

@@ -16,7 +16,13 @@ import torch
 
 from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.model_space.pieces import archive_faults
-from megatron.conversion.model_space.source import COMMON, RANKS, TrainingState, refuse_other_models
+from megatron.conversion.model_space.source import (
+    COMMON,
+    RANKS,
+    TrainingState,
+    plain_numbers,
+    refuse_other_models,
+)
 from megatron.core.dist_checkpointing import CheckpointError, in_memory, safe_open
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import format_value
@@ -170,13 +176,17 @@ def training_state(
 
 
 def _ordered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups without their parameters, that with weight decay first (0.12 has them in either
-    order).
+    """Return the groups without their parameters, the one with weight decay first.
+
+    Megatron-core 0.12 has them in either order.
     """
-    plain = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    for group in plain:
-        if group.get("step") is not None:
-            group["step"] = int(group["step"])
+    plain = []
+    for group in groups:
+        plain.append(
+            plain_numbers({name: value for name, value in group.items() if name != "params"})
+        )
+        if plain[-1].get("step") is not None:
+            plain[-1]["step"] = int(plain[-1]["step"])
     return sorted(plain, key=lambda group: -float(group.get("wd_mult") or 0.0))
 
 
@@ -222,9 +232,18 @@ def param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
 
 
 def _grad_scaler(optimizer: Any) -> dict[str, Any] | None:
+    """Return the state of the loss scaler as plain numbers."""
     optimizer = chained(optimizer)[0]
     scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
-    return in_memory(dict(scaler or {})) or None
+    return plain_numbers(scaler or {}) or None
+
+
+def stored_grad_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the loss scaler as Megatron-LM stores it: its scale is a tensor."""
+    stored = dict(scaler)
+    if "scale" in stored:
+        stored["scale"] = torch.tensor([float(stored["scale"])])
+    return stored
 
 
 # Argument -> the values with which a run is the model that we know; None stands for "not given".

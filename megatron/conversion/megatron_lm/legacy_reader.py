@@ -25,6 +25,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     PieceTable,
     bucket_size_of,
     by_optimizer,
+    has_optimizer,
     plan_buckets,
     refuse_unknown_optimizer,
 )
@@ -152,10 +153,10 @@ class LegacySource:
                     self._add_buffers(kind, where, own, rank.pp)
                 elif kind is not None and any(own):
                     self._add_states(kind, own, where)
-        self._table.complete()
+        groups = param_groups(files[begin].get("optimizer")) if optimizer else None
+        self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
         check_optimizer_complete(self.tensors, self.description)
-        groups = param_groups(files[begin].get("optimizer")) if optimizer else None
         self.training: TrainingState | None = training_state(files[begin], self.args, groups)
         if layout.parallel.ep_size == 1:
             self.training.rng = _generators(

@@ -24,6 +24,7 @@ from megatron.conversion.megatron_lm.args import (
     initial_rng_state,
     least_world,
     rng_key,
+    stored_grad_scaler,
 )
 from megatron.conversion.megatron_lm.optimizer_state import (
     bucket_size_of,
@@ -214,9 +215,8 @@ class _Contents:
             groups = [optimizer["optimizer"]["param_groups"] for optimizer in optimizers]
             optimizers = [self._numbered(*kind) for kind in zip(groups, kinds, strict=True)]
         if training.grad_scaler is not None:
-            optimizers = [
-                optimizer | {"grad_scaler": training.grad_scaler} for optimizer in optimizers
-            ]
+            scaler = stored_grad_scaler(training.grad_scaler)
+            optimizers = [optimizer | {"grad_scaler": scaler} for optimizer in optimizers]
         content["optimizer"] = optimizers if len(kinds) == 2 else optimizers[0]
         return files
 

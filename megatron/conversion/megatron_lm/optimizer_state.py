@@ -19,6 +19,7 @@ from megatron.conversion.model_space.pieces import ReadFlat, ReadRegion, region_
 from megatron.conversion.model_space.source import (
     OPTIMIZER_STATES,
     TensorInfo,
+    is_trained,
     optimizer_key,
     optimizer_states,
     split_key,
@@ -145,6 +146,17 @@ def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], wher
         )
 
 
+def has_optimizer(
+    args: Mapping[str, Any], tensors: Iterable[str], groups: list[dict[str, Any]] | None
+) -> bool:
+    """Return whether a checkpoint with these tensors and parameter groups contains an optimizer.
+
+    SGD without momentum has groups only. Adam's groups without moments are not a usable state.
+    """
+    has_moments = any(state != "param" for state in optimizer_states(tensors))
+    return has_moments or (args.get("optimizer") == "sgd" and groups is not None)
+
+
 class PieceTable:
     """The pieces that weights and optimizer state are stored in, by key; where several hold the
     same elements the first is read. Main parameters, rounded, must be the weights, to the bit.
@@ -195,18 +207,17 @@ class PieceTable:
                 region_of_flat(read_flat, first + box.start, box.shape),
             )
 
-    def complete(self) -> None:
-        """Call when all pieces are added: adds implied main parameters, and checks both ends of
-        every stored piece.
+    def complete(self, has_optimizer: bool) -> None:
+        """Add implied main parameters, and check both ends of every stored one.
+
+        Call this after the last piece was added. `has_optimizer` states that the files contain an
+        optimizer, which SGD without momentum does not show in its tensors.
         """
-        moments = [state for state in optimizer_states(self.tensors) if state != "param"]
         for key in [key for key in self.tensors if not key.startswith("optimizer.")]:
             main = optimizer_key("param", key)
-            dtype = self.tensors[key].dtype
-            has_state = any(optimizer_key(state, key) in self.tensors for state in moments)
             if main in self.tensors:
                 self._check_ends(main)
-            elif has_state and dtype == torch.float32:
+            elif has_optimizer and is_trained(key) and self.tensors[key].dtype == torch.float32:
                 # An fp32 model without the distributed optimizer stores no main parameters.
                 self.tensors[main] = self.tensors[key]
                 self._pieces[main] = self._pieces[key]

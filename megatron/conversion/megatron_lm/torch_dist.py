@@ -30,6 +30,7 @@ from megatron.conversion.megatron_lm.args import (
     extra_states,
     in_chain,
     param_groups,
+    stored_grad_scaler,
     training_state,
     with_asked_for,
 )
@@ -38,6 +39,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     PieceTable,
     by_optimizer,
     fit_buckets,
+    has_optimizer,
     refuse_unknown_optimizer,
 )
 from megatron.conversion.model_space.model import (
@@ -189,7 +191,7 @@ class TorchDistSource:
             name = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
             keys = [key for key in (name, f"chained_0.{name}") if key in stored.objects]
             groups = groups or (param_groups(self._reader.read_object(keys[0])) if keys else None)
-        self._table.complete()
+        self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
         self.training: TrainingState | None = training_state(common, self.args, groups)
         self.training.rng = _generators(self._reader)
         self.tensors = self._table.tensors
@@ -477,7 +479,7 @@ def _common(source: Source) -> dict[str, Any]:
     if training is not None and training.param_groups is not None:
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
         if training.grad_scaler is not None:
-            optimizer["grad_scaler"] = training.grad_scaler
+            optimizer["grad_scaler"] = stored_grad_scaler(training.grad_scaler)
         optimizer["param_state_sharding_type"] = "fully_reshardable"
         common["optimizer"] = in_chain(optimizer, args)
     if training is not None and training.scheduler is not None:

@@ -28,6 +28,7 @@ from megatron.conversion.model_space.source import (
     Shape,
     Source,
     TensorInfo,
+    is_trained,
     optimizer_key,
     optimizer_states,
     split_key,
@@ -136,11 +137,6 @@ def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> N
             raise CheckpointError(
                 f"{where}: {key} has shape {tensors[key].shape}, its parameter {shape}"
             )
-
-
-def is_trained(key: str) -> bool:
-    """Whether the optimizer knows the parameter: the bias of a router follows the load."""
-    return not key.endswith(".router.expert_bias")
 
 
 def resolved(config: TransformerConfig) -> dict[str, Any]:

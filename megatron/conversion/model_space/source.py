@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.core.dist_checkpointing import FileTensor
+from megatron.core.dist_checkpointing import FileTensor, in_memory
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import (
@@ -211,6 +211,15 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `values` with every tensor of one element replaced by its number."""
+    result = in_memory(dict(values))
+    for name, value in result.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            result[name] = value.item()
+    return result
+
+
 def refuse_other_models(
     args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], where: str
 ) -> None:
@@ -261,6 +270,11 @@ def full_precision_key(parameter: str, keys: Container[str]) -> str:
     """
     main = optimizer_key("param", parameter)
     return main if main in keys else parameter
+
+
+def is_trained(key: str) -> bool:
+    """Return whether the optimizer trains the parameter; a router's bias follows the load instead."""
+    return not key.endswith(".router.expert_bias")
 
 
 @dataclass(frozen=True)

@@ -389,11 +389,14 @@ def _take_position(
         run.scheduler.step(run.state.consumed_train_samples)
 
 
-def _restore_generators(run: Run, state: dict[str, Any] | None) -> None:
+def _restore_generators(run: Run, state: Any) -> None:
     """Restore what fits; the rest (other layout, device or program) is seeded again, so that the
     run is repeatable.
     """
     seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
+    # Megatron-LM stores a list with the state of each data-parallel rank that shares the key.
+    while isinstance(state, list) and len(state) == 1:
+        state = state[0]
     unfit = ["of this layout"] if state is None else set_rng_state(state, run.rng)
     if unfit and not run.config.checkpoint.no_load_rng:
         logger.info(

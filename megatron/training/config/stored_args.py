@@ -35,6 +35,8 @@ def normalize_stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
         known["num_query_groups"] = known["num_attention_heads"]  # stored is an unused 1
     if known.get("add_bias_linear"):
         known["add_qkv_bias"] = False  # implied; stored is True
+    if known.get("rope_type", "") is None:  # Megatron-LM stores the default as None
+        known["rope_type"] = "yarn" if known.get("multi_latent_attention") else "rope"
     is_null_tokenizer = known.get("tokenizer_type") == "NullTokenizer"
     if is_null_tokenizer and known.get("null_tokenizer_eod_id", 0) is None:
         # Megatron-LM since 0.19: None selects the last token.

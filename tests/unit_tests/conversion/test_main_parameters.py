@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.convert import convert, load_from_source, open_checkpoint
 from megatron.conversion.formats import Hints, Options
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout
-from megatron.conversion.model_space.source import Source, read_whole
-from megatron.core.dist_checkpointing import CheckpointError, write_tracker
+from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
+from megatron.core.dist_checkpointing import (
+    CheckpointError,
+    ShardedTensor,
+    load_common,
+    write_tracker,
+)
 from megatron.training.checkpoint.resume import find_start
 from megatron.training.config.options import CheckpointConfig
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
@@ -99,3 +104,68 @@ def test_optimizers_that_are_not_ours_are_refused_by_name(
         key.startswith("optimizer.")
         for key in open_checkpoint(tmp_path / "run", hints=Hints(optimizer=False)).tensors
     )
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "legacy"])
+def test_sgd_without_momentum_keeps_its_main_parameters(tmp_path: Path, form: str) -> None:
+    """In fp32 without the distributed optimizer the files contain parameter groups only."""
+    source = random_source(LLAMA_ARGS | {"optimizer": "sgd", "use_distributed_optimizer": False})
+    for key in [key for key in source.values if key.startswith("optimizer.state.")]:
+        del source.values[key]
+    if form == "torch_dist":
+        write_torch_dist(source, tmp_path / "run")
+    else:
+        weights = dict(source.values)
+        source.values |= {optimizer_key("param", key): value for key, value in weights.items()}
+        write_legacy(source, tmp_path / "run", Layout.of(2, 2, 1))
+    result = open_checkpoint(tmp_path / "run")
+    for key in [key for key in source.values if not key.startswith("optimizer.")]:
+        main = read_whole(result, optimizer_key("param", key))
+        assert torch.equal(main, source.values[key])
+    assert len(result.tensors) == 2 * len(weights if form == "legacy" else source.values)
+
+
+@pytest.mark.parametrize("strictness", ["log_all", "ignore_all", "return_all", "raise_unexpected"])
+def test_missing_main_parameters_are_read_from_fp32_weights(strictness: str) -> None:
+    source = random_source(LLAMA_ARGS)
+    del source.values[optimizer_key("param", KEY)]
+    state = {
+        key: ShardedTensor.replicated(key, torch.full(info.shape, 9.0))
+        for key, info in source.tensors.items()
+        if key.startswith("optimizer.")
+    }
+    main = optimizer_key("param", KEY)
+    state[main] = ShardedTensor.replicated(main, torch.full(source.values[KEY].shape, 9.0))
+    report = load_from_source(state, source, strictness=strictness, skip=lambda key: False)
+    assert torch.equal(state[main].local, source.values[KEY])
+    assert report.unexpected == [] and KEY not in report.missing
+
+
+def test_missing_main_parameters_are_read_from_rounded_weights_if_tolerated(caplog) -> None:
+    source = random_source(LLAMA_ARGS | {"bf16": True})
+    main = optimizer_key("param", KEY)
+    del source.values[main]
+    state = {main: ShardedTensor.replicated(main, torch.full(source.values[KEY].shape, 9.0))}
+    with pytest.raises(CheckpointError, match=f"asked for but not in the checkpoint.*\n.*{KEY}"):
+        load_from_source(state, source, strictness="raise_unexpected")
+    load_from_source(state, source, strictness="log_unexpected")
+    assert torch.equal(state[main].local, source.values[KEY].float())
+    assert f"1 main parameters are not in the checkpoint, {main} first" in caplog.text
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "legacy", "universal"])
+def test_loss_scaler_state_survives_every_format(tmp_path: Path, form: str) -> None:
+    """Megatron-LM stores the scale as a tensor, the JSON sidecar of an export as a number."""
+    source = random_source(LLAMA_ARGS | {"fp16": True})
+    assert source.training is not None
+    scaler = {"scale": 1024.0, "growth_tracker": 3, "hysteresis_tracker": 2}
+    source.training.grad_scaler = dict(scaler)
+    write_torch_dist(source, tmp_path / "run")
+    stored = load_common(tmp_path / "run")["optimizer"]["grad_scaler"]
+    assert stored["scale"].tolist() == [1024.0]
+    convert(tmp_path / "run", tmp_path / form, form)
+    sidecar = Options(optim_sidecar=True)
+    convert(tmp_path / form, tmp_path / "hf", "hf", options=sidecar, verify=True)
+    convert(tmp_path / "hf", tmp_path / "again", "torch_dist")
+    training = open_checkpoint(tmp_path / "again").training
+    assert training is not None and training.grad_scaler == scaler

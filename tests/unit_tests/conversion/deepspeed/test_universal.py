@@ -257,6 +257,22 @@ def test_round_trip(name: str, style: str | None, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("style", ["pipeline", "bigscience"])
+def test_schedule_survives_whole(tmp_path: Path, style: str) -> None:
+    """Including the fields that the schedules of DeepSpeed's programs do not have."""
+    source = random_source(GPT_ARGS)
+    assert source.training is not None and source.training.scheduler is not None
+    source.training.scheduler |= {
+        "init_lr": 1e-5,
+        "wsd_decay_steps": 16,
+        "wsd_decay_style": "minus_sqrt",
+        "lr_decay_style": "WSD",
+    }
+    write_universal(source, tmp_path, Options(universal_style=style))
+    training = opened(tmp_path).training
+    assert training is not None and training.scheduler == source.training.scheduler
+
+
 def test_foreign_models_and_missing_optimizers_are_named(tmp_path: Path) -> None:
     args = ROUND_TRIPS["llama-everything"]
     notes = write_universal(random_source(args, optimizer=False), tmp_path / "out")

@@ -15,8 +15,8 @@ from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.families import MIXTRAL, QWEN2_MOE, QWEN3_MOE, choose_family
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
-from megatron.conversion.model_space.model import is_trained, model_config
-from megatron.conversion.model_space.source import optimizer_key, read_whole
+from megatron.conversion.model_space.model import model_config
+from megatron.conversion.model_space.source import is_trained, optimizer_key, read_whole
 from megatron.core.models import GPTModel
 from tests.support.memory_source import random_source
 
