@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedStateDict, ShardedTensor
+from megatron.core.sharding import REPLICATED, Sharding
 
 _INIT_BLOCK = (
     1 << 20
@@ -107,41 +108,32 @@ class Fp8Tensors(Protocol):
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """What the optimizer and the gradient reductions must know of a parameter."""
+    """Properties of a parameter that initialization, optimizer and gradient reductions need."""
 
     init: Init
-    tp_dim: int | None = (
-        None  # the dimension that is split over TP; None: every TP rank holds the same values
-    )
-    tp_blocks: int = (
-        1  # the tensor is that many stacked matrices (gate and up), each of which is split
-    )
-    partial_grad: bool = (
-        False  # under sequence parallelism each TP rank sees a part of the sequence: sum over TP
-    )
-    shared_embedding: bool = (
-        False  # tied embedding with PP > 1: one copy on the first and one on the last stage
-    )
-    counted: bool = True  # False for the copy on the last stage: it is left out of norms
-    row_blocks: tuple[
-        int, ...
-    ] = ()  # rows repeat in blocks of these sizes, each a part of a matrix of its own
-    expert: bool = False  # split over ETP and EP in place of TP, replicated over EDP in place of DP
-    trained: bool = True  # False: no gradient changes it
-    fp8: Fp8Tensors | None = None  # what computes has it in fp8
-
-    @property
-    def tp_split(self) -> bool:
-        return self.tp_dim is not None
+    sharding: Sharding = REPLICATED
+    partial_grad: bool = False
+    """Each TP rank computes the gradient of its part of the sequence: sum it over TP."""
+    shared_embedding: bool = False
+    """Tied embedding with PP > 1: the first and the last stage have a copy each."""
+    counted: bool = True
+    """Included in norms of the model; False for the copy of the last stage."""
+    trained: bool = True
+    """Changed by gradients."""
+    fp8: Fp8Tensors | None = None
+    """The fp8 tensors that layers compute with, if any."""
 
 
 def make_parameter(
     shape: Shape, dtype: torch.dtype, device: torch.device | None, info: ParamInfo
 ) -> nn.Parameter:
-    """An uninitialised parameter that carries its `ParamInfo`; `MegatronModule.initialize` fills
-    it.
+    """Return this rank's part of a parameter of the global `shape`, with its `ParamInfo`.
+
+    The values are uninitialized; `MegatronModule.initialize` fills them.
     """
-    param = nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=info.trained)
+    local_shape = info.sharding.local_shape(shape)
+    values = torch.empty(local_shape, dtype=dtype, device=device)
+    param = nn.Parameter(values, requires_grad=info.trained)
     set_param_info(param, info)
     return param
 
@@ -155,26 +147,26 @@ def set_param_info(param: nn.Parameter, info: ParamInfo) -> None:
 
 
 class MegatronModule(nn.Module):
-    """Recursive `sharded_state_dict`: who creates a parameter that is split over TP overrides it in
-    the same class.
+    """Module whose parameters know which boxes of global tensors they hold.
+
+    A class overrides `sharded_state_dict` only to store parameters under other keys.
     """
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        """Own parameters are replicated over TP; children say their own."""
-        state: ShardedStateDict = {
-            prefix + name: ShardedTensor.replicated(prefix + name, param)
-            for name, param in self._parameters.items()
-            if param is not None
-        }
+        """Return this rank's part of every parameter, by the key of its global tensor."""
+        state: ShardedStateDict = {}
+        for name, param in self._parameters.items():
+            if param is not None:
+                state[prefix + name] = param_info(param).sharding.describe(prefix + name, param)
         for name, child in self.named_children():
             state.update(child_sharded_state_dict(child, f"{prefix}{name}."))
         return state
 
     @torch.no_grad()
     def initialize(self, seed: int | None) -> None:
-        """Fill every parameter from `seed` and its key; padding that is in no box becomes zero.
+        """Fill every parameter with values that depend on `seed` and on its key, and padding with 0.
 
-        None: all of it becomes zero, for weights that are about to be loaded.
+        Without a seed all values become zero, for weights that are about to be loaded.
         """
         for key, entry in self.sharded_state_dict().items():
             assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter), key

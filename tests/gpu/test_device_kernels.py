@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.module import Normal, ParamInfo
+from megatron.core.module import Normal
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import (
     TensorParallelRng,
@@ -178,9 +178,8 @@ def test_embedding_gradient_is_the_same_every_time(device):
     dy = torch.randn(64, 4, 32, device=device)
     grads = []
     for _ in range(3):
-        info = ParamInfo(Normal(0.1))
         module = VocabParallelEmbedding(
-            8, 32, num_rows=8, info=info, tp=Axis(), device=torch.device(device)
+            8, 32, num_rows=8, init=Normal(0.1), tp=Axis(), device=torch.device(device)
         )
         module.initialize(1)
         module.weight.main_grad = torch.zeros(8, 32, device=device)

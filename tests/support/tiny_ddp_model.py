@@ -20,6 +20,7 @@ from megatron.core.distributed import (
 from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+from megatron.core.sharding import Sharding
 
 HIDDEN = 32
 VOCAB = 19
@@ -33,20 +34,12 @@ class Embedding(MegatronModule):
     def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
         super().__init__()
         self.tp = tp
-        self.weight = make_parameter(
-            (PADDED_VOCAB // tp.size, HIDDEN), dtype, None, ParamInfo(Normal(0.5), tp_dim=0)
-        )
+        sharding = Sharding(dim=0, axis=tp, num_rows=VOCAB)
+        info = ParamInfo(Normal(0.5), sharding)
+        self.weight = make_parameter((PADDED_VOCAB, HIDDEN), dtype, None, info)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight)
-
-    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        key = prefix + "weight"
-        return {
-            key: ShardedTensor.split_rows(
-                key, self.weight, self.tp.rank, self.tp.size, num_rows=VOCAB
-            )
-        }
 
 
 class Linear(MegatronModule):
@@ -55,21 +48,14 @@ class Linear(MegatronModule):
     def __init__(self, dtype: torch.dtype, tp: Axis) -> None:
         super().__init__()
         self.tp = tp
-        rows = HIDDEN // tp.size
-        self.weight = make_parameter((rows, HIDDEN), dtype, None, ParamInfo(Normal(0.2), tp_dim=0))
-        self.bias = make_parameter((rows,), dtype, None, ParamInfo(Normal(0.1), tp_dim=0))
+        rows = Sharding(dim=0, axis=tp)
+        weight_info = ParamInfo(Normal(0.2), rows)
+        bias_info = ParamInfo(Normal(0.1), rows)
+        self.weight = make_parameter((HIDDEN, HIDDEN), dtype, None, weight_info)
+        self.bias = make_parameter((HIDDEN,), dtype, None, bias_info)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
-
-    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        params = {
-            prefix + name: param for name, param in self._parameters.items() if param is not None
-        }
-        return {
-            key: ShardedTensor.split(key, p, 0, self.tp.rank, self.tp.size)
-            for key, p in params.items()
-        }
 
 
 class Layer(MegatronModule):

@@ -350,12 +350,11 @@ class _UniversalWriter:
     def _marks(self, key: str) -> dict[str, Any]:
         """How a loader cuts the tensor for its own tensor parallelism."""
         parameter = self.parameters[key]
+        sharding = parameter.info.sharding
         marks = {
-            "cat_dim": parameter.info.tp_dim,
+            "cat_dim": sharding.dim,
             "vocab_tensor": parameter.group.embedding or None,
-            "param_n_sub_params": parameter.info.tp_blocks
-            if parameter.info.tp_blocks > 1
-            else None,
+            "param_n_sub_params": sharding.blocks if sharding.blocks > 1 else None,
         }
         return {name: value for name, value in marks.items() if value is not None}
 

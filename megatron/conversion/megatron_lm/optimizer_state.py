@@ -45,7 +45,10 @@ def by_optimizer(
     """
     kinds = ({False}, {True}) if apart else ({False, True},)
     return [
-        [[p for p in chunk if p.info.trained and p.info.expert in kind] for chunk in chunks]
+        [
+            [p for p in chunk if p.info.trained and p.info.sharding.is_expert in kind]
+            for chunk in chunks
+        ]
         for kind in kinds
     ]
 

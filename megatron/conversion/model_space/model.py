@@ -357,7 +357,7 @@ def _parameters_of(model: GPTModel) -> list[LocalParameter]:
     ]
     result: list[LocalParameter] = []
     for module, group in itertools.groupby(
-        parameters, lambda p: p.info.expert and p.name.split(".linear_fc")[0]
+        parameters, lambda p: p.info.sharding.is_expert and p.name.split(".linear_fc")[0]
     ):
         members = list(group)
         result += members if not module else _each_expert(members, str(module))

@@ -292,36 +292,6 @@ class ShardedTensor:
         shape[dim] *= size
         return cls(key, tuple(shape), tensor.dtype, (Box(tuple(offset), tensor.detach()),), tensor)
 
-    @classmethod
-    def split_rows(
-        cls,
-        key: str,
-        tensor: torch.Tensor,
-        rank: int,
-        size: int,
-        num_blocks: int = 1,
-        num_rows: int | None = None,
-    ) -> ShardedTensor:
-        """Rows of `num_blocks` stacked matrices, each split evenly over `size` ranks.
-
-        The global tensor is `[block_0; block_1; ...]`, the local one `[block_0 part; block_1 part;
-        ...]`. `num_rows` crops the global tensor to its first rows (padded vocabulary; one block
-        only).
-        """
-        if size == 1:
-            num_blocks = 1  # the blocks are neighbours: one box
-        local_rows = tensor.shape[0] // num_blocks
-        assert local_rows * num_blocks == tensor.shape[0], (key, tuple(tensor.shape), num_blocks)
-        assert num_rows is None or num_blocks == 1
-        total = local_rows * size * num_blocks if num_rows is None else num_rows
-        boxes = []
-        for block, part in enumerate(tensor.detach().split(local_rows)):
-            start = (block * size + rank) * local_rows
-            part = part[: max(0, min(local_rows, total - start))]
-            if len(part):
-                boxes.append(Box((start,) + (0,) * (tensor.dim() - 1), part))
-        return cls(key, (total, *tensor.shape[1:]), tensor.dtype, tuple(boxes), tensor)
-
     def flat_range(self, key: str, start: int, data: torch.Tensor) -> ShardedTensor:
         """State that belongs to local elements `[start, start + len(data))` of this parameter.
 

@@ -269,7 +269,7 @@ def _make_buffers(
     for name, param in module.named_parameters():
         if param.requires_grad:
             info = param_info(param)
-            axis = edp if info.expert else dp
+            axis = edp if info.sharding.is_expert else dp
             kinds.setdefault((param.dtype, info.fp8 is not None, axis.ranks), []).append(
                 (name, param)
             )

@@ -122,7 +122,7 @@ def _bucket_runs(specs: Sequence[ParamSpec], bucket_size: int) -> Iterator[list[
     backward = list(reversed(specs))
     matrices = [spec for spec in backward if spec.group.weight_decay]
     vectors = [spec for spec in backward if not spec.group.weight_decay]
-    vectors.sort(key=lambda spec: (spec.info.tp_split, spec.info.partial_grad))
+    vectors.sort(key=lambda spec: (spec.info.sharding.is_split, spec.info.partial_grad))
     run: list[ParamSpec] = []
     for spec in matrices + vectors:
         full = sum(other.numel for other in run) >= bucket_size

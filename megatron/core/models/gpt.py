@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.arithmetic import even_range
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter, param_info
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
+from megatron.core.sharding import Sharding
 from megatron.core.tensor_parallel import (
     TensorParallelRng,
     VocabParallelEmbedding,
@@ -71,8 +72,9 @@ class GPTEmbedding(MegatronModule):
             config.vocab_size,
             config.hidden_size,
             num_rows=num_rows,
-            info=ParamInfo(Normal(config.init_method_std), tp_dim=0, shared_embedding=shared),
+            init=Normal(config.init_method_std),
             tp=place.tp,
+            shared=shared,
             sequence_parallel=place.sequence_parallel,
             dtype=config.params_dtype,
             device=place.device,
@@ -129,16 +131,16 @@ class OutputLayer(MegatronModule):
         self.tied_copy = tied_copy
         self.cross_entropy = layer_spec(config).cross_entropy(config)
         self.softcap = config.final_logit_softcapping
-        info = ParamInfo(
-            Normal(config.init_method_std),
-            tp_dim=0,
-            shared_embedding=tied_copy,
-            counted=not tied_copy,
-        )
-        shape = (num_rows // place.tp.size, config.hidden_size)
-        self.weight = (
-            make_parameter(shape, config.params_dtype, place.device, info) if own_weight else None
-        )
+        self.weight = None
+        if own_weight:
+            info = ParamInfo(
+                Normal(config.init_method_std),
+                Sharding(dim=0, axis=place.tp, num_rows=config.vocab_size),
+                shared_embedding=tied_copy,
+                counted=not tied_copy,
+            )
+            shape = (num_rows, config.hidden_size)
+            self.weight = make_parameter(shape, config.params_dtype, place.device, info)
 
     def forward(self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Loss per token `[b, s]` in fp32; without labels the logits `[b, s, vocab]`."""
@@ -166,14 +168,11 @@ class OutputLayer(MegatronModule):
         return gather_from_tensor_parallel(partial, self.tp)[..., : self.vocab_size].transpose(0, 1)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        if self.weight is None:
-            return {}
-        key = self.TIED_KEY if self.tied_copy else prefix + "weight"
-        return {
-            key: ShardedTensor.split_rows(
-                key, self.weight, self.tp.rank, self.tp.size, num_rows=self.vocab_size
-            )
-        }
+        """Return the matrix; a copy of the word embedding is stored under the embedding's key."""
+        if self.weight is None or not self.tied_copy:
+            return super().sharded_state_dict(prefix)
+        sharding = param_info(self.weight).sharding
+        return {self.TIED_KEY: sharding.describe(self.TIED_KEY, self.weight)}
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,12 @@ def counts_for_model(info: ParamInfo, ps: ParallelState, sharded: bool) -> bool:
 
     The sum is taken over `find_norm_axis`. `sharded`: the values are sharded over data parallelism.
     """
+    is_split = info.sharding.is_split
     if not ps.config.splits_experts:
-        return info.counted and (info.tp_split or ps.tp.is_first)
-    if info.expert:
-        return (info.tp_split or ps.etp.is_first) and (sharded or ps.edp.is_first)
-    return info.counted and (info.tp_split or ps.tp.is_first) and (sharded or ps.dp_cp.is_first)
+        return info.counted and (is_split or ps.tp.is_first)
+    if info.sharding.is_expert:
+        return (is_split or ps.etp.is_first) and (sharded or ps.edp.is_first)
+    return info.counted and (is_split or ps.tp.is_first) and (sharded or ps.dp_cp.is_first)
 
 
 def find_norm_axis(shard: Axis, ps: ParallelState) -> Axis:

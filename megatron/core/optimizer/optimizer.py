@@ -16,7 +16,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import FlatShard, allocate_shard, cast_to_fp8
 from megatron.core.optimizer.grad_norm import GradNorm, compute_clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
-from megatron.core.optimizer.update_rules import ShardedModel, make_update_rule, select_states
+from megatron.core.optimizer.update_rules import make_update_rule, select_states
 from megatron.core.parallel_state import ParallelState
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class MegatronOptimizer:
         self.device = self.shards[0].param.device
         has_fp16 = any(shard.bucket.param_data.dtype == torch.float16 for shard in self.shards)
         self.grad_scaler = GradScaler(config, has_fp16)
-        self._rule = make_update_rule(config, ShardedModel(self.shards, self.chunks, ps))
+        self._rule = make_update_rule(config, self.shards)
         use_apex = config.optimizer_impl == "apex"
         self._grad_norm = GradNorm(self.shards, self.chunks[0].shard, ps, use_apex)
 

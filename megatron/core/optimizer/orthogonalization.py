@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.module import param_info
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.parallel_state import Axis
+from megatron.core.sharding import Sharding
 from megatron.core.tensor_parallel.mappings import all_gather_into_tensor
 
 # (a, b, c) of the iteration x <- a x + (b x x^T + c (x x^T)^2) x; with several triples, step i uses
@@ -56,83 +54,40 @@ def compute_scale(rows: int, columns: int, mode: str) -> float:
     return max(1.0, rows / columns) ** 0.5
 
 
-@dataclass(frozen=True)
-class MatrixLayout:
-    """Position of this rank's part of a parameter in the whole matrix."""
-
-    split_dim: int | None
-    """Dimension of the matrix that is split over `tp`; None if it is not split."""
-    tp: Axis = Axis()
-    """Tensor parallelism; for experts ETP."""
-    row_blocks: tuple[int, ...] = ()
-    """Block sizes if rows repeat in blocks: the first blocks together are a matrix of their own,
-    then the second ones, and so on (Q, K, V).
-    """
-
-
-def find_matrix_layouts(
-    model_state: ShardedStateDict,
-    matrices: Collection[nn.Parameter],
-    split_qkv: bool,
-    tp: Axis,
-    etp: Axis,
-) -> dict[nn.Parameter, MatrixLayout]:
-    """Return the layout of each parameter in `matrices`, derived from the layers' sharding."""
-    layouts: dict[nn.Parameter, MatrixLayout] = {}
-    for entry in model_state.values():
-        if not isinstance(entry, ShardedTensor) or not isinstance(entry.local, nn.Parameter):
-            continue
-        if entry.local not in matrices:
-            continue
-        info = param_info(entry.local)
-        # Experts have a leading dimension: [experts, rows, columns].
-        local_shape = entry.local.shape[-2:]
-        global_shape = entry.global_shape[-2:]
-        split_dims = [dim for dim in range(2) if local_shape[dim] != global_shape[dim]]
-        layouts[entry.local] = MatrixLayout(
-            split_dim=split_dims[0] if split_dims else None,
-            tp=etp if info.expert else tp,
-            row_blocks=info.row_blocks if split_qkv else (),
-        )
-    return layouts
-
-
 class Orthogonalizer:
     """Orthogonalizes and scales the matrices of parameters, gathering them over TP."""
 
-    def __init__(
-        self, config: OptimizerConfig, layouts: Mapping[nn.Parameter, MatrixLayout]
-    ) -> None:
+    def __init__(self, config: OptimizerConfig) -> None:
         self._config = config
-        self._layouts = layouts
 
-    def orthogonalize(self, local: Tensor, param: nn.Parameter) -> Tensor:
-        """Return this rank's part of the orthogonalized matrices of `param`.
+    def orthogonalize(self, local: Tensor, sharding: Sharding) -> Tensor:
+        """Orthogonalize each matrix of a parameter: one, one per expert, or Q, K and V.
 
-        `local` is this rank's part of the values. Collective over TP (ETP for experts).
+        `local` is this rank's part of the values, as is the result. Collective over TP (ETP for
+        experts).
         """
-        return self.orthogonalize_parts(local, self._layouts[param])
-
-    def orthogonalize_parts(self, local: Tensor, layout: MatrixLayout) -> Tensor:
-        """Orthogonalize each matrix in `local`: one, one per expert, or Q, K and V."""
+        tp = sharding.axis
+        split_dim = sharding.split_dim_of_matrix(local.dim())
         if local.dim() == 3:  # [experts, rows, columns]
-            return torch.stack([self._orthogonalize_matrix(expert, layout) for expert in local])
-        if not layout.row_blocks:
-            return self._orthogonalize_matrix(local, layout)
+            experts = [self._orthogonalize_matrix(expert, split_dim, tp) for expert in local]
+            return torch.stack(experts)
+        row_blocks = sharding.row_blocks if self._config.muon_split_qkv else ()
+        if not row_blocks:
+            return self._orthogonalize_matrix(local, split_dim, tp)
         columns = local.shape[1]
-        groups = local.view(-1, sum(layout.row_blocks), columns)
+        groups = local.view(-1, sum(row_blocks), columns)
         results = []
-        for block in groups.split(layout.row_blocks, dim=1):
+        for block in groups.split(row_blocks, dim=1):
             matrix = block.reshape(-1, columns)
-            results.append(self._orthogonalize_matrix(matrix, layout).view(block.shape))
+            result = self._orthogonalize_matrix(matrix, split_dim, tp)
+            results.append(result.view(block.shape))
         return torch.cat(results, dim=1).view(local.shape)
 
-    def _orthogonalize_matrix(self, local: Tensor, layout: MatrixLayout) -> Tensor:
+    def _orthogonalize_matrix(self, local: Tensor, split_dim: int | None, tp: Axis) -> Tensor:
         config = self._config
-        split_dim = layout.split_dim
         # Each rank stacks its part of gate and up, so rows of the gathered matrix may be permuted.
         # That is harmless: orthogonalizing a row-permuted matrix permutes the rows of the result.
-        matrix = local if split_dim is None else _gather(local, split_dim, layout.tp)
+        matrix = local if split_dim is None else _gather(local, split_dim, tp)
         with _set_matmul_precision(config.muon_fp32_matmul_prec, matrix.device):
             result = orthogonalize(matrix, config.muon_coefficient_type, config.muon_num_ns_steps)
         rows, columns = matrix.shape
@@ -141,7 +96,7 @@ class Orthogonalizer:
         if split_dim is None:
             return result
         length = local.shape[split_dim]
-        return result.narrow(split_dim, layout.tp.rank * length, length)
+        return result.narrow(split_dim, tp.rank * length, length)
 
 
 def _gather(local: Tensor, dim: int, tp: Axis) -> Tensor:

@@ -9,34 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.core.apex import import_apex, split_for_kernels
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamGroup
+from megatron.core.module import param_info
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import FlatShard
-from megatron.core.optimizer.orthogonalization import (
-    MatrixLayout,
-    Orthogonalizer,
-    find_matrix_layouts,
-)
-from megatron.core.parallel_state import ParallelState
-
-
-@dataclass(frozen=True)
-class ShardedModel:
-    """The model as the optimizer sees it on this rank."""
-
-    shards: Sequence[FlatShard]
-    chunks: Sequence[DistributedDataParallel]
-    ps: ParallelState
+from megatron.core.optimizer.orthogonalization import Orthogonalizer
 
 
 class UpdateRule:
@@ -84,8 +69,9 @@ class UpdateRule:
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], model: ShardedModel
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
     ) -> UpdateRule:
+        """Make the rule for parameter groups of the flat tensors of `shards`."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -122,7 +108,7 @@ class AdamW(UpdateRule):
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], model: ShardedModel
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
     ) -> UpdateRule:
         implementation = ApexAdam if config.optimizer_impl == "apex" else AdamW
         return implementation(groups, _adam_hyperparameters(config))
@@ -220,7 +206,7 @@ class SGD(UpdateRule):
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], model: ShardedModel
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
     ) -> UpdateRule:
         return cls(groups, {"momentum": config.sgd_momentum})
 
@@ -278,7 +264,7 @@ class AdEMAMix(UpdateRule):
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], model: ShardedModel
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
     ) -> UpdateRule:
         hyperparameters = {
             "betas": (config.adam_beta1, config.adam_beta2, config.ademamix_beta3),
@@ -335,12 +321,11 @@ class Muon(AdamW):
         groups: Sequence[dict[str, Any]],
         config: OptimizerConfig,
         bucket_of: Mapping[Tensor, Bucket],
-        layouts: Mapping[nn.Parameter, MatrixLayout],
     ) -> None:
         super().__init__(groups, _adam_hyperparameters(config))
         self._nesterov = config.muon_nesterov
         self._bucket_of = bucket_of
-        self._orthogonalizer = Orthogonalizer(config, layouts)
+        self._orthogonalizer = Orthogonalizer(config)
 
     @classmethod
     def select_states(cls, config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
@@ -352,20 +337,10 @@ class Muon(AdamW):
 
     @classmethod
     def from_config(
-        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], model: ShardedModel
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
     ) -> UpdateRule:
-        bucket_of = {shard.param: shard.bucket for shard in model.shards}
-        matrices: set[nn.Parameter] = set()
-        for shard in model.shards:
-            if shard.bucket.plan.group.is_matrix:
-                matrices.update(shard.bucket.params)
-        layouts: dict[nn.Parameter, MatrixLayout] = {}
-        for chunk in model.chunks:
-            model_state = chunk.sharded_state_dict()
-            layouts |= find_matrix_layouts(
-                model_state, matrices, config.muon_split_qkv, model.ps.tp, model.ps.etp
-            )
-        return cls(groups, config, bucket_of, layouts)
+        bucket_of = {shard.param: shard.bucket for shard in shards}
+        return cls(groups, config, bucket_of)
 
     def update_group(self, group: dict[str, Any]) -> None:
         if not group.get("use_muon"):
@@ -392,7 +367,8 @@ class Muon(AdamW):
         for piece in bucket.pieces():
             start = bucket.shard_start + piece.start - piece.param_start
             matrix = whole[start : start + piece.param.numel()].view(piece.param.shape)
-            flat = self._orthogonalizer.orthogonalize(matrix, piece.param).reshape(-1)
+            sharding = param_info(piece.param).sharding
+            flat = self._orthogonalizer.orthogonalize(matrix, sharding).reshape(-1)
             param_stop = piece.param_start + piece.stop - piece.start
             result[piece.start : piece.stop] = flat[piece.param_start : param_stop]
         return result
@@ -412,14 +388,14 @@ def select_states(config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]
     return UPDATE_RULES[config.optimizer].select_states(config, group)
 
 
-def make_update_rule(config: OptimizerConfig, model: ShardedModel) -> UpdateRule:
+def make_update_rule(config: OptimizerConfig, shards: Sequence[FlatShard]) -> UpdateRule:
     """Create the update rule of --optimizer over the flat shards, with its state allocated."""
     if config.lr is None:
         raise ValueError("--lr must be given")
     rule_type = UPDATE_RULES[config.optimizer]
-    groups = _make_param_groups(config, model.shards, rule_type.matrix_hyperparameters(config))
-    rule = rule_type.from_config(config, groups, model)
-    for shard in model.shards:
+    groups = _make_param_groups(config, shards, rule_type.matrix_hyperparameters(config))
+    rule = rule_type.from_config(config, groups, shards)
+    for shard in shards:
         state = dict(shard.state)
         if "exp_avg" in state:  # the correction of its bias needs the number of steps
             state["step"] = torch.zeros((), dtype=torch.float32, device=shard.param.device)

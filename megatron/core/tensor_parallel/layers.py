@@ -27,10 +27,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.arithmetic import divide, round_up
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.arithmetic import round_up
 from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis
+from megatron.core.sharding import REPLICATED, Sharding
 from megatron.core.tensor_parallel.mappings import (
     Pending,
     reduce_from_tensor_parallel,
@@ -133,9 +133,12 @@ def column_parallel(
 class ColumnParallelLinear(MegatronModule):
     """Output rows are split over TP; the input is whole, the output is this rank's part.
 
-    `num_blocks` > 1: W is that many stacked matrices (fused gate and up), each of which is split.
     With `sequence_parallel` the input is `[s/tp, b, in]`, otherwise `[s, b, in]`; the output is
     `[s, b, out/tp]`.
+
+    If the layer is `replicated`, every rank has all rows and applies them to its own input: `[s, b,
+    in]` to `[s, b, out]`, or `[s/tp, b, in]` to `[s/tp, b, out]` with `sequence_parallel`. There
+    are no collectives then.
     """
 
     def __init__(
@@ -148,24 +151,32 @@ class ColumnParallelLinear(MegatronModule):
         sequence_parallel: bool = False,
         bias: bool = True,
         num_blocks: int = 1,
+        row_blocks: tuple[int, ...] = (),
+        replicated: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
+        """`num_blocks` and `row_blocks` describe the rows of the weight; see `Sharding`."""
         super().__init__()
+        if replicated:
+            sharding = REPLICATED
+            bias_sharding = REPLICATED
+            # Each rank projects its own part of the sequence.
+            partial_grad = sequence_parallel
+            tp = Axis()
+            sequence_parallel = False
+        else:
+            sharding = Sharding(dim=0, axis=tp, blocks=num_blocks, row_blocks=row_blocks)
+            bias_sharding = Sharding(dim=0, axis=tp, blocks=num_blocks)
+            partial_grad = False
         self.tp = tp
         self.sequence_parallel = sequence_parallel
-        self.num_blocks = num_blocks
-        block = divide(
-            output_size, num_blocks, "outputs of a column-parallel layer over its blocks"
-        )
-        rows = num_blocks * divide(
-            block, tp.size, "outputs of a column-parallel layer over the tensor-parallel ranks"
-        )
-        weight, zeros = (
-            ParamInfo(first, tp_dim=0, tp_blocks=num_blocks) for first in (init, Constant(0.0))
-        )
-        self.weight = make_parameter((rows, input_size), dtype, device, weight)
-        self.bias = make_parameter((rows,), dtype, device, zeros) if bias else None
+        weight_info = ParamInfo(init, sharding, partial_grad=partial_grad)
+        self.weight = make_parameter((output_size, input_size), dtype, device, weight_info)
+        self.bias = None
+        if bias:
+            bias_info = ParamInfo(Constant(0.0), bias_sharding, partial_grad=partial_grad)
+            self.bias = make_parameter((output_size,), dtype, device, bias_info)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.project(x)
@@ -174,14 +185,6 @@ class ColumnParallelLinear(MegatronModule):
         """The product and its collectives, which are no part of compiled regions."""
         return column_parallel(x, self.weight, self.bias, self.tp, self.sequence_parallel)
 
-    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        state = super().sharded_state_dict(prefix)
-        for name, param in (("weight", self.weight), ("bias", self.bias)):
-            if param is not None:
-                place = (self.tp.rank, self.tp.size, self.num_blocks)
-                state[prefix + name] = ShardedTensor.split_rows(prefix + name, param, *place)
-        return state
-
 
 class RowParallelLinear(MegatronModule):
     """Input columns are split over TP; the partial outputs are summed, then the replicated bias is
@@ -189,6 +192,11 @@ class RowParallelLinear(MegatronModule):
 
     The input is `[s, b, in/tp]`, the output `[s, b, out]`, or `[s/tp, b, out]` with
     `sequence_parallel`. A norm of the output belongs to the layer, as on disk.
+    """
+
+    adds_bias_to_own_sequence = False
+    """Whether each rank adds the bias to its part of the sequence only; if not, the gradient of the
+    bias is taken from the gathered output gradient and is complete on every rank.
     """
 
     def __init__(
@@ -207,18 +215,13 @@ class RowParallelLinear(MegatronModule):
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
-        columns = divide(
-            input_size, tp.size, "inputs of a row-parallel layer over the tensor-parallel ranks"
-        )
-        self.weight = make_parameter(
-            (output_size, columns), dtype, device, ParamInfo(init, tp_dim=1)
-        )
-        # The bias gradient is taken from the gathered output gradient: it is whole on every rank.
-        self.bias = (
-            make_parameter((output_size,), dtype, device, ParamInfo(Constant(0.0)))
-            if bias
-            else None
-        )
+        weight_info = ParamInfo(init, Sharding(dim=1, axis=tp))
+        self.weight = make_parameter((output_size, input_size), dtype, device, weight_info)
+        self.bias = None
+        if bias:
+            partial_grad = self.adds_bias_to_own_sequence and sequence_parallel
+            bias_info = ParamInfo(Constant(0.0), partial_grad=partial_grad)
+            self.bias = make_parameter((output_size,), dtype, device, bias_info)
         self.post_layernorm = output_norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -228,12 +231,6 @@ class RowParallelLinear(MegatronModule):
     def project(self, x: Tensor) -> Tensor:
         """The product and its collectives, which are no part of compiled regions."""
         return _Linear.apply(x, self.weight, self.bias, self.tp, False, self.sequence_parallel)
-
-    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        state = super().sharded_state_dict(prefix)
-        key = prefix + "weight"
-        state[key] = ShardedTensor.split(key, self.weight, 1, self.tp.rank, self.tp.size)
-        return state
 
 
 def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp_size: int) -> int:
@@ -282,8 +279,7 @@ def local_rows(tokens: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, T
 
 
 class VocabParallelEmbedding(MegatronModule):
-    """Rows (tokens) are split over TP, `num_rows` in all; the boxes are cropped to the real
-    vocabulary.
+    """Rows (tokens) are split over TP; `num_rows` of all ranks include the padded vocabulary.
 
     `[s, b]` tokens give `[s, b, h]`, or `[s/tp, b, h]` with `sequence_parallel`.
     """
@@ -294,35 +290,28 @@ class VocabParallelEmbedding(MegatronModule):
         hidden_size: int,
         *,
         num_rows: int,
-        info: ParamInfo,
+        init: Init,
         tp: Axis,
+        shared: bool = False,
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
+        """If the embedding is `shared`, the last pipeline stage has a copy for the output layer."""
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
-        self.vocab_size = vocab_size
-        self.num_rows = num_rows // tp.size
-        self.weight = make_parameter((self.num_rows, hidden_size), dtype, device, info)
+        sharding = Sharding(dim=0, axis=tp, num_rows=vocab_size)
+        info = ParamInfo(init, sharding, shared_embedding=shared)
+        self.weight = make_parameter((num_rows, hidden_size), dtype, device, info)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        partial = _Embedding.apply(
-            tokens, self.weight, self.tp.rank * self.num_rows, self.tp.size > 1
-        )
+        first_row = self.tp.rank * self.weight.shape[0]
+        partial = _Embedding.apply(tokens, self.weight, first_row, self.tp.size > 1)
         reduce = (
             reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor_parallel
         )
         return reduce(partial, self.tp)
-
-    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        key = prefix + "weight"
-        return {
-            key: ShardedTensor.split_rows(
-                key, self.weight, self.tp.rank, self.tp.size, num_rows=self.vocab_size
-            )
-        }
 
 
 # Logits handled at once, by device. Their fp32 copy stays in the cache of a CPU. On a GPU it takes

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core.arithmetic import divide
-from megatron.core.dist_checkpointing.mapping import Box, ShardedStateDict, ShardedTensor
 from megatron.core.module import Constant, Init, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import ExpertAxes
+from megatron.core.sharding import Sharding
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -43,27 +42,15 @@ class GroupedLinear(MegatronModule):
         assert config.num_experts is not None
         self.axes = axes
         self.split_dim = split_dim
-        self.num_blocks = num_blocks
-        shape = [
-            divide(config.num_experts, axes.ep.size, "experts over EP"),
-            output_size,
-            input_size,
-        ]
-        shape[split_dim] = num_blocks * divide(
-            shape[split_dim], axes.etp.size * num_blocks, "an expert over ETP"
-        )
-        info = ParamInfo(init, tp_dim=split_dim, tp_blocks=num_blocks, expert=True)
-        self.weight = make_parameter(tuple(shape), config.params_dtype, device, info)
-        of_rows = split_dim == 1
-        zeros = ParamInfo(
-            Constant(0.0),
-            tp_dim=1 if of_rows else None,
-            tp_blocks=num_blocks if of_rows else 1,
-            expert=True,
-        )
-        self.bias = (
-            make_parameter(tuple(shape[:2]), config.params_dtype, device, zeros) if bias else None
-        )
+        shape = (config.num_experts, output_size, input_size)
+        sharding = Sharding(dim=split_dim, axis=axes.etp, blocks=num_blocks, ep=axes.ep)
+        weight_info = ParamInfo(init, sharding)
+        self.weight = make_parameter(shape, config.params_dtype, device, weight_info)
+        self.bias = None
+        if bias:
+            bias_sharding = sharding if split_dim == 1 else Sharding(axis=axes.etp, ep=axes.ep)
+            bias_info = ParamInfo(Constant(0.0), bias_sharding)
+            self.bias = make_parameter(shape[:2], config.params_dtype, device, bias_info)
 
     def forward(self, x: Tensor, counts: Tensor, probs: Tensor | None = None) -> Tensor:
         """`x` `[rows, in]` in the order of the experts, which have `counts` `[experts]` rows each.
@@ -80,40 +67,8 @@ class GroupedLinear(MegatronModule):
         return y + (rows if probs is None else (rows * probs).to(y.dtype))
 
     def project(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Without the bias."""
+        """Return the products without the bias."""
         return _GroupedProduct.apply(x, self.weight, counts)
-
-    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        params = {
-            prefix + name: param for name, param in self._parameters.items() if param is not None
-        }
-        return {key: self._sharded(key, param) for key, param in params.items()}
-
-    def _sharded(self, key: str, param: nn.Parameter) -> ShardedTensor:
-        """`[experts / EP, out]`, or that and the dimension of the inputs."""
-        local = param.detach()
-        etp = self.axes.etp
-        dim = self.split_dim
-        whole = list(local.shape)
-        first = self.axes.ep.rank * local.shape[0]
-        whole[0] *= self.axes.ep.size
-        if dim < local.dim():
-            whole[dim] *= etp.size
-        inputs = (0,) * (local.dim() - 2)
-        if etp.size == 1 or dim == 2:
-            column = tuple(etp.rank * size for size in local.shape[2:]) if dim == 2 else inputs
-            boxes = [Box((first, 0, *column), local)]
-        else:
-            rows = local.shape[1] // self.num_blocks
-            boxes = [
-                Box(
-                    (first + e, (block * etp.size + etp.rank) * rows, *inputs),
-                    local[e : e + 1, block * rows : (block + 1) * rows],
-                )
-                for e in range(local.shape[0])
-                for block in range(self.num_blocks)
-            ]
-        return ShardedTensor(key, tuple(whole), local.dtype, tuple(boxes), param)
 
 
 class _ForEachRow(torch.autograd.Function):

@@ -107,9 +107,12 @@ class LayerSpec:
         bias: bool,
         normed: bool,
         num_blocks: int = 1,
+        row_blocks: tuple[int, ...] = (),
+        replicated: bool = False,
     ) -> ColumnParallelLinear:
-        """A first projection of a branch, its outputs split over TP; `normed`: with the norm in
-        front of it.
+        """Make the first projection of a branch, with the norm of its input if `normed`.
+
+        Its outputs are split over TP unless it is `replicated`. See `ColumnParallelLinear`.
         """
         column = (
             partial(self.norm_column, config)
@@ -124,6 +127,8 @@ class LayerSpec:
             sequence_parallel=place.sequence_parallel,
             bias=bias,
             num_blocks=num_blocks,
+            row_blocks=row_blocks,
+            replicated=replicated,
             device=place.device,
         )
 

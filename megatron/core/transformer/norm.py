@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,16 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.apex import import_apex
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from megatron.core.module import (
-    Constant,
-    MegatronModule,
-    ParamInfo,
-    make_parameter,
-    param_info,
-    set_param_info,
-)
+from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis
+from megatron.core.sharding import REPLICATED, Sharding
 from megatron.core.tensor_parallel import ColumnParallelLinear, without_intermediate
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
@@ -40,11 +33,12 @@ class Norm(MegatronModule):
         size: int,
         *,
         partial_grad: bool,
+        sharding: Sharding = REPLICATED,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.normalize = Normalization.of(config)
-        self.weight, self.bias = norm_parameters(config, size, partial_grad, device)
+        self.weight, self.bias = norm_parameters(config, size, partial_grad, device, sharding)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.normalize(x, self.weight, self.bias)
@@ -56,12 +50,10 @@ class NormAcrossHeads(Norm):
     def __init__(
         self, config: TransformerConfig, heads: int, tp: Axis, device: torch.device | None
     ) -> None:
-        super().__init__(
-            config, heads // tp.size * config.head_dim, partial_grad=False, device=device
-        )
-        self.tp = tp
         self.size = heads * config.head_dim
-        set_param_info(self.weight, replace(param_info(self.weight), tp_dim=0))
+        sharding = Sharding(dim=0, axis=tp)
+        super().__init__(config, self.size, partial_grad=False, sharding=sharding, device=device)
+        self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
         """`[s, b, groups/tp, heads, d]`."""
@@ -72,10 +64,6 @@ class NormAcrossHeads(Norm):
             copy_to_tensor_parallel(squares, self.tp) / self.size + self.normalize.epsilon
         )
         return (wide * scale * (weight + 1.0 if self.normalize.from_one else weight)).to(x.dtype)
-
-    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        key = prefix + "weight"
-        return {key: ShardedTensor.split_rows(key, self.weight, self.tp.rank, self.tp.size)}
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
@@ -171,20 +159,20 @@ def _apex() -> Any:
 
 
 def norm_parameters(
-    config: TransformerConfig, size: int, partial_grad: bool, device: torch.device | None
+    config: TransformerConfig,
+    size: int,
+    partial_grad: bool,
+    device: torch.device | None,
+    sharding: Sharding = REPLICATED,
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Weight and bias; RMSNorm has no bias."""
-    first = 0.0 if config.apply_layernorm_1p else 1.0
-    weight, bias = (
-        make_parameter(
-            (size,),
-            config.params_dtype,
-            device,
-            ParamInfo(Constant(value), partial_grad=partial_grad),
-        )
-        for value in (first, 0.0)
-    )
-    return weight, None if config.normalization == "RMSNorm" else bias
+    """Make the weight and the bias of a norm; RMSNorm has no bias."""
+    one = Constant(0.0 if config.apply_layernorm_1p else 1.0)
+    weight_info = ParamInfo(one, sharding, partial_grad=partial_grad)
+    weight = make_parameter((size,), config.params_dtype, device, weight_info)
+    if config.normalization == "RMSNorm":
+        return weight, None
+    bias_info = ParamInfo(Constant(0.0), sharding, partial_grad=partial_grad)
+    return weight, make_parameter((size,), config.params_dtype, device, bias_info)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -121,7 +121,10 @@ def empty_chunks(
             own = [
                 spec
                 for spec in specs
-                if (spec.info.expert and config.parallel.splits_experts, spec.name in in_fp8)
+                if (
+                    spec.info.sharding.is_expert and config.parallel.splits_experts,
+                    spec.name in in_fp8,
+                )
                 == (expert, fp8)
             ]
             if own:
@@ -187,7 +190,7 @@ def stored_sizes(chunks: Iterable[EmptyChunk], whole: bool = True) -> Counter[Pa
             assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter)
             spec = ParamSpec(key, entry.global_shape, param_info(entry.local))
             boxes = sum(box.tensor.numel() for box in entry.boxes)
-            sizes[ParameterInFile(key, spec.group, spec.info.expert)] = (
+            sizes[ParameterInFile(key, spec.group, spec.info.sharding.is_expert)] = (
                 spec.numel if whole else boxes
             )
     return sizes

@@ -20,6 +20,7 @@ LAYERS = [
         "megatron.core.object_storage",
     },
     {"megatron.core.dist_checkpointing"},
+    {"megatron.core.sharding"},
     {"megatron.core.module"},
     {"megatron.core.tensor_parallel", "megatron.core.pipeline_parallel", "megatron.core.datasets"},
     {"megatron.core.transformer", "megatron.core.distributed"},

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.mapping import Box, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import Box
 from megatron.core.module import (
     Constant,
     MegatronModule,
@@ -12,32 +12,23 @@ from megatron.core.module import (
     make_parameter,
     param_info,
 )
+from megatron.core.parallel_state import Axis
+from megatron.core.sharding import Sharding
 
 
 class Split(MegatronModule):
-    """Rows (gate and up) split over `size` ranks, an unsplit scale, a cropped table."""
+    """Stacked matrices, columns and a padded table split over `size` ranks, and a replicated scale."""
 
     def __init__(self, rank, size, dtype=torch.float32):
         super().__init__()
-        self.rank = rank
-        self.size = size
-        self.fused = make_parameter((24 // size, 5), dtype, None, ParamInfo(Normal(0.1), tp_dim=0))
-        self.columns = make_parameter((7, 8 // size), dtype, None, ParamInfo(Normal(0.1), tp_dim=0))
+        tp = Axis(rank, size)
+        fused = ParamInfo(Normal(0.1), Sharding(dim=0, axis=tp, blocks=2))
+        columns = ParamInfo(Normal(0.1), Sharding(dim=1, axis=tp))
+        table = ParamInfo(Normal(1.0), Sharding(dim=0, axis=tp, num_rows=11))
+        self.fused = make_parameter((24, 5), dtype, None, fused)
+        self.columns = make_parameter((7, 8), dtype, None, columns)
         self.scale = make_parameter((5,), dtype, None, ParamInfo(Constant(1.0)))
-        self.table = make_parameter((12 // size, 3), dtype, None, ParamInfo(Normal(1.0), tp_dim=0))
-
-    def sharded_state_dict(self, prefix=""):
-        place = (self.rank, self.size)
-        return {
-            **super().sharded_state_dict(prefix),
-            prefix + "fused": ShardedTensor.split_rows(
-                prefix + "fused", self.fused, *place, num_blocks=2
-            ),
-            prefix + "columns": ShardedTensor.split(prefix + "columns", self.columns, 1, *place),
-            prefix + "table": ShardedTensor.split_rows(
-                prefix + "table", self.table, *place, num_rows=11
-            ),
-        }
+        self.table = make_parameter((12, 3), dtype, None, table)
 
 
 def global_tensors(modules):
@@ -47,9 +38,8 @@ def global_tensors(modules):
         for key, entry in module.sharded_state_dict().items():
             target = whole.setdefault(key, torch.full(entry.global_shape, float("nan")))
             for box in entry.boxes:
-                target[
-                    tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
-                ] = box.tensor
+                place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+                target[place] = box.tensor
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
 
@@ -87,7 +77,7 @@ def test_values_are_drawn_in_fp32_and_rounded():
 
 
 def test_normal_over_several_blocks_equals_its_parts():
-    """A tensor larger than one block of the generator, cut across the border of a block."""
+    """The tensor is larger than one generator block, and the part crosses the border of a block."""
     init = Normal(0.02)
     shape = (2500, 1000)
     whole = torch.empty(shape)
@@ -100,6 +90,6 @@ def test_normal_over_several_blocks_equals_its_parts():
 
 
 def test_param_info_travels_with_the_parameter():
-    info = ParamInfo(Constant(0.0), tp_dim=0)
+    info = ParamInfo(Constant(0.0), Sharding(dim=0))
     param = make_parameter((2,), torch.float32, None, info)
     assert param_info(param) is info

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.arithmetic import divide
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
+from megatron.core.sharding import Sharding
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention.blockwise import AttentionMask, blockwise_attention
 from megatron.core.transformer.attention.kernels import CpuAttention, Scoring
@@ -42,15 +41,11 @@ class CoreAttention(MegatronModule):
         self.tp = tp
         self.cp = place.cp
         self.scale = scale
-        local = divide(
-            config.num_attention_heads, tp.size, "attention heads over the tensor-parallel ranks"
-        )
-        info = ParamInfo(Normal(config.init_method_std), tp_dim=0)
-        self.softmax_offset = (
-            make_parameter((local,), config.params_dtype, place.device, info)
-            if config.softmax_type == "learnable"
-            else None
-        )
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            info = ParamInfo(Normal(config.init_method_std), Sharding(dim=0, axis=tp))
+            shape = (config.num_attention_heads,)
+            self.softmax_offset = make_parameter(shape, config.params_dtype, place.device, info)
         self.mask = AttentionMask(
             config, (tp.rank * heads.size + heads.rank, tp.size * heads.size), window
         )
@@ -122,12 +117,6 @@ class CoreAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=grouped,
         )
-
-    def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        if self.softmax_offset is None:
-            return {}
-        key = prefix + "softmax_offset"
-        return {key: ShardedTensor.split_rows(key, self.softmax_offset, self.tp.rank, self.tp.size)}
 
 
 def takes_groups(device_type: str, dtype: torch.dtype, masked: bool) -> bool:

@@ -5,15 +5,13 @@ vectors.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.arithmetic import divide
-from megatron.core.module import MegatronModule, param_info, set_param_info
-from megatron.core.parallel_state import Axis
+from megatron.core.module import MegatronModule
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence
 from megatron.core.transformer.attention.core import CoreAttention
@@ -73,10 +71,8 @@ class SelfAttention(Attention):
             width + 2 * config.query_groups * head_dim,
             bias=config.has_qkv_bias,
             normed=config.norm_placement != "post",
+            row_blocks=(self.queries_per_group * head_dim, head_dim, head_dim),
         )
-        weight = self.linear_qkv.weight
-        blocks = (self.queries_per_group * head_dim, head_dim, head_dim)
-        set_param_info(weight, replace(param_info(weight), row_blocks=blocks))
         self.across_heads = config.qk_layernorm and config.qk_layernorm_across_heads
         if self.across_heads:
             self.q_layernorm: Norm = NormAcrossHeads(
@@ -193,15 +189,15 @@ class MultiLatentAttention(Attention):
         parallelism.
         """
         config = self.config
-        alone = replace(self.place, tp=Axis(), sequence_parallel=False)
-        linear = layer_spec(config).projection_in(
-            config, alone, config.hidden_size, outputs, bias=False, normed=False
+        return layer_spec(config).projection_in(
+            config,
+            self.place,
+            config.hidden_size,
+            outputs,
+            bias=False,
+            normed=False,
+            replicated=True,
         )
-        info = replace(
-            param_info(linear.weight), tp_dim=None, partial_grad=self.place.sequence_parallel
-        )
-        set_param_info(linear.weight, info)
-        return linear
 
     def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
         """`[s, b, h]` (or `[s/tp, b, h]`) to the same; `documents` as for `SelfAttention`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from megatron.core import tensor_parallel
-from megatron.core.module import param_info, set_param_info
+from megatron.core.module import param_info
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -93,14 +92,12 @@ class TENormColumnParallelLinear(NormColumnParallelLinear, WithScales):
 
 
 class TERowParallelLinear(RowParallelLinear, WithScales):
-    """`te.Linear` with its columns split. The bias is added to this rank's part of the sequence."""
+    """`te.Linear` with its columns split."""
+
+    adds_bias_to_own_sequence = True
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(input_size, output_size, **options)
-        if self.bias is not None:
-            set_param_info(
-                self.bias, replace(param_info(self.bias), partial_grad=self.sequence_parallel)
-            )
         self.engine = Engine(self, te.Linear, input_size, output_size, **_place(self, "row"))
 
     def project(self, x: Tensor) -> Tensor:

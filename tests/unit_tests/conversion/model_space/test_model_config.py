@@ -100,7 +100,7 @@ def test_a_parameter_says_how_it_is_split() -> None:
     """
     parameters = model_parameters(model_config(LLAMA_ARGS | {"num_layers": 1}, 67, "test"))
     layer = {p.name.removeprefix("decoder.layers.0."): p for p in parameters}
-    assert {name: layer[name].info.tp_dim for name in LLAMA_LAYER} == {
+    assert {name: layer[name].info.sharding.dim for name in LLAMA_LAYER} == {
         "self_attention.linear_qkv.layer_norm_weight": None,
         "self_attention.linear_qkv.weight": 0,
         "self_attention.linear_proj.weight": 1,
@@ -108,7 +108,9 @@ def test_a_parameter_says_how_it_is_split() -> None:
         "mlp.linear_fc1.weight": 0,
         "mlp.linear_fc2.weight": 1,
     }
-    assert {name for name, p in layer.items() if p.info.tp_blocks == 2} == {"mlp.linear_fc1.weight"}
+    assert {name for name, p in layer.items() if p.info.sharding.blocks == 2} == {
+        "mlp.linear_fc1.weight"
+    }
     vocabulary = {p.name for p in parameters if p.group.embedding}
     assert vocabulary == {"embedding.word_embeddings.weight", "output_layer.weight"}
 

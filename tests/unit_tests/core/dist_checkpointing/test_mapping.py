@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, flat_range_boxes
+from megatron.core.dist_checkpointing.mapping import flat_range_boxes
+from megatron.core.parallel_state import Axis
+from megatron.core.sharding import Sharding
 
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 
@@ -40,7 +42,7 @@ def test_flat_shards_of_a_fused_parameter_tile_the_global_tensor(shards):
     seen = torch.full((16, 3), -1.0)
     for rank in range(tp_size):
         local = torch.cat([half.chunk(tp_size)[rank] for half in reference.chunk(2)])
-        parameter = ShardedTensor.split_rows("w", local, rank, tp_size, num_blocks=2)
+        parameter = Sharding(dim=0, axis=Axis(rank, tp_size), blocks=2).describe("w", local)
         bounds = [local.numel() * i // shards for i in range(shards + 1)]
         for start, stop in itertools.pairwise(bounds):
             shard = parameter.flat_range("moment.w", start, local.view(-1)[start:stop])
@@ -54,10 +56,11 @@ def test_flat_shards_of_a_fused_parameter_tile_the_global_tensor(shards):
 
 def test_vocabulary_padding_is_in_no_box():
     padded = torch.arange(12.0).view(6, 2)
-    last = ShardedTensor.split_rows("e", padded, rank=1, size=2, num_rows=8)
+    tp = Axis(rank=1, size=2)
+    last = Sharding(dim=0, axis=tp, num_rows=8).describe("e", padded)
     assert last.global_shape == (8, 2)
     assert [box.offset for box in last.boxes] == [(6, 0)] and last.boxes[0].shape == (2, 2)
     # A flat shard that reaches into the padding keeps only the real rows.
     shard = last.flat_range("m", 2, torch.arange(2.0, 12.0))
     assert [(box.offset, box.tensor.tolist()) for box in shard.boxes] == [((7, 0), [[2.0, 3.0]])]
-    assert ShardedTensor.split_rows("e", padded, rank=1, size=2, num_rows=6).boxes == ()
+    assert Sharding(dim=0, axis=tp, num_rows=6).describe("e", padded).boxes == ()

@@ -26,6 +26,8 @@ from megatron.core.dist_checkpointing import (
     save,
 )
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
+from megatron.core.parallel_state import Axis
+from megatron.core.sharding import Sharding
 from tests.unit_tests.core.dist_checkpointing.saved_state import state_of
 
 GLOBAL_SHAPES = {
@@ -62,12 +64,12 @@ def tensor_parallel(key, rank, size, fill):
         rows = -(-shape[0] // (4 * size)) * 4
         padded = torch.zeros(rows * size, shape[1], dtype=dtype)
         padded[: shape[0]] = whole
-        return ShardedTensor.split_rows(
-            key, local(padded[rank * rows :][:rows]), rank, size, num_rows=shape[0]
-        )
+        sharding = Sharding(dim=0, axis=Axis(rank, size), num_rows=shape[0])
+        return sharding.describe(key, local(padded[rank * rows :][:rows]))
     if key == "layers.0.fc1.weight":
         gate, up = (half.chunk(size)[rank] for half in whole.chunk(2))
-        return ShardedTensor.split_rows(key, local(torch.cat([gate, up])), rank, size, num_blocks=2)
+        sharding = Sharding(dim=0, axis=Axis(rank, size), blocks=2)
+        return sharding.describe(key, local(torch.cat([gate, up])))
     dim = {
         "layers.0.qkv.weight": 0,
         "layers.0.qkv.bias": 0,

@@ -13,8 +13,10 @@ from megatron.core.distributed.param_and_grad_buffer import (
     ranges_of,
 )
 from megatron.core.module import Constant, ParamInfo
+from megatron.core.sharding import REPLICATED, Sharding
 
 INIT = Constant(0.0)
+SPLIT = Sharding(dim=0)
 
 
 def spec(name, shape, **info):
@@ -27,7 +29,7 @@ def random_specs(seed):
     for i in range(rng.randint(1, 30)):
         shape = tuple(rng.randint(1, 40) for _ in range(rng.randint(1, 3)))
         kind = rng.choice(["weight", "bias", "word_embeddings.weight"])
-        flags = {"tp_dim": rng.choice([None, 0]), "partial_grad": rng.random() < 0.5}
+        flags = {"sharding": rng.choice([REPLICATED, SPLIT]), "partial_grad": rng.random() < 0.5}
         specs.append(spec(f"p{i}.{kind}", shape, shared_embedding=rng.random() < 0.1, **flags))
     return specs
 
@@ -84,15 +86,15 @@ def test_groups():
 
 
 def test_a_gpt_without_overlap_has_four_buckets():
-    specs = [spec("embedding.word_embeddings.weight", (50, 8), tp_dim=0)]
+    specs = [spec("embedding.word_embeddings.weight", (50, 8), sharding=SPLIT)]
     for layer in range(3):
         specs += [
             spec(f"layers.{layer}.norm.weight", (8,), partial_grad=True),
-            spec(f"layers.{layer}.fc1.weight", (32, 8), tp_dim=0),
-            spec(f"layers.{layer}.fc1.bias", (32,), tp_dim=0),
-            spec(f"layers.{layer}.fc2.weight", (8, 32), tp_dim=0),
+            spec(f"layers.{layer}.fc1.weight", (32, 8), sharding=SPLIT),
+            spec(f"layers.{layer}.fc1.bias", (32,), sharding=SPLIT),
+            spec(f"layers.{layer}.fc2.weight", (8, 32), sharding=SPLIT),
         ]
-    specs.append(spec("output_layer.weight", (50, 8), tp_dim=0))
+    specs.append(spec("output_layer.weight", (50, 8), sharding=SPLIT))
     buckets = plan_buffer(specs, 10**9, 4)
     assert [b.spans[0].spec.name for b in buckets] == [
         "output_layer.weight",
@@ -102,17 +104,19 @@ def test_a_gpt_without_overlap_has_four_buckets():
     ]
     vectors = buckets[-1]
     assert len(ranges_of(vectors, lambda info: info.partial_grad)) == 1
-    assert len(ranges_of(vectors, lambda info: info.tp_split)) == 1
-    assert len(ranges_of(buckets[1], lambda info: info.tp_split)) == 1
+    assert len(ranges_of(vectors, lambda info: info.sharding.is_split)) == 1
+    assert len(ranges_of(buckets[1], lambda info: info.sharding.is_split)) == 1
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_ranges_cover_exactly_the_chosen_parameters(seed):
     for bucket in plan_buffer(random_specs(seed), 3000, 2):
-        ranges = ranges_of(bucket, lambda info: info.tp_split)
+        ranges = ranges_of(bucket, lambda info: info.sharding.is_split)
         covered = [any(lo <= i < hi for lo, hi in ranges) for i in range(bucket.numel)]
         for span in bucket.spans:
-            assert all(c == span.spec.info.tp_split for c in covered[span.start : span.stop])
+            assert all(
+                c == span.spec.info.sharding.is_split for c in covered[span.start : span.stop]
+            )
         assert all(hi < lo for (_, hi), (lo, _) in zip(ranges, ranges[1:], strict=False)), "merged"
 
 

@@ -14,7 +14,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models import GPTModel
 from megatron.core.module import Normal
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
-from megatron.core.optimizer.orthogonalization import find_matrix_layouts
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.grouped_linear import GroupedLinear, grouped_product
@@ -384,14 +383,6 @@ def test_biases_of_experts_are_no_matrices(pool, world_size, sizes, shapes, shar
             assert {tuple(bias.shape) for bias in expected.values()} == shapes
             assert all((bias != 1.0).all() for bias in expected.values())
             assert_same(got, expected)
-
-
-def test_muon_is_told_of_the_matrices_alone():
-    model = GPTModel(config_of(add_bias_linear=True))
-    params = dict(model.named_parameters())
-    wanted = {param for name, param in params.items() if name.endswith("linear_fc1.weight")}
-    layouts = find_matrix_layouts(model.sharded_state_dict(), wanted, True, Axis(), Axis())
-    assert layouts.keys() == wanted
 
 
 def test_a_choice_at_random_uses_all_experts():

@@ -200,7 +200,7 @@ def random_values(key, shape):
 def local_values(key, piece, ps):
     """What the rank's parameter holds, computed without boxes."""
     rows, *columns = piece.param.shape
-    if not piece.info.tp_split:
+    if not piece.info.sharding.is_split:
         return random_values(key, piece.param.shape)
     rows *= ps.tp.size
     vocabulary = "embeddings" in key or "output" in key

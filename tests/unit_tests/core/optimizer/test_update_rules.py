@@ -9,7 +9,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.orthogonalization import (
-    MatrixLayout,
     Orthogonalizer,
     compute_scale,
     orthogonalize,
@@ -20,6 +19,7 @@ from megatron.core.optimizer.update_rules import (
     compute_slow_weight,
 )
 from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.sharding import Sharding
 from tests.support.compare import assert_same
 from tests.support.tiny_ddp_model import HIDDEN, LAYERS, assemble, build, train
 
@@ -173,8 +173,8 @@ def orthogonalize_part(rank, world_size, whole, dim, blocks):
     ps = ParallelState.create(ParallelConfig(tensor_model_parallel_size=world_size))
     config = OptimizerConfig(lr=0.1, muon_scale_mode="unit_rms_norm")
     local = whole.chunk(world_size, dim - 2)[rank]
-    layout = MatrixLayout(dim if world_size > 1 else None, ps.tp, blocks)
-    return Orthogonalizer(config, {}).orthogonalize_parts(local, layout)
+    sharding = Sharding(dim=dim + whole.dim() - 2, axis=ps.tp, row_blocks=blocks)
+    return Orthogonalizer(config).orthogonalize(local, sharding)
 
 
 @pytest.mark.parametrize(("dim", "blocks"), [(0, ()), (1, ()), (0, (4, 2, 2))])
