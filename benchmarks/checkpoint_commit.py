@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.format.metadata import (  # noqa: E402
 )
 from megatron.core.dist_checkpointing.planning.save_plan import MetadataCache  # noqa: E402
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint  # noqa: E402
-from megatron.core.dist_checkpointing.saving.conductor import SaveBarrier  # noqa: E402
+from megatron.core.dist_checkpointing.saving.save_thread import SaveBarrier  # noqa: E402
 
 FILES = 2  # of tensors, per rank
 TENSORS = 4608  # 128 layers of nine, each as weight, main parameter and two moments

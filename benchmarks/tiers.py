@@ -37,7 +37,10 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.core.dist_checkpointing import AsyncSaver, Generation, ShardedTensor, load, save  # noqa: E402
-from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadCheckpoint, find_held  # noqa: E402
+from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
+    DistributedLocalCheckpoint,
+    find_local_checkpoints,
+)  # noqa: E402
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier  # noqa: E402
 from megatron.core.object_storage import PART_SIZE, path_of  # noqa: E402
 from megatron.training.reporting.run_record import read_record  # noqa: E402
@@ -172,9 +175,9 @@ def measure_loads(rank, size, training, root, turns):
         exchange.clear()
         started = time.perf_counter()
         tier = LocalTier.create(root / "copies2" / f"node{rank}", 2)
-        held = [find_held(tier)]
+        held = [find_local_checkpoints(tier)]
         dist.broadcast_object_list(held, 0)
-        local = SpreadCheckpoint(tier, held[0][0])
+        local = DistributedLocalCheckpoint(tier, held[0][0])
         results["from the copies"]["find and open, s"].append(time.perf_counter() - started)
         started = time.perf_counter()
         load(training.state, local.directory)

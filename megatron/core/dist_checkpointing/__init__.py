@@ -43,11 +43,11 @@ if TYPE_CHECKING:
         ShardedTensor,
         flat_range_boxes,
     )
-    from megatron.core.dist_checkpointing.saving.conductor import SaveHandle, SaveReport
     from megatron.core.dist_checkpointing.saving.object_commit import take_generation
+    from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveReport
     from megatron.core.dist_checkpointing.saving.saver import (
         AsyncSaver,
-        Drainer,
+        CheckpointCopier,
         save,
         staging_for_waiting,
     )

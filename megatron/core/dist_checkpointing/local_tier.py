@@ -144,8 +144,8 @@ class LocalTier(NamedTuple):
         ranks = Coordination.of(None)
         # Read again when all have written: without hard links a rank may replace what another one
         # has read.
-        ranks.together(lambda: _node_token(root))
-        token = ranks.together(lambda: _node_token(root))
+        ranks.run_on_all(lambda: _node_token(root))
+        token = ranks.run_on_all(lambda: _node_token(root))
         first: dict[str, int] = {}
         nodes = [first.setdefault(name, rank) for rank, name in enumerate(ranks.all_gather(token))]
         count = len(first)
@@ -229,7 +229,7 @@ def _replicate(
             f"together: give a --replication-jump (now {jump}) that leads to another node, and each node its own "
             "--non-persistent-local-ckpt-dir"
         )
-    Coordination.of(None).raise_together(error)
+    Coordination.of(None).raise_on_all(error)
     group = dist.new_group(clique, timeout=timeout, backend="gloo", use_local_synchronization=True)
     return Replication(targets, [clique[(place - step) % size] for step in range(1, copies)], group)
 

@@ -280,7 +280,7 @@ def take_save_directory(config: Config) -> Generation | None:
         return None
     root = path_of(checkpoint.save)
     ranks = Coordination.of(None)
-    generation = ranks.at_coordinator(lambda: _take(root))
+    generation = ranks.run_on_rank0(lambda: _take(root))
     seen = ranks.all_gather((socket.gethostname(), generation.is_current()))
     if not seen[0][1]:
         generation.check()  # raises: another start has already taken the directory over
@@ -295,7 +295,7 @@ def open_local_tier(config: CheckpointConfig, generation: Generation | None) -> 
     directory = config.non_persistent_local_ckpt_dir
     if generation is None or config.non_persistent_ckpt_type is None or directory is None:
         return None
-    run = Coordination.of(None).at_coordinator(lambda: run_name(generation.root))
+    run = Coordination.of(None).run_on_rank0(lambda: run_name(generation.root))
     return LocalTier.create(
         Path(os.path.expandvars(directory)) / run,
         config.replication_factor if config.replication else 1,

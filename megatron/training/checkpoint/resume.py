@@ -22,12 +22,12 @@ from megatron.conversion.formats import (
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject, read_lineage
-from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
-from megatron.core.dist_checkpointing.loading.spread_checkpoint import (
-    HeldCheckpoint,
-    SpreadCheckpoint,
-    find_held,
+from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
+    DistributedLocalCheckpoint,
+    LocalCheckpointInfo,
+    find_local_checkpoints,
 )
+from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import path_of
@@ -55,7 +55,7 @@ class Start(NamedTuple):
     directory: Path
     source: Source
     weights_only: bool
-    local: SpreadCheckpoint | None = None  # it lies on the nodes' disks, and is open
+    local: DistributedLocalCheckpoint | None = None  # it lies on the nodes' disks, and is open
     damaged: frozenset[str] = frozenset()  # newer ones there that could not be used
 
 
@@ -71,9 +71,9 @@ def find_start(
     disks (`tier`), if that is newer; not the `damaged` ones.
     """
     coordination = Coordination.of(None)
-    held = [] if tier is None or not _continues_itself(config) else find_held(tier)
+    held = [] if tier is None or not _continues_itself(config) else find_local_checkpoints(tier)
     held = [checkpoint for checkpoint in held if checkpoint.name not in damaged]
-    answer = coordination.at_coordinator(lambda: _choose(config, held))
+    answer = coordination.run_on_rank0(lambda: _choose(config, held))
     if answer is None:
         if damaged:
             raise CheckpointError(
@@ -81,7 +81,7 @@ def find_start(
             )
         return None
     found, weights_only = answer
-    if isinstance(found, HeldCheckpoint):
+    if isinstance(found, LocalCheckpointInfo):
         assert tier is not None
         start = _open_local(config, tier, found, damaged)
         return start or find_start(config, tier, damaged | {found.name})
@@ -90,7 +90,7 @@ def find_start(
         as_saved=True,
         verify=config.ckpt_verify,
     )
-    source = coordination.together(lambda: open_found(found, hints))
+    source = coordination.run_on_all(lambda: open_found(found, hints))
     return Start(found.directory, source, weights_only)
 
 
@@ -107,14 +107,14 @@ def _continues_itself(config: CheckpointConfig) -> bool:
 
 
 def _open_local(
-    config: CheckpointConfig, tier: LocalTier, held: HeldCheckpoint, damaged: frozenset[str]
+    config: CheckpointConfig, tier: LocalTier, held: LocalCheckpointInfo, damaged: frozenset[str]
 ) -> Start | None:
     """None if it cannot be used, as rank 0 says then. Collective."""
-    local = SpreadCheckpoint(tier, held)
-    # `SpreadCheckpoint` verifies everything that it reads.
+    local = DistributedLocalCheckpoint(tier, held)
+    # `DistributedLocalCheckpoint` verifies everything that it reads.
     hints = Hints(optimizer=not config.no_load_optim, as_saved=True, verify=False)
     try:
-        source = Coordination.of(None).together(
+        source = Coordination.of(None).run_on_all(
             lambda: open_found(Found(local.directory, "torch_dist"), hints)
         )
     except CheckpointError as refusal:
@@ -125,8 +125,8 @@ def _open_local(
 
 
 def _choose(
-    config: CheckpointConfig, held: list[HeldCheckpoint]
-) -> tuple[Found | HeldCheckpoint, bool] | None:
+    config: CheckpointConfig, held: list[LocalCheckpointInfo]
+) -> tuple[Found | LocalCheckpointInfo, bool] | None:
     """On rank 0: what to load, and whether only its weights count. `held`: what the nodes have,
     newest first.
     """

@@ -20,7 +20,7 @@ from typing import Any
 from megatron.conversion.formats import FORMATS, iteration_directory, iteration_of, saved_iterations
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
-    Drainer,
+    CheckpointCopier,
     Generation,
     Lineage,
     SaveHandle,
@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
-from megatron.core.dist_checkpointing.saving.conductor import Conductor
+from megatron.core.dist_checkpointing.saving.save_thread import SaveThread
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.reporting.logging import report_line
 
@@ -74,11 +74,11 @@ class CheckpointSaver:
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
         self._saver: AsyncSaver | None = None
-        self._drainer: Drainer | None = None
+        self._copier: CheckpointCopier | None = None
         self._tier: LocalTier | None = None
         self._nodes: LocalSaver | None = None
         self._local: SaveReport | None = None  # of the last local save
-        self._to_drain: SaveReport | None = None  # of the last local save that was for --save, too
+        self._to_copy: SaveReport | None = None  # of the last local save that was for --save, too
         self._loaded_locally: str | None = None
         self._generation: Generation | None = None
         self._retention: Retention | None = None
@@ -153,17 +153,17 @@ class CheckpointSaver:
         commit: dict[str, Any] = {
             "generation": generation,
             "before_writing": self._make_room,
-            "beside": {} if generation is None else {LINEAGE: lineage.encode(self._parent)},
+            "extra_files": {} if generation is None else {LINEAGE: lineage.encode(self._parent)},
             "on_commit": on_commit,
         }
-        self._to_drain = None
+        self._to_copy = None
         if self._tier is not None and behind and rewrite is None and not _failed(self._local):
             local = self._begin_locally(state, iteration, common, since)
-            self._drainer = self._drainer or Drainer(
+            self._copier = self._copier or CheckpointCopier(
                 workers=self._config.dist_ckpt_workers, timeout=self._timeout
             )
-            self._drainer.drain(local, directory, **commit)
-            self._to_drain = local.report
+            self._copier.copy(local, directory, **commit)
+            self._to_copy = local.report
         else:
             self._begin(state, directory, since, common=common, rewrite=rewrite, **commit)
         self._begun()
@@ -176,7 +176,7 @@ class CheckpointSaver:
         if self._saver is not None:
             # Not together: a copy to --save may have ended on some ranks only.
             self._report(self._saver.finish(), together=False)
-        if _failed(self._to_drain):  # this one makes up for it
+        if _failed(self._to_copy):  # this one makes up for it
             self.save(state, self._generation.root, iteration, common, since=since)
             return
         self._begin_locally(state, iteration, common, since)
@@ -193,7 +193,7 @@ class CheckpointSaver:
             since,
             common=common,
             pending=partial(self._nodes.checkpoint, iteration),
-            beside={LINEAGE: self._lineage(self._generation, iteration).encode(self._parent)},
+            extra_files={LINEAGE: self._lineage(self._generation, iteration).encode(self._parent)},
         )
         self._local = handle.report
         return handle
@@ -215,8 +215,8 @@ class CheckpointSaver:
             self.finish()
 
     @property
-    def _savers(self) -> list[Conductor]:
-        return [saver for saver in (self._saver, self._drainer) if saver is not None]
+    def _savers(self) -> list[SaveThread]:
+        return [saver for saver in (self._saver, self._copier) if saver is not None]
 
     def _wait(self) -> list[SaveReport]:
         """For all saves under way."""
@@ -252,7 +252,7 @@ class CheckpointSaver:
                 saver.close()
             if self._nodes is not None:
                 self._nodes.close()
-            self._saver = self._drainer = self._nodes = None
+            self._saver = self._copier = self._nodes = None
 
     def check_last_save(self) -> None:
         """Raise SaveFailedError if the last save of the run has failed: it must not end as a
@@ -318,7 +318,7 @@ class CheckpointSaver:
                 self._report_success(report, locally)
                 continue
             message = f"{report.directory} was not saved: {report.error}"
-            if not locally and _failed(self._to_drain):
+            if not locally and _failed(self._to_copy):
                 logger.warning(
                     f"{message}. The next save goes straight to {report.directory.parent}"
                 )

@@ -36,7 +36,7 @@ def read_checkpoint_args(argv: Sequence[str], world_size: int = 1) -> dict[str, 
         if world_size == 1:
             return _read(given)
         join(build(DistributedConfig, given))
-        return Coordination.of(None).at_coordinator(lambda: _read(given))
+        return Coordination.of(None).run_on_rank0(lambda: _read(given))
     except ValueError as error:
         raise_problems([*line.problems, str(error)])
         raise

@@ -131,7 +131,7 @@ def load(
     and exchanged among them. Raises CheckpointError on every rank if any rank fails; the content of
     the tensors is undefined then.
     """
-    reader = Coordination.of(group).together(lambda: Reader(directory, verify=verify))
+    reader = Coordination.of(group).run_on_all(lambda: Reader(directory, verify=verify))
     options: dict[str, Any] = {
         "group": group,
         "strictness": strictness,
@@ -170,10 +170,10 @@ def fill(
         return [_apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
 
     # An error of one rank is told to all before any of them waits for another one's share.
-    spec, comparison = coordination.together(compare)
-    report: LoadReport = coordination.map_at_coordinator(comparison, report_of)
+    spec, comparison = coordination.run_on_all(compare)
+    report: LoadReport = coordination.gather_compute_scatter(comparison, report_of)
     shares = _share_reading(reader, spec, parallelization_group)
-    objects = coordination.together(
+    objects = coordination.run_on_all(
         lambda: _read_local(state, reader, workers, shares, parallelization_group)
     )
     if any(shares):

@@ -52,7 +52,7 @@ class Coordination:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def at_coordinator(self, function: Callable[[], T]) -> T:
+    def run_on_rank0(self, function: Callable[[], T]) -> T:
         """The result of `function()` on rank 0, on all ranks; a ValueError or OSError of it is
         raised on all.
         """
@@ -69,7 +69,7 @@ class Coordination:
         result: T = answer[0]
         return result
 
-    def map_at_coordinator(self, value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
+    def gather_compute_scatter(self, value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
         """Rank 0 computes `function(values of all ranks)`, one result per rank; an error of it is
         raised everywhere.
         """
@@ -86,7 +86,7 @@ class Coordination:
             raise result
         return result
 
-    def raise_together(self, error: Exception | None) -> None:
+    def raise_on_all(self, error: Exception | None) -> None:
         """If any rank has an error, raise on all ranks, naming the ranks; otherwise return on all."""
         # Nearly always none has: that costs one number. What the errors say is exchanged only if
         # there are some.
@@ -106,7 +106,7 @@ class Coordination:
         )
         raise CheckpointError(message) from error
 
-    def together(self, function: Callable[[], T]) -> T:
+    def run_on_all(self, function: Callable[[], T]) -> T:
         """The result of `function()` on this rank; where it raises a ValueError on any, it does on
         all.
         """
@@ -116,7 +116,7 @@ class Coordination:
             result.append(function())
         except ValueError as caught:
             error = caught
-        self.raise_together(error)
+        self.raise_on_all(error)
         return result[0]
 
     def _gather(self, value: Any) -> list[Any] | None:

@@ -376,7 +376,7 @@ class Planner:
             return [(placed.of_rank(rank), nonce, placed.nbytes) for rank in range(len(good))]
 
         packed = spec if isinstance(spec, CheckpointError) else pack(spec)
-        mine, nonce, total = self._coordination.map_at_coordinator(packed, plan)
+        mine, nonce, total = self._coordination.gather_compute_scatter(packed, plan)
         assert isinstance(spec, LocalSpec)
         files = FilePlan(files_of(spec, mine, self._coordination.rank))
         return PreparedPlan(spec, mine, nonce, total, files, metadata)

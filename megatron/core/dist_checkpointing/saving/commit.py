@@ -193,13 +193,13 @@ class PendingCheckpoint:
         checksums: Iterable[bytes],
         metadata: Sequence[bytes],
         common: bytes,
-        beside: Mapping[str, bytes],
+        extra_files: Mapping[str, bytes],
         rewrite: Rewrite | None = None,
         progress: Progress = lambda nbytes: None,
     ) -> None:
         """Complete the checkpoint and give it its name.
 
-        `metadata` is the content of `.metadata`, in parts; `checksums` are the records of all ranks; `beside` are
+        `metadata` is the content of `.metadata`, in parts; `checksums` are the records of all ranks; `extra_files` are
         further small files, which a `rewrite` does not touch.
         """
         backend = json.dumps(files.BACKEND).encode()
@@ -214,7 +214,7 @@ class PendingCheckpoint:
             self.write_file(name, *parts)
         if rewrite is not None:
             rewrite(self.pending, progress)
-        for name, content in beside.items():
+        for name, content in extra_files.items():
             self.write_file(name, content)
         self._publish()
 

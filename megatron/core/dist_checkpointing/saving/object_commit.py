@@ -253,7 +253,7 @@ class ObjectCheckpoint(PendingCheckpoint):
         checksums: Iterable[bytes],
         metadata: Sequence[bytes],
         common: bytes,
-        beside: Mapping[str, bytes],
+        extra_files: Mapping[str, bytes],
         rewrite: Rewrite | None = None,
         progress: Progress = lambda nbytes: None,
     ) -> None:
@@ -262,7 +262,7 @@ class ObjectCheckpoint(PendingCheckpoint):
                 f"{self.directory}: object storage holds torch_dist checkpoints alone"
             )
         contents: dict[str, Sequence[bytes]] = {COMMON: [common], METADATA: metadata}
-        contents |= {name: [content] for name, content in beside.items()}
+        contents |= {name: [content] for name, content in extra_files.items()}
         ours = checksum_records({name: checksums_of(*parts) for name, parts in contents.items()})
         contents[CHECKSUMS] = seal_checksums(*checksums, ours)
         for name, parts in contents.items():

@@ -6,12 +6,12 @@
   it before anything changes the tensors, which is the optimizer step. Objects and `common` are copied before `save`
   returns. No file is touched before, and none on the training thread.
 * **write**: shard files, durable, with checksums, by background threads.
-* **commit**: by rank 0 when all ranks are durable (`conductor.py`, `commit.py`). No collective.
+* **commit**: by rank 0 when all ranks are durable (`save_thread.py`, `commit.py`). No collective.
 
 A save that fails is reported (`poll`, `finish`), its files are removed, and training can go on.
 
 What was saved to the nodes' own disks is not staged again for the place where all nodes find it
-(`Drainer`): every rank reads back the files that it has just written, through a few megabytes of
+(`CheckpointCopier`): every rank reads back the files that it has just written, through a few megabytes of
 host memory, while training and later local saves go on.
 """
 
@@ -36,13 +36,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, Planner, PreparedPlan
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
-from megatron.core.dist_checkpointing.saving.conductor import (
-    Conductor,
+from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
+from megatron.core.dist_checkpointing.saving.save_thread import (
     Hooks,
     SaveHandle,
     SaveReport,
+    SaveThread,
 )
-from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
 from megatron.core.dist_checkpointing.saving.staging import (
     DeviceSource,
     ObjectFile,
@@ -54,7 +54,7 @@ from megatron.core.dist_checkpointing.saving.staging import (
 from megatron.core.object_storage import path_of
 
 
-class AsyncSaver(Conductor):
+class AsyncSaver(SaveThread):
     """Saves checkpoints of one state again and again. All ranks of `group` make the same calls in
     the same order.
 
@@ -76,7 +76,7 @@ class AsyncSaver(Conductor):
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers {workers} must be at least 1")
-        super().__init__(Coordination.of(group), timeout, progress, "checkpoint-conductor")
+        super().__init__(Coordination.of(group), timeout, progress, "checkpoint-save-thread")
         self._planner = Planner(
             self._coordination, fully_parallel, workers, assume_constant_structure
         )
@@ -110,7 +110,7 @@ class AsyncSaver(Conductor):
         pending: Callable[[str], PendingCheckpoint] | None = None,
         before_writing: Callable[[], None] = lambda: None,
         rewrite: Rewrite | None = None,
-        beside: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         on_commit: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if
@@ -120,7 +120,7 @@ class AsyncSaver(Conductor):
         of checkpoints. `pending` makes another kind of checkpoint from the save's id.
 
         On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores
-        the checkpoint in another form before it has its name; `beside` are small files that are
+        the checkpoint in another form before it has its name; `extra_files` are small files that are
         added to it then; `on_commit` runs right after the commit (it moves the tracker). Only
         planning errors are raised; all others are reported.
         """
@@ -134,7 +134,7 @@ class AsyncSaver(Conductor):
             if pending is None
             else pending(save_id)
         )
-        hooks = Hooks(before_writing, rewrite, beside or {}, on_commit)
+        hooks = Hooks(before_writing, rewrite, extra_files or {}, on_commit)
         current = self._current = SaveHandle(plan, self._barrier(save_id), grows, hooks, started)
         # Whatever stops this rank, the other ranks must hear of it: the save goes on and fails on
         # all together.
@@ -145,7 +145,7 @@ class AsyncSaver(Conductor):
         except Exception as error:
             current.failure = error
         finally:
-            self._thread.submit(lambda: self._conduct(current))
+            self._thread.submit(lambda: self._run_save(current))
         current.report.blocking = current.elapsed()
         return current
 
@@ -259,26 +259,26 @@ def save(
     return report
 
 
-class Drainer(Conductor):
+class CheckpointCopier(SaveThread):
     """Copies local checkpoints, one after the other. All ranks make the same calls in the same
     order.
     """
 
     def __init__(self, *, workers: int = 2, timeout: float = 600.0) -> None:
         super().__init__(
-            Coordination.of(None), timeout, lambda nbytes: None, "checkpoint-drain-conductor"
+            Coordination.of(None), timeout, lambda nbytes: None, "checkpoint-copy-thread"
         )
-        self._pool = Workers(workers, "checkpoint-drainer")
+        self._pool = Workers(workers, "checkpoint-copier")
         self._buffer = StagingBuffer(workers, pinned=False)
 
-    def drain(
+    def copy(
         self,
         local: SaveHandle,
         directory: Path,
         *,
         generation: Generation | None = None,
         before_writing: Callable[[], None] = lambda: None,
-        beside: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         on_commit: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
         """Begin to copy the save `local` to `directory` when it has ended; waits for the copy
@@ -293,7 +293,7 @@ class Drainer(Conductor):
         # Both saves talk over one store: a path of its own keeps their keys apart.
         barrier = self._barrier(f"{checkpoint.save_id}/drain")
         pending = pending_checkpoint(directory, checkpoint.save_id, generation)
-        hooks = Hooks(before_writing, None, beside or {}, on_commit)
+        hooks = Hooks(before_writing, None, extra_files or {}, on_commit)
         current = self._current = SaveHandle(local.plan, barrier, pending, hooks, started)
         checkpoint.keep_until(current.done)
         current.common = local.common
@@ -302,7 +302,7 @@ class Drainer(Conductor):
             current.transfer = _FromDisk(
                 local, checkpoint, local.transfer.objects, self._pool, self._buffer.slots
             )
-        self._thread.submit(lambda: self._conduct(current))
+        self._thread.submit(lambda: self._run_save(current))
         return current
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ def test_every_thread_of_a_save_and_a_load(devices, tmp_path):
     weights = {f"w{i}": torch.randn(100, 10) for i in range(4)}
     save(state_of(**weights), tmp_path / "c", common={}, workers=2)
     assert {name.rpartition("-")[0] for name, _ in devices} == {
-        "checkpoint-conductor",
+        "checkpoint-save-thread",
         "checkpoint-writer",
     }
     devices.clear()

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     Box,
+    CheckpointCopier,
     CheckpointError,
-    Drainer,
     Generation,
     Reader,
     ShardedObject,
@@ -28,8 +28,11 @@ from megatron.core.dist_checkpointing import (
     verify,
 )
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
-from megatron.core.dist_checkpointing.loading import spread_checkpoint
-from megatron.core.dist_checkpointing.loading.spread_checkpoint import SpreadCheckpoint, find_held
+from megatron.core.dist_checkpointing.loading import distributed_local_checkpoint
+from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
+    DistributedLocalCheckpoint,
+    find_local_checkpoints,
+)
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier, cliques
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 
@@ -150,7 +153,7 @@ def test_a_stray_file_among_the_local_checkpoints_is_left_out(tmp_path, caplog):
     with AsyncSaver() as saver:
         assert saver.save(state, tmp_path, common={}, pending=pending).wait().error is None
     (tmp_path / "iter_0000000-0000001.stray").write_bytes(b"")
-    (found,) = find_held(tier)
+    (found,) = find_local_checkpoints(tier)
     assert found.order == (1, 1) and "iter_0000000-0000001.stray cannot be read" in caplog.text
 
 
@@ -189,10 +192,10 @@ def drain_while_saving_on(rank, size, root):
     node = Node(rank, root)
     released = threading.Event()
     root = Path(root)
-    drainer = Drainer(workers=1)
+    copier = CheckpointCopier(workers=1)
     local = node.begin(1)
-    drained = drainer.drain(
-        local, root / "iter_0000001", before_writing=released.wait, beside={"x": b"y"}
+    drained = copier.copy(
+        local, root / "iter_0000001", before_writing=released.wait, extra_files={"x": b"y"}
     )
     assert local.wait().error is None
     kept = [(node.save(iteration).error, dist.barrier(), node.kept())[2] for iteration in (2, 3, 4)]
@@ -208,8 +211,8 @@ def drain_while_saving_on(rank, size, root):
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-    reports.append(drainer.drain(local, root / "iter_0000006").wait())
-    drainer.close()
+    reports.append(copier.copy(local, root / "iter_0000006").wait())
+    copier.close()
     node.close()
     return kept, reports
 
@@ -281,7 +284,7 @@ def named_at_once(rank, size, root):
     with (
         mock.patch.object(os, "link", link),
         mock.patch.object(os, "replace", replace),
-        mock.patch.object(Coordination, "together", together),
+        mock.patch.object(Coordination, "run_on_all", together),
     ):
         return LocalTier.create(root).nodes
 
@@ -299,10 +302,10 @@ def superseded(rank, size, root):
     for node, iteration in ((old, 5), (new, 4), (old, 6), (old, 7)):
         assert node.save(iteration).error is None
         dist.barrier()
-        names.append([held.order for held in find_held(node.tier)])
+        names.append([held.order for held in find_local_checkpoints(node.tier)])
     assert new.save(5).error is None
     dist.barrier()
-    names.append([held.order for held in find_held(new.tier)])
+    names.append([held.order for held in find_local_checkpoints(new.tier)])
     old.close()
     new.close()
     return names
@@ -334,9 +337,9 @@ def read_at_random(rank, size, root, flips):
             damaged[int(torch.randint(len(content), (), generator=generator))] ^= 1 << 3
             path.write_bytes(damaged)
         dist.barrier()
-        held = [find_held(node.tier)]
+        held = [find_local_checkpoints(node.tier)]
         dist.broadcast_object_list(held, 0)
-        local = SpreadCheckpoint(node.tier, held[0][0])
+        local = DistributedLocalCheckpoint(node.tier, held[0][0])
         values = Reader(local.directory).read("big", (0, 0), (ROWS + 1, 20))
         local.close()
         assert (values == 1).all()
@@ -353,10 +356,10 @@ def a_holder_is_stopped(rank, size, root):
     node = Node(rank, root)
     assert node.save(1).error is None
     node.close()
-    held = [find_held(node.tier)]
+    held = [find_local_checkpoints(node.tier)]
     dist.broadcast_object_list(held, 0)
     only_there = held[0][0]._replace(writers=[(size, [0]) for size, _ in held[0][0].writers])
-    local = SpreadCheckpoint(node.tier, only_there)
+    local = DistributedLocalCheckpoint(node.tier, only_there)
     pids = [None] * size
     dist.all_gather_object(pids, os.getpid())
     told = None
@@ -364,7 +367,7 @@ def a_holder_is_stopped(rank, size, root):
         local.sums("__0_0.distcp")
         os.kill(pids[0], signal.SIGSTOP)
         try:
-            with mock.patch.object(spread_checkpoint, "_PATIENCE", timedelta(seconds=1)):
+            with mock.patch.object(distributed_local_checkpoint, "_PATIENCE", timedelta(seconds=1)):
                 local.blocks_into(memoryview(bytearray(BLOCK_SIZE)), "__0_0.distcp", 0)
         except CheckpointError as error:
             told = str(error)

@@ -118,7 +118,7 @@ def make(job, iteration, loss=None):
             iteration_directory(generation.root, iteration),
             common=common,
             generation=generation,
-            beside={LINEAGE: lineage.encode(None)},
+            extra_files={LINEAGE: lineage.encode(None)},
             on_commit=lambda: generation.move_tracker(iteration),
         ).wait()
     assert report.error is None

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.saving import commit
-from megatron.core.dist_checkpointing.saving.conductor import Outcome, SaveBarrier
+from megatron.core.dist_checkpointing.saving.save_thread import Outcome, SaveBarrier
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
     Training,
     assert_holds,

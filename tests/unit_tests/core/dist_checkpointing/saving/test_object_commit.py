@@ -17,8 +17,8 @@ import torch
 from megatron.core import object_storage
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
+    CheckpointCopier,
     CheckpointError,
-    Drainer,
     Lineage,
     ShardedTensor,
     is_complete,
@@ -106,7 +106,7 @@ def test_copied_from_the_own_disk(root, tmp_path):
     generation = take_generation(root, {})
     training = Training(1, ROWS)
     nodes = LocalSaver(LocalTier.create(tmp_path), generation, None)
-    drainer = Drainer()
+    copier = CheckpointCopier()
     reports = []
     takeovers = [lambda: None, lambda: take_generation(root, {})]
     with AsyncSaver() as saver:
@@ -114,8 +114,8 @@ def test_copied_from_the_own_disk(root, tmp_path):
             pending = partial(nodes.checkpoint, iteration)
             local = saver.save(training.state(), tmp_path, common=training.common, pending=pending)
             options = {"generation": generation, "before_writing": take_over}
-            reports.append(drainer.drain(local, root / f"iter_{iteration:07d}", **options).wait())
-    drainer.close()
+            reports.append(copier.copy(local, root / f"iter_{iteration:07d}", **options).wait())
+    copier.close()
     nodes.close()
     assert reports[0].error is None and reports[1].superseded
     assert_holds(root / "iter_0000001", 1, ROWS)
@@ -283,7 +283,7 @@ def test_retention_keeps_what_its_rules_say(root):
             root / f"iter_{seed:07d}",
             seed,
             generation,
-            beside={LINEAGE: lineage.encode(None)},
+            extra_files={LINEAGE: lineage.encode(None)},
             before_writing=retention.wait,
             on_commit=partial(retention.apply, seed, lineage, math.nan),
         )
@@ -432,7 +432,7 @@ def train(answers):
                 retention.apply(step, ours, 0.0)
 
             saver.save(state, root / f"iter_{step:07d}", common={"step": step}, generation=generation,
-                       before_writing=retention.wait, beside={LINEAGE: ours.encode(None)}, on_commit=done)
+                       before_writing=retention.wait, extra_files={LINEAGE: ours.encode(None)}, on_commit=done)
             for report in saver.poll():
                 if report.superseded:
                     return

@@ -2,7 +2,7 @@
 directory.
 
 While it is open, a thread of every rank serves ranges of the files that its node holds.
-`SpreadPath` is the directory, and `open_file` of a file in it gives what every reader of
+`LocalCheckpointPath` is the directory, and `open_file` of a file in it gives what every reader of
 checkpoints uses: so any layout reads its boxes, on any number of nodes. Whatever is read is
 compared with the checksums of its writer, block by block, where it is used; a block that is damaged
 on one node, or cannot be read there, is taken from the next one.
@@ -59,7 +59,7 @@ _IDLE = timedelta(days=1)  # a rank may have nothing to serve for as long as a l
 _PATIENCE = timedelta(minutes=10)  # for one answer
 
 
-class HeldCheckpoint(NamedTuple):
+class LocalCheckpointInfo(NamedTuple):
     """A checkpoint that all nodes have together; `writers[w]` is (size of the marker, nodes with
     the files) of w.
     """
@@ -73,11 +73,13 @@ class HeldCheckpoint(NamedTuple):
         return order_of(self.name)
 
 
-def find_held(tier: LocalTier) -> list[HeldCheckpoint]:
+def find_local_checkpoints(tier: LocalTier) -> list[LocalCheckpointInfo]:
     """On rank 0: what can be read, newest first; empty elsewhere. A collective."""
     mine = _held_here(tier) if tier.rank == tier.node else {}
 
-    def merge(nodes: list[dict[str, dict[int, tuple[int, int]]]]) -> list[list[HeldCheckpoint]]:
+    def merge(
+        nodes: list[dict[str, dict[int, tuple[int, int]]]],
+    ) -> list[list[LocalCheckpointInfo]]:
         merged: dict[str, dict[int, tuple[int, list[int]]]] = defaultdict(dict)
         sizes: dict[str, int] = {}
         for node, checkpoints in enumerate(nodes):
@@ -97,10 +99,12 @@ def find_held(tier: LocalTier) -> list[HeldCheckpoint]:
                     f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:8]))} of {count} wrote"
                 )
             else:
-                found.append(HeldCheckpoint(name, [writers_of[writer] for writer in range(count)]))
+                found.append(
+                    LocalCheckpointInfo(name, [writers_of[writer] for writer in range(count)])
+                )
         return [found, *([] for _ in nodes[1:])]
 
-    result: list[HeldCheckpoint] = Coordination.of(None).map_at_coordinator(mine, merge)
+    result: list[LocalCheckpointInfo] = Coordination.of(None).gather_compute_scatter(mine, merge)
     return result
 
 
@@ -130,13 +134,13 @@ class _Kept(threading.local):
     buffer = torch.empty(0, dtype=torch.uint8)
 
 
-class SpreadCheckpoint:
-    """One open `HeldCheckpoint`; opening and closing are collectives."""
+class DistributedLocalCheckpoint:
+    """One open `LocalCheckpointInfo`; opening and closing are collectives."""
 
-    def __init__(self, tier: LocalTier, held: HeldCheckpoint) -> None:
+    def __init__(self, tier: LocalTier, held: LocalCheckpointInfo) -> None:
         self._tier = tier
         self._held = held
-        self.directory = SpreadPath(tier.root / held.name)
+        self.directory = LocalCheckpointPath(tier.root / held.name)
         self.directory.checkpoint = self
         self._markers: dict[int, dict[str, FileChecksums]] = {}
         self._reported: set[tuple[str, int]] = set()
@@ -285,14 +289,14 @@ class SpreadCheckpoint:
             )
 
 
-class SpreadPath(type(Path())):  # type: ignore[misc]
-    """The directory of a `SpreadCheckpoint`, or a file in it, for readers of checkpoints."""
+class LocalCheckpointPath(type(Path())):  # type: ignore[misc]
+    """The directory of a `DistributedLocalCheckpoint`, or a file in it, for readers of checkpoints."""
 
     __slots__ = ("checkpoint",)
-    checkpoint: SpreadCheckpoint
+    checkpoint: DistributedLocalCheckpoint
 
-    def __truediv__(self, name: Any) -> SpreadPath:
-        child = SpreadPath(super().__truediv__(name))
+    def __truediv__(self, name: Any) -> LocalCheckpointPath:
+        child = LocalCheckpointPath(super().__truediv__(name))
         child.checkpoint = self.checkpoint
         return child
 
@@ -303,11 +307,11 @@ class SpreadPath(type(Path())):  # type: ignore[misc]
             return False
 
 
-class _SpreadFile(OpenFile):
+class _LocalCheckpointFile(OpenFile):
     closest_gap = BLOCK_SIZE  # blocks are read as a whole in any case
 
     def __init__(self, path: Path) -> None:
-        assert isinstance(path, SpreadPath)
+        assert isinstance(path, LocalCheckpointPath)
         self.path = path
         self.descriptor = None
         self._checkpoint = path.checkpoint
@@ -339,4 +343,4 @@ class _SpreadFile(OpenFile):
         return len(part)
 
 
-OPENERS[SpreadPath] = _SpreadFile
+OPENERS[LocalCheckpointPath] = _LocalCheckpointFile

@@ -1,12 +1,7 @@
-"""What every save does in the background, wherever its bytes come from: write, commit, agree on the
-outcome.
+"""The background half of a save: write, commit, and agree on the outcome across ranks.
 
-`AsyncSaver` takes them from the live state, `Drainer` from the nodes' own disks. A save that fails is reported, its
-files are removed, and the next one may succeed.
-
-During a save the ranks talk over the job's own key-value store: nobody polls, least of all files.
-The store carries news only. What is committed is decided by the file system: if the store is lost
-in the middle of a save, the save fails or its checkpoint stands, but nothing in between.
+`AsyncSaver` takes the data from the live state, `CheckpointCopier` from node-local storage. A save
+that fails is reported and its files are removed; the next one may succeed.
 """
 
 from __future__ import annotations
@@ -243,7 +238,7 @@ class Hooks(NamedTuple):
 
     before_writing: Callable[[], None]
     rewrite: Rewrite | None
-    beside: Mapping[str, bytes]
+    extra_files: Mapping[str, bytes]
     on_commit: Callable[[], None]
 
 
@@ -306,7 +301,7 @@ class SaveHandle:
         return report
 
 
-class Conductor:
+class SaveThread:
     """A thread that takes one save after the other from its snapshot to the commit.
 
     Every rank has one, and all conduct the same saves in the same order. A save fails when no rank
@@ -365,7 +360,7 @@ class Conductor:
             self._store, save_id, self._coordination.rank, self._coordination.size, self._timeout
         )
 
-    def _conduct(self, save: SaveHandle) -> None:
+    def _run_save(self, save: SaveHandle) -> None:
         """One save in the background: write, commit, agree on the outcome. On every rank.
 
         However it goes, `save.finish` is called: the training thread waits for that without a
@@ -437,7 +432,7 @@ class Conductor:
         metadata = save.plan.metadata.encode(objects, save.pending.name_of)
         alive = save.barrier.show_progress
         save.pending.commit(
-            checksums, metadata, save.common, save.hooks.beside, save.hooks.rewrite, alive
+            checksums, metadata, save.common, save.hooks.extra_files, save.hooks.rewrite, alive
         )
         save.barrier.warn(save.pending.warnings)
         try:
