@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     MAX_COUNT,
     MAX_RANK,
     CheckpointError,
+    OpenFile,
     escape_control_chars,
     file_name,
     format_value,
@@ -59,13 +61,17 @@ def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
     return MetadataIndex(read, content, size, where).metadata()
 
 
-def read_metadata(directory: str | os.PathLike[str]) -> CheckpointMetadata:
-    """What the checkpoint contains and where. Raises CheckpointError naming the file if it is
-    missing or damaged.
+def read_metadata(
+    directory: str | os.PathLike[str], open_path: Callable[[Path], OpenFile] = open_file
+) -> CheckpointMetadata:
+    """Return the tensors and objects of a checkpoint and their places in its files.
+
+    `open_path` opens the file, e.g. with verification. A rank reads the index and the entries of
+    its own tensors only. Raises CheckpointError that names the file if it is missing or damaged.
     """
     path = path_of(directory) / METADATA
     try:
-        file = open_file(path)
+        file = open_path(path)
         if file.descriptor is None:  # an object: one request instead of two for every tensor
             return decode_metadata(file.read(0, file.size), str(path))
         weakref.finalize(

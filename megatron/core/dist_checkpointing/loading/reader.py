@@ -71,10 +71,11 @@ class Reader:
     def __init__(self, directory: str | os.PathLike[str], *, verify: bool = True) -> None:
         self.directory = path_of(directory)
         self._verifier = ChecksumVerifier.find(self.directory) if verify else None
-        path = self.directory / METADATA
-        if self._verifier is not None and path.exists():
-            self._verifier.read_file(path)
-        self.metadata = read_metadata(self.directory)
+        if self._verifier is None:
+            self.metadata = read_metadata(self.directory)
+        else:
+            # Only the blocks with this rank's entries are read and compared.
+            self.metadata = read_metadata(self.directory, self._verifier.open)
         self.bytes_read = 0
         self.bytes_needed = 0
         self._lock = threading.Lock()

@@ -13,8 +13,10 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 from megatron.core.dist_checkpointing import (
+    Box,
     CheckpointError,
     Reader,
+    Request,
     ShardedObject,
     ShardedTensor,
     load,
@@ -381,3 +383,27 @@ def test_verified_file_returns_the_bytes_of_any_range(tmp_path, position):
             pytest.raises(CheckpointError, match=f"wrong checksum of bytes {block * BLOCK_SIZE}"),
         ):
             file.read(start, 1)
+
+
+def test_a_load_reads_only_its_own_part_of_the_metadata(tmp_path, monkeypatch):
+    """`.metadata` grows with the number of ranks; the part that one rank reads does not."""
+    state = {}
+    for number in range(24):
+        key = f"tensor_{number:02d}"
+        values = torch.full((2000, 1), float(number))
+        boxes = tuple(Box((row, 0), values[row : row + 1]) for row in range(len(values)))
+        state[key] = ShardedTensor(key, (2000, 1), torch.float32, boxes)
+    save(state, tmp_path / "c", common={})
+    num_blocks = -(-(tmp_path / "c/.metadata").stat().st_size // BLOCK_SIZE)
+    assert num_blocks >= 3
+
+    verifiers = []
+    find = ChecksumVerifier.find
+    monkeypatch.setattr(
+        ChecksumVerifier, "find", lambda path: verifiers.append(find(path)) or verifiers[-1]
+    )
+    wanted = torch.zeros(2000, 1)
+    reader = Reader(tmp_path / "c")
+    reader.read_into([Request("tensor_05", (0, 0), wanted)])
+    assert bool((wanted == 5).all())
+    assert sum(verifiers[0]._verified[".metadata"]) < num_blocks
