@@ -28,12 +28,11 @@ import torch
 from megatron.conversion.formats import ZERO
 from megatron.conversion.model_space.pieces import archive_faults
 from megatron.conversion.model_space.source import (
-    ADAM,
     GRAD_SCALER,
+    OPTIMIZER_STATES,
     PARAM_GROUP,
     RANKS,
     SCHEDULER,
-    SGD,
     SIZE,
     WORD_EMBEDDINGS,
     Shape,
@@ -48,6 +47,7 @@ from megatron.core.dist_checkpointing import safe_load
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import COUNT, number, optional, record, sequence
 from megatron.core.dist_checkpointing.format.schema import key as check_key
+from megatron.core.optimizer import UPDATE_RULES
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Within a layer, and within the embedding: model space -> universal.
@@ -171,7 +171,7 @@ def model_space_names(names: Sequence[str], description: str) -> dict[str, str]:
 
 
 _VOCABULARY = record({"original_vocab_size?": optional(SIZE)})
-_STATE = record(
+MODEL_STATE_SCHEMA = record(
     {
         "args?": namespace,
         "iteration?": optional(COUNT),
@@ -187,11 +187,11 @@ _STATE = record(
         "checkpoint_parallel_dimensions?": optional(record({"tp_degree?": optional(RANKS)})),
     }
 )
-_OPTIMIZER = record({"param_groups": sequence(PARAM_GROUP)})
+OPTIMIZER_SCHEMA = record({"param_groups": sequence(PARAM_GROUP)})
 
 OPTIMIZER_STATE = "optimizer_state.pt"
 STEP = "step.pt"
-STATE_FILES = {"param": "fp32.pt"} | {name: f"{name}.pt" for name in (*ADAM[1:], *SGD[1:])}
+STATE_FILES = {"param": "fp32.pt"} | {name: f"{name}.pt" for name in OPTIMIZER_STATES[1:]}
 
 
 def model_state_name(rank: int) -> str:
@@ -229,7 +229,7 @@ class UniversalFiles:
         states = sorted(directory.glob("mp_rank_*_model_states.pt"))
         if not states:
             raise ValueError(f"{self.description} is incomplete: it has no {model_state_name(0)}")
-        self.state: dict[str, Any] = dict(_STATE(safe_load(states[0]), str(states[0])))
+        self.state: dict[str, Any] = dict(MODEL_STATE_SCHEMA(safe_load(states[0]), str(states[0])))
         self.args: dict[str, Any] = vars(
             self.state.pop("args", argparse.Namespace())
         )  # under their names
@@ -267,14 +267,17 @@ class UniversalFiles:
 
     def optimizer_state(self) -> dict[str, Any] | None:
         path = self.directory / ZERO / OPTIMIZER_STATE
-        return dict(_OPTIMIZER(safe_load(path), str(path))) if path.exists() else None
+        return dict(OPTIMIZER_SCHEMA(safe_load(path), str(path))) if path.exists() else None
 
     def states(self) -> tuple[str, ...]:
-        """Those that the optimizer has of every parameter."""
-        if self.args.get("optimizer") != "sgd":
-            return ADAM
+        """Return the states that the optimizer has of each parameter."""
+        rule = UPDATE_RULES.get(self.args.get("optimizer") or "adam", UPDATE_RULES["adam"])
+        sets = rule.STATE_SETS
         folder = self.directory / ZERO / self.names[WORD_EMBEDDINGS]
-        return SGD if (folder / STATE_FILES["momentum_buffer"]).exists() else SGD[:1]
+        for states in sets:
+            if all((folder / STATE_FILES[name]).exists() for name in states):
+                return ("param", *states)
+        return ("param", *sets[0])  # reading them reports the missing file
 
     def step(self) -> int:
         """Of Adam: stored per parameter, all equal; BLOOM-era directories count the steps that were

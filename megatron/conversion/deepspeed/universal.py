@@ -15,6 +15,8 @@ import torch
 
 from megatron.conversion.deepspeed.files import (
     BLOCKS_MARK,
+    MODEL_STATE_SCHEMA,
+    OPTIMIZER_SCHEMA,
     OPTIMIZER_STATE,
     STATE_FILES,
     STEP,
@@ -274,8 +276,11 @@ def write_universal(
         for key, name in names.items()
     ]
     run_jobs(jobs, options.workers)
-    _save(target / ZERO / OPTIMIZER_STATE, writer.optimizer_state(training))
-    _save(target / model_state_name(0), writer.model_state(training, names))
+    # Apply the schemas of the reader, so that a result is never unreadable.
+    optimizer_state = writer.optimizer_state(training)
+    _save(target / ZERO / OPTIMIZER_STATE, OPTIMIZER_SCHEMA(optimizer_state, source.description))
+    model_state = writer.model_state(training, names)
+    _save(target / model_state_name(0), MODEL_STATE_SCHEMA(model_state, source.description))
     # `latest_universal` makes the directory a checkpoint: it must not be durable before the rest
     # is.
     fsync_tree(directory)

@@ -139,9 +139,8 @@ def write_state(directory: Path, source: Source, files: list[str]) -> None:
         raise ValueError(
             f"{source.description}: its training state is not plain data ({error})"
         ) from error
-    write_json(
-        directory / _STATE, {"files": files, "training": training, "args": plain_args(source.args)}
-    )
+    state = {"files": files, "training": training, "args": plain_args(source.args)}
+    write_json(directory / _STATE, _SCHEMA(state, source.description))
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from megatron.conversion.model_space.pieces import (
     write_to_places,
 )
 from megatron.conversion.model_space.source import (
+    COMMON,
     WORD_EMBEDDINGS,
     Progress,
     Source,
@@ -218,6 +219,7 @@ class _Contents:
             scaler = stored_grad_scaler(training.grad_scaler)
             optimizers = [optimizer | {"grad_scaler": scaler} for optimizer in optimizers]
         content["optimizer"] = optimizers if len(kinds) == 2 else optimizers[0]
+        COMMON(content, self._source.description)  # the schema of the reader
         return files
 
     def _model(self, parameters: list[LocalParameter]) -> OrderedDict[str, TensorSlot | None]:

@@ -27,6 +27,7 @@ from megatron.conversion.model_space.source import (
 from megatron.core.arithmetic import round_up
 from megatron.core.dist_checkpointing import CheckpointError, Shape
 from megatron.core.dist_checkpointing.mapping import Extent, narrow, overlap
+from megatron.core.optimizer import UPDATE_RULES
 
 if TYPE_CHECKING:
     from megatron.conversion.model_space.model import LocalParameter
@@ -135,13 +136,14 @@ def bucket_size_of(
 
 
 def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Raises CheckpointError unless the states `names` are those of Adam or SGD.
+    """Raise CheckpointError unless the states `names` belong to an optimizer that converts.
 
-    Muon keeps a momentum under SGD's name, and means another one: the arguments decide first.
+    The arguments decide first: Muon stores its momentum under the name of SGD's.
     """
     optimizer = args.get("optimizer") or "adam"
+    rule = UPDATE_RULES.get(optimizer)
     strange = sorted(set(names) - {*OPTIMIZER_STATES})
-    if optimizer not in ("adam", "sgd") or strange:
+    if rule is None or not rule.IS_CONVERTIBLE or strange:
         what = f" ({', '.join(strange)})" if strange else ""
         raise CheckpointError(
             f"{where}: the optimizer is {optimizer}, whose state{what} is not supported: leave it out (--no-optim of "

@@ -484,4 +484,4 @@ def _common(source: Source) -> dict[str, Any]:
         common["optimizer"] = in_chain(optimizer, args)
     if training is not None and training.scheduler is not None:
         common["opt_param_scheduler"] = training.scheduler
-    return common
+    return COMMON(common, source.description)  # the schema of the readers

@@ -19,15 +19,14 @@ from typing import Any
 import torch
 
 from megatron.conversion.model_space.source import (
-    ADAM,
     ARGUMENTS,
     OPTIMIZER_STATES,
     RANKS,
-    SGD,
     WORD_EMBEDDINGS,
     Shape,
     Source,
     TensorInfo,
+    complete_states,
     is_trained,
     optimizer_key,
     optimizer_states,
@@ -121,7 +120,12 @@ def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> N
     Raises CheckpointError naming what is missing or of another shape.
     """
     found = optimizer_states(tensors)
-    states = SGD if "momentum_buffer" in found else ADAM if found != ("param",) and found else found
+    states = complete_states(found) if found else ()
+    if states is None:
+        raise CheckpointError(
+            f"{where}: {', '.join(found)} are not the state of one optimizer: leave it out "
+            "(--no-optim of convert.py, --no-load-optim of a run)"
+        )
     parameters = [key for key in tensors if not key.startswith("optimizer.") and is_trained(key)]
     wanted = {
         optimizer_key(state, key): tensors[key].shape for key in parameters for state in states

@@ -35,6 +35,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     sequence,
     text,
 )
+from megatron.core.optimizer import UPDATE_RULES
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LAYERS = schema.plausible("LAYERS", 10_000)
@@ -117,10 +118,11 @@ _RUN: dict[str, Check] = {
 ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()} | _RUN)
 
 
+_MAX_BETAS = max(rule.NUM_BETAS for rule in UPDATE_RULES.values())
 PARAM_GROUP = record(
     {
         **_fields(scalar, "step lr max_lr min_lr wd_mult lr_mult weight_decay eps momentum"),
-        "betas?": optional(sequence(schema.number(), 2, least=2)),
+        "betas?": optional(sequence(schema.number(), _MAX_BETAS, least=2)),
         "params?": sequence(anything),
     }
 )
@@ -238,9 +240,12 @@ def refuse_other_models(
 
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-ADAM = ("param", "exp_avg", "exp_avg_sq")  # param is the fp32 main parameter
-SGD = ("param", "momentum_buffer")
-OPTIMIZER_STATES = (*ADAM, "momentum_buffer")
+# Names of the optimizer's tensors; param is the fp32 main parameter. The rest are the states of the
+# registered optimizers, each once.
+_STATE_SETS = [states for rule in UPDATE_RULES.values() for states in rule.STATE_SETS]
+OPTIMIZER_STATES = ("param", *dict.fromkeys(name for states in _STATE_SETS for name in states))
+ADAM = ("param", *UPDATE_RULES["adam"].STATE_SETS[0])
+SGD = ("param", *UPDATE_RULES["sgd"].STATE_SETS[0])
 
 
 def optimizer_key(state: str, parameter: str) -> str:
@@ -262,6 +267,16 @@ def optimizer_states(keys: Iterable[str]) -> tuple[str, ...]:
     """
     found = {key.split(".", 3)[2] for key in keys if key.startswith("optimizer.state.")}
     return tuple(state for state in OPTIMIZER_STATES if state in found)
+
+
+def complete_states(found: Iterable[str]) -> tuple[str, ...] | None:
+    """Return the smallest set of states of an optimizer that includes `found`, with `param`.
+
+    None if they belong to several optimizers.
+    """
+    moments = set(found) - {"param"}
+    fitting = [states for states in _STATE_SETS if moments.issubset(states)]
+    return ("param", *min(fitting, key=len)) if fitting else None
 
 
 def full_precision_key(parameter: str, keys: Container[str]) -> str:

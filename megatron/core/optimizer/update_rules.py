@@ -36,6 +36,8 @@ class UpdateRule:
     """Possible sets of state tensors of a parameter, by their names in checkpoints."""
     NUM_BETAS: ClassVar[int] = 2
     """Length of `betas` in the parameter groups, if they have it."""
+    IS_CONVERTIBLE: ClassVar[bool] = True
+    """Whether conversion carries the state; otherwise it refuses the state by name."""
 
     grad_scale: Tensor
     found_inf: Tensor
@@ -315,6 +317,9 @@ class Muon(AdamW):
 
     _MATRIX_STATES = ("momentum_buffer",)
     STATE_SETS = (_MATRIX_STATES, *AdamW.STATE_SETS)
+    # Other formats have one set of states for all parameters, and Megatron-LM stores the state of
+    # its layer-wise Muon in another form.
+    IS_CONVERTIBLE = False
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ from megatron.conversion.megatron_lm.args import (
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.model import Layout
-from megatron.conversion.model_space.source import Progress
+from megatron.conversion.model_space.source import COMMON, Progress
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Generation,
@@ -140,7 +140,8 @@ def common_state(run: Run) -> dict[str, Any]:
         common["opt_param_scheduler"] = run.scheduler.state_dict()
     if run.validated is not None and run.validated[0] == state.iteration:
         common[VALIDATION_LOSS] = run.validated[1]
-    return common
+    # Loads apply this schema, so a save must fail rather than write what cannot be loaded.
+    return COMMON(common, "the state of the run")
 
 
 def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argparse.Namespace:

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import path_of
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import UPDATE_RULES, OptimizerConfig
 from megatron.core.transformer.transformer_config import deciding_fields, is_used
 from megatron.training.checkpoint.checkpointing import (
     fp8_state_to_load,
@@ -349,11 +349,12 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
             f"{source.description} holds the optimizer state of --optimizer {stored}, which --optimizer "
             f"{config.optimizer} cannot use: {ways_out}, or continue with --optimizer {stored}"
         )
-    momentum = next((group.get("momentum") for group in source.training.param_groups), None)
-    if stored == "sgd" and momentum is not None and bool(momentum) != bool(config.sgd_momentum):
+    conflict = UPDATE_RULES[stored].find_conflict(config, source.training.param_groups)
+    if conflict is not None:
+        flag, old, new = conflict
         raise ValueError(
-            f"{source.description} holds the state of --sgd-momentum {momentum}, which --sgd-momentum "
-            f"{config.sgd_momentum} cannot use: {ways_out}, or continue with --sgd-momentum {momentum}"
+            f"{source.description} holds the state of {flag} {old}, which {flag} {new} cannot use: "
+            f"{ways_out}, or continue with {flag} {old}"
         )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.optimizer import UPDATE_RULES
 from megatron.core.pipeline_parallel import check_group_size, groups_fit
 
 if TYPE_CHECKING:
@@ -266,6 +267,25 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
         yield f"--ckpt-step {checkpoint.ckpt_step} needs --load"
 
 
+def _check_legacy_optimizer(config: Config, world_size: int) -> Iterator[str]:
+    """Reject an optimizer whose state has no place in legacy files, before the first save fails."""
+    checkpoint = config.checkpoint
+    optimizer = config.optimizer.optimizer
+    has_place = UPDATE_RULES[optimizer].IS_CONVERTIBLE or checkpoint.no_save_optim
+    if has_place:
+        return
+    if checkpoint.save is not None and checkpoint.ckpt_format == "torch":
+        yield (
+            f"--ckpt-format torch cannot store the state of --optimizer {optimizer}: use "
+            "--ckpt-format torch_dist or --no-save-optim"
+        )
+    if checkpoint.ckpt_convert_format == "torch":
+        yield (
+            f"--ckpt-convert-format torch cannot store the state of --optimizer {optimizer}: give "
+            "--no-save-optim"
+        )
+
+
 def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
     kind = checkpoint.non_persistent_ckpt_type
@@ -308,6 +328,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_schedules, "training parallel optimizer scheduler"),
     (_check_layers, "model parallel pipeline_layout"),
     (_check_checkpoint, "training checkpoint"),
+    (_check_legacy_optimizer, "checkpoint optimizer"),
     (_check_local_tier, "checkpoint"),
     (_check_profile_ranks, "profiling"),
 )

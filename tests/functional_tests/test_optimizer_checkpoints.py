@@ -1,0 +1,208 @@
+"""Checkpoints of every optimizer: resume at other layouts, `--no-load-optim`, all conversions.
+
+Each combination continues with the losses of an uninterrupted run, or is refused by name. The
+default tests cover each optimizer and each format once; `--run-slow` covers all combinations.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron.conversion.megatron_lm.args import param_groups
+from megatron.core.dist_checkpointing import load_common
+from megatron.core.optimizer import UPDATE_RULES
+from tests.support.compare import assert_same
+from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LLAMA, train, whole
+from tests.unit_tests.conversion.convert_tool import run_convert
+
+OPTIMIZERS = {
+    "adam": "",
+    "sgd": "--optimizer sgd --lr 0.05 --min-lr 0.005",
+    "sgd_without_momentum": "--optimizer sgd --sgd-momentum 0 --lr 0.05 --min-lr 0.005",
+    "ademamix": "--optimizer ademamix --ademamix-beta3 0.999 --ademamix-alpha 5",
+    "muon": "--optimizer muon --muon-extra-scale-factor 0.2",
+}
+LAYOUTS = {
+    "single": (1, ""),
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "dp2": (2, ""),
+    "zero": (2, DISTRIBUTED_OPTIMIZER),
+    "tp2_zero": (4, f"--tensor-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
+}
+FORMATS = {
+    "torch_dist": (),
+    "legacy": (),
+    "universal": (),
+    "hf": ("--save-optim-sidecar",),
+}
+DTYPES = {"fp32": "", "bf16": "--bf16"}
+COMMON = f"--mock-data --train-iters 4 {LLAMA}"
+REFUSED = "the optimizer is muon, whose state is not supported: leave it out"
+
+slow = pytest.mark.slow
+
+
+def run(pool, optimizer, layout, dtype, more=""):
+    world_size, flags = LAYOUTS[layout]
+    return pool.run(
+        train, world_size, f"{COMMON} {OPTIMIZERS[optimizer]} {flags} {DTYPES[dtype]} {more}"
+    )
+
+
+def losses(outcomes):
+    """Losses of the last pipeline stage, which is on the last rank."""
+    return outcomes[-1].measured.losses
+
+
+def save(pool, directory, optimizer, layout, dtype):
+    """Train 2 of 4 iterations and return the outcomes."""
+    return run(pool, optimizer, layout, dtype, f"--save {directory} --exit-interval 2")
+
+
+def check_resume(pool, directory, saved, optimizer, layout, dtype):
+    """Load without training: all tensors are equal. Then train: the losses are those of one run."""
+    loaded = run(pool, optimizer, layout, dtype, f"--load {directory} --skip-train")
+    assert_same(whole(loaded), whole(saved))
+    resumed = run(pool, optimizer, layout, dtype, f"--load {directory}")
+    straight = run(pool, optimizer, layout, dtype)
+    tolerance = 2e-5 if dtype == "fp32" else 2e-3
+    assert losses(resumed) == pytest.approx(losses(straight)[2:], rel=tolerance)
+
+
+DEFAULT_RESUMES = [
+    ("adam", "zero", "tp2", "bf16"),
+    ("sgd", "tp2", "zero", "fp32"),
+    ("sgd_without_momentum", "dp2", "pp2", "fp32"),
+    ("ademamix", "zero", "tp2", "fp32"),
+    ("muon", "zero", "tp2", "fp32"),
+]
+ALL_RESUMES = [
+    (optimizer, first, second, dtype)
+    for optimizer in OPTIMIZERS
+    for first in LAYOUTS
+    for second in LAYOUTS
+    for dtype in DTYPES
+]
+
+
+def mark_slow(cases, default):
+    return [case if case in default else pytest.param(*case, marks=slow) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "first", "second", "dtype"), mark_slow(ALL_RESUMES, DEFAULT_RESUMES)
+)
+def test_resume_at_another_layout(pool, tmp_path, optimizer, first, second, dtype):
+    saved = save(pool, tmp_path, optimizer, first, dtype)
+    check_resume(pool, tmp_path, saved, optimizer, second, dtype)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_load_optim_takes_the_weights(pool, tmp_path, optimizer):
+    saved = save(pool, tmp_path, optimizer, "tp2", "fp32")
+    flags = f"--load {tmp_path} --no-load-optim"
+    loaded = whole(run(pool, optimizer, "single", "fp32", f"{flags} --skip-train"))
+    for key, value in whole(saved).items():
+        if not key.startswith("optimizer."):
+            assert_same({key: loaded[key]}, {key: value})
+    resumed = run(pool, optimizer, "single", "fp32", flags)
+    assert len(losses(resumed)) == 2 and all(map(math.isfinite, losses(resumed)))
+
+
+DEFAULT_CONVERSIONS = [
+    ("adam", "legacy", "zero", "bf16"),
+    ("sgd", "universal", "dp2", "fp32"),
+    ("sgd_without_momentum", "hf", "dp2", "bf16"),
+    ("ademamix", "torch_dist", "zero", "bf16"),
+    ("ademamix", "legacy", "zero", "bf16"),
+    ("ademamix", "legacy", "dp2", "fp32"),
+    ("ademamix", "universal", "dp2", "fp32"),
+    ("ademamix", "hf", "zero", "bf16"),
+    ("muon", "legacy", "zero", "fp32"),
+]
+ALL_CONVERSIONS = [
+    (optimizer, saver, layout, dtype)
+    for optimizer in OPTIMIZERS
+    for saver in FORMATS
+    for layout in ("dp2", "zero")
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "saver", "layout", "dtype"), mark_slow(ALL_CONVERSIONS, DEFAULT_CONVERSIONS)
+)
+def test_conversion(pool, tmp_path, optimizer, saver, layout, dtype):
+    """Convert to a format and back to torch_dist; a run resumes from either."""
+    saved = save(pool, tmp_path / "run", optimizer, layout, dtype)
+    source = tmp_path / "run"
+    converted = convert(source, tmp_path / saver, saver)
+    if optimizer == "muon":
+        assert converted.returncode == 1 and REFUSED in converted.stderr
+        assert not (tmp_path / saver).exists()
+        converted = convert(source, tmp_path / saver, saver, "--no-optim")
+        assert converted.returncode == 0, converted.stderr
+        return
+    assert converted.returncode == 0, converted.stderr
+    check_resume(pool, tmp_path / saver, saved, optimizer, "tp2", dtype)
+
+    back = convert(tmp_path / saver, tmp_path / "back", "torch_dist")
+    assert back.returncode == 0, back.stderr
+    check_resume(pool, tmp_path / "back", saved, optimizer, "pp2", dtype)
+
+
+def convert(source: Path, target: Path, saver: str, *more: str):
+    sidecar = () if "--no-optim" in more else FORMATS[saver]
+    words = ("--load-dir", source, "--save-dir", target, "--saver", saver, "--verify")
+    return run_convert(*words, *sidecar, *more)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "zero"])
+@pytest.mark.parametrize("optimizer", ["ademamix", "sgd_without_momentum"])
+def test_legacy_files_from_training(pool, tmp_path, optimizer, layout):
+    flags = f"--save {tmp_path} --exit-interval 2 --ckpt-format torch"
+    saved = run(pool, optimizer, layout, "bf16", flags)
+    check_resume(pool, tmp_path, saved, optimizer, "tp2", "bf16")
+
+
+@pytest.mark.parametrize(
+    "flags", ["--save {} --ckpt-format torch", "--load {} --ckpt-convert-format torch"]
+)
+def test_muon_in_legacy_files_is_refused_at_start(pool, tmp_path, flags):
+    convert_save = f"--ckpt-convert-save {tmp_path / 'converted'}" if "convert" in flags else ""
+    with pytest.raises(Exception, match="torch cannot store the state of --optimizer muon"):
+        run(pool, "muon", "single", "fp32", f"{flags.format(tmp_path)} {convert_save}")
+
+
+def test_save_fails_if_a_load_would_refuse_the_state(pool, tmp_path):
+    """The first save reports what the schema of loads rejects."""
+    with pytest.raises(Exception, match=r"betas is \(\), but must be a list of 2 to 3"):
+        pool.run(train_with_bad_betas, 1, f"{COMMON} --save {tmp_path} --exit-interval 2")
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def train_with_bad_betas(rank, world_size, flags):
+    adam = UPDATE_RULES["adam"]
+    make_rule = adam.from_config
+
+    def make_rule_with_bad_betas(config, groups, model):
+        rule = make_rule(config, groups, model)
+        rule.update_group = lambda group: None
+        for group in rule.param_groups:
+            group["betas"] = ()
+        return rule
+
+    adam.from_config = make_rule_with_bad_betas
+    try:
+        return train(rank, world_size, flags)
+    finally:
+        adam.from_config = make_rule
+
+
+def test_number_of_betas_is_that_of_the_optimizer(pool, tmp_path):
+    save(pool, tmp_path, "ademamix", "single", "fp32")
+    groups = param_groups(load_common(tmp_path / "iter_0000002")["optimizer"])
+    assert [group["betas"] for group in groups] == [(0.9, 0.999, 0.999)] * 2
+    assert UPDATE_RULES["ademamix"].NUM_BETAS == 3
