@@ -29,7 +29,7 @@ def test_kernels_match_torch():
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_tensors_are_split_below_the_limit_of_32_bit_kernels(monkeypatch):
+def test_large_tensors_are_split_for_32_bit_kernels(monkeypatch):
     """A bucket without a size limit may have more elements than 32 bits can index."""
     monkeypatch.setattr(apex, "MAX_ELEMENTS", 30_000)
     import_apex("amp_C", "").LARGEST_SEEN = 0

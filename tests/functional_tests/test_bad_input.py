@@ -36,29 +36,29 @@ def train_on(pool, prefix, more=""):
     return pool.run(train, 1, f"{data} {MODELS['llama']} {more}")
 
 
-def test_good_data_is_good(pool, prefix):
+def test_intact_data_loads(pool, prefix):
     assert len(train_on(pool, prefix)[0].measured.losses) == 3
 
 
-def test_wrong_path(pool, prefix):
+def test_missing_data_path_is_named(pool, prefix):
     with pytest.raises(ValueError, match=r"nowhere/text.*"):
         train_on(pool, "/nowhere/text")
 
 
-def test_empty_bin(pool, prefix):
+def test_empty_bin_file_is_rejected(pool, prefix):
     Path(f"{prefix}.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"text\.bin"):
         train_on(pool, prefix)
 
 
-def test_truncated_bin(pool, prefix):
+def test_truncated_bin_file_is_rejected(pool, prefix):
     whole = Path(f"{prefix}.bin").read_bytes()
     Path(f"{prefix}.bin").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"text\.bin"):
         train_on(pool, prefix)
 
 
-def test_index_of_another_dtype(pool, prefix):
+def test_index_of_another_dtype_is_rejected(pool, prefix):
     index = bytearray(Path(f"{prefix}.idx").read_bytes())
     assert struct.unpack_from("<B", index, 17) == (8,)  # uint16
     index[17] = 4  # int32
@@ -67,12 +67,12 @@ def test_index_of_another_dtype(pool, prefix):
         train_on(pool, prefix)
 
 
-def test_tokens_of_another_vocabulary(pool, prefix):
+def test_token_outside_the_vocabulary_is_rejected(pool, prefix):
     with pytest.raises(ValueError, match=r"59|vocab"):
         train_on(pool, prefix, "--vocab-size 20")
 
 
-def test_torchrun_shows_an_error_of_the_data_as_the_root_cause(prefix):
+def test_torchrun_reports_a_data_error_as_root_cause(prefix):
     flags = f"{COMMON} {MODELS['llama']} --data-path {prefix} --split 100,0,0 --train-iters 3 --vocab-size 20 "
     command = [
         sys.executable,
@@ -100,7 +100,7 @@ def test_torchrun_shows_an_error_of_the_data_as_the_root_cause(prefix):
     assert shown == f"  traceback : {ours[0]}"
 
 
-def test_corrupt_tracker(pool, tmp_path):
+def test_corrupt_tracker_falls_back_to_the_newest_checkpoint(pool, tmp_path):
     pool.run(train, 1, f"{MOCK} --save {tmp_path} --exit-interval 2")
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text("iteration 2")
@@ -122,7 +122,7 @@ def test_corrupt_tracker(pool, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["empty", "absent"])
-def test_load_without_a_checkpoint(pool, tmp_path, path):
+def test_missing_checkpoint_is_an_error_only_if_required(pool, tmp_path, path):
     """Random weights only where nothing says that a checkpoint is meant, and never without a word."""
     (tmp_path / "empty").mkdir()
     directory = tmp_path / path
@@ -149,7 +149,7 @@ def test_load_without_a_checkpoint(pool, tmp_path, path):
     assert pool.run(train, 1, restart)[0].iteration == 4
 
 
-def test_checkpoint_of_another_model(pool, tmp_path):
+def test_checkpoint_of_another_model_is_rejected(pool, tmp_path):
     pool.run(train, 1, f"{MOCK} --save {tmp_path} --exit-interval 2")
     with pytest.raises(ValueError) as error:
         pool.run(
@@ -183,7 +183,7 @@ def nan_on_the_last_rank(rank, world_size, flags):
 
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2", "dp2_distributed_optimizer"])
-def test_nan_stops_with_rank_and_iteration(pool, tmp_path, layout):
+def test_nan_ends_the_run_with_rank_and_iteration(pool, tmp_path, layout):
     world_size, flags = LAYOUTS[layout]
     flags = f"{MOCK} {flags} --micro-batch-size 2 --global-batch-size {8 if 'dp' in layout else 4} --save {tmp_path}"
     with pytest.raises(ValueError, match=r"iteration 2: the loss is not finite on rank 1"):
@@ -197,7 +197,7 @@ def test_nan_stops_with_rank_and_iteration(pool, tmp_path, layout):
     assert all(all(rank) for rank in finite)  # updates were left out
 
 
-def test_mistakes_end_with_one_message_and_no_traceback(launcher):
+def test_user_errors_end_with_one_message_and_no_traceback(launcher):
     """Both ranks find the same mistake, before they have met; the first one tells it."""
     job = launcher.start(
         2, f"{COMMON} {MOCK} --tensor-model-parallel-size 2 --num-query-groups 3 --unfused"
@@ -215,7 +215,7 @@ def test_mistakes_end_with_one_message_and_no_traceback(launcher):
 LONG = f"{COMMON} --mock-data --train-iters 100000 {MODELS['llama']} "
 
 
-def test_sigterm_saves_and_ends(tmp_path, launcher):
+def test_sigterm_saves_and_exits(tmp_path, launcher):
     job = launcher.start(1, f"{LONG} --exit-signal-handler --save {tmp_path}")
     job.until_iteration(3)
     job.signal(0, signal.SIGTERM)
@@ -227,7 +227,7 @@ def test_sigterm_saves_and_ends(tmp_path, launcher):
 
 
 @pytest.mark.parametrize("layout", ["dp2_distributed_optimizer", "pp2"])
-def test_a_killed_rank_stops_the_others_with_the_reason(launcher, layout):
+def test_killed_rank_stops_the_others_with_the_reason(launcher, layout):
     """At once: the limit of a job's wait is far below the timeout of the collectives."""
     job = launcher.start(2, f"{LONG} {LAYOUTS[layout][1]} --distributed-timeout-minutes 30")
     job.until_iteration(2)
@@ -246,7 +246,7 @@ def train_elsewhere(rank, world_size, root, flags):
         os.chdir(ROOT)
 
 
-def test_a_save_directory_that_the_ranks_do_not_share(pool, tmp_path):
+def test_save_directory_must_be_shared_by_all_ranks(pool, tmp_path):
     for rank in range(3):
         (tmp_path / str(rank)).mkdir()
     message = r"is not shared by all ranks: what rank 0 on (\S+) writes there is not visible on \1 \(rank 1, 2\)"

@@ -43,7 +43,7 @@ IN_EVERY_RUN = "full recomputation, evaluated"  # the others are slow: each comp
     "name",
     [name if name == IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.slow) for name in RUNS],
 )
-def test_same_curve_and_same_keys(pool, name):
+def test_compiled_layers_keep_losses_and_keys(pool, name):
     world_size, flags = RUNS[name]
     eager = pool.run(outcome, world_size, flags)
     compiled = pool.run(outcome, world_size, flags + "--compile", timeout=300)
@@ -55,7 +55,7 @@ def test_same_curve_and_same_keys(pool, name):
 
 
 @pytest.mark.slow
-def test_bf16_is_close(pool):
+def test_compiled_bf16_losses_are_close(pool):
     """Fused operations round once where separate ones round each time."""
     ((eager,), (compiled,)) = (
         pool.run(outcome, 1, LLAMA + f"--bf16 {c}", timeout=300) for c in ("", "--compile")
@@ -64,7 +64,7 @@ def test_bf16_is_close(pool):
     assert compiled.measured.losses != eager.measured.losses  # it was compiled
 
 
-def test_without_a_compiler_there_is_a_message(tmp_path):
+def test_missing_compiler_is_reported(tmp_path):
     flags = [*(COMMON + LLAMA).split(), "--mock-data", "--train-iters", "3", "--compile"]
     environment = {**os.environ, "CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     result = subprocess.run(

@@ -54,7 +54,7 @@ def of_one_process(pool):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_documents_and_masked_losses_are_exact_per_token(pool, of_one_process, way):
+def test_per_token_loss_is_exact_with_documents_and_masks(pool, of_one_process, way):
     """Each rank has another number of tokens that count; training and validation do not see it."""
     flags, expected = of_one_process
     world_size, layout = WAYS[way]
@@ -84,7 +84,7 @@ def train_on_both_parts(rank, world_size, flags):
     return measured
 
 
-def test_without_a_loss_per_token_ranks_average_their_means(pool):
+def test_default_loss_averages_the_means_of_ranks(pool):
     """As in Megatron-LM: a token counts more where a rank has fewer of them. The log has the mean
     over all tokens.
     """
@@ -110,14 +110,14 @@ def train_and_record(rank, world_size, flags):
     return ps.dp.rank, ps.cp.rank, torch.cat(seen, 1)
 
 
-def test_the_ranks_of_a_replica_read_the_same_samples(pool):
+def test_ranks_of_a_replica_read_the_same_samples(pool):
     flags = f"--mock-data --train-iters 3 {MODELS['llama']}"
     replicas = {dp: seen for dp, _, seen in pool.run(train_and_record, 2, flags)}
     for dp, cp, seen in pool.run(train_and_record, 4, f"{flags} --context-parallel-size 2"):
         assert torch.equal(seen, replicas[dp][..., local_positions(16, cp, 2)])
 
 
-def test_random_numbers_go_on_bitwise(pool, tmp_path):
+def test_random_numbers_continue_bitwise(pool, tmp_path):
     """Dropout draws other numbers on every rank, and goes on with them after a load; at CP 1 the
     state is the same.
     """

@@ -118,20 +118,20 @@ def run(launcher, root, kills, world_size, layout, interval, victims, seed):
     assert left == [*kept, "latest_checkpointed_iteration.txt"], "nothing is left behind"
 
 
-def test_one_process(launcher, tmp_path):
+def test_random_kills_of_one_process(launcher, tmp_path):
     run(launcher, tmp_path, 14, 1, "", 1, [[0]], 1)
 
 
-def test_a_rank_or_all(launcher, tmp_path):
+def test_random_kills_of_one_or_all_ranks(launcher, tmp_path):
     run(launcher, tmp_path, 6, *LAYOUTS["dp2_distributed_optimizer"], 2, [[0], [1], [0, 1]], 2)
 
 
 @pytest.mark.slow
-def test_one_process_often(launcher, tmp_path):
+def test_many_random_kills_of_one_process(launcher, tmp_path):
     run(launcher, tmp_path, 140, 1, "", 1, [[0]], 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp2_distributed_optimizer", "tp2"])
-def test_a_rank_or_all_often(launcher, tmp_path, layout):
+def test_many_random_kills_of_one_or_all_ranks(launcher, tmp_path, layout):
     run(launcher, tmp_path, 30, *LAYOUTS[layout], 2, [[0], [1], [0, 1]], 4)

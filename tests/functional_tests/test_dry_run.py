@@ -22,7 +22,7 @@ def dry_run(flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_summary_and_plan(tmp_path):
+def test_dry_run_prints_summary_and_plan(tmp_path):
     layout = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
     result = dry_run(
         f"--mock-data --train-iters 4 {layout} --save {tmp_path / 'save'}", WORLD_SIZE="8"
@@ -39,7 +39,7 @@ def test_summary_and_plan(tmp_path):
     assert "PP 2 x DP 4, experts ETP 1 x EP 4 x DP 1 on 8 ranks" in spread.stdout
 
 
-def test_everything_that_is_wrong(tmp_path):
+def test_dry_run_reports_all_errors(tmp_path):
     result = dry_run("--train-iters 4 --fp16 --bf16 --zzz")
     assert (result.returncode, result.stdout) == (2, "")
     assert len(result.stderr.splitlines()) == 3 and "unknown flag --zzz" in result.stderr
@@ -73,7 +73,7 @@ def test_training_imports_no_compiler_without_compile(tmp_path, ways):
     assert result.stdout.count("NO COMPILER") == 2, result.stdout + result.stderr
 
 
-def test_a_start_imports_nothing_that_takes_long_and_is_not_needed():
+def test_start_up_avoids_slow_unneeded_imports():
     """DTensor and sympy come with DCP's package, a third of the time of a start; the others take
     seconds.
 

@@ -109,7 +109,7 @@ def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
         ["tp2_pp2", "pp2_dp2", "single", "tp2_sp"],
     ],
 )
-def test_other_ranks_go_on_where_these_were_killed(launcher, undisturbed, tmp_path, layouts):
+def test_run_continues_with_other_ranks_after_a_kill(launcher, undisturbed, tmp_path, layouts):
     losses: dict[int, float] = {}
     for number, layout in enumerate(layouts):
         world_size, layout_flags = {"single": (1, ""), **LAYOUTS}[layout]
@@ -131,7 +131,7 @@ def test_other_ranks_go_on_where_these_were_killed(launcher, undisturbed, tmp_pa
     assert losses == pytest.approx(expected, rel=ROUNDING)
 
 
-def test_a_run_that_was_stopped_yields_to_its_successor(launcher, tmp_path):
+def test_suspended_run_yields_to_its_successor(launcher, tmp_path):
     """Stopped between two saves, continued when the next start has finished: it says who took over,
     and ends.
     """

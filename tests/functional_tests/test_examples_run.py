@@ -91,7 +91,7 @@ def losses(text):
     return [float(loss) for loss in re.findall(r"lm loss: (\S+)", text)]
 
 
-def test_single_gpu(trained):
+def test_single_gpu_example_trains(trained):
     text, run_dir = trained
     assert len(losses(text)) == 4
     assert (run_dir / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "4"
@@ -99,7 +99,7 @@ def test_single_gpu(trained):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", list(RUNS)[1:])
-def test_others_at_their_kind_of_layout(script, corpus, tmp_path):
+def test_other_examples_train_at_their_layout(script, corpus, tmp_path):
     text = run_script(script, *RUNS[script], corpus, tmp_path)
     assert len(losses(text)) == 4
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "4"

@@ -75,7 +75,7 @@ def bytes_on(disk, straight, launcher):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_full_disk(launcher, disk, straight, mode):
+def test_full_disk_fails_the_save_only(launcher, disk, straight, mode):
     """The first checkpoint fits, the second does not, and it says so before the first byte. With
     room again the run goes on as if nothing had happened.
     """
@@ -93,7 +93,7 @@ def test_a_full_disk(launcher, disk, straight, mode):
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_at_any_point(launcher, disk, straight):
+def test_disk_that_fills_at_any_point_loses_nothing(launcher, disk, straight):
     """From too small for a shard to too small for the tracker: in the files or in the commit."""
     needed = bytes_on(disk, straight, launcher)
     outcomes = []
@@ -120,7 +120,7 @@ def test_a_disk_that_is_full_at_any_point(launcher, disk, straight):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_room_for_another_file(launcher, disk, straight, mode):
+def test_missing_inodes_fail_the_save_only(launcher, disk, straight, mode):
     """ENOSPC in the middle of a save although there are bytes: the file system has no inodes left."""
     disk.mount("size=64m")
     launcher.run(1, flags(disk.path, stop=2))
@@ -142,7 +142,7 @@ def test_no_room_for_another_file(launcher, disk, straight, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_kernel_refuses_to_write(launcher, tmp_path, mode, ranks):
+def test_write_error_fails_the_save_only(launcher, tmp_path, mode, ranks):
     """Every file is cut off in the middle, on all ranks or on the last one alone, while the others
     write well.
     """
@@ -160,7 +160,7 @@ def test_the_kernel_refuses_to_write(launcher, tmp_path, mode, ranks):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_disk_that_becomes_read_only(launcher, disk, mode):
+def test_read_only_disk_fails_the_save_only(launcher, disk, mode):
     disk.mount("size=64m")
     more = f"{mode} --exit-signal-handler --keep-last-n 2 --train-iters 1000000"
     job = launcher.start(1, flags(disk.path, more, stop=1_000_000))
@@ -179,7 +179,7 @@ def test_a_disk_that_becomes_read_only(launcher, disk, mode):
     assert len(names(disk.path)) == 3, "two checkpoints and the tracker"
 
 
-def test_a_path_that_cannot_be_written_is_an_error_before_training(launcher, disk, tmp_path):
+def test_unwritable_save_is_an_error_before_training(launcher, disk, tmp_path):
     disk.mount("size=1m,ro")
     (tmp_path / "file").write_text("")
     for path in (disk.path, disk.path / "deeper", tmp_path / "file"):
@@ -192,7 +192,7 @@ def test_a_path_that_cannot_be_written_is_an_error_before_training(launcher, dis
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
-def test_stale_files_of_earlier_crashes_go(launcher, tmp_path, straight, form):
+def test_stale_files_of_earlier_crashes_are_removed(launcher, tmp_path, straight, form):
     launcher.run(1, flags(tmp_path, stop=2, more=f"--ckpt-format {form}"))
     for name in (
         ".saving-iter_0000004-abc-1",
@@ -209,7 +209,7 @@ def test_stale_files_of_earlier_crashes_go(launcher, tmp_path, straight, form):
 
 
 @pytest.mark.parametrize("mode", [*MODES, "--ckpt-format torch"])
-def test_exit_on_save_failure(launcher, tmp_path, mode):
+def test_exit_on_save_failure_ends_the_run(launcher, tmp_path, mode):
     """All ranks stop, also the one whose own writing went well."""
     more = f"{mode} --exit-on-save-failure --train-iters 1000000"
     job = launcher.start(2, flags(tmp_path, more, stop=1_000_000), file_size_limits=[20_000, None])
@@ -227,7 +227,7 @@ def test_exit_on_save_failure(launcher, tmp_path, mode):
     assert names(tmp_path) == []
 
 
-def test_legacy_files_that_cannot_be_written(launcher, disk, straight):
+def test_failed_legacy_save_is_reported(launcher, disk, straight):
     """There is room for the first of the two steps alone: nothing of either stays."""
     disk.mount(f"size={bytes_on(disk, straight, launcher) * 5 // 4}")
     job = run_without_its_last_save(launcher, 1, flags(disk.path, more="--ckpt-format torch"))

@@ -12,7 +12,7 @@ FIM = (
 )
 
 
-def test_a_resumed_run_at_another_layout_goes_on_with_the_same_samples(pool, tmp_path):
+def test_resuming_at_another_layout_reads_the_same_samples(pool, tmp_path):
     random = np.random.RandomState(0)
     with IndexedDatasetBuilder(tmp_path / "corpus", np.uint16) as builder:
         for _ in range(40):

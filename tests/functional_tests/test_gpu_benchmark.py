@@ -11,7 +11,7 @@ from tests import ROOT
 
 
 @pytest.mark.slow
-def test_all_parts():
+def test_gpu_benchmark_smoke_runs_all_parts():
     environment = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }

@@ -80,7 +80,7 @@ def test_transformers_generates_the_same_tokens(pool, trained, tp):
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2"])
-def test_a_fine_tune_from_the_model_starts_at_the_same_loss(pool, trained, layout):
+def test_fine_tuning_an_export_starts_at_the_same_loss(pool, trained, layout):
     model, run, hf = trained
     world_size, flags = LAYOUTS.get(layout, (1, ""))
     flags = f"{RUN} {MODELS[model]} {flags} --train-iters 2 --lr-warmup-iters 0 --seed 4321 "
@@ -109,7 +109,7 @@ def truncated_weights(directory):
 
 
 @pytest.mark.parametrize("damage", [truncated_config, unknown_field, truncated_weights])
-def test_a_damaged_model_is_no_start(pool, trained, tmp_path, damage):
+def test_damaged_model_is_rejected(pool, trained, tmp_path, damage):
     """Not even beside --save, where a directory without a checkpoint means a new run."""
     model, _, hf = trained
     shutil.copytree(hf, tmp_path / "hf")
@@ -120,7 +120,7 @@ def test_a_damaged_model_is_no_start(pool, trained, tmp_path, damage):
         )
 
 
-def test_a_fine_tune_leaves_the_optimizer_beside_a_model_alone(pool, trained, tmp_path):
+def test_fine_tuning_ignores_the_sidecar(pool, trained, tmp_path):
     """The weights may have been changed since: it belongs to a run that goes on, which then is
     told.
     """

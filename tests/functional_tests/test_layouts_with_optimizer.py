@@ -159,7 +159,7 @@ def one_process(model):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_same_run_as_one_process(pool, model, layout):
+def test_losses_and_optimizer_state_match_one_process(pool, model, layout):
     world_size, parallel, ddp = LAYOUTS[layout]
     ranks = pool.run(train, world_size, model, parallel, ddp)
     losses, norms, state, weights = one_process(model)

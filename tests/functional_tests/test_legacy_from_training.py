@@ -43,7 +43,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("layout", EXPECTED)
-def test_saved_and_resumed(pool, tmp_path, layout):
+def test_legacy_checkpoints_resume(pool, tmp_path, layout):
     """The run goes on from its own legacy checkpoint bit for bit; another layout finds the same
     tensors in it.
     """
@@ -73,7 +73,7 @@ def test_saved_and_resumed(pool, tmp_path, layout):
 
 
 @pytest.mark.parametrize("precision", ["", "--bf16"])
-def test_without_the_distributed_optimizer(pool, tmp_path, precision):
+def test_legacy_without_the_distributed_optimizer_resumes(pool, tmp_path, precision):
     """The names are those of Megatron-core's local modules."""
     flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} {precision}"
     saved = pool.run(
@@ -92,7 +92,7 @@ def test_without_the_distributed_optimizer(pool, tmp_path, precision):
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_sgd(pool, tmp_path, momentum):
+def test_legacy_sgd_resumes(pool, tmp_path, momentum):
     """Legacy files of SGD, with and without momentum; convert.py takes them, with and without their
     optimizer.
     """
@@ -113,7 +113,7 @@ def test_sgd(pool, tmp_path, momentum):
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
-def test_sgd_in_fp32_resumes_bitwise(pool, tmp_path, momentum):
+def test_legacy_sgd_in_fp32_resumes_bitwise(pool, tmp_path, momentum):
     """Without momentum the files contain neither main parameters nor other optimizer tensors."""
     flags = (
         f"--mock-data --train-iters 6 {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum}"
@@ -141,7 +141,7 @@ def stopped(pool, tmp_path_factory):
 
 
 @pytest.mark.parametrize("damage", ["lost tracker", "garbled tracker", "truncated checkpoint"])
-def test_a_run_never_starts_from_scratch_over_its_own_checkpoints(pool, stopped, tmp_path, damage):
+def test_damaged_legacy_checkpoints_never_restart_from_scratch(pool, stopped, tmp_path, damage):
     straight, directory = stopped
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
@@ -159,7 +159,7 @@ def test_a_run_never_starts_from_scratch_over_its_own_checkpoints(pool, stopped,
     assert_same(whole(resumed), whole(straight))
 
 
-def test_behind_training(pool, tmp_path):
+def test_asynchronous_legacy_save(pool, tmp_path):
     """Every file is the one that training would have waited for."""
     world_size, flags = LAYOUTS["tp2_dp2"]
     flags = f"{FLAGS} {flags} --ckpt-format torch --save-interval 2"

@@ -48,7 +48,7 @@ def counting_train(rank, world_size, flags):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_replicas_share_the_reading(pool, runs, form):
+def test_replicas_share_reads(pool, runs, form):
     roots, saved = runs
     flags = f"{FLAGS} --load {roots[form]} --skip-train"
     alone = pool.run(counting_train, 2, flags)
@@ -101,7 +101,7 @@ def watching_train(rank, world_size, flags):
             setattr(module, name, function)
 
 
-def test_no_rank_but_the_first_looks_for_the_files_of_others(pool, tmp_path):
+def test_only_rank_0_looks_for_files_of_other_ranks(pool, tmp_path):
     flags = f"{FLAGS} {LAYOUTS['tp2_dp2'][1]}"
     pool.run(train, 4, f"{flags} --exit-interval 3 --save {tmp_path}")
     results = pool.run(watching_train, 4, f"{flags} --load {tmp_path} --skip-train")
@@ -135,7 +135,7 @@ def train_as_on_a_gpu(rank, world_size, flags):
         checkpointing.get_rng_state = original
 
 
-def test_from_a_gpu_to_the_cpu(pool, tmp_path):
+def test_generators_of_a_gpu_run_are_skipped_on_a_cpu(pool, tmp_path):
     """Its generators do not fit: they are seeded anew, so that the run goes on, and can be
     repeated.
     """
@@ -146,7 +146,7 @@ def test_from_a_gpu_to_the_cpu(pool, tmp_path):
     assert_same(whole(first), whole(second))
 
 
-def test_another_optimizer_names_the_ways_out(pool, runs):
+def test_state_of_another_optimizer_is_rejected_with_alternatives(pool, runs):
     flags = f"{FLAGS} --load {runs[0]['torch_dist']} --skip-train --optimizer sgd"
     with pytest.raises(
         ValueError, match=r"--optimizer adam.*--no-load-optim.*--finetune.*--optimizer adam"
@@ -158,7 +158,7 @@ def test_another_optimizer_names_the_ways_out(pool, runs):
     assert torch.equal(whole(loaded)[key], runs[1][key])
 
 
-def test_another_momentum_names_the_ways_out(pool, tmp_path):
+def test_sgd_with_and_without_momentum_are_not_interchangeable(pool, tmp_path):
     pool.run(
         train, 1, f"{FLAGS} --optimizer sgd --sgd-momentum 0 --exit-interval 1 --save {tmp_path}"
     )

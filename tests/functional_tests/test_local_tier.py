@@ -173,7 +173,7 @@ def train_without_a_disk(rank, world_size, flags, root):
     )
 
 
-def test_a_node_that_holds_nothing_costs_no_persistent_checkpoint(pool, tmp_path):
+def test_node_without_local_files_keeps_persistent_saves(pool, tmp_path):
     """The one at iteration 2 was to come from the nodes' disks: the next save, at 3, makes up for
     it.
     """
@@ -201,7 +201,7 @@ def flip(path):
         file.write(bytes([byte ^ 1]))
 
 
-def test_a_node_is_replaced_and_the_ranks_are_others(killed, undisturbed):
+def test_replaced_node_with_other_ranks_resumes(killed, undisturbed):
     """Node b is gone, a new one comes first: the end is bitwise the undisturbed one."""
     shutil.rmtree(killed.node("b"))
     logs, outcomes = killed.run("ccaa")
@@ -219,7 +219,7 @@ OTHERS = [("tp2_pp2", "ccaa"), ("pp2_dp2", "acbd"), ("cp2", "bc"), ("tp2_sp", "b
     ("layout", "nodes"),
     [("single", "a"), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
 )
-def test_other_layouts_and_fewer_nodes_go_on_along_the_curve(killed, undisturbed, layout, nodes):
+def test_other_layouts_and_fewer_nodes_resume(killed, undisturbed, layout, nodes):
     if "b" not in nodes:
         shutil.rmtree(killed.node("b"))
     logs, outcomes = killed.run(nodes, layout)
@@ -228,9 +228,7 @@ def test_other_layouts_and_fewer_nodes_go_on_along_the_curve(killed, undisturbed
     assert outcomes[0].measured.losses == pytest.approx(expected, rel=ROUNDING)
 
 
-def test_two_neighbours_at_once_cost_what_was_trained_since_the_persistent_checkpoint(
-    killed, undisturbed
-):
+def test_losing_a_replication_group_falls_back_to_persistent_checkpoint(killed, undisturbed):
     for node in "ab":
         shutil.rmtree(killed.node(node))
     logs, outcomes = killed.run("cd", "dp2_distributed_optimizer")
@@ -240,7 +238,7 @@ def test_two_neighbours_at_once_cost_what_was_trained_since_the_persistent_check
     )
 
 
-def test_damage_is_found_and_every_other_copy_is_tried_first(killed, undisturbed):
+def test_damaged_blocks_are_read_from_replicas(killed, undisturbed):
     """One copy is damaged: the other node's is taken. Both are: the checkpoint before. That, too:
     the persistent one. A file that is missing or cut off is no holder from the start.
     """

@@ -166,13 +166,13 @@ DEEPSEEK = "deepseek_fp32"
 
 
 @pytest.mark.parametrize("layout", some(LAYOUTS, ALWAYS))
-def test_the_curve_of_megatron_on_every_layout(pool, tmp_path, archives, layout):
+def test_losses_match_megatron_at_every_layout(pool, tmp_path, archives, layout):
     """Losses, gradient norms and the auxiliary losses of every layer."""
     from_the_start(pool, tmp_path, archives, MIXTRAL, layout)
 
 
 @pytest.mark.parametrize("layout", some([*LAYOUTS, *LATENT_LAYOUTS], {"tp2_ep2_etp1", "cp2_a2a"}))
-def test_the_curve_of_latent_attention(pool, tmp_path, archives, layout):
+def test_latent_attention_losses_match_megatron(pool, tmp_path, archives, layout):
     """With groups of experts and their bias, a shared expert, and a dense first layer."""
     from_the_start(pool, tmp_path, archives, DEEPSEEK, layout)
 
@@ -183,7 +183,7 @@ def from_the_start(pool, tmp_path, archives, model, layout):
     check(model, pool.run(train, processes, model, f"{flags} {start} --data-cache-path {tmp_path}"))
 
 
-def test_muon_makes_whole_matrices_of_experts_that_are_split(pool, tmp_path):
+def test_muon_orthogonalizes_whole_expert_matrices(pool, tmp_path):
     """ETP2 goes on along the curve of one process, which is not Adam's."""
     muon = f"--optimizer muon --muon-extra-scale-factor 0.2 --train-iters 3 --data-cache-path {tmp_path}"
     (expected,), split = (
@@ -195,7 +195,7 @@ def test_muon_makes_whole_matrices_of_experts_that_are_split(pool, tmp_path):
 
 
 @pytest.mark.parametrize("layout", some(["single", "ep2"], {"ep2"}))
-def test_in_bf16(pool, tmp_path, archives, layout):
+def test_bf16_losses_match_megatron(pool, tmp_path, archives, layout):
     """With a gated shared expert and the z-loss."""
     model = "qwen2moe_bf16"
     tolerance = 2e-3
@@ -226,7 +226,7 @@ CHAIN = [
 
 
 @pytest.mark.parametrize("model,saved,loaded", some(CHAIN, CHAIN[:2]))
-def test_saved_at_one_layout_it_goes_on_at_another(pool, tmp_path, archives, model, saved, loaded):
+def test_runs_with_experts_resume_at_another_layout(pool, tmp_path, archives, model, saved, loaded):
     """Bit for bit in model space, optimizer included; then along the same curve."""
     start = f"--load {archives(model, 'initial')} --finetune --no-load-optim --no-load-rng"
     cache = f"--data-cache-path {tmp_path / 'cache'}"
@@ -245,7 +245,7 @@ def test_saved_at_one_layout_it_goes_on_at_another(pool, tmp_path, archives, mod
 
 
 @pytest.mark.parametrize("layout", some(["ep2", "tp2_ep2_etp2"], {"ep2"}))
-def test_legacy_files_of_a_run(pool, tmp_path, archives, layout):
+def test_legacy_files_of_a_run_with_experts(pool, tmp_path, archives, layout):
     """`mp_rank_TT_EEE`, with an optimizer for dense layers and one for experts: the run goes on from them."""
     start = f"--load {archives(MIXTRAL, 'initial')} --finetune --no-load-optim --no-load-rng"
     cache, (processes, flags) = f"--data-cache-path {tmp_path / 'cache'}", LAYOUTS[layout]
@@ -294,7 +294,9 @@ def test_megatrons_runs_resume_at_their_own_layout(pool, tmp_path, archives, mod
 
 
 @pytest.mark.parametrize("model,form,layout", some(FORMS, FORMS[:3]))
-def test_what_megatron_saved_goes_on(pool, tmp_path, archives, model, form, layout):
+def test_megatrons_checkpoints_resume_at_other_layouts(
+    pool, tmp_path, archives, model, form, layout
+):
     """With its optimizer, at another layout: EP 1 to 2 and back, which Megatron-LM itself cannot
     do.
     """
@@ -328,7 +330,7 @@ CURVES += [(GPT_OSS, "pp2_ep2_recomputed")]
 
 
 @pytest.mark.parametrize("options,layout", some(CURVES, CURVES[:2]))
-def test_one_seed_one_curve_with_every_option(pool, tmp_path, options, layout):
+def test_layout_equivalence_with_every_option(pool, tmp_path, options, layout):
     """From one seed, saved on one process after five iterations; at the layout from there and from
     the start.
     """

@@ -69,7 +69,7 @@ def moment(cluster, node, kind, rng):
     "kind", ["staging", "writing", "replicating", "committing", "draining", "removing"]
 )
 @pytest.mark.parametrize("victim", ["a", "b"])
-def test_a_lost_node_is_replaced(cluster, launcher, tmp_path, kind, victim):
+def test_run_continues_after_a_node_is_replaced(cluster, launcher, tmp_path, kind, victim):
     """Bitwise the undisturbed end, from a local checkpoint newer than the persistent one."""
     world_size, layout_flags = LAYOUTS["dp2_distributed_optimizer"]
     launcher.run(
@@ -92,7 +92,7 @@ def test_a_lost_node_is_replaced(cluster, launcher, tmp_path, kind, victim):
 
 
 @pytest.mark.slow
-def test_fewer_nodes_go_on(cluster, tmp_path):
+def test_run_continues_with_fewer_nodes(cluster, tmp_path):
     """A node is lost and not replaced: the other one goes on alone, with what it and the lost one
     had saved.
     """
@@ -109,7 +109,7 @@ def test_fewer_nodes_go_on(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_neighbours_at_once(cluster, tmp_path):
+def test_run_continues_after_losing_a_replication_group(cluster, tmp_path):
     nodes = cluster(2, "dp2_distributed_optimizer", 1)
     nodes.start("a")
     nodes.start("b")

@@ -39,7 +39,7 @@ def events(path):
     ]
 
 
-def test_the_trace_has_its_iterations_and_phases(pool, tmp_path):
+def test_trace_contains_iterations_and_phases(pool, tmp_path):
     flags = f"--profile --profile-step-start 2 --profile-step-end 4 --profile-ranks 1 --profile-dir {tmp_path}"
     pool.run(traced, 2, flags)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -55,7 +55,7 @@ def test_the_trace_has_its_iterations_and_phases(pool, tmp_path):
     assert "aten::mm" in (tmp_path / "rank_1_iterations_2_to_3.txt").read_text()
 
 
-def test_a_run_that_ends_first_still_writes_its_trace(pool, tmp_path):
+def test_run_that_ends_early_writes_its_trace(pool, tmp_path):
     pool.run(
         traced,
         1,
@@ -64,7 +64,7 @@ def test_a_run_that_ends_first_still_writes_its_trace(pool, tmp_path):
     assert (tmp_path / "rank_0_iterations_4_to_5.pt.trace.json").exists()
 
 
-def test_a_directory_that_cannot_be(pool, tmp_path):
+def test_unusable_profile_directory_is_an_error(pool, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(
         ValueError, match="no traces in .*/file/traces: Not a directory; give another --profile-dir"
@@ -78,7 +78,7 @@ def printed(rank, world_size, flags):
     return out.getvalue()
 
 
-def test_a_run_that_begins_after_the_window_says_so(pool, tmp_path):
+def test_run_that_starts_after_the_window_warns(pool, tmp_path):
     checkpoints = f"--save {tmp_path / 'c'} --load {tmp_path / 'c'} "
     pool.run(printed, 1, f"{checkpoints} --exit-interval 3")
     window = f"--profile --profile-step-start 1 --profile-step-end 3 --profile-dir {tmp_path / 't'}"
@@ -87,7 +87,7 @@ def test_a_run_that_begins_after_the_window_says_so(pool, tmp_path):
     assert not list((tmp_path / "t").iterdir())
 
 
-def test_memory_lines(pool):
+def test_memory_is_logged(pool):
     text, other = pool.run(printed, 2, "--log-memory-interval 2")
     lines = re.findall(
         r"memory after iteration (\d), maximum over ranks: max resident ([\d.]+) GB \(rank [01]\), "
@@ -140,13 +140,13 @@ def operations(rank, world_size, flags):
         (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     ],
 )
-def test_a_step_reads_nothing_back(pool, world_size, flags):
+def test_step_does_not_synchronize(pool, world_size, flags):
     for calls in pool.run(operations, world_size, flags):
         assert calls["mm"] > 0
         assert {name: calls[name] for name in WAITS if name in calls} == {}
 
 
-def test_only_the_dynamic_loss_scale_waits_once_a_step(pool):
+def test_dynamic_loss_scale_synchronizes_once_per_step(pool):
     (calls,) = pool.run(operations, 1, "--fp16")
     assert sum(calls.get(name, 0) for name in WAITS) == 1
 
@@ -158,12 +158,12 @@ def scalar_reads(tensor):
     return seen.calls
 
 
-def test_reads_are_counted():
+def test_synchronizations_are_counted():
     calls = scalar_reads(torch.ones(3))
     assert calls["_local_scalar_dense"] == calls["nonzero"] == 1
 
 
-def test_mistakes_name_the_flag():
+def test_errors_name_the_flag():
     for flags, message in {
         "--profile-step-start 5 --profile-step-end 5": "--profile-step-start 5 must be at least 1 and less than",
         "--profile-ranks 2": "--profile-ranks 2: the run has ranks 0 to 1",
@@ -173,7 +173,7 @@ def test_mistakes_name_the_flag():
             parse_args(shlex.split(COMMON + FLAGS + flags), 2)
 
 
-def test_pretrain_is_not_changed_by_being_watched(pool, tmp_path):
+def test_profiling_does_not_change_results(pool, tmp_path):
     plain, watched = (
         pool.run(losses, 1, flags)[0]
         for flags in (

@@ -38,7 +38,7 @@ def starts(pool, tmp_path_factory):
     return directory, first, second
 
 
-def test_text(starts):
+def test_text_log(starts):
     directory, (rank_0, rank_1), _ = starts
     assert rank_1 == ""
     lines = rank_0.splitlines()
@@ -54,9 +54,7 @@ def test_text(starts):
     )
 
 
-def test_a_record_that_cannot_be_kept_fails_no_run_and_other_mathematics_is_a_warning(
-    pool, tmp_path
-):
+def test_unwritable_record_and_other_mathematics_are_warnings(pool, tmp_path):
     (tmp_path / "runs").write_text("a file in the way")
     flags = f"{FLAGS.format(tmp_path)} --goodput --lr-warmup-iters 0 --train-iters 2 --eval-iters 0"
     first = pool.run(printed, 1, f"{flags} --exit-interval 1")[0]
@@ -68,7 +66,7 @@ def test_a_record_that_cannot_be_kept_fails_no_run_and_other_mathematics_is_a_wa
     )
 
 
-def test_json(starts):
+def test_json_log(starts):
     directory, _, (rank_0, _) = starts
     lines = [json.loads(line) for line in rank_0.splitlines()]
     intervals = [line for line in lines if line.get("event") == "interval"]
@@ -89,7 +87,7 @@ def test_json(starts):
     }
 
 
-def test_record(starts):
+def test_run_record(starts):
     directory, _, _ = starts
     one, two = read_record(directory)
     assert (one.first, one.last, two.first, two.last) == (0, 4, 4, 6)

@@ -70,9 +70,7 @@ def test_saved_at_any_layout_loads_at_one_process(pool, tmp_path, uninterrupted,
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_one_checkpoint_loads_at_every_layout_and_the_loss_goes_on(
-    pool, tmp_path, uninterrupted, model
-):
+def test_one_checkpoint_resumes_at_every_layout(pool, tmp_path, uninterrupted, model):
     """Every bit of the state is the same everywhere, so that one model is enough to see it go on."""
     saved = whole(train_and_save(pool, model, "tp2_pp2", tmp_path, DISTRIBUTED_OPTIMIZER))
     for layout in SINGLE:
@@ -85,7 +83,7 @@ def test_one_checkpoint_loads_at_every_layout_and_the_loss_goes_on(
             assert close(losses(resumed), uninterrupted[model][SAVED:]), layout
 
 
-def test_a_save_holds_what_megatron_core_asks_for(pool, tmp_path):
+def test_save_contains_keys_required_by_megatron_core(pool, tmp_path):
     """An extra state of every module that has one, and the generators of each model-parallel rank
     in its form.
     """
@@ -112,7 +110,7 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 @pytest.mark.parametrize("layout", ["single", "tp2_sp", "pp2_interleaved", "tp2_dp2", "pp2_cp2"])
 @pytest.mark.parametrize("precision", ["", "--bf16"])
-def test_resuming_at_the_same_layout_changes_no_bit(pool, tmp_path, layout, precision):
+def test_resuming_at_the_same_layout_is_bitwise(pool, tmp_path, layout, precision):
     """With dropout, so the random numbers must go on, too."""
     world_size, flags = SINGLE[layout]
     flags = f"{DATA} {MODELS['gpt2']} {DROPOUT} {precision} {flags}"
@@ -148,7 +146,7 @@ def test_bf16_checkpoint_reshards(pool, tmp_path):
     assert_same(whole(loaded), saved)
 
 
-def test_random_numbers_of_another_layout_are_drawn_anew_but_repeatably(pool, tmp_path):
+def test_other_layouts_reseed_reproducibly(pool, tmp_path):
     flags = f"{DATA} {MODELS['gpt2']} {DROPOUT}"
     pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED}")
     first, second = (
@@ -158,7 +156,7 @@ def test_random_numbers_of_another_layout_are_drawn_anew_but_repeatably(pool, tm
     assert_same(whole(first), whole(second))
 
 
-def test_finetune_takes_weights_only(pool, tmp_path):
+def test_finetune_loads_weights_only(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
     saved = pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED}")
     tuned = pool.run(train, 1, f"{flags} --load {tmp_path} --finetune --skip-train")
@@ -194,7 +192,7 @@ def test_no_load_optim_keeps_the_position(pool, tmp_path):
     assert not whole(resumed)[f"optimizer.state.exp_avg.{key}"].any()
 
 
-def test_use_checkpoint_args(pool, tmp_path):
+def test_use_checkpoint_args_restores_the_model(pool, tmp_path):
     """Nothing of the model, its tokenizer or its schedule has to be typed again."""
     saved = pool.run(
         train, 1, f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval {SAVED}"
@@ -240,7 +238,7 @@ def stream(results):
     return torch.stack(replicas, 1).flatten(0, 2)
 
 
-def test_samples_go_on_without_loss_or_repetition(pool, tmp_path, tokens):
+def test_samples_are_neither_lost_nor_repeated(pool, tmp_path, tokens):
     """Other data-parallel size, micro-batch and global batch on resume: the stream does not notice."""
     data = f"--data-path {tokens} --split 100,0,0 {MODELS['llama']} --train-samples 48 "
     data += f"--save {tmp_path} --load {tmp_path}"
@@ -264,7 +262,7 @@ def test_samples_go_on_without_loss_or_repetition(pool, tmp_path, tokens):
     assert len({tuple(sample.tolist()) for sample in straight}) == 48
 
 
-def test_replicas_share_the_reading(pool, tmp_path):
+def test_replicas_share_reads(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
     saved = whole(pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED}"))
     for layout in ("dp2", "tp2_dp2"):
@@ -273,7 +271,7 @@ def test_replicas_share_the_reading(pool, tmp_path):
         assert_same(whole(pool.run(train, world_size, f"{flags} {layout_flags} {load}")), saved)
 
 
-def test_damage_is_found_where_it_is_read(pool, tmp_path):
+def test_damaged_blocks_are_detected_when_read(pool, tmp_path):
     flags = f"{DATA} {MODELS['llama']}"
     pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED}")
     shard = tmp_path / f"iter_{SAVED:07}/__0_0.distcp"
@@ -284,7 +282,7 @@ def test_damage_is_found_where_it_is_read(pool, tmp_path):
         pool.run(train, 1, f"{flags} --load {tmp_path} --skip-train --ckpt-verify")
 
 
-def test_missing_keys_are_an_error_unless_the_user_says_otherwise(pool, tmp_path):
+def test_missing_keys_are_an_error_by_default(pool, tmp_path):
     """A model without biases becomes one with: the checkpoint does not say that it lacks them."""
     flags = f"{DATA} {MODELS['gpt2']}"
     saved = whole(

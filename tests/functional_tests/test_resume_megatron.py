@@ -98,7 +98,7 @@ def resume(rank, world_size, case, directory, layout, cache):
 
 
 @pytest.mark.parametrize("case,form,processes,layout", CASES)
-def test_the_losses_go_on_as_megatrons_own(pool, tmp_path, case, form, processes, layout):
+def test_losses_continue_megatrons_run(pool, tmp_path, case, form, processes, layout):
     lines = [
         line
         for line in (GOLDEN / case / "loss.txt").read_text().splitlines()
@@ -123,7 +123,7 @@ def test_the_losses_go_on_as_megatrons_own(pool, tmp_path, case, form, processes
 @pytest.mark.parametrize(
     "case,form", sorted({case[:2] for case in CASES if "torch_dist" in case[1]})
 )
-def test_megatrons_own_flags_are_the_same_mathematics(tmp_path, case, form):
+def test_megatrons_flags_give_the_same_mathematics(tmp_path, case, form):
     """No warning for arguments that Megatron-LM stores as None and derives, such as rope_type."""
     flags = [*flags_of(case), "--data-path", "data", "--data-cache-path", str(tmp_path)]
     source = open_checkpoint(GOLDEN / case / form)
@@ -159,7 +159,7 @@ def convert(rank, world_size, case, form, layout, save, to):
         ("mcore_0.16.1/llama_bf16_dp2_buckets", "legacy", "torch", 2, TP2),
     ],
 )
-def test_the_training_script_converts(pool, tmp_path, case, form, to, processes, layout):
+def test_training_script_converts(pool, tmp_path, case, form, to, processes, layout):
     """--ckpt-convert-format: every tensor of Megatron-LM's files, optimizer included, bit for bit in the other form."""
     assert pool.run(convert, processes, case, form, layout, tmp_path, to) == [5] * processes
     result = open_checkpoint(tmp_path / to)

@@ -103,7 +103,7 @@ def plan(flags: str, world_size: int) -> RunPlan:
 
 @of_current_torch
 @pytest.mark.parametrize("name", RUNS)
-def test_memory_and_traffic(pool, name):
+def test_memory_and_traffic_match_measured_steps(pool, name):
     world_size, flags = RUNS[name]
     planned = plan(flags, world_size)
     for rank, (peak, sent) in enumerate(pool.run(measure, world_size, flags)):
@@ -135,7 +135,7 @@ def save(rank, world_size, flags, directory):
 
 
 @pytest.mark.parametrize("flags", [UNTIED + "--bf16", LLAMA, UNTIED + "--no-save-optim --bf16"])
-def test_checkpoint_bytes(pool, flags, tmp_path):
+def test_checkpoint_bytes_match_saved_files(pool, flags, tmp_path):
     """All ranks write the planned number together and no more than what surrounds tensors in files;
     shares add up.
     """

@@ -19,7 +19,7 @@ def assert_same_model(a, b):
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_the_export_is_the_same_from_every_layout(pool, tmp_path):
+def test_export_is_identical_from_every_layout(pool, tmp_path):
     for name in ("single", "tp2_pp2"):
         world_size, flags = LAYOUTS.get(name, (1, ""))
         pool.run(
@@ -31,7 +31,7 @@ def test_the_export_is_the_same_from_every_layout(pool, tmp_path):
     assert_same_model(tmp_path / "single", tmp_path / "tp2_pp2")
 
 
-def test_it_is_the_conversion_of_the_last_checkpoint(pool, tmp_path):
+def test_export_equals_conversion_of_the_last_checkpoint(pool, tmp_path):
     """Also in the place of an older one, and after a run that was killed while it wrote."""
     world_size, layout = LAYOUTS["pp2_dp2"]
     (tmp_path / ".saving-hf-0123-1/rewritten").mkdir(parents=True)
@@ -44,7 +44,7 @@ def test_it_is_the_conversion_of_the_last_checkpoint(pool, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_a_full_disk(pool, disk):
+def test_full_disk_is_reported(pool, disk):
     """Full before the shards, and between them and the model: every rank says why, and nothing is
     left.
     """
@@ -60,7 +60,7 @@ def test_a_full_disk(pool, disk):
         disk.unmount()
 
 
-def test_an_export_that_must_fail_fails_before_the_first_step(pool, tmp_path):
+def test_impossible_export_fails_before_the_first_step(pool, tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/data").write_text("")
     with pytest.raises(ValueError, match=r"--save-hf .*precious exists"):

@@ -44,7 +44,7 @@ def ask(
     return int(head.split()[1]), json.loads(content)
 
 
-def test_an_idle_client_keeps_nobody_waiting(server) -> None:
+def test_idle_client_does_not_block_others(server) -> None:
     with socket.create_connection(server.server_address):
         assert ask(server, b'{"prompt": "x"}') == (200, {"text": "x"})
 
@@ -55,12 +55,12 @@ def test_an_idle_client_keeps_nobody_waiting(server) -> None:
      b'{"prompt": "x", "max_new_tokens": 1e9}', b'{"prompt": "x", "max_new_tokens": 1000000}',
      b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": true}', b"[" * 100_000],
 )  # fmt: skip
-def test_bad_requests_are_told_what_is_wrong(body: bytes, server) -> None:
+def test_bad_requests_get_an_explanation(body: bytes, server) -> None:
     status, answer = ask(server, body)
     assert status == 400 and answer["error"] and "0x" not in answer["error"]
 
 
-def test_sizes_and_hosts(server) -> None:
+def test_request_size_and_host_are_limited(server) -> None:
     assert ask(server, b"", length="99999999999")[0] == 413
     assert ask(server, b"", length="-1")[0] == 413
     assert ask(server, b'{"prompt": "x"}', host="evil.example")[0] == 403

@@ -20,7 +20,7 @@ def saved(directory):
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", "pp2_interleaved", "dp2_distributed_optimizer"])
-def test_evaluation_is_the_same_everywhere_and_disturbs_nothing(pool, layout):
+def test_evaluation_is_layout_independent_and_has_no_side_effects(pool, layout):
     world_size, layout_flags = LAYOUTS[layout]
     flags = f"{LLAMA} --train-iters 5 --hidden-dropout 0 "
     evaluating = f"{flags} --eval-interval 2 --eval-iters 3 --log-validation-ppl-to-tensorboard "
@@ -39,7 +39,7 @@ def test_evaluation_is_the_same_everywhere_and_disturbs_nothing(pool, layout):
     )
 
 
-def test_the_schedule_waits_for_steps_that_the_loss_scale_held_back(pool):
+def test_schedule_does_not_advance_on_skipped_steps(pool):
     flags = f"{LLAMA} --train-iters 16 --lr-decay-style linear --lr-warmup-iters 0 --min-lr 0 "
     plain = pool.run(train, 1, flags)[0].measured
     fp16 = pool.run(train, 1, f"{flags} --fp16 --initial-loss-scale 67108864 --hysteresis 1")[
@@ -54,7 +54,7 @@ def test_the_schedule_waits_for_steps_that_the_loss_scale_held_back(pool):
         assert learning_rate == rate
 
 
-def test_skip_train_evaluates_what_was_loaded(pool, tmp_path):
+def test_skip_train_evaluates_the_loaded_model(pool, tmp_path):
     flags = f"{LLAMA} --train-iters 4 --eval-iters 2 --eval-interval 100 --save {tmp_path} "
     trained = pool.run(train, 1, flags)[0]
     again = pool.run(train, 1, f"{flags} --load {tmp_path} --skip-train")[0]
@@ -62,7 +62,7 @@ def test_skip_train_evaluates_what_was_loaded(pool, tmp_path):
     assert again.measured.points["lm loss test", 4] == trained.measured.points["lm loss test", 4]
 
 
-def test_saves_on_time_and_at_the_end(pool, tmp_path):
+def test_saves_at_intervals_and_at_the_end(pool, tmp_path):
     pool.run(train, 1, f"{LLAMA} --train-iters 5 --save {tmp_path} --save-interval 2")
     assert saved(tmp_path) == ["iter_0000002", "iter_0000004", "iter_0000005"]
     pool.run(
@@ -74,7 +74,7 @@ def test_saves_on_time_and_at_the_end(pool, tmp_path):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "8"
 
 
-def test_a_run_that_is_complete_saves_nothing_more(pool, tmp_path):
+def test_completed_run_does_not_save_again(pool, tmp_path):
     flags = f"{LLAMA} --train-iters 3 --save {tmp_path} --load {tmp_path}"
     pool.run(train, 1, flags)
     before = (tmp_path / "iter_0000003/.metadata").stat().st_mtime_ns
@@ -82,7 +82,7 @@ def test_a_run_that_is_complete_saves_nothing_more(pool, tmp_path):
     assert (tmp_path / "iter_0000003/.metadata").stat().st_mtime_ns == before
 
 
-def test_a_time_limit_saves_and_ends(pool, tmp_path):
+def test_time_limit_saves_and_exits(pool, tmp_path):
     (outcome, other) = pool.run(
         train, 2, f"{LLAMA} --train-iters 100000 --save {tmp_path} --exit-duration-in-mins 0.02"
     )
@@ -90,7 +90,7 @@ def test_a_time_limit_saves_and_ends(pool, tmp_path):
     assert saved(tmp_path) == [f"iter_{outcome.iteration:07d}"]
 
 
-def test_a_limit_at_the_last_iteration_leaves_the_last_validation_to_the_end(pool):
+def test_time_limit_at_the_last_iteration_keeps_the_final_validation(pool):
     """The time is over after iteration 2, which is the last: a save comes first, then what the run
     owes.
     """
@@ -99,7 +99,7 @@ def test_a_limit_at_the_last_iteration_leaves_the_last_validation_to_the_end(poo
     assert {("lm loss validation", 2), ("lm loss test", 2)} <= measured.points.keys()
 
 
-def test_batch_size_grows(pool, tmp_path):
+def test_batch_size_ramps_up(pool, tmp_path):
     """Four iterations of 4, then of 8; interrupted while it grows, it goes on growing."""
     common = COMMON.replace("--lr-warmup-iters 2", "")
     flags = f"{LLAMA} --rampup-batch-size 4 4 16 --train-samples 32 "
@@ -114,7 +114,7 @@ def test_batch_size_grows(pool, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
-def test_checkpoint_is_converted_without_training(pool, tmp_path, form):
+def test_ckpt_convert_format_does_not_train(pool, tmp_path, form):
     """Written where Megatron-LM writes it: in a directory named after the format."""
     flags = f"{LLAMA} --train-iters 4 "
     before = pool.run(train, 1, f"{flags} --save {tmp_path}/a --exit-interval 2")
@@ -175,7 +175,7 @@ def test_norms_and_zeros_count_every_parameter_once(pool, layout, model):
     assert all(output == "" for output, _ in results[1:])  # rank 0 speaks for all
 
 
-def test_help_is_grouped_and_needs_nothing(tmp_path):
+def test_help_is_grouped_and_has_no_requirements(tmp_path):
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--help"]
     result = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True

@@ -90,7 +90,7 @@ ALWAYS = {
 @pytest.mark.parametrize(
     "way", [way if way in ALWAYS else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_curves_are_those_of_the_local_layers(pool, way):
+def test_losses_match_the_local_backend(pool, way):
     world_size, model, flags = WAYS[way]
     flags = f"{DATA} {MODELS[model]} {flags} "
     expected = local(pool, world_size, flags)
@@ -108,7 +108,7 @@ def test_curves_are_those_of_the_local_layers(pool, way):
         torch.testing.assert_close(ours, tensors[key], rtol=2e-2, atol=2e-5, msg=key)
 
 
-def test_a_run_changes_its_back_end_by_load_alone(pool, tmp_path):
+def test_run_changes_its_backend_by_load_alone(pool, tmp_path):
     """Local, then Transformer Engine at another layout, and back: the curve of one run.
 
     A legacy checkpoint has the names of its modules.
@@ -135,7 +135,7 @@ FP8 = f"{TE} --bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-comp
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("pp2", marks=pytest.mark.slow)])
-def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layout):
+def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout):
     """The same losses, bit for bit, after a resume at the same layout; other recipes take the
     weights alone.
     """
@@ -164,7 +164,7 @@ def test_fp8_goes_on_with_its_scales_and_elsewhere_without(pool, tmp_path, layou
         assert resumed(other)[-1][0].measured.losses == pytest.approx(last, abs=0.02), other
 
 
-def test_recomputed_attention_leaves_fp8_alone(pool):
+def test_recomputed_attention_does_not_change_fp8_state(pool):
     """It has no tensor in fp8: scales and histories are those of a run that keeps it, after as many
     reductions.
     """
@@ -176,7 +176,7 @@ def test_recomputed_attention_leaves_fp8_alone(pool):
     assert again.measured.losses == kept.measured.losses and same_scales == scales
 
 
-def test_kernels_of_loss_and_rotation(pool):
+def test_loss_and_rope_kernels_match_local(pool):
     """At TP2, where the vocabulary has padding."""
     flags = f"{DATA} {MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --make-vocab-size-divisible-by 64 "
     fused = f"{TE} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --apply-rope-fusion "
@@ -210,12 +210,12 @@ def groups_of_one(rank, world_size, first_layer):
     return [call.args[0] for call in new_group.call_args_list]
 
 
-def test_ranks_make_groups_of_themselves_together(pool):
+def test_single_rank_groups_are_created_collectively(pool):
     """NCCL splits them off the world's communicator, where every rank must take part."""
     assert pool.run(groups_of_one, 1, 0) == pool.run(groups_of_one, 1, 1) == [[[0]]]
 
 
-def test_user_buffers_of_tensor_parallelism(pool, tmp_path):
+def test_user_buffers_are_initialized(pool, tmp_path):
     config = tmp_path / "overlap.yaml"
     config.write_text("qkv_fprop: {method: ring_exchange}")
     flags = f"{MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --mock-data --train-iters 4 {FP8} --first-last-layers-bf16 "
@@ -252,7 +252,7 @@ def stored(directory, step):
 @pytest.mark.parametrize(
     "more", ["", pytest.param(f"{EXPERTS} --ffn-hidden-size 48", marks=pytest.mark.slow)]
 )
-def test_fp8_weights_are_main_parameters_to_readers(pool, tmp_path, more):
+def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
     """--fp8-param-gather: losses of fp8, a bitwise resume; and from and to bf16, with the optimizer and without."""
     model = f"--mock-data --train-iters 6 {MODELS['llama']} {more} "
     save = f"--save {tmp_path} --save-interval 3 "
@@ -346,6 +346,6 @@ def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(flags, message):
+def test_incompatible_options_are_rejected(flags, message):
     with pytest.raises(ValueError, match=message):
         parse_args(shlex.split(COMMON + DATA + flags), 2 if "context" in flags else 1)

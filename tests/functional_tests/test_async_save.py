@@ -38,7 +38,7 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["dp2_distributed_optimizer", "pp2_interleaved"])
-def test_every_asynchronous_checkpoint_is_the_synchronous_one(pool, tmp_path, layout):
+def test_asynchronous_checkpoints_equal_synchronous_ones(pool, tmp_path, layout):
     world_size, flags = LAYOUTS[layout]
     pool.run(train, world_size, f"{SAVING} {flags} --save {tmp_path / 'sync'}")
     pool.run(
@@ -52,7 +52,7 @@ def test_every_asynchronous_checkpoint_is_the_synchronous_one(pool, tmp_path, la
     assert (tmp_path / "async/latest_checkpointed_iteration.txt").read_text() == "8"
 
 
-def test_resuming_from_an_asynchronous_checkpoint_is_bitwise_the_uninterrupted_run(pool, tmp_path):
+def test_resuming_from_an_asynchronous_checkpoint_is_bitwise(pool, tmp_path):
     world_size, flags = LAYOUTS["dp2_distributed_optimizer"]
     flags = f"{SAVING} {flags} --async-save --ckpt-assume-constant-structure "
     expected = whole(pool.run(train, world_size, flags))
@@ -101,7 +101,7 @@ def train_robbed(rank, world_size, root, flags, reached=None):
 
 
 @pytest.mark.parametrize("mode", ["", "--async-save"])
-def test_a_save_that_fails_does_not_stop_training(pool, tmp_path, mode):
+def test_failed_save_does_not_stop_training(pool, tmp_path, mode):
     reached = tmp_path / "reached"
     with pytest.raises(
         ValueError, match=r"iter_0000008 was not saved: .*It was the last save of the run"
@@ -112,14 +112,14 @@ def test_a_save_that_fails_does_not_stop_training(pool, tmp_path, mode):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "reached", "stolen"]
 
 
-def test_exit_on_save_failure(pool, tmp_path):
+def test_exit_on_save_failure_ends_the_run(pool, tmp_path):
     with pytest.raises(
         ValueError, match=r"iter_0000004 was not saved: .*(Not a directory|File exists)"
     ):
         pool.run(train_robbed, 2, tmp_path / "checkpoints", "--exit-on-save-failure")
 
 
-def test_files_can_be_read_by_others(pool, tmp_path):
+def test_plain_dcp_reads_the_files(pool, tmp_path):
     pool.run(train, 1, f"{SAVING} --save {tmp_path}")
     for path in (tmp_path / "iter_0000008").iterdir():
         assert path.stat().st_mode & (stat.S_IRUSR | stat.S_IRGRP) == stat.S_IRUSR | stat.S_IRGRP

@@ -19,7 +19,7 @@ def kept(directory):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_last_and_every(pool, tmp_path, mode):
+def test_keep_last_and_retain_interval(pool, tmp_path, mode):
     rules = "--keep-last-n 2 --save-retain-interval 5"
     world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
     flags = f"{FLAGS} {layout} --save {tmp_path}/ --load {tmp_path} {rules} {mode}"
@@ -30,7 +30,7 @@ def test_last_and_every(pool, tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_best(pool, tmp_path, mode):
+def test_keep_best_by_validation_loss(pool, tmp_path, mode):
     """The lowest of the measured losses, those before a restart included."""
     flags = f"{FLAGS} --save {tmp_path} --load {tmp_path} --keep-best-n 2 --eval-interval 2 --eval-iters 1 {mode}"
     first = pool.run(train, 1, f"{flags} --exit-interval 7")[0].measured.points
@@ -43,7 +43,7 @@ def test_best(pool, tmp_path, mode):
     assert kept(tmp_path) == sorted({*best, 12})
 
 
-def test_after_a_rollback_the_branch_decides(pool, tmp_path):
+def test_retention_follows_the_branch_after_a_rollback(pool, tmp_path):
     """Back from 10 to 4, then on: 8 and 10 are of a branch that was left, they neither count nor
     are removed.
     """
@@ -56,7 +56,7 @@ def test_after_a_rollback_the_branch_decides(pool, tmp_path):
     assert kept(tmp_path) == [6, 7, 8, 10], "without the tracker, too, 6 was the newest"
 
 
-def test_the_log_tells_of_it_in_order(launcher, tmp_path):
+def test_log_order_of_saves_and_removals(launcher, tmp_path):
     job = launcher.run(1, f"{COMMON} {FLAGS} --train-iters 3 --save {tmp_path} --keep-last-n 1")
     told = re.findall(r"> (saved|removed) \S*iter_000000(\d)", job.output())
     assert told == [
@@ -68,12 +68,12 @@ def test_the_log_tells_of_it_in_order(launcher, tmp_path):
     ]
 
 
-def test_without_rules_everything_stays(pool, tmp_path):
+def test_nothing_is_removed_without_rules(pool, tmp_path):
     pool.run(train, 1, f"{FLAGS} --save {tmp_path}")
     assert kept(tmp_path) == list(range(1, 13))
 
 
-def test_the_best_by_a_loss_that_nobody_measures(pool):
+def test_keep_best_requires_evaluation(pool):
     with pytest.raises(
         ValueError, match=r"--keep-best-n 2 compares validation losses: give --eval-interval"
     ):

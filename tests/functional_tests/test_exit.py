@@ -31,7 +31,7 @@ def assert_saved_where_it_left(job, directory):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("mode", ["", "--async-save --save-interval 1"])
-def test_a_signal_to_one_rank(launcher, tmp_path, number, mode):
+def test_signal_to_one_rank_saves_and_exits_on_all(launcher, tmp_path, number, mode):
     flags = f"{LONG.format(directory=tmp_path)} {mode} --exit-signal-handler"
     job = launcher.start(2, flags)
     job.until_iteration(5)
@@ -49,7 +49,7 @@ def test_a_signal_to_one_rank(launcher, tmp_path, number, mode):
     again.succeed()
 
 
-def test_without_the_flag_a_signal_ends_the_process(launcher, tmp_path):
+def test_signal_without_the_flag_ends_the_process(launcher, tmp_path):
     job = launcher.start(1, LONG.format(directory=tmp_path))
     job.until_iteration(2)
     job.signal(0, signal.SIGTERM)
@@ -81,7 +81,7 @@ def train_by_the_clock(rank, world_size, flags):
 
 
 @pytest.mark.parametrize("mode", ["", "--async-save"])
-def test_saves_by_the_clock(pool, tmp_path, mode):
+def test_saves_by_time_interval(pool, tmp_path, mode):
     """Every 4 minutes, and the last one within 20; timers take effect one iteration later."""
     flags = f"{LONG.format(directory=tmp_path)} {mode} --save-interval-secs 240 --exit-duration-in-mins 20"
     flags += " " + LAYOUTS["dp2_distributed_optimizer"][1]
@@ -92,7 +92,7 @@ def test_saves_by_the_clock(pool, tmp_path, mode):
     assert (tmp_path / TRACKER).read_text() == "22" and is_complete(tmp_path / "iter_0000022")
 
 
-def test_the_log_says_where_the_time_of_a_save_went(launcher, tmp_path):
+def test_log_reports_the_phases_of_a_save(launcher, tmp_path):
     job = launcher.run(
         1,
         f"{LONG.format(directory=tmp_path)} --exit-interval 3 --tensorboard-dir {tmp_path}/events",

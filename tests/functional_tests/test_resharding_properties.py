@@ -88,7 +88,7 @@ def single():
     return {name: all_tensors(1, f"{flags} --bf16") for name, flags in MODELS.items()}
 
 
-def test_main_parameters_and_moments_belong_to_their_weights(single):
+def test_optimizer_tensors_match_their_weights(single):
     for tensors in single.values():
         weights = {
             key: tensor for key, tensor in tensors.items() if not key.startswith("optimizer.")
@@ -103,6 +103,6 @@ def test_main_parameters_and_moments_belong_to_their_weights(single):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_tiles_the_same_tensors(single, model, layout):
+def test_every_layout_covers_the_same_tensors(single, model, layout):
     world_size, flags = LAYOUTS[layout]
     assert_same(all_tensors(world_size, f"{MODELS[model]} --bf16 {flags}"), single[model])
