@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON, read_commit
+from megatron.core.dist_checkpointing.format.links import confine_links
 from megatron.core.dist_checkpointing.format.schema import file_name, read_json, read_regular
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import ObjectPath, path_of
@@ -124,6 +125,7 @@ def find_checkpoint(
     them. `loader` names the format of a directory that looks like several.
     """
     root = path_of(root)
+    confine_links(root)
     if step is None and formats_of(root):
         return Found(root, detect(root, loader))
     if step is None and isinstance(
@@ -165,6 +167,7 @@ def named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, str | N
 
     Only the description for a damaged tracker; neither without a tracker.
     """
+    confine_links(root)
     if step is not None:
         return checkpoint_directory(root, step), f"--ckpt-step {step}"
     try:

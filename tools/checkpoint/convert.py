@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.conversion.formats import FORMATS, QKV_LAYOUTS, STYLES, Hints, Options, parse_size
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.format.links import allow_links
 from megatron.core.dist_checkpointing.format.schema import escape_control_chars, format_error
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
@@ -112,7 +113,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         add(flag, help=text if savers == ALL else f"for {savers.replace(' ', ', ')}: {text}", **how)
     add("--overwrite", action="store_true", help="replace an existing --save-dir")
     add("--verify", action="store_true", help="read the result back and compare it with the source")
+    add("--follow-links", action="store_true", help="follow links that leave --load-dir")
     args, rest = parser.parse_known_args(argv)
+    if args.follow_links:
+        allow_links()
     given, ignored = parse_flags(
         FlagParser({"model": TransformerConfig, "layout": ParallelConfig}), rest
     )
@@ -174,6 +178,8 @@ def main() -> None:
         outcome = run(args, given, notes.append)
     except (ValueError, CheckpointError, OSError) as error:
         sys.exit(f"error: {format_error(error)}")
+    except MemoryError:
+        sys.exit("error: out of memory; a damaged or hostile source can claim any size")
     except SystemExit as error:
         if error.code in [128 + number for number in STOPPING]:
             print("interrupted: nothing was written", file=sys.stderr)

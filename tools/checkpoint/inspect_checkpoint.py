@@ -40,6 +40,7 @@ from megatron.core.dist_checkpointing import (
     read_metadata,
 )
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
+from megatron.core.dist_checkpointing.format.links import allow_links
 from megatron.core.dist_checkpointing.format.schema import format_error
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
@@ -503,6 +504,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
             command.add_argument(
                 "--plot", type=Path, metavar="PNG", help="draw which file or rank has what"
             )
+        command.add_argument(
+            "--follow-links", action="store_true", help="follow links that leave the checkpoint"
+        )
         command.add_argument("--json", action="store_true", help="print JSON")
         command.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser.parse_args(argv)
@@ -519,8 +523,16 @@ COMMANDS = {
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    if args.follow_links:
+        allow_links()
     try:
         return args.run(args)
+    except MemoryError:
+        print(
+            "error: out of memory; a damaged or hostile checkpoint can claim any size",
+            file=sys.stderr,
+        )
+        return 2
     except (ValueError, CheckpointError, OSError) as error:
         print(f"error: {format_error(error)}", file=sys.stderr)
         return 2

@@ -147,7 +147,8 @@ def _object_faults(path: ObjectPath, listed: Mapping[str, tuple[int, str]] | Non
                 else f"{name} has {size} bytes instead of {expected}"
             )
         elif not name.endswith(".distcp"):
-            sums = checksums.checksums_of((path / name).read_bytes())
+            with schema.open_file(path / name) as file:
+                sums = checksums.checksums_of(file.read_whole())
             if xxhash.xxh3_64_hexdigest(sums.blocks) != digest:
                 problems.append(f"{name} is not what {METADATA_JSON} vouches for")
     return problems

@@ -20,7 +20,7 @@ import xxhash
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.schema import (
     CheckpointError,
-    read_regular,
+    open_file,
 )
 
 CHECKSUMS = "checksums.bin"
@@ -171,4 +171,6 @@ def read_checksums(directory: Path) -> dict[str, FileChecksums]:
         raise CheckpointError(
             f"{directory / CHECKSUMS}: missing: the checkpoint was written without checksums, so it cannot be verified"
         )
-    return decode_checksums(read_regular(path, limit=1 << 40), str(path))
+    with open_file(path) as file:
+        content = file.read_whole()
+    return decode_checksums(content, str(path))

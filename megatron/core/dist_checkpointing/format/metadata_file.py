@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.format.metadata_index import (
 from megatron.core.dist_checkpointing.format.safe_globals import DtypeName, Placeholder
 from megatron.core.dist_checkpointing.format.schema import (
     MAX_COUNT,
+    MAX_JSON,
     MAX_RANK,
     CheckpointError,
     OpenFile,
@@ -53,6 +54,8 @@ def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
     if footer[-len(MAGIC) :] != MAGIC:
         return decode_dcp(read(0, size), where)
     position, length, digest, _ = FOOTER.unpack(footer)
+    if length > MAX_JSON:
+        raise CheckpointError(f"{where}: damaged: its index has {length} bytes")
     content = read(position, length) if position + length <= size else b""
     if xxhash.xxh3_64_intdigest(content) != digest:
         raise CheckpointError(
@@ -72,6 +75,7 @@ def read_metadata(
     path = path_of(directory) / METADATA
     try:
         file = open_path(path)
+        file.check_size()
         if file.descriptor is None:  # an object: one request instead of two for every tensor
             return decode_metadata(file.read(0, file.size), str(path))
         weakref.finalize(

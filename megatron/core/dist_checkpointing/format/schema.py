@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megatron.core.dist_checkpointing.format import links
 from megatron.core.object_storage import PART_SIZE, ObjectPath, path_of
 
 
@@ -263,13 +264,25 @@ def plain(value: Any, where: str) -> Any:
 
 
 MAX_JSON = 256 << 20  # bytes
+# Bytes of a file that is read whole: always accepted, and at most.
+_PLAUSIBLE_SIZE = 64 << 20
+_MAX_SIZE = 1 << 30
 
 
-def _open_descriptor(path: str | os.PathLike[str]) -> int:
-    """`path` for reading. Raises CheckpointError unless it is a regular file, OSError if it is not there."""
-    descriptor = os.open(
-        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # non-blocking: a pipe opens at once
+def _open_descriptor(path: str | os.PathLike[str], follow_links: bool) -> int:
+    """Open `path` for reading.
+
+    Raises CheckpointError unless it is a regular file inside its checkpoint, OSError if it is
+    missing.
+    """
+    target = None if follow_links else links.find_outside_target(path)
+    if target is not None:
+        raise CheckpointError(
+            f"{escape_control_chars(str(path))} is a link to {escape_control_chars(target)}, outside "
+            f"of the checkpoint. If you trust it, use --follow-links, or set {links.FOLLOW_LINKS}=1"
+        )
+    # Non-blocking: opening a pipe must not wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{escape_control_chars(str(path))} is not a regular file")
@@ -277,18 +290,15 @@ def _open_descriptor(path: str | os.PathLike[str]) -> int:
 
 
 class OpenFile:
-    """A file of a checkpoint, open for reading at any place and from any thread. `size` is that of
-    the start.
-    """
+    """An open file of a checkpoint. Any thread can read any range of it."""
 
-    closest_gap = (
-        16 << 10
-    )  # bytes: smaller gaps are read rather than skipped, a read of its own costs more
+    # Bytes. Smaller gaps between two ranges are read, because another read would cost more.
+    closest_gap = 16 << 10
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, follow_links: bool = False) -> None:
         self.path = path
-        self.descriptor: int | None = _open_descriptor(path)
-        self.size = os.fstat(self.descriptor).st_size
+        self.descriptor: int | None = _open_descriptor(path, follow_links)
+        self.size = os.fstat(self.descriptor).st_size  # at the time of opening
 
     def __enter__(self) -> OpenFile:
         return self
@@ -302,15 +312,19 @@ class OpenFile:
             self.descriptor = None
 
     def read(self, position: int, length: int) -> bytes:
-        """Fewer bytes at the end of the file."""
-        content = bytearray(max(0, min(length, self.size - position)))
+        """Return up to `length` bytes, fewer at the end of the file."""
+        count = max(0, min(length, self.size - position))
+        try:
+            content = bytearray(count)
+        except MemoryError as error:
+            raise CheckpointError(
+                f"{escape_control_chars(str(self.path))}: {count} bytes of it do not fit in memory"
+            ) from error
         self.read_into(memoryview(content), position)
         return bytes(content)
 
     def read_into(self, view: memoryview, position: int) -> None:
-        """Fill `view`. Raises CheckpointError that names the file if it is shorter, or cannot be
-        read.
-        """
+        """Fill `view`. Raises CheckpointError if the file is too short or cannot be read."""
         done = 0
         while done < len(view):
             try:
@@ -326,8 +340,32 @@ class OpenFile:
                 )
             done += count
 
+    def read_whole(self) -> bytes:
+        """Return the whole file. Raises CheckpointError if its size is not plausible."""
+        self.check_size()
+        return self.read(0, self.size)
+
+    def check_size(self) -> None:
+        """Raise CheckpointError if the file is too large to be read whole.
+
+        Such a file describes the other files of a checkpoint, but a sparse file and an object store
+        can report any size at no cost. It may have 64 MiB, or as many bytes as all files of the
+        directory use on disk, up to 1 GiB. MEGATRON_MAX_FILE_SIZE replaces these limits.
+        """
+        maximum = limit("FILE_SIZE", 0)
+        if maximum == 0:
+            maximum = _PLAUSIBLE_SIZE
+            if self.size > maximum:
+                maximum = min(max(maximum, self._measure_directory()), _MAX_SIZE)
+        if self.size > maximum:
+            raise CheckpointError(
+                f"{escape_control_chars(str(self.path))} has {self.size} bytes, but at most {maximum}"
+                " are plausible: it is damaged or sparse (the environment variable "
+                "MEGATRON_MAX_FILE_SIZE raises the limit)"
+            )
+
     def forget(self, position: int, length: int) -> None:
-        """This range will not be read again soon: the page cache can have its room."""
+        """Allow the page cache to drop this range: it will not be read again soon."""
         if self.descriptor is not None and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.descriptor, position, length, os.POSIX_FADV_DONTNEED)
 
@@ -335,13 +373,19 @@ class OpenFile:
         assert self.descriptor is not None
         return os.preadv(self.descriptor, [view], position)
 
+    def _measure_directory(self) -> int:
+        """Return the bytes that the files next to this one use on disk, this one included."""
+        with os.scandir(os.path.dirname(os.path.abspath(self.path))) as entries:
+            stats = [entry.stat(follow_symlinks=False) for entry in entries]
+        return sum(min(status.st_size, 512 * status.st_blocks) for status in stats)
+
 
 class _OpenObject(OpenFile):
-    """An object: nothing is held open, and every read is one request, or several at once."""
+    """An object. It is not held open; each read is one request, or several in parallel."""
 
-    closest_gap = 1 << 20  # a request takes as long as a megabyte
+    closest_gap = 1 << 20  # a request takes as long as reading a megabyte
 
-    def __init__(self, path: ObjectPath) -> None:
+    def __init__(self, path: ObjectPath, follow_links: bool = False) -> None:
         self.path = path
         self.descriptor = None
         self.size = path.stat().st_size
@@ -369,20 +413,30 @@ class _OpenObject(OpenFile):
                 list(pool.map(fetch, starts))
         return length
 
+    def _measure_directory(self) -> int:
+        return sum(self._object.store.sizes(self._object.parent.key).values())
 
-# By the kind of path; any other is one of this machine's file system.
+
+# By the type of the path; any other path is one of the local file system.
 OPENERS: dict[type[Path], Callable[[Any], OpenFile]] = {ObjectPath: _OpenObject}
 
 
-def open_file(path: str | os.PathLike[str]) -> OpenFile:
-    """Raises CheckpointError unless it is a regular file or an object, OSError if it is not there."""
+def open_file(path: str | os.PathLike[str], *, follow_links: bool = False) -> OpenFile:
+    """Open a file of a checkpoint, on a file system or in object storage.
+
+    `follow_links`: the user has named this file, so it may be a link to anywhere. Raises
+    CheckpointError unless it is a regular file or an object, OSError if it is missing.
+    """
     path = path_of(path)
-    return OPENERS.get(type(path), OpenFile)(path)
+    opener = OPENERS.get(type(path))
+    return OpenFile(path, follow_links) if opener is None else opener(path)
 
 
-def read_regular(path: str | os.PathLike[str], limit: int = MAX_JSON) -> bytes:
-    """All of a regular file. Raises CheckpointError if it has more than `limit` bytes."""
-    with open_file(path) as file:
+def read_regular(
+    path: str | os.PathLike[str], limit: int = MAX_JSON, *, follow_links: bool = False
+) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes, else raise CheckpointError."""
+    with open_file(path, follow_links=follow_links) as file:
         if file.size > limit:
             raise CheckpointError(
                 f"{escape_control_chars(str(path))} has {file.size} bytes, more than the {limit} that it may have"
@@ -421,21 +475,16 @@ def parse_json(content: bytes, where: str, **options: Any) -> Any:
 
 
 def named_file(directory: Path, name: Any, where: str) -> Path:
-    """The file that the content of another one names: a regular file in `directory`.
+    """Return the path of a file in `directory` that the content of another file names.
 
-    Links may lead to other places in it and, in a cache of Hugging Face
-    (`models--*/snapshots/<revision>`), to its blobs. Raises CheckpointError naming `where` and the
-    name; a file that is missing is for the caller to find out.
+    Raises CheckpointError naming `where` if it is not a name, or not the name of a regular file. A
+    missing file is left to the caller.
     """
     path = directory / file_name(name, where)
-    real = path.resolve()
-    home = directory.resolve()
-    roots = [home]
-    if home.parent.name == "snapshots":
-        roots.append(home.parents[1] / "blobs")
-    if not any(real.is_relative_to(root) for root in roots):
+    target = links.find_outside_target(path)
+    if target is not None:
         raise CheckpointError(
-            f"{where}: {name} is a link to {escape_control_chars(str(real))}, outside of {home}"
+            f"{where}: {name} is a link to {escape_control_chars(target)}, outside of {directory}"
         )
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{where}: {name} is not a regular file")

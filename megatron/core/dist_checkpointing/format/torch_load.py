@@ -106,7 +106,7 @@ def safe_load(
                 mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
                 return _load_archive(mapped, where, placeholders, names)
             return _load_archive(
-                bytearray(file.read(0, file.size)), where, placeholders, names, check_crc=True
+                bytearray(file.read_whole()), where, placeholders, names, check_crc=True
             )
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error

@@ -43,6 +43,7 @@ _LOCATOR64 = struct.Struct("<4sIQI")
 _MAX32 = 0xFFFFFFFF
 _UTF8_NAMES = 1 << 11
 _ZIP64_VERSION = 45
+_MAX_RECORD = 256 << 20  # bytes of a record that is read whole
 
 
 class Envelope(NamedTuple):
@@ -314,8 +315,10 @@ class Archive:
         return offset
 
     def read(self, name: str) -> bytes:
+        """Return a record that is small in any checkpoint: the pickle, not the data of a tensor."""
         if name not in self.records:
             raise self._damaged(f"no record {name}")
+        self._check_size(f"record {name}", self.records[name].size)
         data = bytes(self._read(self.data_offset(name), self.records[name].size))
         if len(data) != self.records[name].size:
             raise self._damaged(f"record {name} is truncated")
@@ -334,6 +337,10 @@ class Archive:
         if offset > self._length:
             raise self._damaged(f"it refers to byte {offset} of {self._length}")
         return self._source(offset, min(size, self._length - offset))
+
+    def _check_size(self, what: str, size: int) -> None:
+        if size > _MAX_RECORD:
+            raise self._damaged(f"{what} has {size} bytes, at most {_MAX_RECORD} are plausible")
 
     def _damaged(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: not an intact torch.save archive: {reason}")
@@ -358,6 +365,7 @@ class Archive:
             )
         if offset + size > self._length:
             raise self._damaged("its directory lies behind its end")
+        self._check_size("its directory", size)
         directory = bytes(self._read(offset, size))
         position = 0
         for _ in range(entries):

@@ -307,12 +307,13 @@ def test_a_list_of_hashes_that_is_none_is_named(pristine, tmp_path, changes, mes
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "checksums.bin", "common.pt", ".metadata"])
-def test_only_regular_files_are_read(checkpoint, name):
+def test_only_regular_files_are_read(checkpoint, name, monkeypatch):
     """A pipe in place of a shard, or of the checksums, was waited for without end; /dev/zero was
     read without end.
     """
     (checkpoint / name).unlink()
     (checkpoint / name).symlink_to("/dev/null")
+    monkeypatch.setenv("MEGATRON_FOLLOW_LINKS", "1")
     wanted = f"{checkpoint / name} is not a regular file"
     assert wanted in verify(checkpoint).problems
     with pytest.raises(CheckpointError, match=wanted):

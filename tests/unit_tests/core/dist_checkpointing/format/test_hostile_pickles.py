@@ -4,14 +4,10 @@ Each payload runs in a process of its own, whose memory and processor time the k
 goes wrong there is no exception.
 """
 
-import gc
 import io
-import os
 import pickle
-import resource
 import struct
-import traceback
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,6 +16,7 @@ from megatron.core.dist_checkpointing.format.metadata_file import decode_metadat
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from megatron.core.dist_checkpointing.format.unpickler import unpickle
+from tests.support.limited_process import run_limited
 from tests.unit_tests.core.dist_checkpointing.format.test_safe_unpickle import archive_with
 
 SECONDS = 10  # of processor time: ten times what a payload may take on a machine that is busy
@@ -126,47 +123,25 @@ PAYLOADS = {
 }  # fmt: skip
 
 
-def outcome(function, payload: bytes) -> str:
-    """What `function(payload)` did in a child process: "refused", "loaded", a traceback, or how the
-    process died.
-    """
-    reader, writer = os.pipe()
-    # what earlier tests have left: its threads are not in the child, which must not collect it
-    gc.collect()
-    child = os.fork()
-    if child == 0:
-        gc.freeze()
-        status = "no answer"
+def try_to_read(read: Callable[[], object]) -> str:
+    """Return "refused", "loaded", or a description of another outcome, from a limited process."""
+
+    def attempt() -> str:
         try:
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
-            spent = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
-            resource.setrlimit(resource.RLIMIT_CPU, (spent + SECONDS, spent + SECONDS))
-            try:
-                repr(function(payload))
-                status = "loaded"
-            except CheckpointError as error:
-                status = (
-                    "refused"
-                    if len(str(error)) < 2000 and "\n" not in str(error)
-                    else "a long message"
-                )
-        except BaseException:
-            status = traceback.format_exc()
-        os.write(writer, status.encode()[:4000])
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as answer:
-        status = answer.read()
-    _, code = os.waitpid(child, 0)
-    return status if code == 0 else f"killed by signal {code & 127}"
+            repr(read())
+        except CheckpointError as error:
+            is_short = len(str(error)) < 2000 and "\n" not in str(error)
+            return "refused" if is_short else "a long message"
+        return "loaded"
+
+    return run_limited(attempt, MEMORY, SECONDS)
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_hostile_pickles_cost_nothing(name: str) -> None:
     payload = PAYLOADS[name]
-    assert outcome(lambda data: safe_load(archive_with(data)), payload) in ("refused", "loaded")
-    assert outcome(lambda data: decode_metadata(data, "here"), payload) == "refused"
+    assert try_to_read(lambda: safe_load(archive_with(payload))) in ("refused", "loaded")
+    assert try_to_read(lambda: decode_metadata(payload, "here")) == "refused"
 
 
 def tensor_over(

@@ -1,0 +1,62 @@
+"""Symbolic links inside checkpoints: none may lead out of the checkpoint that contains it.
+
+A checkpoint from a stranger could otherwise contain `__0_0.distcp -> /home/me/private/...` and have
+a conversion copy the data of another checkpoint into an export. A directory that the user names may
+itself be a link, and the layout of Hugging Face's cache is allowed: files in
+`models--*/snapshots/<revision>` are links to `../../blobs` of the same model.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron.core.object_storage import ObjectPath
+
+FOLLOW_LINKS = "MEGATRON_FOLLOW_LINKS"
+
+# Directories named by the user: absolute path as given -> real path.
+_named_directories: dict[str, str] = {}
+
+
+def confine_links(directory: Path) -> None:
+    """Refuse links anywhere below `directory`, which the user has named, that lead out of it.
+
+    Without this call, a file is confined to the directory that contains it.
+    """
+    if isinstance(directory, ObjectPath):
+        return
+    _named_directories[os.path.abspath(directory)] = os.path.realpath(directory)
+
+
+def allow_links() -> None:
+    """Follow all links, in this process and its children (`--follow-links`)."""
+    os.environ[FOLLOW_LINKS] = "1"
+
+
+def find_outside_target(path: str | os.PathLike[str]) -> str | None:
+    """Return where `path` leads if it leaves its checkpoint via a link, else None."""
+    if isinstance(path, ObjectPath) or os.environ.get(FOLLOW_LINKS, "0") not in ("", "0"):
+        return None
+    target = os.path.realpath(path)
+    home = _find_home(os.path.abspath(path))
+    if _is_inside(target, home):
+        return None
+    snapshots = Path(home).parent
+    if snapshots.name == "snapshots" and _is_inside(target, str(snapshots.parent / "blobs")):
+        return None
+    return target
+
+
+def _find_home(path: str) -> str:
+    """Return the real path of the directory that links at `path` must not leave."""
+    # The outermost directory: if a program opens `run` and then `run/iter_0000010`, the latter
+    # must not be a link that leaves `run`.
+    containing = [named for named in _named_directories if _is_inside(path, named)]
+    if containing:
+        return _named_directories[min(containing, key=len)]
+    return os.path.realpath(os.path.dirname(path))
+
+
+def _is_inside(path: str, directory: str) -> bool:
+    return path.startswith(directory.rstrip("/") + "/")

@@ -1,0 +1,121 @@
+"""Links inside a checkpoint: none may lead out of it, unless the user asks for that."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.conversion.convert import convert
+from megatron.conversion.formats import Options, find_checkpoint
+from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.format import links
+from tests.support.memory_source import LLAMA_ARGS, random_source
+
+# Format -> names of the checkpoint that an attacker could replace with links.
+LINKED = {
+    "torch_dist": (
+        "iter_*", "iter_*/.metadata", "iter_*/common.pt", "iter_*/checksums.bin",
+        "iter_*/__0_0.distcp",
+    ),
+    "legacy": (
+        "iter_*", "iter_*/mp_rank_00", "iter_*/mp_rank_00/model_optim_rng.pt",
+        "iter_*/mp_rank_00/distrib_optim.pt",
+    ),
+    "universal": (
+        "global_step*", "global_step*/zero", "global_step*/zero/*embed*",
+        "global_step*/zero/*embed*/fp32.pt", "global_step*/mp_rank_00_model_states.pt",
+    ),
+    "hf": (
+        "config.json", "model.safetensors", "megatron_state", "megatron_state/state.json",
+        "megatron_state/optimizer.safetensors",
+    ),
+}  # fmt: skip
+CASES = [(kind, name) for kind, names in LINKED.items() for name in names]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint in each format."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    source = random_source(LLAMA_ARGS | {"consumed_train_samples": 28})
+    write_torch_dist(source, root / "source")
+    write_huggingface(source, root / "hf", Options(optim_sidecar=True))
+    for kind in ("torch_dist", "legacy", "universal"):
+        convert(root / "source", root / kind, kind)
+    return root
+
+
+def replace_with_link(run: Path, pattern: str) -> None:
+    """Move what matches `pattern` out of `run` and leave a link in its place."""
+    inside = sorted(run.glob(pattern))[0]
+    outside = run.with_name("private") / inside.name
+    outside.parent.mkdir()
+    inside.rename(outside)
+    inside.symlink_to(outside)
+
+
+@pytest.mark.parametrize("kind,pattern", CASES)
+def test_links_that_leave_the_checkpoint_are_refused(
+    kind: str, pattern: str, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(checkpoints / kind, tmp_path / "run")
+    replace_with_link(tmp_path / "run", pattern)
+    target = "torch_dist" if kind == "hf" else "hf"
+    with pytest.raises(ValueError, match=r"(?s)is a link to .*private.*outside of"):
+        convert(tmp_path / "run", tmp_path / "out", target)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv(links.FOLLOW_LINKS, "1")
+    assert convert(tmp_path / "run", tmp_path / "out", target).num_tensors > 0
+
+
+@pytest.mark.parametrize(
+    "kind,tracker",
+    [("torch_dist", "latest_checkpointed_iteration.txt"), ("universal", "latest_universal")],
+)
+def test_tracker_that_leaves_the_run_is_not_read(
+    kind: str, tracker: str, checkpoints: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As for a damaged tracker, the newest checkpoint is used."""
+    shutil.copytree(checkpoints / kind, tmp_path / "run")
+    replace_with_link(tmp_path / "run", tracker)
+    assert convert(tmp_path / "run", tmp_path / "out", "hf").num_tensors > 0
+    assert f"{tracker} is a link to" in caplog.text and "the newest complete" in caplog.text
+
+
+def test_links_inside_the_checkpoint_are_followed(checkpoints: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(checkpoints / "torch_dist", run)
+    (iteration,) = run.glob("iter_*")
+    (run / "shared").mkdir()
+    (iteration / "__0_0.distcp").rename(run / "shared/__0_0.distcp")
+    (iteration / "__0_0.distcp").symlink_to("../shared/__0_0.distcp")
+    assert convert(run, tmp_path / "out", "hf").num_tensors > 0
+
+
+def test_named_directory_may_be_a_link(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(checkpoints / "torch_dist")
+    assert convert(tmp_path / "latest", tmp_path / "out", "hf").num_tensors > 0
+    (iteration,) = (checkpoints / "torch_dist").glob("iter_*")
+    (tmp_path / "step").symlink_to(iteration)
+    found = find_checkpoint(tmp_path / "step")
+    assert found is not None and found.directory == tmp_path / "step"
+
+
+def test_cache_of_hugging_face_keeps_working(checkpoints: Path, tmp_path: Path) -> None:
+    """In the cache every file of a snapshot is a link to a blob of the same model."""
+    blobs = tmp_path / "models--a--b/blobs"
+    snapshot = tmp_path / "models--a--b/snapshots/0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted((checkpoints / "hf").glob("*.*"))):
+        shutil.copy(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert convert(snapshot, tmp_path / "out", "torch_dist").num_tensors > 0
+    (tmp_path / "models--other/blobs").mkdir(parents=True)
+    shutil.copy(checkpoints / "hf/config.json", tmp_path / "models--other/blobs/0")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(tmp_path / "models--other/blobs/0")
+    with pytest.raises(CheckpointError, match=r"config\.json is a link to .*models--other"):
+        convert(snapshot, tmp_path / "out2", "torch_dist")
