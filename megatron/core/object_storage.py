@@ -9,23 +9,29 @@ them (docs/storage.md).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fnmatch
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     import obstore
 
+T = TypeVar("T")
+
 SCHEMES = ("s3", "gs", "az")
 PART_SIZE = 8 << 20  # bytes of one request of an upload or a download
 _MAX_PARTS = 9000  # of one upload; the clouds take 10,000
+_MAX_WHOLE = 1 << 30  # bytes of an object that is read by one request
+_MAX_LISTED = 10**7  # objects below one directory
 _CONCURRENCY = 8  # parts of one object that are under way at once
 
 
@@ -143,6 +149,8 @@ class ObjectStore:
     def read(self, key: str) -> Version:
         with self.errors(key):
             answer = self._api.get(self._store, key)
+            if (size := int(answer.meta["size"])) > _MAX_WHOLE:
+                raise OSError(errno.EFBIG, f"{size} bytes, at most {_MAX_WHOLE} are read", key)
             return Version(bytes(answer.bytes()), str(answer.meta["e_tag"]))
 
     def get_range(self, key: str, start: int, length: int) -> obstore.Bytes:
@@ -172,16 +180,44 @@ class ObjectStore:
             return Upload(self, key, writer)
 
     def sizes(self, prefix: str) -> dict[str, int]:
-        """The sizes of all objects below the directory `prefix`, by key."""
+        """Return the sizes of all objects below the directory `prefix`, by key."""
+
+        async def collect() -> dict[str, int]:
+            found: dict[str, int] = {}
+            async for chunk in self._api.list(self._store, prefix):
+                found |= {item["path"]: item["size"] for item in chunk}
+                if len(found) > _MAX_LISTED:
+                    raise OSError(errno.EFBIG, f"more than {_MAX_LISTED} objects", prefix)
+            return found
+
         with self.errors(prefix):
-            listed = self._api.list(self._store, prefix)
-            return {item["path"]: item["size"] for chunk in listed for item in chunk}
+            return self._run_in_time(collect, prefix)
 
     def children(self, prefix: str) -> tuple[list[str], list[str]]:
-        """The directories and the objects right below `prefix`, as keys."""
-        with self.errors(prefix):
-            answer = self._api.list_with_delimiter(self._store, prefix or None)
+        """Return the directories and the objects directly below `prefix`, as keys."""
+
+        async def collect() -> tuple[list[str], list[str]]:
+            answer = await self._api.list_with_delimiter_async(self._store, prefix or None)
             return list(answer["common_prefixes"]), [item["path"] for item in answer["objects"]]
+
+        with self.errors(prefix):
+            return self._run_in_time(collect, prefix)
+
+    def _run_in_time(self, collect: Callable[[], Coroutine[Any, Any, T]], prefix: str) -> T:
+        """Run a listing. A server that never sends the last page must not keep us forever."""
+        seconds = 4 * request_deadline()
+
+        async def run() -> T:
+            return await asyncio.wait_for(collect(), seconds)
+
+        # In a thread of its own: the caller may have a running event loop, as notebooks do.
+        with ThreadPoolExecutor(1, "object-lister") as pool:
+            try:
+                return pool.submit(lambda: asyncio.run(run())).result()
+            except (TimeoutError, asyncio.TimeoutError) as error:
+                where = f"{self._root}/{prefix}"
+                text = f"the list of objects did not end within {seconds:g} seconds"
+                raise OSError(errno.ETIMEDOUT, text, where) from error
 
     def delete(self, keys: list[str]) -> None:
         """Those that there are."""
