@@ -133,7 +133,7 @@ def _get_path(config: TokenizerConfig, flag_name: str) -> Path:
 def _read_file(path: Path, flag_name: str) -> bytes:
     """Return the content of a regular file. Raises ValueError that names the flag."""
     try:
-        return read_regular(path, MAX_FILE_BYTES)
+        return read_regular(path, MAX_FILE_BYTES, follow_links=True)
     except OSError as error:
         raise ValueError(f"{flag_name} {path} cannot be read: {error.strerror}") from None
     except ValueError as error:

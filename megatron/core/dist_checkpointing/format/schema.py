@@ -356,7 +356,7 @@ class OpenFile:
         if maximum == 0:
             maximum = _PLAUSIBLE_SIZE
             if self.size > maximum:
-                maximum = min(max(maximum, self._measure_directory()), _MAX_SIZE)
+                maximum = min(max(maximum, self.measure_directory()), _MAX_SIZE)
         if self.size > maximum:
             raise CheckpointError(
                 f"{escape_control_chars(str(self.path))} has {self.size} bytes, but at most {maximum}"
@@ -373,7 +373,7 @@ class OpenFile:
         assert self.descriptor is not None
         return os.preadv(self.descriptor, [view], position)
 
-    def _measure_directory(self) -> int:
+    def measure_directory(self) -> int:
         """Return the bytes that the files next to this one use on disk, this one included."""
         with os.scandir(os.path.dirname(os.path.abspath(self.path))) as entries:
             stats = [entry.stat(follow_symlinks=False) for entry in entries]
@@ -413,7 +413,7 @@ class _OpenObject(OpenFile):
                 list(pool.map(fetch, starts))
         return length
 
-    def _measure_directory(self) -> int:
+    def measure_directory(self) -> int:
         return sum(self._object.store.sizes(self._object.parent.key).values())
 
 

@@ -77,6 +77,9 @@ class VerifiedFile(OpenFile):
         self._expected = expected.blocks
         self._verified = verified
 
+    def measure_directory(self) -> int:
+        return self._file.measure_directory()
+
     def close(self) -> None:
         self._file.close()
         self.descriptor = None
