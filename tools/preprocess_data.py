@@ -1,69 +1,80 @@
-"""Turn text into the .bin/.idx token files that training reads.
+"""Convert text to the .bin/.idx token files that training reads.
 
-    python tools/preprocess_data.py --input corpus/*.jsonl --output-prefix data/corpus --append-eod --workers 8
-        --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
+    python tools/preprocess_data.py --input corpus/*.jsonl --output-prefix data/corpus --append-eod
+        --workers 8 --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
-Inputs, in the order given: JSON lines (.jsonl, .ndjson, .json: one object a line) or plain text
-(anything else), each also compressed (.gz). Documents keep the order of the input whatever the
-number of workers. The output `<prefix>_<key>_document.bin/.idx` appears when everything is written:
-an interrupted run leaves none.
+Inputs are read in the given order: JSON lines (.jsonl, .ndjson, .json: one object per line) or plain
+text (any other name), optionally compressed (.gz). Documents keep the order of the input for any
+number of workers. The output `<prefix>_<key>_document.bin/.idx` appears when it is complete: an
+interrupted run leaves no files.
+
+A line that cannot be tokenized is an error that names the file and the line; --skip-bad-lines N
+leaves out up to N of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
-import gzip
-import itertools
-import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
-from megatron.core.datasets.ordered_workers import OrderedWorkers
+from megatron.core.dist_checkpointing.format.schema import format_error
 from megatron.core.flags import flag
 from megatron.core.progress import ProgressBar
 from megatron.training.config.arguments import FlagParser, build, parse_flags
-from megatron.training.data.tokenizer import Tokenizer, TokenizerConfig, build_tokenizer
+from megatron.training.data.document_encoder import DocumentEncoder, WorkerLimits, encode_chunks
+from megatron.training.data.documents import (
+    BadLine,
+    count_bytes,
+    find_files,
+    is_json_file,
+    read_chunks,
+)
+from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-CHUNK_BYTES = 1 << 18  # text that travels to a worker at a time
-CHUNKS_AHEAD = 4  # per worker: bounds the memory and keeps all workers busy
+MAX_BAD_LINES_PRINTED = 10
 
 
 @dataclass
 class PreprocessConfig:
-    """What to read, how to cut it into documents, and where to write the tokens."""
+    """What to read, how to split it into documents, and where to write the tokens."""
 
     input: list[str] | None = flag(None)
-    """Files or patterns ('corpus/**/*.txt', in quotes), read in this order; the files of a pattern
-    are sorted.
+    """Files or patterns ('corpus/**/*.txt', in quotes), read in this order; the files that match a
+    pattern are sorted.
     """
     output_prefix: str | None = flag(None)
-    """Files <prefix>_<key>_document.bin and .idx are written."""
+    """Prefix of the output files <prefix>_<key>_document.bin and .idx."""
     input_format: str = flag("auto", choices=("auto", "jsonl", "text"))
-    """auto: .jsonl, .ndjson and .json (also .gz) hold a JSON object per line, all else is plain
-    text.
+    """auto: .jsonl, .ndjson and .json (also .gz) contain one JSON object per line, other files
+    plain text.
     """
     json_keys: list[str] | None = flag(None)
-    """Fields of the JSON objects, each written to files of its own; a field is a string, or a list
-    of them that makes one document of several sequences. Default: text.
+    """Fields of the JSON objects, each written to its own files. A field is a string, or a list of
+    strings that is one document of several sequences. Default: text.
     """
     text_documents: str = flag("file", choices=("file", "block", "line"))
-    """What is one document of plain text: a file, a block of lines between blank lines, or a line.
-    """
+    """Documents of plain text: each file, each block of lines between blank lines, or each line."""
     append_eod: bool = flag(False)
     """Append the end-of-document token to every document."""
     workers: int | None = flag(None, positive=True)
-    """Processes that tokenize. Default: one per core."""
+    """Number of processes that tokenize. Default: one per core."""
+    skip_bad_lines: int = flag(0, at_least=0)
+    """Skip up to N lines that cannot be tokenized, and report them, instead of stopping at the
+    first one.
+    """
+    max_document_mb: float = flag(256.0, positive=True)
+    """Size of a document, in MB, above which it is a bad line."""
+    document_cpu_seconds: float = flag(60.0, positive=True)
+    """Processor time for a small document, in seconds, after which it is a bad line; large
+    documents get more.
+    """
     log_interval: int = flag(1000, positive=True)
-    """Documents between progress lines, where the output is no terminal."""
+    """Number of documents between progress lines, if the output is not a terminal."""
 
     def __post_init__(self) -> None:
         if not self.input or self.output_prefix is None:
@@ -77,22 +88,35 @@ class PreprocessConfig:
     def keys(self) -> list[str]:
         return self.json_keys or ["text"]
 
-
-@dataclass(frozen=True)
-class LineBatch:
-    """Undecoded documents of one file, each with the number of its first line."""
-
-    path: str
-    is_json: bool
-    documents: list[tuple[int, bytes]]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(document) for _, document in self.documents)
+    def is_json(self, path: str) -> bool:
+        """Whether a file contains JSON lines."""
+        if self.input_format == "auto":
+            return is_json_file(path)
+        return self.input_format == "jsonl"
 
 
-Tokens = tuple[np.ndarray, list[int], list[int]]
-"""Documents one after the other: tokens, tokens per sequence, sequences per document."""
+class Progress:
+    """Progress of a run: a bar on a terminal, otherwise a line every `log_interval` documents."""
+
+    def __init__(self, bar: ProgressBar, log_interval: int) -> None:
+        self.num_documents = 0
+        self._bar = bar
+        self._log_interval = log_interval
+        self._start = time.perf_counter()
+
+    def add(self, num_documents: int, num_bytes: int) -> None:
+        self._bar.add(num_bytes)
+        before = self.num_documents // self._log_interval
+        self.num_documents += num_documents
+        is_due = self.num_documents // self._log_interval > before
+        if is_due and self._bar.quiet:
+            self.print()
+
+    def print(self) -> None:
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        rate = self.num_documents / seconds
+        line = f"{self.num_documents} documents, {rate:.1f} docs/s; {self._bar}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -101,220 +125,89 @@ def main(argv: list[str] | None = None) -> None:
         given, _ = parse_flags(FlagParser(sections), sys.argv[1:] if argv is None else argv)
         preprocess(build(PreprocessConfig, given), build(TokenizerConfig, given))
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {format_error(error)}")
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         sys.exit("error: a worker process was killed (out of memory?): try fewer --workers")
     except KeyboardInterrupt:
-        sys.exit("interrupted: nothing is written")
+        sys.exit("interrupted: no files are written")
 
 
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
-    """Read, tokenize in parallel, write."""
+    """Read documents, tokenize them in parallel, and write the token files."""
     assert config.input is not None and config.output_prefix is not None
     paths = find_files(config.input)
     tokenizer = build_tokenizer(tokenizer_config)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes are the parallelism
 
-    chunks = (chunk for path in paths for chunk in read_chunks(path, config))
-    encoder = Encoder(tokenizer, config.keys, config.append_eod)
-    workers = config.num_workers if config.num_workers > 1 else 0
-    with contextlib.ExitStack() as stack:
-        prefixes = {key: f"{config.output_prefix}_{key}_document" for key in config.keys}
-        builders = {
-            key: stack.enter_context(
-                IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size))
-            )
-            for key, prefix in prefixes.items()
-        }
-        bar = stack.enter_context(
-            ProgressBar("tokenizing", total_bytes(paths), quiet=not sys.stderr.isatty())
+    limits = WorkerLimits(config.num_workers, config.document_cpu_seconds)
+    encoder = DocumentEncoder(tokenizer, config.keys, config.append_eod, limits)
+    chunks = (
+        chunk
+        for path in paths
+        for chunk in read_chunks(
+            path, config.is_json(path), config.text_documents, int(config.max_document_mb * 1e6)
         )
-        documents = 0
-        began = time.perf_counter()
-
-        def report() -> None:
-            rate = documents / max(time.perf_counter() - began, 1e-9)
-            print(
-                f"{documents} documents, {rate:.1f} docs/s; {bar}",
-                file=sys.stderr,
-                flush=True,
-            )
-
+    )
+    prefixes = {key: f"{config.output_prefix}_{key}_document" for key in config.keys}
+    bad_lines: list[BadLine] = []
+    with contextlib.ExitStack() as stack:
+        builders = {}
+        for key, prefix in prefixes.items():
+            builder = IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size))
+            builders[key] = stack.enter_context(builder)
+        bar = ProgressBar("tokenizing", count_bytes(paths), quiet=not sys.stderr.isatty())
+        progress = Progress(stack.enter_context(bar), config.log_interval)
         encoded_chunks = stack.enter_context(
-            contextlib.closing(OrderedWorkers(encoder, chunks, workers, CHUNKS_AHEAD))
+            contextlib.closing(encode_chunks(chunks, encoder, config.num_workers))
         )
         for chunk, encoded in encoded_chunks:
-            for key, result in encoded.items():
-                builders[key].add(*result)
-            bar.add(chunk.num_bytes)
-            due = (
-                documents // config.log_interval
-                < (documents + len(chunk.documents)) // config.log_interval
-            )
-            documents += len(chunk.documents)
-            if due and bar.quiet:  # on a terminal the bar says it
-                report()
+            bad_lines += encoded.bad_lines
+            check_bad_lines(bad_lines, config.skip_bad_lines)
+            for key, tokens in encoded.tokens.items():
+                builders[key].add(*tokens)
+            progress.add(encoded.num_documents, chunk.num_bytes)
         for key, builder in builders.items():
             if builder.num_documents == 0:
                 raise ValueError(
-                    f"no document of {len(paths)} files has any token of {key!r}: nothing is written"
+                    f"no document of {len(paths)} files has any token of {key!r}: no files are written"
                 )
-    report()
+
+    progress.print()
+    print_bad_lines(bad_lines)
     for key, builder in builders.items():
-        empty = documents - builder.num_documents
-        skipped = f" ({empty} empty ones left out)" if empty else ""
+        empty = progress.num_documents - len(bad_lines) - builder.num_documents
+        omitted = f" ({empty} empty ones left out)" if empty else ""
         print(
-            f"{prefixes[key]}: {builder.num_documents} documents{skipped}, {builder.num_tokens} tokens",
+            f"{prefixes[key]}: {builder.num_documents} documents{omitted}, "
+            f"{builder.num_tokens} tokens",
             file=sys.stderr,
         )
 
 
-# Reading
+def check_bad_lines(bad_lines: list[BadLine], limit: int) -> None:
+    """Raise ValueError with the first line above the number to skip."""
+    if len(bad_lines) <= limit:
+        return
+    hint = ""
+    if limit > 0:
+        hint = f" (bad line {limit + 1}; --skip-bad-lines {limit} allows {limit})"
+    raise ValueError(f"{bad_lines[limit]}{hint}")
 
 
-def find_files(patterns: list[str]) -> list[str]:
-    """The files of all patterns, each at its first place."""
-    paths: dict[str, None] = {}
-    for pattern in patterns:
-        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        files = [path for path in found if not os.path.isdir(path)]  # a pipe will do
-        if not files:
-            hint = (
-                f": it is a directory, give a pattern such as '{pattern}/**/*.txt'"
-                if os.path.isdir(pattern)
-                else ""
-            )
-            raise ValueError(f"--input {pattern}: no such file{hint}")
-        paths.update(dict.fromkeys(files))
-    return list(paths)
-
-
-def total_bytes(paths: Iterable[str]) -> int | None:
-    """Of text to come; None where that is not known before it is read."""
-    if any(path.endswith(".gz") or not os.path.isfile(path) for path in paths):
-        return None
-    return sum(os.path.getsize(path) for path in paths)
-
-
-def read_chunks(path: str, config: PreprocessConfig) -> Iterator[LineBatch]:
-    """The documents of a file, about CHUNK_BYTES at a time."""
-    is_json = config.input_format == "jsonl"
-    if config.input_format == "auto":
-        is_json = path.removesuffix(".gz").endswith(JSON_SUFFIXES)
-    split = split_lines if is_json else SPLITTERS[config.text_documents]
-    try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            batch: list[tuple[int, bytes]] = []
-            size = 0
-            for line, document in split(file):
-                batch.append((line, document))
-                size += len(document)
-                if size >= CHUNK_BYTES:
-                    yield LineBatch(path, is_json, batch)
-                    batch = []
-                    size = 0
-            if batch:
-                yield LineBatch(path, is_json, batch)
-    except (OSError, EOFError) as error:  # EOFError: a cut .gz
-        raise ValueError(f"{path}: cannot be read: {error}") from error
-
-
-Splitter = Callable[[Iterable[bytes]], Iterator[tuple[int, bytes]]]
-
-
-def split_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield number, line.rstrip(b"\r\n")
-
-
-def split_blocks(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    for is_text, group in itertools.groupby(
-        enumerate(lines, start=1), key=lambda row: bool(row[1].strip())
-    ):
-        if is_text:
-            numbers, block = zip(*group, strict=True)
-            yield numbers[0], b"".join(block).rstrip(b"\r\n")
-
-
-def split_file(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    text = b"".join(lines)
-    if text.strip():
-        yield 1, text
-
-
-SPLITTERS: dict[str, Splitter] = {"file": split_file, "block": split_blocks, "line": split_lines}
-
-
-# Tokenizing
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Chunks to tokens."""
-
-    tokenizer: Tokenizer
-    keys: list[str]
-    append_eod: bool
-
-    def __call__(self, chunk: LineBatch) -> dict[str, Tokens]:
-        dtype = token_dtype(self.tokenizer.vocab_size)
-        columns: dict[str, list[list[list[int]]]] = {key: [] for key in self.keys}
-        for line, document in chunk.documents:
-            try:
-                for key, texts in self._fields(document, chunk.is_json).items():
-                    columns[key].append(self._document(texts))
-            except ValueError as error:
-                raise ValueError(f"{chunk.path}:{line}: {error}") from None
-        return {key: _pack(documents, dtype) for key, documents in columns.items()}
-
-    def _fields(self, document: bytes, is_json: bool) -> dict[str, list[str]]:
-        """Texts of every key; several texts are the sequences of one document."""
-        try:
-            text = document.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8: {error}") from None
-        if not is_json:
-            return {key: [text] for key in self.keys}
-        try:
-            record = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"expected a JSON object, got {type(record).__name__}")
-        return {key: _texts(record, key) for key in self.keys}
-
-    def _document(self, texts: list[str]) -> list[list[int]]:
-        sequences = [ids for ids in map(self.tokenizer.tokenize, texts) if ids]
-        if sequences and self.append_eod:
-            sequences[-1].append(self.tokenizer.eod)
-        return sequences
-
-
-def _texts(record: dict, key: str) -> list[str]:
-    if key not in record:
-        raise ValueError(f"no field {key!r}, only {', '.join(map(repr, record))}: see --json-keys")
-    value = record[key]
-    texts = value if isinstance(value, list) else [value]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(
-            f"field {key!r} is {json.dumps(value)[:60]}, expected a string or a list of strings"
-        )
-    return texts
-
-
-def _pack(documents: list[list[list[int]]], dtype: np.dtype) -> Tokens:
-    """Documents without tokens are left out."""
-    sequences = [sequence for document in documents for sequence in document]
-    arrays = [np.array(sequence, dtype=dtype) for sequence in sequences]
-    tokens = np.concatenate(arrays) if arrays else np.empty(0, dtype)
-    return tokens, list(map(len, sequences)), [len(document) for document in documents if document]
+def print_bad_lines(bad_lines: list[BadLine]) -> None:
+    """Report the lines that were skipped: their number, and the first ones."""
+    if not bad_lines:
+        return
+    print(f"{len(bad_lines)} bad lines skipped:", file=sys.stderr)
+    for bad in bad_lines[:MAX_BAD_LINES_PRINTED]:
+        print(f"  {bad}", file=sys.stderr)
+    if len(bad_lines) > MAX_BAD_LINES_PRINTED:
+        print(f"  and {len(bad_lines) - MAX_BAD_LINES_PRINTED} more", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # unwind: discard files, end workers
+    # Unwind on SIGTERM: discard the files, end the workers.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()

@@ -5,13 +5,17 @@ with lines.
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Pipeline
 
 from megatron.core.datasets import IndexedDataset
+from megatron.training.data import documents
 from tests import ROOT
 from tests.support.processes import children_of, is_running, wait_until
 from tools.preprocess_data import main
@@ -217,6 +221,109 @@ def test_errors_name_file_and_line_and_leave_nothing(tmp_path, name, workers):
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
         run("--input", tmp_path / "in.jsonl", "--output-prefix", tmp_path / "out", workers=workers)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def hostile_tokenizer(path, normalizer=None, pre_tokenizer=None, first_id=0):
+    """A tokenizer.json of the words a, b and </s>, with a component that attacks its reader."""
+    pipeline = Pipeline(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    if normalizer is not None:
+        pipeline.normalizer = normalizer
+    pipeline.pre_tokenizer = pre_tokenizer or pre_tokenizers.WhitespaceSplit()
+    path.write_text(pipeline.to_str().replace('"a":0', f'"a":{first_id}'))
+    return ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(path)]
+
+
+GOOD = b'{"text": "1"}\n'
+NESTED = b'{"text": "1", "x": ' + b"[" * 100_000 + b"\n"
+SURROGATE = b'{"text": "\\ud800 1"}\n'
+LONG = b'{"text": "' + b"1 " * 600_000 + b'"}\n'
+MANY_KEYS = json.dumps({f"k{i}\x1b[2J": 1 for i in range(10_000)}).encode() + b"\n"
+HOSTILE_LINES = {
+    "nested": (NESTED, "not JSON: nested too deep"),
+    "nested value": (b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}\n", "field 'text' is a list"),
+    "surrogate": (SURROGATE, r"field 'text' has a lone surrogate '\\ud800' at character 0"),
+    "long": (LONG, "the document is larger than 1 MB: raise --max-document-mb"),
+    "keys": (MANY_KEYS, r"no field 'text', only 'k0\\x1b\[2J', .*'k7\\x1b\[2J', \.\.\.: see"),
+    "number": (b'{"text": ' + b"1" * 5000 + b"}\n", "in.jsonl:2: "),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+@pytest.mark.parametrize("name", HOSTILE_LINES)
+def test_hostile_lines_are_errors_or_skipped(tmp_path, capsys, name, suffix):
+    line, message = HOSTILE_LINES[name]
+    path = tmp_path / f"in.{suffix}"
+    content = GOOD + line + GOOD + line + GOOD
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    arguments = ["--input", path, "--output-prefix", tmp_path / "out", "--max-document-mb", 1]
+    with pytest.raises(SystemExit, match=f"error: .*in.{suffix}:2: .*") as error:
+        run(*arguments)
+    assert re.search(message.replace("in.jsonl", f"in.{suffix}"), str(error.value))
+    assert str(error.value).isprintable() and len(str(error.value)) < 2000
+    with pytest.raises(SystemExit, match=r":4: .*bad line 2; --skip-bad-lines 1 allows 1"):
+        run(*arguments, "--skip-bad-lines", 1)
+    run(*arguments, "--skip-bad-lines", 2, workers=2)
+    assert documents_of(tmp_path / "out_text_document") == [[[1]]] * 3
+    lines = capsys.readouterr().err.splitlines()
+    assert "2 bad lines skipped:" in lines and lines[-1].endswith(": 3 documents, 3 tokens")
+
+
+@pytest.mark.parametrize("kind", ["file", "block"])
+def test_large_documents_of_plain_text(tmp_path, kind):
+    """Their size is bounded although each line is short."""
+    (tmp_path / "large.txt").write_text("1 2 3\n" * 200_000 + "\n4\n")
+    (tmp_path / "small.txt").write_text("5\n")
+    arguments = ["--input", tmp_path / "*.txt", "--output-prefix", tmp_path / "out"]
+    arguments += ["--text-documents", kind, "--max-document-mb", 1]
+    with pytest.raises(SystemExit, match="large.txt:1: the document is larger than 1 MB"):
+        run(*arguments)
+    run(*arguments, "--skip-bad-lines", 1)
+    kept = [[[4]], [[5]]] if kind == "block" else [[[5]]]
+    assert documents_of(tmp_path / "out_text_document") == kept
+
+
+HOSTILE_TOKENIZERS = {
+    # 25 captures of anything, then a word that is not there: exponential, or more than the regular
+    # expression library accepts.
+    "regular expression": (
+        {
+            "pre_tokenizer": pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.WhitespaceSplit(),
+                    pre_tokenizers.Split(Regex("(.*a){25}x"), "isolated"),
+                ]
+            )
+        },
+        "the tokenizer (takes more than 1 s of processor time|failed: PanicException)",
+    ),
+    "expansion": (
+        {"normalizer": normalizers.Sequence([normalizers.Replace("a", "a" * 1000)] * 4)},
+        "the tokenizer (aborted, or takes too much memory|takes more than 1 s)",
+    ),
+    "ids": ({"first_id": 2**32 - 1}, "the tokenizer gives id 4294967295, which int32 cannot"),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the kernel")
+@pytest.mark.parametrize("name", HOSTILE_TOKENIZERS)
+def test_hostile_tokenizers_cost_a_line_each(tmp_path, capsys, monkeypatch, name):
+    """The workers that they kill are replaced, and no other document is lost or duplicated."""
+    components, message = HOSTILE_TOKENIZERS[name]
+    monkeypatch.setattr(documents, "CHUNK_BYTES", 2000)  # several chunks
+    tokenizer = hostile_tokenizer(tmp_path / "tokenizer.json", **components)
+    good = ["b " * (1 + i % 7) for i in range(400)]
+    texts = list(good)
+    texts[300] = texts[100] = "a" * 40
+    path = write_json(tmp_path / "in.jsonl", [{"text": text} for text in texts])
+    arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "out"), *tokenizer]
+    arguments += ["--workers", "2", "--document-cpu-seconds", "1"]
+    with pytest.raises(SystemExit, match=f"in.jsonl:101: {message}"):
+        main(arguments)
+    main([*arguments, "--skip-bad-lines", "2"])
+    assert "2 bad lines skipped:" in capsys.readouterr().err
+    del texts[300], texts[100]
+    expected = [[[1] * (len(text) // 2)] for text in texts]
+    assert documents_of(tmp_path / "out_text_document") == expected
 
 
 def test_bad_arguments(tmp_path):

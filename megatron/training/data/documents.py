@@ -1,0 +1,186 @@
+"""Read documents from text files: JSON lines or plain text, optionally compressed with gzip."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+from megatron.core.dist_checkpointing.format.schema import escape_control_chars
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+CHUNK_BYTES = 1 << 18  # text per unit of work
+SKIP_BYTES = 1 << 20  # read at once from the rest of a line that is too long
+
+Line = tuple[int, bytes | None]
+"""Number of a line, from 1, and its content; None if it is longer than the limit. Documents have
+the same form, with the number of their first line.
+"""
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that cannot be tokenized, and the reason."""
+
+    path: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{escape_control_chars(self.path)}:{self.line}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Undecoded documents of one file, and those that could not be read."""
+
+    path: str
+    is_json: bool
+    documents: list[tuple[int, bytes]]
+    bad_lines: list[BadLine]
+    num_bytes: int
+
+    def without(self, bad: BadLine) -> Chunk:
+        """Return this chunk with the document that starts at a bad line marked as such."""
+        documents = [(line, content) for line, content in self.documents if line != bad.line]
+        bad_lines = sorted([*self.bad_lines, bad], key=lambda bad: bad.line)
+        return Chunk(self.path, self.is_json, documents, bad_lines, self.num_bytes)
+
+
+def find_files(patterns: list[str]) -> list[str]:
+    """Return the files that match the patterns, in order, each once."""
+    paths: dict[str, None] = {}
+    for pattern in patterns:
+        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        files = [path for path in found if not os.path.isdir(path)]  # a pipe is accepted
+        if not files:
+            name = escape_control_chars(pattern)
+            hint = ""
+            if os.path.isdir(pattern):
+                hint = f": it is a directory, give a pattern such as '{name}/**/*.txt'"
+            raise ValueError(f"--input {name}: no such file{hint}")
+        paths.update(dict.fromkeys(files))
+    return list(paths)
+
+
+def count_bytes(paths: Iterable[str]) -> int | None:
+    """Return the size of the uncompressed text; None if it is unknown before reading."""
+    if any(path.endswith(".gz") or not os.path.isfile(path) for path in paths):
+        return None
+    return sum(os.path.getsize(path) for path in paths)
+
+
+def is_json_file(path: str) -> bool:
+    return path.removesuffix(".gz").endswith(JSON_SUFFIXES)
+
+
+def read_chunks(
+    path: str, is_json: bool, text_documents: str, max_document_bytes: int
+) -> Iterator[Chunk]:
+    """Yield the documents of a file in chunks of about `CHUNK_BYTES`.
+
+    `text_documents` defines the documents of plain text: see `SPLITTERS`. Raises ValueError if the
+    file cannot be read.
+    """
+    split = split_into_lines if is_json else SPLITTERS[text_documents]
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            documents: list[tuple[int, bytes]] = []
+            bad_lines: list[BadLine] = []
+            size = 0
+            lines = read_lines(cast(BinaryIO, file), max_document_bytes)
+            for line, content in split(lines, max_document_bytes):
+                if content is None:
+                    reason = (
+                        f"the document is larger than {max_document_bytes / 1e6:g} MB: "
+                        "raise --max-document-mb, or split it"
+                    )
+                    bad_lines.append(BadLine(path, line, reason))
+                else:
+                    documents.append((line, content))
+                    size += len(content)
+                if size >= CHUNK_BYTES or bad_lines:
+                    yield Chunk(path, is_json, documents, bad_lines, size)
+                    documents = []
+                    bad_lines = []
+                    size = 0
+            if documents:
+                yield Chunk(path, is_json, documents, bad_lines, size)
+    except (OSError, EOFError) as error:  # EOFError: a truncated .gz
+        raise ValueError(f"{escape_control_chars(path)}: cannot be read: {error}") from error
+
+
+def read_lines(file: BinaryIO, limit: int) -> Iterator[Line]:
+    """Yield the lines of a file; the content of lines above `limit` bytes is skipped.
+
+    A few megabytes of gzip can contain a line of gigabytes.
+    """
+    number = 0
+    while line := file.readline(limit + 1):
+        number += 1
+        if len(line) <= limit or line.endswith(b"\n"):
+            yield number, line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(SKIP_BYTES)
+        yield number, None
+
+
+Splitter = Callable[[Iterable[Line], int], Iterator[Line]]
+
+
+def split_into_lines(lines: Iterable[Line], limit: int) -> Iterator[Line]:
+    """Yield every line that is not blank as a document."""
+    for number, line in lines:
+        if line is None:
+            yield number, None
+        elif line.strip():
+            yield number, line.rstrip(b"\r\n")
+
+
+def split_into_blocks(lines: Iterable[Line], limit: int) -> Iterator[Line]:
+    """Yield every group of lines between blank lines as a document."""
+    for is_text, group in itertools.groupby(lines, key=_is_text):
+        if is_text:
+            number, text = _join(group, limit)
+            yield number, None if text is None else text.rstrip(b"\r\n")
+
+
+def split_into_files(lines: Iterable[Line], limit: int) -> Iterator[Line]:
+    """Yield the whole file as a document, unless it is blank."""
+    _, text = _join(lines, limit)
+    if text is None or text.strip():
+        yield 1, text
+
+
+SPLITTERS: dict[str, Splitter] = {
+    "file": split_into_files,
+    "block": split_into_blocks,
+    "line": split_into_lines,
+}
+
+
+def _is_text(row: Line) -> bool:
+    _, line = row
+    return line is None or bool(line.strip())
+
+
+def _join(lines: Iterable[Line], limit: int) -> Line:
+    """Return the lines as one text with the number of the first, or None if the text is larger than
+    `limit`. Consumes all lines.
+    """
+    first = 0
+    parts: list[bytes] = []
+    size = 0
+    for number, line in lines:
+        first = first or number
+        size += limit + 1 if line is None else len(line)
+        if line is None or size > limit:
+            parts.clear()  # the memory is bounded, however long the text is
+        else:
+            parts.append(line)
+    return first, b"".join(parts) if size <= limit else None
