@@ -46,6 +46,7 @@ from megatron.conversion.model_space.source import (
     split_key,
 )
 from megatron.core.dist_checkpointing import (
+    CheckpointError,
     LoadReport,
     ShardedStateDict,
     ShardedTensor,
@@ -57,6 +58,7 @@ from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS, BoxReader
 from megatron.core.dist_checkpointing.loading.reader import Request
 from megatron.core.dist_checkpointing.mapping import cut_rows
+from megatron.core.dist_checkpointing.verification import INTEGRITY, find_integrity_problems
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
 from megatron.core.object_storage import ObjectPath
 from megatron.core.progress import ProgressBar
@@ -84,14 +86,31 @@ def open_checkpoint(
 def open_found(found: Found, hints: Hints | None = None) -> Source:
     """A checkpoint that was found, perhaps by another process."""
     hints = hints or Hints()
-    if hints.verify and find_checksums(found.directory) is None:
-        raise ValueError(
-            f"--ckpt-verify: {found.directory} ({found.format}) has no {CHECKSUMS} to compare it with: drop the flag, "
-            "or convert the checkpoint first (tools/checkpoint/convert.py --saver torch_dist)"
-        )
+    if hints.verify:
+        _require_checksums(found)
     source = READERS[found.format](found.directory, hints)
     source.args.update(hints.args)
     return source
+
+
+def _require_checksums(found: Found) -> None:
+    """Raise CheckpointError unless what is read from the checkpoint can be verified.
+
+    Blocks are compared with `checksums.bin` when they are read. Megatron-LM's `integrity.json` has
+    a hash of each file, so all files are read here, on rank 0 only.
+    """
+    if find_checksums(found.directory) is not None:
+        return
+    if not (found.directory / INTEGRITY).is_file():
+        raise CheckpointError(
+            f"--ckpt-verify: {found.directory} ({found.format}) has neither {CHECKSUMS} nor {INTEGRITY} to compare it "
+            "with: drop the flag, or convert the checkpoint first (tools/checkpoint/convert.py --saver torch_dist)"
+        )
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    problems = find_integrity_problems(found.directory)
+    if problems:
+        raise CheckpointError("\n".join(problems))
 
 
 def _write_torch_dist(

@@ -60,7 +60,7 @@ def test_replicas_share_reads(pool, runs, form):
 
 @pytest.mark.parametrize("form", FORMATS[1:])
 def test_verifying_a_format_without_checksums_is_refused_by_name(pool, runs, form):
-    with pytest.raises(ValueError, match=rf"--ckpt-verify: .*\({form}\) has no checksums"):
+    with pytest.raises(ValueError, match=rf"--ckpt-verify: .*\({form}\) has neither checksums.bin"):
         pool.run(train, 2, f"{FLAGS} --load {runs[0][form]} --skip-train --ckpt-verify")
 
 

@@ -112,8 +112,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     for flag, (_, savers, text, how) in TARGET_FLAGS.items():
         add(flag, help=text if savers == ALL else f"for {savers.replace(' ', ', ')}: {text}", **how)
     add("--overwrite", action="store_true", help="replace an existing --save-dir")
-    add("--verify", action="store_true", help="read the result back and compare it with the source")
     add("--follow-links", action="store_true", help="follow links that leave --load-dir")
+    add(
+        "--no-verify-source",
+        action="store_true",
+        help="do not compare the blocks that are read with the source's checksums (checksums.bin)",
+    )
+    add(
+        "--verify-target",
+        "--verify",
+        action="store_true",
+        help="read the result back and compare it with the source, tensor by tensor",
+    )
     args, rest = parser.parse_known_args(argv)
     if args.follow_links:
         allow_links()
@@ -154,11 +164,17 @@ def run(
         for flag, value in told
     }
     options = Options(**fields, optimizer=not args.no_optim, note=note)
-    hints = Hints(given, tuple(args.hf_ignore_fields), args.universal_qkv_layout, not args.no_optim)
+    hints = Hints(
+        given,
+        tuple(args.hf_ignore_fields),
+        args.universal_qkv_layout,
+        optimizer=not args.no_optim,
+        verify=False if args.no_verify_source else None,
+    )
     what = (args.load_dir, args.save_dir, args.saver, args.loader, args.ckpt_step, hints, options)
     with ProgressBar(f"-> {args.saver}") as progress:
         return conversion.convert(
-            *what, args.overwrite, args.verify, progress.add, progress.restart
+            *what, args.overwrite, args.verify_target, progress.add, progress.restart
         )
 
 

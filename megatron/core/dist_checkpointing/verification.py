@@ -84,7 +84,7 @@ def verify(
     except schema.CheckpointError as error:
         if checksums.find_checksums(path) is not None:
             report.problems.append(str(error))
-        else:
+        elif not report.has_checksums:
             report.notes.append(str(error))
         return report
     report.has_checksums = True
@@ -236,6 +236,15 @@ def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int],
             )
     report.has_checksums = True
     report.files = len(names)
+    sizes = [(path / name).stat().st_size for name in names if (path / name).is_file()]
+    report.bytes = sum(sizes)
+
+
+def find_integrity_problems(directory: str | os.PathLike[str]) -> list[str]:
+    """Compare every file with `integrity.json`; return a line for each that is damaged or missing."""
+    report = VerifyReport()
+    _check_integrity(path_of(directory), report, lambda count: None)
+    return report.problems
 
 
 def write_integrity(

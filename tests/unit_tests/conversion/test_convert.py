@@ -173,7 +173,7 @@ def test_checksums_of_earlier_releases_are_compared_as_well(tmp_path):
     assert open_checkpoint(tmp_path / "run", hints=Hints(verify=True)).training.iteration == 7
     (tmp_path / "run" / "iter_0000007" / "checksums.json").unlink()
     with pytest.raises(
-        ValueError, match=r"--ckpt-verify: .* has no checksums.bin to compare it with"
+        ValueError, match=r"--ckpt-verify: .* has neither checksums.bin nor integrity.json"
     ):
         open_checkpoint(tmp_path / "run", hints=Hints(verify=True))
 
