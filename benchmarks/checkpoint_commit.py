@@ -37,7 +37,10 @@ from megatron.core.dist_checkpointing.format.metadata import (  # noqa: E402
 )
 from megatron.core.dist_checkpointing.planning.save_plan import MetadataCache  # noqa: E402
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint  # noqa: E402
-from megatron.core.dist_checkpointing.saving.save_thread import SaveBarrier  # noqa: E402
+from megatron.core.dist_checkpointing.saving.save_barrier import (  # noqa: E402
+    Heartbeat,
+    SaveBarrier,
+)
 
 FILES = 2  # of tensors, per rank
 TENSORS = 4608  # 128 layers of nine, each as weight, main parameter and two moments
@@ -83,16 +86,20 @@ def stored_tensors(world: int) -> CheckpointMetadata:
     return result
 
 
+def make_barrier(store: dist.Store, save_id: str, rank: int, world: int) -> SaveBarrier:
+    return SaveBarrier(store, save_id, rank, world, Heartbeat(store, "bench", rank, world, 600))
+
+
 def report(store: dist.Store, save_id: str, rank: int, world: int, blocks: int) -> None:
     size = blocks * BLOCK_SIZE // FILES
     digests = bytes(blocks // FILES * DIGEST_SIZE)
     sums = {f"__{rank}_{n}.distcp": FileChecksums(size, digests) for n in range(FILES)}
     places = {f"rng_state/{rank}": Location(f"__{rank}_{FILES}.distcp", 0, 16384)}
-    SaveBarrier(store, save_id, rank, world, 600).report(places, checksum_records(sums))
+    make_barrier(store, save_id, rank, world).report(places, checksum_records(sums))
 
 
 def commit(store: dist.Store, save_id: str, world: int, cache: MetadataCache, root: Path) -> None:
-    barrier = SaveBarrier(store, save_id, 0, world, 600)
+    barrier = make_barrier(store, save_id, 0, world)
     pending = PendingCheckpoint(root / "iter_0000001", save_id)
     pending.begin(0)
     idle = Ticker()

@@ -53,7 +53,8 @@ from megatron.core.dist_checkpointing.format.schema import CheckpointError, read
 from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.dist_checkpointing.saving.commit import Outcome, PendingCheckpoint, ShardFile
+from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, ShardFile
+from megatron.core.dist_checkpointing.saving.save_barrier import Outcome
 from megatron.core.durable_files import committed, fsync_directory, remove, write_flushed
 from megatron.core.object_storage import first_line
 

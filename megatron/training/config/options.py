@@ -444,7 +444,7 @@ class CheckpointConfig:
     rank writes.
     """
     ckpt_save_timeout_minutes: float = flag(10.0, positive=True)
-    """A save fails when no rank has written anything for this long."""
+    """A save fails when the process of a rank has been dead or suspended for this long."""
     non_persistent_save_interval: int | None = flag(None, positive=True)
     """Iterations between checkpoints that the nodes keep on their own disks. Where --save is due,
     with --async-save its checkpoint is copied from there, and without it is the only one.

@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron.core.dist_checkpointing import files
 from megatron.core.dist_checkpointing.background import PAGE, Slot
@@ -29,6 +28,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.generation import Generation, SupersededError
+from megatron.core.dist_checkpointing.saving.save_barrier import Outcome
 from megatron.core.durable_files import (
     check_free_space,
     discard,
@@ -39,6 +39,7 @@ from megatron.core.durable_files import (
 )
 
 _DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
+_MODE = 0o666  # less the umask, as for every file that `open` creates
 
 Progress = Callable[[int], None]  # called now and then with the number of bytes just written
 
@@ -48,14 +49,6 @@ Rewrite = Callable[[Path, Progress], None]
 It calls its second argument now and then, with the bytes just written, so that the other ranks know
 that it works.
 """
-
-
-class Outcome(NamedTuple):
-    """How a save ended; `error` is None for a committed checkpoint."""
-
-    error: str | None = None
-    superseded: bool = False  # another start has taken over the directory
-    warning: str | None = None  # it is committed, but lacks something, such as a replica
 
 
 class Shard:
@@ -95,12 +88,12 @@ class ShardFile(Shard):
         self._direct = bool(_DIRECT)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         try:
-            self._descriptor = os.open(path, flags | _DIRECT, 0o644)
+            self._descriptor = os.open(path, flags | _DIRECT, _MODE)
         except OSError as error:
             if error.errno != errno.EINVAL or not _DIRECT:
                 raise
             self._direct = False  # not every file system has direct writes
-            self._descriptor = os.open(path, flags, 0o644)
+            self._descriptor = os.open(path, flags, _MODE)
 
     def _write(self, offset: int, view: memoryview, length: int) -> None:
         padded = min(len(view), -(-length // PAGE) * PAGE) if self._direct else length
@@ -216,12 +209,17 @@ class PendingCheckpoint:
             rewrite(self.pending, progress)
         for name, content in extra_files.items():
             self.write_file(name, content)
+        progress(0)  # the last chance to learn that other ranks have given this save up
         self._publish()
 
     def _publish(self) -> None:
         """All files are there."""
         fsync_directory(self.pending)
         put_in_place(self.pending, self.directory)
+
+    def is_committed(self) -> bool:
+        """Return whether this save has committed the checkpoint, for a rank without news of it."""
+        return not self.pending.exists() and files.is_complete(self.directory)
 
     def explain(self, failure: BaseException) -> BaseException:
         """The reason behind `failure`: SupersededError if another start has taken over the

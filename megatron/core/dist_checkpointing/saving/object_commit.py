@@ -46,7 +46,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     decode_checksums,
     seal_checksums,
 )
-from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_json
 from megatron.core.dist_checkpointing.generation import (
     Generation,
     SupersededError,
@@ -279,6 +279,10 @@ class ObjectCheckpoint(PendingCheckpoint):
             self.directory.store.create(key, content)
         else:
             self.directory.store.replace(key, content, self._revocation)
+
+    def is_committed(self) -> bool:
+        metadata = self.directory / METADATA_JSON
+        return metadata.is_file() and read_json(metadata).get("save_id") == self.save_id
 
     def abandon(self) -> None:
         with contextlib.suppress(

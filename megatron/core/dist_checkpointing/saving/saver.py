@@ -135,7 +135,8 @@ class AsyncSaver(SaveThread):
             else pending(save_id)
         )
         hooks = Hooks(before_writing, rewrite, extra_files or {}, on_commit)
-        current = self._current = SaveHandle(plan, self._barrier(save_id), grows, hooks, started)
+        current = SaveHandle(plan, self._make_barrier(save_id), grows, hooks, started)
+        self._start(current)
         # Whatever stops this rank, the other ranks must hear of it: the save goes on and fails on
         # all together.
         current.failure = CheckpointError("interrupted")
@@ -291,10 +292,11 @@ class CheckpointCopier(SaveThread):
         checkpoint = local.pending
         assert isinstance(checkpoint, LocalCheckpoint)
         # Both saves talk over one store: a path of its own keeps their keys apart.
-        barrier = self._barrier(f"{checkpoint.save_id}/drain")
+        barrier = self._make_barrier(f"{checkpoint.save_id}/copy")
         pending = pending_checkpoint(directory, checkpoint.save_id, generation)
         hooks = Hooks(before_writing, None, extra_files or {}, on_commit)
-        current = self._current = SaveHandle(local.plan, barrier, pending, hooks, started)
+        current = SaveHandle(local.plan, barrier, pending, hooks, started)
+        self._start(current)
         checkpoint.keep_until(current.done)
         current.common = local.common
         current.failure = local.failure

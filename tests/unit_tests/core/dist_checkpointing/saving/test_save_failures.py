@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -276,6 +277,102 @@ def test_a_silent_rank_fails_the_save(pool, tmp_path, victim):
     assert f"nothing was heard from rank {victim} for 1 s" in error
     assert not (tmp_path / "1").exists()
     assert_sharded(tmp_path / "0", 2, 0)
+
+
+@contextlib.contextmanager
+def delayed_calls(seconds, *delays):
+    """Delay system calls by (name in `os`, part of the path), once each."""
+    remaining = list(delays)
+    originals = {name: getattr(os, name) for name, _ in delays}
+
+    def patch(name):
+        def call(target, *args, **kwargs):
+            path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
+            for delay in list(remaining):
+                if delay[0] == name and delay[1] in str(path):
+                    remaining.remove(delay)
+                    time.sleep(seconds)
+            return originals[name](target, *args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(os, name, patch(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(os, name, original)
+    assert not remaining, f"never called: {remaining}"
+
+
+def save_with_slow_calls(rank, size, root):
+    """Each call takes longer than the timeout, in every phase of the save."""
+    slow = [("fsync", "__1_0.distcp")]
+    if rank == 0:
+        slow = [("mkdir", "saving-"), ("fsync", ".metadata"), ("rename", "tracker.tmp")]
+    removed = []
+
+    def move_tracker():
+        Path(root, "tracker.tmp").write_text("0")
+        os.rename(Path(root, "tracker.tmp"), Path(root, "tracker"))
+
+    def remove_superseded():
+        time.sleep(4)
+        removed.append("the previous checkpoint")
+
+    with AsyncSaver(timeout=2) as saver, delayed_calls(4, *slow):
+        report = saver.save(
+            sharded(rank, size, 0),
+            f"{root}/0",
+            common={},
+            before_writing=remove_superseded,
+            on_commit=move_tracker,
+        ).wait()
+    assert len(removed) == (rank == 0)
+    return report.error, report.warning
+
+
+def test_system_calls_may_outlast_the_timeout(pool, tmp_path):
+    """A save is alive while the process is: both ranks report success."""
+    assert pool.run(save_with_slow_calls, 2, str(tmp_path)) == [(None, None)] * 2
+    assert_sharded(tmp_path / "0", 2, 0)
+    assert (tmp_path / "tracker").read_text() == "0"
+
+
+def save_while_rank_0_is_suspended(rank, size, root, phase):
+    """Rank 0 stops in `phase`; rank 1 continues it once its own save has ended."""
+    pid = Path(root, "pid")
+    state = sharded(rank, size, 0)
+
+    def suspend(*_):
+        Path(root, "pid.tmp").write_text(str(os.getpid()))
+        os.rename(Path(root, "pid.tmp"), pid)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    hooks = {phase: suspend} if rank == 0 else {}
+    with AsyncSaver(timeout=2) as saver:
+        report = saver.save(state, f"{root}/0", common={}, **hooks).wait()
+        if rank == 1:
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+    return report.error, report.warning
+
+
+@pytest.mark.parametrize("phase", ["before_writing", "rewrite", "on_commit"])
+def test_ranks_agree_when_rank_0_was_suspended(pool, tmp_path, phase):
+    """Rank 1 gives up after the timeout; rank 0 does not commit any more when it continues."""
+    (error, _), (other_error, warning) = pool.run(
+        save_while_rank_0_is_suspended, 2, str(tmp_path), phase
+    )
+    silence = "nothing was heard from rank 0 for 2 s: the process is dead or suspended"
+    if phase == "on_commit":  # the checkpoint has its name: rank 1 finds it
+        assert error is None and other_error is None
+        assert silence in warning
+        assert_sharded(tmp_path / "0", 2, 0)
+    else:
+        assert silence in other_error
+        assert "rank 0 was suspended" in error or silence in error
+        assert not (tmp_path / "0").exists()
 
 
 def test_metadata_that_cannot_be_made_fail_every_save(tmp_path, monkeypatch):
