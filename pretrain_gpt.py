@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.datasets import FillInTheMiddle, build_datasets
-from megatron.core.models import ChunkPlace, GPTModel
+from megatron.core.models import ChunkSpec, GPTModel
 from megatron.core.module import MegatronModule
 from megatron.core.transformer.placement import ContextParallel
 from megatron.training.config.checkpoint_args import read_checkpoint_args
@@ -25,7 +25,7 @@ from megatron.training.run import Batch, Datasets, Loss
 from megatron.training.training import pretrain
 
 
-def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
+def model_provider(config: Config, place: ChunkSpec) -> MegatronModule:
     """One pipeline chunk of the model."""
     return GPTModel(
         config.model,
@@ -33,7 +33,7 @@ def model_provider(config: Config, place: ChunkPlace) -> MegatronModule:
         pre_process=place.pre_process,
         post_process=place.post_process,
         tp=place.ps.tp,
-        cp=ContextParallel.of(place.ps),
+        cp=ContextParallel.from_parallel_state(place.ps),
         sequence_parallel=config.parallel.sequence_parallel,
         experts=place.ps.expert_axes,
         make_vocab_size_divisible_by=config.tokenizer.make_vocab_size_divisible_by,

@@ -33,7 +33,7 @@ from megatron.core.parallel_state import Axis  # noqa: E402
 from megatron.core.progress import ProgressBar  # noqa: E402
 from megatron.core.tensor_parallel import TensorParallelRng, linear_cross_entropy  # noqa: E402
 from megatron.core.transformer.attention.core import CoreAttention  # noqa: E402
-from megatron.core.transformer.grouped_linear import grouped_product, has_grouped_kernel  # noqa: E402
+from megatron.core.transformer.grouped_linear import compute_grouped_product, has_grouped_kernel  # noqa: E402
 from megatron.core.transformer.placement import Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.training.config.parsing import parse_args  # noqa: E402
@@ -180,7 +180,7 @@ def experts(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
     counts = torch.full((8,), tokens // 8, device=options.device)
     parts = counts.tolist()
     ways: dict[str, Callable[[], object]] = {
-        "grouped": lambda: grouped_product(x, matrices, counts),
+        "grouped": lambda: compute_grouped_product(x, matrices, counts),
         "loop": lambda: torch.cat(
             [rows @ matrix for rows, matrix in zip(x.split(parts), matrices, strict=True)]
         ),

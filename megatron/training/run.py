@@ -14,14 +14,14 @@ from torch import Tensor
 
 from megatron.core.datasets import Dataset
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models import chunk_places
+from megatron.core.models import make_chunk_specs
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import MegatronOptimizer, OptimizerParamScheduler
 from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel import run_schedule
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.layer_spec import layer_spec
-from megatron.core.transformer.moe.router import finish_step, measurements, routers
+from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.moe.router import compute_metrics, find_routers, finish_step
 from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.options import BatchSchedule
 from megatron.training.config.run_config import Config, ModelProvider
@@ -154,7 +154,7 @@ def build_run(
     rng = TensorParallelRng(0, ps.tp.rank, device)
     seed_everything(config.training.seed, ps, rng)
     tokens = config.data.seq_length // config.parallel.cp_size * config.training.micro_batch_size
-    layer_spec(config.model).set_up(config.model, tokens, ps.tp.size)
+    select_layer_spec(config.model).set_up(config.model, tokens, ps.tp.size)
     chunks = build_chunks(
         config, ps, rng, model_provider, config.training.seed if random_weights else None
     )
@@ -194,7 +194,7 @@ def build_chunks(
     if config.distributed.compile:
         check_compiler(rng.device)
     chunks = []
-    for place in chunk_places(config.layer_ranges(), ps, rng, rng.device):
+    for place in make_chunk_specs(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, place)
         chunk.initialize(seed)
         # Moves the parameters into one buffer, so it must come after they are initialised and
@@ -258,7 +258,7 @@ def forward_backward(
     # reduction.
     for chunk in run.chunks:
         chunk.require_sync = False
-    layer_spec(run.config.model).start_step()
+    select_layer_spec(run.config.model).start_step()
     if run.config.model.has_experts and not forward_only:
         start_step(run, num_microbatches)
 
@@ -286,7 +286,7 @@ def start_step(run: Run, num_microbatches: int) -> None:
     """
     per_token = run.config.training.calculate_per_token_loss
     scale = run.optimizer.loss_scale * (1.0 if per_token else run.ps.cp.size / num_microbatches)
-    for router in routers(run.chunks):
+    for router in find_routers(run.chunks):
         router.start_step(scale, per_token)
 
 
@@ -296,9 +296,9 @@ def measure_experts(run: Run, num_microbatches: int) -> Tensor | None:
     """
     if not run.config.model.has_experts:
         return None
-    of_rank = routers(run.chunks)
+    of_rank = find_routers(run.chunks)
     finish_step(of_rank)
-    return measurements(run.config.model, of_rank, num_microbatches, run.device) / run.ps.dp.size
+    return compute_metrics(run.config.model, of_rank, num_microbatches, run.device) / run.ps.dp.size
 
 
 def activation_shape(run: Run) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ import shlex
 import pytest
 import torch
 
-from megatron.core.transformer.placement import local_positions
+from megatron.core.transformer.placement import compute_local_positions
 from megatron.training.config.parsing import parse_args
 from megatron.training.run import Loss
 from megatron.training.training import pretrain
@@ -71,7 +71,7 @@ def mean_of_both_parts(chunk, batch, activation):
     mask = batch["loss_mask"]
     means = []
     for rank in range(2):
-        part = local_positions(losses.shape[1], rank, 2)
+        part = compute_local_positions(losses.shape[1], rank, 2)
         total, count = loss_func(losses[:, part], mask[:, part])
         means.append(total / count.clamp(min=1))
     return Loss(sum(means) / 2, torch.tensor(1.0))
@@ -114,7 +114,7 @@ def test_ranks_of_a_replica_read_the_same_samples(pool):
     flags = f"--mock-data --train-iters 3 {MODELS['llama']}"
     replicas = {dp: seen for dp, _, seen in pool.run(train_and_record, 2, flags)}
     for dp, cp, seen in pool.run(train_and_record, 4, f"{flags} --context-parallel-size 2"):
-        assert torch.equal(seen, replicas[dp][..., local_positions(16, cp, 2)])
+        assert torch.equal(seen, replicas[dp][..., compute_local_positions(16, cp, 2)])
 
 
 def test_random_numbers_continue_bitwise(pool, tmp_path):

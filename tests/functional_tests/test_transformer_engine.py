@@ -16,7 +16,7 @@ from megatron.conversion.convert import convert, open_checkpoint
 from megatron.core.dist_checkpointing import read_metadata
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -305,7 +305,7 @@ def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch
     with pytest.raises(
         ValueError, match=r"transformer_engine.*pip install.*\[te\].*--transformer-impl local"
     ):
-        layer_spec(config)
+        select_layer_spec(config)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch
             "needs --use-distributed-optimizer",
         ),
         (f"{TE} --bf16 --fp8-param-gather", "--fp8-param-gather needs --fp8-format"),
-        (f"{TE} --bf16 --fp8-format e4m3 --fp4-format e2m1", "exclude each other"),
+        (f"{TE} --bf16 --fp8-format e4m3 --fp4-format e2m1", "are mutually exclusive"),
         (
             f"{TE} --bf16 --fp4-format e2m1 --disable-bias-linear {EXPERTS}",
             "does not support experts",

@@ -9,12 +9,12 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import (
     TensorParallelRng,
     VocabParallelEmbedding,
+    get_loss_chunk_elements,
     layers,
     linear_cross_entropy,
-    loss_chunk_elements,
 )
 from megatron.core.transformer.attention import core as attention_module
-from megatron.core.transformer.attention.core import takes_groups
+from megatron.core.transformer.attention.core import supports_grouped_heads
 from megatron.core.transformer.attention.multi_head import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
@@ -120,7 +120,7 @@ def test_copies_of_keys_and_values_give_the_same(options, device, monkeypatch):
     found = []
     for grouped in (True, False):
         monkeypatch.setattr(
-            attention_module, "takes_groups", lambda *place, grouped=grouped: grouped
+            attention_module, "supports_grouped_heads", lambda *place, grouped=grouped: grouped
         )
         found.append(results(module(), values, torch.float32, device))
     assert_close(found[0], found[1], 1e-5)
@@ -129,9 +129,15 @@ def test_copies_of_keys_and_values_give_the_same(options, device, monkeypatch):
 def test_which_kernels_take_groups():
     half = torch.bfloat16
     single = torch.float32
-    assert takes_groups("cpu", half, True) and takes_groups("cpu", single, False)
-    assert takes_groups("cuda", half, False) and takes_groups("cuda", torch.float16, False)
-    assert not takes_groups("cuda", half, True) and not takes_groups("cuda", single, False)
+    assert supports_grouped_heads("cpu", half, True) and supports_grouped_heads(
+        "cpu", single, False
+    )
+    assert supports_grouped_heads("cuda", half, False) and supports_grouped_heads(
+        "cuda", torch.float16, False
+    )
+    assert not supports_grouped_heads("cuda", half, True) and not supports_grouped_heads(
+        "cuda", single, False
+    )
 
 
 def loss(dtype, device, hidden, weight, labels):
@@ -159,7 +165,7 @@ def test_loss(dtype, device):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch):
     """A GPU uses chunks 32 times as large as a CPU."""
-    assert loss_chunk_elements("cuda") == 32 * loss_chunk_elements("cpu")
+    assert get_loss_chunk_elements("cuda") == 32 * get_loss_chunk_elements("cpu")
     torch.manual_seed(0)
     hidden = torch.randn(16, 2, 64).to(dtype)
     weight = (0.2 * torch.randn(96, 64)).to(dtype)

@@ -39,7 +39,7 @@ from megatron.core.models import GPTModel  # noqa: E402
 from megatron.core.module import param_info  # noqa: E402
 from megatron.core.parallel_state import Axis, ExpertAxes  # noqa: E402
 from megatron.core.tensor_parallel import TensorParallelRng  # noqa: E402
-from megatron.core.transformer.layer_spec import layer_spec  # noqa: E402
+from megatron.core.transformer.backends import select_layer_spec  # noqa: E402
 from megatron.core.transformer.placement import ContextParallel, Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -292,11 +292,11 @@ def check_calls(te: types.ModuleType) -> int:
             model = build(
                 "transformer_engine", 1, 0, **(MODELS[name] | more | {"attention_dropout": 0.0})
             )
-            model.decoder.precision = layer_spec(TransformerConfig(1, 16, 1)).precision(
+            model.decoder.precision = select_layer_spec(TransformerConfig(1, 16, 1)).precision(
                 model.config, None
             )
             model.initialize(1)
-            layer_spec(model.config).start_step()
+            select_layer_spec(model.config).start_step()
             tokens = torch.zeros(2, 16, dtype=torch.long)
             model(tokens, torch.arange(16).expand(2, -1), labels=tokens, documents=mask)
     return len(calls)
@@ -361,7 +361,7 @@ def check_fp8_weights(te: types.ModuleType) -> int:
                 for weight in [
                     weight for weight in module._parameters if weight.startswith("weight")
                 ]:
-                    slot = owner.engine.about_parameters[weight].fp8_meta_index  # type: ignore[union-attr]
+                    slot = owner.engine.parameter_metadata[weight].fp8_meta_index  # type: ignore[union-attr]
                     quantizer = module.quantizers["scaling_fwd"][slot]
                     assert isinstance(quantizer.internal, bool) and callable(quantizer)
                     inspect.signature(quantizer.set_usage).bind(rowwise=True, columnwise=True)
@@ -388,7 +388,7 @@ def check_overlap(te: types.ModuleType) -> int:
     config = TransformerConfig(
         2, 64, 4, bf16=True, transformer_impl="transformer_engine", **overlap
     )
-    layer_spec(config).set_up(config, 32, 2)
+    select_layer_spec(config).set_up(config, 32, 2)
     base: Any = importlib.import_module("transformer_engine.pytorch.module.base")
     base._ub_initialized = True  # newer releases insist on this order
     model = build("transformer_engine", 2, 0, **MODELS["llama"], **overlap)

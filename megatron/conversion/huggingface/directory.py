@@ -71,7 +71,7 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import fsync_tree, write_json
-from megatron.core.transformer.transformer_config import TransformerConfig, model_signature
+from megatron.core.transformer.transformer_config import TransformerConfig, compute_model_signature
 
 DIRECTORY = "megatron_state"
 _STATE = "state.json"  # written last: without it there is no sidecar
@@ -343,8 +343,8 @@ class HuggingFaceSource:
     ) -> None:
         where = self._directory / DIRECTORY
         run = model_config(sidecar.args, self.args["vocab_size"], str(where))
-        wanted = model_signature(run)
-        found = model_signature(config)
+        wanted = compute_model_signature(run)
+        found = compute_model_signature(config)
         differing = [
             f"{name} ({wanted[name]} -> {found[name]})"
             for name in wanted

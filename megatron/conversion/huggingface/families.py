@@ -47,9 +47,9 @@ from megatron.core.dist_checkpointing.format.schema import (
     text,
 )
 from megatron.core.transformer.transformer_config import (
-    COMPUTED_LOCALLY,
+    LOCAL_BACKEND_FIELDS,
     TransformerConfig,
-    model_signature,
+    compute_model_signature,
 )
 
 # Fields that describe files, tokens, generation or speed; none of them changes the logits.
@@ -135,7 +135,7 @@ class Family:
         """What of the model this family cannot express: config.json is written, read back and
         compared.
         """
-        wanted = model_signature(config)
+        wanted = compute_model_signature(config)
         # Written fields are read back as if from a file. GPT-2 requires a length, which not every
         # model has.
         usual = {"kv_channels": config.hidden_size // config.num_attention_heads}
@@ -143,7 +143,7 @@ class Family:
             {"n_positions": 0} | self.write_config(config), {}, ("n_positions",)
         )
         try:
-            got = model_signature(TransformerConfig(**(args | COMPUTED_LOCALLY)))
+            got = compute_model_signature(TransformerConfig(**(args | LOCAL_BACKEND_FIELDS)))
         except ValueError as error:  # what the family implies does not go with this model
             differing = [
                 f"{name} = {wanted[name]}"

@@ -56,7 +56,7 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
 from megatron.core.durable_files import fsync_tree, put_in_place, remove
-from megatron.core.tensor_parallel import padded_vocab_size
+from megatron.core.tensor_parallel import compute_padded_vocab_size
 
 _WITH_EXTRA_STATE = (
     "linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer",
@@ -157,7 +157,7 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
             "world_size": world,
             **({"data_parallel_size": world // (tp * pp)} if layout.parallel.ep_size > 1 else {}),
             "make_vocab_size_divisible_by": divisible_by,
-            "padded_vocab_size": padded_vocab_size(vocab_size, divisible_by, tp),
+            "compute_padded_vocab_size": compute_padded_vocab_size(vocab_size, divisible_by, tp),
             "model_vocab_size": vocab_size,
             "ckpt_format": "torch",
             "use_dist_ckpt": False,

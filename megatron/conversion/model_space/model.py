@@ -40,10 +40,10 @@ from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, Paral
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import (
-    COMPUTED_LOCALLY,
+    LOCAL_BACKEND_FIELDS,
     TransformerConfig,
-    deciding_fields,
     flag_name,
+    select_architecture_fields,
 )
 
 _FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
@@ -66,7 +66,7 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
         name: args[name] for name in _FIELDS if name in args and not name.startswith("recompute_")
     }
     ARGUMENTS(known, description)
-    return TransformerConfig(**(known | COMPUTED_LOCALLY | {"vocab_size": vocab_size}))
+    return TransformerConfig(**(known | LOCAL_BACKEND_FIELDS | {"vocab_size": vocab_size}))
 
 
 def vocabulary_rows(tensors: Mapping[str, TensorInfo], where: str) -> int:
@@ -147,7 +147,7 @@ def resolved(config: TransformerConfig) -> dict[str, Any]:
     """Every argument that decides the model, as it has it: also those that the files do not
     mention.
     """
-    values = {field.name: getattr(config, field.name) for field in deciding_fields()}
+    values = {field.name: getattr(config, field.name) for field in select_architecture_fields()}
     return values | {"group_query_attention": config.query_groups != config.num_attention_heads}
 
 

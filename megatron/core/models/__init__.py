@@ -1,5 +1,5 @@
 """Models: what stands on one pipeline chunk."""
 
-from megatron.core.models.gpt import ChunkPlace, GPTModel, chunk_places
+from megatron.core.models.gpt import ChunkSpec, GPTModel, make_chunk_specs
 
-__all__ = ["ChunkPlace", "GPTModel", "chunk_places"]
+__all__ = ["ChunkSpec", "GPTModel", "make_chunk_specs"]

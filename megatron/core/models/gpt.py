@@ -22,14 +22,14 @@ from megatron.core.sharding import Sharding
 from megatron.core.tensor_parallel import (
     TensorParallelRng,
     VocabParallelEmbedding,
-    padded_vocab_size,
+    compute_padded_vocab_size,
 )
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
     gather_from_sequence,
     gather_from_tensor_parallel,
 )
-from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel, Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -83,7 +83,7 @@ class GPTEmbedding(MegatronModule):
         normed = config.embedding_layernorm
         self.position_embeddings = PositionEmbedding(config, place) if learned else None
         self.word_embeddings_layernorm = (
-            layer_spec(config).hidden_norm(config, place) if normed else None
+            select_layer_spec(config).hidden_norm(config, place) if normed else None
         )
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class OutputLayer(MegatronModule):
         self.sequence_parallel = place.sequence_parallel
         self.vocab_size = config.vocab_size
         self.tied_copy = tied_copy
-        self.cross_entropy = layer_spec(config).cross_entropy(config)
+        self.cross_entropy = select_layer_spec(config).cross_entropy(config)
         self.softcap = config.final_logit_softcapping
         self.weight = None
         if own_weight:
@@ -176,7 +176,7 @@ class OutputLayer(MegatronModule):
 
 
 @dataclass(frozen=True)
-class ChunkPlace:
+class ChunkSpec:
     """Where a pipeline chunk stands."""
 
     layers: range  # global layer numbers
@@ -187,16 +187,16 @@ class ChunkPlace:
     device: torch.device
 
 
-def chunk_places(
+def make_chunk_specs(
     stages: Sequence[Sequence[range]],
     ps: ParallelState,
     rng: TensorParallelRng,
     device: torch.device,
-) -> list[ChunkPlace]:
+) -> list[ChunkSpec]:
     """The chunks of one rank; `stages` are the layers of all chunks by [stage][chunk]."""
     chunks = stages[ps.pp.rank]
     return [
-        ChunkPlace(layers, ps.is_first_chunk(index), ps.is_last_chunk(index), ps, rng, device)
+        ChunkSpec(layers, ps.is_first_chunk(index), ps.is_last_chunk(index), ps, rng, device)
         for index, layers in enumerate(chunks)
     ]
 
@@ -235,7 +235,7 @@ class GPTModel(MegatronModule):
         layers = layers if layers is not None else range(config.num_layers)
         tied = not config.untie_embeddings_and_output_weights
         two_copies = tied and not (pre_process and post_process)
-        rows = padded_vocab_size(config.vocab_size, make_vocab_size_divisible_by, tp.size)
+        rows = compute_padded_vocab_size(config.vocab_size, make_vocab_size_divisible_by, tp.size)
         self.embedding = (
             GPTEmbedding(config, place, num_rows=rows, shared=two_copies) if pre_process else None
         )

@@ -4,12 +4,16 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    column_parallel,
+    apply_column_parallel,
+    compute_padded_vocab_size,
+    get_loss_chunk_elements,
     linear_cross_entropy,
-    loss_chunk_elements,
-    padded_vocab_size,
 )
-from megatron.core.tensor_parallel.random import TensorParallelRng, checkpoint, without_intermediate
+from megatron.core.tensor_parallel.random import (
+    TensorParallelRng,
+    checkpoint,
+    recompute_intermediate,
+)
 
 __all__ = [
     "ColumnParallelLinear",
@@ -17,9 +21,9 @@ __all__ = [
     "TensorParallelRng",
     "VocabParallelEmbedding",
     "checkpoint",
-    "column_parallel",
+    "apply_column_parallel",
     "linear_cross_entropy",
-    "loss_chunk_elements",
-    "padded_vocab_size",
-    "without_intermediate",
+    "get_loss_chunk_elements",
+    "compute_padded_vocab_size",
+    "recompute_intermediate",
 ]

@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
         return dx.wait() if dx is not None else None, dw, db, None, None, None
 
 
-def column_parallel(
+def apply_column_parallel(
     x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sequence_parallel: bool
 ) -> Tensor:
     """The product of a column-parallel layer, with its collectives."""
@@ -183,7 +183,7 @@ class ColumnParallelLinear(MegatronModule):
 
     def project(self, x: Tensor) -> Tensor:
         """The product and its collectives, which are no part of compiled regions."""
-        return column_parallel(x, self.weight, self.bias, self.tp, self.sequence_parallel)
+        return apply_column_parallel(x, self.weight, self.bias, self.tp, self.sequence_parallel)
 
 
 class RowParallelLinear(MegatronModule):
@@ -233,7 +233,9 @@ class RowParallelLinear(MegatronModule):
         return _Linear.apply(x, self.weight, self.bias, self.tp, False, self.sequence_parallel)
 
 
-def padded_vocab_size(vocab_size: int, make_vocab_size_divisible_by: int, tp_size: int) -> int:
+def compute_padded_vocab_size(
+    vocab_size: int, make_vocab_size_divisible_by: int, tp_size: int
+) -> int:
     """Rows of the embedding over all ranks: `vocab_size` rounded up so that every rank has equally
     many.
     """
@@ -411,7 +413,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return pending.wait(), dw, None, None, None, None, None
 
 
-def loss_chunk_elements(device_type: str) -> int:
+def get_loss_chunk_elements(device_type: str) -> int:
     """The most logits that are held in fp32 at once (but for a row that is longer)."""
     return _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cuda"])
 
@@ -420,7 +422,7 @@ def _chunks(logits: Tensor) -> range:
     return range(
         0,
         logits.shape[0],
-        max(1, loss_chunk_elements(logits.device.type) // max(1, logits.shape[1])),
+        max(1, get_loss_chunk_elements(logits.device.type) // max(1, logits.shape[1])),
     )
 
 

@@ -87,7 +87,7 @@ def checkpoint(
     return by(run, *args, use_reentrant=False)
 
 
-def without_intermediate(
+def recompute_intermediate(
     first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
     """`then(first(x))` without keeping `first(x)`: where backward needs it, it is computed again from `x`.

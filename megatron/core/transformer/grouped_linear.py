@@ -106,12 +106,12 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.save_for_backward(x, weight, counts)
         # the parameter itself (main_grad): recomputation replaces saved tensors by copies
         ctx.weight = weight
-        return grouped_product(x, weight.mT, counts)
+        return compute_grouped_product(x, weight.mT, counts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         x, weight, counts = ctx.saved_tensors
-        dx = grouped_product(dy, weight, counts) if ctx.needs_input_grad[0] else None
+        dx = compute_grouped_product(dy, weight, counts) if ctx.needs_input_grad[0] else None
         dw = _grouped_weight_grad(ctx.weight, dy, x, counts) if ctx.needs_input_grad[1] else None
         return dx, dw, None
 
@@ -123,7 +123,7 @@ def has_grouped_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
 
 
-def grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+def compute_grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Rows `x` `[n, in]` of each expert times its matrix `[experts, in, out]`."""
     if has_grouped_kernel(x):
         return F.grouped_mm(x, matrices, offs=counts.cumsum(0).int())

@@ -1,12 +1,11 @@
-"""The building blocks of a layer, one table for each backend (--transformer-impl).
+"""The building blocks of a layer: one table of classes per backend (--transformer-impl).
 
-Layers take what they are made of from here and do not know which backend it is. Parameters, their
-boxes and initial values are those of the local classes in either case; a backend only computes.
+Layers take their blocks from the table and do not depend on the backend. Every backend has the
+parameters, shardings and initial values of the local classes; only the computation differs.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Precision:
-    """What surrounds the layers of a chunk: nothing, their precision is that of their tensors."""
+    """Precision contexts of a pipeline chunk; the local backend does not need any."""
 
     def __init__(
         self,
@@ -39,43 +38,48 @@ class Precision:
         group: dist.ProcessGroup | None,
         layers: Mapping[int, nn.Module] | None = None,
     ) -> None:
-        """`group`: the ranks of this pipeline stage; None is the world. `layers`: those of the chunk, by number."""
+        """Initialize for the ranks of a pipeline stage.
+
+        `group`: the ranks of the stage; None is the world. `layers`: the layers of the chunk by
+        their number in the model.
+        """
         self.config = config
         self.group = group
 
     def chunk(self) -> AbstractContextManager[None]:
-        """Around the whole forward pass."""
+        """Return the context of the forward pass of the chunk."""
         return nullcontext()
 
     def layer(self, number: int) -> AbstractContextManager[None]:
-        """Around layer `number` of the model."""
+        """Return the context of layer `number` of the model."""
         return nullcontext()
 
 
-class Quantized:
-    """A module whose scales belong to a checkpoint: those that follow from earlier steps."""
+class FP8StateMixin:
+    """Module with fp8 scales that depend on earlier steps, and therefore belong to checkpoints."""
 
-    def scales(self) -> dict[str, Any] | None:
-        """Tensors on the host, and the recipe that they are of; None where there are none."""
+    def get_fp8_state(self) -> dict[str, Any] | None:
+        """Return the recipe and copies of its tensors in host memory; None without a state."""
         raise NotImplementedError
 
-    def restore_scales(self, state: dict[str, Any], config: TransformerConfig) -> bool:
-        """Go on with what `scales` gave; False, and nothing is changed, where it is of another
-        recipe or shape.
+    def restore_fp8_state(self, state: dict[str, Any], config: TransformerConfig) -> bool:
+        """Restore a result of `get_fp8_state`.
+
+        Returns False, without any change, if the recipe or the shapes of the module differ.
         """
         raise NotImplementedError
 
 
-def nothing(*_: Any) -> None:
-    """There is nothing to do."""
+def noop(*_: Any) -> None:
+    """Do nothing."""
 
 
-_NATIVE = {"native": linear_cross_entropy}
+_LOCAL_CROSS_ENTROPIES = {"native": linear_cross_entropy}
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The class of each block, and what is done around them."""
+    """The class of each building block, and the hooks of a backend."""
 
     norm: type[Norm] = Norm
     column: type[ColumnParallelLinear] = ColumnParallelLinear
@@ -85,17 +89,21 @@ class LayerSpec:
     grouped: type[GroupedLinear] = GroupedLinear
     precision: type[Precision] = Precision
     checkpoint: Callable[..., Any] = checkpoint
+    """Activation checkpointing."""
     rope: Callable[..., Tensor] | None = None
-    """--apply-rope-fusion: `[s, b, g, heads, d]` turned by angles `[s, 1, 1, pairs]`, interleaved or not.
+    """Kernel of --apply-rope-fusion: rotates `[s, b, g, heads, d]` by angles `[s, 1, 1, pairs]`, in
+    the interleaved or the half-split form.
     """
-    cross_entropies: Mapping[str, Callable[..., Tensor]] = field(default_factory=lambda: _NATIVE)
-    """By --cross-entropy-fusion-impl; all are called as `linear_cross_entropy` is."""
-    set_up: Callable[[TransformerConfig, int, int], None] = nothing
-    """Before a model is built: for so many tokens of a micro-batch, over so many tensor-parallel
-    ranks. Collective.
+    cross_entropies: Mapping[str, Callable[..., Tensor]] = field(
+        default_factory=lambda: _LOCAL_CROSS_ENTROPIES
+    )
+    """Loss functions by --cross-entropy-fusion-impl, with the signature of `linear_cross_entropy`."""
+    set_up: Callable[[TransformerConfig, int, int], None] = noop
+    """Called before a model is built, with the tokens of a micro-batch and the number of TP ranks.
+    Collective.
     """
-    start_step: Callable[[], None] = nothing
-    """Before the first micro-batch of a step: the weights may have changed."""
+    start_step: Callable[[], None] = noop
+    """Called before the first micro-batch of a step, since the weights may have changed."""
 
     def projection_in(
         self,
@@ -114,12 +122,11 @@ class LayerSpec:
 
         Its outputs are split over TP unless it is `replicated`. See `ColumnParallelLinear`.
         """
-        column = (
-            partial(self.norm_column, config)
-            if normed
-            else partial(self.column, dtype=config.params_dtype)
-        )
-        return column(
+        make_linear: Callable[..., ColumnParallelLinear] = self.column
+        make_linear = partial(make_linear, dtype=config.params_dtype)
+        if normed:
+            make_linear = partial(self.norm_column, config)
+        return make_linear(
             inputs,
             outputs,
             init=Normal(config.init_method_std),
@@ -135,9 +142,13 @@ class LayerSpec:
     def projection_out(
         self, config: TransformerConfig, place: Placement, inputs: int, *, normed: bool = True
     ) -> RowParallelLinear:
-        """The last projection of a branch, back to the residual stream; `normed`: with the norm
-        behind it, if any.
+        """Make the last projection of a branch, which returns to the residual stream.
+
+        With `normed` it includes the norm of its output, if --norm-placement asks for one.
         """
+        output_norm = None
+        if normed and config.norm_placement != "pre":
+            output_norm = self.hidden_norm(config, place)
         return self.row(
             inputs,
             config.hidden_size,
@@ -145,51 +156,25 @@ class LayerSpec:
             tp=place.tp,
             sequence_parallel=place.sequence_parallel,
             bias=config.add_bias_linear,
-            output_norm=self.hidden_norm(config, place)
-            if normed and config.norm_placement != "pre"
-            else None,
+            output_norm=output_norm,
             dtype=config.params_dtype,
             device=place.device,
         )
 
     def hidden_norm(self, config: TransformerConfig, place: Placement) -> Norm:
-        """A norm of the residual stream, of which each TP rank has a part under sequence
-        parallelism.
+        """Make a norm of the residual stream.
+
+        Under sequence parallelism each TP rank normalizes a part of the sequence.
         """
         return self.norm(
             config, config.hidden_size, partial_grad=place.sequence_parallel, device=place.device
         )
 
     def cross_entropy(self, config: TransformerConfig) -> Callable[..., Tensor]:
-        """The output layer and the loss."""
-        return self.cross_entropies[
-            config.cross_entropy_fusion_impl if config.cross_entropy_loss_fusion else "native"
-        ]
+        """Return the function that computes output layer and loss."""
+        if config.cross_entropy_loss_fusion:
+            return self.cross_entropies[config.cross_entropy_fusion_impl]
+        return self.cross_entropies["native"]
 
 
 LOCAL = LayerSpec()
-
-
-def layer_spec(config: TransformerConfig) -> LayerSpec:
-    """The backend of a configuration.
-
-    Raises ValueError where it is not installed.
-    """
-    return LOCAL if config.transformer_impl == "local" else _transformer_engine()
-
-
-def _transformer_engine() -> LayerSpec:
-    """Imported here, since it is not installed everywhere and takes seconds."""
-    try:
-        module = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # not there, without its libraries, or of another torch
-        raise ValueError(
-            f"--transformer-impl transformer_engine: Transformer Engine cannot be imported ({error}). Install it with "
-            "pip install --no-build-isolation '.[te]' (docs/gpu.md), or take --transformer-impl local"
-        ) from error
-    spec: LayerSpec = module.TRANSFORMER_ENGINE
-    return spec

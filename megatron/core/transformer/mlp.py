@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.module import MegatronModule
-from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -32,10 +32,10 @@ class MLP(MegatronModule):
     ) -> None:
         """A `shared_expert` has an input that is normalized already."""
         super().__init__()
-        spec = layer_spec(config)
+        spec = select_layer_spec(config)
         blocks = 2 if config.gated else 1
         ffn_size = ffn_size or config.ffn_size
-        self.activation = activation_of(config)
+        self.activation = get_activation(config)
         self.linear_fc1 = spec.projection_in(
             config,
             place,
@@ -122,7 +122,7 @@ class _KeepsInput(torch.autograd.Function):
             return torch.autograd.grad(ctx.function(x), x, dy)[0], None
 
 
-def activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+def get_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     """What the MLPs of a model compute between their matrices; one object for all of them (see
     `TransformerLayer`).
     """

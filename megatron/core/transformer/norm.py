@@ -14,7 +14,7 @@ from megatron.core.apex import import_apex
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis
 from megatron.core.sharding import REPLICATED, Sharding
-from megatron.core.tensor_parallel import ColumnParallelLinear, without_intermediate
+from megatron.core.tensor_parallel import ColumnParallelLinear, recompute_intermediate
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_parallel,
     reduce_from_tensor_parallel,
@@ -37,7 +37,7 @@ class Norm(MegatronModule):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.normalize = Normalization.of(config)
+        self.normalize = Normalization.from_config(config)
         self.weight, self.bias = norm_parameters(config, size, partial_grad, device, sharding)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         """`options`: those of `ColumnParallelLinear`."""
         common: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
         super().__init__(input_size, output_size, dtype=config.params_dtype, **common, **options)
-        self.normalize = Normalization.of(config)
+        self.normalize = Normalization.from_config(config)
         self.recompute = config.recomputes("layernorm")
         self.layer_norm_weight, self.layer_norm_bias = norm_parameters(
             config, input_size, sequence_parallel, device
@@ -98,7 +98,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recompute and self.training:
-            return without_intermediate(self._normed, self.project, x)
+            return recompute_intermediate(self._normed, self.project, x)
         return self.project(self._normed(x))
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Normalization:
     apex: Any = None  # the module with apex's kernels
 
     @classmethod
-    def of(cls, config: TransformerConfig) -> Normalization:
+    def from_config(cls, config: TransformerConfig) -> Normalization:
         apex = (
             _apex() if config.norm_impl == "apex" and config.transformer_impl == "local" else None
         )

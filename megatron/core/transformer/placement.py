@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 
-def local_positions(length: int, rank: int, size: int) -> Tensor:
+def compute_local_positions(length: int, rank: int, size: int) -> Tensor:
     """Which of the `length` positions of a sequence rank `rank` of `size` holds, in its order:
     `[length / size]`.
     """
@@ -51,7 +51,7 @@ class ContextParallel:
     """That of layer n, where there are several."""
 
     @classmethod
-    def of(cls, ps: ParallelState) -> ContextParallel:
+    def from_parallel_state(cls, ps: ParallelState) -> ContextParallel:
         return cls(ps.cp, of_layers=ps.config.cp_comm_type_of)
 
     def layer(self, number: int) -> ContextParallel:
@@ -70,13 +70,13 @@ class ContextParallel:
         """Over which attention sees its heads split besides TP: none but with a2a."""
         return self.axis if self.comm_type == "a2a" else Axis()
 
-    def part_of(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def select_local(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's positions of `[b, s]` tensors; `documents` stay whole, for the keys of all
         ranks.
         """
         if self.axis.size == 1:
             return dict(batch)
-        positions = local_positions(
+        positions = compute_local_positions(
             next(iter(batch.values())).shape[1], self.axis.rank, self.axis.size
         )
         return {

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.module import MegatronModule, child_sharded_state_dict
-from megatron.core.tensor_parallel import without_intermediate
+from megatron.core.tensor_parallel import recompute_intermediate
 from megatron.core.transformer.attention.multi_head import (
     Attention,
     MultiLatentAttention,
     SelfAttention,
 )
-from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.placement import Placement
@@ -37,7 +37,7 @@ class TransformerLayer(MegatronModule):
     def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
         super().__init__()
         place = replace(place, cp=place.cp.layer(number))
-        spec = layer_spec(config)
+        spec = select_layer_spec(config)
         latent = config.multi_latent_attention
         self.config = config
         self.place = place
@@ -65,7 +65,7 @@ class TransformerLayer(MegatronModule):
         if norm is None:
             return self.self_attention(hidden_states, documents)
         if self._recomputes_norms():
-            return without_intermediate(
+            return recompute_intermediate(
                 norm, partial(self.self_attention, documents=documents), hidden_states
             )
         return self.self_attention(norm(hidden_states), documents)
@@ -75,7 +75,7 @@ class TransformerLayer(MegatronModule):
         if norm is None:
             return self._mlp(hidden_states)
         if self._recomputes_norms():
-            return without_intermediate(norm, self._mlp, hidden_states)
+            return recompute_intermediate(norm, self._mlp, hidden_states)
         return self._mlp(norm(hidden_states))
 
     def _recomputes_norms(self) -> bool:
@@ -86,7 +86,9 @@ class TransformerLayer(MegatronModule):
             self.config.recomputes("moe" if isinstance(self.mlp, MoELayer) else "mlp")
             and self.training
         ):
-            return layer_spec(self.config).checkpoint(self.mlp, self.place.rng, hidden_states)
+            return select_layer_spec(self.config).checkpoint(
+                self.mlp, self.place.rng, hidden_states
+            )
         return self.mlp(hidden_states)
 
     def _dropped(self, branch: Tensor) -> Tensor:
@@ -113,7 +115,7 @@ class TransformerBlock(MegatronModule):
     ) -> None:
         """`stage`: the ranks of this pipeline stage, which must agree on the scales of fp8; None is the world."""
         super().__init__()
-        self.spec = layer_spec(config)
+        self.spec = select_layer_spec(config)
         self.config = config
         self.rng = place.rng
         self.layer_numbers = layers
@@ -121,7 +123,7 @@ class TransformerBlock(MegatronModule):
         kinds: dict[object, TransformerLayer] = {}
         for number, layer in by_number.items():
             alike = kinds.setdefault(
-                (config.window_of(number), layer.place.cp.head_axis.size), layer
+                (config.get_window(number), layer.place.cp.head_axis.size), layer
             )
             layer.self_attention.share_tables(alike.self_attention)
         self.layers = nn.ModuleList(by_number.values())

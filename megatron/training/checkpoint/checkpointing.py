@@ -57,8 +57,8 @@ from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.durable_files import check_free_space, fsync_directory
 from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
 from megatron.core.parallel_state import ParallelState
-from megatron.core.tensor_parallel import TensorParallelRng, padded_vocab_size
-from megatron.core.transformer.layer_spec import Quantized
+from megatron.core.tensor_parallel import TensorParallelRng, compute_padded_vocab_size
+from megatron.core.transformer.layer_spec import FP8StateMixin
 from megatron.training.checkpoint.saver import VALIDATION_LOSS
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
@@ -123,7 +123,7 @@ def common_state(run: Run) -> dict[str, Any]:
     state = run.state
     derived = {
         **vars(state),
-        "padded_vocab_size": padded_vocab_size(
+        "compute_padded_vocab_size": compute_padded_vocab_size(
             run.vocab_size, config.tokenizer.make_vocab_size_divisible_by, run.ps.tp.size
         ),
         "model_vocab_size": run.vocab_size,
@@ -419,7 +419,7 @@ def fp8_state(run: Run, model: ShardedStateDict) -> dict[str, ShardedObject]:
     """What of the run's modules is to be stored; every rank of a stage has the same, but for the
     experts of others.
     """
-    scales = {key: module.scales() for key, module in _quantized(run, model).items()}
+    scales = {key: module.get_fp8_state() for key, module in _quantized(run, model).items()}
     return {key: ShardedObject(key, state) for key, state in scales.items() if state is not None}
 
 
@@ -439,7 +439,7 @@ def restore_fp8_state(
     config = run.config.model
     modules = _quantized(run, model)
     restored = [
-        isinstance(objects.get(key), dict) and module.restore_scales(objects[key], config)
+        isinstance(objects.get(key), dict) and module.restore_fp8_state(objects[key], config)
         for key, module in modules.items()
     ]
     if any(restored):
@@ -451,15 +451,15 @@ def restore_fp8_state(
         )
 
 
-def _quantized(run: Run, model: ShardedStateDict) -> dict[str, Quantized]:
+def _quantized(run: Run, model: ShardedStateDict) -> dict[str, FP8StateMixin]:
     """The modules by the keys of their state, which follow from those of their weights."""
     keys = {
         id(entry.local): key for key, entry in model.items() if isinstance(entry, ShardedTensor)
     }
-    found: dict[str, Quantized] = {}
+    found: dict[str, FP8StateMixin] = {}
     for chunk in run.chunks:
         for module in chunk.modules():
-            if isinstance(module, Quantized):
+            if isinstance(module, FP8StateMixin):
                 key = keys[id(module.weight)]
                 ep = run.ps.ep if ".experts." in key else None
                 place = f"{ep.rank}_{ep.size}" if ep is not None else "0_1"

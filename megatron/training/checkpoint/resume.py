@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import path_of
 from megatron.core.optimizer import UPDATE_RULES, OptimizerConfig
-from megatron.core.transformer.transformer_config import deciding_fields, is_used
+from megatron.core.transformer.transformer_config import is_used, select_architecture_fields
 from megatron.training.checkpoint.checkpointing import (
     fp8_state_to_load,
     model_state,
@@ -316,7 +316,7 @@ def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source
     def differing(what: str) -> list[str]:
         names = [
             field.name
-            for field in deciding_fields(what)
+            for field in select_architecture_fields(what)
             if field.name in stored and is_used(field, flags)
         ]
         pairs = {name: (stored[name], flags[name]) for name in names}

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.models import ChunkPlace
+from megatron.core.models import ChunkSpec
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, make_schedule
 from megatron.core.parallel_state import ParallelConfig
@@ -122,7 +122,7 @@ class Config:
         )
 
 
-ModelProvider = Callable[[Config, ChunkPlace], MegatronModule]
+ModelProvider = Callable[[Config, ChunkSpec], MegatronModule]
 """Builds one pipeline chunk, not yet initialised."""
 
 _TYPES = get_type_hints(Config)

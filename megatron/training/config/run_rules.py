@@ -115,7 +115,9 @@ def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
         yield "--fp8-param-gather needs --use-distributed-optimizer, whose gather it is"
     if parallel.cp_size == 1 or len(parallel.cp_comm_type) not in (1, model.num_layers):
         return
-    of_layers = [(parallel.cp_comm_type_of(n), model.window_of(n)) for n in range(model.num_layers)]
+    of_layers = [
+        (parallel.cp_comm_type_of(n), model.get_window(n)) for n in range(model.num_layers)
+    ]
     in_blocks = [way for way, _ in of_layers if way != "a2a"]
     for flag_name, refused in {
         "--reset-attention-mask": in_blocks if config.data.reset_attention_mask else [],

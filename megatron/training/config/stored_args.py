@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.core.transformer.transformer_config import deciding_fields
+from megatron.core.transformer.transformer_config import select_architecture_fields
 
 # What --use-checkpoint-args takes from the checkpoint besides the fields that define the model.
 TOKENIZER_FIELDS = (
@@ -52,7 +52,7 @@ def merge_stored_args(
     """
     merged = dict(given)
     notes = []
-    for name in (*(field.name for field in deciding_fields()), *TOKENIZER_FIELDS):
+    for name in (*(field.name for field in select_architecture_fields()), *TOKENIZER_FIELDS):
         if name not in stored:
             continue
         if name in given and given[name] != stored[name]:

@@ -132,7 +132,7 @@ def _iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIterator 
         run.config.loader,
         run.ps.dp.rank,
         run.ps.dp.size,
-        ContextParallel.of(run.ps),
+        ContextParallel.from_parallel_state(run.ps),
         pin_memory=run.device.type == "cuda",
     )
 
@@ -229,7 +229,9 @@ class DataIterator:
             _, arrays = next(self._batches)
         except StopIteration:
             raise ValueError(self._exhausted()) from None
-        batch = self.cp.part_of({key: torch.from_numpy(array) for key, array in arrays.items()})
+        batch = self.cp.select_local(
+            {key: torch.from_numpy(array) for key, array in arrays.items()}
+        )
         return (
             {key: tensor.pin_memory() for key, tensor in batch.items()}
             if self.pin_memory

@@ -30,21 +30,21 @@ from megatron.core.distributed.param_and_grad_buffer import (
     ParamSpec,
     plan_buffer,
 )
-from megatron.core.models import chunk_places
+from megatron.core.models import make_chunk_specs
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallelRng,
-    loss_chunk_elements,
-    padded_vocab_size,
+    compute_padded_vocab_size,
+    get_loss_chunk_elements,
 )
-from megatron.core.transformer.attention.core import takes_groups
+from megatron.core.transformer.attention.core import supports_grouped_heads
 from megatron.core.transformer.attention.kernels import SCORES_AT_ONCE
 from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.transformer_config import (
-    COMPUTED_LOCALLY,
+    LOCAL_BACKEND_FIELDS,
     LayerKind,
     TransformerConfig,
 )
@@ -107,9 +107,11 @@ def empty_chunks(
     They have the local layers: shapes are the same, and no other backend need be installed.
     """
     run = config
-    config = replace(config, model=replace(config.model, **COMPUTED_LOCALLY))
+    config = replace(config, model=replace(config.model, **LOCAL_BACKEND_FIELDS))
     meta = torch.device("meta")
-    for place in chunk_places(config.layer_ranges(), ps, TensorParallelRng(0, ps.tp.rank), meta):
+    for place in make_chunk_specs(
+        config.layer_ranges(), ps, TensorParallelRng(0, ps.tp.rank), meta
+    ):
         module = model_provider(config, place)
         specs = [
             ParamSpec(name, tuple(p.shape), param_info(p)) for name, p in module.named_parameters()
@@ -140,7 +142,7 @@ def empty_chunks(
                     EmptyBuffer(plan_buffer(own, bucket_size, shards), shards, expert, *sizes)
                 )
         kinds = tuple(
-            LayerKind.of(config.model, number, config.parallel.cp_comm_type_of(number))
+            LayerKind.from_model(config.model, number, config.parallel.cp_comm_type_of(number))
             for number in place.layers
         )
         yield EmptyChunk(module, kinds, place.pre_process, place.post_process, tuple(buffers))
@@ -255,7 +257,7 @@ class ActivationMemory:
         parallel = config.parallel
         data = config.data
         assert model.vocab_size is not None
-        rows = padded_vocab_size(
+        rows = compute_padded_vocab_size(
             model.vocab_size, config.tokenizer.make_vocab_size_divisible_by, parallel.tp_size
         )
         size = config.training.micro_batch_size
@@ -298,7 +300,7 @@ class ActivationMemory:
         """
         c = self.config
         per_head = self.per_head
-        takes = self._blockwise(kind) or takes_groups(
+        takes = self._blockwise(kind) or supports_grouped_heads(
             self.device_type, c.params_dtype, self._masked(kind)
         )
         groups = c.query_groups if takes else c.num_attention_heads
@@ -506,7 +508,7 @@ class ActivationMemory:
         if self.itemsize == 4:
             return extra
         return max(
-            extra, 4 * min(loss_chunk_elements(self.device_type), self.logits // self.itemsize)
+            extra, 4 * min(get_loss_chunk_elements(self.device_type), self.logits // self.itemsize)
         )
 
     def kept(self, kinds: Sequence[LayerKind]) -> int:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.moe.router import LOAD, measured
+from megatron.core.transformer.moe.router import LOAD, get_metric_names
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.options import LoggingConfig
 from megatron.training.reporting.run_record import plain
@@ -262,7 +262,7 @@ class TrainingLog:
         total = torch.stack(shares)
         dist.all_reduce(total)
         layers = torch.tensor(self._model.moe_layer_pattern, dtype=torch.bool)
-        names = measured(self._model)
+        names = get_metric_names(self._model)
         return [dict(zip(names, rows[:, layers].tolist(), strict=True)) for rows in total.cpu()]
 
     def _now(self) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.mlp import activation_of
+from megatron.core.transformer.mlp import get_activation
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.launch import compile_layers
 from tests.support.torch_versions import of_current_torch
@@ -62,4 +62,4 @@ def test_all_layers_have_one_activation(options):
         TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **options)
         for _ in range(2)
     ]
-    assert activation_of(configs[0]) is activation_of(configs[1])
+    assert get_activation(configs[0]) is get_activation(configs[1])

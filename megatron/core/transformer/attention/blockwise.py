@@ -33,7 +33,7 @@ from megatron.core.transformer.attention.kernels import (
     attend,
     attend_backward,
 )
-from megatron.core.transformer.placement import local_positions
+from megatron.core.transformer.placement import compute_local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -129,7 +129,9 @@ class AttentionMask:
         against any other.
         """
         forbidden = torch.finfo(dtype).min / 2
-        rows, columns = (local_positions(length, rank, cp.size) for rank in (cp.rank, source))
+        rows, columns = (
+            compute_local_positions(length, rank, cp.size) for rank in (cp.rank, source)
+        )
         key = (length, source, dtype, device)
         if key not in self._kept_blocks:
             fixed = self._fixed(rows, columns, dtype)

@@ -104,7 +104,7 @@ class CoreAttention(MegatronModule):
             context: Tensor = CpuAttention.apply(q, k, v, mask, self.scale)
             return context
         grouped = q.shape[1] > k.shape[1]
-        if grouped and not takes_groups(q.device.type, q.dtype, mask is not None):
+        if grouped and not supports_grouped_heads(q.device.type, q.dtype, mask is not None):
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
             grouped = False
         return F.scaled_dot_product_attention(
@@ -119,7 +119,7 @@ class CoreAttention(MegatronModule):
         )
 
 
-def takes_groups(device_type: str, dtype: torch.dtype, masked: bool) -> bool:
+def supports_grouped_heads(device_type: str, dtype: torch.dtype, masked: bool) -> bool:
     """Whether a fused kernel takes fewer key and value heads than query heads.
 
     On CUDA that is flash attention alone, which has no masks and no fp32. Without it torch would

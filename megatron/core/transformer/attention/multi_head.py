@@ -22,7 +22,7 @@ from megatron.core.transformer.attention.rotary import (
     split_qkv,
     yarn_mscale,
 )
-from megatron.core.transformer.layer_spec import layer_spec
+from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.norm import Norm, NormAcrossHeads
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -53,7 +53,7 @@ class SelfAttention(Attention):
     def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
         """`number`: of the layer."""
         super().__init__()
-        spec = layer_spec(config)
+        spec = select_layer_spec(config)
         tp = place.tp
         head_dim = config.head_dim
         self.config = config
@@ -84,7 +84,7 @@ class SelfAttention(Attention):
             # sequence parallelism.
             self.q_layernorm = spec.norm(config, head_dim, partial_grad=True, device=place.device)
             self.k_layernorm = spec.norm(config, head_dim, partial_grad=True, device=place.device)
-        window = config.window_of(number)
+        window = config.get_window(number)
         self.rotary = (
             self._rotary_tables(window is not None)
             if config.position_embedding_type == "rope"
@@ -96,7 +96,7 @@ class SelfAttention(Attention):
 
     def _rotary_tables(self, in_window: bool) -> RotaryTables:
         config = self.config
-        kernel = layer_spec(self.config).rope
+        kernel = select_layer_spec(self.config).rope
         return RotaryTables(
             config,
             self.cp.attention_axis,
@@ -154,7 +154,7 @@ class MultiLatentAttention(Attention):
         self.place = place
         self.cp = place.cp
         heads = config.num_attention_heads
-        spec = layer_spec(config)
+        spec = select_layer_spec(config)
         self.heads = divide(heads, place.tp.size, "attention heads over the tensor-parallel ranks")
         self.plain = config.qk_head_dim
         self.rotated = config.qk_pos_emb_head_dim
@@ -176,11 +176,11 @@ class MultiLatentAttention(Attention):
         self.rotary = RotaryTables(config, place.cp.axis, self.rotated, interleaved=True)
         scale = yarn_mscale(config, config.mscale_all_dim) ** 2 / math.sqrt(config.qk_width)
         self.core_attention = spec.core_attention(
-            config, place, scale=scale, window=config.window_of(number)
+            config, place, scale=scale, window=config.get_window(number)
         )
 
     def _up(self, inputs: int, outputs: int, normed: bool) -> ColumnParallelLinear:
-        return layer_spec(self.config).projection_in(
+        return select_layer_spec(self.config).projection_in(
             self.config, self.place, inputs, outputs, bias=False, normed=normed
         )
 
@@ -189,7 +189,7 @@ class MultiLatentAttention(Attention):
         parallelism.
         """
         config = self.config
-        return layer_spec(config).projection_in(
+        return select_layer_spec(config).projection_in(
             config,
             self.place,
             config.hidden_size,
@@ -213,7 +213,9 @@ class MultiLatentAttention(Attention):
         enter = gather_from_sequence if self.place.sequence_parallel else copy_to_tensor_parallel
         latents = (query, latent, enter(shared, self.place.tp), documents)
         if self.config.recomputes("mla_up_proj") and self.training:
-            context = layer_spec(self.config).checkpoint(self._attend, self.place.rng, *latents)
+            context = select_layer_spec(self.config).checkpoint(
+                self._attend, self.place.rng, *latents
+            )
         else:
             context = self._attend(*latents)
         return self.linear_proj(self.cp.to_sequence(context))

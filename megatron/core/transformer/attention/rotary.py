@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
-from megatron.core.transformer.placement import local_positions
+from megatron.core.transformer.placement import compute_local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -131,7 +131,9 @@ class RotaryTables:
         """Of the `length` positions here."""
         key = (length, dtype, device)
         if key not in self._tables:
-            positions = local_positions(length * self._cp.size, self._cp.rank, self._cp.size)
+            positions = compute_local_positions(
+                length * self._cp.size, self._cp.rank, self._cp.size
+            )
             frequencies = self._make_frequencies()
             angles = torch.outer(positions.float(), frequencies).view(length, 1, 1, 1, -1)
             cos, sin = (

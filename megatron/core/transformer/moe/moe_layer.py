@@ -25,10 +25,10 @@ from megatron.core.module import (
     make_parameter,
 )
 from megatron.core.parallel_state import Axis, ExpertAxes
-from megatron.core.tensor_parallel import without_intermediate
+from megatron.core.tensor_parallel import recompute_intermediate
 from megatron.core.tensor_parallel.mappings import gather_from_sequence, reduce_scatter_to_sequence
-from megatron.core.transformer.layer_spec import layer_spec
-from megatron.core.transformer.mlp import MLP, activation_of
+from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.mlp import MLP, get_activation
 from megatron.core.transformer.moe.router import Routing, TopKRouter
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -269,9 +269,9 @@ class GroupedExperts(MegatronModule):
         self, config: TransformerConfig, *, axes: ExpertAxes, device: torch.device | None = None
     ) -> None:
         super().__init__()
-        linear = layer_spec(config).grouped
+        linear = select_layer_spec(config).grouped
         self.recompute = config.recomputes("moe_act") and not config.recomputes("moe")
-        self.activation = activation_of(config)
+        self.activation = get_activation(config)
         blocks = 2 if config.gated else 1
         inner = config.moe_ffn_size
         first = Normal(config.init_method_std)
@@ -297,7 +297,7 @@ class GroupedExperts(MegatronModule):
             use_reentrant=False,
             preserve_rng_state=False,
         )
-        return without_intermediate(
+        return recompute_intermediate(
             weighted, partial(self.linear_fc2, counts=counts, probs=probs), inner
         )
 

@@ -344,7 +344,7 @@ class _Attached(torch.autograd.Function):
         return grad, None, None, *(torch.ones_like(loss) * reports.scale for loss in losses)
 
 
-def routers(chunks: Iterable[nn.Module]) -> list[TopKRouter]:
+def find_routers(chunks: Iterable[nn.Module]) -> list[TopKRouter]:
     """Of all layers with experts in these chunks, in order."""
     return [
         module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)
@@ -371,24 +371,24 @@ def finish_step(of_rank: Sequence[TopKRouter]) -> None:
             )
 
 
-def measured(config: TransformerConfig) -> list[str]:
-    """The names of what `measurements` has, in its order."""
+def get_metric_names(config: TransformerConfig) -> list[str]:
+    """The names of what `compute_metrics` has, in its order."""
     losses = [LOSS_NAMES[kind] for kind in config.load_balancing] + (
         [Z_LOSS] if config.moe_z_loss_coeff else []
     )
     return [*losses, LOAD]
 
 
-def measurements(
+def compute_metrics(
     config: TransformerConfig,
     of_rank: Sequence[TopKRouter],
     num_microbatches: int,
     device: torch.device,
 ) -> Tensor:
-    """This rank's share of the losses of each layer, `[measured, layers]` in fp64: a sum over the
+    """This rank's share of the losses of each layer, `[metrics, layers]` in fp64: a sum over the
     world, divided by the number of data-parallel ranks, gives them. After `finish_step`.
     """
-    names = measured(config)
+    names = get_metric_names(config)
     values = torch.zeros(len(names), config.num_layers, dtype=torch.float64, device=device)
     for router in of_rank:
         for row, name in enumerate(names):

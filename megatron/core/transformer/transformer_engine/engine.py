@@ -19,7 +19,7 @@ from transformer_engine.pytorch.tensor import cast_master_weights_to_fp8, replac
 
 from megatron.core.module import param_info, set_param_info
 from megatron.core.parallel_state import group_of
-from megatron.core.transformer.layer_spec import Precision, Quantized
+from megatron.core.transformer.layer_spec import FP8StateMixin, Precision
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -56,7 +56,7 @@ class Engine:
         """With more options than it was made with."""
         self.module = self._make(**more)
         self._step = 0
-        self.about_parameters = dict(
+        self.parameter_metadata = dict(
             vars(self.module).get("param_init_meta", {})
         )  # to be lost where they are replaced
         self.has_own_weights = "weight" not in self.module._parameters
@@ -94,14 +94,14 @@ class _TellParameter(torch.autograd.Function):
         return dx, None
 
 
-class WithScales(Quantized):
+class EngineLinearMixin(FP8StateMixin):
     """A linear layer over `engine`. Delayed scaling alone has a state: a scale and a history for
     every tensor.
     """
 
     engine: Engine
 
-    def scales(self) -> dict[str, Any] | None:
+    def get_fp8_state(self) -> dict[str, Any] | None:
         meta = self.engine.module.fp8_meta
         if "scaling_fwd" not in meta or not meta["recipe"].delayed():
             return None
@@ -114,7 +114,7 @@ class WithScales(Quantized):
             name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()
         }
 
-    def restore_scales(self, state: dict[str, Any], config: TransformerConfig) -> bool:
+    def restore_fp8_state(self, state: dict[str, Any], config: TransformerConfig) -> bool:
         module = self.engine.module
         count = sum(name.startswith("weight") for name in self.engine.module._parameters)
         if config.fp8 is None or state.get("recipe") != config.fp8_recipe:
@@ -159,7 +159,7 @@ class Fp8Weight:
         )
         for name, values, gradient, raw in zip(names, *parts, strict=True):
             quantizer = module.quantizers["scaling_fwd"][
-                engine.about_parameters[name].fp8_meta_index
+                engine.parameter_metadata[name].fp8_meta_index
             ]
             quantizer.set_usage(rowwise=True, columnwise=True)
             quantizer.internal = False
@@ -244,7 +244,7 @@ class TEPrecision(Precision):
             group_of((dist.get_rank(),))
         for number, layer in (layers or {}).items():
             for name, module in layer.named_modules():
-                if isinstance(module, WithScales):
+                if isinstance(module, EngineLinearMixin):
                     self._prepare(
                         module, name, config.fp8_param_gather and config.quantizes(number)
                     )

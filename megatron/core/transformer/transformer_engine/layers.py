@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallelRng,
-    column_parallel,
+    apply_column_parallel,
 )
 from megatron.core.transformer.attention.core import CoreAttention
 from megatron.core.transformer.grouped_linear import GroupedLinear
@@ -37,8 +37,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_engine.engine import (
     STEP,
     Engine,
+    EngineLinearMixin,
     TEPrecision,
-    WithScales,
 )
 
 
@@ -54,7 +54,7 @@ def _place(layer: ColumnParallelLinear | RowParallelLinear, mode: str) -> dict[s
     }
 
 
-class TEColumnParallelLinear(ColumnParallelLinear, WithScales):
+class TEColumnParallelLinear(ColumnParallelLinear, EngineLinearMixin):
     """`te.Linear` with its rows split."""
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
@@ -65,7 +65,7 @@ class TEColumnParallelLinear(ColumnParallelLinear, WithScales):
         return self.engine(self, x)
 
 
-class TENormColumnParallelLinear(NormColumnParallelLinear, WithScales):
+class TENormColumnParallelLinear(NormColumnParallelLinear, EngineLinearMixin):
     """`te.LayerNormLinear`."""
 
     def __init__(
@@ -91,7 +91,7 @@ class TENormColumnParallelLinear(NormColumnParallelLinear, WithScales):
         return self.engine(self, x)
 
 
-class TERowParallelLinear(RowParallelLinear, WithScales):
+class TERowParallelLinear(RowParallelLinear, EngineLinearMixin):
     """`te.Linear` with its columns split."""
 
     adds_bias_to_own_sequence = True
@@ -196,7 +196,7 @@ def document_starts(documents: Tensor) -> Tensor:
     return torch.cat((first, first.new_tensor([documents.numel()]))).int()
 
 
-class TEGroupedLinear(GroupedLinear, WithScales):
+class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
     """`te.GroupedLinear`, whose parameters, one for each expert, are views of the one that there is here."""
 
     def __init__(
@@ -269,7 +269,7 @@ def te_cross_entropy(
     softcap: float | None = None,
 ) -> Tensor:
     """`linear_cross_entropy` with a kernel for the logits, which are there twice for a while."""
-    logits = column_parallel(hidden, weight, None, tp, sequence_parallel)  # [s, b, v/tp]
+    logits = apply_column_parallel(hidden, weight, None, tp, sequence_parallel)  # [s, b, v/tp]
     logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
     padding = max(0, vocab_size - tp.rank * weight.shape[0])
     if padding < weight.shape[0]:

@@ -10,7 +10,7 @@ import pytest
 from megatron.conversion.huggingface.families import family_of
 from megatron.conversion.huggingface.weight_files import stored_parameters
 from megatron.conversion.model_space.model import model_config, model_tensors
-from megatron.core.transformer.transformer_config import model_signature
+from megatron.core.transformer.transformer_config import compute_model_signature
 
 LLAMA3_ROPE = {
     "factor": 32.0,
@@ -380,7 +380,7 @@ def test_published_models(name: str) -> None:
     again = model_config(
         family.read_config(family.write_config(config), {}), hf["vocab_size"], name
     )
-    assert model_signature(again) == model_signature(config)
+    assert compute_model_signature(again) == compute_model_signature(config)
 
 
 def test_what_the_fields_say() -> None:
@@ -401,8 +401,8 @@ def test_what_the_fields_say() -> None:
     assert read("Qwen2.5-0.5B")["window_size"] is None and read("Qwen2.5-0.5B")["add_qkv_bias"]
     gemma = model_config(read("Gemma-3-1B"), 262144, "Gemma 3")
     assert (
-        gemma.window_of(4) == (511, 0)
-        and gemma.window_of(5) is None
+        gemma.get_window(4) == (511, 0)
+        and gemma.get_window(5) is None
         and gemma.rotary_base_local == 1e4
     )
     assert (

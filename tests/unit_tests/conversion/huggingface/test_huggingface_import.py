@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from megatron.conversion.formats import Hints, Options, is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
-from megatron.core.transformer.transformer_config import deciding_fields
+from megatron.core.transformer.transformer_config import select_architecture_fields
 from megatron.training.checkpoint.resume import check_same_model
 from megatron.training.config.stored_args import normalize_stored_args
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
@@ -392,7 +392,7 @@ def test_a_run_is_compared_with_all_that_decides_the_model(llama: Path) -> None:
     mathematics.
     """
     source = HuggingFaceSource(llama)
-    assert {field.name for field in deciding_fields()} <= source.args.keys()
+    assert {field.name for field in select_architecture_fields()} <= source.args.keys()
     flags = source.args | {"attn_logit_softcapping": 30.0}
     (warning,) = check_same_model(flags, normalize_stored_args(source.args), source.description)
     assert "attn_logit_softcapping: None in the checkpoint, 30.0 now" in warning

@@ -14,8 +14,8 @@ from megatron.conversion.model_space.model import (
 from megatron.core.models import GPTModel
 from megatron.core.transformer.transformer_config import (
     TransformerConfig,
-    deciding_fields,
-    model_signature,
+    compute_model_signature,
+    select_architecture_fields,
 )
 from tests.support.memory_source import BLOOM_ARGS, GPT_ARGS, LLAMA_ARGS
 
@@ -120,7 +120,7 @@ def test_every_field_of_the_model_says_what_it_decides() -> None:
     trained.
     """
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
-    assert names - {field.name for field in deciding_fields()} == {
+    assert names - {field.name for field in select_architecture_fields()} == {
         "vocab_size",  # the tokenizer's, or the rows of the stored embedding
         "group_query_attention",  # num_query_groups decides
         "hidden_dropout",
@@ -168,7 +168,7 @@ def test_every_field_of_the_model_says_what_it_decides() -> None:
 
 def test_spelling_does_not_matter() -> None:
     def same(a: dict, b: dict) -> bool:
-        return model_signature(model_config(a, 67, "a")) == model_signature(
+        return compute_model_signature(model_config(a, 67, "a")) == compute_model_signature(
             model_config(b, 67, "b")
         )
 

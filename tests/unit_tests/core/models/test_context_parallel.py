@@ -18,7 +18,7 @@ from megatron.core.transformer.attention.kernels import (
     attend,
     attend_backward,
 )
-from megatron.core.transformer.placement import ContextParallel, Placement, local_positions
+from megatron.core.transformer.placement import ContextParallel, Placement, compute_local_positions
 from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -84,13 +84,13 @@ def losses_and_gradients(rank, world_size, cases, tp, way):
         tp, 1, context_parallel_size=world_size // tp, cp_comm_type=way, sequence_parallel=tp > 1
     )
     ps = ParallelState.create(parallel) if world_size > 1 else ParallelState.for_rank(parallel)
-    positions = local_positions(SEQ, ps.cp.rank, ps.cp.size)
+    positions = compute_local_positions(SEQ, ps.cp.rank, ps.cp.size)
     return {case: (positions, *one_case(case, ps), ps.tp.rank) for case in cases}
 
 
 def one_case(case, ps):
     changes, documents = CASES[case]
-    cp = ContextParallel.of(ps)
+    cp = ContextParallel.from_parallel_state(ps)
     model = GPTModel(
         TransformerConfig(**(LLAMA | changes)),
         tp=ps.tp,
@@ -100,7 +100,7 @@ def one_case(case, ps):
         rng=TensorParallelRng(11, ps.tp.rank),
     )
     model.initialize(seed=3)
-    part = cp.part_of(batch(documents))
+    part = cp.select_local(batch(documents))
     losses = model(
         part["tokens"], part["position_ids"], labels=part["labels"], documents=part.get("documents")
     )
@@ -161,7 +161,7 @@ def saved_bytes(rank, world_size, way):
         **LLAMA | {"num_query_groups": 8}
     )  # older versions of torch keep a copy for each head
     layer = TransformerLayer(
-        config, Placement(ps.tp, TensorParallelRng(0, 0), ContextParallel.of(ps))
+        config, Placement(ps.tp, TensorParallelRng(0, 0), ContextParallel.from_parallel_state(ps))
     )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

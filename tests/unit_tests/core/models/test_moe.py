@@ -16,15 +16,15 @@ from megatron.core.module import Normal
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.core.transformer.grouped_linear import GroupedLinear, grouped_product
-from megatron.core.transformer.model_rules import layer_pattern
+from megatron.core.transformer.grouped_linear import GroupedLinear, compute_grouped_product
+from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe import TopKRouter
 from megatron.core.transformer.moe.moe_layer import MoELayer, Permutation
 from megatron.core.transformer.moe.router import (
     choose,
     choose_by_sinkhorn,
+    find_routers,
     finish_step,
-    routers,
     sinkhorn,
 )
 from megatron.core.transformer.placement import Placement
@@ -110,7 +110,7 @@ def test_one_micro_batch_of_megatron(case):
     expected = torch.from_numpy(reference.arrays["logits"])
     assert (logits.float() - expected).norm() < tolerance * expected.norm()
     routings = []
-    of_model = routers([model.train()])
+    of_model = find_routers([model.train()])
     for router in of_model:
         router.start_step(1.0, per_token_loss=False)
         router.register_forward_hook(lambda module, args, routing: routings.append(routing))
@@ -225,7 +225,7 @@ def test_grouped_product_is_torchs_own():
     matrices = torch.randn(4, 8, 16)
     counts = torch.tensor([2, 0, 3, 4])
     expected = F.grouped_mm(x, matrices, offs=counts.cumsum(0).int())
-    torch.testing.assert_close(grouped_product(x, matrices, counts), expected)
+    torch.testing.assert_close(compute_grouped_product(x, matrices, counts), expected)
 
 
 def test_products_below_fp32_have_few_shapes():
@@ -531,15 +531,15 @@ def test_moe_act_keeps_what_goes_into_the_activation_alone(options):
     [("2", 2), ("[0]*2+[1]", [0, 0, 1]), ("([0]+[1]*3)", [0, 1, 1, 1]), ("[0,1]*2", [0, 1, 0, 1])],
 )
 def test_layer_patterns(text, expected):
-    assert layer_pattern(text) == expected
+    assert parse_layer_pattern(text) == expected
 
 
 @pytest.mark.parametrize(
     "text", ["x", "[1]*10**9", "[1]*1000000", "__import__('os')", "[1]+2", "(" * 500]
 )
 def test_what_is_no_pattern(text):
-    with pytest.raises(ValueError, match="is no pattern of layers"):
-        layer_pattern(text)
+    with pytest.raises(ValueError, match="is not a valid layer pattern"):
+        parse_layer_pattern(text)
 
 
 def test_dense_and_expert_layers_together():
@@ -552,17 +552,17 @@ def test_dense_and_expert_layers_together():
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"moe_router_topk": 5}, "--moe-router-topk 5 must lie between 1 and --num-experts 4"),
+        ({"moe_router_topk": 5}, "--moe-router-topk 5 must be between 1 and --num-experts 4"),
         ({"moe_router_topk": 1}, "--moe-router-topk 1 needs --moe-router-pre-softmax"),
         ({"moe_layer_freq": [0, 1, 1]}, "must have a 0 or a 1 for each of the --num-layers 2"),
         (
             {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8},
-            "shared experts have no biases",
+            "shared experts do not have biases",
         ),
         ({"moe_router_enable_expert_bias": True}, "needs --moe-router-score-function sigmoid"),
         ({"moe_shared_expert_gate": True}, "needs --moe-shared-expert-intermediate-size"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 2}, "must divide --num-experts 4"),
-        ({"moe_router_num_groups": 2}, "go together"),
+        ({"moe_router_num_groups": 2}, "must be given together"),
         (
             {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
             "must have one value for each",
@@ -571,7 +571,7 @@ def test_dense_and_expert_layers_together():
         ({"moe_expert_capacity_factor": 0.0}, "must be positive, got 0.0"),
         (
             {"moe_router_load_balancing_type": "sinkhorn"},
-            "sinkhorn does not go with --moe-aux-loss-coeff",
+            "sinkhorn does not support --moe-aux-loss-coeff",
         ),
     ],
 )

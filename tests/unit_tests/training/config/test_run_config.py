@@ -122,7 +122,7 @@ def test_context_parallelism_that_cannot_run(flags, world, message):
         ),
         (
             "--attn-logit-softcapping 50",
-            "--attention-dropout 0.1: the kernels that change scores so have no dropout",
+            "--attention-dropout 0.1: the kernels that modify scores do not support dropout",
         ),
         (
             "--softmax-type learnable",
@@ -139,9 +139,9 @@ def test_context_parallelism_that_cannot_run(flags, world, message):
         ),
         (
             "--norm-placement both --num-experts 4",
-            "--norm-placement both does not go with --num-experts",
+            "--norm-placement both does not support --num-experts",
         ),
-        ("--swiglu --geglu", "--swiglu and --geglu exclude each other"),
+        ("--swiglu --geglu", "--swiglu and --geglu are mutually exclusive"),
         (
             f"{CONTEXT} 2 --cp-comm-type p2p a2a a2a",
             r"--cp-comm-type p2p a2a a2a has 3 values, --num-layers is 4",

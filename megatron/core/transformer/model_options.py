@@ -1,0 +1,355 @@
+"""The options of a model: its architecture, precision and experts. No validation happens here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.core.flags import flag
+from megatron.core.transformer.config_parts import ComputeOptions, ExpertOptions
+from megatron.core.transformer.layer_pattern import parse_layer_pattern
+
+# Conditions under which a field has an effect, by the names in `transformer_config.is_used`.
+_LEARNED = {"position_embedding_type": "learned_absolute"}
+_ROPE = {"has_rope": True}
+_SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
+_YARN = {"has_yarn": True}
+_LATENT = {"multi_latent_attention": True}
+_NOT_LATENT = {"multi_latent_attention": False}
+_GELU = {"swiglu": False, "quick_geglu": False, "geglu": False, "squared_relu": False}
+_QUICK_GEGLU = {"quick_geglu": True}
+_WINDOW = {"has_window": True}
+_DENSE = {"has_dense_layers": True}
+
+
+@dataclass
+class ModelOptions(ExpertOptions, ComputeOptions):
+    """Fields of `TransformerConfig`, and the quantities derived from them.
+
+    The `flag` of a field that belongs to the architecture states whether it decides the shapes or
+    the mathematics. The comparison of a checkpoint's model with the run, --use-checkpoint-args and
+    the checks of an export are derived from that.
+    """
+
+    num_layers: int = flag(0, decides="shapes")
+    """Number of transformer layers."""
+    hidden_size: int = flag(0, decides="shapes")
+    """Width of the residual stream."""
+    num_attention_heads: int = flag(0, decides="shapes")
+    """Number of query heads."""
+    ffn_hidden_size: int | None = flag(None, decides="shapes", when=_DENSE)
+    """Inner width of the MLP. Default: 4 * hidden_size, or 8/3 * hidden_size rounded down to a
+    multiple of 64 with --swiglu.
+    """
+    group_query_attention: bool = flag(False)
+    """Share key and value heads among groups of query heads (GQA, Ainslie et al. 2023); see
+    --num-query-groups.
+    """
+    num_query_groups: int | None = flag(None, decides="shapes", when=_NOT_LATENT)
+    """Number of key/value heads with --group-query-attention. Default: 1. Without that flag every
+    query head has its own.
+    """
+    kv_channels: int | None = flag(None, positive=True, decides="shapes", when=_NOT_LATENT)
+    """Width of an attention head. Default: hidden_size / num_attention_heads."""
+    multi_latent_attention: bool = flag(False, decides="shapes")
+    """Project queries, and keys with values, from two low-rank latent vectors per token (MLA,
+    DeepSeek-V2). It always uses RoPE.
+    """
+    q_lora_rank: int | None = flag(None, decides="shapes", when=_LATENT)
+    """Width of the latent vector of queries. Default: project them from the residual stream."""
+    kv_lora_rank: int = flag(32, decides="shapes", when=_LATENT)
+    """Width of the latent vector of keys and values."""
+    qk_head_dim: int = flag(128, decides="shapes", when=_LATENT)
+    """Width of the part of a query or key head without rotary embedding."""
+    qk_pos_emb_head_dim: int = flag(64, decides="shapes", when=_LATENT)
+    """Width of the part with rotary embedding, which all key heads share."""
+    v_head_dim: int = flag(128, decides="shapes", when=_LATENT)
+    """Width of a value head."""
+    vocab_size: int | None = flag(None)
+    """Number of tokens in the vocabulary. Default: the tokenizer's. With NullTokenizer N means N + 1
+    tokens, of which N is the end-of-document token.
+    """
+    max_position_embeddings: int | None = flag(None, decides="shapes", when=_LEARNED)
+    """Maximum sequence length; the number of rows of learned position embeddings."""
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        choices=("learned_absolute", "rope", "yarn", "alibi", "none"),
+        decides="shapes",
+    )
+    """Kind of position embedding; yarn is rope with --rope-type yarn."""
+    rotary_base: float = flag(10000.0, positive=True, decides="mathematics", when=_ROPE)
+    """Base of the rotary frequencies."""
+    rotary_percent: float = flag(1.0, positive=True, at_most=1, decides="mathematics", when=_ROPE)
+    """Fraction of each head that is rotated."""
+    rotary_interleaved: bool = flag(False, decides="mathematics", when=_ROPE)
+    """Rotate elements 2i and 2i + 1 of a head together (GPT-J) instead of i and i + half."""
+    rotary_base_local: float | None = flag(
+        None, positive=True, decides="mathematics", when=_ROPE | _WINDOW
+    )
+    """Base of the rotary frequencies, without scaling, in layers with a sliding window. Default: the
+    same frequencies as in the other layers.
+    """
+    rotary_seq_len_interpolation_factor: float | None = flag(
+        None, positive=True, decides="mathematics", when=_ROPE, meaning="rotary_stretch"
+    )
+    """Divide all rotary frequencies by this factor, for longer sequences (Chen et al. 2023)."""
+    use_rope_scaling: bool = flag(False, decides="mathematics", when=_ROPE)
+    """Scale the rotary frequencies as Llama 3.1 does, using the four options below."""
+    rope_scaling_factor: float = flag(8.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
+    """Llama 3 scaling: factor by which low frequencies are divided."""
+    rope_low_freq_factor: float = flag(1.0, positive=True, decides="mathematics", when=_SCALED_ROPE)
+    """Llama 3 scaling: longer wavelengths than the original context / this are scaled in full."""
+    rope_high_freq_factor: float = flag(
+        4.0, positive=True, decides="mathematics", when=_SCALED_ROPE
+    )
+    """Llama 3 scaling: shorter wavelengths than the original context / this are unchanged."""
+    rope_original_max_position_embeddings: int = flag(
+        8192, positive=True, decides="mathematics", when=_SCALED_ROPE
+    )
+    """Llama 3 scaling: context length of the original training."""
+    rope_type: str | None = flag(None, choices=("rope", "yarn"), decides="mathematics", when=_ROPE)
+    """Rotary frequencies without scaling, or scaled for longer sequences by YaRN (Peng et al. 2023)
+    using the options below. Default: yarn with --multi-latent-attention, otherwise rope.
+    """
+    rotary_scaling_factor: float = flag(1.0, positive=True, decides="mathematics", when=_YARN)
+    """YaRN: ratio of the context length to that of the original training."""
+    original_max_position_embeddings: int = flag(
+        4096,
+        "--original-max-position-embeddings",
+        "--yarn-original-max-position-embeddings",
+        positive=True,
+        decides="mathematics",
+        when=_YARN,
+    )
+    """YaRN: context length of the original training."""
+    beta_fast: float = flag(
+        32.0, "--beta-fast", "--yarn-beta-fast", positive=True, decides="mathematics", when=_YARN
+    )
+    """YaRN: frequencies with more turns than this in the original context are unchanged."""
+    beta_slow: float = flag(
+        1.0, "--beta-slow", "--yarn-beta-slow", positive=True, decides="mathematics", when=_YARN
+    )
+    """YaRN: frequencies with fewer turns than this are divided by the scaling factor."""
+    mscale: float = flag(1.0, at_least=0, decides="mathematics", when=_YARN)
+    """YaRN: rotated elements are multiplied by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim
+    ln(factor) + 1).
+    """
+    mscale_all_dim: float = flag(0.0, at_least=0, decides="mathematics", when=_YARN)
+    """YaRN: see --mscale. With --multi-latent-attention, attention scores are also multiplied by
+    the square of the denominator.
+    """
+    yarn_correction_range_round_to_int: bool = flag(
+        True, "--no-yarn-correction-range-round-to-int", decides="mathematics", when=_YARN
+    )
+    """YaRN: round the ends of the range of frequencies between --beta-fast and --beta-slow to
+    integers.
+    """
+    normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), decides="shapes")
+    """Kind of normalization."""
+    apply_layernorm_1p: bool = flag(False, decides="mathematics")
+    """Store norm weights zero-centered (w - 1): more precise in bf16, and weight decay pulls them
+    towards 1.
+    """
+    norm_placement: str = flag("pre", choices=("pre", "post", "both"), decides="shapes")
+    """Position of the norms of a layer: before attention and MLP (pre), on their output before it is
+    added to the residual stream (post, OLMo 2), or both (Gemma 2).
+    """
+    norm_epsilon: float = flag(
+        1e-5, "--norm-epsilon", "--layernorm-epsilon", at_least=0, decides="mathematics"
+    )
+    """Epsilon of the normalization."""
+    swiglu: bool = flag(False, decides="shapes")
+    """Use a gated MLP with SiLU (Shazeer 2020) instead of GELU."""
+    quick_geglu: bool = flag(False, decides="shapes")
+    """Use a gated MLP with x * sigmoid(1.702 x) instead of GELU."""
+    glu_linear_offset: float = flag(0.0, decides="mathematics", when=_QUICK_GEGLU)
+    """With --quick-geglu: constant added to the factor of the gate (1 in gpt-oss)."""
+    activation_func_clamp_value: float | None = flag(
+        None, positive=True, decides="mathematics", when=_QUICK_GEGLU
+    )
+    """With --quick-geglu: upper limit of the gate's input, and limit of the absolute value of its
+    factor (7 in gpt-oss).
+    """
+    geglu: bool = flag(False, decides="shapes")
+    """Use a gated MLP with GELU (tanh approximation) instead of GELU without a gate."""
+    squared_relu: bool = flag(False, decides="mathematics")
+    """Use the square of ReLU (So et al. 2021) instead of GELU."""
+    bias_gelu_fusion: bool = flag(
+        True, "--no-bias-gelu-fusion", decides="mathematics", when=_GELU, meaning="tanh_gelu"
+    )
+    """Use the tanh approximation of GELU. --no-bias-gelu-fusion or --disable-bias-linear select the
+    exact one (erf), as in Megatron-LM.
+    """
+    openai_gelu: bool = flag(False, decides="mathematics", when=_GELU, meaning="tanh_gelu")
+    """Use the tanh approximation of GELU regardless of the other flags."""
+    add_bias_linear: bool = flag(True, "--disable-bias-linear", decides="shapes")
+    """Add biases to all linear layers; --disable-bias-linear leaves them out."""
+    add_qkv_bias: bool = flag(False, decides="shapes", meaning="has_qkv_bias")
+    """Add a bias to the QKV projection even with --disable-bias-linear."""
+    qk_layernorm: bool = flag(False, decides="shapes")
+    """Normalize every query and key head."""
+    qk_layernorm_across_heads: bool = flag(False, decides="shapes", when={"qk_layernorm": True})
+    """Normalize all query heads together, and all key heads, using RMSNorm (OLMo 2)."""
+    softmax_scale: float | None = flag(
+        None, positive=True, decides="mathematics", when=_NOT_LATENT, meaning="score_scale"
+    )
+    """Factor of the attention scores. Default: 1 / sqrt(width of a head)."""
+    attn_logit_softcapping: float | None = flag(None, positive=True, decides="mathematics")
+    """Limit attention scores x smoothly to this value: cap * tanh(x / cap)."""
+    final_logit_softcapping: float | None = flag(None, positive=True, decides="mathematics")
+    """Limit the logits of the output layer in the same way."""
+    softmax_type: str = flag(
+        "vanilla", choices=("vanilla", "off-by-one", "learnable"), decides="shapes"
+    )
+    """Attention sink, an additional score per query with a value of zero: none (vanilla), 0
+    (off-by-one), or one learned per head (learnable, gpt-oss).
+    """
+    window_size: tuple[int, int] | None = flag(None, decides="mathematics")
+    """Sliding-window attention as LEFT,RIGHT: a token attends to itself, LEFT tokens before it and
+    RIGHT (0) after it.
+    """
+    window_attn_skip_freq: int | list[int] | None = flag(
+        None,
+        parse=parse_layer_pattern,
+        decides="mathematics",
+        when=_WINDOW,
+        meaning="window_pattern",
+    )
+    """Every N-th layer has no window; or a pattern of 1 (window) and 0 (none), e.g. ([1]*5+[0])*4.
+    Default: all layers have the window.
+    """
+    embedding_layernorm: bool = flag(False, decides="shapes")
+    """Normalize the word embedding (BLOOM)."""
+    scale_embeddings: bool = flag(False, decides="mathematics")
+    """Multiply word embeddings by sqrt(hidden_size), rounded to the model's precision (Gemma)."""
+    untie_embeddings_and_output_weights: bool = flag(False, decides="shapes")
+    """Give the output layer its own matrix instead of sharing the word embedding's."""
+    hidden_dropout: float = flag(0.1, at_least=0, at_most=1)
+    """Dropout probability after the embedding and on every residual branch."""
+    attention_dropout: float = flag(0.1, at_least=0, at_most=1)
+    """Dropout probability of the attention probabilities."""
+    init_method_std: float = flag(0.02, at_least=0)
+    """Standard deviation of the initial weights. Output projections of a layer use std / sqrt(2 *
+    num_layers).
+    """
+
+    @property
+    def moe_layer_pattern(self) -> list[int]:
+        """1 for each layer with experts, 0 for each dense one."""
+        if not self.has_experts:
+            return [0] * self.num_layers
+        freq = self.moe_layer_freq
+        if isinstance(freq, list):
+            return list(freq)
+        return [int(number % freq == 0) for number in range(self.num_layers)]
+
+    @property
+    def window_pattern(self) -> list[int]:
+        """1 for each layer with a sliding window, 0 for each other one."""
+        skip = self.window_attn_skip_freq
+        if isinstance(skip, list):
+            return list(skip)
+        if self.window_size is None:
+            return [0] * self.num_layers
+        if skip is None:
+            return [1] * self.num_layers
+        # Every `skip`-th layer, counted from 1, has no window.
+        return [int(number % skip > 0) for number in range(1, self.num_layers + 1)]
+
+    def get_window(self, number: int) -> tuple[int, int] | None:
+        """Return the sliding window of layer `number`, if it has one."""
+        return self.window_size if self.window_pattern[number] else None
+
+    @property
+    def head_dim(self) -> int:
+        assert self.kv_channels is not None
+        return self.kv_channels
+
+    @property
+    def qk_width(self) -> int:
+        """Width of a query or key head."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
+        return self.head_dim
+
+    @property
+    def v_width(self) -> int:
+        """Width of a value head."""
+        return self.v_head_dim if self.multi_latent_attention else self.head_dim
+
+    @property
+    def core_head_dim(self) -> int:
+        """Width of the heads in core attention, which is the same for queries, keys and values."""
+        return max(self.qk_width, self.v_width)
+
+    @property
+    def attends_in_blocks(self) -> bool:
+        """Whether attention needs a score modification that torch's SDPA does not support.
+
+        Then `blockwise_attention` computes it.
+        """
+        return self.attn_logit_softcapping is not None or self.softmax_type != "vanilla"
+
+    @property
+    def rotary_stretch(self) -> float:
+        return self.rotary_seq_len_interpolation_factor or 1.0
+
+    @property
+    def score_scale(self) -> float:
+        return self.softmax_scale or self.head_dim**-0.5
+
+    @property
+    def query_groups(self) -> int:
+        assert self.num_query_groups is not None
+        return self.num_query_groups
+
+    @property
+    def ffn_size(self) -> int:
+        assert self.ffn_hidden_size is not None
+        return self.ffn_hidden_size
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def output_init_std(self) -> float:
+        """Standard deviation of projections to the residual stream (Radford et al. 2019)."""
+        return self.init_method_std / math.sqrt(2.0 * self.num_layers)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP is gated; gate and up projection are stacked in one matrix."""
+        return self.swiglu or self.quick_geglu or self.geglu
+
+    @property
+    def activation(self) -> str:
+        """Name of the activation function of the MLP."""
+        functions = {
+            "swiglu": self.swiglu,
+            "quick_geglu": self.quick_geglu,
+            "geglu": self.geglu,
+            "squared_relu": self.squared_relu,
+        }
+        for name, is_selected in functions.items():
+            if is_selected:
+                return name
+        return "gelu (tanh)" if self.tanh_gelu else "gelu (erf)"
+
+    @property
+    def tanh_gelu(self) -> bool:
+        """Whether GELU is the tanh approximation.
+
+        Megatron-LM uses it where GELU is fused with a bias, and the exact function elsewhere.
+        """
+        return self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear)
+
+    def quantizes(self, number: int) -> bool:
+        """Return whether layer `number` computes in fp8 or fp4."""
+        if self.low_precision is None:
+            return False
+        if not self.first_last_layers_bf16:
+            return True
+        first = self.num_layers_at_start_in_bf16
+        end = self.num_layers - self.num_layers_at_end_in_bf16
+        return first <= number < end
