@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from megatron.conversion.formats import fault, iteration_directory, saved_iterations
+from megatron.conversion.formats import find_problem, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import on_branch, read_lineage, read_tracker, verify
 from megatron.core.dist_checkpointing.lineage import read_parent
 from megatron.core.dist_checkpointing.verification import total_bytes
@@ -101,7 +101,7 @@ def parent(directory: Path, writer: RecordedStart | None) -> str | None:
 def state(directory: Path, check: bool) -> str:
     if any(directory.glob("mp_rank_*")):
         return "legacy format"
-    problem = fault(directory)
+    problem = find_problem(directory)
     if problem is not None:
         return problem
     if not check:

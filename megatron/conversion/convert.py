@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
-from megatron.conversion.formats import Found, Hints, Options, require_checkpoint
+from megatron.conversion.formats import CheckpointRef, require_checkpoint
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
@@ -45,6 +45,7 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
     split_key,
 )
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     LoadReport,
@@ -68,7 +69,7 @@ _VERIFY_BYTES = 64 << 20
 logger = logging.getLogger(__name__)
 
 
-READERS: dict[str, Callable[[Path, Hints], Source]] = {
+READERS: dict[str, Callable[[Path, ReadOptions], Source]] = {
     "torch_dist": open_torch_dist,
     "legacy": LegacySource,
     "hf": HuggingFaceSource,
@@ -77,23 +78,26 @@ READERS: dict[str, Callable[[Path, Hints], Source]] = {
 
 
 def open_checkpoint(
-    root: Path, loader: str = "auto", step: int | None = None, hints: Hints | None = None
+    root: Path,
+    loader: str = "auto",
+    step: int | None = None,
+    read_options: ReadOptions | None = None,
 ) -> Source:
     """The checkpoint that `root` means as a `Source`."""
-    return open_found(require_checkpoint(root, step, loader), hints)
+    return open_found(require_checkpoint(root, step, loader), read_options)
 
 
-def open_found(found: Found, hints: Hints | None = None) -> Source:
+def open_found(found: CheckpointRef, read_options: ReadOptions | None = None) -> Source:
     """A checkpoint that was found, perhaps by another process."""
-    hints = hints or Hints()
-    if hints.verify:
+    read_options = read_options or ReadOptions()
+    if read_options.verify:
         _require_checksums(found)
-    source = READERS[found.format](found.directory, hints)
-    source.args.update(hints.args)
+    source = READERS[found.format](found.directory, read_options)
+    source.args.update(read_options.args)
     return source
 
 
-def _require_checksums(found: Found) -> None:
+def _require_checksums(found: CheckpointRef) -> None:
     """Raise CheckpointError unless what is read from the checkpoint can be verified.
 
     Blocks are compared with `checksums.bin` when they are read. Megatron-LM's `integrity.json` has
@@ -114,7 +118,7 @@ def _require_checksums(found: Found) -> None:
 
 
 def _write_torch_dist(
-    source: Source, root: Path, options: Options, progress: Progress
+    source: Source, root: Path, options: WriteOptions, progress: Progress
 ) -> list[str]:
     stored = StackedLayers(source) if options.stacked_layers else source
     return _in_iteration(
@@ -122,7 +126,9 @@ def _write_torch_dist(
     )
 
 
-def _write_legacy(source: Source, root: Path, options: Options, progress: Progress) -> list[str]:
+def _write_legacy(
+    source: Source, root: Path, options: WriteOptions, progress: Progress
+) -> list[str]:
     layout = _target_layout(source.args, options)
     return _in_iteration(
         source, root, lambda to: write_legacy(source, to, layout, options.workers, progress)
@@ -130,7 +136,7 @@ def _write_legacy(source: Source, root: Path, options: Options, progress: Progre
 
 
 # Each returns what could not be carried.
-WRITERS: dict[str, Callable[[Source, Path, Options, Progress], list[str]]] = {
+WRITERS: dict[str, Callable[[Source, Path, WriteOptions, Progress], list[str]]] = {
     "torch_dist": _write_torch_dist,
     "legacy": _write_legacy,
     "hf": write_huggingface,
@@ -155,8 +161,8 @@ def convert(
     saver: str,
     loader: str = "auto",
     step: int | None = None,
-    hints: Hints | None = None,
-    options: Options | None = None,
+    read_options: ReadOptions | None = None,
+    options: WriteOptions | None = None,
     overwrite: bool = False,
     verify: bool = False,
     progress: Progress = no_progress,
@@ -169,8 +175,8 @@ def convert(
     existing target without `overwrite`, an unreadable source, or a format that cannot hold the
     model; nothing is left behind then.
     """
-    options = options or Options()
-    source = open_checkpoint(load_dir, loader, step, hints)
+    options = options or WriteOptions()
+    source = open_checkpoint(load_dir, loader, step, read_options)
     _check_target(save_dir, load_dir, saver, overwrite)
     sidecar = options.optim_sidecar and source.training is not None
     options = dataclasses.replace(
@@ -206,7 +212,7 @@ class CastSource:
     Weights of a new dtype are cast from the fp32 main parameters, if there are any.
     """
 
-    def __init__(self, source: Source, options: Options) -> None:
+    def __init__(self, source: Source, options: WriteOptions) -> None:
         self._source = source
         self._dtype = options.dtype
         self.description = source.description
@@ -268,7 +274,7 @@ def _check_target(save_dir: Path, load_dir: Path, saver: str, overwrite: bool) -
         )
 
 
-def bytes_to_write(source: Source, saver: str, options: Options) -> int:
+def bytes_to_write(source: Source, saver: str, options: WriteOptions) -> int:
     """Approximately: without what a format adds."""
     weights = [info for key, info in source.tensors.items() if not key.startswith("optimizer.")]
     if saver == "hf" and not options.optim_sidecar:
@@ -308,7 +314,7 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
     return count
 
 
-def _target_layout(args: Mapping[str, Any], options: Options) -> Layout:
+def _target_layout(args: Mapping[str, Any], options: WriteOptions) -> Layout:
     """The source's layout unless the options change it; a new number of stages drops chunks and
     uneven stages.
     """

@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import convert
-from megatron.conversion.formats import Options
+from megatron.conversion.options import WriteOptions
 from megatron.training.config.parsing import parse_args
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
@@ -125,7 +125,7 @@ def test_fine_tuning_ignores_the_sidecar(pool, trained, tmp_path):
     told.
     """
     model, run, hf = trained
-    convert(run, tmp_path / "hf", "hf", options=Options(optim_sidecar=True))
+    convert(run, tmp_path / "hf", "hf", options=WriteOptions(optim_sidecar=True))
     path = tmp_path / "hf/model.safetensors"
     weights = load_file(path)
     save_file(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.formats import Hints, Options
+from megatron.conversion.options import ReadOptions, WriteOptions
 from tests.support.compare import assert_same
 from tests.support.training_harness import (
     DISTRIBUTED_OPTIMIZER,
@@ -106,7 +106,11 @@ def test_legacy_sgd_resumes(pool, tmp_path, momentum):
     loaded = pool.run(train, 2, f"{flags} {DISTRIBUTED_OPTIMIZER} --load {again} --skip-train")
     assert_same(whole(loaded), whole(saved))
     convert(
-        again, tmp_path / "hf", "hf", options=Options(optimizer=False), hints=Hints(optimizer=False)
+        again,
+        tmp_path / "hf",
+        "hf",
+        options=WriteOptions(optimizer=False),
+        read_options=ReadOptions(optimizer=False),
     )
     weights = open_checkpoint(tmp_path / "hf").tensors
     assert weights.keys() == {key for key in whole(saved) if not key.startswith("optimizer.")}

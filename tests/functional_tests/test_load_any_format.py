@@ -12,7 +12,7 @@ import torch
 import megatron.conversion.convert as loading
 import megatron.training.checkpoint.checkpointing as checkpointing
 from megatron.conversion.convert import convert
-from megatron.conversion.formats import Options
+from megatron.conversion.options import WriteOptions
 from tests.support.compare import assert_same
 from tests.support.training_harness import LAYOUTS, MODELS, train, whole
 
@@ -27,7 +27,7 @@ def runs(pool, tmp_path_factory):
     saved = whole(pool.run(train, 1, f"{FLAGS} --exit-interval 3 --save {roots['torch_dist']}"))
     for form in FORMATS[1:]:
         roots[form] = tmp_path_factory.mktemp("converted") / form
-        convert(roots["torch_dist"], roots[form], form, options=Options(optim_sidecar=True))
+        convert(roots["torch_dist"], roots[form], form, options=WriteOptions(optim_sidecar=True))
     return roots, saved
 
 

@@ -30,9 +30,9 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megatron.conversion.convert import convert
-from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.options import WriteOptions
 from megatron.core.datasets import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.indices import load_or_build
 from tests import ROOT
@@ -310,7 +310,7 @@ def build(kind: str, root: Path) -> None:
     """An intact directory of each kind."""
     source = random_source(LLAMA_ARGS | {"consumed_train_samples": 28, "vocab_size": 66})
     if kind == "hf":
-        options = Options(optim_sidecar=True, max_shard_size=20_000)
+        options = WriteOptions(optim_sidecar=True, max_shard_size=20_000)
         write_huggingface(source, root, options)
     elif kind in ("torch_dist", "legacy", "universal"):
         write_torch_dist(source, root.with_name("made"))

@@ -19,7 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron.conversion.formats import FORMATS, QKV_LAYOUTS, STYLES, Hints, Options, parse_size
+from megatron.conversion.formats import FORMATS
+from megatron.conversion.options import (
+    QKV_LAYOUTS,
+    UNIVERSAL_STYLES,
+    ReadOptions,
+    WriteOptions,
+    parse_size,
+)
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.links import allow_links
 from megatron.core.dist_checkpointing.format.schema import escape_control_chars, format_error
@@ -68,7 +75,9 @@ TARGET_FLAGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "--max-shard-size": ("max_shard_size", "hf", "largest file; default: 5GB", {}),
     "--true-vocab-size": ("vocab_size", "hf universal", "tokens to keep", INT),
     "--tokenizer": ("tokenizer", "hf", "tokenizer to put beside the model", {"type": Path}),
-    "--universal-style": ("universal_style", "universal", "whose names; default: by the model", {"choices": STYLES}),
+    "--universal-style": (
+        "universal_style", "universal", "style of names; default: by the model", {"choices": UNIVERSAL_STYLES},
+    ),
     "--target-qkv-blocks": ("qkv_blocks", "universal", QKV_BLOCKS, SWITCH),
     "--target-transformer-impl": (
         "transformer_impl", "legacy torch_dist", WHOSE_MODULES, {"choices": ["local", "transformer_engine"]},
@@ -163,15 +172,23 @@ def run(
         TARGET_FLAGS[flag][0]: parsed[flag](value) if flag in parsed else value
         for flag, value in told
     }
-    options = Options(**fields, optimizer=not args.no_optim, note=note)
-    hints = Hints(
+    options = WriteOptions(**fields, optimizer=not args.no_optim, note=note)
+    read_options = ReadOptions(
         given,
         tuple(args.hf_ignore_fields),
         args.universal_qkv_layout,
         optimizer=not args.no_optim,
         verify=False if args.no_verify_source else None,
     )
-    what = (args.load_dir, args.save_dir, args.saver, args.loader, args.ckpt_step, hints, options)
+    what = (
+        args.load_dir,
+        args.save_dir,
+        args.saver,
+        args.loader,
+        args.ckpt_step,
+        read_options,
+        options,
+    )
     with ProgressBar(f"-> {args.saver}") as progress:
         return conversion.convert(
             *what, args.overwrite, args.verify_target, progress.add, progress.restart

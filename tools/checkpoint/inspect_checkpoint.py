@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.conversion.formats import (
     FORMATS,
-    detect,
+    detect_format,
+    find_named_checkpoint,
     is_extra_state,
-    named_checkpoint,
     require_checkpoint,
 )
 from megatron.core.dist_checkpointing import (
@@ -261,14 +261,16 @@ def verify_target(root: Path, step: int | None) -> Path:
     """The directory to verify, even if the file that identifies its format is missing."""
     if any(root.glob("*.distcp")):
         return root
-    named, _ = named_checkpoint(root, step)
+    named, _ = find_named_checkpoint(root, step)
     path = (
         named
         if named is not None and any(named.glob("*.distcp"))
         else require_checkpoint(root, step).directory
     )
     if not (FORMATS["torch_dist"](path) or any(path.glob("*.distcp"))):
-        raise ValueError(f"{path} is a {detect(path)} checkpoint; only torch_dist can be verified")
+        raise ValueError(
+            f"{path} is a {detect_format(path)} checkpoint; only torch_dist can be verified"
+        )
     return path
 
 

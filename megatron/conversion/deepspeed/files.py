@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.formats import ZERO
+from megatron.conversion.file_names import ZERO
 from megatron.conversion.model_space.pieces import archive_faults
 from megatron.conversion.model_space.source import (
     GRAD_SCALER,
@@ -198,7 +198,7 @@ def model_state_name(rank: int) -> str:
     return f"mp_rank_{rank:02d}_model_states.pt"
 
 
-def universal_faults(directory: Path) -> list[str]:
+def list_universal_damage(directory: Path) -> list[str]:
     """Files that are missing or truncated. Raises CheckpointError for other damage.
 
     A state that one parameter has (Adam's moments or the momentum of SGD) all must have.

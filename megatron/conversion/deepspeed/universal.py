@@ -31,7 +31,7 @@ from megatron.conversion.deepspeed.files import (
     write_groups,
     write_scheduler,
 )
-from megatron.conversion.formats import LATEST, QKV_LAYOUTS, ZERO, Hints, Options
+from megatron.conversion.file_names import LATEST, ZERO
 from megatron.conversion.model_space.model import (
     check_parameters,
     exported_config,
@@ -64,6 +64,7 @@ from megatron.conversion.model_space.source import (
     plain_args,
     split_key,
 )
+from megatron.conversion.options import QKV_LAYOUTS, ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
@@ -79,24 +80,26 @@ class UniversalSource:
     the number of tokens to keep.
     """
 
-    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
-        hints = hints or Hints()
+    def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
+        read_options = read_options or ReadOptions()
         self._files = files = UniversalFiles(directory)
         self.description = files.description
         files.args = read_args(files.args, self.description) if files.args else {}
-        told = files.args | dict(hints.args)
+        told = files.args | dict(read_options.args)
         self.args: dict[str, Any] = _implied(files, told) | told
-        config = model_config(self.args, _vocabulary(files, hints.args), self.description)
+        config = model_config(self.args, _vocabulary(files, read_options.args), self.description)
         self.args |= resolved(config)
-        self.tensors = _tensors(files, config, hints.optimizer)
-        blocks = self._blocks(hints.qkv_layout, config)  # None: by query group, as the model has it
+        self.tensors = _tensors(files, config, read_options.optimizer)
+        blocks = self._blocks(
+            read_options.qkv_layout, config
+        )  # None: by query group, as the model has it
         heads = config.num_attention_heads, config.query_groups, config.head_dim
         self._qkv_map = None if blocks is None else qkv_blocks(*heads, blocks)
         self.unused = [f"model states: {name}" for name in lost_state(files.state)]
         self.training: TrainingState | None = read_training(
             files.state, files.optimizer_state(), files.step(), self.args
         )
-        if not hints.optimizer:
+        if not read_options.optimizer:
             self.training.param_groups = self.training.grad_scaler = None
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -252,7 +255,7 @@ _DS_VERSION = (
 def write_universal(
     source: Source,
     directory: Path,
-    options: Options | None = None,
+    options: WriteOptions | None = None,
     progress: Progress = no_progress,
 ) -> list[str]:
     """Write `source` below the empty `directory`; returns what could not be carried.
@@ -261,7 +264,7 @@ def write_universal(
     loader needs it. Raises ValueError for a model that the programs in question lack, before
     anything is written.
     """
-    options = options or Options()
+    options = options or WriteOptions()
     writer = _UniversalWriter(source, options)
     layers = writer.config.num_layers
     tied = not writer.config.untie_embeddings_and_output_weights
@@ -296,7 +299,7 @@ def write_universal(
 
 
 class _UniversalWriter:
-    def __init__(self, source: Source, options: Options) -> None:
+    def __init__(self, source: Source, options: WriteOptions) -> None:
         self.source = source
         self.config = config = exported_config(source, options.vocab_size)
         self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.formats import Hints, Options
 from megatron.conversion.huggingface.families import Family, choose_family, family_of
 from megatron.conversion.huggingface.tokenizer import (
     export_tokenizer,
@@ -69,6 +68,7 @@ from megatron.conversion.model_space.source import (
     read_whole,
     split_key,
 )
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import fsync_tree, write_json
 from megatron.core.transformer.transformer_config import TransformerConfig, compute_model_signature
@@ -157,16 +157,18 @@ class HuggingFaceSource:
     Raises ValueError for a model that is not supported, or files that do not fit together.
     """
 
-    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
-        hints = hints or Hints()
+    def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
+        read_options = read_options or ReadOptions()
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
-        given = hints.args
+        given = read_options.args
         hf = schema.read_json(directory / "config.json")
         try:
             family = family_of(hf)
-            self.args = family.read_config(hf, given, (*hints.ignored_fields, _QUANTIZATION))
-            quantization = None if _QUANTIZATION in hints.ignored_fields else hf.get(_QUANTIZATION)
+            self.args = family.read_config(hf, given, (*read_options.ignored_fields, _QUANTIZATION))
+            quantization = (
+                None if _QUANTIZATION in read_options.ignored_fields else hf.get(_QUANTIZATION)
+            )
             block = None if quantization is None else scaled_blocks(quantization)
         except ValueError as error:
             raise schema.CheckpointError(f"{directory}: {error}") from error
@@ -211,7 +213,7 @@ class HuggingFaceSource:
         # What the user gave is written last: it overrides everything that the files say.
         self.args |= resolved(config) | {"hf_model_type": family.model_type}
         self.args |= tokenizer_arguments(directory, hf) | dict(given)
-        self._sidecar = open_sidecar(directory / DIRECTORY) if hints.optimizer else None
+        self._sidecar = open_sidecar(directory / DIRECTORY) if read_options.optimizer else None
         self.training: TrainingState | None = None
         if self._sidecar is not None:
             self._add_sidecar(self._sidecar, config, given)
@@ -377,7 +379,7 @@ class HuggingFaceSource:
 def write_huggingface(
     source: Source,
     directory: Path,
-    options: Options | None = None,
+    options: WriteOptions | None = None,
     progress: Progress = no_progress,
 ) -> list[str]:
     """Write `source` into the empty `directory`; returns what it holds that could not be carried.
@@ -385,7 +387,7 @@ def write_huggingface(
     config.json is written last, so an interrupted export is no model. Raises ValueError for a model
     that transformers cannot express, before anything is written.
     """
-    options = options or Options()
+    options = options or WriteOptions()
     config = _config(source, options)
     family = choose_family(config, source.args.get("hf_model_type"))
     places = list(_stored_parameters(family, config, lambda name: False))
@@ -420,7 +422,7 @@ def write_huggingface(
     return tokenizer.lost + _not_carried(source, bool(optimizer))
 
 
-def _config(source: Source, options: Options) -> TransformerConfig:
+def _config(source: Source, options: WriteOptions) -> TransformerConfig:
     dtype = options.dtype or source.tensors[WORD_EMBEDDINGS].dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weights of {dtype} cannot be written: give --dtype fp32, bf16 or fp16")

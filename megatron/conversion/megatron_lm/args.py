@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
+from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.model_space.pieces import archive_faults
 from megatron.conversion.model_space.source import (
     COMMON,
@@ -33,7 +33,7 @@ CHECKPOINT_VERSION = 3.0  # Megatron-LM's, since it groups QKV rows by query gro
 
 # What loaders of Megatron-LM and Megatron-Bridge read of the arguments, of a model that has none of
 # it.
-ASKED_FOR: dict[str, Any] = {
+LOADER_DEFAULTS: dict[str, Any] = {
     "multi_latent_attention": False,
     "qk_l2_norm": False,
     "heterogeneous_layers_config_path": None,
@@ -60,11 +60,11 @@ ASKED_FOR: dict[str, Any] = {
 }
 
 
-def with_asked_for(args: Mapping[str, Any]) -> dict[str, Any]:
+def add_loader_defaults(args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, with those that loaders ask for."""
     # Local layers without Apex use torch's norms, which refuse to persist.
     local = args.get("transformer_impl") == "local"
-    return {**ASKED_FOR, **args, **({"no_persist_layer_norm": True} if local else {})}
+    return {**LOADER_DEFAULTS, **args, **({"no_persist_layer_norm": True} if local else {})}
 
 
 # How the optimizer state lies in torch_dist files, in Megatron-core's terms: a key per layer, at
@@ -197,7 +197,7 @@ def chained(optimizer: Any) -> list[Mapping[str, Any]]:
     return optimizer if isinstance(optimizer, list) else [optimizer]
 
 
-def in_chain(optimizer: dict[str, Any], args: Mapping[str, Any]) -> dict[Any, Any]:
+def split_by_expert_optimizer(optimizer: dict[str, Any], args: Mapping[str, Any]) -> dict[Any, Any]:
     """`optimizer` of common.pt as a run with these arguments has it: with EP > 1 experts have one of their own.
 
     Of their parameters only biases are without weight decay.
@@ -407,7 +407,7 @@ def first_legacy(directory: Path) -> Path:
     return files[0]
 
 
-def legacy_faults(directory: Path) -> list[str]:
+def list_legacy_damage(directory: Path) -> list[str]:
     """Files that are missing or damaged: those of every rank that the stored arguments call for."""
     first = first_legacy(directory)
     stored = COMMON(open_legacy(first), str(first)).get("args")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE, Hints
+from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.megatron_lm.args import (
     MegatronRank,
     arguments,
@@ -47,6 +47,7 @@ from megatron.conversion.model_space.source import (
     optimizer_key,
     scalar,
 )
+from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.schema import (
@@ -90,8 +91,8 @@ Stored = FileTensor | torch.Tensor | _GroupedExpert
 class LegacySource:
     """One iteration directory. Tensors stay in the files until they are read."""
 
-    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
-        optimizer = hints is None or hints.optimizer
+    def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
+        optimizer = read_options is None or read_options.optimizer
         self.description = f"legacy checkpoint {directory}"
         first_file = first_legacy(directory)
         first = open_legacy(first_file)

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.formats import MODEL_FILE, OPTIMIZER_FILE
+from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.megatron_lm.args import (
     MegatronRank,
     common_state,
-    in_chain,
     initial_rng_state,
     least_world,
     rng_key,
+    split_by_expert_optimizer,
     stored_grad_scaler,
 )
 from megatron.conversion.megatron_lm.optimizer_state import (
@@ -204,7 +204,9 @@ class _Contents:
             )
         content["opt_param_scheduler"] = training.scheduler
         kinds = by_optimizer(chunks, rank.expert is not None)
-        optimizers = [in_chain({"optimizer": {"param_groups": training.param_groups}}, args)]
+        optimizers = [
+            split_by_expert_optimizer({"optimizer": {"param_groups": training.param_groups}}, args)
+        ]
         if rank.expert is not None:  # an optimizer for dense layers, one for experts
             optimizers = list(optimizers[0].values())
         if args["use_distributed_optimizer"]:

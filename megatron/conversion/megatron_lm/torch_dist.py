@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.formats import Hints, is_extra_state
+from megatron.conversion.formats import is_extra_state
 from megatron.conversion.megatron_lm.args import (
-    ASKED_FOR,
+    LOADER_DEFAULTS,
     MegatronRank,
+    add_loader_defaults,
     arguments,
     common_state,
     extra_states,
-    in_chain,
     param_groups,
+    split_by_expert_optimizer,
     stored_grad_scaler,
     training_state,
-    with_asked_for,
 )
 from megatron.conversion.megatron_lm.bridge import RUN_CONFIG, bridge_common
 from megatron.conversion.megatron_lm.optimizer_state import (
@@ -66,6 +66,7 @@ from megatron.conversion.model_space.source import (
     no_progress,
     optimizer_key,
 )
+from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Reader,
@@ -108,12 +109,12 @@ def stored_common(reader: Reader, directory: Path, verify: bool = True) -> dict[
     )
 
 
-def open_torch_dist(directory: Path, hints: Hints) -> Source:
+def open_torch_dist(directory: Path, read_options: ReadOptions) -> Source:
     """What a run here saved is presented as it is, if that is asked for, and all else in model
     space.
     """
-    if hints.as_saved:
-        verify = hints.verify is not False
+    if read_options.as_saved:
+        verify = read_options.verify is not False
         common = COMMON(load_common(directory, verify=verify), str(directory / COMMON_FILE))
         if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
             run = RunCheckpoint(directory, common, verify)
@@ -125,7 +126,7 @@ def open_torch_dist(directory: Path, hints: Hints) -> Source:
                 if not key.startswith("optimizer.")
             ):
                 return run
-    return TorchDistSource(directory, hints)
+    return TorchDistSource(directory, read_options)
 
 
 def _generators(reader: Reader) -> dict[str, Callable[[], Any]]:
@@ -143,10 +144,10 @@ class TorchDistSource:
     (0.12), or not distributed.
     """
 
-    def __init__(self, directory: Path, hints: Hints | None = None) -> None:
-        hints = hints or Hints()
-        optimizer = hints.optimizer
-        verify = hints.verify is not False
+    def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
+        read_options = read_options or ReadOptions()
+        optimizer = read_options.optimizer
+        verify = read_options.verify is not False
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(directory, verify=verify)
         stored = self._reader.metadata
@@ -463,10 +464,10 @@ def _common(source: Source) -> dict[str, Any]:
     told = {
         name: value
         for name, value in source.args.items()
-        if value is not None or name not in ASKED_FOR
+        if value is not None or name not in LOADER_DEFAULTS
     }
     del config["transformer_impl"]  # nothing is computed here
-    args = with_asked_for(config | {"params_dtype": weights.dtype} | told)
+    args = add_loader_defaults(config | {"params_dtype": weights.dtype} | told)
     args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
     # Megatron-LM's reader takes the checkpoint's word for what it may ask for.
     args["no_save_optim"] = training is None or training.param_groups is None
@@ -481,7 +482,7 @@ def _common(source: Source) -> dict[str, Any]:
         if training.grad_scaler is not None:
             optimizer["grad_scaler"] = stored_grad_scaler(training.grad_scaler)
         optimizer["param_state_sharding_type"] = "fully_reshardable"
-        common["optimizer"] = in_chain(optimizer, args)
+        common["optimizer"] = split_by_expert_optimizer(optimizer, args)
     if training is not None and training.scheduler is not None:
         common["opt_param_scheduler"] = training.scheduler
     return COMMON(common, source.description)  # the schema of the readers

@@ -28,19 +28,20 @@ import torch
 import torch.distributed as dist
 
 from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.formats import Options, is_huggingface
+from megatron.conversion.formats import is_huggingface
 from megatron.conversion.huggingface.families import choose_family
-from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
 from megatron.conversion.megatron_lm.args import (
+    add_loader_defaults,
     extra_states,
-    in_chain,
     initial_cuda_state,
-    with_asked_for,
+    split_by_expert_optimizer,
 )
+from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
 from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import COMMON, Progress
+from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Generation,
@@ -136,7 +137,7 @@ def common_state(run: Run) -> dict[str, Any]:
     }
     common = megatron_common_state(make_namespace(config.flags(), derived), state)
     if not config.checkpoint.no_save_optim:
-        common["optimizer"] = in_chain(run.optimizer.state_dict(), config.flags())
+        common["optimizer"] = split_by_expert_optimizer(run.optimizer.state_dict(), config.flags())
         common["opt_param_scheduler"] = run.scheduler.state_dict()
     if run.validated is not None and run.validated[0] == state.iteration:
         common[VALIDATION_LOSS] = run.validated[1]
@@ -148,7 +149,7 @@ def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argp
     """All options and what follows from them, with Megatron-LM's attribute names, so that its tools
     and other readers find what they know.
     """
-    args = {**with_asked_for(flags), "layernorm_epsilon": flags["norm_epsilon"], **derived}
+    args = {**add_loader_defaults(flags), "layernorm_epsilon": flags["norm_epsilon"], **derived}
     if flags["null_tokenizer_eod_id"] is None:
         if flags["tokenizer_type"] == "NullTokenizer":
             # Store a size that counts the end-of-document token, as Megatron-LM since 0.19 does:
@@ -222,7 +223,10 @@ def save_hf(run: Run) -> None:
     try:
         weights = run.optimizer.weights(model_state(run))
         save(
-            weights, directory, common=common, rewrite=partial(_rewrite_as_hf, Options(trusted=own))
+            weights,
+            directory,
+            common=common,
+            rewrite=partial(_rewrite_as_hf, WriteOptions(trusted=own)),
         )
     except CheckpointError as error:  # on every rank
         _begin_anew(run, directory)
@@ -238,7 +242,7 @@ def _begin_anew(run: Run, directory: Path) -> None:
     dist.barrier()
 
 
-def _rewrite_as_hf(options: Options, directory: Path, progress: Progress) -> None:
+def _rewrite_as_hf(options: WriteOptions, directory: Path, progress: Progress) -> None:
     _replace_files(
         directory, lambda made: convert(directory, made, "hf", options=options, progress=progress)
     )

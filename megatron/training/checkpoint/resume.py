@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from megatron.conversion.convert import load_from_source, open_found
 from megatron.conversion.formats import (
-    Found,
-    Hints,
+    CheckpointRef,
     NoCheckpointError,
     find_checkpoint,
     is_extra_state,
 )
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, TrainingState
+from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject, read_lineage
 from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
     DistributedLocalCheckpoint,
@@ -85,12 +85,12 @@ def find_start(
         assert tier is not None
         start = _open_local(config, tier, found, damaged)
         return start or find_start(config, tier, damaged | {found.name})
-    hints = Hints(
+    read_options = ReadOptions(
         optimizer=not (weights_only or config.no_load_optim),
         as_saved=True,
         verify=config.ckpt_verify,
     )
-    source = coordination.run_on_all(lambda: open_found(found, hints))
+    source = coordination.run_on_all(lambda: open_found(found, read_options))
     return Start(found.directory, source, weights_only)
 
 
@@ -112,10 +112,10 @@ def _open_local(
     """None if it cannot be used, as rank 0 says then. Collective."""
     local = DistributedLocalCheckpoint(tier, held)
     # `DistributedLocalCheckpoint` verifies everything that it reads.
-    hints = Hints(optimizer=not config.no_load_optim, as_saved=True, verify=False)
+    read_options = ReadOptions(optimizer=not config.no_load_optim, as_saved=True, verify=False)
     try:
         source = Coordination.of(None).run_on_all(
-            lambda: open_found(Found(local.directory, "torch_dist"), hints)
+            lambda: open_found(CheckpointRef(local.directory, "torch_dist"), read_options)
         )
     except CheckpointError as refusal:
         local.close()
@@ -126,7 +126,7 @@ def _open_local(
 
 def _choose(
     config: CheckpointConfig, held: list[LocalCheckpointInfo]
-) -> tuple[Found | LocalCheckpointInfo, bool] | None:
+) -> tuple[CheckpointRef | LocalCheckpointInfo, bool] | None:
     """On rank 0: what to load, and whether only its weights count. `held`: what the nodes have,
     newest first.
     """

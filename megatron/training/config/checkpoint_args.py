@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.conversion.convert import open_found
-from megatron.conversion.formats import Hints, find_checkpoint
+from megatron.conversion.formats import find_checkpoint
+from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.flags import raise_problems
 from megatron.core.object_storage import path_of
@@ -46,7 +47,9 @@ def _read(given: Given) -> dict[str, Any]:
     load = given["load"]
     found = find_checkpoint(load, given.get("ckpt_step"))
     if found is not None:
-        return normalize_stored_args(open_found(found, Hints(optimizer=False, as_saved=True)).args)
+        return normalize_stored_args(
+            open_found(found, ReadOptions(optimizer=False, as_saved=True)).args
+        )
     save = given.get("save")
     is_first_start = save is not None and path_of(save).resolve() == path_of(load).resolve()
     if is_first_start and not given.get("exit_on_missing_checkpoint"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint
-from megatron.conversion.formats import Options
+from megatron.conversion.options import WriteOptions
 from tests import GOLDEN
 
 MEGATRON = sorted(
@@ -74,7 +74,7 @@ def test_every_chain_ends_where_the_direct_way_ends(start: Path, tmp_path: Path)
         with tarfile.open(start) as archive:
             archive.extractall(tmp_path, filter="data")
         start = tmp_path / name_of(start)
-    options = Options(
+    options = WriteOptions(
         optim_sidecar=any(key.startswith("optimizer.") for key in open_checkpoint(start).tensors)
     )
     convert(start, tmp_path / "direct", "hf", options=options)

@@ -12,16 +12,16 @@ import torch
 
 from megatron.conversion.convert import WRITERS, compare, convert, open_checkpoint
 from megatron.conversion.formats import FORMATS as READABLE
-from megatron.conversion.formats import Hints, Options
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError, read_metadata, write_tracker
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.core.dist_checkpointing.test_integrity import with_older_checksums
 
 FORMATS = list(WRITERS)
-LAYOUT = Options(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True)
+LAYOUT = WriteOptions(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,9 @@ def first_checkpoint(root: Path, args=LLAMA_ARGS, **changes):
 @pytest.mark.parametrize("source_format,target_format", list(itertools.product(FORMATS, FORMATS)))
 def test_every_pair_carries_weights_and_optimizer(tmp_path, source_format, target_format, args):
     source = first_checkpoint(tmp_path / "run", args)
-    convert(tmp_path / "run", tmp_path / "a", source_format, options=Options(optim_sidecar=True))
+    convert(
+        tmp_path / "run", tmp_path / "a", source_format, options=WriteOptions(optim_sidecar=True)
+    )
     outcome = convert(tmp_path / "a", tmp_path / "b", target_format, options=LAYOUT, verify=True)
     result = open_checkpoint(tmp_path / "b")
     assert outcome.verified == compare(source, result) == len(source.tensors)
@@ -72,7 +74,7 @@ def test_chain_through_all_formats_and_back(tmp_path, args, distributed):
             tmp_path / f"{step}",
             tmp_path / f"{step + 1}",
             saver,
-            options=LAYOUT if step % 2 else Options(optim_sidecar=True),
+            options=LAYOUT if step % 2 else WriteOptions(optim_sidecar=True),
         )
     assert compare(source, open_checkpoint(tmp_path / "8")) == len(source.tensors)
 
@@ -83,7 +85,7 @@ def test_without_optimizer_and_in_another_dtype(tmp_path):
         tmp_path / "run",
         tmp_path / "out",
         "legacy",
-        options=Options(optimizer=False, dtype=torch.bfloat16),
+        options=WriteOptions(optimizer=False, dtype=torch.bfloat16),
     )
     result = open_checkpoint(tmp_path / "out")
     assert not any(key.startswith("optimizer.") for key in result.tensors)
@@ -99,7 +101,7 @@ def test_progress_reaches_what_was_announced(tmp_path, saver, sidecar):
     write_torch_dist(random_source(LLAMA_ARGS | {"bf16": True}, vocab_size=4000), tmp_path / "run")
     announced = []
     written = []
-    options = Options(optim_sidecar=sidecar, workers=2)
+    options = WriteOptions(optim_sidecar=sidecar, workers=2)
     convert(
         tmp_path / "run",
         tmp_path / "out",
@@ -170,12 +172,15 @@ def test_sources_that_are_none(tmp_path):
 def test_checksums_of_earlier_releases_are_compared_as_well(tmp_path):
     first_checkpoint(tmp_path / "run")
     with_older_checksums(tmp_path / "run" / "iter_0000007")
-    assert open_checkpoint(tmp_path / "run", hints=Hints(verify=True)).training.iteration == 7
+    assert (
+        open_checkpoint(tmp_path / "run", read_options=ReadOptions(verify=True)).training.iteration
+        == 7
+    )
     (tmp_path / "run" / "iter_0000007" / "checksums.json").unlink()
     with pytest.raises(
         ValueError, match=r"--ckpt-verify: .* has neither checksums.bin nor integrity.json"
     ):
-        open_checkpoint(tmp_path / "run", hints=Hints(verify=True))
+        open_checkpoint(tmp_path / "run", read_options=ReadOptions(verify=True))
 
 
 def test_damaged_source_is_refused(tmp_path):
@@ -200,7 +205,7 @@ def test_damaged_source_is_refused(tmp_path):
     damaged = bytearray(intact)
     damaged[-1] ^= 1  # in the padding of a file
     shard.write_bytes(damaged)
-    convert(tmp_path / "run", tmp_path / "out", "hf", hints=Hints(verify=False))
+    convert(tmp_path / "run", tmp_path / "out", "hf", read_options=ReadOptions(verify=False))
 
 
 def test_a_directory_of_another_format_than_told_is_named(tmp_path):

@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 
 from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.deepspeed.universal import write_universal
-from megatron.conversion.formats import Options, require_checkpoint
+from megatron.conversion.formats import require_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.options import WriteOptions
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert
 
@@ -126,7 +127,7 @@ def test_options_for_other_formats_are_named(tmp_path: Path) -> None:
 
 
 def test_steps_of_a_universal_root(tmp_path: Path) -> None:
-    write_universal(random_source(GPT_ARGS), tmp_path / "in", Options())
+    write_universal(random_source(GPT_ARGS), tmp_path / "in", WriteOptions())
     assert (
         open_checkpoint(tmp_path / "in", step=7).tensors == open_checkpoint(tmp_path / "in").tensors
     )

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
-from megatron.conversion.formats import Options
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import write_tracker
 from tests import ROOT
 from tests.support.memory_source import LLAMA_ARGS, random_source
@@ -103,7 +103,7 @@ def sources(tmp_path_factory):
     source = random_source(LLAMA_ARGS, vocab_size=4000)
     write_torch_dist(source, root / "torch_dist" / "iter_0000007", files=2)
     write_tracker(root / "torch_dist", 7)
-    options = Options(tensor_parallel=2, pipeline_parallel=2, max_shard_size=600_000)
+    options = WriteOptions(tensor_parallel=2, pipeline_parallel=2, max_shard_size=600_000)
     for form in FORMATS[1:]:
         convert(root / "torch_dist", root / form, form, options=options)
     return root
@@ -134,7 +134,7 @@ def test_damaged_sources(sources, tmp_path, form, number):
     before = content(tmp_path / "source")
     saver = "legacy" if form == "torch_dist" else "torch_dist"
     with pytest.raises((ValueError, OSError), match=reason):
-        convert(tmp_path / "source", tmp_path / "target", saver, options=Options(workers=2))
+        convert(tmp_path / "source", tmp_path / "target", saver, options=WriteOptions(workers=2))
     assert content(tmp_path / "source") == before
     assert os.listdir(tmp_path) == ["source"]
 
@@ -180,7 +180,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from megatron.conversion.convert import convert
-from megatron.conversion.formats import Options
+from megatron.conversion.options import WriteOptions
 
 calls = 0
 

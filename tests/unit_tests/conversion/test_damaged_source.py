@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.formats import Hints, Options
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert
@@ -38,7 +38,7 @@ def test_single_bit_flip_is_refused(tmp_path: Path, pristine: Path, seed: int) -
     path = run / random_bits.choice(["__0_0.distcp", "common.pt", ".metadata"])
     flip_bit(path, random_bits.randrange(8 * path.stat().st_size))
     with pytest.raises(CheckpointError, match=rf"{path.name}.*damaged"):
-        convert(run, tmp_path / "hf", "hf", options=Options(optim_sidecar=True))
+        convert(run, tmp_path / "hf", "hf", options=WriteOptions(optim_sidecar=True))
     assert not (tmp_path / "hf").exists()
 
 
@@ -62,10 +62,10 @@ def test_required_checksums_may_be_megatrons(tmp_path: Path, pristine: Path) -> 
     shutil.copytree(pristine, run)
     (run / "checksums.bin").unlink()
     with pytest.raises(CheckpointError, match=r"has neither checksums.bin nor integrity.json"):
-        open_checkpoint(run, hints=Hints(verify=True))
+        open_checkpoint(run, read_options=ReadOptions(verify=True))
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in run.iterdir()}
     (run / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": files}))
-    open_checkpoint(run, hints=Hints(verify=True))
+    open_checkpoint(run, read_options=ReadOptions(verify=True))
     flip_bit(run / "__0_0.distcp", 4000)
     with pytest.raises(CheckpointError, match=r"__0_0.distcp: damaged: .* integrity.json"):
-        open_checkpoint(run, hints=Hints(verify=True))
+        open_checkpoint(run, read_options=ReadOptions(verify=True))

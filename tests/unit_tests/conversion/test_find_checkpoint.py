@@ -10,15 +10,15 @@ import pytest
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint, open_found
 from megatron.conversion.formats import (
     FORMATS,
-    Found,
-    Options,
+    CheckpointRef,
     find_checkpoint,
     iteration_directory,
     iteration_of,
-    newest_first,
+    list_newest_first,
     saved_iterations,
 )
 from megatron.conversion.model_space.source import no_progress, read_whole
+from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import write_tracker
 from tests.support.memory_source import GPT_ARGS, random_source
 
@@ -39,7 +39,7 @@ def runs(tmp_path_factory):
             for group in source.training.param_groups:
                 group["step"] = iteration
             part = tmp_path_factory.mktemp("part")
-            WRITERS[name](source, part, Options(tensor_parallel=2), no_progress)
+            WRITERS[name](source, part, WriteOptions(tensor_parallel=2), no_progress)
             shutil.copytree(part, roots[name], dirs_exist_ok=True)
     return roots
 
@@ -49,7 +49,7 @@ def run(request, runs, tmp_path):
     """(format, root, old checkpoint, new checkpoint): a copy to be damaged."""
     root = tmp_path / "run"
     shutil.copytree(runs[request.param], root)
-    new, old = newest_first(root)
+    new, old = list_newest_first(root)
     return request.param, root, old, new
 
 
@@ -70,20 +70,20 @@ def test_nothing_there(tmp_path):
 
 def test_the_tracker_decides(run):
     form, root, old, new = run
-    assert find_checkpoint(root) == Found(new, form)
+    assert find_checkpoint(root) == CheckpointRef(new, form)
     write_tracker(root, 5)
     (root / "latest_universal").unlink(missing_ok=True)
-    assert find_checkpoint(root) == Found(old, form)
+    assert find_checkpoint(root) == CheckpointRef(old, form)
 
 
 def test_a_checkpoint_itself(run):
     form, _, old, _ = run
-    assert find_checkpoint(old) == Found(old, form)
+    assert find_checkpoint(old) == CheckpointRef(old, form)
 
 
 def test_a_step_rules_over_the_tracker(run):
     form, root, old, _ = run
-    assert find_checkpoint(root, 5) == Found(old, form)
+    assert find_checkpoint(root, 5) == CheckpointRef(old, form)
     with pytest.raises(
         ValueError, match=rf"--ckpt-step 7.*does not exist; complete are: .*{old.name}"
     ):
@@ -135,7 +135,7 @@ def test_every_missing_or_truncated_file_is_found_out(run):
                 source = open_found(found)
                 assert all(read_whole(source, key).numel() for key in source.tensors), path
             path.write_bytes(content)
-    assert find_checkpoint(root) == Found(new, form)
+    assert find_checkpoint(root) == CheckpointRef(new, form)
     needed = {"torch_dist": "*.distcp", "legacy": "*.pt", "universal": "zero/*/[fe]*.pt"}
     assert found_out >= (1 if form == "universal" else 3) * len(list(new.rglob(needed[form])))
 
@@ -159,8 +159,8 @@ def test_checkpoints_none_of_which_is_whole(run):
 
 def test_a_release(tmp_path):
     source = dataclasses.replace(random_source(GPT_ARGS), training=None)
-    WRITERS["torch_dist"](source, tmp_path, Options(), no_progress)
-    assert find_checkpoint(tmp_path) == Found(tmp_path / "release", "torch_dist")
+    WRITERS["torch_dist"](source, tmp_path, WriteOptions(), no_progress)
+    assert find_checkpoint(tmp_path) == CheckpointRef(tmp_path / "release", "torch_dist")
     (tmp_path / TRACKERS[0]).unlink()
     assert find_checkpoint(tmp_path).directory == tmp_path / "release"
     (tmp_path / "release/metadata.json").unlink()

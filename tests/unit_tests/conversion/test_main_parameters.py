@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatron.conversion.convert import convert, load_from_source, open_checkpoint
-from megatron.conversion.formats import Hints, Options
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import Source, optimizer_key, read_whole
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     ShardedTensor,
@@ -80,8 +80,8 @@ def test_the_way_out_takes_the_weights_from_the_weights(tmp_path: Path) -> None:
         tmp_path / "run",
         tmp_path / "hf",
         "hf",
-        options=Options(optimizer=False),
-        hints=Hints(optimizer=False),
+        options=WriteOptions(optimizer=False),
+        read_options=ReadOptions(optimizer=False),
     )
     result = open_checkpoint(tmp_path / "hf")
     assert all(torch.equal(read_whole(result, key), source.values[key]) for key in result.tensors)
@@ -102,7 +102,9 @@ def test_optimizers_that_are_not_ours_are_refused_by_name(
         open_checkpoint(tmp_path / "run")
     assert not any(
         key.startswith("optimizer.")
-        for key in open_checkpoint(tmp_path / "run", hints=Hints(optimizer=False)).tensors
+        for key in open_checkpoint(
+            tmp_path / "run", read_options=ReadOptions(optimizer=False)
+        ).tensors
     )
 
 
@@ -164,7 +166,7 @@ def test_loss_scaler_state_survives_every_format(tmp_path: Path, form: str) -> N
     stored = load_common(tmp_path / "run")["optimizer"]["grad_scaler"]
     assert stored["scale"].tolist() == [1024.0]
     convert(tmp_path / "run", tmp_path / form, form)
-    sidecar = Options(optim_sidecar=True)
+    sidecar = WriteOptions(optim_sidecar=True)
     convert(tmp_path / form, tmp_path / "hf", "hf", options=sidecar, verify=True)
     convert(tmp_path / "hf", tmp_path / "again", "torch_dist")
     training = open_checkpoint(tmp_path / "again").training

@@ -12,10 +12,10 @@ import safetensors.torch
 
 from megatron.conversion.convert import convert
 from megatron.conversion.deepspeed.universal import write_universal
-from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.source import TrainingState
+from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.schema import plausible
 from tests.support.memory_source import LLAMA_ARGS, random_source
@@ -26,7 +26,9 @@ SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A Hugging Face model with the sidecar of a run."""
-    write_huggingface(random_source(LLAMA_ARGS), tmp_path / "model", Options(optim_sidecar=True))
+    write_huggingface(
+        random_source(LLAMA_ARGS), tmp_path / "model", WriteOptions(optim_sidecar=True)
+    )
     return tmp_path / "model"
 
 
@@ -147,7 +149,7 @@ def test_a_pipe_or_a_device_is_not_waited_for(name: str, model: Path, tmp_path: 
 
 
 def exported(
-    tmp_path: Path, args: dict, options: Options | None = None
+    tmp_path: Path, args: dict, options: WriteOptions | None = None
 ) -> tuple[set[str], list[str]]:
     """Files of the model that a run with these arguments is exported to, and what could not be
     carried.
@@ -177,7 +179,7 @@ def test_secrets_do_not_leave_with_a_model(kind: str, tmp_path: Path) -> None:
 
 def test_a_confirmed_path_must_hold_what_it_claims(tmp_path: Path) -> None:
     (tmp_path / "id_rsa").write_text(SECRET)
-    files, lost = exported(tmp_path, {}, Options(tokenizer=tmp_path / "id_rsa"))
+    files, lost = exported(tmp_path, {}, WriteOptions(tokenizer=tmp_path / "id_rsa"))
     assert "tokenizer.model" not in files and "is not a SentencePiece model" in lost[0]
 
 
@@ -188,7 +190,7 @@ def test_a_confirmed_directory_gives_what_is_a_tokenizer_and_tells_it(tmp_path: 
     (tokenizer / "chat_template.jinja").write_text(SECRET)
     (tokenizer / "merges.txt").write_text(SECRET)
     notes: list[str] = []
-    files, lost = exported(tmp_path, {}, Options(tokenizer=tokenizer, note=notes.append))
+    files, lost = exported(tmp_path, {}, WriteOptions(tokenizer=tokenizer, note=notes.append))
     assert files >= {"tokenizer.json"} and not files & {"chat_template.jinja", "merges.txt"}
     assert len(lost) == 2 and notes == [
         f"tokenizer: {tokenizer / 'tokenizer.json'} -> tokenizer.json"
@@ -200,7 +202,7 @@ def test_links_out_of_a_tokenizer_are_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer/tokenizer.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to"):
-        exported(tmp_path, {}, Options(tokenizer=tmp_path / "tokenizer"))
+        exported(tmp_path, {}, WriteOptions(tokenizer=tmp_path / "tokenizer"))
 
 
 # Planted links, sizes, headers, names.

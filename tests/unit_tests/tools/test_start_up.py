@@ -9,7 +9,8 @@ import torch
 
 from megatron.conversion.convert import READERS, WRITERS
 from megatron.conversion.deepspeed import files
-from megatron.conversion.formats import FORMATS, STYLES
+from megatron.conversion.formats import FORMATS
+from megatron.conversion.options import UNIVERSAL_STYLES
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, save, write_tracker
 from megatron.core.dist_checkpointing.format.metadata import itemsize
@@ -80,7 +81,7 @@ def test_other_formats_need_torch():
 
 
 def test_choices_are_those_of_the_tables():
-    assert [*READERS] == [*WRITERS] == [*FORMATS] and [*files.STYLES] == [*STYLES]
+    assert [*READERS] == [*WRITERS] == [*FORMATS] and [*files.STYLES] == [*UNIVERSAL_STYLES]
 
 
 def test_sizes_of_dtypes_follow_from_their_names():

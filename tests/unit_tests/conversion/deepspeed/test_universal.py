@@ -13,7 +13,7 @@ import torch
 from torch.testing import assert_close
 
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
-from megatron.conversion.formats import Hints, Options, formats_of, read_latest
+from megatron.conversion.formats import list_formats, read_latest
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.model_space.source import (
     WORD_EMBEDDINGS,
@@ -21,6 +21,7 @@ from megatron.conversion.model_space.source import (
     optimizer_key,
     read_whole,
 )
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from tests import GOLDEN
 from tests.support.distributed import DistributedPool
@@ -56,7 +57,7 @@ def at(root: Path) -> Path:
 def opened(
     root: Path, args: dict[str, Any] | None = None, qkv_layout: str | None = None
 ) -> UniversalSource:
-    return UniversalSource(at(root), Hints(args or {}, qkv_layout=qkv_layout))
+    return UniversalSource(at(root), ReadOptions(args or {}, qkv_layout=qkv_layout))
 
 
 def array(path: Path) -> torch.Tensor:
@@ -165,7 +166,7 @@ def test_golden_round_trip(name: str, golden: Path, tmp_path: Path) -> None:
     write_universal(
         source,
         tmp_path / "out",
-        Options(blocks, universal_style=style, qkv_blocks=blocks is not None, workers=2),
+        WriteOptions(blocks, universal_style=style, qkv_blocks=blocks is not None, workers=2),
     )
     ours = at(tmp_path / "out")
     theirs = at(golden / name)
@@ -244,7 +245,7 @@ def test_round_trip(name: str, style: str | None, tmp_path: Path) -> None:
     source = random_source(ROUND_TRIPS[name] | {"lr": 3e-3})
     assert source.training is not None
     source.training.grad_scaler = {"scale": 1024.0, "growth_tracker": 3}
-    write_universal(source, tmp_path / "out", Options(universal_style=style))
+    write_universal(source, tmp_path / "out", WriteOptions(universal_style=style))
     back = opened(tmp_path / "out")
     assert back.tensors == source.tensors and back.training == source.training
     for key in source.tensors:
@@ -268,7 +269,7 @@ def test_schedule_survives_whole(tmp_path: Path, style: str) -> None:
         "wsd_decay_style": "minus_sqrt",
         "lr_decay_style": "WSD",
     }
-    write_universal(source, tmp_path, Options(universal_style=style))
+    write_universal(source, tmp_path, WriteOptions(universal_style=style))
     training = opened(tmp_path).training
     assert training is not None and training.scheduler == source.training.scheduler
 
@@ -292,7 +293,7 @@ def test_foreign_models_and_missing_optimizers_are_named(tmp_path: Path) -> None
 def test_blocks_of_q_k_and_v(tmp_path: Path) -> None:
     """The layout is taken from the arguments, and can be named."""
     source = random_source(GPT_ARGS)
-    write_universal(source, tmp_path / "out", Options(2, qkv_blocks=True))
+    write_universal(source, tmp_path / "out", WriteOptions(2, qkv_blocks=True))
     assert torch.equal(read_whole(opened(tmp_path / "out"), QKV), source.values[QKV])
     misread = read_whole(opened(tmp_path / "out", qkv_layout="groups"), QKV)
     assert not torch.equal(misread, source.values[QKV])
@@ -305,7 +306,7 @@ def test_blocks_of_q_k_and_v(tmp_path: Path) -> None:
         opened(tmp_path / "plain", qkv_layout="thirds")
     llama = random_source(LLAMA_ARGS)
     with pytest.raises(ValueError, match="no --group-query-attention"):
-        write_universal(llama, tmp_path / "llama", Options(2, qkv_blocks=True))
+        write_universal(llama, tmp_path / "llama", WriteOptions(2, qkv_blocks=True))
     write_universal(llama, tmp_path / "llama")
     with pytest.raises(ValueError, match="something else than grouped-query attention"):
         opened(tmp_path / "llama", qkv_layout="tp-blocks")
@@ -499,7 +500,9 @@ def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
     source = random_source(GPT_ARGS)
     with pytest.raises(OSError, match="disk full"):
         write_universal(Failing(source.args, source.values, source.training), tmp_path / "out")
-    assert not (tmp_path / "out" / "latest_universal").exists() and not formats_of(tmp_path / "out")
+    assert not (tmp_path / "out" / "latest_universal").exists() and not list_formats(
+        tmp_path / "out"
+    )
 
 
 def test_names_and_sizes_that_cannot_be(written: Path) -> None:

@@ -11,12 +11,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
-from megatron.conversion.formats import Options
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.families import MIXTRAL, QWEN2_MOE, QWEN3_MOE, choose_family
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.source import is_trained, optimizer_key, read_whole
+from megatron.conversion.options import WriteOptions
 from megatron.core.models import GPTModel
 from tests.support.memory_source import random_source
 
@@ -188,7 +188,7 @@ def test_there_and_back(saved, tmp_path, name):
         directory,
         tmp_path / "legacy",
         "legacy",
-        options=Options(tensor_parallel=2, **whole_experts),
+        options=WriteOptions(tensor_parallel=2, **whole_experts),
     )
     convert(tmp_path / "legacy", tmp_path / "torch_dist", "torch_dist")
     convert(tmp_path / "torch_dist", tmp_path / "hf", "hf")
@@ -320,13 +320,16 @@ def test_the_bias_that_follows_the_load_stays_in_full_precision(saved, tmp_path)
         del source.values[key]
     write_torch_dist(source, tmp_path / "run")
     convert(
-        tmp_path / "run", tmp_path / "half", "torch_dist", options=Options(dtype=torch.bfloat16)
+        tmp_path / "run",
+        tmp_path / "half",
+        "torch_dist",
+        options=WriteOptions(dtype=torch.bfloat16),
     )
     convert(
         tmp_path / "run",
         tmp_path / "hf",
         "hf",
-        options=Options(dtype=torch.bfloat16, optim_sidecar=True),
+        options=WriteOptions(dtype=torch.bfloat16, optim_sidecar=True),
     )
     stored = load_file(tmp_path / "hf/model.safetensors")
     assert {value.dtype for name, value in stored.items() if "e_score_correction" in name} == {

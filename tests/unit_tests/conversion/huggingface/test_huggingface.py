@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron.conversion.formats import Options, is_huggingface
+from megatron.conversion.formats import is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.source import read_whole
+from megatron.conversion.options import WriteOptions
 from tests import ROOT
 from tests.support.compare import assert_same
 from tests.support.distributed import DistributedPool
@@ -80,7 +81,7 @@ def test_golden_round_trip(name: str, tmp_path: Path) -> None:
     assert is_huggingface(GOLDEN / name)
     source = HuggingFaceSource(GOLDEN / name)
     assert source.unused == [] and source.training is None
-    assert write_huggingface(source, tmp_path / "out", Options(trusted=(GOLDEN / name,))) == []
+    assert write_huggingface(source, tmp_path / "out", WriteOptions(trusted=(GOLDEN / name,))) == []
     assert_same(stored_tensors(tmp_path / "out"), stored_tensors(GOLDEN / name))
     found = logits(tmp_path / "out", torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy")))
     assert_close(found, torch.from_numpy(np.load(GOLDEN / name / "logits.npy")), atol=1e-5, rtol=0)
@@ -222,7 +223,7 @@ def test_matrix(name: str, matrix: dict[str, Path], tmp_path: Path) -> None:
     assert_close(reference_logits(source, tokens).float(), expected, atol=1e-4, rtol=1e-5)
     assert_close(model_logits(source, tokens), expected, atol=1e-4, rtol=1e-5)
 
-    write_huggingface(source, tmp_path / "out", Options(max_shard_size=70_000, workers=2))
+    write_huggingface(source, tmp_path / "out", WriteOptions(max_shard_size=70_000, workers=2))
     assert_same(stored_tensors(tmp_path / "out"), stored_tensors(original))
     assert_close(logits(tmp_path / "out", tokens), expected, atol=1e-5, rtol=0)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron.conversion.formats import Hints, Options
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.source import (
     WORD_EMBEDDINGS,
@@ -29,6 +28,7 @@ from megatron.conversion.model_space.source import (
     optimizer_key,
     read_whole,
 )
+from megatron.conversion.options import ReadOptions, WriteOptions
 from tests import GOLDEN
 from tests.support.memory_source import (
     BLOOM_ARGS,
@@ -40,7 +40,7 @@ from tests.support.memory_source import (
 from tests.unit_tests.conversion.reference_forward import reference_logits
 
 LLAMA_GOLDEN = GOLDEN / "hf" / "llama"
-SIDECAR = Options(optim_sidecar=True)
+SIDECAR = WriteOptions(optim_sidecar=True)
 
 
 def assert_same_source(found: Source, wanted: Source) -> None:
@@ -59,7 +59,7 @@ def test_sidecar_restores_everything(
     the bit.
     """
     source = random_source(args | {"bf16": precision == "bf16", "lr": 0.003})
-    options = Options(optim_sidecar=True, dtype=dtype, max_shard_size=20_000)
+    options = WriteOptions(optim_sidecar=True, dtype=dtype, max_shard_size=20_000)
     assert write_huggingface(source, tmp_path / "hf", options) == []
     back = HuggingFaceSource(tmp_path / "hf")
     assert_same_source(back, source)
@@ -71,7 +71,9 @@ def test_sidecar_of_weights_that_are_their_own_main_parameters(tmp_path: Path) -
     """An fp32 run without main parameters, exported in bf16: the fp32 weights are kept beside."""
     source = random_source(LLAMA_ARGS)
     source.values = {key: value for key, value in source.values.items() if "state.param" not in key}
-    write_huggingface(source, tmp_path / "hf", Options(optim_sidecar=True, dtype=torch.bfloat16))
+    write_huggingface(
+        source, tmp_path / "hf", WriteOptions(optim_sidecar=True, dtype=torch.bfloat16)
+    )
     back = HuggingFaceSource(tmp_path / "hf")
     for key in source.values:
         assert torch.equal(read_whole(back, key), source.values[key]), key
@@ -88,7 +90,7 @@ def test_sidecar_of_other_weights_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"layers\.1\.mlp\.linear_fc1\.weight was changed after the export"
     ):
         read_whole(back, optimizer_key("param", "decoder.layers.1.mlp.linear_fc1.weight"))
-    without = HuggingFaceSource(tmp_path / "hf", Hints(optimizer=False))
+    without = HuggingFaceSource(tmp_path / "hf", ReadOptions(optimizer=False))
     assert without.training is None and not any(
         key.startswith("optimizer.") for key in without.tensors
     )
@@ -117,7 +119,7 @@ def test_incomplete_sidecar_is_refused(tmp_path: Path) -> None:
 def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
     """An fp32 export of a bf16 run has the fp32 main parameters, not the widened weights."""
     source = random_source(LLAMA_ARGS | {"bf16": True})
-    lost = write_huggingface(source, tmp_path / "hf", Options(dtype=torch.float32))
+    lost = write_huggingface(source, tmp_path / "hf", WriteOptions(dtype=torch.float32))
     assert len(lost) == 1 and "--save-optim-sidecar" in lost[0]
     found = load_file(tmp_path / "hf" / "model.safetensors")["model.norm.weight"]
     assert torch.equal(
@@ -129,13 +131,13 @@ def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
 
 def test_vocabulary_is_cropped(tmp_path: Path) -> None:
     source = random_source(LLAMA_ARGS, vocab_size=96, optimizer=False)
-    write_huggingface(source, tmp_path / "hf", Options(vocab_size=67))
+    write_huggingface(source, tmp_path / "hf", WriteOptions(vocab_size=67))
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(weights["lm_head.weight"], source.values["output_layer.weight"][:67])
     assert torch.equal(weights["model.embed_tokens.weight"], source.values[WORD_EMBEDDINGS][:67])
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.vocab_size == 67
     with pytest.raises(ValueError, match="--true-vocab-size 97 is more than the 96 rows"):
-        write_huggingface(source, tmp_path / "more", Options(vocab_size=97))
+        write_huggingface(source, tmp_path / "more", WriteOptions(vocab_size=97))
 
 
 def test_more_files_than_can_be_open(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_more_files_than_can_be_open(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, limits[1]))
     try:
-        write_huggingface(source, tmp_path / "hf", Options(max_shard_size=1, workers=2))
+        write_huggingface(source, tmp_path / "hf", WriteOptions(max_shard_size=1, workers=2))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 16
@@ -263,7 +265,7 @@ def test_an_interrupted_export_is_no_model(tmp_path: Path) -> None:
 
 def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
     source = HuggingFaceSource(LLAMA_GOLDEN)
-    write_huggingface(source, tmp_path / "hf", Options(trusted=(LLAMA_GOLDEN,)))
+    write_huggingface(source, tmp_path / "hf", WriteOptions(trusted=(LLAMA_GOLDEN,)))
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     for name in names:
         assert (tmp_path / "hf" / name).read_bytes() == (LLAMA_GOLDEN / name).read_bytes()
@@ -280,7 +282,7 @@ def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
         LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "gone")}, optimizer=False
     )
     assert "give --tokenizer" in write_huggingface(elsewhere, tmp_path / "two")[0]
-    write_huggingface(elsewhere, tmp_path / "three", Options(tokenizer=LLAMA_GOLDEN))
+    write_huggingface(elsewhere, tmp_path / "three", WriteOptions(tokenizer=LLAMA_GOLDEN))
     assert (tmp_path / "three" / "tokenizer.json").exists()
 
 
@@ -297,7 +299,7 @@ def test_sentencepiece_tokenizer_travels_along(prefix: bool, tmp_path: Path) -> 
         "tokenizer_model": str(tmp_path / "t.model"),
     }
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
-    assert write_huggingface(source, tmp_path / "hf", Options(trusted=(tmp_path,))) == []
+    assert write_huggingface(source, tmp_path / "hf", WriteOptions(trusted=(tmp_path,))) == []
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (
         processor.bos_id(),
@@ -320,7 +322,7 @@ def test_a_normalizing_sentencepiece_model_is_named(tmp_path: Path) -> None:
     processor = train_sentencepiece(tmp_path)
     args = LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "t.model")}
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
-    given = Options(tokenizer=tmp_path / "t.model")
+    given = WriteOptions(tokenizer=tmp_path / "t.model")
     assert (
         "would not split text as its SentencePiece model"
         in write_huggingface(source, tmp_path / "hf", given)[0]
@@ -338,7 +340,9 @@ def test_sentencepiece_model_with_infinite_score_is_refused(score: float, tmp_pa
     assert model.count(stored) == 1
     (tmp_path / "t.model").write_bytes(model.replace(stored, field + struct.pack("<f", score)))
     source = random_source(LLAMA_ARGS, vocab_size=processor.vocab_size(), optimizer=False)
-    (lost,) = write_huggingface(source, tmp_path / "hf", Options(tokenizer=tmp_path / "t.model"))
+    (lost,) = write_huggingface(
+        source, tmp_path / "hf", WriteOptions(tokenizer=tmp_path / "t.model")
+    )
     assert f"piece {number} has score {score}: scores must be finite" in lost
     assert not list((tmp_path / "hf").glob("tokenizer*"))
 
@@ -365,7 +369,7 @@ def test_gpt2_tokenizer_travels_along(tmp_path: Path) -> None:
         "vocab_file": str(tmp_path / "vocab.json"),
         "merge_file": str(tmp_path / "merges.txt"),
     }
-    trusted = Options(trusted=(tmp_path,))
+    trusted = WriteOptions(trusted=(tmp_path,))
     write_huggingface(random_source(args, optimizer=False), tmp_path / "hf", trusted)
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("abc").input_ids == [26, 2]
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 66

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from megatron.conversion.formats import Hints, Options, is_huggingface
+from megatron.conversion.formats import is_huggingface
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, read_whole
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.transformer.transformer_config import select_architecture_fields
 from megatron.training.checkpoint.resume import check_same_model
 from megatron.training.config.stored_args import normalize_stored_args
@@ -153,7 +154,9 @@ def test_q_k_v_of_different_dtypes_are_promoted(llama: Path) -> None:
 
 def test_precision(llama: Path, tmp_path: Path) -> None:
     assert not HuggingFaceSource(llama).args["bf16"]
-    write_huggingface(HuggingFaceSource(llama), tmp_path / "bf16", Options(dtype=torch.bfloat16))
+    write_huggingface(
+        HuggingFaceSource(llama), tmp_path / "bf16", WriteOptions(dtype=torch.bfloat16)
+    )
     source = HuggingFaceSource(tmp_path / "bf16")
     assert source.args["bf16"] and source.tensors[WORD_EMBEDDINGS].dtype == torch.bfloat16
     edit_config(tmp_path / "bf16", torch_dtype=None)
@@ -277,13 +280,13 @@ def test_windows(tmp_path: Path) -> None:
 
 def test_what_the_user_gives_wins(llama: Path) -> None:
     edit_config(llama, num_hidden_layers=None, logit_scale=1.0)
-    source = HuggingFaceSource(llama, Hints({"num_layers": 1}, ("logit_scale",)))
+    source = HuggingFaceSource(llama, ReadOptions({"num_layers": 1}, ("logit_scale",)))
     assert source.args["num_layers"] == 1
     assert "model.layers.1.mlp.up_proj.weight" in source.unused
 
 
 def test_damaged_directories(llama: Path, tmp_path: Path) -> None:
-    options = Options(max_shard_size=10_000)
+    options = WriteOptions(max_shard_size=10_000)
     write_huggingface(HuggingFaceSource(llama), tmp_path / "shards", options)
     shards = sorted((tmp_path / "shards").glob("model-*.safetensors"))
     shards[1].rename(tmp_path / "away")
@@ -384,7 +387,7 @@ def test_other_quantized_weights_are_refused(
     )
     edit_config(llama, quantization_config=change)
     with pytest.raises(ValueError, match=reason):
-        HuggingFaceSource(llama, Hints(ignored_fields=ignored))
+        HuggingFaceSource(llama, ReadOptions(ignored_fields=ignored))
 
 
 def test_a_run_is_compared_with_all_that_decides_the_model(llama: Path) -> None:

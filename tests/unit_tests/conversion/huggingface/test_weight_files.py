@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.formats import parse_size
 from megatron.conversion.huggingface import weight_files
 from megatron.conversion.huggingface.weight_files import SafetensorsWriter, open_safetensors
 from megatron.conversion.model_space.source import TensorInfo
+from megatron.conversion.options import parse_size
 
 TENSORS = {
     "matrix": torch.randn(7, 5),

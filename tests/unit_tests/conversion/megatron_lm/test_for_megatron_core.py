@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
-from megatron.conversion.formats import Options
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError, load_common, read_metadata, safe_load
 from megatron.training.checkpoint.checkpointing import make_namespace
 from megatron.training.config.parsing import parse_args
@@ -71,7 +71,7 @@ def test_stacked_layers_are_those_that_megatron_core_writes(tmp_path: Path) -> N
         GOLDEN / "legacy",
         tmp_path / "out",
         "torch_dist",
-        options=Options(stacked_layers=True),
+        options=WriteOptions(stacked_layers=True),
         verify=True,
     )
     ours, golden = (read_metadata(root / "iter_0000005") for root in (tmp_path / "out", theirs))
@@ -96,14 +96,17 @@ def test_legacy_names_are_those_of_the_chosen_modules(tmp_path: Path) -> None:
         GOLDEN / "legacy",
         tmp_path / "te",
         "legacy",
-        options=Options(transformer_impl="transformer_engine"),
+        options=WriteOptions(transformer_impl="transformer_engine"),
     )
     assert (
         "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"
         in safe_load(tmp_path / "te" / golden)["model"]
     )
     convert(
-        tmp_path / "te", tmp_path / "local", "legacy", options=Options(transformer_impl="local")
+        tmp_path / "te",
+        tmp_path / "local",
+        "legacy",
+        options=WriteOptions(transformer_impl="local"),
     )
     back, first = (
         safe_load(root / golden)["model"] for root in (tmp_path / "local", GOLDEN / "legacy")

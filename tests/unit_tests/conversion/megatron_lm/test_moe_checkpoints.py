@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
-from megatron.conversion.formats import Hints, Options, fault, is_extra_state, require_checkpoint
+from megatron.conversion.formats import find_problem, is_extra_state, require_checkpoint
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import (
     RunCheckpoint,
@@ -18,6 +18,7 @@ from megatron.conversion.megatron_lm.torch_dist import (
     write_torch_dist,
 )
 from megatron.conversion.model_space.model import Layout, model_config, plan_load, rank_parameters
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     ShardedTensor,
@@ -74,11 +75,11 @@ def test_every_form_of_one_state_is_the_same_in_model_space(archive, form, other
 def test_a_lost_file_of_an_expert_rank_is_a_fault(archive, tmp_path):
     """The directories of ranks are then named after their experts, too."""
     whole = require_checkpoint(archive("tp2ep2etp2_legacy")).directory
-    assert fault(whole) is None
+    assert find_problem(whole) is None
     shutil.copytree(whole, tmp_path / "run")
     lost = sorted((tmp_path / "run").glob("mp_rank_*"))[-1]
     shutil.rmtree(lost)
-    assert f"{lost.name}/model_optim_rng.pt is missing" in fault(tmp_path / "run")
+    assert f"{lost.name}/model_optim_rng.pt is missing" in find_problem(tmp_path / "run")
 
 
 def test_without_the_distributed_optimizer(archive):
@@ -149,7 +150,7 @@ def test_what_megatron_core_asks_for_beside_weights(tmp_path_factory, tmp_path, 
 def test_a_run_of_an_earlier_version_goes_on(archive, tmp_path):
     """It had another key for the norm before experts."""
     write_torch_dist(open_checkpoint(archive("single_fully_reshardable")), tmp_path / "now")
-    now = open_checkpoint(tmp_path / "now", hints=Hints(as_saved=True))
+    now = open_checkpoint(tmp_path / "now", read_options=ReadOptions(as_saved=True))
     assert isinstance(now, RunCheckpoint)
     norm = "pre_mlp_layernorm.weight"
     earlier = "mlp.linear_fc1.layer_norm_weight"
@@ -160,7 +161,10 @@ def test_a_run_of_an_earlier_version_goes_on(archive, tmp_path):
     common = load_common(tmp_path / "now")
     save({entry.key: entry for entry in state}, tmp_path / "earlier", common=common)
     assert f"decoder.layers.1.{earlier}" in read_metadata(tmp_path / "earlier").tensors
-    assert_same(read_all(open_checkpoint(tmp_path / "earlier", hints=Hints(as_saved=True))), values)
+    assert_same(
+        read_all(open_checkpoint(tmp_path / "earlier", read_options=ReadOptions(as_saved=True))),
+        values,
+    )
 
 
 def test_the_plan_of_a_load_counts_every_expert(archive):
@@ -179,7 +183,10 @@ def test_with_its_optimizer_beside_a_model_of_transformers(archive, tmp_path):
     """
     source = open_checkpoint(archive("tp2ep2etp2_legacy"))
     convert(
-        archive("tp2ep2etp2_legacy"), tmp_path / "hf", "hf", options=Options(optim_sidecar=True)
+        archive("tp2ep2etp2_legacy"),
+        tmp_path / "hf",
+        "hf",
+        options=WriteOptions(optim_sidecar=True),
     )
     convert(tmp_path / "hf", tmp_path / "back", "torch_dist")
     assert compare(source, open_checkpoint(tmp_path / "back")) == 4 * WEIGHTS
@@ -236,7 +243,7 @@ def test_experts_of_the_legacy_grouped_gemm(archive, tmp_path):
                 model[f"{layer}experts.weight1"] = first.view(16, -1).clone()  # [h, n * 2f]
                 model[f"{layer}experts.weight2"] = second.view(-1, 16).clone()  # [n * f, h]
             torch.save(content, path)
-        source = open_checkpoint(directory.parent, hints=Hints(optimizer=False))
+        source = open_checkpoint(directory.parent, read_options=ReadOptions(optimizer=False))
         weights = {
             key: value for key, value in read_all(plain).items() if not key.startswith("optimizer.")
         }
@@ -256,7 +263,7 @@ def test_experts_of_the_legacy_grouped_gemm(archive, tmp_path):
         CheckpointError,
         match=r"experts.weight1 has shape \(16, 100\), but the stored arguments make",
     ):
-        open_checkpoint(directory.parent, hints=Hints(optimizer=False))
+        open_checkpoint(directory.parent, read_options=ReadOptions(optimizer=False))
 
 
 @pytest.mark.parametrize("distributed", [True, False])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.conversion.formats import (
-    fault,
     find_checkpoint,
+    find_problem,
     iteration_directory,
     saved_iterations,
 )
@@ -200,7 +200,9 @@ def test_checkpoints_without_lineage_count_up_to_where_the_run_went_on(tmp_path)
 
 
 def complete_iterations(root):
-    return tuple(i for i in saved_iterations(root) if fault(iteration_directory(root, i)) is None)
+    return tuple(
+        i for i in saved_iterations(root) if find_problem(iteration_directory(root, i)) is None
+    )
 
 
 EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open", "os.truncate")

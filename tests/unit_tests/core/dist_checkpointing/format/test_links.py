@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron.conversion.convert import convert
-from megatron.conversion.formats import Options, find_checkpoint
+from megatron.conversion.formats import find_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format import links
 from tests.support.memory_source import LLAMA_ARGS, random_source
@@ -41,7 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("checkpoints")
     source = random_source(LLAMA_ARGS | {"consumed_train_samples": 28})
     write_torch_dist(source, root / "source")
-    write_huggingface(source, root / "hf", Options(optim_sidecar=True))
+    write_huggingface(source, root / "hf", WriteOptions(optim_sidecar=True))
     for kind in ("torch_dist", "legacy", "universal"):
         convert(root / "source", root / kind, kind)
     return root

@@ -1,0 +1,7 @@
+"""Names of files and directories in checkpoints of other programs than ours."""
+
+MODEL_FILE = "model_optim_rng.pt"  # of a rank in a legacy directory
+OPTIMIZER_FILE = "distrib_optim.pt"  # of a rank in a legacy directory
+LATEST = "latest_universal"  # DeepSpeed's tracker
+ZERO = "zero"  # the directory of parameters in a universal checkpoint
+RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
