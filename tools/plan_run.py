@@ -28,7 +28,7 @@ from megatron.training.config.parsing import flag_parser, make_config, use_store
 from megatron.training.config.run_config import Config
 from megatron.training.planning.run_plan import RunPlan, plan_run
 from megatron.training.planning.summary import plan_page, plan_picture, set_planned_vocab_size
-from megatron.training.reporting.run_record import RecordedStart, goodput, read_record
+from megatron.training.reporting.run_record import RecordedLaunch, compute_goodput, read_record
 from pretrain_gpt import model_provider
 
 ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
@@ -60,7 +60,7 @@ def save_interval(cost: float, mtbf: float) -> float:
     return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-def save_intervals(starts: Sequence[RecordedStart], mtbf_hours: Sequence[float]) -> list[str]:
+def save_intervals(starts: Sequence[RecordedLaunch], mtbf_hours: Sequence[float]) -> list[str]:
     """A line for each tier that saved in these starts: the interval that loses least, in Daly's
     approximation.
 
@@ -71,7 +71,7 @@ def save_intervals(starts: Sequence[RecordedStart], mtbf_hours: Sequence[float])
     if not iterations:
         raise ValueError("--measured: this run has recorded no iterations")
     iteration = sum(row["seconds"] for row in rows) / iterations
-    spent = goodput(starts)
+    spent = compute_goodput(starts)
     lines = []
     restart = (spent["loading"] + spent["starting"]) / len(starts)
     local = [

@@ -1,11 +1,11 @@
-"""One self-contained HTML page about a run: curves over all its starts, saves, goodput,
+"""Write one self-contained HTML page about a run: curves over all launches, saves, goodput,
 checkpoints.
 
     python tools/report.py RUN [--output RUN/report.html] [--verify]
 
-RUN is a --save directory. What it shows comes from the record of the run (`run.json` and `runs/` in
-it) and from the checkpoints themselves. --verify reads them whole and compares checksums. The page
-loads nothing from elsewhere.
+RUN is a --save directory. The data come from the record of the run (`runs/` in it) and from the
+checkpoints themselves. --verify reads all checkpoints and compares their checksums. The page loads
+nothing over the network.
 """
 
 from __future__ import annotations
@@ -14,61 +14,144 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from megatron.conversion.formats import find_problem, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import on_branch, read_lineage, read_tracker, verify
+from megatron.core.dist_checkpointing.format.schema import escape_control_chars, format_error
 from megatron.core.dist_checkpointing.lineage import read_parent
 from megatron.core.dist_checkpointing.verification import total_bytes
 from megatron.core.durable_files import write_durably
 from megatron.core.progress import ProgressBar
 from megatron.training.reporting.run_record import (
-    RecordedStart,
-    goodput,
-    kept_until,
-    plain,
+    RecordedLaunch,
+    compute_goodput,
+    find_kept_iterations,
     read_record,
+    to_json_value,
 )
 
 PAGE = Path(__file__).with_name("report_page.html")
 MAX_POINTS = 1500  # of a curve; more are averaged
+SAVE_TIMES = ("staging", "writing", "total", "blocking")
 
 Row = dict[str, Any]
+Point = tuple[float, float]
 
 
-def saves_of(start: RecordedStart) -> list[Row]:
-    """The points of its committed saves."""
-    return [row for row in start.points if "save-total-time" in row["values"]]
-
-
-def curve(start: RecordedStart, name: str) -> list[tuple[float, float]]:
-    """(iteration, value) of the intervals, averaged where they are many."""
-    points = [(row["iteration"], row[name]) for row in start.intervals if row.get(name) is not None]
-    step = -(-len(points) // MAX_POINTS) or 1
-    groups = [points[i : i + step] for i in range(0, len(points), step)]
-    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups]
-
-
-def checkpoints(root: Path, starts: Sequence[RecordedStart], check: bool) -> list[Row]:
-    """Every checkpoint that is there: when, how large, by which start, where it descends from,
-    whether whole.
-    """
-    writers = {
-        row["iteration"]: index for index, start in enumerate(starts) for row in saves_of(start)
+def collect_facts(root: Path, verify_checkpoints: bool) -> Row:
+    """Return everything that the page shows, as plain values. Raises ValueError without a record."""
+    launches = read_record(root)
+    if not launches:
+        raise ValueError(
+            f"{escape_control_chars(str(root))}: no record of a run (runs/*.jsonl); "
+            "give the --save directory of a run"
+        )
+    newest = launches[-1]
+    described = []
+    for launch, kept in zip(launches, find_kept_iterations(launches), strict=True):
+        described.append(describe_launch(launch, kept))
+    return {
+        "name": str(root),
+        "summary": newest.start.get("summary", {}),
+        "command": newest.start.get("command", []),
+        "train_iters": newest.start.get("train_iters", newest.last),
+        "goodput": compute_goodput(launches),
+        "launches": described,
+        "checkpoints": describe_checkpoints(root, launches, verify_checkpoints),
     }
+
+
+# Launches.
+
+
+def describe_launch(launch: RecordedLaunch, kept: int) -> Row:
+    """Return the row of a launch, with its curves; `kept` is its last iteration not repeated."""
+    end = launch.end or {"reason": "no end recorded: killed, or still running", "failed": True}
+    validation = []
+    for row in launch.points:
+        loss = row["values"].get("lm loss validation")
+        if loss is not None:
+            validation.append((row["iteration"], loss))
+    return {
+        "layout": launch.start.get("layout", ""),
+        "began": launch.began,
+        "ended": launch.ended,
+        "first": launch.first,
+        "last": launch.last,
+        "kept": min(kept, launch.last),
+        "loaded": launch.start.get("loaded"),
+        "reason": end["reason"],
+        "failed": end["failed"],
+        "loss": make_curve(launch, "lm_loss"),
+        "throughput": make_curve(launch, "tokens_per_second"),
+        "validation": validation,
+        "saves": [(row["iteration"], split_save_time(row["values"])) for row in find_saves(launch)],
+    }
+
+
+def make_curve(launch: RecordedLaunch, name: str) -> list[Point]:
+    """Return (iteration, value) of the intervals, averaged if there are more than `MAX_POINTS`."""
+    points = [
+        (row["iteration"], row[name]) for row in launch.intervals if row.get(name) is not None
+    ]
+    group_size = -(-len(points) // MAX_POINTS) or 1
+    curve = []
+    for start in range(0, len(points), group_size):
+        group = points[start : start + group_size]
+        mean = sum(value for _, value in group) / len(group)
+        curve.append((group[-1][0], mean))
+    return curve
+
+
+def find_saves(launch: RecordedLaunch) -> list[Row]:
+    """Return the points of committed saves that have all measurements."""
+    names = [*(f"save-{name}-time" for name in SAVE_TIMES), "save-gigabytes"]
+    saves = []
+    for row in launch.points:
+        if all(row["values"].get(name) is not None for name in names):
+            saves.append(row)
+    return saves
+
+
+def split_save_time(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each phase of a save; `training waited` overlaps with them."""
+    staged, written, total, blocking = (values[f"save-{name}-time"] for name in SAVE_TIMES)
+    return {
+        "copy to host memory": staged,
+        "write": max(0.0, written - staged),
+        "commit": max(0.0, total - max(staged, written)),
+        "training waited": blocking,
+        "bytes": values["save-gigabytes"] * 1e9,
+    }
+
+
+# Checkpoints.
+
+
+def describe_checkpoints(
+    root: Path, launches: Sequence[RecordedLaunch], verify_checkpoints: bool
+) -> list[Row]:
+    """Return a row for each checkpoint: size, writer, parent, branch and state."""
+    writers = {}
+    for number_of_launch, launch in enumerate(launches, start=1):
+        for row in find_saves(launch):
+            writers[row["iteration"]] = number_of_launch
     directories = {
         iteration: iteration_directory(root, iteration) for iteration in saved_iterations(root)
     }
     lineages = {iteration: read_lineage(directory) for iteration, directory in directories.items()}
     head = None
-    with contextlib.suppress(ValueError):  # a garbled tracker is no reason not to report
+    with contextlib.suppress(ValueError):  # a damaged tracker does not prevent a report
         head = lineages.get(cast(int, read_tracker(root)))
     current = on_branch(lineages, head)
+
     rows = []
     for iteration, directory in directories.items():
-        writer = writers.get(iteration)
+        number = writers.get(iteration)
+        writer = None if number is None else launches[number - 1]
         files = [path for path in directory.rglob("*") if path.is_file()]
         rows.append(
             {
@@ -76,103 +159,49 @@ def checkpoints(root: Path, starts: Sequence[RecordedStart], check: bool) -> lis
                 "time": max((path.stat().st_mtime for path in files), default=None),
                 "bytes": sum(path.stat().st_size for path in files),
                 "files": len(files),
-                "start": None if writer is None else writer + 1,
-                "layout": None if writer is None else starts[writer].start["layout"],
-                "parent": parent(directory, None if writer is None else starts[writer]),
+                "launch": number,
+                "layout": None if writer is None else writer.start.get("layout"),
+                "parent": find_parent(directory, writer),
                 "branch": "current" if iteration in current else "left",
-                "state": state(directory, check),
+                "state": find_state(directory, verify_checkpoints),
             }
         )
     return rows
 
 
-def parent(directory: Path, writer: RecordedStart | None) -> str | None:
-    """The checkpoint that it descends from, by name; the first of a directory, what its start began
-    with.
+def find_parent(directory: Path, writer: RecordedLaunch | None) -> str | None:
+    """Return the name of the checkpoint before this one; for the first of a directory, that from
+    which its launch started.
     """
     before = read_parent(directory)
     if before is not None:
         return iteration_directory("", before).name
     if writer is None:
         return None
-    return Path(writer.start["loaded"]).name if writer.start["loaded"] else "random weights"
+    loaded = writer.start.get("loaded")
+    return Path(loaded).name if loaded else "random weights"
 
 
-def state(directory: Path, check: bool) -> str:
+def find_state(directory: Path, verify_checkpoints: bool) -> str:
+    """Return whether a checkpoint is complete, verified or damaged, and why."""
     if any(directory.glob("mp_rank_*")):
         return "legacy format"
     problem = find_problem(directory)
     if problem is not None:
         return problem
-    if not check:
+    if not verify_checkpoints:
         return "complete"
     with ProgressBar(f"verify {directory.name}", total_bytes(directory)) as progress:
         problems = verify(directory, progress=progress.add).problems
     return f"DAMAGED: {problems[0]}" if problems else "verified"
 
 
-def facts(root: Path, check: bool) -> Row:
-    """Everything the page shows, as plain values. Raises ValueError where there is no record."""
-    starts = read_record(root)
-    if not starts:
-        raise ValueError(
-            f"{root}: no record of a run (runs/*.jsonl); give the --save directory of a run"
-        )
-    run = starts[-1].start
-    return {
-        "name": str(root),
-        "summary": run["summary"],
-        "command": run["command"],
-        "train_iters": run["train_iters"],
-        "goodput": goodput(starts),
-        "starts": [
-            start_facts(start, limit)
-            for start, limit in zip(starts, kept_until(starts), strict=True)
-        ],
-        "checkpoints": checkpoints(root, starts, check),
-    }
+# Page.
 
 
-def start_facts(start: RecordedStart, limit: int) -> Row:
-    points = [(row["iteration"], row["values"]) for row in start.points]
-    return {
-        "layout": start.start["layout"],
-        "began": start.began,
-        "ended": start.ended,
-        "first": start.first,
-        "last": start.last,
-        "kept": min(limit, start.last),
-        "loaded": start.start["loaded"],
-        "reason": start.end["reason"] if start.end else "no end recorded: killed, or still running",
-        "failed": start.end is None or start.end["failed"],
-        "loss": curve(start, "lm_loss"),
-        "throughput": curve(start, "tokens_per_second"),
-        "validation": [
-            (i, values["lm loss validation"])
-            for i, values in points
-            if "lm loss validation" in values
-        ],
-        "saves": [(row["iteration"], save_stages(row["values"])) for row in saves_of(start)],
-    }
-
-
-def save_stages(values: dict[str, float]) -> dict[str, float]:
-    """Seconds of a save one after the other; `training waited` overlaps with them."""
-    staged, written, total = (
-        values[f"save-{name}-time"] for name in ("staging", "writing", "total")
-    )
-    return {
-        "copy to host memory": staged,
-        "write": max(0.0, written - staged),
-        "commit": max(0.0, total - max(staged, written)),
-        "training waited": values["save-blocking-time"],
-        "bytes": values["save-gigabytes"] * 1e9,
-    }
-
-
-def page(values: Row) -> str:
-    """The page with its data inside; `<` is escaped, so that no text can end the script."""
-    data = json.dumps(plain(values)).replace("<", "\\u003c")
+def render_page(facts: Row) -> str:
+    """Return the page with its data; `<` is escaped, so that no text can end the script."""
+    data = json.dumps(to_json_value(facts)).replace("<", "\\u003c")
     return PAGE.read_text(encoding="utf-8").replace('"__DATA__"', data)
 
 
@@ -187,8 +216,8 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     output = args.output or args.run / "report.html"
-    write_durably(output, page(facts(args.run, args.verify)).encode())
-    print(f"report: {output}")
+    write_durably(output, render_page(collect_facts(args.run, args.verify)).encode())
+    print(f"report: {escape_control_chars(str(output))}")
     return 0
 
 
@@ -197,7 +226,7 @@ def cli() -> None:
     try:
         sys.exit(main(sys.argv[1:]))
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {format_error(error)}")
 
 
 if __name__ == "__main__":

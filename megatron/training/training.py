@@ -61,6 +61,7 @@ from megatron.training.planning.summary import (
 from megatron.training.reporting.logging import (
     Iteration,
     OnDevice,
+    RecordWriter,
     TrainingLog,
     Writer,
     configure_logging,
@@ -73,9 +74,9 @@ from megatron.training.reporting.run_record import (
     RECORDS,
     RUN_FILE,
     RunRecord,
-    goodput,
-    plain,
+    compute_goodput,
     read_record,
+    to_json_value,
 )
 from megatron.training.run import (
     Batch,
@@ -423,7 +424,7 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
     run.writers = [*writers, *make_writers(config.logging, directory, flags)]
     record = None if directory is None else RunRecord(directory)
     if record is not None:
-        run.writers.append(record)
+        run.writers.append(RecordWriter(record))
         _record_start(run, record, topics)
     ended: dict[str, Any] = {"reason": "stopped", "failed": True}
     try:
@@ -444,7 +445,7 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
 def _report_goodput(run: Run, save: Path) -> None:
     """Where the time of all starts went (--goodput)."""
     try:
-        spent = goodput(read_record(save))
+        spent = compute_goodput(read_record(save))
     except (
         OSError,
         ValueError,
@@ -484,7 +485,7 @@ def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
     record.write("start", **start)
     save = Path(config.checkpoint.save)
     try:
-        write_json(save / RUN_FILE, plain({**start, "arguments": config.flags()}))
+        write_json(save / RUN_FILE, to_json_value({**start, "arguments": config.flags()}))
         for left in save.glob(f"{RUN_FILE}.tmp-*"):  # of a start that was killed while it wrote
             left.unlink(missing_ok=True)
     except OSError as error:

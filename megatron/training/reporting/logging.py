@@ -29,7 +29,7 @@ from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.moe.router import LOAD, get_metric_names
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.options import LoggingConfig
-from megatron.training.reporting.run_record import plain
+from megatron.training.reporting.run_record import RunRecord, to_json_value
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def _as_json(record: logging.LogRecord) -> str:
         "message": record.getMessage(),
     }
     time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
-    return json.dumps(plain({"time": time, **fields}))
+    return json.dumps(to_json_value({"time": time, **fields}))
 
 
 @dataclass(frozen=True)
@@ -367,6 +367,22 @@ def make_writers(config: LoggingConfig, save: str | None, args: dict[str, Any]) 
     if config.wandb_project is not None:
         writers.append(WandbWriter(config, save, args))
     return writers
+
+
+class RecordWriter:
+    """Writes measurements to the record of the run."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+
+    def interval(self, interval: Interval) -> None:
+        self._record.write("interval", **interval.as_fields())
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        self._record.write("point", iteration=iteration, values=values)
+
+    def close(self) -> None:
+        pass  # every line is written at once
 
 
 class TensorBoardWriter:

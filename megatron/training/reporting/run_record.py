@@ -1,13 +1,13 @@
-"""The record of a run: its starts, intervals, evaluations, saves and ends, for `tools/report.py`
+"""The record of a run: its launches, intervals, evaluations, saves and ends, for `tools/report.py`
 and for programs.
 
-    <save>/run.json                      the newest start: command, arguments, summary, versions
-    <save>/runs/20260131T101500.123456-4711.jsonl    one file for each start, one JSON object per line
+    <save>/run.json                      the newest launch: command, arguments, summary, versions
+    <save>/runs/20260131T101500.123456-4711.jsonl    one file per launch, one JSON object per line
 
-Every line has `kind` and `time` (seconds since 1970). `start` comes first: layout, where the run
-continues. `interval` has the numbers of a log line, `point` those of an evaluation or a committed
-save, `end` the reason. Lines are flushed as they are written: a process that dies loses at most the
-line that it was writing, and leaves no `end`. Reading needs the standard library alone.
+Every line has `kind` and `time` (seconds since 1970). The first one has the kind `start`: layout,
+and where the run continues. `interval` contains the numbers of a log line, `point` those of an
+evaluation or a committed save, `end` the reason. Lines are flushed when they are written: a process
+that dies loses at most its last line, and leaves no `end`. Reading imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -21,46 +21,100 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megatron.training.reporting.logging import Interval
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    boolean,
+    escape_control_chars,
+    integer,
+    limit,
+    mapping,
+    number,
+    optional,
+    parse_json,
+    read_regular,
+    record,
+    sequence,
+    text,
+)
 
 logger = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"
 RECORDS = "runs"
+MAX_RECORD_BYTES = limit("RECORD_BYTES", 1 << 30)
 Row = dict[str, Any]
 
+_TIME = number(0, 1e11)  # seconds since 1970; a browser can show a date up to about 8e12
+_DURATION = number(0, 1e11)
+_VALUE = optional(number(-1e100, 1e100))  # None: it was not finite. A sum of many stays finite.
+_TEXT = text(1 << 20)
 
-def plain(value: Any) -> Any:
-    """The same for JSON: None for what is no finite number, and text for what JSON has no form for."""
+# Fields that readers of a record rely on, by kind of line.
+ROW_CHECKS = {
+    "start": record(
+        {
+            "time": _TIME,
+            "began": _TIME,
+            "iteration": COUNT,
+            "loading?": _DURATION,
+            "loaded?": optional(_TEXT),
+            "layout?": _TEXT,
+            "train_iters?": COUNT,
+            "command?": sequence(_TEXT),
+            "summary?": mapping(_TEXT),
+        }
+    ),
+    "interval": record(
+        {
+            "time": _TIME,
+            "iteration": COUNT,
+            "iterations": integer(1),
+            "seconds": _DURATION,
+            "lm_loss?": _VALUE,
+            "tokens_per_second?": _VALUE,
+        }
+    ),
+    "point": record({"time": _TIME, "iteration": COUNT, "values": mapping(_VALUE)}),
+    "end": record({"time": _TIME, "reason": _TEXT, "failed": boolean}),
+}
+
+
+def to_json_value(value: Any) -> Any:
+    """Return `value` in a form that JSON can express: None for numbers that are not finite, text
+    for other objects.
+    """
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if isinstance(value, str | int | None) else str(value)
 
 
 class RunRecord:
-    """Appends the lines of one start. An error of the file system costs lines and one warning,
-    never the run.
+    """Writer of the record of one launch.
 
-    The file is open only while a line is written: a disk can be made read-only or taken away in
-    between.
+    An error of the file system costs lines and one warning, never the run. The file is open only
+    while a line is written: the disk can become read-only or unavailable in between.
     """
 
     def __init__(self, save: str | Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         now = clock()
-        name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime(now))}.{int(now % 1 * 1e6):06d}-{os.getpid()}.jsonl"
+        day_and_time = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
+        microseconds = int(now % 1 * 1e6)
+        name = f"{day_and_time}.{microseconds:06d}-{os.getpid()}.jsonl"
         self._path = Path(save) / RECORDS / name
-        self._started = self._warned = False
+        self._started = False
+        self._warned = False
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = json.dumps(plain({"kind": kind, "time": round(self._clock(), 3), **fields}))
+        """Append a line; nothing is written before the line of kind `start`."""
+        row = {"kind": kind, "time": round(self._clock(), 3), **fields}
+        line = json.dumps(to_json_value(row))
         try:
             if kind == "start":
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,21 +127,10 @@ class RunRecord:
                 logger.warning(f"the record of this run has gaps: {self._path}: {error}")
             self._warned = True
 
-    # As a writer of measurements (`logging.Writer`):
-
-    def interval(self, interval: Interval) -> None:
-        self.write("interval", **interval.as_fields())
-
-    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
-        self.write("point", iteration=iteration, values=values)
-
-    def close(self) -> None:
-        """Nothing to do: lines are written as they come."""
-
 
 @dataclass
-class RecordedStart:
-    """One start of a run, as it was recorded."""
+class RecordedLaunch:
+    """One launch of a run, as it was recorded."""
 
     start: Row
     intervals: list[Row] = field(default_factory=list)
@@ -96,7 +139,7 @@ class RecordedStart:
 
     @property
     def first(self) -> int:
-        """The last iteration before this start."""
+        """The last iteration before this launch."""
         return int(self.start["iteration"])
 
     @property
@@ -111,52 +154,67 @@ class RecordedStart:
     @property
     def ended(self) -> float:
         """The time of its last line."""
-        return max(
-            row["time"]
-            for row in [
-                self.start,
-                *self.intervals,
-                *self.points,
-                *([self.end] if self.end else []),
-            ]
-        )
+        rows = [self.start, *self.intervals, *self.points]
+        if self.end is not None:
+            rows.append(self.end)
+        return float(max(row["time"] for row in rows))
 
 
-def read_record(save: str | Path) -> list[RecordedStart]:
-    """All starts under `save` in order of time; torn and unknown lines are skipped."""
-    starts = []
+def read_record(save: str | Path) -> list[RecordedLaunch]:
+    """Return all launches under `save` in order of time.
+
+    Truncated lines and lines of unknown kinds are skipped. Raises ValueError that names file, line
+    and field for a line with a value that no run writes.
+    """
+    launches = []
     for path in sorted((Path(save) / RECORDS).glob("*.jsonl")):
-        rows = [
-            row
-            for row in map(_parse, path.read_text(encoding="utf-8").splitlines())
-            if row is not None
-        ]
-        if not rows or rows[0]["kind"] != "start":
+        launch: RecordedLaunch | None = None
+        for row in _read_rows(path):
+            kind = row["kind"]
+            if launch is None:
+                if kind != "start":
+                    break  # the first line is lost: the file cannot be interpreted
+                launch = RecordedLaunch(row)
+            elif kind == "interval":
+                launch.intervals.append(row)
+            elif kind == "point":
+                launch.points.append(row)
+            elif kind == "end":
+                launch.end = row
+        if launch is not None:
+            launches.append(launch)
+    return sorted(launches, key=lambda launch: launch.began)
+
+
+def _read_rows(path: Path) -> list[Row]:
+    """Return the checked lines of a file, without truncated ones and unknown kinds."""
+    content = read_regular(path, MAX_RECORD_BYTES)
+    rows = []
+    for number_of_line, line in enumerate(content.split(b"\n"), start=1):
+        where = f"{escape_control_chars(str(path))}:{number_of_line}"
+        try:
+            row = parse_json(line, where)
+        except ValueError:
             continue
-        start = RecordedStart(rows[0])
-        for row in rows[1:]:
-            if row["kind"] == "interval":
-                start.intervals.append(row)
-            elif row["kind"] == "point":
-                start.points.append(row)
-            elif row["kind"] == "end":
-                start.end = row
-        starts.append(start)
-    return sorted(starts, key=lambda start: start.began)
+        kind = row.get("kind") if isinstance(row, dict) else None
+        check = ROW_CHECKS.get(kind) if isinstance(kind, str) else None
+        if check is not None:
+            rows.append(check(row, where))
+    return rows
 
 
-def kept_until(starts: Sequence[RecordedStart]) -> list[int]:
-    """For each start the last iteration that no later start did again."""
-    limits = []
-    limit = sys.maxsize
-    for start in reversed(starts):
-        limits.append(limit)
-        limit = min(limit, start.first)
-    return limits[::-1]
+def find_kept_iterations(launches: Sequence[RecordedLaunch]) -> list[int]:
+    """Return, for each launch, the last iteration that no later launch repeated."""
+    kept_iterations = []
+    kept = sys.maxsize
+    for launch in reversed(launches):
+        kept_iterations.append(kept)
+        kept = min(kept, launch.first)
+    return kept_iterations[::-1]
 
 
-def goodput(starts: Sequence[RecordedStart]) -> dict[str, float]:
-    """Where the time from the first line to the last went, in seconds."""
+def compute_goodput(launches: Sequence[RecordedLaunch]) -> dict[str, float]:
+    """Return the seconds between the first and the last line by what they were spent on."""
     names = (
         "training",
         "done again later",
@@ -166,27 +224,20 @@ def goodput(starts: Sequence[RecordedStart]) -> dict[str, float]:
         "between starts",
     )
     spent = dict.fromkeys(names, 0.0)
-    ended = starts[0].began
-    for start, limit in zip(starts, kept_until(starts), strict=True):
-        loading = start.start.get("loading", 0.0)
-        spent["between starts"] += max(0.0, start.began - ended)
+    ended = launches[0].began
+    for launch, kept in zip(launches, find_kept_iterations(launches), strict=True):
+        loading = launch.start.get("loading", 0.0)
+        spent["between starts"] += max(0.0, launch.began - ended)
         spent["loading"] += loading
-        spent["starting"] += start.start["time"] - start.began - loading
-        for row in start.points:
-            blocking = ("save-blocking-time", "local-save-blocking-time")
-            spent["held up by saves"] += sum(row["values"].get(name, 0.0) for name in blocking)
-        for row in start.intervals:
-            again = min(max(0, row["iteration"] - limit), row["iterations"]) / row["iterations"]
-            spent["done again later"] += again * row["seconds"]
-            spent["training"] += (1 - again) * row["seconds"]
-        ended = max(ended, start.ended)
-    spent["evaluation and other"] = max(0.0, ended - starts[0].began - sum(spent.values()))
+        spent["starting"] += max(0.0, launch.start["time"] - launch.began - loading)
+        for row in launch.points:
+            for name in ("save-blocking-time", "local-save-blocking-time"):
+                spent["held up by saves"] += max(0.0, row["values"].get(name) or 0.0)
+        for row in launch.intervals:
+            repeated_iterations = min(max(0, row["iteration"] - kept), row["iterations"])
+            repeated = repeated_iterations / row["iterations"]
+            spent["done again later"] += repeated * row["seconds"]
+            spent["training"] += (1 - repeated) * row["seconds"]
+        ended = max(ended, launch.ended)
+    spent["evaluation and other"] = max(0.0, ended - launches[0].began - sum(spent.values()))
     return spent
-
-
-def _parse(line: str) -> Row | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and "kind" in row and "time" in row else None

@@ -75,10 +75,10 @@ def run(tmp_path):
 
 def test_goodput(run):
     starts = read_record(run)
-    assert report.kept_until(starts)[:2] == [10, 40]
+    assert report.find_kept_iterations(starts)[:2] == [10, 40]
     starts[1].start["loading"] = 2.0
     starts[1].points.append({"values": {"local-save-blocking-time": 0.25}, "time": 0.0})
-    assert report.goodput(starts) == {
+    assert report.compute_goodput(starts) == {
         "training": 20.0 + 60.0 + 40.0,
         "done again later": 40.0,
         "held up by saves": 1.5 + 0.25,
@@ -90,8 +90,8 @@ def test_goodput(run):
 
 
 def test_facts(run):
-    facts = report.facts(run, check=False)
-    first, second, _ = facts["starts"]
+    facts = report.collect_facts(run, verify_checkpoints=False)
+    first, second, _ = facts["launches"]
     assert (
         first["loss"] == [(10, 4.5), (20, 4.0), (30, 3.5)]
         and first["kept"] == 10
@@ -107,12 +107,12 @@ def test_facts(run):
     }
     assert second["saves"] == [(40, stages)]
     rows = {row["iteration"]: row for row in facts["checkpoints"]}
-    assert (rows[30]["start"], rows[30]["parent"], rows[30]["branch"]) == (
+    assert (rows[30]["launch"], rows[30]["parent"], rows[30]["branch"]) == (
         1,
         "random weights",
         "left",
     )
-    assert (rows[40]["start"], rows[40]["parent"], rows[40]["layout"]) == (
+    assert (rows[40]["launch"], rows[40]["parent"], rows[40]["layout"]) == (
         2,
         "iter_0000010",
         "TP 11",
@@ -126,7 +126,10 @@ def test_facts(run):
 )
 def test_the_tracker_says_which_branch_the_run_is_on(run, tracker, branch):
     (run / "latest_checkpointed_iteration.txt").write_text(tracker)
-    rows = {row["iteration"]: row for row in report.facts(run, check=False)["checkpoints"]}
+    rows = {
+        row["iteration"]: row
+        for row in report.collect_facts(run, verify_checkpoints=False)["checkpoints"]
+    }
     assert rows[40]["branch"] == branch and rows[30]["branch"] == (
         "left" if branch == "current" else "current"
     )
@@ -134,12 +137,15 @@ def test_the_tracker_says_which_branch_the_run_is_on(run, tracker, branch):
 
 def test_long_curves_are_averaged(run, monkeypatch):
     monkeypatch.setattr(report, "MAX_POINTS", 2)
-    assert report.facts(run, check=False)["starts"][0]["loss"] == [(20, 4.25), (30, 3.5)]
+    assert report.collect_facts(run, verify_checkpoints=False)["launches"][0]["loss"] == [
+        (20, 4.25),
+        (30, 3.5),
+    ]
 
 
 def test_a_directory_without_a_record_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no record of a run"):
-        report.facts(tmp_path, check=False)
+        report.collect_facts(tmp_path, verify_checkpoints=False)
 
 
 def test_the_page_asks_for_nothing(run, capsys):
@@ -156,13 +162,13 @@ def test_the_page_asks_for_nothing(run, capsys):
 BROWSER = shutil.which("chromium")
 
 
-@pytest.mark.skipif(
+needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no chromium on this machine (Debian: apt-get install chromium)"
 )
-@pytest.mark.parametrize("width", [500, 1280])
-def test_a_browser_draws_it_without_errors(run, tmp_path_factory, width):
-    output = tmp_path_factory.mktemp("browser")
-    report.main([str(run), "--output", str(output / "report.html")])
+
+
+def open_in_browser(page, profile, width):
+    """Return the page after its script has run, and the messages of the browser's console."""
     command = [
         BROWSER,
         "--headless=new",
@@ -170,16 +176,61 @@ def test_a_browser_draws_it_without_errors(run, tmp_path_factory, width):
         "--disable-gpu",
         "--enable-logging=stderr",
         "--dump-dom",
-    ]
-    command += [
-        f"--user-data-dir={output}/profile",
+        f"--user-data-dir={profile}",
         f"--window-size={width},2000",
-        f"file://{output}/report.html",
+        f"file://{page}",
     ]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    console = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
-    assert shown.returncode == 0 and not console, console
-    assert shown.stdout.count("<svg") == 3 and shown.stdout.count("<table") == 2
-    assert shown.stdout.count('stroke-dasharray="5 4"') == 2  # what was done again, in two charts
-    widths = [int(text) for text in re.findall(r'viewBox="0 0 (\d+)', shown.stdout)]
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout, [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [500, 1280])
+def test_browser_draws_the_page_without_errors(run, tmp_path_factory, width):
+    output = tmp_path_factory.mktemp("browser")
+    report.main([str(run), "--output", str(output / "report.html")])
+    html, console = open_in_browser(output / "report.html", output / "profile", width)
+    assert not console, console
+    assert html.count("<svg") == 3 and html.count("<table") == 2
+    assert html.count('stroke-dasharray="5 4"') == 2  # repeated iterations, in two charts
+    widths = [int(text) for text in re.findall(r'viewBox="0 0 (\d+)', html)]
     assert len(widths) == 3 and max(widths) <= width and max(widths) > 0.6 * min(width, 1160)
+
+
+MEASURE_OVERFLOW = """<script>
+const find = selector => [...document.querySelectorAll(selector)];
+const boxes = find(".scroll, .tile, .legend");
+document.body.dataset.overflow = boxes.filter(box => box.scrollWidth > box.clientWidth).length;
+document.body.dataset.legend = Math.max(...find(".legend").map(legend => legend.clientHeight));
+</script></body>"""
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1280, 1920])
+def test_many_launches_of_a_long_layout_fit_the_page(tmp_path, width):
+    """No column of a table is cut off, and the legends stay small."""
+    layout = "TP 2 x PP 4 (2 chunks) x DP 16, experts ETP 1 x EP 8 x DP 4, sequence parallel, "
+    error = "DistBackendError: NCCL error in: /opt/pytorch/torch/csrc/ProcessGroupNCCL.cpp:3690, "
+    for number in range(18):
+        first = 10_000 * number
+        clock = Clock(1.8e9 + first)
+        record = RunRecord(tmp_path, clock)
+        record.write(
+            "start", began=clock.now, iteration=first, loaded=None, train_iters=200_000,
+            layout=layout + "distributed optimizer", command=[], summary={},
+        )  # fmt: skip
+        last = first + 10_000
+        record.write("interval", iteration=last, iterations=10_000, seconds=20.0, lm_loss=2.5)
+        record.write("point", iteration=last, values=POINTS)
+        record.write("end", iteration=last, reason=error * 4, failed=True)
+        directory = tmp_path / f"iter_{last:07d}"
+        directory.mkdir()
+        (directory / "data.bin").write_bytes(bytes(1000))
+    report.main([str(tmp_path)])
+    page = tmp_path / "report.html"
+    page.write_text(page.read_text().replace("</body>", MEASURE_OVERFLOW))
+    html, console = open_in_browser(page, tmp_path / "profile", width)
+    assert not console, console
+    assert 'data-overflow="0"' in html
+    assert int(re.search(r'data-legend="(\d+)"', html)[1]) < 60

@@ -432,6 +432,17 @@ def test_files_must_be_regular_and_of_bounded_size(gpt2_files, monkeypatch, kind
         build_tokenizer(TokenizerConfig(kind, **files | {field: str(large)}))
 
 
+def test_files_can_be_links(tokenizer_json, tmp_path_factory):
+    """The cache of the Hugging Face hub consists of links."""
+    link = tmp_path_factory.mktemp("links") / "tokenizer.json"
+    link.symlink_to(tokenizer_json)
+    for path in (link, link.parent):
+        if path == link.parent:
+            (path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+        tokenizer = build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", str(path)))
+        assert tokenizer.vocab_size == 258
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
 def test_files_in_a_directory_must_be_regular(tokenizer_json, name):
     path = tokenizer_json.parent / name

@@ -4,10 +4,15 @@ import itertools
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 
+import pytest
+
 from megatron.training.reporting.run_record import RECORDS, RunRecord, read_record
+
+LENGTH = {"iterations": 1, "seconds": 1.0}
 
 
 def record_of(directory, begin, first=0):
@@ -19,9 +24,9 @@ def record_of(directory, begin, first=0):
 
 def test_starts_come_back_in_order(tmp_path):
     second = record_of(tmp_path, 2000, first=5)
-    second.write("interval", iteration=6, lm_loss=math.nan)
+    second.write("interval", iteration=6, **LENGTH, lm_loss=math.nan)
     first = record_of(tmp_path, 1000)
-    first.write("interval", iteration=5, lm_loss=2.5)
+    first.write("interval", iteration=5, **LENGTH, lm_loss=2.5)
     first.write("point", iteration=5, values={"save-total-time": 1.0})
     first.write("end", iteration=5, reason="complete", failed=False)
     one, two = read_record(tmp_path)
@@ -34,7 +39,7 @@ def test_starts_come_back_in_order(tmp_path):
 
 def test_a_torn_line_costs_that_line(tmp_path):
     record = record_of(tmp_path, 1000)
-    record.write("interval", iteration=1, lm_loss=2.5)
+    record.write("interval", iteration=1, **LENGTH, lm_loss=2.5)
     (path,) = (tmp_path / RECORDS).iterdir()
     whole = path.read_text()
     for length in range(len(whole)):
@@ -70,3 +75,73 @@ def test_reading_needs_no_torch(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert output.split() == ["1", "False", "False"]
+
+
+START = {"kind": "start", "time": 1.0, "began": 0.0, "iteration": 0, "layout": "TP 1"}
+INTERVAL = {"kind": "interval", "time": 2.0, "iteration": 1, "iterations": 1, "seconds": 1.0}
+POINT = {"kind": "point", "time": 2.0, "iteration": 1, "values": {"save-total-time": 1.0}}
+END = {"kind": "end", "time": 3.0, "reason": "complete", "failed": False}
+ROWS = [START, INTERVAL, POINT, END]
+FORGED = {
+    "began": (0, [None, "x", -1, 1e300, True]),
+    "iteration": (0, [None, -1, 2.5, "1", 10**30]),
+    "loading": (0, ["1", -1]),
+    "layout": (0, [7, ["TP 1"]]),
+    "summary": (0, ["x", {"model": 3}]),
+    "command": (0, ["x", [1]]),
+    "train_iters": (0, ["60", -1]),
+    "iterations": (1, [0, -1, None, 1e300]),
+    "seconds": (1, [None, "1", 1e300]),
+    "lm_loss": (1, ["2", [1]]),
+    "tokens_per_second": (1, [{}, 1e300]),
+    "values": (2, [None, [], {"save-total-time": "1"}, {"save-total-time": 1e300}]),
+    "reason": (3, [None, 3]),
+    "failed": (3, [None, "no"]),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_values_are_errors_with_file_line_and_field(tmp_path, name):
+    index, values = FORGED[name]
+    path = tmp_path / RECORDS / "1.jsonl"
+    path.parent.mkdir()
+    for value in values:
+        rows = [dict(row) for row in ROWS]
+        rows[index][name] = value
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(ValueError, match=f"1.jsonl:{index + 1}: {name}"):
+            read_record(tmp_path)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_missing_fields_are_errors(tmp_path, index):
+    path = tmp_path / RECORDS / "1.jsonl"
+    path.parent.mkdir()
+    required = [name for name in ROWS[index] if name not in ("kind", "layout")]
+    for name in required:
+        rows = [dict(row) for row in ROWS]
+        del rows[index][name]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        with pytest.raises(ValueError, match=f"1.jsonl:{index + 1} has no '{name}'"):
+            read_record(tmp_path)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, "[1]", "7", '{"kind": ["start"]}', "{}", "\x00"])
+def test_lines_of_other_kinds_are_skipped(tmp_path, line):
+    path = tmp_path / RECORDS / "1.jsonl"
+    path.parent.mkdir()
+    path.write_text("\n".join([json.dumps(START), line, json.dumps(INTERVAL)]))
+    (launch,) = read_record(tmp_path)
+    assert len(launch.intervals) == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero"])
+def test_records_must_be_regular_files(tmp_path, kind):
+    path = tmp_path / RECORDS / "1.jsonl"
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(kind)
+    with pytest.raises(ValueError, match="1.jsonl is (not a regular file|a link to /dev/zero)"):
+        read_record(tmp_path)
