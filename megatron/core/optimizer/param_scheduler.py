@@ -12,7 +12,7 @@ from megatron.core.optimizer.config import OptimizerConfig, SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
-# What is left of (max - min) after fraction r of the decay.
+# Remaining fraction of (max - min) after fraction r of the decay.
 DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda r: 1.0 - r,
     "cosine": lambda r: 0.5 * (math.cos(math.pi * r) + 1.0),
@@ -23,8 +23,9 @@ DECAY: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Pure functions of `num_steps`; steps are samples. Fields are named as in Megatron-LM's
-    checkpoints.
+    """Learning rate and weight decay as pure functions of `num_steps`; a step is a sample.
+
+    Fields are named as in Megatron-LM's checkpoints.
     """
 
     max_lr: float
@@ -43,59 +44,55 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.lr_decay_steps < 1 or not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
             raise ValueError(
-                f"the learning rate would warm up over {self.lr_warmup_steps} samples and end its decay at sample "
-                f"{self.lr_decay_steps}: the warm-up must be shorter; change --lr-warmup-* or --lr-decay-*"
+                f"the warmup of the learning rate ({self.lr_warmup_steps} samples) must be shorter "
+                f"than its decay (until sample {self.lr_decay_steps}): change --lr-warmup-* or "
+                "--lr-decay-*"
             )
         if not 0 <= self.init_lr <= self.max_lr:
             raise ValueError(
-                f"--lr-warmup-init {self.init_lr} must lie between 0 and --lr {self.max_lr}"
+                f"--lr-warmup-init {self.init_lr} must be between 0 and --lr {self.max_lr}"
             )
-        if (
-            self.lr_decay_style == "WSD"
-            and not 0 < (self.wsd_decay_steps or 0) <= self.lr_decay_steps
-        ):
+        decay_phase = self.wsd_decay_steps or 0
+        if self.lr_decay_style == "WSD" and not 0 < decay_phase <= self.lr_decay_steps:
             raise ValueError(
-                f"--lr-decay-style WSD needs the length of its decay phase, --lr-wsd-decay-iters or "
-                f"--lr-wsd-decay-samples, from 1 sample to the {self.lr_decay_steps} of the whole schedule; got "
-                f"{self.wsd_decay_steps} samples"
+                "--lr-decay-style WSD requires the length of its decay phase, --lr-wsd-decay-iters "
+                f"or --lr-wsd-decay-samples, between 1 and {self.lr_decay_steps} samples (the whole "
+                f"schedule); got {self.wsd_decay_steps} samples"
             )
 
     def learning_rate(
         self, num_steps: int, max_lr: float | None = None, min_lr: float | None = None
     ) -> float:
-        """Learning rate after `num_steps` samples, between other ends if given."""
+        """Return the learning rate after `num_steps` samples, with other limits if given."""
         max_lr = self.max_lr if max_lr is None else max_lr
         min_lr = self.min_lr if min_lr is None else min_lr
-        # The order of these cases is Megatron-LM's: warm-up first, and the end of the decay is an
-        # exact minimum.
-        if self.lr_warmup_steps > 0 and num_steps <= self.lr_warmup_steps:
-            return self.init_lr + (max_lr - self.init_lr) * num_steps / self.lr_warmup_steps
+        warmup = self.lr_warmup_steps
+        # The order of these cases is Megatron-LM's: the warmup first, then the exact minimum at the
+        # end of the decay.
+        if warmup > 0 and num_steps <= warmup:
+            return self.init_lr + (max_lr - self.init_lr) * num_steps / warmup
         if self.lr_decay_style == "constant":
             return max_lr
         if num_steps > self.lr_decay_steps:
             return min_lr
         if self.lr_decay_style == "inverse-square-root":
-            return max(
-                min_lr,
-                max_lr * math.sqrt(max(self.lr_warmup_steps, 1)) / math.sqrt(max(num_steps, 1)),
-            )
+            return max(min_lr, max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(num_steps, 1)))
         if self.lr_decay_style == "WSD":
             assert self.wsd_decay_steps is not None
-            into_decay = max(0, num_steps - (self.lr_decay_steps - self.wsd_decay_steps))
-            left = DECAY[self.wsd_decay_style](into_decay / self.wsd_decay_steps)
+            decay_start = self.lr_decay_steps - self.wsd_decay_steps
+            ratio = max(0, num_steps - decay_start) / self.wsd_decay_steps
+            remaining = DECAY[self.wsd_decay_style](ratio)
         else:
-            ratio = (num_steps - self.lr_warmup_steps) / (
-                self.lr_decay_steps - self.lr_warmup_steps
-            )
-            left = DECAY[self.lr_decay_style](ratio)
-        return min_lr + left * (max_lr - min_lr)
+            ratio = (num_steps - warmup) / (self.lr_decay_steps - warmup)
+            remaining = DECAY[self.lr_decay_style](ratio)
+        return min_lr + remaining * (max_lr - min_lr)
 
     def weight_decay(self, num_steps: int) -> float:
-        """Weight decay after `num_steps` samples."""
+        """Return the weight decay after `num_steps` samples."""
         if self.wd_incr_style == "constant" or num_steps > self.wd_incr_steps:
             return self.end_wd
-        left = DECAY[self.wd_incr_style](num_steps / self.wd_incr_steps)
-        return self.end_wd + left * (self.start_wd - self.end_wd)
+        remaining = DECAY[self.wd_incr_style](num_steps / self.wd_incr_steps)
+        return self.end_wd + remaining * (self.start_wd - self.end_wd)
 
 
 def make_schedule(
@@ -106,39 +103,46 @@ def make_schedule(
     train_iters: int | None = None,
     train_samples: int | None = None,
 ) -> Schedule:
-    """The schedule of a run whose length is given in iterations, of `global_batch_size` samples
-    each, or in samples.
+    """Return the schedule of a run.
+
+    Its length is given in iterations, of `global_batch_size` samples each, or in samples.
     """
     if config.lr is None:
         raise ValueError("--lr must be given")
     if (train_iters is None) == (train_samples is None):
         raise ValueError(
-            f"give one of --train-iters (got {train_iters}) and --train-samples (got {train_samples})"
+            f"give one of --train-iters (got {train_iters}) and --train-samples "
+            f"(got {train_samples})"
         )
-    unit = "samples" if train_iters is None else "iters"
-    other = "iters" if train_iters is None else "samples"
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        if value := getattr(scheduler, f"{name}_{other}"):
-            flags = (f"--{name.replace('_', '-')}-{u}" for u in (other, unit))
-            raise ValueError(
-                f"{next(flags)} {value} goes with --train-{other}; with --train-{unit} give {next(flags)}"
-            )
-    scale = global_batch_size if train_samples is None else 1
-    length = (train_iters or train_samples or 0) * scale
-    decay, warmup, wsd = (
-        getattr(scheduler, f"{name}_{unit}") for name in ("lr_decay", "lr_warmup", "lr_wsd_decay")
-    )
-    decay_steps = length if decay is None else decay * scale
-    fraction = scheduler.lr_warmup_fraction
+    if train_samples is None:
+        unit = "iters"
+        samples_per_unit = global_batch_size
+        _check_unit(scheduler, unit, other_unit="samples")
+    else:
+        unit = "samples"
+        samples_per_unit = 1
+        _check_unit(scheduler, unit, other_unit="iters")
+
+    def to_samples(name: str) -> int | None:
+        value: int | None = getattr(scheduler, f"{name}_{unit}")
+        return None if value is None else value * samples_per_unit
+
+    length = (train_iters or train_samples or 0) * samples_per_unit
+    decay_steps = to_samples("lr_decay")
+    if decay_steps is None:
+        decay_steps = length
+    warmup_steps: float = to_samples("lr_warmup") or 0
+    if scheduler.lr_warmup_fraction is not None:
+        warmup_steps = scheduler.lr_warmup_fraction * decay_steps
     start_wd, end_wd = config.weight_decay_range
     return Schedule(
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_decay_steps=decay_steps,
-        lr_warmup_steps=warmup * scale if fraction is None else fraction * decay_steps,
+        lr_warmup_steps=warmup_steps,
         lr_decay_style=scheduler.lr_decay_style,
         init_lr=scheduler.lr_warmup_init,
-        wsd_decay_steps=None if wsd is None else wsd * scale,
+        wsd_decay_steps=to_samples("lr_wsd_decay"),
         wsd_decay_style=scheduler.lr_wsd_decay_style,
         start_wd=start_wd,
         end_wd=end_wd,
@@ -147,28 +151,51 @@ def make_schedule(
     )
 
 
+def _check_unit(scheduler: SchedulerConfig, unit: str, other_unit: str) -> None:
+    """Raise ValueError for a length in `other_unit` when the run's length is in `unit`."""
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        value = getattr(scheduler, f"{name}_{other_unit}")
+        if value:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"{flag}-{other_unit} {value} requires --train-{other_unit}; with --train-{unit} "
+                f"use {flag}-{unit}"
+            )
+
+
+# Fields of a schedule that checkpoints store.
 _STORED = (
-    "max_lr", "lr_warmup_steps", "lr_decay_style", "lr_decay_steps", "min_lr",
-    "start_wd", "end_wd", "wd_incr_style", "wd_incr_steps", "init_lr", "wsd_decay_steps", "wsd_decay_style",
-)  # fmt: skip
+    "max_lr",
+    "lr_warmup_steps",
+    "lr_decay_style",
+    "lr_decay_steps",
+    "min_lr",
+    "start_wd",
+    "end_wd",
+    "wd_incr_style",
+    "wd_incr_steps",
+    "init_lr",
+    "wsd_decay_steps",
+    "wsd_decay_style",
+)
 
 
-_IDLE: dict[
-    str, Callable[[Mapping[str, Any]], bool]
-] = {  # field -> the schedules in which it means nothing
-    "lr_decay_steps": lambda state: state.get("lr_decay_style") == "constant",
-    "min_lr": lambda state: state.get("lr_decay_style") == "constant",
-    "start_wd": lambda state: state.get("wd_incr_style") == "constant",
-    "wd_incr_steps": lambda state: state.get("wd_incr_style") == "constant",
-    "wsd_decay_steps": lambda state: state.get("lr_decay_style") != "WSD",
-    "wsd_decay_style": lambda state: state.get("lr_decay_style") != "WSD",
-    "init_lr": lambda state: not state.get("lr_warmup_steps"),
-}
+def _has_effect(name: str, state: Mapping[str, Any]) -> bool:
+    """Return whether the stored field `name` has an effect in the schedule `state`."""
+    if name in ("lr_decay_steps", "min_lr"):
+        return state.get("lr_decay_style") != "constant"
+    if name in ("start_wd", "wd_incr_steps"):
+        return state.get("wd_incr_style") != "constant"
+    if name in ("wsd_decay_steps", "wsd_decay_style"):
+        return state.get("lr_decay_style") == "WSD"
+    if name == "init_lr":
+        return bool(state.get("lr_warmup_steps"))
+    return True
 
 
 class OptimizerParamScheduler:
-    """Writes `lr` and `weight_decay` into the optimizer's `param_groups`, at once and after every
-    `step`.
+    """Writes `lr` and `weight_decay` into the optimizer's `param_groups`: on construction and after
+    each `step`.
     """
 
     def __init__(
@@ -179,7 +206,11 @@ class OptimizerParamScheduler:
         override: bool = False,
         use_checkpoint: bool = False,
     ) -> None:
-        """`override`: on load the given schedule wins; `use_checkpoint`: the stored one; neither: they must agree."""
+        """Initialize at sample 0.
+
+        On load, `override` selects the given schedule and `use_checkpoint` the stored one; without
+        either they must agree.
+        """
         assert not (override and use_checkpoint)
         self.param_groups = param_groups
         self.schedule = schedule
@@ -189,7 +220,7 @@ class OptimizerParamScheduler:
         self._apply()
 
     def step(self, increment: int) -> None:
-        """`increment` more samples have been consumed."""
+        """Advance by `increment` consumed samples."""
         self.num_steps += increment
         self._apply()
 
@@ -203,44 +234,50 @@ class OptimizerParamScheduler:
             group["weight_decay"] = self.schedule.weight_decay(self.num_steps) * group["wd_mult"]
 
     def state_dict(self) -> dict[str, Any]:
-        """Megatron-LM's `opt_param_scheduler`."""
-        return {
-            "num_steps": self.num_steps,
-            **{name: getattr(self.schedule, name) for name in _STORED},
-        }
+        """Return the state in the form of Megatron-LM's `opt_param_scheduler`."""
+        return {"num_steps": self.num_steps, **self._stored_fields()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the position, and settle differences between the stored and the given schedule.
+        """Restore the position, and resolve differences between the stored and the given schedule.
 
-        Raises ValueError naming all of them if neither is to win. A constant rate has no length: it
-        may go on longer.
+        Raises ValueError naming all of them unless one of the schedules has precedence. A field that
+        has no effect may differ: a constant learning rate, for example, may go on longer.
         """
-        now = {name: getattr(self.schedule, name) for name in _STORED}
-        different = {
-            name: state[name] for name in _STORED if name in state and state[name] != now[name]
-        }
+        current = self._stored_fields()
+        different: dict[str, Any] = {}
+        for name in _STORED:
+            if name in state and state[name] != current[name]:
+                different[name] = state[name]
         if self._use_checkpoint:
             self.schedule = replace(self.schedule, **different)
         elif not self._override:
-            idle = {name for name, is_idle in _IDLE.items() if is_idle(state) and is_idle(now)}
-            different = {name: value for name, value in different.items() if name not in idle}
+            for name in list(different):
+                if not (_has_effect(name, state) or _has_effect(name, current)):
+                    del different[name]
         if different:
-            what = ", ".join(
-                f"{name}: {value} (now {now[name]})" for name, value in different.items()
-            )
-            if not (self._use_checkpoint or self._override):
-                raise ValueError(
-                    f"the checkpoint has another schedule: {what}; steps are samples. Give "
-                    "--override-opt_param-scheduler to go on with the flags, --use-checkpoint-opt_param-scheduler to "
-                    "go on with the checkpoint's, or the flags of the first run"
-                )
-            source, other = (
-                ("checkpoint", "flags") if self._use_checkpoint else ("flags", "checkpoint")
-            )
-            logger.warning("schedule taken from the %s, not from the %s: %s", source, other, what)
+            self._report_differences(different, current)
         if "num_steps" not in state:
             raise ValueError(
-                "the checkpoint's schedule has no num_steps: give --finetune or --no-load-optim"
+                "the checkpoint's schedule has no num_steps: use --finetune or --no-load-optim"
             )
         self.num_steps = state["num_steps"]
         self._apply()
+
+    def _stored_fields(self) -> dict[str, Any]:
+        return {name: getattr(self.schedule, name) for name in _STORED}
+
+    def _report_differences(self, different: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+        """Log the differing stored values, or raise ValueError if neither schedule has precedence."""
+        values = [f"{name}: {value} (now {current[name]})" for name, value in different.items()]
+        listed = ", ".join(values)
+        if self._use_checkpoint:
+            logger.warning("schedule taken from the checkpoint, not from the flags: %s", listed)
+        elif self._override:
+            logger.warning("schedule taken from the flags, not from the checkpoint: %s", listed)
+        else:
+            raise ValueError(
+                f"the checkpoint has another schedule: {listed}; steps are samples. Use "
+                "--override-opt_param-scheduler to continue with the schedule of the flags, "
+                "--use-checkpoint-opt_param-scheduler to continue with the checkpoint's, or the "
+                "flags of the first run"
+            )

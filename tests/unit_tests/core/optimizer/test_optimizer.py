@@ -26,15 +26,13 @@ ADAM = {"lr": 0.01, "weight_decay": 0.1, "adam_beta2": 0.95}
 SGD = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 0.01}
 
 
-def ours(config, steps, ddp=BUCKETS, dtype=torch.float32, **kwargs):
+def train_ours(config, steps, ddp=BUCKETS, dtype=torch.float32, **kwargs):
     chunk, optimizer = build(ONE, ddp, OptimizerConfig(**config), dtype, **kwargs)
     return chunk, optimizer, run(chunk, optimizer, range(steps))
 
 
-def plain_groups(params, config, model):
-    """Main copies in torch.optim's groups by the rule: no weight decay for 1-D parameters and
-    biases.
-    """
+def make_torch_groups(params, config, model):
+    """Return torch.optim groups of the main copies: no weight decay for 1-D parameters."""
     decayed = {name: p.dim() > 1 for name, p in model.named_parameters()}
     weight_decay = config["weight_decay"]
     return [
@@ -46,12 +44,12 @@ def plain_groups(params, config, model):
     ]
 
 
-def plain(config, steps, dtype=torch.float32, clip=1.0, fused=True, **kwargs):
-    """A loop as one would write it, with fp32 main copies of every parameter."""
+def train_with_torch_optim(config, steps, dtype=torch.float32, clip=1.0, fused=True, **kwargs):
+    """Train with a plain loop and fp32 main copies of the parameters."""
     model = TinyModel(dtype, **kwargs)
     model.initialize(seed=7)
     main = {name: p.detach().float().clone() for name, p in model.named_parameters()}
-    groups = plain_groups(main, config, model)
+    groups = make_torch_groups(main, config, model)
     if config.get("optimizer") == "sgd":
         optimizer = torch.optim.SGD(groups, lr=config["lr"], momentum=0.9, fused=fused)
     else:
@@ -79,7 +77,7 @@ def plain(config, steps, dtype=torch.float32, clip=1.0, fused=True, **kwargs):
 
 
 def main_params(chunk, optimizer):
-    """Name -> fp32 main parameter, through the boxes."""
+    """Return the fp32 main parameters by name, read through their boxes."""
     prefix = "optimizer.state.param."
     state = snapshot(chunk, optimizer)
     return {
@@ -89,12 +87,10 @@ def main_params(chunk, optimizer):
 
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_25_steps_are_those_of_torch_optim_bitwise(config, dtype):
-    """Without clipping the gradients are the same numbers, and the fused kernels work on every
-    element alone.
-    """
-    chunk, optimizer, _ = ours({**config, "clip_grad": 0.0}, 25, dtype=dtype)
-    expected, _, _ = plain(config, 25, dtype, clip=0.0)
+def test_25_steps_match_torch_optim_bitwise(config, dtype):
+    """Without clipping the gradients are equal, and the fused kernels are elementwise."""
+    chunk, optimizer, _ = train_ours({**config, "clip_grad": 0.0}, 25, dtype=dtype)
+    expected, _, _ = train_with_torch_optim(config, 25, dtype, clip=0.0)
     for name, value in main_params(chunk, optimizer).items():
         assert torch.equal(value, expected[name][: len(value)]), name
     for name, param in chunk.module.named_parameters():
@@ -104,21 +100,21 @@ def test_25_steps_are_those_of_torch_optim_bitwise(config, dtype):
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("bucket_size", [None, 1, 600])
 @pytest.mark.parametrize("tied", [True, False])
-def test_25_clipped_steps(config, bucket_size, tied):
+def test_25_clipped_steps_match_torch_optim(config, bucket_size, tied):
     ddp = DistributedDataParallelConfig(ddp_bucket_size=bucket_size)
-    chunk, optimizer, results = ours({**config, "clip_grad": 4.0}, 25, ddp, tied=tied)
-    expected, _, norms = plain(config, 25, clip=4.0, fused=False, tied=tied)
-    # Rounding of the parameters adds up over the steps, and by how much depends on the processor:
-    # 1.3e-6 was seen.
+    chunk, optimizer, results = train_ours({**config, "clip_grad": 4.0}, 25, ddp, tied=tied)
+    expected, _, norms = train_with_torch_optim(config, 25, clip=4.0, fused=False, tied=tied)
+    # Rounding errors of the parameters add up over the steps; they depend on the processor
+    # (measured: 1.3e-6).
     assert [result.grad_norm.item() for _, result in results] == pytest.approx(norms, rel=5e-6)
     assert max(norms) > 4.0 > min(norms), "both sides of the clipping threshold"
     for name, value in main_params(chunk, optimizer).items():
         torch.testing.assert_close(value, expected[name][: len(value)], rtol=1e-5, atol=1e-6)
 
 
-def test_moments_are_torchs():
-    chunk, optimizer, _ = ours({**ADAM, "clip_grad": 0.0}, 3)
-    expected, reference, _ = plain(ADAM, 3, clip=0.0)
+def test_moments_match_torch_optim():
+    chunk, optimizer, _ = train_ours({**ADAM, "clip_grad": 0.0}, 3)
+    expected, reference, _ = train_with_torch_optim(ADAM, 3, clip=0.0)
     whole = snapshot(chunk, optimizer)
     assert len(whole) == 4 * len(expected)
     for name, param in expected.items():
@@ -128,8 +124,8 @@ def test_moments_are_torchs():
 
 
 def test_loss_scale_does_not_change_the_result():
-    plain_run = ours(ADAM, 5)
-    scaled = ours({**ADAM, "loss_scale": 1024.0}, 5)
+    plain_run = train_ours(ADAM, 5)
+    scaled = train_ours({**ADAM, "loss_scale": 1024.0}, 5)
     for (loss, result), (scaled_loss, scaled_result) in zip(plain_run[2], scaled[2], strict=True):
         assert loss == scaled_loss and torch.equal(result.grad_norm, scaled_result.grad_norm)
     assert all(map(torch.equal, plain_run[0].parameters(), scaled[0].parameters()))
@@ -141,11 +137,11 @@ def initial_params(dtype=torch.float32, **kwargs):
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def test_decoupled_learning_rate_is_for_embedding_and_output_layer():
+def test_decoupled_lr_applies_to_embedding_and_output_layer():
     config = {**SGD, "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
     before = initial_params(tied=False)
     coupled, decoupled = (
-        dict(ours({**config, **extra}, 1, tied=False)[0].module.named_parameters())
+        dict(train_ours({**config, **extra}, 1, tied=False)[0].module.named_parameters())
         for extra in ({}, {"decoupled_lr": 0.1})
     )
     for name, start in before.items():
@@ -157,8 +153,8 @@ def test_decoupled_learning_rate_is_for_embedding_and_output_layer():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_changes_nothing(dtype, bad):
-    chunk, optimizer, _ = ours(
+def test_nonfinite_gradient_changes_nothing(dtype, bad):
+    chunk, optimizer, _ = train_ours(
         {**ADAM, "initial_loss_scale": 64.0, "hysteresis": 1}, 2, dtype=dtype
     )
     before = snapshot(chunk, optimizer)
@@ -170,7 +166,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype, bad):
     assert result.skipped and not torch.isfinite(result.grad_norm)
     assert_same(before, snapshot(chunk, optimizer))
     assert optimizer.state_dict()["optimizer"] == plain_before["optimizer"], (
-        "the step is not counted"
+        "the skipped step must not be counted"
     )
     assert optimizer.loss_scale == (32.0 if dtype == torch.float16 else 1.0)
     ((_, result),) = run(chunk, optimizer, [3])
@@ -179,9 +175,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype, bad):
     )
 
 
-def test_fp16_finds_its_loss_scale():
-    """Started too high, the scale falls until the gradients fit, and training goes on."""
-    chunk, optimizer, results = ours(
+def test_fp16_lowers_its_loss_scale_until_gradients_fit():
+    """Training continues once the initial scale, which is too high, has been lowered."""
+    chunk, optimizer, results = train_ours(
         {**ADAM, "initial_loss_scale": 2.0**24, "hysteresis": 1}, 20, dtype=torch.float16
     )
     skipped = [bool(result.skipped) for _, result in results]
@@ -192,7 +188,7 @@ def test_fp16_finds_its_loss_scale():
     assert results[-1][0] < results[0][0]
 
 
-def test_norm_and_zeros_are_of_the_model():
+def test_norm_and_zeros_match_the_model():
     chunk, optimizer = build(ONE, tied=False)
     backward_pass(chunk, 0)
     grads = torch.cat([p.main_grad.flatten() for p in chunk.module.parameters()])
@@ -205,8 +201,8 @@ def test_norm_and_zeros_are_of_the_model():
     assert build(ONE)[1].step().num_zeros is None
 
 
-def test_per_token_loss_divides_by_all_tokens():
-    """The loss is a sum over tokens; microbatches of different length weigh by their tokens."""
+def test_per_token_loss_is_divided_by_all_tokens():
+    """The loss is a sum over tokens, so larger micro-batches have a larger weight."""
     chunk, optimizer = build(ONE, config=OptimizerConfig(**SGD))
     reference, reference_optimizer = build(ONE, config=OptimizerConfig(**SGD))
     tokens, labels = batch(0)
@@ -223,6 +219,6 @@ def test_per_token_loss_divides_by_all_tokens():
         torch.testing.assert_close(param, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_no_learning_rate():
+def test_missing_learning_rate_is_an_error():
     with pytest.raises(ValueError, match="--lr must be given"):
         build(ONE, config=OptimizerConfig())

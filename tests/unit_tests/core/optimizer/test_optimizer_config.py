@@ -1,4 +1,4 @@
-"""Options that contradict each other are refused with their flags' names."""
+"""Invalid and contradictory options are rejected; the error names the flags."""
 
 import pytest
 
@@ -29,7 +29,7 @@ from megatron.core.optimizer import OptimizerConfig, SchedulerConfig
         ),
     ],
 )
-def test_optimizer(options, message):
+def test_invalid_optimizer_options(options, message):
     with pytest.raises(ValueError, match=message):
         OptimizerConfig(**options)
 
@@ -39,13 +39,13 @@ def test_optimizer(options, message):
     [
         (
             {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
-            "exclude each other",
+            "mutually exclusive",
         ),
         ({"lr_warmup_fraction": 1.0}, "got 1.0"),
         ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "--lr-warmup-iters 5"),
     ],
 )
-def test_scheduler(options, message):
+def test_invalid_scheduler_options(options, message):
     with pytest.raises(ValueError, match=message):
         SchedulerConfig(**options)
 

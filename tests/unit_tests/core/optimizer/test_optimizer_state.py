@@ -1,6 +1,4 @@
-"""What the optimizer stores and takes back: boxes of any layout, the plain part, and the padding of
-the vocabulary.
-"""
+"""State of the optimizer in checkpoints: boxes at any layout, plain data, vocabulary padding."""
 
 import copy
 import logging
@@ -31,8 +29,8 @@ SGD = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 0.01}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def spoil(chunk, optimizer):
-    """Make everything garbage, as in memory just allocated."""
+def fill_with_garbage(chunk, optimizer):
+    """Fill parameters and state with NaN, like uninitialized memory."""
     for bucket in chunk.buckets:
         for param in bucket.params:
             param.detach().fill_(float("nan"))
@@ -46,7 +44,7 @@ def spoil(chunk, optimizer):
     "config", [ADAM, SGD, {**SGD, "sgd_momentum": 0.0}], ids=["adamw", "sgd", "plain sgd"]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_resumed_is_uninterrupted(config, dtype):
+def test_resumed_run_equals_uninterrupted_run(config, dtype):
     config = OptimizerConfig(**config, initial_loss_scale=2.0**16)
     chunk, optimizer = build(ONE, SHARDED, config, dtype)
     run(chunk, optimizer, range(3))
@@ -55,7 +53,7 @@ def test_resumed_is_uninterrupted(config, dtype):
     run(chunk, optimizer, range(3, 6))
 
     other, other_optimizer = build(ONE, DistributedDataParallelConfig(), config, dtype)
-    spoil(other, other_optimizer)
+    fill_with_garbage(other, other_optimizer)
     model_state = other.sharded_state_dict()
     fill({**model_state, **other_optimizer.sharded_state_dict(model_state)}, stored)
     other_optimizer.load_state_dict(plain_state, model_state)
@@ -64,8 +62,8 @@ def test_resumed_is_uninterrupted(config, dtype):
     assert repr(optimizer.state_dict()) == repr(other_optimizer.state_dict())
 
 
-def test_the_model_follows_the_loaded_main_parameters():
-    """A bf16 checkpoint resumed in fp32: the main parameters are the more precise ones."""
+def test_weights_are_computed_from_loaded_main_parameters():
+    """A bf16 checkpoint resumed in fp32 uses the main parameters, which are more precise."""
     chunk, optimizer = build(ONE, dtype=torch.bfloat16)
     run(chunk, optimizer, range(3))
     stored = snapshot(chunk, optimizer)
@@ -81,11 +79,11 @@ def test_the_model_follows_the_loaded_main_parameters():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_weights_alone(dtype):
+def test_reload_after_loading_only_weights(dtype):
     donor, other = build(ONE, dtype=dtype)
     run(donor, other, range(2))
     chunk, optimizer = build(ONE, SHARDED, dtype=dtype)
-    spoil(chunk, optimizer)
+    fill_with_garbage(chunk, optimizer)
     model_state = chunk.sharded_state_dict()
     fill(model_state, assemble([boxes_of(donor.sharded_state_dict())]))
     optimizer.reload_model_params(model_state)
@@ -116,7 +114,7 @@ def test_padding_stays_zero(config, dtype):
     assert seen >= 2 * 3
 
 
-def test_state_dict_is_megatron_lms():
+def test_state_dict_has_megatron_lms_form():
     _, optimizer = build(
         ONE, config=OptimizerConfig(lr=0.01, decoupled_lr=0.02), dtype=torch.float16
     )
@@ -138,7 +136,7 @@ def test_state_dict_is_megatron_lms():
 
 
 @pytest.mark.parametrize("steps", [(3, 4), (None, 3)])
-def test_a_checkpoint_without_a_clear_step_is_refused(steps):
+def test_missing_or_ambiguous_step_is_an_error(steps):
     chunk, optimizer = build(ONE)
     state = optimizer.state_dict()
     for group, step in zip(state["optimizer"]["param_groups"], steps, strict=True):
@@ -149,7 +147,7 @@ def test_a_checkpoint_without_a_clear_step_is_refused(steps):
         optimizer.load_state_dict(state, chunk.sharded_state_dict())
 
 
-def test_other_hyperparameters_are_reported(caplog):
+def test_changed_hyperparameters_are_logged(caplog):
     chunk, optimizer = build(ONE)
     other, other_optimizer = build(ONE, config=OptimizerConfig(lr=0.1, adam_beta2=0.95))
     with caplog.at_level(logging.WARNING):
@@ -161,18 +159,17 @@ def test_other_hyperparameters_are_reported(caplog):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 4)])
-def test_every_element_of_every_layout_is_where_it_belongs(tp, dp, dtype):
-    """All ranks of a layout take global tensors through their boxes; compared with slicing dense
-    padded tensors.
+def test_boxes_match_slices_of_dense_tensors(tp, dp, dtype):
+    """Fill all ranks of a layout through their boxes, and compare with slices of dense tensors.
 
-    As it holds for any layout, state goes unchanged from any to any other.
+    As this holds for each layout, state is unchanged when it moves between any two of them.
     """
     config = ParallelConfig(tensor_model_parallel_size=tp)
     boxes = []
     for rank in range(tp * dp):
         ps = ParallelState.for_rank(config, tp * dp, rank)
         chunk, optimizer = build(ps, SHARDED, dtype=dtype, tied=False)
-        spoil(chunk, optimizer)
+        fill_with_garbage(chunk, optimizer)
         model_state = chunk.sharded_state_dict()
         state = optimizer.sharded_state_dict(model_state)
         values = {key: random_values(key, entry.global_shape) for key, entry in state.items()}
@@ -198,7 +195,7 @@ def random_values(key, shape):
 
 
 def local_values(key, piece, ps):
-    """What the rank's parameter holds, computed without boxes."""
+    """Return the values of the rank's parameter, computed without boxes."""
     rows, *columns = piece.param.shape
     if not piece.info.sharding.is_split:
         return random_values(key, piece.param.shape)

@@ -1,4 +1,4 @@
-"""Schedules against formulas written out by hand, and what a resumed run takes over."""
+"""Schedules against formulas written by hand, and the schedule of a resumed run."""
 
 import math
 
@@ -18,7 +18,7 @@ WARMUP = 16
 END = 80
 
 
-def schedule(style, **options):
+def make_schedule_of(style, **options):
     return Schedule(
         max_lr=MAX,
         min_lr=MIN,
@@ -29,39 +29,43 @@ def schedule(style, **options):
     )
 
 
-def groups(*extra):
+def make_groups(*extra):
     base = {"lr_mult": 1.0, "is_decoupled_lr": False}
     return [{**base, "wd_mult": 1.0}, {**base, "wd_mult": 0.0}, *extra]
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "inverse-square-root"])
-def test_warm_up_is_linear(style):
+def test_warmup_is_linear(style):
     for n in range(WARMUP + 1):
-        assert schedule(style).learning_rate(n) == pytest.approx(MAX * n / WARMUP, abs=0)
+        assert make_schedule_of(style).learning_rate(n) == pytest.approx(MAX * n / WARMUP, abs=0)
         expected = 1e-4 + (MAX - 1e-4) * n / WARMUP
-        assert schedule(style, init_lr=1e-4).learning_rate(n) == pytest.approx(expected, abs=0)
+        assert make_schedule_of(style, init_lr=1e-4).learning_rate(n) == pytest.approx(
+            expected, abs=0
+        )
 
 
-def test_decay():
+def test_decay_styles():
     for n in range(WARMUP + 1, END + 1):
         r = (n - WARMUP) / (END - WARMUP)
-        assert schedule("constant").learning_rate(n) == MAX
-        assert schedule("linear").learning_rate(n) == pytest.approx(
+        assert make_schedule_of("constant").learning_rate(n) == MAX
+        assert make_schedule_of("linear").learning_rate(n) == pytest.approx(
             MAX - r * (MAX - MIN), abs=1e-12
         )
         cosine = MIN + (MAX - MIN) / 2 * (1 + math.cos(math.pi * r))
-        assert schedule("cosine").learning_rate(n) == pytest.approx(cosine, abs=1e-12)
+        assert make_schedule_of("cosine").learning_rate(n) == pytest.approx(cosine, abs=1e-12)
         root = max(MIN, MAX * (WARMUP / n) ** 0.5)
-        assert schedule("inverse-square-root").learning_rate(n) == pytest.approx(root, abs=1e-12)
+        assert make_schedule_of("inverse-square-root").learning_rate(n) == pytest.approx(
+            root, abs=1e-12
+        )
     for style in ("linear", "cosine", "inverse-square-root"):
-        assert schedule(style).learning_rate(END + 1) == MIN
-    assert schedule("constant").learning_rate(END + 1) == MAX
-    assert schedule("linear").learning_rate(END) == pytest.approx(MIN)
+        assert make_schedule_of(style).learning_rate(END + 1) == MIN
+    assert make_schedule_of("constant").learning_rate(END + 1) == MAX
+    assert make_schedule_of("linear").learning_rate(END) == pytest.approx(MIN)
 
 
-def test_the_value_of_a_megatron_lm_run():
-    """`lr` that Megatron-LM 0.16.1 saved after 5 iterations of 8 samples: cosine, 2 of 10 iterations warm-up."""
-    assert schedule("cosine").learning_rate(40) == 0.001444415089128581
+def test_learning_rate_of_a_megatron_lm_run():
+    """Megatron-LM 0.16.1 saved this `lr` after 5 of 10 iterations of 8 samples, 2 of them warmup."""
+    assert make_schedule_of("cosine").learning_rate(40) == 0.001444415089128581
 
 
 @pytest.mark.parametrize(
@@ -73,8 +77,8 @@ def test_the_value_of_a_megatron_lm_run():
         ("minus_sqrt", lambda r: 1 - r**0.5),
     ],
 )
-def test_wsd(style, left):
-    wsd = schedule("WSD", wsd_decay_steps=20, wsd_decay_style=style)
+def test_wsd_decay_styles(style, left):
+    wsd = make_schedule_of("WSD", wsd_decay_steps=20, wsd_decay_style=style)
     for n in range(WARMUP + 1, END - 20 + 1):
         assert wsd.learning_rate(n) == MAX
     for n in range(END - 20, END + 1):
@@ -84,15 +88,16 @@ def test_wsd(style, left):
     assert wsd.learning_rate(END + 1) == MIN
 
 
-def test_without_warm_up_the_first_value_is_the_highest():
+def test_without_warmup_the_schedule_starts_at_the_maximum():
     flat = Schedule(max_lr=MAX, min_lr=MIN, lr_decay_steps=END, lr_decay_style="cosine")
     assert flat.learning_rate(0) == MAX
 
 
-def test_weight_decay():
+def test_weight_decay_rises_to_its_end():
     options = {"start_wd": 0.01, "end_wd": 0.1, "wd_incr_steps": 50}
     linear, cosine = (
-        schedule("constant", wd_incr_style=style, **options) for style in ("linear", "cosine")
+        make_schedule_of("constant", wd_incr_style=style, **options)
+        for style in ("linear", "cosine")
     )
     for n in range(51):
         assert linear.weight_decay(n) == pytest.approx(0.01 + 0.09 * n / 50, abs=1e-12)
@@ -101,7 +106,7 @@ def test_weight_decay():
     assert linear.weight_decay(51) == cosine.weight_decay(51) == 0.1
 
 
-def test_the_scheduler_writes_into_the_groups():
+def test_scheduler_writes_into_param_groups():
     decoupled = {
         "lr_mult": 0.5,
         "wd_mult": 1.0,
@@ -109,8 +114,10 @@ def test_the_scheduler_writes_into_the_groups():
         "max_lr": 1e-2,
         "min_lr": 0.0,
     }
-    param_groups = groups(decoupled)
-    scheduler = OptimizerParamScheduler(param_groups, schedule("linear", start_wd=0.1, end_wd=0.1))
+    param_groups = make_groups(decoupled)
+    scheduler = OptimizerParamScheduler(
+        param_groups, make_schedule_of("linear", start_wd=0.1, end_wd=0.1)
+    )
     assert [group["lr"] for group in param_groups] == [0, 0, 0]
     scheduler.step(40)
     scheduler.step(8)
@@ -138,7 +145,7 @@ def test_make_schedule_in_iterations_and_samples():
         iters
         == samples
         == fraction
-        == schedule("linear", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+        == make_schedule_of("linear", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
     )
     flags = SchedulerConfig(lr_decay_style="WSD", lr_decay_iters=9, lr_wsd_decay_iters=3)
     wsd = make_schedule(config, flags, global_batch_size=8, train_iters=10)
@@ -167,57 +174,57 @@ def test_make_schedule_in_iterations_and_samples():
         ),
         ({}, {}, "one of --train-iters"),
         ({}, {"train_iters": 1, "train_samples": 1}, "one of --train-iters"),
-        ({"lr_warmup_iters": 10}, {"train_iters": 10}, "80 samples .* 80"),
+        ({"lr_warmup_iters": 10}, {"train_iters": 10}, r"\(80 samples\) .* sample 80"),
         ({"lr_decay_style": "WSD"}, {"train_iters": 10}, "--lr-wsd-decay-iters"),
         ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 11}, {"train_iters": 10}, "got 88"),
         ({"lr_warmup_init": 1.0}, {"train_iters": 10}, "--lr-warmup-init 1.0"),
     ],
 )
-def test_schedules_that_make_no_sense(flags, length, message):
+def test_invalid_schedules(flags, length, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(
             OptimizerConfig(lr=MAX), SchedulerConfig(**flags), global_batch_size=8, **length
         )
 
 
-def saved():
+def save_at_40():
     first = OptimizerParamScheduler(
-        groups(), schedule("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+        make_groups(), make_schedule_of("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
     )
     first.step(40)
     return first.state_dict()
 
 
-def test_state_dict_is_megatron_lms_and_what_that_leaves_out():
-    left_out = {"init_lr": 0.0, "wsd_decay_steps": None, "wsd_decay_style": "exponential"}
-    assert saved() == left_out | {
+def test_state_dict_has_megatron_lms_fields_and_ours():
+    ours = {"init_lr": 0.0, "wsd_decay_steps": None, "wsd_decay_style": "exponential"}
+    assert save_at_40() == ours | {
         "max_lr": MAX, "lr_warmup_steps": 16, "num_steps": 40, "lr_decay_style": "cosine", "lr_decay_steps": 80,
         "min_lr": MIN, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 80,
     }  # fmt: skip
 
 
 def test_resume_with_the_same_schedule():
-    param_groups = groups()
+    param_groups = make_groups()
     resumed = OptimizerParamScheduler(
-        param_groups, schedule("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
+        param_groups, make_schedule_of("cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=80)
     )
-    resumed.load_state_dict(saved())
+    resumed.load_state_dict(save_at_40())
     assert resumed.num_steps == 40 and param_groups[0]["lr"] == 0.001444415089128581
 
 
-def longer(**options):
+def make_longer_scheduler(**options):
     later = Schedule(
         max_lr=1e-3, min_lr=MIN, lr_warmup_steps=16, lr_decay_steps=160, lr_decay_style="linear", start_wd=0.1,
         end_wd=0.1, wd_incr_steps=160,
     )  # fmt: skip
-    param_groups = groups()
+    param_groups = make_groups()
     return param_groups, OptimizerParamScheduler(param_groups, later, **options)
 
 
-def test_a_different_schedule_must_be_settled():
-    _, scheduler = longer()
+def test_different_schedule_is_an_error():
+    _, scheduler = make_longer_scheduler()
     with pytest.raises(ValueError) as error:
-        scheduler.load_state_dict(saved())
+        scheduler.load_state_dict(save_at_40())
     for text in (
         "max_lr: 0.002 (now 0.001)",
         "lr_decay_steps: 80 (now 160)",
@@ -227,23 +234,23 @@ def test_a_different_schedule_must_be_settled():
     assert "min_lr" not in str(error.value) and "--override-opt_param-scheduler" in str(error.value)
 
 
-def test_what_is_constant_may_go_on_longer():
+def test_constant_schedule_may_be_extended():
     same = {"max_lr": MAX, "min_lr": MIN, "lr_warmup_steps": 16}
     wd = {"start_wd": 0.1, "end_wd": 0.1}
     longer_wd = Schedule(
         **same, **wd, lr_decay_steps=80, lr_decay_style="cosine", wd_incr_steps=160
     )
-    OptimizerParamScheduler(groups(), longer_wd).load_state_dict(saved())
+    OptimizerParamScheduler(make_groups(), longer_wd).load_state_dict(save_at_40())
     constant = Schedule(
         **same, **wd, lr_decay_steps=160, lr_decay_style="constant", wd_incr_steps=160
     )
-    scheduler = OptimizerParamScheduler(groups(), constant)
-    scheduler.load_state_dict(saved() | {"lr_decay_style": "constant"})
+    scheduler = OptimizerParamScheduler(make_groups(), constant)
+    scheduler.load_state_dict(save_at_40() | {"lr_decay_style": "constant"})
     assert scheduler.num_steps == 40 and scheduler.schedule == constant
     with pytest.raises(
         ValueError, match=r"another schedule: lr_decay_style: cosine \(now constant\)"
     ):
-        scheduler.load_state_dict(saved())
+        scheduler.load_state_dict(save_at_40())
     rising = Schedule(
         **same,
         **wd,
@@ -253,7 +260,7 @@ def test_what_is_constant_may_go_on_longer():
         wd_incr_style="linear",
     )
     with pytest.raises(ValueError, match=r"wd_incr_steps: 80 \(now 160\)"):
-        OptimizerParamScheduler(groups(), rising).load_state_dict(saved())
+        OptimizerParamScheduler(make_groups(), rising).load_state_dict(save_at_40())
 
 
 @pytest.mark.parametrize(
@@ -266,32 +273,32 @@ def test_what_is_constant_may_go_on_longer():
             "cosine",
             {"wsd_decay_steps": 40, "wsd_decay_style": "linear"},
             None,
-        ),  # means nothing there
+        ),  # no effect without WSD
         ("cosine", {"init_lr": 1e-4, "lr_warmup_steps": 0}, None),
     ],
 )
-def test_every_flag_of_the_schedule_is_compared(style, change, message):
+def test_all_effective_fields_are_compared(style, change, message):
     flags = {"max_lr": MAX, "min_lr": MIN, "lr_decay_steps": 80, "lr_decay_style": style}
     flags |= {
         "wsd_decay_steps": 20,
         "wsd_decay_style": "cosine",
         "lr_warmup_steps": change.get("lr_warmup_steps", 16),
     }
-    stored = OptimizerParamScheduler(groups(), Schedule(**flags)).state_dict()
+    stored = OptimizerParamScheduler(make_groups(), Schedule(**flags)).state_dict()
     changed = Schedule(**flags | change)
     if message is None:
-        OptimizerParamScheduler(groups(), changed).load_state_dict(stored)
+        OptimizerParamScheduler(make_groups(), changed).load_state_dict(stored)
         return
     with pytest.raises(ValueError, match=message):
-        OptimizerParamScheduler(groups(), changed).load_state_dict(stored)
-    scheduler = OptimizerParamScheduler(groups(), changed, use_checkpoint=True)
+        OptimizerParamScheduler(make_groups(), changed).load_state_dict(stored)
+    scheduler = OptimizerParamScheduler(make_groups(), changed, use_checkpoint=True)
     scheduler.load_state_dict(stored)
     assert scheduler.schedule == Schedule(**flags)
 
 
-def test_override_takes_the_flags(caplog):
-    param_groups, scheduler = longer(override=True)
-    scheduler.load_state_dict(saved())
+def test_override_uses_the_flags(caplog):
+    param_groups, scheduler = make_longer_scheduler(override=True)
+    scheduler.load_state_dict(save_at_40())
     assert (
         param_groups[0]["lr"]
         == scheduler.schedule.learning_rate(40)
@@ -301,9 +308,9 @@ def test_override_takes_the_flags(caplog):
     assert scheduler.state_dict()["lr_decay_steps"] == 160
 
 
-def test_use_checkpoint_takes_the_stored_schedule(caplog):
-    param_groups, scheduler = longer(use_checkpoint=True)
-    scheduler.load_state_dict(saved())
+def test_use_checkpoint_uses_the_stored_schedule(caplog):
+    param_groups, scheduler = make_longer_scheduler(use_checkpoint=True)
+    scheduler.load_state_dict(save_at_40())
     assert param_groups[0]["lr"] == 0.001444415089128581 and param_groups[0]["max_lr"] == MAX
     assert "lr_decay_steps" in caplog.text
-    assert scheduler.state_dict() == saved()
+    assert scheduler.state_dict() == save_at_40()
