@@ -25,8 +25,8 @@ def flag(
     The docstring below the field is the flag's help text.
 
     Spelling: without `names` the flag is the field's name with dashes, `--field-name VALUE`. A bool
-    that defaults to False is `--field-name`; one that defaults to True is `--no-field-name`. `names`
-    overrides these spellings; a bool then takes the opposite of its default.
+    that defaults to False is `--field-name`; one that defaults to True is `--no-field-name`.
+    `names` overrides these spellings; a bool then takes the opposite of its default.
 
     Values: `parse` converts a word when the type alone does not define the conversion. The bounds
     `positive`, `at_least` and `at_most` are checked by the command line parser and by

@@ -56,9 +56,9 @@ class StepResult:
 class MegatronOptimizer:
     """An update rule on the fp32 main parameters of this rank's shards, in any precision.
 
-    The shard axis is that of `chunks`: data parallelism with the distributed optimizer, otherwise an
-    axis of size 1. A step with a gradient that is not finite changes nothing, in any precision. The
-    norm, clipping and that decision stay on the device; only dynamic loss scaling waits for it.
+    The shard axis is that of `chunks`: data parallelism with the distributed optimizer, otherwise
+    an axis of size 1. A step with a gradient that is not finite changes nothing, in any precision.
+    The norm, clipping and that decision stay on the device; only dynamic loss scaling waits for it.
 
     To resume, fill the tensors of `state_to_load`, then call `load_state_dict`. After loading only
     the weights of the model, call `reload_model_params`.
@@ -169,8 +169,8 @@ class MegatronOptimizer:
         """Return the tensors that a load with optimizer state fills.
 
         These are the optimizer state and the weights without a main parameter (frozen ones). The
-        other weights are not loaded: `load_state_dict` computes them from the main parameters, which
-        in an fp32 model share their memory, and in a bf16 checkpoint are more precise.
+        other weights are not loaded: `load_state_dict` computes them from the main parameters,
+        which in an fp32 model share their memory, and in a bf16 checkpoint are more precise.
         """
         trained: set[int] = set()
         for shard in self.shards:
@@ -202,8 +202,8 @@ class MegatronOptimizer:
         """Finish a load after the tensors of `state_to_load` have been filled.
 
         Restores the step and the loss scale, and computes the weights from the main parameters.
-        Hyperparameters stay as configured; differences are logged. Collective over all ranks. Raises
-        ValueError when the stored step is missing or ambiguous.
+        Hyperparameters stay as configured; differences are logged. Collective over all ranks.
+        Raises ValueError when the stored step is missing or ambiguous.
         """
         self._finish_param_sync()
         groups = (state.get("optimizer") or {}).get("param_groups") or []

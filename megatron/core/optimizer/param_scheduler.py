@@ -56,8 +56,8 @@ class Schedule:
         if self.lr_decay_style == "WSD" and not 0 < decay_phase <= self.lr_decay_steps:
             raise ValueError(
                 "--lr-decay-style WSD requires the length of its decay phase, --lr-wsd-decay-iters "
-                f"or --lr-wsd-decay-samples, between 1 and {self.lr_decay_steps} samples (the whole "
-                f"schedule); got {self.wsd_decay_steps} samples"
+                f"or --lr-wsd-decay-samples, between 1 and {self.lr_decay_steps} samples (the "
+                f"whole schedule); got {self.wsd_decay_steps} samples"
             )
 
     def learning_rate(
@@ -240,8 +240,8 @@ class OptimizerParamScheduler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the position, and resolve differences between the stored and the given schedule.
 
-        Raises ValueError naming all of them unless one of the schedules has precedence. A field that
-        has no effect may differ: a constant learning rate, for example, may go on longer.
+        Raises ValueError naming all of them unless one of the schedules has precedence. A field
+        that has no effect may differ: a constant learning rate, for example, may go on longer.
         """
         current = self._stored_fields()
         different: dict[str, Any] = {}
@@ -267,7 +267,7 @@ class OptimizerParamScheduler:
         return {name: getattr(self.schedule, name) for name in _STORED}
 
     def _report_differences(self, different: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-        """Log the differing stored values, or raise ValueError if neither schedule has precedence."""
+        """Log the stored values that differ, or raise ValueError without precedence."""
         values = [f"{name}: {value} (now {current[name]})" for name, value in different.items()]
         listed = ", ".join(values)
         if self._use_checkpoint:

@@ -309,10 +309,11 @@ class Muon(AdamW):
 
     Muon orthogonalizes the momentum of a matrix before applying it: Jordan et al. 2024 ("Muon: An
     optimizer for hidden layers in neural networks"), with the scale of Liu et al. 2025 ("Muon is
-    Scalable for LLM Training"). Matrices are all weights with weight decay except the word embedding
-    and the output layer; each expert has its own. The momentum is a flat tensor of a shard, sharded
-    and saved like Adam's moments. Orthogonalization needs whole matrices: the momentum of a bucket
-    is gathered over data parallelism, then each matrix in a rank's shard over tensor parallelism.
+    Scalable for LLM Training"). Matrices are all weights with weight decay except the word
+    embedding and the output layer; each expert has its own. The momentum is a flat tensor of a
+    shard, sharded and saved like Adam's moments. Orthogonalization needs whole matrices: the
+    momentum of a bucket is gathered over data parallelism, then each matrix in a rank's shard over
+    tensor parallelism.
     """
 
     _MATRIX_STATES = ("momentum_buffer",)
@@ -415,9 +416,9 @@ def _make_param_groups(
 ) -> list[dict[str, Any]]:
     """Return the parameter groups, the same ones on each rank, possibly empty.
 
-    In this order: parameters with weight decay, those without, with --decoupled-lr the embedding and
-    the output layer, and matrices if the rule has hyperparameters for them. As the groups do not
-    depend on the rank, a checkpoint's `param_groups` fit any rank.
+    In this order: parameters with weight decay, those without, with --decoupled-lr the embedding
+    and the output layer, and matrices if the rule has hyperparameters for them. As the groups do
+    not depend on the rank, a checkpoint's `param_groups` fit any rank.
     """
     decayed = _make_param_group(config, wd_mult=1.0)
     not_decayed = _make_param_group(config, wd_mult=0.0)

@@ -1,6 +1,6 @@
-"""Runs a pipeline schedule: computes each tick's pass, and exchanges messages with the neighbours.
+"""Execution of a pipeline schedule: the pass of each tick, and one exchange with the neighbors.
 
-A tick has one exchange, of known shape and dtype.
+All messages have the same shape and dtype, known in advance.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron.core.pipeline_parallel.schedules import Action, Tick, consumer, sc
 
 
 class MessageSpec(NamedTuple):
-    """What every activation between stages looks like, and its gradient."""
+    """Shape, dtype and device of the activations between stages, and of their gradients."""
 
-    shape: tuple[int, ...]  # [s, b, h]; [s/tp, b, h] under sequence parallelism
+    shape: tuple[int, ...]  # [s, b, h]; [s/tp, b, h] with sequence parallelism
     dtype: torch.dtype
     device: torch.device
 
@@ -28,16 +28,16 @@ class MessageSpec(NamedTuple):
 class Exchange:
     """The messages of one tick, posted together on construction; `wait` completes them.
 
-    It must be kept until `wait`: gloo abandons a message whose exchange is garbage collected. With
-    NCCL the first exchange builds the communicator of the whole group. Every rank gets there,
-    because the first tick of a rank needs nothing from the others.
+    Keep the object until `wait`: gloo abandons a message whose exchange is garbage collected. With
+    NCCL the first exchange builds the communicator of the whole group. All ranks get there, because
+    the first tick of a rank needs nothing from the others.
     """
 
     def __init__(self, tick: Tick, result: Tensor | None, pp: Axis, spec: MessageSpec) -> None:
         self._tick = tick
         self._pp = pp
         self._received: Tensor | None = None
-        self._operations: list[dist.P2POp] = []  # they keep the tensors alive until `wait`
+        self._operations: list[dist.P2POp] = []  # keeps the tensors alive until `wait`
         self._labels: list[str] = []
         if tick.receive is not None:
             self._received = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
@@ -45,45 +45,42 @@ class Exchange:
         if tick.send is not None:
             assert result is not None
             self._add(dist.isend, result.contiguous(), tick.send.peer, "sending to")
-        try:
-            self._works = dist.batch_isend_irecv(self._operations) if self._operations else []
-        except RuntimeError as error:
-            raise self._failure(" and ".join(self._labels)) from error
+        self._works: list[dist.Work] = []
+        if self._operations:
+            try:
+                self._works = dist.batch_isend_irecv(self._operations)
+            except RuntimeError as error:
+                raise self._make_error(" and ".join(self._labels)) from error
 
     def wait(self) -> Tensor | None:
-        """The received tensor, if any, once all messages of the tick are through (on CUDA: in
-        stream order).
+        """Wait for all messages of the tick and return the received tensor, if any.
 
-        Raises RuntimeError naming rank, tick and neighbour when the backend gives up.
+        On CUDA this waits in stream order. Raises RuntimeError naming rank, tick and neighbor when
+        the backend gives up.
         """
-        one_work_per_message = len(self._works) == len(
-            self._labels
-        )  # gloo; NCCL has one for the batch
-        labels = (
-            self._labels
-            if one_work_per_message
-            else [" and ".join(self._labels)] * len(self._works)
-        )
+        labels = self._labels
+        if len(self._works) != len(labels):  # NCCL has one work per batch, gloo one per message
+            labels = [" and ".join(labels)] * len(self._works)
         for work, label in zip(self._works, labels, strict=True):
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._failure(label) from error
+                raise self._make_error(label) from error
         self._works = []
         self._operations = []
         return self._received
 
     def _add(self, operation: Callable[..., Any], tensor: Tensor, peer: int, verb: str) -> None:
         self._operations.append(dist.P2POp(operation, tensor, self._pp.ranks[peer], self._pp.group))
-        self._labels.append(f"{verb} {self._name(peer)}")
+        self._labels.append(f"{verb} {self._format_rank(peer)}")
 
-    def _failure(self, label: str) -> RuntimeError:
+    def _make_error(self, label: str) -> RuntimeError:
         return RuntimeError(
-            f"{self._name(self._pp.rank)}, {self._tick}: {label} failed; that rank has died, hangs, or is slower than "
-            "the timeout of the process group"
+            f"{self._format_rank(self._pp.rank)}, {self._tick}: {label} failed; that rank has "
+            "died, hangs, or is slower than the timeout of the process group"
         )
 
-    def _name(self, pp_rank: int) -> str:
+    def _format_rank(self, pp_rank: int) -> str:
         return f"pipeline rank {pp_rank} (global rank {self._pp.ranks[pp_rank]})"
 
 
@@ -103,45 +100,47 @@ def run_schedule(
     before_last_backward: Callable[[int], None] | None = None,
     group_size: int | None = None,
 ) -> None:
-    """Forward and backward of all microbatches through this rank's model chunks; gradients
-    accumulate in `.grad`.
+    """Run forward and backward of all micro-batches through this rank's model chunks.
 
-    `forward_step(chunk, microbatch, input)` computes one forward pass. `input` is None on the first virtual stage, the
-    activation of the previous one elsewhere. It returns the activation, of `tensor_shape` ([s, b,
-    h], or [s/tp, b, h] under sequence parallelism) and `dtype`; on the last virtual stage the
-    scalar loss as it shall be differentiated: divided by the number of microbatches, multiplied by
-    the loss scale (with `forward_only` anything; it is not used). `before_last_backward(chunk)` is
-    called before the last backward pass of each chunk, whose gradients are the final ones: the time
-    to let their reduction overlap with it. `group_size`: see `schedule`.
+    Gradients accumulate in `.grad`. Collective over `pp`, with the same sizes on each rank.
 
-    All ranks of `pp` call this with the same sizes. Raises ValueError for an output that does not
-    fit, and RuntimeError naming the neighbour when one does not answer within the timeout of the
-    process group.
+    `forward_step(chunk, microbatch, input)` computes one forward pass. `input` is None on the first
+    virtual stage, and the activation of the previous stage on the others. It returns the
+    activation, of `tensor_shape` ([s, b, h], or [s/tp, b, h] with sequence parallelism) and
+    `dtype`. On the last virtual stage it returns the scalar loss to differentiate: divided by the
+    number of micro-batches and multiplied by the loss scale (with `forward_only` it may return
+    anything).
+
+    `before_last_backward(chunk)` is called before the last backward pass of each chunk, which
+    completes its gradients, so that their reduction can overlap with that pass. For `group_size`
+    see `schedule`.
+
+    Raises ValueError for an output that does not fit, and RuntimeError naming the neighbor when one
+    does not answer within the timeout of the process group.
     """
     spec = MessageSpec(tuple(tensor_shape), dtype, device)
     stage = _Stage(forward_step, num_chunks, pp, spec, forward_only)
-    inputs: dict[Action, Exchange] = {}
+    last_microbatch = num_microbatches - 1
+    inputs: dict[Action, Exchange] = {}  # received, but not consumed yet
     previous: Exchange | None = None
     for tick in schedule(pp.rank, pp.size, num_chunks, num_microbatches, forward_only, group_size):
-        # 1. The pass of this tick, with the input that an earlier exchange received.
+        # 1. Run the pass of this tick, with the input that an earlier exchange received.
         result = None
-        if tick.action is not None:
-            source = inputs.pop(tick.action, None)
+        action = tick.action
+        if action is not None:
+            source = inputs.pop(action, None)
             received = None if source is None else source.wait()
-            if tick.action.kind == "forward":
-                result = stage.forward(tick.action, received)
+            if action.kind == "forward":
+                result = stage.forward(action, received)
             else:
-                if (
-                    before_last_backward is not None
-                    and tick.action.microbatch == num_microbatches - 1
-                ):
-                    before_last_backward(tick.action.chunk)
-                result = stage.backward(tick.action, received)
-        # 2. The exchange of the tick before has overlapped with that pass; at most two exchanges
-        # hold memory.
+                if before_last_backward is not None and action.microbatch == last_microbatch:
+                    before_last_backward(action.chunk)
+                result = stage.backward(action, received)
+        # 2. Complete the previous exchange, which overlapped with that pass; thus at most two
+        # exchanges hold memory.
         if previous is not None:
             previous.wait()
-        # 3. Post this tick's messages. They overlap with the pass of the next tick.
+        # 3. Post the messages of this tick, which overlap with the pass of the next one.
         previous = Exchange(tick, result, pp, spec)
         if tick.receive is not None:
             inputs[tick.receive.input_of] = previous
@@ -152,7 +151,7 @@ def run_schedule(
 
 @dataclass
 class _Stage:
-    """The passes of one rank's model chunks; keeps what a backward pass needs of its forward pass."""
+    """The model chunks of one rank, and the activations that their backward passes need."""
 
     forward_step: MicrobatchStep
     num_chunks: int
@@ -163,7 +162,7 @@ class _Stage:
     """(input, root of the graph) by (chunk, micro-batch)."""
 
     def forward(self, action: Action, activation: Tensor | None) -> Tensor | None:
-        """The activation for the next virtual stage; None on the last one."""
+        """Return the activation for the next virtual stage; None on the last one."""
         if activation is not None and not self.forward_only:
             activation.requires_grad_()
         with torch.set_grad_enabled(not self.forward_only):
@@ -176,7 +175,7 @@ class _Stage:
         return None if is_loss else output.detach()
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        """The gradient for the previous virtual stage; None on the first one."""
+        """Return the gradient for the previous virtual stage; None on the first one."""
         activation, root = self.in_flight.pop((action.chunk, action.microbatch))
         torch.autograd.backward(root, gradient)
         return None if activation is None else activation.grad
@@ -185,22 +184,23 @@ class _Stage:
         if is_loss:
             if not self.forward_only and output.dim() != 0:
                 raise ValueError(
-                    f"{action}, the last virtual stage: forward_step must return a scalar loss, got shape "
-                    f"{tuple(output.shape)}"
+                    f"{action}, the last virtual stage: forward_step must return a scalar loss, "
+                    f"got shape {tuple(output.shape)}"
                 )
         elif (output.shape, output.dtype) != (self.spec.shape, self.spec.dtype):
             raise ValueError(
-                f"{action}: forward_step returned {output.dtype} of shape {tuple(output.shape)}, but the stages "
-                f"exchange {self.spec.dtype} of shape {self.spec.shape}: make them agree (sequence length, micro-batch "
-                "size, hidden size, sequence parallelism, parameter dtype)"
+                f"{action}: forward_step returned {output.dtype} of shape {tuple(output.shape)}, "
+                f"but the stages exchange {self.spec.dtype} of shape {self.spec.shape}: make them "
+                "agree (sequence length, micro-batch size, hidden size, sequence parallelism, "
+                "parameter dtype)"
             )
 
 
 class _StandIn(torch.autograd.Function):
-    """A tensor of the activation's shape and place in the graph, but one element of memory.
+    """Replaces an activation in the autograd graph by a tensor of its shape with one element of
+    memory.
 
-    The backward pass starts from it, so the activation itself can be freed as soon as it has been
-    sent.
+    The backward pass starts from it, so that the activation can be freed as soon as it is sent.
     """
 
     @staticmethod

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.flags import raise_problems
-from megatron.core.pipeline_parallel.schedules import parse_layout
+from megatron.core.pipeline_parallel import parse_layout
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, Given, build, flag_fields
 from megatron.training.config.run_config import SECTIONS, Config

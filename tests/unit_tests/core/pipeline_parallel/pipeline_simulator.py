@@ -1,9 +1,8 @@
-"""A discrete-event simulation of ranks that run ticks: finds deadlocks and mismatched messages,
-measures the makespan.
+"""Discrete-event simulation of ranks that run ticks, which detects deadlocks and mismatched
+messages and measures the makespan.
 
-A message matches when both ends are posted. Between two ranks, the n-th send meets the n-th
-receive, whatever they are meant to be (NCCL has no tags); the simulation fails when they are meant
-to be different things.
+A message is complete when both ends are posted. Between two ranks, the n-th send is matched with
+the n-th receive (NCCL has no tags); the simulation fails if their actions differ.
 """
 
 from collections import defaultdict, deque
@@ -13,10 +12,10 @@ from typing import Literal
 
 from megatron.core.pipeline_parallel import Tick
 
-# rendezvous: a send completes when it is received, and a rank waits for each exchange right after posting it.
-# overlap:    as above, but it waits when it needs the input, and before it posts the next exchange (the executor).
-# buffered:   a send completes at once, and a rank waits for the inputs it needs only (small
-# messages).
+# rendezvous: a send completes when it is received, and a rank waits for each exchange at once.
+# overlap:    like rendezvous, but a rank waits when it needs the input, and before it posts the
+#             next exchange, as the executor does.
+# buffered:   a send completes at once (small messages), and a rank waits only for its inputs.
 Mode = Literal["rendezvous", "overlap", "buffered"]
 
 
@@ -40,7 +39,7 @@ class Network:
     receives: dict[tuple[int, int], deque[Post]] = field(default_factory=lambda: defaultdict(deque))
 
     def post(self, rank: int, tick: Tick, time: float) -> tuple[list[Post], Post | None]:
-        """(all posts of the tick's exchange, that of its receive)."""
+        """Return all posts of the tick's exchange, and that of its receive."""
         posts = []
         received = None
         if tick.send:
@@ -72,7 +71,7 @@ class Network:
 
 @dataclass
 class Trace:
-    """What one rank did."""
+    """Actions and exchanges of one rank."""
 
     end: float = 0.0
     peak_unused_inputs: int = 0
@@ -81,7 +80,7 @@ class Trace:
 def run_rank(
     rank: int, ticks: list[Tick], network: Network, seconds: dict[str, float], trace: Trace
 ) -> Generator[list[Post], float, None]:
-    """Yields the posts it waits for; is sent the time at which the last of them completed."""
+    """Yield the posts to wait for; receive the time at which the last of them completed."""
     inputs: dict = {}
     previous: list[Post] = []
     now = 0.0
@@ -105,7 +104,7 @@ def run_rank(
 def simulate(
     pipeline: list[list[Tick]], mode: Mode, forward: float = 1.0, backward: float = 2.0
 ) -> list[Trace]:
-    """Run all ranks; raises Deadlock if some wait for ever."""
+    """Run all ranks; raises Deadlock if a rank waits forever."""
     network = Network(mode)
     seconds = {"forward": forward, "backward": backward}
     traces = [Trace() for _ in pipeline]

@@ -1,4 +1,4 @@
-"""The executor against the same model run in one piece: gradients and losses bitwise equal."""
+"""The executor against the same model without a pipeline: gradients and losses are bitwise equal."""
 
 import os
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def run_serial(
 
 
 class Stage:
-    """One rank's chunks of the chain, and the `forward_step` that runs them."""
+    """The chunks of one rank, and the `forward_step` that runs them."""
 
     def __init__(
         self, pp: Axis, ranges: list[list[range]], num_microbatches: int, dtype: torch.dtype
@@ -153,15 +153,15 @@ def run_pipeline(
     ],
     ids=str,
 )
-def test_equals_the_serial_model_bitwise(pool, layout, num_microbatches):
+def test_pipeline_equals_serial_model_bitwise(pool, layout, num_microbatches):
     compare(pool, layout, layout[1], num_microbatches, torch.float32)
 
 
-def test_equals_the_serial_model_in_bfloat16(pool):
+def test_pipeline_equals_serial_model_in_bfloat16(pool):
     compare(pool, (4, 2, 2), 2, 4, torch.bfloat16)
 
 
-def test_two_pipelines_side_by_side(pool):
+def test_two_pipelines_run_concurrently(pool):
     compare(pool, (4, 2), 4, 4, torch.float32)
 
 
@@ -194,7 +194,7 @@ def compare(
 
 
 @pytest.mark.parametrize("layout", [(4, 2), (4, 2, 2), (5, 4, 1, 2)], ids=str)
-def test_forward_only_computes_losses_and_nothing_else(pool, layout):
+def test_forward_only_computes_losses_without_gradients(pool, layout):
     [(losses, _)] = pool.run(run_serial, 1, layout[0], 6, torch.float32)
     results = pool.run(
         partial(run_pipeline, forward_only=True), layout[1], layout, 6, torch.float32
@@ -220,14 +220,14 @@ def count_gradients_after_callback(
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (4, 2, 2)], ids=str)
-def test_before_last_backward_comes_once_per_chunk_before_its_final_gradients(pool, layout):
+def test_before_last_backward_is_called_once_per_chunk(pool, layout):
     for chunks in pool.run(count_gradients_after_callback, 2, layout, 4):
         for events in chunks:
             assert events == ["gradient"] * 3 + ["callback", "gradient"]
 
 
 def count_live_outputs(rank: int, world_size: int, layout: tuple, num_microbatches: int) -> int:
-    """Most outputs of earlier passes that still have memory at the start of a forward pass."""
+    """Return the maximum number of outputs of earlier passes that are alive in a forward pass."""
     stage = make_stage(world_size, layout, num_microbatches, torch.float32)
     outputs: list[StorageWeakRef] = []
     peak = 0
@@ -254,7 +254,7 @@ def test_activations_are_freed_once_sent(pool, layout):
     assert max(pool.run(count_live_outputs, 4, layout, 8)) <= 2
 
 
-def one_rank_stays_away(rank: int, world_size: int) -> str | None:
+def run_without_one_rank(rank: int, world_size: int) -> str | None:
     stage = make_stage(world_size, (2, 2), 4, torch.float32, timeout=1)
     if rank == 1:
         return None
@@ -263,15 +263,15 @@ def one_rank_stays_away(rank: int, world_size: int) -> str | None:
     return str(caught.value)
 
 
-def test_a_neighbour_that_hangs_is_named(pool):
-    message, _ = pool.run(one_rank_stays_away, 2)
+def test_error_names_a_hanging_neighbor(pool):
+    message, _ = pool.run(run_without_one_rank, 2)
     assert message.startswith(
         "pipeline rank 0 (global rank 0), tick 0 (warmup, forward of microbatch 0, chunk 0): "
     )
     assert "sending to pipeline rank 1 (global rank 1) failed" in message
 
 
-def one_rank_dies(rank: int, world_size: int, report: Path) -> None:
+def run_with_dying_rank(rank: int, world_size: int, report: Path) -> None:
     stage = make_stage(world_size, (2, 2), 8, torch.float32)
     forward_step = stage.forward_step
 
@@ -286,10 +286,10 @@ def one_rank_dies(rank: int, world_size: int, report: Path) -> None:
     report.write_text(str(caught.value))
 
 
-def test_a_neighbour_that_dies_is_named_at_once(pool, tmp_path):
+def test_error_names_a_dead_neighbor(pool, tmp_path):
     report = tmp_path / "report"
     with pytest.raises(RuntimeError, match="exit code 1"):
-        pool.run(one_rank_dies, 2, report)
+        pool.run(run_with_dying_rank, 2, report)
     assert "pipeline rank 1 (global rank 1) failed" in report.read_text()
 
 
@@ -313,7 +313,7 @@ def test_one_stage_needs_no_process_group():
     assert all(torch.equal(grad, expected[name]) for name, grad in stage.gradients().items())
 
 
-def test_gradients_flow_when_the_caller_has_disabled_them():
+def test_gradients_are_computed_under_no_grad():
     weight = torch.ones((), requires_grad=True)
     with torch.no_grad():
         run_one_stage(lambda chunk, microbatch, _: weight * 2)
@@ -336,12 +336,12 @@ def test_gradients_flow_when_the_caller_has_disabled_them():
         (torch.zeros(3), Axis(), r"must return a scalar loss, got shape \(3,\)"),
     ],
 )
-def test_an_output_that_does_not_fit_is_an_error(output, pp, message):
+def test_output_of_wrong_shape_or_dtype_is_an_error(output, pp, message):
     with pytest.raises(ValueError, match=f"forward of microbatch 0, chunk 0.*{message}"):
         run_one_stage(lambda chunk, microbatch, _: output, pp=pp)
 
 
-def test_forward_only_takes_any_output():
+def test_forward_only_accepts_any_output():
     outputs = []
     run_one_stage(
         lambda chunk, microbatch, _: outputs.append(microbatch) or torch.zeros(5), forward_only=True

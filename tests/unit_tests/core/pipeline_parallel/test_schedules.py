@@ -1,4 +1,4 @@
-"""Schedules, proven by simulation: no deadlock, messages match, textbook order, memory and bubble."""
+"""Simulated schedules: no deadlock, matching messages, textbook order, memory and bubble."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,14 @@ from tests.unit_tests.core.pipeline_parallel.pipeline_simulator import Deadlock,
 LAYOUTS = [(pp, vpp) for pp in range(1, 9) for vpp in range(1, 5) if pp > 1 or vpp == 1]
 
 
-def microbatch_counts(pp: int, vpp: int) -> list[int]:
+def list_microbatch_counts(pp: int, vpp: int) -> list[int]:
     if vpp == 1:
         return sorted({1, 2, pp - 1, pp, pp + 1, 2 * pp + 1, 32} - {0})
     return list(range(pp, 33, pp))
 
 
-def groups(pp: int, vpp: int) -> list[tuple[int, int]]:
-    """(microbatches, group size) with groups larger than the pipeline, also with a smaller last one."""
+def list_groups(pp: int, vpp: int) -> list[tuple[int, int]]:
+    """Return (microbatches, group size) with groups larger than the pipeline."""
     if vpp == 1:
         return []
     return [
@@ -32,30 +32,30 @@ def _possible(m: int, g: int, pp: int) -> bool:
     return m % g == 0 or m % g >= pp
 
 
-def ticks_of(
+def list_ticks(
     pp: int, vpp: int, m: int, forward_only: bool = False, group: int | None = None
 ) -> list[list[Tick]]:
     return [list(schedule(rank, pp, vpp, m, forward_only, group)) for rank in range(pp)]
 
 
-def ranks_of(pp: int, vpp: int) -> Iterator[tuple[int, int, list[Tick]]]:
-    """(microbatches, rank, its ticks) for every number of microbatches and every rank."""
-    for m in microbatch_counts(pp, vpp):
-        for rank, ticks in enumerate(ticks_of(pp, vpp, m)):
+def iterate_ranks(pp: int, vpp: int) -> Iterator[tuple[int, int, list[Tick]]]:
+    """Yield (microbatches, rank, ticks of the rank)."""
+    for m in list_microbatch_counts(pp, vpp):
+        for rank, ticks in enumerate(list_ticks(pp, vpp, m)):
             yield m, rank, ticks
 
 
-def actions_of(ticks: list[Tick]) -> list[Action]:
+def list_actions(ticks: list[Tick]) -> list[Action]:
     return [tick.action for tick in ticks if tick.action]
 
 
 def textbook_warmup(rank: int, pp: int, vpp: int, size: int | None = None) -> int:
-    """Forward passes before the first pair (forward, backward), Narayanan et al. 2021."""
+    """Return the forward passes before the first (forward, backward) pair (Narayanan et al. 2021)."""
     return pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * (size or pp)
 
 
 def textbook_order(rank: int, pp: int, vpp: int, m: int, size: int | None = None) -> list[Action]:
-    """Warmup, pairs, cooldown as an explicit loop."""
+    """Return warmup, pairs and cooldown, from an explicit loop."""
     count = m * vpp
     size = size or pp if vpp > 1 else m
     visits = [
@@ -76,7 +76,7 @@ def textbook_order(rank: int, pp: int, vpp: int, m: int, size: int | None = None
 
 
 def peak_in_flight(actions: list[Action]) -> int:
-    """Most forward passes whose backward pass is still to come."""
+    """Return the maximum number of forward passes without their backward pass."""
     peak = in_flight = 0
     for action in actions:
         in_flight += 1 if action.kind == "forward" else -1
@@ -84,16 +84,16 @@ def peak_in_flight(actions: list[Action]) -> int:
     return peak
 
 
-def test_enough_configurations():
-    assert sum(len(microbatch_counts(pp, vpp)) for pp, vpp in LAYOUTS) >= 200
+def test_number_of_configurations():
+    assert sum(len(list_microbatch_counts(pp, vpp)) for pp, vpp in LAYOUTS) >= 200
 
 
 @pytest.mark.parametrize("mode", ["rendezvous", "overlap", "buffered"])
 @pytest.mark.parametrize("forward_only", [False, True])
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
 def test_no_deadlock_matching_messages_and_ideal_bubble(pp, vpp, forward_only, mode):
-    for m in microbatch_counts(pp, vpp):
-        traces = simulate(ticks_of(pp, vpp, m, forward_only), mode, forward=1.0, backward=2.0)
+    for m in list_microbatch_counts(pp, vpp):
+        traces = simulate(list_ticks(pp, vpp, m, forward_only), mode, forward=1.0, backward=2.0)
         per_action = 1.0 if forward_only else 3.0
         ideal = m * vpp * per_action
         bubble = (pp - 1) * per_action
@@ -102,9 +102,9 @@ def test_no_deadlock_matching_messages_and_ideal_bubble(pp, vpp, forward_only, m
 
 
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
-def test_every_pass_once_in_the_textbook_order(pp, vpp):
-    for m, rank, ticks in ranks_of(pp, vpp):
-        actions = actions_of(ticks)
+def test_passes_have_the_textbook_order(pp, vpp):
+    for m, rank, ticks in iterate_ranks(pp, vpp):
+        actions = list_actions(ticks)
         assert actions == textbook_order(rank, pp, vpp, m)
         everything = [(chunk, microbatch) for chunk in range(vpp) for microbatch in range(m)]
         place = {action: i for i, action in enumerate(actions)}
@@ -113,16 +113,16 @@ def test_every_pass_once_in_the_textbook_order(pp, vpp):
 
 
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
-def test_activations_in_flight(pp, vpp):
-    for m, rank, ticks in ranks_of(pp, vpp):
+def test_peak_of_activations_in_flight(pp, vpp):
+    for m, rank, ticks in iterate_ranks(pp, vpp):
         textbook = pp - rank if vpp == 1 else (vpp - 1) * pp + 2 * (pp - rank) - 1
-        assert peak_in_flight(actions_of(ticks)) == min(textbook, m * vpp)
+        assert peak_in_flight(list_actions(ticks)) == min(textbook, m * vpp)
 
 
 @pytest.mark.parametrize("pp,vpp", [(2, 2), (3, 3), (4, 2), (5, 4)])
 def test_groups_larger_than_the_pipeline(pp, vpp):
-    for m, size in groups(pp, vpp):
-        ticks = ticks_of(pp, vpp, m, group=size)
+    for m, size in list_groups(pp, vpp):
+        ticks = list_ticks(pp, vpp, m, group=size)
         for mode in ("rendezvous", "overlap", "buffered"):
             traces = simulate(ticks, mode, forward=1.0, backward=2.0)
             assert max(trace.end for trace in traces) == 3.0 * (m * vpp + pp - 1), (
@@ -140,16 +140,16 @@ def test_groups_larger_than_the_pipeline(pp, vpp):
                 mode,
             )
         for rank in range(pp):
-            actions = actions_of(ticks[rank])
+            actions = list_actions(ticks[rank])
             assert actions == textbook_order(rank, pp, vpp, m, size)
             in_flight = (vpp - 1) * min(size, m) + 2 * (pp - rank) - 1
             assert peak_in_flight(actions) == min(in_flight, m * vpp)
 
 
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
-def test_nothing_is_exchanged_beyond_the_ends_of_the_model(pp, vpp):
+def test_no_messages_beyond_the_ends_of_the_model(pp, vpp):
     last = pp * vpp - 1
-    for _, rank, ticks in ranks_of(pp, vpp):
+    for _, rank, ticks in iterate_ranks(pp, vpp):
         received = set()
         for tick in ticks:
             if tick.action:
@@ -164,8 +164,8 @@ def test_nothing_is_exchanged_beyond_the_ends_of_the_model(pp, vpp):
 
 
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
-def test_phases(pp, vpp):
-    for m, rank, ticks in ranks_of(pp, vpp):
+def test_warmup_steady_and_cooldown_phases(pp, vpp):
+    for m, rank, ticks in iterate_ranks(pp, vpp):
         phases = [tick.phase for tick in ticks]
         assert phases == sorted(phases, key=["warmup", "steady", "cooldown"].index)
         kinds = {
@@ -179,17 +179,17 @@ def test_phases(pp, vpp):
 
 
 @pytest.mark.parametrize("pp,vpp", LAYOUTS)
-def test_forward_only_is_the_forward_passes(pp, vpp):
-    m = microbatch_counts(pp, vpp)[-1]
+def test_forward_only_has_only_forward_passes(pp, vpp):
+    m = list_microbatch_counts(pp, vpp)[-1]
     for both, forward_only in zip(
-        ticks_of(pp, vpp, m), ticks_of(pp, vpp, m, forward_only=True), strict=True
+        list_ticks(pp, vpp, m), list_ticks(pp, vpp, m, forward_only=True), strict=True
     ):
-        assert [a for a in actions_of(both) if a.kind == "forward"] == actions_of(forward_only)
+        assert [a for a in list_actions(both) if a.kind == "forward"] == list_actions(forward_only)
         assert {tick.phase for tick in forward_only} == {"steady"}
 
 
 def test_one_stage_is_gradient_accumulation():
-    assert actions_of(list(schedule(0, 1, 1, 2))) == [
+    assert list_actions(list(schedule(0, 1, 1, 2))) == [
         Action("forward", 0, 0),
         Action("backward", 0, 0),
         Action("forward", 0, 1),
@@ -198,7 +198,7 @@ def test_one_stage_is_gradient_accumulation():
     assert all(tick.send is None and tick.receive is None for tick in schedule(0, 1, 1, 4))
 
 
-def test_two_stages_tick_by_tick():
+def test_ticks_of_two_stages():
     def f(m):
         return Action("forward", 0, m)
 
@@ -215,11 +215,11 @@ def test_two_stages_tick_by_tick():
     ]
 
 
-def test_the_simulator_sees_deadlocks():
+def test_simulator_detects_deadlocks():
     """Receiving an input right after the action before its use deadlocks the interleaved schedule
     under rendezvous.
     """
-    pipeline = ticks_of(2, 2, 4)
+    pipeline = list_ticks(2, 2, 4)
     late = []
     for ticks in pipeline:
         arrivals = {tick.receive.input_of: tick.receive for tick in ticks if tick.receive}
@@ -234,8 +234,8 @@ def test_the_simulator_sees_deadlocks():
         simulate(late, "rendezvous")
 
 
-def test_the_simulator_sees_messages_in_wrong_order():
-    pipeline = ticks_of(2, 1, 2)
+def test_simulator_detects_wrong_message_order():
+    pipeline = list_ticks(2, 1, 2)
     first, second = (i for i, tick in enumerate(pipeline[1]) if tick.receive)
     a = pipeline[1][first]
     b = pipeline[1][second]
@@ -252,12 +252,15 @@ def test_the_simulator_sees_messages_in_wrong_order():
     [
         ((0, 2, 2, 3), "3 microbatches leave 1"),
         ((0, 4, 2, 8, False, 3), "stage 3 must be at least the 4 stages"),
-        ((0, 4, 2, 13, False, 5), "groups of 5, .* not than the 4 stages: 13 microbatches leave 3"),
+        (
+            (0, 4, 2, 13, False, 5),
+            "groups of 5; .* at least 4 microbatches .* 13 microbatches leave 3",
+        ),
         ((0, 1, 2, 2), "needs more than one pipeline stage"),
         ((2, 2, 1, 2), "pipeline rank 2 is not part of a pipeline of 2"),
         ((0, 2, 1, 0), "number of microbatches 0 must be positive"),
     ],
 )
-def test_impossible_sizes_are_explained(arguments, message):
+def test_impossible_sizes_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         next(schedule(*arguments))

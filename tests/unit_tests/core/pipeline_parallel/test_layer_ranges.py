@@ -1,26 +1,25 @@
-"""Layers on pipeline stages: every layer exactly once, in the order of the virtual stages."""
+"""Each layer is on one pipeline stage, in the order of the virtual stages."""
 
 import pytest
 
-from megatron.core.pipeline_parallel import pipeline_layer_ranges
-from megatron.core.pipeline_parallel.schedules import parse_layout
+from megatron.core.pipeline_parallel import parse_layout, pipeline_layer_ranges
 
 
-def lists(ranges: list[list[range]]) -> list[list[list[int]]]:
+def to_lists(ranges: list[list[range]]) -> list[list[list[int]]]:
     return [[list(chunk) for chunk in stage] for stage in ranges]
 
 
 def test_even_stages():
-    assert lists(pipeline_layer_ranges(4, 2)) == [[[0, 1]], [[2, 3]]]
-    assert lists(pipeline_layer_ranges(3, 1)) == [[[0, 1, 2]]]
+    assert to_lists(pipeline_layer_ranges(4, 2)) == [[[0, 1]], [[2, 3]]]
+    assert to_lists(pipeline_layer_ranges(3, 1)) == [[[0, 1, 2]]]
 
 
-def test_interleaved_chunks_go_round_the_stages():
-    assert lists(pipeline_layer_ranges(8, 2, 2)) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+def test_interleaved_chunks_alternate_between_stages():
+    assert to_lists(pipeline_layer_ranges(8, 2, 2)) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 @pytest.mark.parametrize("pp,vpp,per_chunk", [(2, 1, 3), (3, 2, 1), (4, 3, 2), (8, 4, 1)])
-def test_even_law(pp, vpp, per_chunk):
+def test_equal_chunks_follow_the_virtual_stages(pp, vpp, per_chunk):
     ranges = pipeline_layer_ranges(pp * vpp * per_chunk, pp, vpp)
     for stage in range(pp):
         for chunk in range(vpp):
@@ -89,7 +88,7 @@ def test_uneven_stages(arguments, sizes):
         ((4, 2, 0), r"chunks per stage \(0\)"),
     ],
 )
-def test_impossible_numbers_are_explained(arguments, message):
+def test_impossible_sizes_are_rejected_with_advice(arguments, message):
     with pytest.raises(ValueError, match=message):
         pipeline_layer_ranges(*arguments)
 
@@ -108,10 +107,10 @@ def test_embedding_and_loss_count_as_layers():
         pipeline_layer_ranges(6, 2, account_for_loss=True)
 
 
-def test_a_layout_in_megatron_lms_notation():
+def test_layout_in_megatron_lms_notation():
     assert parse_layout("Et*3|(tt|)*6L") == [3, 2, 2, 2, 2, 2, 2, 0]
     assert parse_layout("Et,t|tL") == [2, 1] and parse_layout("E|t*4|L") == [0, 4, 0]
-    # chunk by chunk over the stages: stage 0 has the chunks 0 and 2
+    # Chunks alternate between the stages: stage 0 has chunks 0 and 2.
     ranges = pipeline_layer_ranges(6, 2, 2, layout="Et|ttt|t|tL")
     assert ranges == [[range(0, 1), range(4, 5)], [range(1, 4), range(5, 6)]]
 
@@ -121,12 +120,12 @@ def test_a_layout_in_megatron_lms_notation():
     [
         ("Et|tmL", "multi-token prediction"),
         ("tt|tL", "expected E"),
-        ("Et||tL", "chunk 1 has nothing on it"),
+        ("Et||tL", "chunk 1 is empty"),
         ("Et|x|L", "expected E"),
-        ("Et*99999|L", "more than any model has"),
+        ("Et*99999|L", "repeat count 99999 is too large"),
         ("Et|tL", "has 2 layers on 2 chunks: the model has 4 layers"),
     ],
 )
-def test_layouts_that_cannot_be(layout, message):
+def test_invalid_layouts(layout, message):
     with pytest.raises(ValueError, match=message):
         pipeline_layer_ranges(4, 2, layout=layout)
