@@ -190,7 +190,10 @@ def convert(
         lost += [f"unused in the source: {name}" for name in source.unused]
         compared = None
         if verify:
-            target = open_checkpoint(directory)
+            # Without optimizer state in the source, universal files have zeros in its place.
+            has_optimizer = bool(optimizer_states(changed.tensors))
+            read_back = ReadOptions(optimizer=has_optimizer)
+            target = open_checkpoint(directory, read_options=read_back)
             starting(sum(info.nbytes for info in target.tensors.values()))
             compared = compare(changed, target, progress)
         return ConversionReport(source.description, save_dir, len(changed.tensors), lost, compared)

@@ -121,6 +121,8 @@ DEFAULT_CONVERSIONS = [
     ("ademamix", "universal", "dp2", "fp32"),
     ("ademamix", "hf", "zero", "bf16"),
     ("muon", "legacy", "zero", "fp32"),
+    ("muon", "torch_dist", "dp2", "fp32"),
+    ("muon", "universal", "dp2", "fp32"),
 ]
 ALL_CONVERSIONS = [
     (optimizer, saver, layout, dtype)

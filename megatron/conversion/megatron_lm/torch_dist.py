@@ -173,7 +173,8 @@ class TorchDistSource:
                 for match in map(_STATE.fullmatch, stored.tensors)
                 if match
             ]
-            refuse_unknown_optimizer(self.args, states, self.description)
+            if states:
+                refuse_unknown_optimizer(self.args, states, self.description)
         buckets: Buckets = {}
         for key in stored.tensors:
             if optimizer and (match := _BUCKET.fullmatch(key)):
