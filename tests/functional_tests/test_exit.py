@@ -118,5 +118,7 @@ def test_log_reports_the_phases_of_a_save(launcher, tmp_path):
     assert (
         values["total-time"].value >= values["writing-time"].value >= values["staging-time"].value
     )
+    # Without --async-save training waits until the files are durable, and for the commit.
+    assert values["blocking-time"].value >= values["writing-time"].value
     size = sum(path.stat().st_size for path in (tmp_path / "iter_0000003").glob("__0_[01].distcp"))
     assert values["gigabytes"].value == pytest.approx(size / 1e9, rel=0.1)

@@ -129,8 +129,10 @@ class CheckpointSaver:
         `rewrite` converts the files before the directory gets its name. Training has waited since `since`
         (time.perf_counter), and ends if this is the `last` save.
         """
-        since = time.perf_counter() if since is None else since
+        began = time.perf_counter()
+        since = began if since is None else since
         self._report(self._wait(), together=True)
+        since += time.perf_counter() - began  # counted for the save that was waited for
         # A conversion (--ckpt-convert-save) writes to another directory than --save: nobody owns
         # that one.
         generation = (
@@ -203,10 +205,7 @@ class CheckpointSaver:
     ) -> SaveHandle:
         """Training has waited since `since`."""
         self._saver = self._saver or self._make_saver()
-        waited = time.perf_counter() - since
-        handle = self._saver.save(state, directory, **what)
-        handle.report.blocking += waited
-        return handle
+        return self._saver.save(state, directory, since=since, **what)
 
     def _begun(self) -> None:
         if self._config.async_save:

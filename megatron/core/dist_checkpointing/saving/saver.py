@@ -112,6 +112,7 @@ class AsyncSaver(SaveThread):
         rewrite: Rewrite | None = None,
         extra_files: Mapping[str, bytes] | None = None,
         on_commit: Callable[[], None] = lambda: None,
+        since: float | None = None,
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if
         that still runs.
@@ -122,10 +123,11 @@ class AsyncSaver(SaveThread):
         On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores
         the checkpoint in another form before it has its name; `extra_files` are small files that are
         added to it then; `on_commit` runs right after the commit (it moves the tracker). Only
-        planning errors are raised; all others are reported.
+        planning errors are raised; all others are reported. Times are measured from `since`
+        (time.perf_counter), by default from this call.
         """
-        started = time.perf_counter()
         self._wait_for_current()
+        started = time.perf_counter() if since is None else since
         plan = self._planner.plan_for(state)
         self._count += 1
         save_id = f"{plan.nonce}-{self._count}"
@@ -252,9 +254,8 @@ def save(
         timeout=timeout,
         progress=progress,
     ) as saver:
-        report = saver.save(
-            state, directory, common=common, on_commit=on_commit, rewrite=rewrite
-        ).wait()
+        saver.save(state, directory, common=common, on_commit=on_commit, rewrite=rewrite)
+        (report,) = saver.finish()
     if report.error is not None:
         raise CheckpointError(f"{report.directory}: not saved: {report.error}")
     return report
@@ -287,8 +288,8 @@ class CheckpointCopier(SaveThread):
 
         If `local` fails, so does this. The other arguments are those of `AsyncSaver.save`.
         """
-        started = time.perf_counter()
         self._wait_for_current()
+        started = time.perf_counter()
         checkpoint = local.pending
         assert isinstance(checkpoint, LocalCheckpoint)
         # Both saves talk over one store: a path of its own keeps their keys apart.

@@ -52,6 +52,29 @@ def test_a_snapshot_is_isolated(tmp_path, limit):
             assert_holds(tmp_path / f"{seed}", seed)
 
 
+def test_waiting_for_a_save_counts_as_blocking_time(tmp_path, monkeypatch):
+    """A synchronous save blocks for as long as it takes, an asynchronous one until it is waited for."""
+    real = os.fsync
+
+    def slow_fsync(handle):
+        time.sleep(0.2)
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", slow_fsync)
+    training = Training(0)
+    report = save(training.state(), tmp_path / "sync", common={})
+    assert report.blocking >= report.writing > report.staging
+    with AsyncSaver() as saver:
+        handle = saver.save(training.state(), tmp_path / "async", common={})
+        while not handle.done():
+            time.sleep(0.01)
+        (report,) = saver.finish()
+        assert report.blocking < report.writing
+        saver.save(training.state(), tmp_path / "finished", common={})
+        (report,) = saver.finish()
+        assert report.blocking >= report.writing
+
+
 def test_one_save_waits_for_the_other(tmp_path, monkeypatch):
     """The files of each save are held back until the test lets go of that one."""
     gates = {name: threading.Event() for name in ("first", "second", "third")}
