@@ -43,6 +43,7 @@ GRACE = 3.0  # seconds the other ranks get to report once one rank has failed
 READY = "ready"
 RESULT = "result"
 ERROR = "error"
+UNUSABLE = "unusable"  # an error of a worker that has no process group
 
 
 class RemoteTraceback(Exception):
@@ -94,8 +95,8 @@ class DistributedPool:
         exception of any rank is raised here, caused by the remote tracebacks of all ranks that
         failed. A rank that dies (its death goes before the errors that it causes in others), or is
         still running after `timeout` seconds (also the timeout of the group's collectives), raises
-        RuntimeError or TimeoutError with the stacks of the ranks that hang; the workers are then
-        started anew.
+        RuntimeError or TimeoutError with the stacks of the ranks that hang. The workers are replaced
+        then, and after an error of a rank that could not initialize its process group.
         """
         if not 1 <= world_size <= self.max_workers:
             raise ValueError(
@@ -161,9 +162,8 @@ class DistributedPool:
                     results[rank] = value
                 else:
                     usable = usable and kind == ERROR
-                    failures.insert(
-                        len(failures) if kind == ERROR else 0, value
-                    )  # a death explains the others' errors
+                    # The death of a rank explains the errors of the others.
+                    failures.insert(0 if kind is None else len(failures), value)
                     deadline = min(deadline, time.monotonic() + GRACE)
         if running:
             stacks = "\n".join(
@@ -245,6 +245,7 @@ def _answer(message: bytes) -> bytes:
     neighbours notice.
     """
     rank = None
+    failed = UNUSABLE  # e.g., gloo keeps a thread or a connection of a failed initialization
     try:
         task = _decode(message)
         rank = task.rank
@@ -255,12 +256,14 @@ def _answer(message: bytes) -> bytes:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=task.world_size, timeout=timeout
         )
+        failed = ERROR
         result = task.function(rank, task.world_size, *task.args)
         dist.barrier()  # nobody closes a connection that another rank still reads from
         return pickle.dumps((RESULT, result))
     except BaseException as error:
         text = f"rank {rank}: {traceback.format_exc()}"
         try:
-            return pickle.dumps((ERROR, (pickle.loads(pickle.dumps(error)), text)))
+            return pickle.dumps((failed, (pickle.loads(pickle.dumps(error)), text)))
         except Exception:
-            return pickle.dumps((ERROR, (RuntimeError(f"{type(error).__name__}: {error}"), text)))
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+            return pickle.dumps((failed, (error, text)))

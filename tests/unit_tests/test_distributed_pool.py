@@ -91,6 +91,17 @@ def test_dead_rank_is_reported_and_the_pool_goes_on(pool):
     assert [value for value, _ in pool.run(summed, 2, 1)] == [3, 3]
 
 
+def break_gloo(rank: int, world_size: int) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "no-such-interface"
+
+
+def test_workers_without_process_group_are_replaced(pool):
+    pool.run(break_gloo, 2)
+    with pytest.raises(RuntimeError):
+        pool.run(summed, 2, 1, timeout=10)
+    assert [value for value, _ in pool.run(summed, 2, 1)] == [3, 3]
+
+
 def test_more_ranks_than_workers_is_an_error(pool):
     with pytest.raises(ValueError, match="world_size 9 .* max_workers 4"):
         pool.run(summed, 9, 1)
