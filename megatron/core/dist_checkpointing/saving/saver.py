@@ -161,6 +161,7 @@ class AsyncSaver(SaveThread):
             return
         begin = time.perf_counter()
         current.transfer.staged.wait()
+        current.transfer.waited_for = True
         current.report.blocking += time.perf_counter() - begin
         if current.transfer.on_device and current.device_wait is None:
             assert self._stream is not None

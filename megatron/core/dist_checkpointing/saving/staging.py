@@ -43,34 +43,50 @@ from megatron.core.dist_checkpointing.mapping import (
     relative,
     row_axis,
 )
-from megatron.core.dist_checkpointing.planning.planner import Item
+from megatron.core.dist_checkpointing.planning.planner import Item, abbreviate
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Shard
 
 _GRANULE = 1024  # objects are padded, so that a growing step count rarely changes a length
 
 
-class HostSource:
+class LiveSource:
+    """A contiguous live tensor whose bytes are copied in the background."""
+
+    def __init__(self, key: str, tensor: torch.Tensor) -> None:
+        self.key = key
+        self._tensor = tensor  # kept alive until the copy is done
+        self._version = _version_of(tensor)
+
+    def was_modified(self) -> bool:
+        """Return whether an operation has changed the tensor in place since the save began."""
+        return _version_of(self._tensor) != self._version
+
+    def copy(self, slot: Slot, part: SourceRange) -> None:
+        raise NotImplementedError
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    # Views share the counter of their base. Inference tensors have none.
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class HostSource(LiveSource):
     """The bytes of a contiguous CPU tensor."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor  # kept alive until the copy is done
-        # memmove on addresses releases the interpreter's lock and starts no threads of torch's own.
-        self._address = tensor.data_ptr()
-
     def copy(self, slot: Slot, part: SourceRange) -> None:
-        ctypes.memmove(slot.address + part.at, self._address + part.start, part.length)
+        # memmove on addresses releases the interpreter's lock and starts no threads of torch's own.
+        address = self._tensor.data_ptr() + part.start
+        ctypes.memmove(slot.address + part.at, address, part.length)
 
 
-class DeviceSource:
+class DeviceSource(LiveSource):
     """The bytes of a contiguous tensor on an accelerator; copies run on the current stream."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes = tensor.reshape(-1).view(torch.uint8)
-
     def copy(self, slot: Slot, part: SourceRange) -> None:
+        source = self._tensor.reshape(-1).view(torch.uint8)
         target = slot.tensor[part.at : part.at + part.length]
-        target.copy_(self._bytes[part.start : part.start + part.length], non_blocking=True)
+        target.copy_(source[part.start : part.start + part.length], non_blocking=True)
 
 
 class LazySource:
@@ -92,7 +108,7 @@ class LazySource:
         slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
 
 
-ByteSource = bytes | HostSource | DeviceSource | LazySource
+ByteSource = bytes | LiveSource | LazySource
 
 
 def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
@@ -107,7 +123,8 @@ def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
         else:
             box = boxes[item.key, item.box].tensor
             tensor = narrow(box, relative(item.offset, item.box), item.shape).contiguous()
-            data = HostSource(tensor) if tensor.device.type == "cpu" else DeviceSource(tensor)
+            kind = HostSource if tensor.device.type == "cpu" else DeviceSource
+            data = kind(item.key, tensor)
         sources += [prefix, data, suffix]
     return sources
 
@@ -167,6 +184,7 @@ class StageAndWrite:
     ) -> None:
         self.objects = objects
         self.staged = threading.Event()
+        self.waited_for = False  # training waits for the copies before it changes the tensors
         self.staged_at = 0.0  # time.perf_counter
         self._files = plan.files
         self._chunks = plan.chunks
@@ -210,6 +228,8 @@ class StageAndWrite:
             result[name] = checksums_of(self.objects.content)
         for future in self._futures:  # those included that others submit meanwhile
             future.result()
+        if self.on_device and not self.waited_for:
+            self._check_unmodified()  # copies on the device may have been overtaken by changes
         if self._failed:
             raise CheckpointError("cancelled")
         shards = self._open
@@ -270,10 +290,23 @@ class StageAndWrite:
                 source.copy(slot, part)
 
     def _finish_staging(self) -> None:
-        if self._stream is None:
-            self._sources = ()  # temporary copies can go; on a device they may still be read
-        self.staged_at = time.perf_counter()
-        self.staged.set()
+        try:
+            self._check_unmodified()
+        finally:
+            if self._stream is None:
+                self._sources = ()  # temporary copies can go; on a device they may still be read
+            self.staged_at = time.perf_counter()
+            self.staged.set()
+
+    def _check_unmodified(self) -> None:
+        """Raise CheckpointError if a tensor was changed in place before it was staged."""
+        live = [source for source in self._sources if isinstance(source, LiveSource)]
+        modified = dict.fromkeys(source.key for source in live if source.was_modified())
+        if modified:
+            raise CheckpointError(
+                f"changed before their values were staged: {abbreviate([*modified], 5, ', ')}: call "
+                "wait_staged() between save() and the first operation that changes a tensor"
+            )
 
     def _write(self, index: int, copied: torch.cuda.Event | None) -> None:
         self._files_are_open.wait()

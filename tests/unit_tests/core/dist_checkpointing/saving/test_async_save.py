@@ -52,6 +52,32 @@ def test_a_snapshot_is_isolated(tmp_path, limit):
             assert_holds(tmp_path / f"{seed}", seed)
 
 
+def test_change_before_staging_fails_the_save(tmp_path, monkeypatch):
+    """Without `wait_staged` the checkpoint would contain later values."""
+    written = threading.Event()
+    real = os.pwrite
+
+    def held_pwrite(*args):
+        written.wait()
+        return real(*args)
+
+    training = Training(0)
+    with AsyncSaver(staging_mem_limit=2 * SLOT_SIZE) as saver:
+        monkeypatch.setattr(os, "pwrite", held_pwrite)
+        saver.save(training.state(), tmp_path / "changed", common={})
+        training.change_tensors()  # most of them wait for a slot
+        written.set()
+        (report,) = saver.finish()
+        assert "changed before their values were staged: weight" in report.error
+        assert "call wait_staged()" in report.error
+        assert not (tmp_path / "changed").exists()
+        saver.save(training.state(), tmp_path / "unchanged", common={})
+        saver.wait_staged()
+        training.change_tensors()
+        (report,) = saver.finish()
+        assert report.error is None
+
+
 def test_waiting_for_a_save_counts_as_blocking_time(tmp_path, monkeypatch):
     """A synchronous save blocks for as long as it takes, an asynchronous one until it is waited for."""
     real = os.fsync
