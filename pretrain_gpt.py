@@ -19,8 +19,9 @@ from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import parse_args
 from megatron.training.config.run_config import Config
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.launch import environment_world_size, errors_explained_once
+from megatron.training.errors import errors_explained_once
 from megatron.training.planning.summary import dry_run
+from megatron.training.rendezvous import environment_world_size
 from megatron.training.run import Batch, Datasets, Loss
 from megatron.training.training import pretrain
 

@@ -422,8 +422,8 @@ def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> li
 
 def _devices_of_a_node(options: argparse.Namespace) -> list[str]:
     """Return the device of local rank 1 if it sees one device (`srun --gpus-per-task=1`)."""
-    code = "from megatron.training import launch; from megatron.training.config.options import DistributedConfig"
-    code += f"; print(launch.choose_device(DistributedConfig(device={options.device!r})))"
+    code = "from megatron.training import initialize; from megatron.training.config.options import DistributedConfig"
+    code += f"; print(initialize.choose_device(DistributedConfig(device={options.device!r})))"
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "0",

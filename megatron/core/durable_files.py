@@ -143,9 +143,15 @@ def write_durably(path: Path, content: bytes) -> None:
     fsync_directory(path.parent)
 
 
+def encode_json(value: Any) -> bytes:
+    """Return the content of a JSON file for people and programs."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
 def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file as a whole; its name is durable after `fsync_directory`."""
     with committed(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        temporary.write_bytes(encode_json(value))
 
 
 def put_in_place(pending: Path, directory: Path) -> None:

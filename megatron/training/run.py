@@ -23,10 +23,11 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.moe.router import compute_metrics, find_routers, finish_step
 from megatron.training.checkpoint.saver import CheckpointSaver
+from megatron.training.compilation import check_compiler, compile_layers
 from megatron.training.config.options import BatchSchedule
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.launch import check_compiler, compile_layers, seed_everything
+from megatron.training.initialize import seed_everything
 from megatron.training.reporting.logging import Writer, reduce_losses
 from megatron.training.reporting.measurements import Timers, model_flops_per_token
 

@@ -13,13 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.core.dist_checkpointing import Generation
+from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.durable_files import write_json
+from megatron.core.durable_files import encode_json, write_json
 from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.optimizer import StepResult
 from megatron.training.checkpoint.checkpointing import (
@@ -29,19 +32,28 @@ from megatron.training.checkpoint.checkpointing import (
     save_checkpoint,
     save_hf,
     state_to_save,
+)
+from megatron.training.checkpoint.ownership import (
+    find_saved,
+    identify_job,
+    newest_saved,
+    prepare_save_directory,
+    saves_to,
     take_save_directory,
 )
-from megatron.training.checkpoint.resume import (
+from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weights
+from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
+from megatron.training.checkpoint.start import (
+    Start,
     adopt_end_of_document,
     find_start,
-    load_checkpoint,
-    may_leave_weights,
+    is_restart_idiom,
     stored_vocab_size,
 )
-from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.loaders import Data, Split, build_data
 from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.errors import TrainingInterrupted, lost_ranks_explained
 from megatron.training.exit import (
     NanCheck,
     NotFiniteError,
@@ -49,7 +61,7 @@ from megatron.training.exit import (
     exit_signals,
     is_multiple,
 )
-from megatron.training.launch import environment_rank, initialize, lost_ranks_explained
+from megatron.training.initialize import initialize
 from megatron.training.planning.run_plan import plan_run
 from megatron.training.planning.summary import (
     arguments,
@@ -58,6 +70,7 @@ from megatron.training.planning.summary import (
     layout_name,
     summarize,
 )
+from megatron.training.rendezvous import environment_rank
 from megatron.training.reporting.logging import (
     Iteration,
     OnDevice,
@@ -112,11 +125,16 @@ def pretrain(
     configure_logging(environment_rank(), config.logging.log_format)
     tokenizer = build_tokenizer(config.tokenizer)
     ps, device = initialize(config.distributed, config.parallel)
-    generation = take_save_directory(config)
-    tier = open_local_tier(config.checkpoint, generation)
+    job = identify_job()
+    save = saves_to(config)
+    if save is not None:
+        prepare_save_directory(save)
+    tier = open_local_tier(config.checkpoint, save)
 
-    # Find the checkpoint before the model is built: it may have a say in the vocabulary.
-    start = find_start(config.checkpoint, tier)
+    # Find the checkpoint before building the model: it may determine the vocabulary size.
+    newest = newest_saved(save)
+    find = partial(find_start, config.checkpoint, save, tier, job)
+    start = find()
     if adopt_end_of_document(config, start):
         tokenizer = build_tokenizer(config.tokenizer)
     config.set_vocab_size(tokenizer.vocab_size, stored_vocab_size(start))
@@ -128,16 +146,26 @@ def pretrain(
     run = build_run(config, ps, device, model_provider, forward_step, random_weights=random_weights)
     run.started = started
     run.clock = clock
-    run.saver.own(generation, tier)
     check_hf_target(run)
-    load_checkpoint(run, start, tier)
+    start = load_checkpoint(run, start, find)
     if config.checkpoint.ckpt_convert_format is not None:
         save_converted(run)
         return run
     data = build_data(run, tokenizer, datasets_provider)
 
     # Train, evaluate, save.
-    with reporting(run, model_provider, writers):
+    with reporting(run, model_provider, writers) as record_start, interrupts_explained(run):
+        if save is not None:
+            # Only now, when nothing is left that could fail: it ends a run that is still saving to
+            # the same directory.
+            generation = take_save_directory(save, job, tier)
+            if newest_saved(save) != newest:
+                # The run that has lost the directory has committed a checkpoint in the meantime.
+                start = load_checkpoint(run, find(), find)
+                data.close()
+                data = build_data(run, tokenizer, datasets_provider)
+            own_save_directory(run, generation, tier, start)
+        record_start()
         if not config.training.skip_train:
             train(run, data)
         if run.is_complete:
@@ -146,6 +174,38 @@ def pretrain(
     data.close()
     run.saver.check_last_save()
     return run
+
+
+@contextmanager
+def interrupts_explained(run: Run) -> Iterator[None]:
+    """Turn Ctrl-C into an error that names the newest checkpoint and how to resume."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        message = f"interrupted after iteration {run.state.iteration}"
+        save = run.config.checkpoint.save
+        generation = run.saver.generation
+        saved = None if generation is None or run.ps.rank > 0 else find_saved(generation.root)
+        if save is None:
+            message += "; nothing is saved without --save"
+        elif saved is None:
+            message += f"; {save} contains no checkpoint yet"
+        elif is_restart_idiom(run.config.checkpoint):
+            message += f"; start the same command again to continue from {saved.directory}"
+        else:
+            message += f"; continue from {saved.directory} with --load {save} --save {save}"
+        raise TrainingInterrupted(message) from interrupt
+
+
+def own_save_directory(
+    run: Run, generation: Generation, tier: LocalTier | None, start: Start | None
+) -> None:
+    """Let checkpoints be saved to the directory of `generation`, as descendants of `start`."""
+    if start is None:
+        run.saver.own(generation, tier)
+        return
+    loaded_locally = None if start.local is None else start.directory.name
+    run.saver.own(generation, tier, start.lineage, loaded_locally)
 
 
 def train(run: Run, data: Data) -> None:
@@ -395,12 +455,16 @@ def evaluate_at_the_end(run: Run, data: Data) -> None:
 
 
 @contextmanager
-def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]) -> Iterator[None]:
-    """Print the summary; inside the block rank 0 has `writers` and those of the flags; record how
-    the run ended.
+def reporting(
+    run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
+) -> Iterator[Callable[[], None]]:
+    """Print the summary; inside the block rank 0 has `writers` and those of the flags.
+
+    Yields a function that records the start of the run in --save; call it as the owner of that
+    directory. The end is recorded when the block is left.
     """
     if run.ps.rank > 0:
-        yield
+        yield lambda: None
         return
     config = run.config
     flags = run.config.flags()
@@ -425,10 +489,9 @@ def reporting(run: Run, model_provider: ModelProvider, writers: Sequence[Writer]
     record = None if directory is None else RunRecord(directory)
     if record is not None:
         run.writers.append(RecordWriter(record))
-        _record_start(run, record, topics)
     ended: dict[str, Any] = {"reason": "stopped", "failed": True}
     try:
-        yield
+        yield partial(_record_start, run, record, topics)
         ended = {"reason": run.exit_reason or "complete", "failed": False}
     except BaseException as error:
         ended["reason"] = f"{type(error).__name__}: {error}"
@@ -466,7 +529,10 @@ def _report_goodput(run: Run, save: Path) -> None:
         writer.scalars(points, run.state.iteration)
 
 
-def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
+def _record_start(run: Run, record: RunRecord | None, topics: dict[str, str]) -> None:
+    """Write `run.json`, which only the owner of --save may replace, and begin the record."""
+    if record is None:
+        return
     config = run.config
     now = time.time()
     assert config.checkpoint.save is not None
@@ -482,11 +548,15 @@ def _record_start(run: Run, record: RunRecord, topics: dict[str, str]) -> None:
         "layout": layout_name(config, run.ps.world_size),
         "summary": topics,
     }
-    record.write("start", **start)
+    content = to_json_value({**start, "arguments": config.flags()})
     save = Path(config.checkpoint.save)
     try:
-        write_json(save / RUN_FILE, to_json_value({**start, "arguments": config.flags()}))
+        if run.saver.generation is None:
+            write_json(save / RUN_FILE, content)
+        else:
+            run.saver.generation.publish(RUN_FILE, encode_json(content))
         for left in save.glob(f"{RUN_FILE}.tmp-*"):  # of a start that was killed while it wrote
             left.unlink(missing_ok=True)
     except OSError as error:
         logger.warning(f"{RUN_FILE} could not be written: {error}")
+    record.write("start", **start)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import sys
 import traceback
 from typing import Any
@@ -24,6 +25,8 @@ def start(request: dict[str, Any], rank: int) -> int:
         return child
     code = 1
     try:
+        # A shell that starts the tests in the background lets them ignore Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         output = os.open(request["log"] + f".{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)

@@ -12,7 +12,7 @@ import torch
 
 from megatron.training.data.loaders import build_data
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.launch import initialize
+from megatron.training.initialize import initialize
 from megatron.training.run import build_run
 from megatron.training.training import train_step
 from tests.support.live_tensors import LiveTensors

@@ -10,7 +10,7 @@ from megatron.training.checkpoint.checkpointing import model_state
 from megatron.training.config.parsing import parse_args
 from megatron.training.data.loaders import build_data
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.launch import initialize
+from megatron.training.initialize import initialize
 from megatron.training.run import build_run
 from megatron.training.training import train
 from pretrain_gpt import datasets_provider, forward_step, model_provider

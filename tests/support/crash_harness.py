@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,18 @@ class Job:
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.pids[rank], number)
 
+    def suspend(self) -> None:
+        """Stop all ranks, and return when they are stopped."""
+        for rank, pid in enumerate(self.pids):
+            self.signal(rank, signal.SIGSTOP)
+            status = Path(f"/proc/{pid}/status")
+            self.until(lambda status=status: "\nState:\tT" in status.read_text(), "the stop")
+
+    def resume(self) -> None:
+        """Let all ranks go on that `suspend` has stopped."""
+        for rank in range(len(self.pids)):
+            self.signal(rank, signal.SIGCONT)
+
     def wait(self) -> list[int]:
         """Return the exit codes of all ranks (negative: killed by that signal)."""
         for rank, pid in enumerate(self.pids):
@@ -114,14 +126,20 @@ class Launcher:
         assert self._answer() == "ready"
 
     def start(
-        self, world_size: int, flags: str, file_size_limits: Sequence[int | None] | None = None
+        self,
+        world_size: int,
+        flags: str,
+        file_size_limits: Sequence[int | None] | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> Job:
-        """Start a program. `file_size_limits` maps ranks to the bytes at which the kernel stops
-        file growth.
+        """Start the program with `variables` in its environment.
+
+        `file_size_limits` are the bytes, by rank, at which the kernel refuses to let a file grow.
         """
         self._count += 1
         log = self._logs / f"job{self._count}"
         environment = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        environment |= variables or {}
         if world_size > 1:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         pids = self.ask(

@@ -13,18 +13,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import random
-import socket
-import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron.conversion.convert import convert, open_checkpoint
@@ -33,7 +27,6 @@ from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import (
     add_loader_defaults,
     extra_states,
-    initial_cuda_state,
     split_by_expert_optimizer,
 )
 from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
@@ -44,22 +37,18 @@ from megatron.conversion.model_space.source import COMMON, Progress
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import (
     CheckpointError,
-    Generation,
-    clean_up,
     save,
-    take_generation,
 )
 from megatron.core.dist_checkpointing.files import remove_unfinished, run_name
-from megatron.core.dist_checkpointing.format.schema import integer
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.durable_files import check_free_space, fsync_directory
-from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
-from megatron.core.parallel_state import ParallelState
-from megatron.core.tensor_parallel import TensorParallelRng, compute_padded_vocab_size
+from megatron.core.object_storage import ObjectPath, path_of
+from megatron.core.tensor_parallel import compute_padded_vocab_size
 from megatron.core.transformer.layer_spec import FP8StateMixin
+from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
 from megatron.training.checkpoint.saver import VALIDATION_LOSS
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
@@ -268,39 +257,15 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
     fsync_directory(directory)
 
 
-def take_save_directory(config: Config) -> Generation | None:
-    """The next generation of --save, the same on all ranks; None for a run that saves nothing
-    there. Collective.
+def open_local_tier(config: CheckpointConfig, save: Path | None) -> LocalTier | None:
+    """Return where the nodes keep checkpoints of `save` on their own disks. Collective.
 
-    From then on no earlier start can change the directory, and what interrupted saves and removals
-    left in it is gone. Raises ValueError on every rank if it cannot be written to, or if not all
-    ranks see it.
-    """
-    checkpoint = config.checkpoint
-    if (
-        checkpoint.save is None
-        or config.training.skip_train
-        or checkpoint.ckpt_convert_format is not None
-    ):
-        return None
-    root = path_of(checkpoint.save)
-    ranks = Coordination.of(None)
-    generation = ranks.run_on_rank0(lambda: _take(root))
-    seen = ranks.all_gather((socket.gethostname(), generation.is_current()))
-    if not seen[0][1]:
-        generation.check()  # raises: another start has already taken the directory over
-    _check_shared(root, seen)
-    return generation
-
-
-def open_local_tier(config: CheckpointConfig, generation: Generation | None) -> LocalTier | None:
-    """Where the nodes keep checkpoints on their own disks; None without --non-persistent-ckpt-type.
-    Collective.
+    None without --non-persistent-ckpt-type, and for a run that saves nothing.
     """
     directory = config.non_persistent_local_ckpt_dir
-    if generation is None or config.non_persistent_ckpt_type is None or directory is None:
+    if save is None or config.non_persistent_ckpt_type is None or directory is None:
         return None
-    run = Coordination.of(None).run_on_rank0(lambda: run_name(generation.root))
+    run = Coordination.of(None).run_on_rank0(lambda: run_name(save))
     return LocalTier.create(
         Path(os.path.expandvars(directory)) / run,
         config.replication_factor if config.replication else 1,
@@ -309,114 +274,9 @@ def open_local_tier(config: CheckpointConfig, generation: Generation | None) -> 
     )
 
 
-def _take(root: Path) -> Generation:
-    """On rank 0. ValueError before the first iteration is better than a first save that fails."""
-    if isinstance(root, ObjectPath):
-        check_conditional_requests(root)
-        return take_generation(root, _this_start())
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            pass
-        generation = take_generation(root, _this_start())
-        clean_up(root)
-    except OSError as error:
-        raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error
-    return generation
-
-
-def _this_start() -> dict[str, str | int]:
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
-    return {"host": socket.gethostname(), "pid": os.getpid(), **({"job": job} if job else {})}
-
-
-def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
-    """`seen`: the host of each rank, and whether it sees what rank 0 has just made in `root`."""
-    blind = defaultdict(list)
-    for rank, (host, sees) in enumerate(seen):
-        if not sees:
-            blind[host].append(rank)
-    if blind:
-        where = "; ".join(
-            f"{host} (rank {', '.join(map(str, ranks[:8]))})"
-            for host, ranks in list(blind.items())[:8]
-        )
-        raise ValueError(
-            f"--save {root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is not visible on "
-            f"{where}. Give a directory on a file system that all nodes share"
-        )
-
-
-# What of a run is no tensor in model space: random number generators, and the scales of fp8.
-#  At the same layout a run continues with the same numbers, bit by bit. Another layout has other
-# generators: every rank is then seeded anew as a function of seed, iteration and place, so that
-# such a run, too, can be repeated. Scales of fp8 stand under Megatron-core's keys of extra states,
-# as tensors that no code is needed to read; where recipe or place differ they start anew, which
-# costs a few steps of precision.
-
-_TRACKER_STATE = "model-parallel-rng"
-
-
-def rng_key(ps: ParallelState) -> str:
-    """The key of this rank's state in a checkpoint: its place and the layout, as (pp, tp, dp x cp)."""
-    place = f"{ps.pp.rank}.{ps.tp.rank}.{ps.dp_cp.rank}"
-    return f"rng_state/shard_{place}_{ps.pp.size}.{ps.tp.size}.{ps.dp_cp.size}"
-
-
-def get_rng_state(rng: TensorParallelRng) -> dict[str, Any]:
-    """All generators of this process, in Megatron-LM's form."""
-    algorithm, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": (algorithm, np.asarray(keys).tolist(), *rest),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "rng_tracker_states": {_TRACKER_STATE: rng.get_state()},
-    }
-
-
-def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> list[dict[str, Any]]:
-    """`ours` as Megatron-LM can restore it: it insists on CUDA generators. Without a GPU they are those of the seed."""
-    state = initial_cuda_state(seed, ps.tp.rank, ps.pp.rank)
-    state |= {name: ours[name] for name in ("random_rng_state", "np_rng_state", "torch_rng_state")}
-    if ours["cuda_rng_state"] is not None:
-        state["cuda_rng_state"] = ours["cuda_rng_state"]
-        state["rng_tracker_states"] |= ours["rng_tracker_states"]
-    return [state]
-
-
-def set_rng_state(state: dict[str, Any], rng: TensorParallelRng) -> list[str]:
-    """Restore the generators of this process; returns which of them do not fit and stay as they
-    are.
-
-    Those of a GPU (16 bytes) and of the CPU (5,056) cannot stand in for each other. Raises
-    CheckpointError for a state that a generator refuses.
-    """
-    unfit = []
-    try:
-        # The one thing that nobody checks: numpy would read outside of its memory.
-        integer(0, 624)(state["np_rng_state"][2], "np_rng_state[2]")
-        version, words, gauss = state["random_rng_state"]
-        random.setstate((version, tuple(words), gauss))
-        np.random.set_state(tuple(state["np_rng_state"]))
-        torch.set_rng_state(state["torch_rng_state"])
-        cuda = state["cuda_rng_state"]
-        if (cuda is not None) != torch.cuda.is_available():
-            unfit.append("of CUDA")
-        elif cuda is not None:
-            torch.cuda.set_rng_state(cuda)
-        tracker = state["rng_tracker_states"].get(_TRACKER_STATE)
-        if tracker is None or tracker.numel() != rng.get_state().numel():
-            unfit.append("of the tensor-parallel regions")
-        else:
-            rng.set_state(tracker)
-    except (
-        Exception
-    ) as error:  # Python, numpy and torch check what they are given, each with errors of its own
-        raise CheckpointError(
-            f"the state of the random number generators cannot be restored: {error}"
-        ) from error
-    return unfit
+# Scales of fp8 are stored under Megatron-core's keys of extra states, as tensors that can be read
+# without running code. Where the recipe or the layout differs they start again, which costs a few
+# steps of precision.
 
 
 def fp8_state(run: Run, model: ShardedStateDict) -> dict[str, ShardedObject]:

@@ -1,223 +1,33 @@
-"""Where a run continues: which checkpoint, decided once for all ranks, and what the run takes from
-it.
-"""
+"""Load a checkpoint into a run, and check that it fits."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
-from megatron.conversion.convert import load_from_source, open_found
-from megatron.conversion.formats import (
-    CheckpointRef,
-    NoCheckpointError,
-    find_checkpoint,
-    is_extra_state,
-)
+from megatron.conversion.convert import load_from_source
+from megatron.conversion.formats import is_extra_state
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source, TrainingState
-from megatron.conversion.options import ReadOptions
-from megatron.core.dist_checkpointing import CheckpointError, ShardedObject, read_lineage
-from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
-    DistributedLocalCheckpoint,
-    LocalCheckpointInfo,
-    find_local_checkpoints,
-)
+from megatron.conversion.model_space.source import Source, TrainingState
+from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
-from megatron.core.dist_checkpointing.local_tier import LocalTier
-from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.object_storage import path_of
 from megatron.core.optimizer import UPDATE_RULES, OptimizerConfig
 from megatron.core.transformer.transformer_config import is_used, select_architecture_fields
 from megatron.training.checkpoint.checkpointing import (
     fp8_state_to_load,
     model_state,
     restore_fp8_state,
-    rng_key,
-    set_rng_state,
 )
+from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
+from megatron.training.checkpoint.start import Start
 from megatron.training.config.options import CheckpointConfig
-from megatron.training.config.run_config import Config
 from megatron.training.config.stored_args import normalize_stored_args
-from megatron.training.launch import seed_everything
+from megatron.training.initialize import seed_everything
 from megatron.training.run import Run, TrainState
 
 logger = logging.getLogger(__name__)
-
-
-class Start(NamedTuple):
-    """The checkpoint that a run begins with."""
-
-    directory: Path
-    source: Source
-    weights_only: bool
-    local: DistributedLocalCheckpoint | None = None  # it lies on the nodes' disks, and is open
-    damaged: frozenset[str] = frozenset()  # newer ones there that could not be used
-
-
-def find_start(
-    config: CheckpointConfig, tier: LocalTier | None = None, damaged: frozenset[str] = frozenset()
-) -> Start | None:
-    """The checkpoint to continue from; None: from scratch, if that is what the flags mean.
-    Collective.
-
-    Rank 0 looks, so that a shared file system that lags cannot make the ranks disagree. ValueError
-    for a --load without a checkpoint, unless it is the restart idiom: the same directory as --save,
-    and nothing was saved yet. A run that continues itself also takes what the nodes have on their
-    disks (`tier`), if that is newer; not the `damaged` ones.
-    """
-    coordination = Coordination.of(None)
-    held = [] if tier is None or not _continues_itself(config) else find_local_checkpoints(tier)
-    held = [checkpoint for checkpoint in held if checkpoint.name not in damaged]
-    answer = coordination.run_on_rank0(lambda: _choose(config, held))
-    if answer is None:
-        if damaged:
-            raise CheckpointError(
-                f"{config.load} holds no checkpoint to take instead of the damaged ones"
-            )
-        return None
-    found, weights_only = answer
-    if isinstance(found, LocalCheckpointInfo):
-        assert tier is not None
-        start = _open_local(config, tier, found, damaged)
-        return start or find_start(config, tier, damaged | {found.name})
-    read_options = ReadOptions(
-        optimizer=not (weights_only or config.no_load_optim),
-        as_saved=True,
-        verify=config.ckpt_verify,
-    )
-    source = coordination.run_on_all(lambda: open_found(found, read_options))
-    return Start(found.directory, source, weights_only)
-
-
-def _continues_itself(config: CheckpointConfig) -> bool:
-    """Whether the newest of what this run has saved is meant."""
-    if (
-        config.load is None
-        or config.save is None
-        or config.finetune
-        or config.ckpt_step is not None
-    ):
-        return False
-    return path_of(config.load).resolve() == path_of(config.save).resolve()
-
-
-def _open_local(
-    config: CheckpointConfig, tier: LocalTier, held: LocalCheckpointInfo, damaged: frozenset[str]
-) -> Start | None:
-    """None if it cannot be used, as rank 0 says then. Collective."""
-    local = DistributedLocalCheckpoint(tier, held)
-    # `DistributedLocalCheckpoint` verifies everything that it reads.
-    read_options = ReadOptions(optimizer=not config.no_load_optim, as_saved=True, verify=False)
-    try:
-        source = Coordination.of(None).run_on_all(
-            lambda: open_found(CheckpointRef(local.directory, "torch_dist"), read_options)
-        )
-    except CheckpointError as refusal:
-        local.close()
-        logger.warning(f"{refusal}: taking an older checkpoint")
-        return None
-    return Start(local.directory, source, False, local, damaged)
-
-
-def _choose(
-    config: CheckpointConfig, held: list[LocalCheckpointInfo]
-) -> tuple[CheckpointRef | LocalCheckpointInfo, bool] | None:
-    """On rank 0: what to load, and whether only its weights count. `held`: what the nodes have,
-    newest first.
-    """
-    # 1. What this run, or the one before it, has saved.
-    try:
-        found = None if config.load is None else find_checkpoint(config.load, config.ckpt_step)
-    except NoCheckpointError as error:
-        if not held:
-            raise
-        logger.warning(str(error))
-        found = None
-    if held and (found is None or held[0].order > read_lineage(found.directory).branch[-1]):
-        return held[0], False
-    if found is not None:
-        if found.note is not None:
-            logger.warning(found.note)
-        return found, config.finetune
-    # 2. What it starts from the first time.
-    if config.pretrained_checkpoint is not None:
-        found = find_checkpoint(config.pretrained_checkpoint)
-        if found is None:
-            raise ValueError(
-                f"--pretrained-checkpoint {config.pretrained_checkpoint} holds no checkpoint"
-            )
-        return found, True
-    # 3. Nothing: is that meant?
-    if config.load is None:
-        return None
-    if config.exit_on_missing_checkpoint:
-        raise ValueError(f"--load {config.load} holds no checkpoint (--exit-on-missing-checkpoint)")
-    if config.save is None or path_of(config.save).resolve() != path_of(config.load).resolve():
-        _start_from_random_weights(config, path_of(config.load))
-    else:
-        logger.info(f"{config.load} holds no checkpoint yet: starting from scratch")
-    return None
-
-
-def _start_from_random_weights(config: CheckpointConfig, directory: Path) -> None:
-    """Warn: scripts for Megatron-LM name a --load before anything is saved. ValueError if a
-    checkpoint is expected.
-    """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(
-            f"--load {directory} holds no checkpoint, but it is not empty. Training would start from random weights; "
-            "if that is what you want, leave out --load"
-        )
-    needing = {
-        "--finetune": config.finetune,
-        "--ckpt-step": config.ckpt_step is not None,
-        "--use-checkpoint-args": config.use_checkpoint_args,
-    }
-    given = [name for name, is_given in needing.items() if is_given]
-    if given:
-        raise ValueError(
-            f"--load {directory} holds no checkpoint, but {' and '.join(given)} would need one"
-        )
-    logger.warning(
-        f"NO CHECKPOINT: --load {directory} {'is empty' if directory.exists() else 'does not exist'}.\n"
-        "   Training starts from RANDOM WEIGHTS, as Megatron-LM does.\n"
-        "   If you expected a checkpoint, stop this run; --exit-on-missing-checkpoint makes this an error."
-    )
-
-
-def stored_vocab_size(start: Start | None) -> int | None:
-    """Vocabulary size of the model in the checkpoint to load; None if there is none, or it does not
-    say.
-
-    Megatron-LM trains the rows that pad its vocabulary, and its softmax counts them: they are part
-    of its model.
-    """
-    if start is None:
-        return None
-    embedding = start.source.tensors.get(WORD_EMBEDDINGS)
-    return start.source.args.get("model_vocab_size") if embedding is None else embedding.shape[0]
-
-
-def adopt_end_of_document(config: Config, start: Start | None) -> bool:
-    """NullTokenizer ends documents with the token of the run that is loaded, unless
-    --null-tokenizer-eod-id says.
-
-    Returns whether that changes the tokenizer.
-    """
-    flags = config.tokenizer
-    if start is None or flags.kind != "NullTokenizer" or flags.null_tokenizer_eod_id is not None:
-        return False
-    stored = normalize_stored_args(start.source.args).get("null_tokenizer_eod_id")
-    if stored is None or flags.vocab_size is None or stored >= flags.vocab_size:
-        return False
-    config.tokenizer = dataclasses.replace(flags, null_tokenizer_eod_id=stored)
-    config.notes.append(f"--null-tokenizer-eod-id {stored}, as in {start.source.description}")
-    return True
 
 
 def may_leave_weights(config: CheckpointConfig) -> bool:
@@ -226,25 +36,28 @@ def may_leave_weights(config: CheckpointConfig) -> bool:
     return unexpected != RAISE
 
 
-def load_checkpoint(run: Run, start: Start | None, tier: LocalTier | None = None) -> None:
-    """Continue where a checkpoint ended, whatever layout or program wrote it. Collective.
+def load_checkpoint(
+    run: Run, start: Start | None, find_again: Callable[[frozenset[str]], Start | None]
+) -> Start | None:
+    """Load the checkpoint `start`, of any layout and program, and return it. Collective.
 
-    Every rank reads the boxes it holds. From a checkpoint without training state (Hugging Face) a
-    run takes the weights and starts at iteration 0. In place of one on the nodes' disks that turns
-    out to be damaged the next older one is taken.
+    Every rank reads the boxes that it needs. From a checkpoint without training state (Hugging
+    Face) a run takes the weights and starts at iteration 0. If a checkpoint on the disks of the
+    nodes turns out to be damaged, `find_again` returns an older one to load instead.
     """
     while start is not None and start.local is not None:
         try:
             _load(run, start)
-            return
+            return start
         except CheckpointError as error:
             logger.warning(f"{error}\n   taking an older checkpoint")
             damaged = start.damaged | {start.directory.name}
         finally:
             start.local.close()
-        start = find_start(run.config.checkpoint, tier, damaged)
+        start = find_again(damaged)
     if start is not None:
         _load(run, start)
+    return start
 
 
 def _load(run: Run, start: Start) -> None:
@@ -258,7 +71,8 @@ def _load(run: Run, start: Start) -> None:
     ):
         logger.warning(warning)
     training = None if start.weights_only else source.training
-    with_optimizer = training is not None and not config.no_load_optim
+    skips_optimizer = config.no_load_optim and (not start.continues or config.no_save_optim)
+    with_optimizer = training is not None and not skips_optimizer
     if with_optimizer:
         _check_optimizer(run.config.optimizer, source)
 
@@ -297,8 +111,6 @@ def _load(run: Run, start: Start) -> None:
         _take_position(run, training, source.args.get("train_data_fingerprint"), with_optimizer)
         _restore_generators(run, objects.get(rng))
         restore_fp8_state(run, model, objects, source.args)
-    if not start.weights_only:
-        run.saver.continue_from(start.directory, start.local is not None)
     run.loaded = source.description
     what = "weights and optimizer" if with_optimizer else "weights"
     seconds = run.loading_seconds = time.perf_counter() - began

@@ -60,7 +60,7 @@ class CheckpointSaver:
     a slow upload holds up neither training nor later local saves. It is saved straight to --save
     when training ends, in other formats than torch_dist, and when the nodes cannot hold it.
 
-    Sequence of calls, on all ranks: `own` and `continue_from` at the start; `save` after an
+    Sequence of calls, on all ranks: `own` at the start; `save` after an
     iteration; `before_update` before the optimizer changes anything; `after_iteration` after each;
     `close` and `check_last_save` at the end.
 
@@ -82,7 +82,7 @@ class CheckpointSaver:
         self._loaded_locally: str | None = None
         self._generation: Generation | None = None
         self._retention: Retention | None = None
-        self._start: Lineage | None = None  # of the checkpoint that this start continues from
+        self._start = Lineage(())  # of the checkpoint that this start continues from
         self._parent: int | None = None  # iteration of the checkpoint before
         self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
         self._committed: list[tuple[int, dict[str, float]]] = []
@@ -93,26 +93,31 @@ class CheckpointSaver:
         self.failure: str | None = None
         self.expected_seconds = 0.0  # how long the last save took from the call to the commit
 
-    def own(self, generation: Generation | None, tier: LocalTier | None = None) -> None:
-        """Save to the directory of `generation` as its owner, and to the disks of the nodes with a
-        `tier`.
+    @property
+    def generation(self) -> Generation | None:
+        """The ownership of --save; None for a run that saves nothing there."""
+        return self._generation
+
+    def own(
+        self,
+        generation: Generation | None,
+        tier: LocalTier | None = None,
+        lineage: Lineage | None = None,
+        loaded_locally: str | None = None,
+    ) -> None:
+        """Save to the directory of `generation` as its owner, and to the nodes with a `tier`.
+
+        Checkpoints descend from `lineage`. `loaded_locally` is the checkpoint on the disks of the
+        nodes that the run has loaded, if any.
         """
         self._generation = generation
         self._tier = tier
+        self._loaded_locally = loaded_locally
         if generation is not None:
             self._retention = Retention(self._config, generation)
-
-    def continue_from(self, loaded: Path, locally: bool = False) -> None:
-        """Record `loaded` as the parent of the checkpoints to come, if it lies in the directory
-        they are saved to, or on the nodes' disks (`locally`).
-        """
-        self._loaded_locally = loaded.name if locally else None
-        if locally or (
-            self._generation is not None
-            and loaded.parent.resolve() == self._generation.root.resolve()
-        ):
-            self._start = read_lineage(loaded)
-            self._parent = self._start.iteration
+        if lineage is not None:
+            self._start = lineage
+            self._parent = lineage.iteration if lineage.branch else None
 
     def save(
         self,
@@ -293,7 +298,8 @@ class CheckpointSaver:
 
     def _lineage(self, generation: Generation | None, iteration: int) -> Lineage:
         segment = Segment(0, iteration) if generation is None else generation.segment(iteration)
-        return Lineage((segment,)) if self._start is None else self._start.descend(segment)
+        job = None if generation is None else generation.owner.get("job_id")
+        return self._start.descend(segment, job)
 
     def _remove_superseded(self, iteration: int, lineage: Lineage, loss: float) -> None:
         assert self._retention is not None

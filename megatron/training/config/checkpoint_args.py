@@ -15,7 +15,7 @@ from megatron.training.config.arguments import Given, build
 from megatron.training.config.options import DistributedConfig
 from megatron.training.config.parsing import flag_parser
 from megatron.training.config.stored_args import normalize_stored_args
-from megatron.training.launch import join
+from megatron.training.initialize import join
 
 
 def read_checkpoint_args(argv: Sequence[str], world_size: int = 1) -> dict[str, Any] | None:

@@ -421,6 +421,10 @@ class CheckpointConfig:
     """A --load without a checkpoint is an error even if it is empty or the same directory as
     --save.
     """
+    override_existing_run: bool = flag(False)
+    """Start from what --load and --ckpt-step name, or from random weights, although --save contains
+    another run or newer checkpoints of this one. They are replaced by saves of the same iteration.
+    """
     use_checkpoint_args: bool = flag(False)
     """Take the shape of the model and its tokenizer from the checkpoint, whatever the command line
     says of them.

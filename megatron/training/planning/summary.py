@@ -23,8 +23,8 @@ from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import parse_args, replica_size
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import build_tokenizer
-from megatron.training.launch import environment_world_size
 from megatron.training.planning.run_plan import MEMORY_PARTS, RunPlan, StagePlan, plan_run
+from megatron.training.rendezvous import environment_world_size
 
 
 def summarize(

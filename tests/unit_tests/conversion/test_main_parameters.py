@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing import (
     load_common,
     write_tracker,
 )
-from megatron.training.checkpoint.resume import find_start
+from megatron.training.checkpoint.start import find_start
 from megatron.training.config.options import CheckpointConfig
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
 

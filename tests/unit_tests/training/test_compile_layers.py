@@ -8,7 +8,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.mlp import get_activation
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.launch import compile_layers
+from megatron.training.compilation import compile_layers
 from tests.support.torch_versions import of_current_torch
 
 

@@ -11,7 +11,7 @@ import pytest
 _COUNT_FAULTS = """
 import resource, sys
 import torch
-from megatron.training.launch import keep_freed_memory
+from megatron.training.initialize import keep_freed_memory
 torch.set_num_threads(1)
 agreed = keep_freed_memory() if sys.argv[1] == "keep" else False
 def allocate(times):

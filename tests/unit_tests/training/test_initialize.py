@@ -12,18 +12,18 @@ from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing import Reader
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
-from megatron.training.checkpoint.checkpointing import (
+from megatron.training.checkpoint.rng_state import (
     get_rng_state,
     megatron_rng_state,
     rng_key,
     set_rng_state,
 )
 from megatron.training.config.options import DistributedConfig
-from megatron.training.launch import (
+from megatron.training.errors import lost_ranks_explained
+from megatron.training.initialize import (
     choose_device,
     initialize,
     join,
-    lost_ranks_explained,
     num_threads,
     seed_everything,
 )

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.training.launch import store_of_this_start
+from megatron.training.rendezvous import store_of_this_start
 
 
 def meet(server, ranks):

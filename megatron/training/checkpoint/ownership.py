@@ -1,0 +1,272 @@
+"""Ownership of --save: who may take over the directory, and what it already contains.
+
+A start takes ownership at the last possible moment: after the checkpoint is loaded and the data is
+built, before the first iteration. A start that fails before has changed nothing, and a run that is
+training to the same directory goes on.
+
+An explicit start takes over from any other. An automatic restart (by torchrun --max-restarts or a
+requeue by Slurm) does not take over from another job that has taken the directory from its own job:
+two jobs would otherwise supersede each other in turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.conversion.formats import CheckpointRef, NoCheckpointError, find_checkpoint
+from megatron.core.dist_checkpointing import Generation, clean_up, take_generation
+from megatron.core.dist_checkpointing.generation import find_newest, read_owner
+from megatron.core.dist_checkpointing.local_tier import LocalTier, order_of
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
+from megatron.training.config.run_config import Config
+
+_MAX_FORMER_JOBS = 16  # in owner.json
+_MAX_LAUNCHERS = 256  # of one job
+_SHOWN_HOSTS = 8  # in an error message
+
+
+class Job(NamedTuple):
+    """What the launcher tells this process about the job that it belongs to.
+
+    `launchers` identify the processes of torchrun, which stay the same when it restarts the job:
+    many jobs have the same `run_id`, such as torchrun's default "none".
+    """
+
+    run_id: str | None = None
+    launchers: tuple[str, ...] = ()
+    is_restart: bool = False
+
+    def is_recorded_in(self, owner: Mapping[str, Any]) -> bool:
+        """Return whether `owner`, from `owner.json`, describes a start of this job."""
+        if self.run_id is None or owner.get("run_id") != self.run_id:
+            return False
+        recorded = _texts(owner.get("launchers"))
+        if not recorded or not self.launchers:
+            return True
+        return not recorded.isdisjoint(self.launchers)
+
+
+def _texts(value: Any) -> set[str]:
+    if not isinstance(value, list):
+        return set()
+    return {item for item in value if isinstance(item, str)}
+
+
+def identify_job() -> Job:
+    """Return the job of all ranks. Collective."""
+    elastic_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    slurm_id = os.environ.get("SLURM_JOB_ID")
+    if elastic_id is None:
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        run_id = None if slurm_id is None else f"slurm {slurm_id}"
+        return Job(run_id, (), slurm_id is not None and restarts not in ("", "0"))
+    gathered = Coordination.of(None).all_gather(_identify_launcher())
+    launchers = sorted({name for name in gathered if name is not None})
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run_id = f"torchrun {elastic_id}"
+    return Job(run_id, tuple(launchers[:_MAX_LAUNCHERS]), restarts not in ("", "0"))
+
+
+def _identify_launcher() -> str | None:
+    """Return a name for this rank's torchrun process: its directory of logs is unique and kept.
+
+    The error file is `<directory>/attempt_<n>/<local rank>/error.json`.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file is None:
+        return None
+    parents = Path(error_file).parents
+    return f"{socket.gethostname()}:{parents[2]}" if len(parents) > 3 else None
+
+
+class PreviousOwner(NamedTuple):
+    """The owner of --save before this start.
+
+    `job_id` is None unless that owner was an earlier start of the same job, and this one is an
+    automatic restart. `first_generation` is then the first generation of the job.
+    """
+
+    owner: Mapping[str, Any]
+    job_id: str | None = None
+    first_generation: int = 0
+
+
+def read_previous_owner(root: Path, job: Job) -> PreviousOwner:
+    """Read who owns `root`. ValueError if this restart must not take over from that owner."""
+    newest = find_newest(root)
+    if newest is None:
+        return PreviousOwner({})
+    owner = read_owner(root, newest)
+    if not job.is_restart:
+        return PreviousOwner(owner)
+    if job.is_recorded_in(owner):
+        job_id = owner.get("job_id")
+        first = owner.get("first_generation", newest.number)
+        known = isinstance(job_id, str) and isinstance(first, int)
+        return PreviousOwner(owner, job_id, first) if known else PreviousOwner(owner)
+    former = owner.get("former_jobs")
+    if isinstance(former, list) and any(
+        isinstance(entry, dict) and job.is_recorded_in(entry) for entry in former
+    ):
+        who = ", ".join(f"{key} {owner[key]}" for key in ("since", "host", "pid") if key in owner)
+        raise ValueError(
+            f"--save {root}: another job has taken over this directory ({who}), and this is an "
+            f"automatic restart of the job that had it before ({job.run_id}). A restart does not "
+            "take over from another job: start the command by hand to take the directory over, or "
+            "give it another --save"
+        )
+    return PreviousOwner(owner)
+
+
+def saves_to(config: Config) -> Path | None:
+    """Return the directory of checkpoints that the run will own, None if it saves none."""
+    checkpoint = config.checkpoint
+    if (
+        checkpoint.save is None
+        or config.training.skip_train
+        or checkpoint.ckpt_convert_format is not None
+    ):
+        return None
+    return path_of(checkpoint.save)
+
+
+def prepare_save_directory(root: Path) -> None:
+    """Create --save, and check that it can be written to and that all ranks see it. Collective.
+
+    Raises ValueError on every rank otherwise: an error now is better than a failed first save.
+    """
+    ranks = Coordination.of(None)
+    probe = ranks.run_on_rank0(lambda: _create_probe(root))
+    if probe is None:
+        return
+    try:
+        seen = ranks.all_gather((socket.gethostname(), probe.exists()))
+    finally:
+        if ranks.is_coordinator:
+            with contextlib.suppress(OSError):
+                probe.rmdir()
+    _check_shared(root, seen)
+
+
+def _create_probe(root: Path) -> Path | None:
+    """Create an empty directory for the other ranks to find; None in object storage."""
+    if isinstance(root, ObjectPath):
+        check_conditional_requests(root)
+        return None
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+        probe = root / f".probe-{secrets.token_hex(8)}"
+        probe.mkdir()
+    except OSError as error:
+        raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error
+    return probe
+
+
+def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
+    """Raise ValueError unless all ranks see what rank 0 has created; `seen` is (host, sees it)."""
+    blind = defaultdict(list)
+    for rank, (host, sees) in enumerate(seen):
+        if not sees:
+            blind[host].append(rank)
+    if not blind:
+        return
+    hosts = list(blind.items())[:_SHOWN_HOSTS]
+    places = [f"{host} (rank {', '.join(map(str, ranks[:8]))})" for host, ranks in hosts]
+    raise ValueError(
+        f"--save {root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is "
+        f"not visible on {'; '.join(places)}. Give a directory on a file system that all nodes share"
+    )
+
+
+def take_save_directory(root: Path, job: Job, tier: LocalTier | None = None) -> Generation:
+    """Take ownership of `root`; returns the generation, the same on all ranks. Collective.
+
+    From then on no earlier start can change the directory. Unfinished saves and removals of
+    earlier starts are cleaned up.
+    """
+    ranks = Coordination.of(None)
+    above = max(ranks.all_gather(_newest_local_generation(tier)))
+    generation = ranks.run_on_rank0(lambda: _take(root, job, above))
+    is_current = ranks.all_gather(generation.is_current())
+    if not is_current[0]:
+        generation.check()  # raises: another start has already taken the directory over
+    return generation
+
+
+def _newest_local_generation(tier: LocalTier | None) -> int:
+    """Return the newest generation whose local checkpoints this node has.
+
+    After a backup of --save was restored, the nodes may have checkpoints of later starts.
+    """
+    if tier is None:
+        return 0
+    return max((order_of(name)[0] for name in tier.names()), default=0)
+
+
+def _take(root: Path, job: Job, above: int) -> Generation:
+    """Take the next generation, on rank 0."""
+    previous = read_previous_owner(root, job)
+    try:
+        generation = take_generation(root, _describe_start(job, previous), above)
+        clean_up(root)
+    except OSError as error:
+        raise ValueError(f"checkpoints cannot be saved to {root}: {error}") from error
+    return generation
+
+
+def _describe_start(job: Job, previous: PreviousOwner) -> dict[str, Any]:
+    """Return the content of `owner.json`, except token and time."""
+    former = previous.owner.get("former_jobs")
+    former_jobs = list(former) if isinstance(former, list) else []
+    if previous.job_id is None and isinstance(previous.owner.get("run_id"), str):
+        former_jobs.append(
+            {
+                "run_id": previous.owner["run_id"],
+                "launchers": sorted(_texts(previous.owner.get("launchers"))),
+            }
+        )
+    description: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
+    if job.run_id is not None:
+        description["job"] = job.run_id.partition(" ")[2]
+        description["run_id"] = job.run_id
+        description["launchers"] = list(job.launchers)
+    description["job_id"] = previous.job_id or secrets.token_hex(8)
+    if previous.job_id is not None:
+        description["first_generation"] = previous.first_generation
+    description["former_jobs"] = former_jobs[-_MAX_FORMER_JOBS:]
+    return description
+
+
+def find_saved(root: Path) -> CheckpointRef | None:
+    """Return the newest complete checkpoint of the run in `root`, None if there is none."""
+    try:
+        found = find_checkpoint(root)
+    except NoCheckpointError:
+        return None
+    if found is None or found.directory.parent != root:
+        return None
+    return found
+
+
+def newest_saved(root: Path | None) -> str | None:
+    """Return the name of the newest complete checkpoint in `root`, None if there is none.
+
+    Collective.
+    """
+
+    def find() -> str | None:
+        found = None if root is None else find_saved(root)
+        return None if found is None else found.directory.name
+
+    return Coordination.of(None).run_on_rank0(find)

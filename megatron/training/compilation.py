@@ -1,0 +1,73 @@
+"""`--compile`: compile what lies between the linear layers of a chunk with torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.core.distributed.distributed_data_parallel import outermost_layers
+from megatron.core.module import MegatronModule
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import placement
+from megatron.core.transformer.attention import core as core_attention
+
+# Functions that exchange data between ranks and overlap that with the kernels of attention.
+_EXCHANGES = (
+    (core_attention, "blockwise_attention"),
+    (placement, "exchange_sequence_for_heads"),
+    (placement, "exchange_heads_for_sequence"),
+)
+
+
+def compile_layers(chunk: MegatronModule) -> None:
+    """Compile norms, rotation, attention, activation and residual sums of every layer.
+
+    One compilation serves all layers of one shape. The matrix products of linear layers are left as
+    they are: they are library calls in any case, and they add to gradient buffers and overlap with
+    collectives. Modules, hooks and keys stay the same.
+    """
+    for owner, name in _EXCHANGES:
+        _leave_uncompiled(owner, name)
+    for layer in outermost_layers(chunk):
+        linear_layers = [
+            module
+            for module in layer.modules()
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+        ]
+        for kind in {type(module) for module in linear_layers}:
+            # Replace the method of the class: torch before 2.8 compiles again for every module
+            # that has its own function.
+            _leave_uncompiled(kind, "project")
+        # `fallback_random`: dropout draws the same numbers as without compilation.
+        compiled = torch.compile(layer.forward, options={"fallback_random": True})
+        layer.forward = compiled  # type: ignore[method-assign]
+
+
+def _leave_uncompiled(owner: Any, name: str) -> None:
+    """Exclude a function from compilation.
+
+    This is not a decorator of the function, because `torch.compiler.disable` imports the compiler,
+    which takes as long as importing torch itself.
+    """
+    function = getattr(owner, name)
+    if not hasattr(function, "_torchdynamo_disable"):
+        setattr(owner, name, torch.compiler.disable(function))
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile a trivial function, and forget what was compiled before.
+
+    Raises ValueError with the reason if torch.compile does not work on this machine.
+    """
+    try:
+        torch.compiler.reset()
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(2, device=device))
+    except Exception as error:  # of a backend, a compiler or a system library
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ValueError(
+            f"--compile: torch.compile does not work here ({type(error).__name__}: {reason}); it "
+            "needs a C++ compiler on the CPU ($CXX or g++) and Triton on CUDA: install them, or "
+            "leave out --compile"
+        ) from error

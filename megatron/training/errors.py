@@ -1,0 +1,120 @@
+"""Errors that end the program: one message for the user instead of a traceback from every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.parallel_state import ParallelState
+from megatron.training.rendezvous import environment_rank
+
+INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended, as of every shell
+_WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has failed
+# Words in the RuntimeError of PyTorch's allocators; the one for the CPU has no class of its own.
+_OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried")
+
+
+class LostRankError(RuntimeError):
+    """Another rank died or did not arrive in time."""
+
+
+class TrainingInterrupted(KeyboardInterrupt):
+    """Ctrl-C during training; the message names what is saved and how to resume."""
+
+
+@contextmanager
+def errors_explained_once(status: int = 1) -> Iterator[None]:
+    """End the process on an error that the user can correct, with a message and no traceback.
+
+    These are ValueError, lack of memory and Ctrl-C. If all ranks have the same error, rank 0
+    reports it: the others wait before they report, and if rank 0 fails, too, the launcher ends them
+    meanwhile; if it does not, the error is theirs alone. torchrun shows the first error of all
+    ranks as the root cause.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if environment_rank() == 0:
+            print(f"\n{error}" if str(error) else "\ninterrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except LostRankError as error:
+        _write_error_file(str(error), time.time())
+        raise
+    except Exception as error:
+        explained = str(error) if isinstance(error, ValueError) else explain_lack_of_memory(error)
+        if explained is None:
+            _write_error_file(traceback.format_exc(), time.time())
+            raise
+        _report_and_exit(explained, status)
+
+
+def _report_and_exit(explained: str, status: int) -> None:
+    rank = environment_rank()
+    when = time.time()
+    if rank > 0:
+        time.sleep(_WAIT_FOR_RANK_0)
+    message = f"error on rank {rank}: {explained}" if rank > 0 else f"error: {explained}"
+    _write_error_file(message, when)
+    print(message, file=sys.stderr)
+    sys.exit(status)
+
+
+def explain_lack_of_memory(error: BaseException) -> str | None:
+    """Return a message for an error of an allocator, None for any other error."""
+    text = str(error)
+    is_torch = isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
+    if not (is_torch or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+        return None
+    # PyTorch appends its C++ stack in further lines.
+    reason = text.partition("\n")[0] or type(error).__name__
+    return (
+        f"out of memory ({reason}). Use a smaller --micro-batch-size or --seq-length, recompute "
+        "activations (--recompute-activations), or spread the model over more ranks; "
+        "tools/plan_run.py estimates what each rank needs"
+    )
+
+
+def _write_error_file(message: str, when: float) -> None:
+    """Write torchrun's error file; torchrun shows the message with the earliest time of all ranks.
+
+    The file appears as a whole: torchrun may read it at any time.
+    """
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if name is None:
+        return
+    # The form of torch.distributed.elastic's ErrorHandler, which always adds the traceback.
+    error = {
+        "message": message,
+        "extraInfo": {"py_callstack": message, "timestamp": str(int(when))},
+    }
+    temporary = Path(f"{name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps({"message": error}), encoding="utf-8")
+        os.replace(temporary, name)
+
+
+@contextmanager
+def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[None]:
+    """Turn the failure of a collective into an error that names the likely cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        words = ("gloo", "NCCL", "has died")
+        if not isinstance(error, dist.DistError) and not any(word in text for word in words):
+            raise
+        raise LostRankError(
+            f"rank {ps.rank} of {ps.world_size} ({ps.place}) stops: another rank has died, or did "
+            f"not come within --distributed-timeout-minutes {timeout_minutes:g}; look for the "
+            f"first error of the other ranks ({text.splitlines()[0]})"
+        ) from error

@@ -1,0 +1,139 @@
+"""From a process to a rank: threads, device, process groups and seeds."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.tensor_parallel import TensorParallelRng
+from megatron.training.config.options import DistributedConfig
+from megatron.training.rendezvous import init_process_group
+
+
+def initialize(
+    config: DistributedConfig, parallel: ParallelConfig
+) -> tuple[ParallelState, torch.device]:
+    """Set up threads, device and process groups, with torchrun or as a single plain process."""
+    device = join(config)
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    return ParallelState.create(parallel, timeout), device
+
+
+def join(config: DistributedConfig) -> torch.device:
+    """Set up threads, the device and the default process group, unless that exists already."""
+    torch.set_num_threads(num_threads(config))
+    if config.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    device = choose_device(config)
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    torch.backends.cudnn.allow_tf32 = config.tf32
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
+        not config.disable_bf16_reduced_precision_matmul
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    if not dist.is_initialized():
+        backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+        timeout = timedelta(minutes=config.distributed_timeout_minutes)
+        init_process_group(backend, timeout, device)
+    return device
+
+
+def choose_device(config: DistributedConfig) -> torch.device:
+    """Return `cuda:LOCAL_RANK` if CUDA is available, else the CPU.
+
+    Processes share devices if there are more processes. A launcher may show every process only its
+    own device (`srun --gpus-per-task=1`), so with one device, every process uses the first. If two
+    processes then get the same device, NCCL reports it ("Duplicate GPU detected").
+    """
+    available = torch.cuda.is_available()
+    if config.device == "cuda" and not available:
+        raise ValueError("--device cuda: this PyTorch sees no CUDA device; use --device cpu")
+    if config.device == "cpu" or not available:
+        if config.distributed_backend == "nccl":
+            raise ValueError("--distributed-backend nccl needs CUDA devices: use gloo on the CPU")
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    devices = torch.cuda.device_count()
+    if 1 < devices <= local_rank and config.distributed_backend != "gloo":
+        raise ValueError(
+            f"local rank {local_rank}, but only {devices} CUDA devices here: start at most "
+            f"{devices} processes per node, or let processes share a device with "
+            "--distributed-backend gloo"
+        )
+    return torch.device("cuda", local_rank % devices)
+
+
+def num_threads(config: DistributedConfig) -> int:
+    """Return the number of CPU threads of this process.
+
+    torchrun sets OMP_NUM_THREADS=1 if it is unset, which cannot be told from a user's own 1: give
+    --num-threads to use more.
+    """
+    if config.num_threads is not None:
+        return config.num_threads
+    given = os.environ.get("OMP_NUM_THREADS")
+    if given is not None and given.isdigit():
+        return max(1, int(given))
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def seed_everything(
+    seed: int, state: ParallelState, rng: TensorParallelRng, iteration: int = 0
+) -> None:
+    """Seed Python, NumPy and PyTorch as a function of seed, coordinates of the rank and iteration.
+
+    Every rank draws its own numbers, except that the tensor-parallel ranks of one replica draw the
+    same: they hold the same activations outside the tensor-parallel regions and must drop the same
+    elements. Inside these regions, `rng` is used.
+    """
+    entropy = [seed, iteration, state.pp.rank, state.dp_cp.rank]
+    value = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+    rng.set_state(TensorParallelRng(value, state.tp.rank, rng.device).get_state())
+
+
+# Parameters of mallopt in glibc's <malloc.h>
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+
+
+def keep_freed_memory() -> bool:
+    """Let the C allocator reuse large blocks instead of returning them to the system.
+
+    By default glibc maps every block of more than 32 MiB again and unmaps it when it is freed: the
+    kernel clears the pages of the logits in every step, which takes some percent of a step of a
+    small bf16 model on a CPU. The price is that the process stays at its peak size.
+
+    Returns whether the allocator accepted. Nothing is changed if the environment configures the
+    allocator (MALLOC_*, GLIBC_TUNABLES, or another allocator in LD_PRELOAD), or if it is not
+    glibc's.
+    """
+    configured = any(name.startswith("MALLOC_") for name in os.environ)
+    if configured or "GLIBC_TUNABLES" in os.environ or "LD_PRELOAD" in os.environ:
+        return False
+    try:
+        library = ctypes.CDLL(None)
+        mallopt = library.mallopt
+        is_glibc = hasattr(library, "gnu_get_libc_version")
+    except (OSError, AttributeError, TypeError):  # this system has no such function or library
+        return False
+    if not is_glibc:
+        return False
+    keeps_mapped = mallopt(_M_MMAP_MAX, 0) == 1
+    never_trims = mallopt(_M_TRIM_THRESHOLD, 2**31 - 1) == 1
+    return keeps_mapped and never_trims

@@ -1,0 +1,88 @@
+"""Rank and world size from the launcher's environment, and the default process group.
+
+With --max-restarts, torchrun gives all starts of a job the same store. The addresses that a killed
+start has left there would mislead the next one, so every start first agrees on its own prefix.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+_PAUSE = 0.02  # seconds between two checks of which ranks have joined
+
+
+def environment_rank() -> int:
+    """Return the rank of this process that the launcher has set; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def environment_world_size() -> int:
+    """Return the number of processes that the launcher has set; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def init_process_group(backend: str, timeout: timedelta, device: torch.device) -> None:
+    """Create the default process group, with torchrun, another launcher, or as one process."""
+    if environment_world_size() == 1 and "MASTER_ADDR" not in os.environ:
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return
+    device_id = device if backend == "nccl" else None
+    shared = launcher_store(timeout)
+    if shared is None:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        return
+    rank = environment_rank()
+    world_size = environment_world_size()
+    dist.init_process_group(
+        backend,
+        store=store_of_this_start(shared, rank, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device_id,
+    )
+
+
+def launcher_store(timeout: timedelta) -> dist.TCPStore | None:
+    """Return a client of the launcher's store, None if it has none for its workers."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timeout)
+
+
+def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> dist.Store:
+    """Return a part of `shared` that no earlier start has used.
+
+    Collective: all ranks of this start call it, and no process of an earlier start is alive.
+
+    Starts cannot be numbered, because each node counts its own. Instead, every rank sends a request
+    with a random token, and rank 0 replies to that token with the prefix: a reply cannot belong to
+    another start. Rank 0 may also find requests of an earlier start, so it replies until all ranks
+    of this one have joined.
+    """
+    if rank > 0:
+        token = uuid.uuid4().hex
+        shared.set(f"request/{rank}", token)
+        store = dist.PrefixStore(shared.get(f"reply/{token}").decode(), shared)
+        store.add("joined", 1)
+        return store
+    prefix = uuid.uuid4().hex
+    store = dist.PrefixStore(prefix, shared)
+    replied = set()
+    requests = [f"request/{other}" for other in range(1, world_size)]
+    while requests and store.add("joined", 0) < len(requests):
+        for request in shared.multi_get(requests):
+            if request not in replied:
+                shared.set(f"reply/{request.decode()}", prefix)
+                replied.add(request)
+        time.sleep(_PAUSE)
+    return store

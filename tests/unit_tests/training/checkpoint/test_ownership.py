@@ -1,0 +1,69 @@
+"""Ownership of --save before any model is built."""
+
+import os
+
+import pytest
+
+from megatron.training.checkpoint.ownership import (
+    Job,
+    identify_job,
+    prepare_save_directory,
+    read_previous_owner,
+    take_save_directory,
+)
+
+FIRST = Job("torchrun none", ("host:/tmp/a",))
+RESTARTED = FIRST._replace(is_restart=True)
+OTHER = Job("torchrun none", ("host:/tmp/b",))
+
+
+def test_directory_that_cannot_be_written_is_an_error(tmp_path):
+    prepare_save_directory(tmp_path / "new" / "run")
+    assert list((tmp_path / "new" / "run").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"checkpoints cannot be saved to .*file/run"):
+        prepare_save_directory(tmp_path / "file" / "run")
+
+
+def test_restart_keeps_the_id_of_its_job(tmp_path):
+    first = take_save_directory(tmp_path, FIRST)
+    previous = read_previous_owner(tmp_path, RESTARTED)
+    assert (previous.job_id, previous.first_generation) == (first.owner["job_id"], 1)
+    second = take_save_directory(tmp_path, RESTARTED)
+    third = take_save_directory(tmp_path, RESTARTED)
+    assert second.owner["job_id"] == third.owner["job_id"] == first.owner["job_id"]
+    assert third.owner["first_generation"] == 1 and third.number == 3
+
+
+def test_restart_does_not_take_over_from_another_job(tmp_path):
+    take_save_directory(tmp_path, FIRST)
+    taken = take_save_directory(tmp_path, OTHER)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="another job has taken over .*does not take over"):
+            take_save_directory(tmp_path, RESTARTED)
+    assert taken.is_current()
+    assert take_save_directory(tmp_path, FIRST).number == 3  # an explicit start may
+    with pytest.raises(ValueError, match="another job has taken over"):
+        take_save_directory(tmp_path, OTHER._replace(is_restart=True))
+
+
+def test_restart_takes_over_from_the_owner_that_its_first_start_found(tmp_path):
+    take_save_directory(tmp_path, OTHER)
+    generation = take_save_directory(tmp_path, RESTARTED)  # the first start failed before this
+    assert generation.number == 2 and generation.owner["job_id"] != ""
+
+
+def test_job_is_identified_by_torchrun_or_slurm(monkeypatch):
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE")
+    for name in (*names, "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert identify_job() == Job()
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    assert identify_job() == Job("slurm 17")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert identify_job() == Job("slurm 17", (), True)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torch/none_x/attempt_2/0/error.json")
+    host = os.uname().nodename
+    assert identify_job() == Job("torchrun none", (f"{host}:/tmp/torch/none_x",), True)

@@ -1,0 +1,65 @@
+"""Errors that end the program: one message, an exit code, and torchrun's error file."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.training import errors
+from megatron.training.errors import TrainingInterrupted, errors_explained_once
+
+
+def end_with(error, capsys):
+    """Return the exit code and standard error of a program that ends with `error`."""
+    with pytest.raises(SystemExit) as ending, errors_explained_once():
+        raise error
+    return ending.value.code, capsys.readouterr().err
+
+
+def test_value_error_is_one_line(capsys):
+    assert end_with(ValueError("wrong"), capsys) == (1, "error: wrong\n")
+
+
+@pytest.mark.parametrize("shape", [(1 << 50,), (1 << 25, 1 << 25)])
+def test_lack_of_memory_is_one_line(capsys, shape):
+    with pytest.raises(RuntimeError) as allocation:
+        torch.empty(shape, dtype=torch.uint8)
+    code, output = end_with(allocation.value, capsys)
+    assert code == 1 and output.count("\n") == 1
+    assert output.startswith("error: out of memory (") and "--micro-batch-size" in output
+
+
+def test_memory_error_of_python_is_explained(capsys):
+    assert end_with(MemoryError(), capsys)[1].startswith("error: out of memory (MemoryError). Use")
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="shapes"), errors_explained_once():
+        raise RuntimeError("shapes do not match")
+
+
+def test_interrupt_ends_with_130(capsys, monkeypatch):
+    assert end_with(TrainingInterrupted("saved x"), capsys) == (130, "\nsaved x\n")
+    assert end_with(KeyboardInterrupt(), capsys) == (130, "\ninterrupted\n")
+    monkeypatch.setenv("RANK", "1")
+    assert end_with(KeyboardInterrupt(), capsys) == (130, "")
+
+
+def test_error_file_appears_as_a_whole(capsys, monkeypatch, tmp_path):
+    """torchrun may read it at any time: it must never see a part of it."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    replaced = []
+    replace = errors.os.replace
+
+    def check_before_replacing(source, target):
+        replaced.append(json.loads(Path(source).read_text())["message"]["message"])
+        assert not path.exists()
+        replace(source, target)
+
+    monkeypatch.setattr(errors.os, "replace", check_before_replacing)
+    end_with(ValueError("wrong"), capsys)
+    assert replaced == ["error: wrong"]
+    assert json.loads(path.read_text())["message"]["message"] == "error: wrong"
+    assert list(tmp_path.iterdir()) == [path]
