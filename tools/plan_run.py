@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron.core.terminal import format_error, print_json, print_line
 from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import flag_parser, make_config, use_stored_args
@@ -247,14 +247,19 @@ def main(argv: Sequence[str]) -> int:
         ]
         answer: dict[str, Any] = {"fits": fits, "alternatives": ways} if limited else {}
         answer |= {"save_intervals": intervals} if intervals else {}
-        print(json.dumps(as_json(config, plan, world_size) | answer, indent=2))
+        print_json(as_json(config, plan, world_size) | answer, indent=2)
         return 0 if fits else 1
-    print(plan_page(config, world_size, plan))
-    print("".join(f"\n{line}" for line in intervals), end="\n" if intervals else "")
+    for line in plan_page(config, world_size, plan).split("\n"):
+        print_line(line)
+    if intervals:
+        print_line()
+    for line in intervals:
+        print_line(line)
     if limited:
-        print(f"\n{verdict(needed, available, reserve)}")
+        print_line()
+        print_line(verdict(needed, available, reserve))
     for flags, size in better:
-        print(f"  with {flags}: {verdict(size, available, reserve)}")
+        print_line(f"  with {flags}: {verdict(size, available, reserve)}")
     return 0 if fits else 1
 
 
@@ -263,7 +268,7 @@ def cli() -> None:
     try:
         sys.exit(main(sys.argv[1:]))
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {format_error(error)}")
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ import time
 from dataclasses import dataclass
 
 from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
-from megatron.core.dist_checkpointing.format.schema import format_error
 from megatron.core.flags import flag
 from megatron.core.progress import ProgressBar
+from megatron.core.terminal import format_error, print_line
 from megatron.training.config.arguments import FlagParser, build, parse_flags
 from megatron.training.data.document_encoder import DocumentEncoder, WorkerLimits, encode_chunks
 from megatron.training.data.documents import (
@@ -116,7 +116,7 @@ class Progress:
         seconds = max(time.perf_counter() - self._start, 1e-9)
         rate = self.num_documents / seconds
         line = f"{self.num_documents} documents, {rate:.1f} docs/s; {self._bar}"
-        print(line, file=sys.stderr, flush=True)
+        print_line(line, file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -179,7 +179,7 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
     for key, builder in builders.items():
         empty = progress.num_documents - len(bad_lines) - builder.num_documents
         omitted = f" ({empty} empty ones left out)" if empty else ""
-        print(
+        print_line(
             f"{prefixes[key]}: {builder.num_documents} documents{omitted}, "
             f"{builder.num_tokens} tokens",
             file=sys.stderr,
@@ -200,11 +200,11 @@ def print_bad_lines(bad_lines: list[BadLine]) -> None:
     """Report the lines that were skipped: their number, and the first ones."""
     if not bad_lines:
         return
-    print(f"{len(bad_lines)} bad lines skipped:", file=sys.stderr)
+    print_line(f"{len(bad_lines)} bad lines skipped:", file=sys.stderr)
     for bad in bad_lines[:MAX_BAD_LINES_PRINTED]:
-        print(f"  {bad}", file=sys.stderr)
+        print_line(f"  {bad}", file=sys.stderr)
     if len(bad_lines) > MAX_BAD_LINES_PRINTED:
-        print(f"  and {len(bad_lines) - MAX_BAD_LINES_PRINTED} more", file=sys.stderr)
+        print_line(f"  and {len(bad_lines) - MAX_BAD_LINES_PRINTED} more", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from typing import Any, cast
 
 from megatron.conversion.formats import find_problem, iteration_directory, saved_iterations
 from megatron.core.dist_checkpointing import on_branch, read_lineage, read_tracker, verify
-from megatron.core.dist_checkpointing.format.schema import escape_control_chars, format_error
 from megatron.core.dist_checkpointing.lineage import read_parent
-from megatron.core.dist_checkpointing.verification import total_bytes
+from megatron.core.dist_checkpointing.verification import compute_verify_size
 from megatron.core.durable_files import write_durably
 from megatron.core.progress import ProgressBar
+from megatron.core.terminal import escape_control_chars, format_error, print_line
 from megatron.training.reporting.run_record import (
     RecordedLaunch,
     compute_goodput,
@@ -191,7 +191,7 @@ def find_state(directory: Path, verify_checkpoints: bool) -> str:
         return problem
     if not verify_checkpoints:
         return "complete"
-    with ProgressBar(f"verify {directory.name}", total_bytes(directory)) as progress:
+    with ProgressBar(f"verify {directory.name}", compute_verify_size(directory)) as progress:
         problems = verify(directory, progress=progress.add).problems
     return f"DAMAGED: {problems[0]}" if problems else "verified"
 
@@ -217,7 +217,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     output = args.output or args.run / "report.html"
     write_durably(output, render_page(collect_facts(args.run, args.verify)).encode())
-    print(f"report: {escape_control_chars(str(output))}")
+    print_line(f"report: {output}")
     return 0
 
 

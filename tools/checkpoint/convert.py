@@ -29,11 +29,11 @@ from megatron.conversion.options import (
 )
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format.links import allow_links
-from megatron.core.dist_checkpointing.format.schema import escape_control_chars, format_error
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
 from megatron.core.parallel_state import ParallelConfig
 from megatron.core.progress import ProgressBar
+from megatron.core.terminal import format_error, print_line
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import FlagParser, parse_flags
 
@@ -215,17 +215,18 @@ def main() -> None:
         sys.exit("error: out of memory; a damaged or hostile source can claim any size")
     except SystemExit as error:
         if error.code in [128 + number for number in STOPPING]:
-            print("interrupted: nothing was written", file=sys.stderr)
+            print_line("interrupted: nothing was written", file=sys.stderr)
         raise
-    print(f"{outcome.source}\n-> {outcome.target} ({args.saver}, {outcome.num_tensors} tensors)")
+    print_line(str(outcome.source))
+    print_line(f"-> {outcome.target} ({args.saver}, {outcome.num_tensors} tensors)")
     for text in notes:
-        print(f"   {escape_control_chars(text)}")
+        print_line(f"   {text}")
     for name in without_effect(args):
-        print(f"   no effect: {name}")
+        print_line(f"   no effect: {name}")
     for name in outcome.not_carried:
-        print(f"   not carried: {escape_control_chars(name)}")
+        print_line(f"   not carried: {name}")
     if outcome.verified is not None:
-        print(f"   verified: {outcome.verified} tensors are bitwise those of the source")
+        print_line(f"   verified: {outcome.verified} tensors are bitwise those of the source")
 
 
 if __name__ == "__main__":

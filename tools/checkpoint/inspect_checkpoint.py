@@ -9,14 +9,13 @@
 
 PATH is an iteration's directory or a run's --save directory (then its newest checkpoint, or
 --ckpt-step). One process, no GPU, no model; tensors are read a slice at a time. Exit status 1:
-damaged (verify), different (diff), or not loadable at that layout (plan).
+damaged (verify), different (diff), or not loadable at that layout (plan); 2: an error.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
-import json
 import re
 import sys
 from collections import Counter
@@ -33,7 +32,6 @@ from megatron.conversion.formats import (
     require_checkpoint,
 )
 from megatron.core.dist_checkpointing import (
-    CheckpointError,
     CheckpointMetadata,
     StoredTensor,
     load_common,
@@ -41,10 +39,11 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.links import allow_links
-from megatron.core.dist_checkpointing.format.schema import format_error
+from megatron.core.dist_checkpointing.format.schema import format_value
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
 from megatron.core.progress import ProgressBar, format_size
+from megatron.core.terminal import print_error, print_json, print_line
 
 if TYPE_CHECKING:
     import torch
@@ -56,16 +55,17 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing import mapping, verification
     from megatron.training.planning import summary
 else:  # `show` needs torch for other formats than torch_dist alone
-    torch, summary = map(lazy_module, ("torch", "megatron.training.planning.summary"))
-    convert, torch_dist, pieces, model = (
-        lazy_module(f"megatron.conversion.{name}")
-        for name in ("convert", "megatron_lm.torch_dist", "model_space.pieces", "model_space.model")
-    )
-    mapping, verification = (
-        lazy_module(f"megatron.core.dist_checkpointing.{n}") for n in ("mapping", "verification")
-    )
+    torch = lazy_module("torch")
+    summary = lazy_module("megatron.training.planning.summary")
+    convert = lazy_module("megatron.conversion.convert")
+    torch_dist = lazy_module("megatron.conversion.megatron_lm.torch_dist")
+    pieces = lazy_module("megatron.conversion.model_space.pieces")
+    model = lazy_module("megatron.conversion.model_space.model")
+    mapping = lazy_module("megatron.core.dist_checkpointing.mapping")
+    verification = lazy_module("megatron.core.dist_checkpointing.verification")
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
+NUM_LARGEST = 10  # tensors and files that `show` prints without --all
 LAYOUT_ARGS = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
@@ -77,196 +77,228 @@ LAYOUT_ARGS = {
 
 
 class View(NamedTuple):
-    """Named tensors of a checkpoint, whatever its format."""
+    """Named tensors of a checkpoint in any format."""
 
     path: Path
     format: str
     tensors: Mapping[str, TensorInfo | StoredTensor]
-    read: Callable[[str, Shape, Shape], torch.Tensor]
+    read: Callable[[str, Shape, Shape], torch.Tensor]  # (key, offset, shape)
 
-    def slices(self, key: str) -> Iterator[tuple[Shape, torch.Tensor]]:
-        """(offset, rows) of a tensor in turn."""
+    def iterate_slices(self, key: str) -> Iterator[tuple[Shape, torch.Tensor]]:
+        """Yield (offset, rows) of a tensor in order."""
         info = self.tensors[key]
         for offset, shape in mapping.cut_rows(info.shape, info.dtype.itemsize, SLICE):
             yield offset, self.read(key, offset, shape)
 
+    def select_keys(self, pattern: str) -> list[str]:
+        return [key for key in self.tensors if fnmatch.fnmatch(key, pattern)]
+
 
 def open_view(root: Path, step: int | None) -> View:
-    """In model space if the files say which model it is, so that formats can be compared; else keys
-    as stored.
+    """Open a checkpoint under the names of model space, which are the same for all formats.
+
+    A torch_dist checkpoint that does not contain one of our models is opened under its own keys.
     """
     path, kind, _ = require_checkpoint(root, step)
     try:
         source = convert.open_checkpoint(path, kind)
-    except ValueError:  # a checkpoint of something else than our models
+    except ValueError:
         if kind != "torch_dist":
             raise
-        return stored_view(path)
+        return open_stored_view(path)
     if kind == "torch_dist" and source.unused:
-        return stored_view(path)
+        return open_stored_view(path)
     return View(path, kind, source.tensors, source.read)
 
 
-def stored_view(path: Path) -> View:
-    """A torch_dist directory under the keys in its files."""
+def open_stored_view(path: Path) -> View:
+    """Open a torch_dist directory under the keys in its files."""
     reader = torch_dist.Reader(path)
     return View(path, "torch_dist", reader.metadata.tensors, reader.read)
+
+
+def format_shape(shape: Shape | list[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
 # show
 
 
-def show(args: argparse.Namespace) -> int:
+def run_show(args: argparse.Namespace) -> int:
     path, kind, _ = require_checkpoint(args.path, args.ckpt_step)
+    if args.plot is not None and kind != "torch_dist":
+        raise ValueError(
+            f"--plot: {path} is {kind}, and only torch_dist records which file contains what; "
+            "use plan --plot"
+        )
     tensors: Mapping[str, TensorInfo | StoredTensor]
     if kind == "torch_dist":
         metadata = read_metadata(path)
         tensors = metadata.tensors
-        facts = _torch_dist_facts(path, metadata)
+        facts = collect_torch_dist_facts(path, metadata)
     else:
         source = convert.open_checkpoint(path, kind)
         tensors = source.tensors
-        facts = _run_facts(source.args, source.training.iteration if source.training else None)
-    result: dict[str, Any] = {"path": str(path), "format": kind, **_totals(tensors), **facts}
+        iteration = source.training.iteration if source.training else None
+        facts = collect_run_facts(source.args, iteration)
+    result = {"path": str(path), "format": kind, **sum_sizes(tensors), **facts}
     result["tensors"] = {
-        key: {"shape": list(info.shape), "dtype": info.dtype_name, "bytes": info.nbytes}
-        | ({"chunks": len(info.chunks)} if isinstance(info, StoredTensor) else {})
+        key: describe_tensor(info)
         for key, info in tensors.items()
         if fnmatch.fnmatch(key, args.keys)
     }
     if args.plot is not None:
-        if kind != "torch_dist":
-            raise ValueError(
-                f"--plot: {path} is {kind}, and only torch_dist says which file holds what; use plan --plot"
-            )
         title = f"{path.name}: who wrote what"
-        summary.shares_picture(
-            shares_of_files(path), args.plot, title, "file: __{rank}_{writer}.distcp"
-        )
+        shares = compute_file_shares(path)
+        summary.shares_picture(shares, args.plot, title, "file: __{rank}_{writer}.distcp")
     if args.json:
-        print(json.dumps(result, indent=1, default=str))
+        print_json(result, indent=1)
     else:
-        print_show(result)
+        print_checkpoint(result, args.all)
     return 0
 
 
-def shares_of_files(path: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """Bytes by file, part of the model and kind; a file is `__{rank}_{writer}.distcp`, so also who
-    wrote what.
+def describe_tensor(info: TensorInfo | StoredTensor) -> dict[str, Any]:
+    described = {"shape": list(info.shape), "dtype": info.dtype_name, "bytes": info.nbytes}
+    if isinstance(info, StoredTensor):
+        described["chunks"] = len(info.chunks)
+    return described
+
+
+def compute_file_shares(path: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """Return bytes by file, part of the model and kind (weights, optimizer state, objects).
+
+    A file is called `__{rank}_{writer}.distcp`, so this is also what each rank wrote.
     """
     metadata = read_metadata(path)
-    shares: dict[str, dict[str, dict[str, int]]] = {
-        name: {} for name in sorted(metadata.file_sizes(), key=_numbers)
-    }
+    names = sorted(metadata.file_sizes(), key=extract_numbers)
+    shares: dict[str, dict[str, dict[str, int]]] = {name: {} for name in names}
     for key, stored in metadata.tensors.items():
         kind = key.split(".")[2] if key.startswith("optimizer.state.") else "weights"
         chunks = stored.chunks
         for file, length in zip(chunks.file.tolist(), chunks.length.tolist(), strict=True):
             part = shares[chunks.files[file]].setdefault(model.part_of(key), {})
             part[kind] = part.get(kind, 0) + length
-    for location in set(metadata.objects.values()):  # one may stand under several keys
+    for location in set(metadata.objects.values()):  # several keys may share one object
         part = shares[location.file].setdefault("objects", {})
         part["objects"] = part.get("objects", 0) + location.length
     return shares
 
 
-def _numbers(name: str) -> tuple[int, ...]:
+def extract_numbers(name: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", name))
 
 
-def _totals(tensors: Mapping[str, TensorInfo | StoredTensor]) -> dict[str, Any]:
+def sum_sizes(tensors: Mapping[str, TensorInfo | StoredTensor]) -> dict[str, Any]:
     sizes: Counter[str] = Counter()
     for key, info in tensors.items():
-        sizes[
-            ".".join(key.split(".")[:3]) if key.startswith("optimizer.state.") else "weights"
-        ] += info.nbytes
+        is_state = key.startswith("optimizer.state.")
+        kind = ".".join(key.split(".")[:3]) if is_state else "weights"
+        sizes[kind] += info.nbytes
     return {"num_tensors": len(tensors), "bytes": sum(sizes.values()), "bytes_by_kind": dict(sizes)}
 
 
-def _torch_dist_facts(path: Path, metadata: CheckpointMetadata) -> dict[str, Any]:
-    # Newer Megatron-LM keeps it in a shard, which needs torch.
-    common = load_common(path, names=True) or torch_dist.stored_common(
-        torch_dist.Reader(path), path
-    )
-    args = (
-        vars(common["args"])
-        if isinstance(common.get("args"), argparse.Namespace)
-        else common.get("args", {})
-    )
-    needed = metadata.file_sizes()
-    files = {
-        name: (path / name).stat().st_size if (path / name).exists() else None
-        for name in sorted(needed)
-    }
+def collect_torch_dist_facts(path: Path, metadata: CheckpointMetadata) -> dict[str, Any]:
+    common = load_common(path, names=True)
+    if not common:  # newer Megatron-LM keeps it in a shard, which needs torch
+        common = torch_dist.stored_common(torch_dist.Reader(path), path)
+    args = common.get("args", {})
+    if isinstance(args, argparse.Namespace):
+        args = vars(args)
+    files: dict[str, int | None] = {}
+    for name in sorted(metadata.file_sizes()):
+        file = path / name
+        files[name] = file.stat().st_size if file.exists() else None
     return {
-        **_run_facts(args if isinstance(args, dict) else {}, common.get("iteration")),
+        **collect_run_facts(args if isinstance(args, dict) else {}, common.get("iteration")),
         "objects": sorted(metadata.objects),
         "files": files,
         "checksums": find_checksums(path) is not None,
     }
 
 
-def _run_facts(args: Mapping[str, Any], iteration: int | None) -> dict[str, Any]:
+def collect_run_facts(args: Mapping[str, Any], iteration: Any) -> dict[str, Any]:
     layout = {name: args[full] for name, full in LAYOUT_ARGS.items() if args.get(full) is not None}
     if layout.get("cp") == 1:
         del layout["cp"]
     return {"iteration": iteration, "layout": layout, "args": dict(args)}
 
 
-def print_show(result: dict[str, Any]) -> None:
-    layout = (
-        ", ".join(f"{name.upper()} {value}" for name, value in result["layout"].items())
-        or "not stored"
+def print_checkpoint(result: dict[str, Any], print_all: bool) -> None:
+    """Print a summary, and the largest files and tensors, or all of them."""
+    iteration = result["iteration"]
+    sizes = [f"{name.upper()} {format_value(size)}" for name, size in result["layout"].items()]
+    kinds = [f"{kind} {format_size(size)}" for kind, size in result["bytes_by_kind"].items()]
+    print_line(result["path"])
+    print_line(f"  format     {result['format']}")
+    print_line(f"  iteration  {'not stored' if iteration is None else format_value(iteration)}")
+    print_line(f"  written at {', '.join(sizes) or 'not stored'}")
+    print_line(
+        f"  tensors    {result['num_tensors']}, {format_size(result['bytes'])} ({', '.join(kinds)})"
     )
-    print(f"{result['path']}\n  format     {result['format']}")
-    print(f"  iteration  {'not stored' if result['iteration'] is None else result['iteration']}")
-    print(f"  written at {layout}")
-    kinds = ", ".join(
-        f"{kind} {format_size(size)}" for kind, size in result["bytes_by_kind"].items()
-    )
-    print(f"  tensors    {result['num_tensors']}, {format_size(result['bytes'])} ({kinds})")
     if "files" in result:
-        print(f"  objects    {_objects(result['objects'])}")
-        print(f"  checksums  {'yes' if result['checksums'] else 'no (written by another program)'}")
-        sizes = [size for size in result["files"].values() if size is not None]
-        if sizes:
-            balance = max(sizes) / (sum(sizes) / len(sizes))
-            print(
-                f"  files      {len(sizes)}, largest {format_size(max(sizes))} = {balance:.2f} x the mean"
-            )
-        for name, size in list(result["files"].items())[:32]:
-            print(f"    {name:24} {'missing' if size is None else format_size(size):>12}")
-    width = max(map(len, result["tensors"]), default=0)
-    print(f"\n  {'key':{width}}  {'shape':>20}  {'dtype':>9}  {'size':>10}  chunks")
-    for key, tensor in result["tensors"].items():
-        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        print_line(f"  objects    {summarize_objects(result['objects'])}")
+        checksums = "yes" if result["checksums"] else "no (written by another program)"
+        print_line(f"  checksums  {checksums}")
+        print_files(result["files"], print_all)
+    print_line()
+    print_tensors(result["tensors"], print_all)
+
+
+def print_files(files: dict[str, int | None], print_all: bool) -> None:
+    sizes = [size for size in files.values() if size is not None]
+    if sizes:
+        balance = max(sizes) / (sum(sizes) / len(sizes))
+        largest = f"largest {format_size(max(sizes))} = {balance:.2f} x the mean"
+        print_line(f"  files      {len(sizes)}, {largest}")
+    names = list(files)
+    if not print_all:  # missing files first
+        names.sort(key=lambda name: (files[name] is not None, -(files[name] or 0)))
+        names = names[:NUM_LARGEST]
+    for name in names:
+        size = files[name]
+        print_line(f"    {name:24} {'missing' if size is None else format_size(size):>12}")
+    print_omitted(len(files) - len(names), "files")
+
+
+def print_tensors(tensors: dict[str, dict[str, Any]], print_all: bool) -> None:
+    keys = list(tensors)
+    if not print_all:
+        keys.sort(key=lambda key: -tensors[key]["bytes"])
+        keys = keys[:NUM_LARGEST]
+    width = max(map(len, keys), default=0)
+    print_line(f"  {'key':{width}}  {'shape':>20}  {'dtype':>9}  {'size':>10}  chunks")
+    for key in keys:
+        tensor = tensors[key]
+        shape = format_shape(tensor["shape"])
+        size = format_size(tensor["bytes"])
         chunks = tensor.get("chunks", "")
-        print(
-            f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {format_size(tensor['bytes']):>10}  {chunks:>6}"
-        )
+        print_line(f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {size:>10}  {chunks:>6}")
+    print_omitted(len(tensors) - len(keys), "tensors")
 
 
-def _objects(keys: list[str]) -> str:
+def print_omitted(count: int, kind: str) -> None:
+    if count:
+        print_line(f"  ... and {count} smaller {kind} (--all prints them)")
+
+
+def summarize_objects(keys: list[str]) -> str:
     named = [key for key in keys if not is_extra_state(key)]
     more = " ..." if len(named) > 3 else ""
-    return (
-        f"{len(keys)}, of which {len(keys) - len(named)} extra states: {', '.join(named[:3])}{more}"
-    )
+    num_extra = len(keys) - len(named)
+    return f"{len(keys)}, of which {num_extra} extra states: {', '.join(named[:3])}{more}"
 
 
 # verify
 
 
-def verify_target(root: Path, step: int | None) -> Path:
-    """The directory to verify, even if the file that identifies its format is missing."""
+def find_verify_target(root: Path, step: int | None) -> Path:
+    """Return the directory to verify, even if the file that identifies its format is missing."""
     if any(root.glob("*.distcp")):
         return root
-    named, _ = find_named_checkpoint(root, step)
-    path = (
-        named
-        if named is not None and any(named.glob("*.distcp"))
-        else require_checkpoint(root, step).directory
-    )
+    path, _ = find_named_checkpoint(root, step)
+    if path is None or not any(path.glob("*.distcp")):
+        path = require_checkpoint(root, step).directory
     if not (FORMATS["torch_dist"](path) or any(path.glob("*.distcp"))):
         raise ValueError(
             f"{path} is a {detect_format(path)} checkpoint; only torch_dist can be verified"
@@ -275,24 +307,25 @@ def verify_target(root: Path, step: int | None) -> Path:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    path = verify_target(args.path, args.ckpt_step)
-    with ProgressBar(
-        "verify", verification.total_bytes(path), quiet=args.quiet or args.json
-    ) as progress:
+    path = find_verify_target(args.path, args.ckpt_step)
+    total = verification.compute_verify_size(path)
+    with ProgressBar("verify", total, quiet=args.quiet or args.json) as progress:
         report = verification.verify(path, workers=args.workers, progress=progress.add)
         if args.write_integrity_json and report.ok:
             verification.write_integrity(path, progress.add)
     if args.json:
-        print(json.dumps({"path": str(path), "ok": report.ok, **asdict(report)}, indent=1))
+        print_json({"path": str(path), "ok": report.ok, **asdict(report)}, indent=1)
         return int(not report.ok)
     for problem in report.problems:
-        print(f"DAMAGED  {problem}")
+        print_line(f"DAMAGED  {problem}")
     for note in report.notes:
-        print(f"note     {note}")
-    what = f"{report.tensors} tensors, {report.objects} objects"
+        print_line(f"note     {note}")
+    extent = f"{report.tensors} tensors, {report.objects} objects"
     if report.has_checksums:
-        what += f", {format_size(report.bytes)} in {report.files} files against their checksums"
-    print(f"{path}: {'intact' if report.ok else f'{len(report.problems)} problems'} ({what})")
+        size = format_size(report.bytes)
+        extent += f", {size} in {report.files} files against their checksums"
+    outcome = "intact" if report.ok else f"{len(report.problems)} problems"
+    print_line(f"{path}: {outcome} ({extent})")
     return int(not report.ok)
 
 
@@ -307,54 +340,59 @@ class Difference:
     what: str
     max_abs: float | None = None
 
+    def __str__(self) -> str:
+        distance = "" if self.max_abs is None else f", by at most {self.max_abs:.3g}"
+        return f"{self.key}: {self.what}{distance}"
 
-def diff(args: argparse.Namespace) -> int:
-    first, second = (open_view(path, args.ckpt_step) for path in (args.path, args.other))
-    if (
-        first.tensors.keys() != second.tensors.keys()
-        and first.format == second.format == "torch_dist"
-    ):
-        raw = [stored_view(view.path) for view in (first, second)]
-        if raw[0].tensors.keys() == raw[1].tensors.keys():
-            first, second = raw
-    differences = []
-    for one, other in ((first, second), (second, first)):
-        differences += [
-            Difference(key, f"only in {one.path}")
-            for key in one.tensors
-            if key not in other.tensors
-        ]
-    common = [
-        key for key in first.tensors if key in second.tensors and fnmatch.fnmatch(key, args.keys)
-    ]
-    with ProgressBar(
-        "diff", sum(first.tensors[key].nbytes for key in common), quiet=args.quiet or args.json
-    ) as progress:
-        for key in common:
+
+def run_diff(args: argparse.Namespace) -> int:
+    first, second = open_comparable_views(args.path, args.other, args.ckpt_step)
+    differences = [*list_missing(first, second), *list_missing(second, first)]
+    keys = [key for key in first.select_keys(args.keys) if key in second.tensors]
+    total = sum(first.tensors[key].nbytes for key in keys)
+    with ProgressBar("diff", total, quiet=args.quiet or args.json) as progress:
+        for key in keys:
             found = compare_tensor(first, second, key, args.atol, progress.add)
             if found is not None:
                 differences.append(found)
     if args.json:
         listed = [asdict(difference) for difference in differences]
-        compared = {"a": str(first.path), "b": str(second.path), "compared": len(common)}
-        print(json.dumps(compared | {"differences": listed}))
+        compared = {"a": str(first.path), "b": str(second.path), "compared": len(keys)}
+        print_json(compared | {"differences": listed})
         return int(bool(differences))
-    print(f"A {first.path} ({first.format})\nB {second.path} ({second.format})")
+    print_line(f"A {first.path} ({first.format})")
+    print_line(f"B {second.path} ({second.format})")
     for difference in differences:
-        distance = "" if difference.max_abs is None else f", by at most {difference.max_abs:.3g}"
-        print(f"  {difference.key}: {difference.what}{distance}")
-    how = f"within {args.atol:g}" if args.atol else "bitwise"
-    print(
-        f"{len(common)} tensors compared: "
-        + (f"{len(differences)} differences" if differences else f"equal {how}")
-    )
+        print_line(f"  {difference}")
+    precision = f"within {args.atol:g}" if args.atol else "bitwise"
+    outcome = f"{len(differences)} differences" if differences else f"equal {precision}"
+    print_line(f"{len(keys)} tensors compared: {outcome}")
     return int(bool(differences))
+
+
+def open_comparable_views(path: Path, other: Path, step: int | None) -> tuple[View, View]:
+    """Open two checkpoints under the same keys, if there are such keys."""
+    first = open_view(path, step)
+    second = open_view(other, step)
+    formats = {first.format, second.format}
+    if formats == {"torch_dist"} and first.tensors.keys() != second.tensors.keys():
+        first_stored = open_stored_view(first.path)
+        second_stored = open_stored_view(second.path)
+        if first_stored.tensors.keys() == second_stored.tensors.keys():
+            return first_stored, second_stored
+    return first, second
+
+
+def list_missing(view: View, other: View) -> list[Difference]:
+    """List the tensors of `view` that `other` does not contain."""
+    missing = [key for key in view.tensors if key not in other.tensors]
+    return [Difference(key, f"only in {view.path}") for key in missing]
 
 
 def compare_tensor(
     first: View, second: View, key: str, atol: float, progress: Callable[[int], None]
 ) -> Difference | None:
-    """None if both hold the same: bitwise and of the same dtype, or within `atol` if that is not 0."""
+    """Compare a tensor: bitwise and by dtype, or up to `atol` if that is not 0."""
     a = first.tensors[key]
     b = second.tensors[key]
     if a.shape != b.shape:
@@ -362,14 +400,14 @@ def compare_tensor(
         return Difference(key, f"shape {a.shape} and {b.shape}")
     largest = 0.0
     count = 0
-    for offset, part in first.slices(key):
+    for offset, part in first.iterate_slices(key):
         other = second.read(key, offset, tuple(part.shape))
         progress(part.nbytes)
         if part.dtype == other.dtype and pieces.same_bits(part, other):
             continue
-        unequal, distance = _distance(part, other)
+        num_different, distance = measure_distance(part, other)
         largest = max(largest, distance)
-        count = count + unequal
+        count += num_different
     dtypes = f"{a.dtype_name} and {b.dtype_name}, " if a.dtype != b.dtype else ""
     if (count == 0 and not dtypes) or (atol > 0 and largest <= atol):
         return None
@@ -377,44 +415,43 @@ def compare_tensor(
     return Difference(key, f"{dtypes}{count} of {total} values differ", largest)
 
 
-def _distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
-    """How many values differ (two NaNs do not), and by how much at most."""
-    a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
-    same = (a == b) | (a.isnan() & b.isnan())
-    distance = (a - b).abs()[~same]
-    return int((~same).sum()), float(
-        distance.nan_to_num(float("inf")).max()
-    ) if distance.numel() else 0.0
+def measure_distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
+    """Return how many values differ (two NaNs are equal), and the largest absolute difference."""
+    a = a.to(torch.complex128 if a.is_complex() else torch.float64)
+    b = b.to(torch.complex128 if b.is_complex() else torch.float64)
+    is_same = (a == b) | (a.isnan() & b.isnan())
+    distance = (a - b).abs()[~is_same]
+    if not distance.numel():
+        return 0, 0.0
+    return distance.numel(), float(distance.nan_to_num(float("inf")).max())
 
 
 # digest
 
 
-def digest(args: argparse.Namespace) -> int:
+def run_digest(args: argparse.Namespace) -> int:
     view = open_view(args.path, args.ckpt_step)
-    chosen = [key for key in sorted(view.tensors) if fnmatch.fnmatch(key, args.keys)]
+    keys = sorted(view.select_keys(args.keys))
     digests: dict[str, str] = {}
-    with ProgressBar(
-        "digest", sum(view.tensors[key].nbytes for key in chosen), quiet=args.quiet or args.json
-    ) as progress:
-        for key in chosen:
-            digests[key] = verification.digest_of(part for _, part in view.slices(key))
+    total = sum(view.tensors[key].nbytes for key in keys)
+    with ProgressBar("digest", total, quiet=args.quiet or args.json) as progress:
+        for key in keys:
+            rows = (part for _, part in view.iterate_slices(key))
+            digests[key] = verification.compute_digest(rows)
             progress.add(view.tensors[key].nbytes)
     if args.json:
-        print(json.dumps({"path": str(view.path), "digests": digests}, indent=1))
+        print_json({"path": str(view.path), "digests": digests}, indent=1)
         return 0
     for key, value in digests.items():
         info = view.tensors[key]
-        print(
-            f"{value}  {info.dtype_name:>8}  {'x'.join(map(str, info.shape)) or 'scalar':>16}  {key}"
-        )
+        print_line(f"{value}  {info.dtype_name:>8}  {format_shape(info.shape):>16}  {key}")
     return 0
 
 
 # plan
 
 
-def plan(args: argparse.Namespace) -> int:
+def run_plan(args: argparse.Namespace) -> int:
     source = convert.open_checkpoint(args.path, step=args.ckpt_step)
     tp = args.tensor_model_parallel_size
     pp = args.pipeline_model_parallel_size
@@ -422,16 +459,13 @@ def plan(args: argparse.Namespace) -> int:
     layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": args.data_parallel_size}
     facts: dict[str, Any] = {"path": str(args.path), "layout": layout}
     try:
-        ranks = model.plan_load(
-            source, model.Layout.of(source.args.get("num_layers") or 0, tp, pp, vpp, vars(args))
-        )
+        num_layers = source.args.get("num_layers") or 0
+        ranks = model.plan_load(source, model.Layout.of(num_layers, tp, pp, vpp, vars(args)))
     except ValueError as error:
-        result = facts | {"loadable": False, "reason": str(error)}
-        print(
-            json.dumps(result, indent=1)
-            if args.json
-            else f"{args.path} cannot be loaded at {layout}: {error}"
-        )
+        if args.json:
+            print_json(facts | {"loadable": False, "reason": str(error)}, indent=1)
+        else:
+            print_line(f"{args.path} cannot be loaded at {layout}: {error}")
         return 1
     rows = [
         {
@@ -446,22 +480,41 @@ def plan(args: argparse.Namespace) -> int:
     ]
     if args.plot is not None:
         shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
-        named = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-        summary.shares_picture(
-            shares, args.plot, f"{args.path.name}: who reads what at {named}", "rank"
-        )
+        axes = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
+        title = f"{args.path.name}: who reads what at {axes}"
+        summary.shares_picture(shares, args.plot, title, "rank")
     if args.json:
-        print(json.dumps(facts | {"loadable": True, "ranks": rows}, indent=1))
+        print_json(facts | {"loadable": True, "ranks": rows}, indent=1)
         return 0
-    print(
-        f"{source.description}\nloadable at {layout}; every rank reads (optimizer: sharded over data parallelism)"
+    print_line(str(source.description))
+    print_line(f"loadable at {layout}; every rank reads (optimizer: sharded over data parallelism)")
+    print_plan(rows)
+    return 0
+
+
+def print_plan(rows: list[dict[str, Any]]) -> None:
+    print_line(
+        f"{'tp':>4}{'pp':>4}  {'layers':24}{'parameters':>16}{'weights':>12}{'optimizer':>12}"
     )
-    print(f"{'tp':>4}{'pp':>4}  {'layers':24}{'parameters':>16}{'weights':>12}{'optimizer':>12}")
     for row in rows:
         layers = " ".join(f"{start}..{stop - 1}" for start, stop in row["layers"])
-        sizes = f"{format_size(row['weight_bytes']):>12}{format_size(row['optimizer_bytes']):>12}"
-        print(f"{row['tp']:>4}{row['pp']:>4}  {layers:24}{row['parameters']:>16,}{sizes}")
-    return 0
+        weights = format_size(row["weight_bytes"])
+        optimizer = format_size(row["optimizer_bytes"])
+        print_line(
+            f"{row['tp']:>4}{row['pp']:>4}  {layers:24}{row['parameters']:>16,}"
+            f"{weights:>12}{optimizer:>12}"
+        )
+
+
+# Command line
+
+COMMANDS = {
+    "show": (run_show, "print contents: iteration, layout that wrote it, tensors, files"),
+    "verify": (run_verify, "check whether the checkpoint is complete and undamaged"),
+    "diff": (run_diff, "compare two checkpoints, across formats and layouts"),
+    "plan": (run_plan, "check whether a layout can load it, and list what each rank reads"),
+    "digest": (run_digest, "print a digest per tensor that is independent of layout and format"),
+}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -478,34 +531,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
             metavar="PATH",
             help="an iteration's directory, or a --save directory",
         )
-        if name == "diff":
-            command.add_argument(
-                "other", type=path_of, metavar="OTHER", help="what to compare it with"
-            )
-            command.add_argument(
-                "--atol", type=float, default=0.0, help="largest difference that counts as equal"
-            )
-        if name == "plan":
-            for axis in ("tensor-model", "pipeline-model", "virtual-pipeline-model", "data"):
-                command.add_argument(f"--{axis}-parallel-size", type=int, default=1, metavar="N")
-            for end in ("first", "last"):
-                command.add_argument(f"--decoder-{end}-pipeline-num-layers", type=int, metavar="N")
-        elif name != "verify":
-            command.add_argument("--keys", default="*", help="only keys that match this pattern")
-        else:
-            command.add_argument("--workers", type=int, default=4, help="files read at once")
-            command.add_argument(
-                "--write-integrity-json",
-                action="store_true",
-                help="if intact, write integrity.json, which Megatron-LM's --verify-integrity asks for",
-            )
+        ADD_ARGUMENTS[name](command)
         command.add_argument(
             "--ckpt-step", type=int, help="the iteration, if PATH is a --save directory"
         )
-        if name in ("show", "plan"):
-            command.add_argument(
-                "--plot", type=Path, metavar="PNG", help="draw which file or rank has what"
-            )
         command.add_argument(
             "--follow-links", action="store_true", help="follow links that leave the checkpoint"
         )
@@ -514,12 +543,57 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-COMMANDS = {
-    "show": (show, "what a checkpoint holds: iteration, layout that wrote it, tensors, files"),
-    "verify": (run_verify, "whether it is complete and undamaged"),
-    "diff": (diff, "how two checkpoints differ, across formats and layouts"),
-    "plan": (plan, "whether it can be loaded at a layout, and what each rank reads"),
-    "digest": (digest, "a number per tensor that does not depend on layout or format"),
+def add_keys(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--keys", default="*", help="only keys that match this pattern")
+
+
+def add_plot(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--plot", type=Path, metavar="PNG", help="plot what each file or rank contains"
+    )
+
+
+def add_show_arguments(command: argparse.ArgumentParser) -> None:
+    add_keys(command)
+    add_plot(command)
+    command.add_argument(
+        "--all",
+        action="store_true",
+        help=f"print all tensors and files, in stored order, not the {NUM_LARGEST} largest ones",
+    )
+
+
+def add_verify_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--workers", type=int, default=4, help="files read at once")
+    command.add_argument(
+        "--write-integrity-json",
+        action="store_true",
+        help="if intact, write integrity.json, which Megatron-LM's --verify-integrity requires",
+    )
+
+
+def add_diff_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("other", type=path_of, metavar="OTHER", help="checkpoint to compare with")
+    command.add_argument(
+        "--atol", type=float, default=0.0, help="largest difference that counts as equal"
+    )
+    add_keys(command)
+
+
+def add_plan_arguments(command: argparse.ArgumentParser) -> None:
+    for axis in ("tensor-model", "pipeline-model", "virtual-pipeline-model", "data"):
+        command.add_argument(f"--{axis}-parallel-size", type=int, default=1, metavar="N")
+    for end in ("first", "last"):
+        command.add_argument(f"--decoder-{end}-pipeline-num-layers", type=int, metavar="N")
+    add_plot(command)
+
+
+ADD_ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "show": add_show_arguments,
+    "verify": add_verify_arguments,
+    "diff": add_diff_arguments,
+    "plan": add_plan_arguments,
+    "digest": add_keys,
 }
 
 
@@ -530,14 +604,10 @@ def main(argv: list[str]) -> int:
     try:
         return args.run(args)
     except MemoryError:
-        print(
-            "error: out of memory; a damaged or hostile checkpoint can claim any size",
-            file=sys.stderr,
-        )
-        return 2
-    except (ValueError, CheckpointError, OSError) as error:
-        print(f"error: {format_error(error)}", file=sys.stderr)
-        return 2
+        print_error("out of memory; a damaged or hostile checkpoint can claim any size")
+    except (ValueError, OSError) as error:
+        print_error(error)
+    return 2
 
 
 def cli() -> None:

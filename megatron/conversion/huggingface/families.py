@@ -39,13 +39,13 @@ from megatron.conversion.huggingface.rules import (
 )
 from megatron.conversion.model_space.source import MODEL_ARGUMENTS
 from megatron.core.dist_checkpointing.format.schema import (
-    escape_control_chars,
     format_value,
     optional,
     record,
     sequence,
     text,
 )
+from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import (
     LOCAL_BACKEND_FIELDS,
     TransformerConfig,

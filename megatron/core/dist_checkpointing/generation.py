@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 from megatron.core.dist_checkpointing.files import TRACKER
 from megatron.core.dist_checkpointing.format.schema import (
     CheckpointError,
-    escape_control_chars,
     parse_json,
     read_regular,
 )
@@ -43,6 +42,7 @@ from megatron.core.durable_files import (
     write_flushed,
 )
 from megatron.core.object_storage import ObjectPath
+from megatron.core.terminal import escape_control_chars
 
 logger = logging.getLogger(__name__)
 

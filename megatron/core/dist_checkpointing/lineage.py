@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.terminal import escape_control_chars
 
 LINEAGE = "lineage.json"
 MAX_GENERATION = 10**9
@@ -162,9 +163,9 @@ def read_parent(directory: Path) -> int | None:
 def _read_file(directory: Path) -> dict[str, Any]:
     path = directory / LINEAGE
     content = schema.parse_json(
-        schema.read_regular(path, limit=_MAX_SIZE), schema.escape_control_chars(str(path))
+        schema.read_regular(path, limit=_MAX_SIZE), escape_control_chars(str(path))
     )
-    result: dict[str, Any] = _FILE(content, schema.escape_control_chars(str(path)))
+    result: dict[str, Any] = _FILE(content, escape_control_chars(str(path)))
     return result
 
 

@@ -313,7 +313,7 @@ def _check_content(
     return problems
 
 
-def total_bytes(directory: str | os.PathLike[str]) -> int:
+def compute_verify_size(directory: str | os.PathLike[str]) -> int:
     """How much `verify` is going to read."""
     try:
         return sum(file.size for file in checksums.read_checksums(path_of(directory)).values())
@@ -321,7 +321,7 @@ def total_bytes(directory: str | os.PathLike[str]) -> int:
         return 0
 
 
-def digest_of(slices: Iterable[torch.Tensor]) -> str:
+def compute_digest(slices: Iterable[torch.Tensor]) -> str:
     """xxh3_128 of a tensor's bytes in row-major order, which no layout and no format changes.
 
     `slices` are its rows in turn, so that a large tensor need not be in memory.

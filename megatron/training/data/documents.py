@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, cast
 
-from megatron.core.dist_checkpointing.format.schema import escape_control_chars
+from megatron.core.terminal import escape_control_chars
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 CHUNK_BYTES = 1 << 18  # text per unit of work

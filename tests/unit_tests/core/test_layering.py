@@ -18,6 +18,7 @@ LAYERS = [
         "megatron.core.durable_files",
         "megatron.core.lazy_import",
         "megatron.core.object_storage",
+        "megatron.core.terminal",
     },
     {"megatron.core.dist_checkpointing"},
     {"megatron.core.sharding"},
@@ -113,7 +114,7 @@ def test_packages_have_few_import_floors(package: str) -> None:
 
 
 def test_dist_checkpointing_knows_no_model_flags_or_topology():
-    names = ("dist_checkpointing", "durable_files", "lazy_import", "object_storage")
+    names = ("dist_checkpointing", "durable_files", "lazy_import", "object_storage", "terminal")
     allowed = {f"megatron.core.{name}" for name in names}
     for path in (ROOT / "megatron/core/dist_checkpointing").rglob("*.py"):
         outside = {n for n in imports_of(path) if n.startswith("megatron")}

@@ -69,8 +69,19 @@ def test_show(run, capsys):
     assert "30x20" in text and "bias" not in text
 
 
+def test_show_prints_the_largest_tensors(tmp_path, capsys):
+    tensors = {f"w{number:02d}": torch.zeros(number + 1) for number in range(12)}
+    run = save_run(tmp_path / "run", 1, **tensors)
+    assert main(["show", str(run)]) == 0
+    text = capsys.readouterr().out
+    assert "w11" in text and "w01" not in text and "... and 2 smaller tensors" in text
+    assert main(["show", str(run), "--all"]) == 0
+    text = capsys.readouterr().out
+    assert all(key in text for key in tensors) and "smaller" not in text
+
+
 def test_show_plots_which_file_holds_what(run, tmp_path, capsys):
-    shares = tool.shares_of_files(run / "iter_0000030")
+    shares = tool.compute_file_shares(run / "iter_0000030")
     held = [kinds for parts in shares.values() for kinds in parts.values()]
     assert (
         sum(kinds.get("weights", 0) for kinds in held) >= 2440

@@ -34,7 +34,6 @@ from megatron.core.dist_checkpointing.format.schema import (
     MAX_RANK,
     CheckpointError,
     OpenFile,
-    escape_control_chars,
     file_name,
     format_value,
     open_file,
@@ -44,6 +43,7 @@ from megatron.core.dist_checkpointing.format.schema import key as key_name
 from megatron.core.dist_checkpointing.format.unpickler import check_bounded, unpickle
 from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
 from megatron.core.object_storage import path_of
+from megatron.core.terminal import escape_control_chars
 
 
 def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:

@@ -24,12 +24,12 @@ import numpy as np
 from megatron.core.dist_checkpointing.format.schema import (
     MAX_RANK,
     UnsafePickleError,
-    escape_control_chars,
     format_value,
     is_dtype,
 )
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
+from megatron.core.terminal import escape_control_chars
 
 if TYPE_CHECKING:
     import torch

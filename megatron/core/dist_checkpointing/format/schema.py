@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 from megatron.core.dist_checkpointing.format import links
 from megatron.core.object_storage import PART_SIZE, ObjectPath, path_of
+from megatron.core.terminal import escape_control_chars
 
 
 class CheckpointError(ValueError):
@@ -86,20 +87,6 @@ def is_dtype(value: Any) -> bool:
     """
     kind = type(value)
     return kind.__qualname__ == "dtype" and kind.__module__ == "torch"
-
-
-def escape_control_chars(text: str) -> str:
-    """`text` with everything escaped that could move the cursor of a terminal or forge another line."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
-
-
-def format_error(error: BaseException) -> str:
-    """What an error says, for a terminal: its own lines, and nothing in them that is not printable."""
-    return "\n".join(map(escape_control_chars, str(error).split("\n")))
 
 
 def refuse(where: str, value: Any, wanted: str) -> NoReturn:

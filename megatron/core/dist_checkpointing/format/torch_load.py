@@ -18,7 +18,6 @@ from megatron.core.dist_checkpointing.format.safe_globals import Storage
 from megatron.core.dist_checkpointing.format.schema import (
     CheckpointError,
     OpenFile,
-    escape_control_chars,
     open_file,
 )
 from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of
@@ -27,6 +26,7 @@ from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifi
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
+from megatron.core.terminal import escape_control_chars
 
 if TYPE_CHECKING:
     import torch

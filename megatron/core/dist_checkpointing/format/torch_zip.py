@@ -23,9 +23,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.core.dist_checkpointing.format.schema import CheckpointError, escape_control_chars
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Shape
 from megatron.core.lazy_import import lazy_module
+from megatron.core.terminal import escape_control_chars
 
 if TYPE_CHECKING:
     import torch

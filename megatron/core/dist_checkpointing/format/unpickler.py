@@ -44,11 +44,11 @@ from megatron.core.dist_checkpointing.format.schema import (
     MAX_DEPTH,
     CheckpointError,
     UnsafePickleError,
-    escape_control_chars,
     format_value,
     is_dtype,
 )
 from megatron.core.lazy_import import lazy_module
+from megatron.core.terminal import escape_control_chars
 
 if TYPE_CHECKING:
     import torch

@@ -320,6 +320,9 @@ class _LocalCheckpointFile(OpenFile):
         self._first = 0
         self._blocks = memoryview(b"")
 
+    def measure_directory(self) -> int:
+        return self.size  # reported by ranks of this job
+
     def _read_some(self, view: memoryview, position: int) -> int:
         view = view[: self.size - position]
         if not view:

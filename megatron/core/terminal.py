@@ -1,0 +1,44 @@
+"""Output of tools. Text from files cannot control the terminal, or forge another line of output.
+
+The tools print only via these functions; `tests/unit_tests/tools/test_terminal_output.py` checks
+that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, TextIO
+
+
+def escape_control_chars(text: str) -> str:
+    """Escape everything that could move the cursor, reorder text or start another line."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else _escape(char) for char in text)
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode()
+
+
+def format_error(error: BaseException) -> str:
+    """Return the message of an error with its lines kept and control characters escaped."""
+    return "\n".join(escape_control_chars(line) for line in str(error).split("\n"))
+
+
+def print_line(text: str = "", *, file: TextIO | None = None) -> None:
+    """Print one line. Line breaks in `text` are escaped like other control characters."""
+    print(escape_control_chars(text), file=file, flush=file is not None)
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """Print JSON, in which everything but ASCII is escaped."""
+    print(json.dumps(value, indent=indent, default=str))
+
+
+def print_error(error: BaseException | str) -> None:
+    """Print `error: ` and the message to stderr."""
+    message = format_error(error) if isinstance(error, BaseException) else error
+    for line in f"error: {message}".split("\n"):
+        print_line(line, file=sys.stderr)
