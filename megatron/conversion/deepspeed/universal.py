@@ -380,7 +380,7 @@ class _UniversalWriter:
         args = write_args(self.config, self.source.args, training, blocks=self.blocks)
         vocabulary = {
             "original_vocab_size": self.config.vocab_size,
-            "compute_padded_vocab_size": self.config.vocab_size,
+            "padded_vocab_size": self.config.vocab_size,
         }
         tokens = training.consumed_train_samples * int(self.source.args.get("seq_length") or 0)
         state = {

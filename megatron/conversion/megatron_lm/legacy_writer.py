@@ -157,7 +157,7 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
             "world_size": world,
             **({"data_parallel_size": world // (tp * pp)} if layout.parallel.ep_size > 1 else {}),
             "make_vocab_size_divisible_by": divisible_by,
-            "compute_padded_vocab_size": compute_padded_vocab_size(vocab_size, divisible_by, tp),
+            "padded_vocab_size": compute_padded_vocab_size(vocab_size, divisible_by, tp),
             "model_vocab_size": vocab_size,
             "ckpt_format": "torch",
             "use_dist_ckpt": False,

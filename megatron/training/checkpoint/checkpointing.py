@@ -113,7 +113,7 @@ def common_state(run: Run) -> dict[str, Any]:
     state = run.state
     derived = {
         **vars(state),
-        "compute_padded_vocab_size": compute_padded_vocab_size(
+        "padded_vocab_size": compute_padded_vocab_size(
             run.vocab_size, config.tokenizer.make_vocab_size_divisible_by, run.ps.tp.size
         ),
         "model_vocab_size": run.vocab_size,

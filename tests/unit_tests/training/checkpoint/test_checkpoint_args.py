@@ -20,7 +20,7 @@ def flags(more="", without=""):
 
 def test_names_are_megatron_lms():
     """The values Megatron-LM 0.16.1 stores for this command line."""
-    args = make_namespace(flags(), {"compute_padded_vocab_size": 288})
+    args = make_namespace(flags(), {"padded_vocab_size": 288})
     expected = {
         "num_layers": 4,
         "hidden_size": 32,
@@ -42,7 +42,7 @@ def test_names_are_megatron_lms():
         "bias_gelu_fusion": False,
         "untie_embeddings_and_output_weights": True,
         "make_vocab_size_divisible_by": 32,
-        "compute_padded_vocab_size": 288,
+        "padded_vocab_size": 288,
         "tokenizer_type": "NullTokenizer",
         # Megatron-LM 0.16.1 stores 256, one less than the rows of the model.
         "vocab_size": 257,
