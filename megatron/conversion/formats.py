@@ -33,10 +33,10 @@ from megatron.core.object_storage import ObjectPath, path_of
 
 if TYPE_CHECKING:
     from megatron.conversion.deepspeed import files as universal
-    from megatron.conversion.megatron_lm import args as legacy
+    from megatron.conversion.megatron_lm import legacy_files as legacy
 else:
     universal = lazy_module("megatron.conversion.deepspeed.files")
-    legacy = lazy_module("megatron.conversion.megatron_lm.args")
+    legacy = lazy_module("megatron.conversion.megatron_lm.legacy_files")
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.conversion.megatron_lm.args import param_groups
+from megatron.conversion.megatron_lm.args import find_param_groups
 from megatron.core.dist_checkpointing import load_common
 from megatron.core.optimizer import UPDATE_RULES
 from tests.support.compare import assert_same
@@ -205,6 +205,6 @@ def train_with_bad_betas(rank, world_size, flags):
 
 def test_number_of_betas_is_that_of_the_optimizer(pool, tmp_path):
     save(pool, tmp_path, "ademamix", "single", "fp32")
-    groups = param_groups(load_common(tmp_path / "iter_0000002")["optimizer"])
+    groups = find_param_groups(load_common(tmp_path / "iter_0000002")["optimizer"])
     assert [group["betas"] for group in groups] == [(0.9, 0.999, 0.999)] * 2
     assert UPDATE_RULES["ademamix"].NUM_BETAS == 3

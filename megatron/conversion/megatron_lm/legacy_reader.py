@@ -13,13 +13,15 @@ import torch
 
 from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.megatron_lm.args import (
+    find_param_groups,
+    read_arguments,
+    read_training_state,
+)
+from megatron.conversion.megatron_lm.generators import rng_key
+from megatron.conversion.megatron_lm.legacy_files import (
     MegatronRank,
-    arguments,
-    first_legacy,
+    find_first_legacy_file,
     open_legacy,
-    param_groups,
-    rng_key,
-    training_state,
 )
 from megatron.conversion.megatron_lm.optimizer_state import (
     PieceTable,
@@ -94,11 +96,11 @@ class LegacySource:
     def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
         optimizer = read_options is None or read_options.optimizer
         self.description = f"legacy checkpoint {directory}"
-        first_file = first_legacy(directory)
+        first_file = find_first_legacy_file(directory)
         first = open_legacy(first_file)
-        self.args = arguments(first, str(first_file))
+        self.args = read_arguments(first, str(first_file))
         layout = Layout.from_args(self.args)
-        writers = MegatronRank.of(layout.parallel, int(self.args.get("world_size") or 0))
+        writers = MegatronRank.list_all(layout.parallel, int(self.args.get("world_size") or 0))
         folders = {rank: directory / rank.directory(layout.parallel) for rank in writers}
         paths = {rank: folder / MODEL_FILE for rank, folder in folders.items()}
         files = {rank: COMMON(open_legacy(path), str(path)) for rank, path in paths.items()}
@@ -154,11 +156,11 @@ class LegacySource:
                     self._add_buffers(kind, where, own, rank.pp)
                 elif kind is not None and any(own):
                     self._add_states(kind, own, where)
-        groups = param_groups(files[begin].get("optimizer")) if optimizer else None
+        groups = find_param_groups(files[begin].get("optimizer")) if optimizer else None
         self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
         check_optimizer_complete(self.tensors, self.description)
-        self.training: TrainingState | None = training_state(files[begin], self.args, groups)
+        self.training: TrainingState | None = read_training_state(files[begin], self.args, groups)
         if layout.parallel.ep_size == 1:
             self.training.rng = _generators(
                 {(rank.tp, rank.pp): content for rank, content in files.items()}, layout

@@ -18,14 +18,12 @@ import torch
 
 from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.megatron_lm.args import (
-    MegatronRank,
-    common_state,
-    initial_rng_state,
-    least_world,
-    rng_key,
+    build_common_state,
+    build_grad_scaler,
     split_by_expert_optimizer,
-    stored_grad_scaler,
 )
+from megatron.conversion.megatron_lm.generators import build_initial_rng_state, rng_key
+from megatron.conversion.megatron_lm.legacy_files import MegatronRank, compute_minimum_world_size
 from megatron.conversion.megatron_lm.optimizer_state import (
     bucket_size_of,
     by_optimizer,
@@ -85,7 +83,7 @@ def write_legacy(
     """
     args = _target_args(source, layout)
     contents = _Contents(source, args)
-    ranks = MegatronRank.of(layout.parallel, args["world_size"])
+    ranks = MegatronRank.list_all(layout.parallel, args["world_size"])
     _check_directories(layout, ranks)
     pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
     pending.mkdir(parents=True)
@@ -141,7 +139,7 @@ def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
     pp = layout.parallel.pp_size
     args = dict(source.args)
     args.setdefault("use_distributed_optimizer", True)
-    least = least_world(layout.parallel)
+    least = compute_minimum_world_size(layout.parallel)
     replicas = int(args.get("data_parallel_size") or 1)
     world = tp * pp * replicas if tp * pp * replicas % least == 0 else least
     placed = layout.arguments()
@@ -189,7 +187,7 @@ class _Contents:
         chunks = rank_parameters(
             self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert, args
         )
-        content = common_state(argparse.Namespace(**args), training, torch_dist=False)
+        content = build_common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
             content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)
         files: dict[str, Any] = {MODEL_FILE: content}
@@ -218,7 +216,7 @@ class _Contents:
             groups = [optimizer["optimizer"]["param_groups"] for optimizer in optimizers]
             optimizers = [self._numbered(*kind) for kind in zip(groups, kinds, strict=True)]
         if training.grad_scaler is not None:
-            scaler = stored_grad_scaler(training.grad_scaler)
+            scaler = build_grad_scaler(training.grad_scaler)
             optimizers = [optimizer | {"grad_scaler": scaler} for optimizer in optimizers]
         content["optimizer"] = optimizers if len(kinds) == 2 else optimizers[0]
         COMMON(content, self._source.description)  # the schema of the reader
@@ -318,4 +316,4 @@ class _Contents:
         note = f"random number generators of another layout (they begin anew from seed {seed})"
         if note not in self.not_carried:
             self.not_carried.append(note)
-        return initial_rng_state(seed, *rank[:3])
+        return build_initial_rng_state(seed, *rank[:3])

@@ -24,17 +24,17 @@ import torch
 from megatron.conversion.formats import is_extra_state
 from megatron.conversion.megatron_lm.args import (
     LOADER_DEFAULTS,
-    MegatronRank,
     add_loader_defaults,
-    arguments,
-    common_state,
-    extra_states,
-    param_groups,
+    build_common_state,
+    build_grad_scaler,
+    find_param_groups,
+    read_arguments,
+    read_training_state,
     split_by_expert_optimizer,
-    stored_grad_scaler,
-    training_state,
 )
 from megatron.conversion.megatron_lm.bridge import RUN_CONFIG, bridge_common
+from megatron.conversion.megatron_lm.extra_states import build_extra_states
+from megatron.conversion.megatron_lm.legacy_files import MegatronRank
 from megatron.conversion.megatron_lm.optimizer_state import (
     PieceTable,
     by_optimizer,
@@ -161,7 +161,7 @@ class TorchDistSource:
         common = stored_common(self._reader, directory, verify)
         if "args" not in common and (directory / RUN_CONFIG).is_file():
             common = bridge_common(directory, common)
-        self.args = arguments(common, str(directory))
+        self.args = read_arguments(common, str(directory))
         self.unused: list[str] = []
         self._table = PieceTable(self.description)
         self._num_layers = int(self.args["num_layers"])
@@ -187,14 +187,16 @@ class TorchDistSource:
         rows = vocabulary_rows(self._table.tensors, str(directory))
         self.args["model_vocab_size"] = rows
         self.config = model_config(self.args, rows, self.description)
-        groups = param_groups(common.get("optimizer")) if optimizer else None
+        groups = find_param_groups(common.get("optimizer")) if optimizer else None
         if buckets:
             self._add_buckets(buckets)
             name = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
             keys = [key for key in (name, f"chained_0.{name}") if key in stored.objects]
-            groups = groups or (param_groups(self._reader.read_object(keys[0])) if keys else None)
+            groups = groups or (
+                find_param_groups(self._reader.read_object(keys[0])) if keys else None
+            )
         self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
-        self.training: TrainingState | None = training_state(common, self.args, groups)
+        self.training: TrainingState | None = read_training_state(common, self.args, groups)
         self.training.rng = _generators(self._reader)
         self.tensors = self._table.tensors
         self._check_model(directory)
@@ -365,8 +367,8 @@ class RunCheckpoint:
         self.tensors = {
             key: TensorInfo(tensor.shape, tensor.dtype) for key, tensor in stored.tensors.items()
         }
-        self.training: TrainingState | None = training_state(
-            common, self.args, param_groups(common.get("optimizer"))
+        self.training: TrainingState | None = read_training_state(
+            common, self.args, find_param_groups(common.get("optimizer"))
         )
         self.training.rng = _generators(self.reader)
 
@@ -449,8 +451,8 @@ def write_torch_dist(
 def _extra_states(source: Source) -> ShardedStateDict:
     experts = int(source.args.get("num_experts") or 0)
     if not isinstance(source, StackedLayers):
-        return {**extra_states(source.tensors, experts)}
-    entries = extra_states(source.by_layer, experts).values()
+        return {**build_extra_states(source.tensors, experts)}
+    entries = build_extra_states(source.by_layer, experts).values()
     keys = [stacked_key(entry.key, source.num_layers) for entry in entries]
     return {key: ShardedObject(key, entry.value) for key, entry in zip(keys, entries, strict=True)}
 
@@ -475,13 +477,13 @@ def _common(source: Source) -> dict[str, Any]:
     args["no_save_rng"] = training is None or not training.rng
     args.setdefault("consumed_train_samples", 0)
     args.setdefault("consumed_valid_samples", 0)
-    common = common_state(
+    common = build_common_state(
         argparse.Namespace(**args), training, stacked=isinstance(source, StackedLayers)
     )
     if training is not None and training.param_groups is not None:
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
         if training.grad_scaler is not None:
-            optimizer["grad_scaler"] = stored_grad_scaler(training.grad_scaler)
+            optimizer["grad_scaler"] = build_grad_scaler(training.grad_scaler)
         optimizer["param_state_sharding_type"] = "fully_reshardable"
         common["optimizer"] = split_by_expert_optimizer(optimizer, args)
     if training is not None and training.scheduler is not None:

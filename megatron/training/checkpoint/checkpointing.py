@@ -24,13 +24,10 @@ import torch.distributed as dist
 from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.formats import is_huggingface
 from megatron.conversion.huggingface.families import choose_family
-from megatron.conversion.megatron_lm.args import (
-    add_loader_defaults,
-    extra_states,
-    split_by_expert_optimizer,
-)
-from megatron.conversion.megatron_lm.args import common_state as megatron_common_state
-from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
+from megatron.conversion.megatron_lm.args import add_loader_defaults, split_by_expert_optimizer
+from megatron.conversion.megatron_lm.args import build_common_state as megatron_common_state
+from megatron.conversion.megatron_lm.extra_states import build_extra_states
+from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import COMMON, Progress
@@ -79,7 +76,7 @@ def state_to_save(run: Run) -> ShardedStateDict:
     """All that the ranks hold of the run."""
     config = run.config.checkpoint
     model = model_state(run)
-    empty = extra_states(model, run.config.model.experts)
+    empty = build_extra_states(model, run.config.model.experts)
     state: ShardedStateDict = {**run.optimizer.weights(model), **empty, **fp8_state(run, model)}
     if not config.no_save_optim:
         state |= run.optimizer.sharded_state_dict(model)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.conversion.megatron_lm.args import initial_cuda_state
+from megatron.conversion.megatron_lm.generators import build_initial_cuda_state
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.parallel_state import ParallelState
@@ -53,7 +53,7 @@ def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> li
 
     Megatron-LM requires the state of CUDA generators; without a GPU they are those of the seed.
     """
-    state = initial_cuda_state(seed, ps.tp.rank, ps.pp.rank)
+    state = build_initial_cuda_state(seed, ps.tp.rank, ps.pp.rank)
     for name in ("random_rng_state", "np_rng_state", "torch_rng_state"):
         state[name] = ours[name]
     if ours["cuda_rng_state"] is not None:

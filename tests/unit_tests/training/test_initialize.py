@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.conversion.megatron_lm.args import rng_key as megatron_rng_key
+from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing import Reader
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng

@@ -7,7 +7,7 @@ import re
 import torch.distributed.checkpoint as dcp
 
 from megatron.conversion.formats import is_extra_state
-from megatron.conversion.megatron_lm.args import extra_states
+from megatron.conversion.megatron_lm.extra_states import build_extra_states
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
 from megatron.core.dist_checkpointing import Reader, load_common, read_metadata, save
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -25,7 +25,7 @@ def test_every_entry_of_megatron_lm_is_there():
         for key in read_metadata(CASE).objects
         if (match := re.fullmatch(stacked, key))
     }
-    ours = set(extra_states(TorchDistSource(CASE).tensors))
+    ours = set(build_extra_states(TorchDistSource(CASE).tensors))
     more = {
         key
         for key in ours
@@ -42,7 +42,7 @@ def test_norms_of_queries_and_keys_have_one_optimizer_tensors_have_none():
         "decoder.layers.7.mlp.linear_fc1.layer_norm_weight",
     ]
     keys += ["optimizer.state.param.decoder.layers.7.mlp.linear_fc1.weight", "output_layer.weight"]
-    (entry,) = extra_states(keys).values()
+    (entry,) = build_extra_states(keys).values()
     assert entry.key == "decoder.layers.7.self_attention.q_layernorm._extra_state/shard_0_1"
     assert entry.value.numel() == 0
 
@@ -50,7 +50,10 @@ def test_norms_of_queries_and_keys_have_one_optimizer_tensors_have_none():
 def test_a_converted_checkpoint_says_what_it_holds(tmp_path):
     source = TorchDistSource(CASE)
     write_torch_dist(source, tmp_path / "whole")
-    assert extra_states(source.tensors).keys() <= read_metadata(tmp_path / "whole").objects.keys()
+    assert (
+        build_extra_states(source.tensors).keys()
+        <= read_metadata(tmp_path / "whole").objects.keys()
+    )
     args = load_common(tmp_path / "whole")["args"]
     assert (args.no_save_optim, args.no_save_rng) == (False, False)
     source.training = None
@@ -61,7 +64,7 @@ def test_a_converted_checkpoint_says_what_it_holds(tmp_path):
 
 def test_one_object_under_many_keys_takes_the_room_of_one(tmp_path):
     keys = [f"decoder.layers.{n}.mlp.linear_fc{k}.weight" for n in range(50) for k in (1, 2)]
-    state = dict(extra_states(keys)) | {"rng": ShardedObject("rng", {"seed": 1})}
+    state = dict(build_extra_states(keys)) | {"rng": ShardedObject("rng", {"seed": 1})}
     save(state, tmp_path / "c", common={})
     stored = read_metadata(tmp_path / "c").objects
     assert stored.keys() == state.keys() and len(state) == 101

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.conversion.convert import open_checkpoint
-from megatron.conversion.megatron_lm.args import arguments
+from megatron.conversion.megatron_lm.args import read_arguments
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import TorchDistSource, write_torch_dist
@@ -86,7 +86,10 @@ def test_the_legacy_directory_we_write_is_the_one_megatron_wrote(directory, tmp_
 )
 def test_epsilon_of_the_norms_has_an_older_name(stored, expected):
     args = Namespace(num_layers=1, hidden_size=8, num_attention_heads=2, **stored)
-    assert arguments({"args": args, "checkpoint_version": 3.0}, "here")["norm_epsilon"] == expected
+    assert (
+        read_arguments({"args": args, "checkpoint_version": 3.0}, "here")["norm_epsilon"]
+        == expected
+    )
 
 
 def own_generators(source, folder):

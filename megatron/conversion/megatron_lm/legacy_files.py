@@ -1,0 +1,116 @@
+"""Directories and files of a legacy checkpoint (`mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`)."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
+from megatron.conversion.model_space.pieces import archive_faults
+from megatron.conversion.model_space.source import COMMON, RANKS
+from megatron.core.dist_checkpointing import CheckpointError, safe_open
+from megatron.core.parallel_state import ParallelConfig, ParallelState
+
+
+class MegatronRank(NamedTuple):
+    """A rank that writes a directory.
+
+    With expert parallelism these are the ranks with the first replica of their experts.
+    """
+
+    tp: int
+    pp: int
+    expert: tuple[int, int] | None = None  # (etp, ep)
+    dense_optimizer: bool = True  # whether it also writes the sharded optimizer of dense layers
+
+    @classmethod
+    def list_all(cls, parallel: ParallelConfig, world_size: int) -> list[MegatronRank]:
+        """Return every rank of a run that writes a directory; `world_size` 0 is unknown."""
+        if parallel.ep_size == 1:
+            return [cls(tp, pp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)]
+        minimum = compute_minimum_world_size(parallel)
+        if world_size == 0 or world_size % minimum != 0:
+            world_size = minimum
+        RANKS(world_size, f"a world of {world_size} ranks")
+        result = []
+        for rank in range(world_size):
+            state = ParallelState.for_rank(parallel, world_size, rank)
+            if state.edp.is_first:
+                expert = (state.etp.rank, state.ep.rank)
+                result.append(cls(state.tp.rank, state.pp.rank, expert, state.dp.is_first))
+        return result
+
+    def __str__(self) -> str:
+        if self.expert is None:
+            return f"tensor-parallel rank {self.tp}, pipeline rank {self.pp}"
+        etp, ep = self.expert
+        return f"expert rank {ep} of tensor-parallel rank {etp}, pipeline rank {self.pp}"
+
+    def directory(self, parallel: ParallelConfig) -> str:
+        """Return the name of the rank's directory."""
+        name = f"mp_rank_{self.tp:02d}"
+        if parallel.pp_size > 1:
+            name += f"_{self.pp:03d}"
+        if self.expert is not None:
+            name += f"_{self.expert[1]:03d}"
+        return name
+
+
+def compute_minimum_world_size(parallel: ParallelConfig) -> int:
+    """Return the smallest number of processes that dense layers and experts can be split over."""
+    ranks = math.lcm(parallel.tp_size, parallel.etp_size * parallel.ep_size)
+    return ranks * parallel.pp_size
+
+
+def open_legacy(path: Path, *kinds: type) -> Any:
+    """Open a file; raise CheckpointError unless it contains an object of one of `kinds`.
+
+    The default kind is a dictionary. Tensors are not read.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: the stored arguments call for this rank")
+    content = safe_open(path)
+    if not isinstance(content, kinds or dict):
+        raise CheckpointError(f"{path} contains a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def find_first_legacy_file(directory: Path) -> Path:
+    """Return the model file of the first rank; raise CheckpointError if there is none."""
+    files = sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))
+    if not files:
+        raise CheckpointError(
+            f"{directory} is not a legacy checkpoint: it has no mp_rank_*/{MODEL_FILE}"
+        )
+    return files[0]
+
+
+def list_legacy_damage(directory: Path) -> list[str]:
+    """Return a line for each missing or damaged file of the ranks that the arguments call for."""
+    first = find_first_legacy_file(directory)
+    stored = COMMON(open_legacy(first), str(first)).get("args")
+    if not isinstance(stored, argparse.Namespace):
+        return []  # refused when it is opened
+    args = vars(stored)
+
+    # The layout, from arguments that may be missing or None.
+    axes = ["tensor_model", "pipeline_model"]
+    if isinstance(args.get("num_experts"), int) and args["num_experts"] > 1:
+        axes += ["expert_model", "expert_tensor"]
+    names = [f"{axis}_parallel_size" for axis in axes]
+    parallel = ParallelConfig(**{name: args[name] for name in names if args.get(name)})
+    tp = parallel.tp_size
+    pp = parallel.pp_size
+    RANKS(tp * pp, f"{first}: {tp} x {pp} ranks")
+    ranks = MegatronRank.list_all(parallel, int(args.get("world_size") or 0))
+    directories = {rank.directory(parallel) for rank in ranks}
+    if not args or first.parent.name not in directories:
+        return []  # a layout or an age that is refused when it is opened
+
+    names = [MODEL_FILE]
+    if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
+        names.append(OPTIMIZER_FILE)
+    files = [directory / rank / name for rank in sorted(directories) for name in names]
+    return archive_faults(files, directory)
