@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.huggingface.families import Family, choose_family, family_of
+from megatron.conversion.huggingface.families import Family, choose_family, find_family
 from megatron.conversion.huggingface.tokenizer import (
     export_tokenizer,
     tokenizer_arguments,
@@ -164,7 +164,7 @@ class HuggingFaceSource:
         given = read_options.args
         hf = schema.read_json(directory / "config.json")
         try:
-            family = family_of(hf)
+            family = find_family(hf)
             self.args = family.read_config(hf, given, (*read_options.ignored_fields, _QUANTIZATION))
             quantization = (
                 None if _QUANTIZATION in read_options.ignored_fields else hf.get(_QUANTIZATION)
@@ -181,11 +181,8 @@ class HuggingFaceSource:
         self._prefix = (
             "" if any(name.startswith(family.prefix) for name in self._files) else family.prefix
         )
-        # Where biases of attention and MLP are an option, those that are off are zero in a model
-        # that has the others.
-        self._biases_off = [
-            name for rule in family.rules for name in rule.biases if not hf.get(name)
-        ]
+        # A model has the biases of attention and MLP or neither: those that are off are zero.
+        self._zero_biases = [part for field, part in family.switched_biases() if not hf.get(field)]
         self._parts: dict[str, list[StoredParameter]] = defaultdict(
             list
         )  # of a tensor: one, or one per expert
@@ -211,7 +208,9 @@ class HuggingFaceSource:
         if "bf16" not in self.args and "fp16" not in self.args:  # config.json is silent
             self.args |= {"bf16": default == torch.bfloat16, "fp16": default == torch.float16}
         # What the user gave is written last: it overrides everything that the files say.
-        self.args |= resolved(config) | {"hf_model_type": family.model_type}
+        self.args |= resolved(config)
+        self.args["hf_model_type"] = family.model_type
+        self.args["hf_fields"] = family.repeated_fields(hf)
         self.args |= tokenizer_arguments(directory, hf) | dict(given)
         self._sidecar = open_sidecar(directory / DIRECTORY) if read_options.optimizer else None
         self.training: TrainingState | None = None
@@ -304,8 +303,7 @@ class HuggingFaceSource:
         missing tensor.
         """
         missing = [name for name in map(self._name, part.names) if name not in self._files]
-        flag = "attention_bias" if ".self_attention." in part.key else "mlp_bias"
-        is_off = part.key.endswith(".bias") and flag in self._biases_off
+        is_off = part.key.endswith(".bias") and any(name in part.key for name in self._zero_biases)
         if missing and not (is_off and len(missing) == len(part.names)):
             raise ValueError(
                 f"{self._directory}: the weights lack {', '.join(missing)}, which config.json calls for"
@@ -390,8 +388,10 @@ def write_huggingface(
     options = options or WriteOptions()
     config = _config(source, options)
     family = choose_family(config, source.args.get("hf_model_type"))
+    fields = family.write_config(config, _imported_fields(family, source.args))
     places = list(_stored_parameters(family, config, lambda name: False))
     _check_complete(source, config, places)
+    places = _leave_out_biases(source, family, fields, places)
     optimizer = sidecar_tensors(source, model_tensors(config)) if options.optim_sidecar else []
 
     make_empty_directory(directory)
@@ -416,7 +416,7 @@ def write_huggingface(
     fsync_tree(directory)
     write_json(
         directory / "config.json",
-        {**family.write_config(config), **tokenizer.ids, "use_cache": True},
+        {**fields, **tokenizer.ids, "use_cache": True},
     )
     fsync_tree(directory)
     return tokenizer.lost + _not_carried(source, bool(optimizer))
@@ -449,6 +449,34 @@ def _check_complete(
         raise ValueError(
             f"{source.description}: {', '.join(extra)} are not part of the model its arguments describe"
         )
+
+
+_REPEATED = schema.mapping(schema.anything, keys=schema.key)
+
+
+def _imported_fields(family: Family, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the config.json that the model was imported from, checked again."""
+    if args.get("hf_model_type") != family.model_type:
+        return {}
+    fields = args.get("hf_fields") or {}
+    _REPEATED(fields, "the arguments: hf_fields")
+    family.check_fields(fields)
+    return family.repeated_fields(fields)
+
+
+def _leave_out_biases(
+    source: Source, family: Family, fields: dict[str, Any], places: list[StoredParameter]
+) -> list[StoredParameter]:
+    """Leave out the biases that `fields` switch off; switch them on if one of them is not zero."""
+    for field, part in family.switched_biases():
+        biases = [place for place in places if part in place.key and place.key.endswith(".bias")]
+        if fields[field] or not biases:
+            continue
+        if any(torch.count_nonzero(read_whole(source, place.key)) for place in biases):
+            fields[field] = True
+        else:
+            places = [place for place in places if place not in biases]
+    return places
 
 
 def _stored_parameters(

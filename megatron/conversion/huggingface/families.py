@@ -1,44 +1,58 @@
-"""The model families of transformers as tables: rows for parameters, rules for config fields, with
-their inverses.
-"""
+"""The model families of transformers as tables: rows for parameters, rules for config fields."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.conversion.huggingface import parameters as rows
-from megatron.conversion.huggingface.parameters import Row
-from megatron.conversion.huggingface.rules import (
-    AUXILIARY_LOSS,
-    COMMON_RULES,
-    DEEPSEEK_V2_EXPERTS,
-    DEEPSEEK_V3_EXPERTS,
-    EXPERT_LAYERS,
+from megatron.conversion.huggingface.attention_rules import (
+    COMMON_WINDOW,
     FULL_ATTENTION,
-    GELU,
     NO_GROUPS,
     QUERY_SCALAR,
-    QWEN_WINDOW,
-    TWO_ROPES,
-    Json,
-    Rule,
+    QWEN3_MOE_WINDOW,
     alternating_windows,
+    heads,
+    qwen_windows,
+)
+from megatron.conversion.huggingface.config_fields import (
+    ConfigFields,
+    Json,
+    refusal_of_transformers,
+    transformers_defaults,
+)
+from megatron.conversion.huggingface.expert_rules import (
+    AUXILIARY_LOSS,
+    EXPERT_LAYERS,
+    EXPERTS_PER_TOKEN,
+    NORMALIZED_WEIGHTS,
+    SIGMOID_NORMALIZATION,
+    SWITCHED_NORMALIZATION,
+    deepseek_experts,
+)
+from megatron.conversion.huggingface.parameters import Row
+from megatron.conversion.huggingface.rope_rules import TWO_ROPES, rope
+from megatron.conversion.huggingface.rules import (
+    BIASED_PARTS,
+    COMMON_RULES,
+    GELU,
+    Rule,
     always,
     biases,
     copied,
+    dropout,
     feed_forward,
     fixed,
-    heads,
     implied,
     nullable,
     opposite,
-    rope,
-    sliding_window,
+    written,
 )
 from megatron.conversion.model_space.source import MODEL_ARGUMENTS
 from megatron.core.dist_checkpointing.format.schema import (
+    Check,
     format_value,
     optional,
     record,
@@ -52,7 +66,7 @@ from megatron.core.transformer.transformer_config import (
     compute_model_signature,
 )
 
-# Fields that describe files, tokens, generation or speed; none of them changes the logits.
+# Fields that describe files, tokens, generation or speed. None of them changes the logits.
 HARMLESS = """
     _name_or_path name_or_path _commit_hash architectures model_type transformers_version use_cache return_dict
     output_attentions output_hidden_states output_scores torchscript use_bfloat16 gradient_checkpointing is_decoder
@@ -69,38 +83,47 @@ HARMLESS = """
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`.
+    """One `model_type` of transformers.
 
-    Rows for parameters that no model of the family has do no harm: `obstacles` compares whole
-    models.
+    Rows for parameters that no model of the family has are harmless: `find_obstacles` compares
+    whole models.
     """
 
     model_type: str
     architecture: str  # the class with the language model head
     rows: Mapping[str, Row]
     rules: tuple[Rule, ...]
-    harmless: str = ""  # fields of this family that change nothing
-    layers: str = "model.layers."  # the names of layers begin with it
-    whole_heads: bool = (
-        False  # transformers insists that heads divide hidden_size, whatever head_dim is
-    )
+    harmless: str = ""  # fields of this family that do not change the logits
+    layers: str = "model.layers."  # names of layers start with it
+    aliases: tuple[str, ...] = ()  # other values of `model_type` for the same models
 
     @property
     def prefix(self) -> str:
-        """Of the base model's names; files of the base model alone lack it."""
+        """Prefix of the base model's names, which files of the base model alone do not have."""
         return self.layers.partition(".")[0] + "."
+
+    @property
+    def all_rules(self) -> tuple[Rule, ...]:
+        return COMMON_RULES + self.rules
 
     def read_config(
         self, hf: Json, args: Mapping[str, Any], ignored: Collection[str] = ()
     ) -> dict[str, Any]:
-        """Arguments of the model in `hf`; `args` were given by the user and win.
+        """Return the model arguments in the config.json `hf`; `args` of the user take precedence.
 
-        Raises ValueError for a field that is not known, missing or of an unsupported value.
+        Raises ValueError for a field that is unknown, missing or has an unsupported value.
         """
-        # A field that nobody reads may still change the model, so all must be known before any is
-        # used.
-        rules = COMMON_RULES + self.rules
-        checks = {field: check for rule in rules for field, check in rule.fields.items()}
+        self.check_fields(hf, ignored)
+        found = ConfigFields(hf, transformers_defaults(self.model_type))
+        result = dict(args)
+        for rule in self.all_rules:
+            result = {**rule.read(found, result), **result}
+        return result
+
+    def check_fields(self, hf: Json, ignored: Collection[str] = ()) -> None:
+        """Raise ValueError for a field that is unknown or has a value of the wrong type."""
+        checks = self._field_checks()
+        # An unknown field may change the model: reject unknown fields before reading any.
         known = {*HARMLESS.split(), *self.harmless.split(), *ignored, *checks}
         unknown = sorted(
             name for name, value in hf.items() if value is not None and name not in known
@@ -110,86 +133,113 @@ class Family:
                 f"{escape_control_chars(name)} = {format_value(hf[name])}" for name in unknown
             )
             raise ValueError(
-                f"config.json has fields that are not supported and may change what the model computes: {listed}. "
-                f"If they do not, convert it with --hf-ignore-fields {escape_control_chars(' '.join(unknown))}"
+                "config.json has fields that are not supported and may change what the model "
+                f"computes: {listed}. If they do not, convert it with --hf-ignore-fields "
+                f"{escape_control_chars(' '.join(unknown))}"
             )
-        typed = {
-            name: MODEL_ARGUMENTS[check] if isinstance(check, str) else check
-            for name, check in checks.items()
-        }
-        record({f"{name}?": optional(check) for name, check in typed.items()})(hf, "config.json")
-        result = dict(args)
-        for rule in rules:
-            result = {**rule.read(hf, result), **result}
-        return result
+        record({f"{name}?": optional(check) for name, check in checks.items()})(hf, "config.json")
 
-    def write_config(self, config: TransformerConfig) -> Json:
-        fields = {
-            name: value
-            for rule in COMMON_RULES + self.rules
-            for name, value in rule.write(config).items()
-        }
-        return {"architectures": [self.architecture], "model_type": self.model_type} | fields
+    def _field_checks(self) -> dict[str, Check]:
+        checks: dict[str, Check] = {}
+        for rule in self.all_rules:
+            for field, check in rule.fields.items():
+                checks[field] = MODEL_ARGUMENTS[check] if isinstance(check, str) else check
+        return checks
 
-    def obstacles(self, config: TransformerConfig) -> list[str]:
-        """What of the model this family cannot express: config.json is written, read back and
-        compared.
+    def write_config(
+        self, config: TransformerConfig, imported: Mapping[str, Any] | None = None
+    ) -> Json:
+        """Return the config.json of a model.
+
+        `imported` contains fields of the config.json that the model came from. Those that the
+        arguments do not determine are repeated, as long as they still describe the model.
         """
+        fields: Json = {"architectures": [self.architecture], "model_type": self.model_type}
+        imported = imported or {}
+        for rule in self.all_rules:
+            fields |= rule.write(config)
+            repeated = {name: imported[name] for name in rule.repeated if name in imported}
+            if repeated:
+                found = ConfigFields(repeated, transformers_defaults(self.model_type))
+                arguments = rule.read(found, {})
+                if all(getattr(config, name) == value for name, value in arguments.items()):
+                    fields |= repeated
+        return fields
+
+    def repeated_fields(self, hf: Json) -> Json:
+        """Return the fields that `write_config` repeats, with defaults where only some are stated."""
+        found = ConfigFields(hf, transformers_defaults(self.model_type))
+        fields: Json = {}
+        for rule in self.rules:
+            if found.states(*rule.repeated):
+                fields |= {name: found.first(name) for name in rule.repeated}
+        return fields
+
+    def switched_biases(self) -> list[tuple[str, str]]:
+        """Return the switches of biases with the part of a layer that each is for, e.g. ".mlp."."""
+        names = [name for rule in self.rules for name in rule.repeated]
+        return [(name, BIASED_PARTS[name]) for name in names if name in BIASED_PARTS]
+
+    def find_obstacles(self, config: TransformerConfig) -> list[str]:
+        """Return what this family cannot express of a model; empty if it can express it.
+
+        config.json is written, read back as if from a file, and compared.
+        """
+        if config.window_size is not None and not any(config.window_pattern):
+            # A window that no layer has. transformers has no such model.
+            config = replace(
+                config, window_size=None, window_attn_skip_freq=None, rotary_base_local=None
+            )
+        fields = self.write_config(config)
         wanted = compute_model_signature(config)
-        # Written fields are read back as if from a file. GPT-2 requires a length, which not every
-        # model has.
         usual = {"kv_channels": config.hidden_size // config.num_attention_heads}
-        args = usual | self.read_config(
-            {"n_positions": 0} | self.write_config(config), {}, ("n_positions",)
-        )
+        try:
+            args = usual | self.read_config(fields, {})
+        except ValueError as error:  # a value that the family does not have
+            return [str(error), *(f"{name} = {value}" for name, value in wanted.items())]
         try:
             got = compute_model_signature(TransformerConfig(**(args | LOCAL_BACKEND_FIELDS)))
-        except ValueError as error:  # what the family implies does not go with this model
+        except ValueError as error:  # what the family implies contradicts the model
             differing = [
-                f"{name} = {wanted[name]}"
-                for name in wanted
-                if args.get(name, wanted[name]) != wanted[name]
+                f"{name} = {value}"
+                for name, value in wanted.items()
+                if args.get(name, value) != value
             ]
             return [*str(error).splitlines(), *differing]
-        if self.whole_heads and config.hidden_size % config.num_attention_heads:
-            got["num_attention_heads"] = None
-        return [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
+        differing = [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
+        if not differing:
+            refusal = refusal_of_transformers(self.model_type, fields)
+            if refusal is not None:
+                differing.append(f"a config.json that transformers accepts ({refusal})")
+        return differing
 
 
 _NO_BIAS = implied(add_bias_linear=False)
+_UNTIED = opposite("untie_embeddings_and_output_weights", "tie_word_embeddings")
+_RMS_EPSILON = copied("norm_epsilon", "rms_norm_eps")
 _SIZE_RULES: tuple[Rule, ...] = (
-    copied("num_layers", "num_hidden_layers"),
-    copied("hidden_size", "hidden_size"),
-    copied("num_attention_heads", "num_attention_heads"),
-    copied("ffn_hidden_size", "intermediate_size"),
-    copied("max_position_embeddings", "max_position_embeddings", default=None),
-    copied("attention_dropout", "attention_dropout", default=0.0),
+    copied("num_layers", "num_hidden_layers", required=True),
+    copied("hidden_size", "hidden_size", required=True),
+    copied("num_attention_heads", "num_attention_heads", required=True),
+    copied("ffn_hidden_size", "intermediate_size", required=True),
+    copied("max_position_embeddings", "max_position_embeddings"),
+    copied("attention_dropout", "attention_dropout"),
     implied(normalization="RMSNorm", position_embedding_type="rope"),
 )
-_GATED_RMS_RULES: tuple[Rule, ...] = (
-    *_SIZE_RULES,
-    fixed("hidden_act", "silu", "swish", written=True),
-    opposite("untie_embeddings_and_output_weights", "tie_word_embeddings", False),
-    implied(swiglu=True),
-)
-_LLAMA_RULES = (
-    *_GATED_RMS_RULES,
-    copied("norm_epsilon", "rms_norm_eps", default=1e-6),
-    rope(),
-    implied(hidden_dropout=0.0),
-)
+_SILU = fixed("hidden_act", "silu", "swish", written=True)
+_GATED_RMS_RULES: tuple[Rule, ...] = (*_SIZE_RULES, _SILU, _UNTIED, implied(swiglu=True))
+_LLAMA_RULES = (*_GATED_RMS_RULES, _RMS_EPSILON, rope(), implied(hidden_dropout=0.0))
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     rows.LLAMA_ROWS,
-    (*_LLAMA_RULES, heads(None), biases("attention_bias", "mlp_bias"), FULL_ATTENTION),
-    whole_heads=True,
+    (*_LLAMA_RULES, heads(), biases("attention_bias", "mlp_bias"), FULL_ATTENTION),
 )
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     rows.LLAMA_ROWS,
-    (*_LLAMA_RULES, heads(8), _NO_BIAS, sliding_window(4096)),
+    (*_LLAMA_RULES, heads(), _NO_BIAS, COMMON_WINDOW),
 )
 PHI3 = Family(
     "phi3",
@@ -197,59 +247,53 @@ PHI3 = Family(
     rows.PHI3_ROWS,
     (
         *_GATED_RMS_RULES,
-        copied("norm_epsilon", "rms_norm_eps", default=1e-5),
-        rope(partial=True),
-        copied("hidden_dropout", "resid_pdrop", "embd_pdrop", default=0.0, write_all=True),
-        heads(None, always=False),
+        _RMS_EPSILON,
+        # Its only scaling is longrope, which the model does not have.
+        rope(("default",), partial=True),
+        dropout("resid_pdrop", "embd_pdrop"),
+        heads(always_written=False),
         _NO_BIAS,
-        sliding_window(None),
+        COMMON_WINDOW,
     ),
-    "original_max_position_embeddings",  # of a scaled rope
+    harmless="original_max_position_embeddings",  # of longrope
+)
+_QWEN2_RULES = (
+    *_LLAMA_RULES,
+    heads(always_written=False),
+    implied(add_bias_linear=False, add_qkv_bias=True),
 )
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     rows.LLAMA_ROWS,
-    (
-        *_LLAMA_RULES,
-        heads(32, always=False),
-        implied(add_bias_linear=False, add_qkv_bias=True),
-        QWEN_WINDOW,
-        fixed("use_mrope", False),
-    ),
+    (*_QWEN2_RULES, qwen_windows(in_first_layers=False), fixed("use_mrope", False)),
 )
+_QWEN3_RULES = (*_LLAMA_RULES, heads(), biases("attention_bias"), implied(qk_layernorm=True))
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     rows.QWEN3_ROWS,
-    (
-        *_LLAMA_RULES,
-        heads(32, 128),
-        biases("attention_bias"),
-        QWEN_WINDOW,
-        implied(qk_layernorm=True),
-    ),
+    (*_QWEN3_RULES, qwen_windows(in_first_layers=False)),
 )
 _OLMO_RULES = (
-    *_GATED_RMS_RULES,
-    copied("norm_epsilon", "rms_norm_eps", default=1e-5),
-    rope(),
-    implied(hidden_dropout=0.0),
-    heads(None, always=False),
+    *_LLAMA_RULES,
     _NO_BIAS,
     *always(attention_bias=False),
     implied(qk_layernorm=True, qk_layernorm_across_heads=True),
 )
 OLMO2 = Family(
-    "olmo2", "Olmo2ForCausalLM", rows.OLMO2_ROWS, (*_OLMO_RULES, implied(norm_placement="post"))
+    "olmo2",
+    "Olmo2ForCausalLM",
+    rows.OLMO2_ROWS,
+    (*_OLMO_RULES, heads(always_written=False), implied(norm_placement="post")),
 )
 _GEMMA_RULES = (
     *_SIZE_RULES,
-    copied("norm_epsilon", "rms_norm_eps", default=1e-6),
-    opposite("untie_embeddings_and_output_weights", "tie_word_embeddings", True),
+    _RMS_EPSILON,
+    _UNTIED,
     *always(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
-    fixed("use_bidirectional_attention", False),
-    heads(4, 256),
+    fixed("use_bidirectional_attention", False, None),
+    heads(),
     _NO_BIAS,
     QUERY_SCALAR,
     implied(
@@ -260,7 +304,7 @@ _GEMMA_RULES = (
         hidden_dropout=0.0,
     ),
 )
-_OF_GEMMA = "cache_implementation hidden_act"
+_GEMMA_HARMLESS = "cache_implementation hidden_act"
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
@@ -269,11 +313,10 @@ GEMMA2 = Family(
         *_GEMMA_RULES,
         rope(),
         alternating_windows(2),
-        nullable("attn_logit_softcapping", 50.0),
-        nullable("final_logit_softcapping", 30.0),
+        nullable("attn_logit_softcapping"),
+        nullable("final_logit_softcapping"),
     ),
-    _OF_GEMMA,
-    whole_heads=True,
+    harmless=_GEMMA_HARMLESS,
 )
 GEMMA3 = Family(
     "gemma3_text",
@@ -282,32 +325,24 @@ GEMMA3 = Family(
     (
         *_GEMMA_RULES,
         TWO_ROPES,
-        alternating_windows(6),
-        nullable("final_logit_softcapping", None),
+        alternating_windows(6, free=True),
+        nullable("final_logit_softcapping"),
         implied(qk_layernorm=True),
     ),
-    f"{_OF_GEMMA} attn_logit_softcapping",  # which its attention does not read
-    whole_heads=True,
+    # Its attention does not read the first of these, and its configuration not the second.
+    harmless=f"{_GEMMA_HARMLESS} attn_logit_softcapping _sliding_window_pattern",
 )
-_GPT_OSS_SCALING = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "original_max_position_embeddings": 4096,
-    "truncate": False,
-}
 
 
-def _experts(count: Rule, width: str, **default: Any) -> tuple[Rule, ...]:
-    """`count` is the rule of their number, `width` the field of their inner width."""
-    chosen = copied("moe_router_topk", "num_experts_per_tok")
-    return chosen, AUXILIARY_LOSS, count, copied("moe_ffn_hidden_size", width, **default)
+def _experts(counts: tuple[str, ...], width: str) -> tuple[Rule, ...]:
+    """Return the rules of `counts`, the fields of the number of experts, and of their `width`."""
+    number = copied("num_experts", *counts)
+    return EXPERTS_PER_TOKEN, AUXILIARY_LOSS, number, copied("moe_ffn_hidden_size", width)
 
 
-_NUMBER = ("num_experts", "num_local_experts")
 _QWEN_EXPERT_RULES = (
-    *_experts(copied("num_experts", *_NUMBER, default=None), "moe_intermediate_size", default=None),
-    # Weights of the chosen experts that sum to 1 are those of a softmax over the chosen ones alone.
-    opposite("moe_router_pre_softmax", "norm_topk_prob", False),
+    *_experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
+    SWITCHED_NORMALIZATION,
     EXPERT_LAYERS,
 )
 MIXTRAL = Family(
@@ -316,10 +351,11 @@ MIXTRAL = Family(
     rows.MIXTRAL_ROWS,
     (
         *_LLAMA_RULES,
-        *_experts(copied("num_experts", "num_local_experts", default=None), "intermediate_size"),
-        heads(8),
+        *_experts(("num_local_experts", "num_experts"), "intermediate_size"),
+        NORMALIZED_WEIGHTS,
+        heads(),
         _NO_BIAS,
-        sliding_window(None),
+        COMMON_WINDOW,
         fixed("router_jitter_noise", 0.0),
     ),
 )
@@ -328,17 +364,20 @@ QWEN2_MOE = Family(
     "Qwen2MoeForCausalLM",
     rows.LLAMA_ROWS,
     (
-        *QWEN2.rules,
+        *_QWEN2_RULES,
+        qwen_windows(in_first_layers=True),
         *_QWEN_EXPERT_RULES,
-        copied(
-            "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=None
-        ),
+        copied("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
         implied(moe_shared_expert_gate=True),
         fixed("qkv_bias", True),
+        fixed("use_mrope", False),
     ),
 )
 QWEN3_MOE = Family(
-    "qwen3_moe", "Qwen3MoeForCausalLM", rows.QWEN3_ROWS, (*QWEN3.rules, *_QWEN_EXPERT_RULES)
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    rows.QWEN3_ROWS,
+    (*_QWEN3_RULES, QWEN3_MOE_WINDOW, *_QWEN_EXPERT_RULES),
 )
 OLMOE = Family(
     "olmoe",
@@ -346,8 +385,9 @@ OLMOE = Family(
     rows.LLAMA_ROWS,
     (
         *_OLMO_RULES,
-        *_experts(copied("num_experts", *_NUMBER, default=64), "intermediate_size"),
-        opposite("moe_router_pre_softmax", "norm_topk_prob", False),
+        heads(free_width=False),  # its norms of queries and keys have hidden_size weights
+        *_experts(("num_experts", "num_local_experts"), "intermediate_size"),
+        SWITCHED_NORMALIZATION,
         fixed("clip_qkv", None),
     ),
 )
@@ -357,43 +397,53 @@ GPT_OSS = Family(
     rows.GPT_OSS_ROWS,
     (
         *_SIZE_RULES,
-        *_experts(copied("num_experts", *_NUMBER[::-1], default=128), "intermediate_size"),
-        copied("norm_epsilon", "rms_norm_eps", default=1e-5),
-        opposite("untie_embeddings_and_output_weights", "tie_word_embeddings", False),
-        rope(150000.0, _GPT_OSS_SCALING),
-        heads(8, 64),
-        alternating_windows(2, 128),
-        copied("activation_func_clamp_value", "swiglu_limit", default=7.0),
+        *_experts(("num_local_experts", "num_experts"), "intermediate_size"),
+        NORMALIZED_WEIGHTS,
+        _RMS_EPSILON,
+        _UNTIED,
+        rope(spelled_out=True),
+        heads(),
+        alternating_windows(2),
+        copied("activation_func_clamp_value", "swiglu_limit"),
         fixed("swiglu_alpha", 1.702),
-        fixed("hidden_act", "silu", "swish", written=True),
+        _SILU,
         fixed("attention_bias", True, written=True),
         implied(
-            quick_geglu=True, glu_linear_offset=1.0, add_bias_linear=True, softmax_type="learnable"
+            quick_geglu=True,
+            glu_linear_offset=1.0,
+            add_bias_linear=True,
+            softmax_type="learnable",
+            hidden_dropout=0.0,
         ),
-        implied(hidden_dropout=0.0),
     ),
-    "experts_per_token initial_context_length",  # others of the same meaning are read
+    harmless="experts_per_token initial_context_length",  # repeat fields that are read
 )
 _DEEPSEEK_RULES = (
     *_GATED_RMS_RULES,
-    # The norms within attention have this epsilon whatever the field says.
+    # The norms within attention have this epsilon, whatever the value of the field.
     fixed("rms_norm_eps", 1e-6, written=True),
     implied(
-        norm_epsilon=1e-6, hidden_dropout=0.0, add_bias_linear=False, multi_latent_attention=True
+        norm_epsilon=1e-6,
+        hidden_dropout=0.0,
+        add_bias_linear=False,
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        moe_router_dtype="fp32",
     ),
-    implied(qk_layernorm=True, moe_router_dtype="fp32"),
     rope(),
     NO_GROUPS,
-    nullable("q_lora_rank", 1536),
-    copied("kv_lora_rank", "kv_lora_rank", default=512),
-    copied("qk_head_dim", "qk_nope_head_dim", default=128),
-    copied("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
-    copied("v_head_dim", "v_head_dim", default=128),
+    nullable("q_lora_rank"),
+    copied("kv_lora_rank", "kv_lora_rank"),
+    copied("qk_head_dim", "qk_nope_head_dim"),
+    copied("qk_pos_emb_head_dim", "qk_rope_head_dim"),
+    copied("v_head_dim", "v_head_dim"),
+    copied("num_experts", "n_routed_experts", "num_local_experts"),
+    copied("moe_ffn_hidden_size", "moe_intermediate_size"),
     fixed("moe_layer_freq", 1),
 )
-# Widths that follow from others; layers that predict later tokens, which transformers leaves out;
-# training.
-_OF_DEEPSEEK = """
+# Widths that follow from others, layers that predict later tokens (transformers leaves them out),
+# and options of training.
+_DEEPSEEK_HARMLESS = """
     head_dim qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size auto_map"""
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
@@ -401,15 +451,13 @@ DEEPSEEK_V2 = Family(
     rows.DEEPSEEK_ROWS,
     (
         *_DEEPSEEK_RULES,
-        copied("num_experts", "n_routed_experts", "num_local_experts", default=64),
-        copied("moe_ffn_hidden_size", "moe_intermediate_size", default=1407),
-        copied("moe_router_topk", "num_experts_per_tok"),
-        DEEPSEEK_V2_EXPERTS,
+        EXPERTS_PER_TOKEN,
+        deepseek_experts(("greedy", "group_limited_greedy"), best=1),
         *always(attention_bias=False, mlp_bias=False, norm_topk_prob=False),
         fixed("scoring_func", "softmax"),
         implied(moe_router_score_function="softmax", moe_router_pre_softmax=True),
     ),
-    _OF_DEEPSEEK,
+    harmless=_DEEPSEEK_HARMLESS,
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -417,21 +465,23 @@ DEEPSEEK_V3 = Family(
     rows.DEEPSEEK_ROWS,
     (
         *_DEEPSEEK_RULES,
-        copied("num_experts", "n_routed_experts", "num_local_experts", default=256),
-        copied("moe_ffn_hidden_size", "moe_intermediate_size", default=2048),
-        copied("moe_router_topk", "num_experts_per_tok", default=8),
-        DEEPSEEK_V3_EXPERTS,
-        *always(attention_bias=False, rope_interleave=True, norm_topk_prob=True),
+        copied("moe_router_topk", "num_experts_per_tok"),
+        deepseek_experts(("noaux_tc",), best=2),
+        SIGMOID_NORMALIZATION,
+        *always(attention_bias=False, rope_interleave=True),
         fixed("scoring_func", "sigmoid"),
         implied(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+        # transformers assumes one such layer where this is missing.
+        written(num_nextn_predict_layers=0),
     ),
-    _OF_DEEPSEEK,
+    harmless=_DEEPSEEK_HARMLESS,
+    aliases=("kimi_k2",),
 )
 _LAYER_NORM_RULES: tuple[Rule, ...] = (
-    copied("num_layers", "n_layer", "num_hidden_layers"),
-    copied("num_attention_heads", "n_head", "num_attention_heads"),
-    copied("norm_epsilon", "layer_norm_epsilon", default=1e-5),
-    opposite("untie_embeddings_and_output_weights", "tie_word_embeddings", True),
+    copied("num_layers", "n_layer", "num_hidden_layers", required=True),
+    copied("num_attention_heads", "n_head", "num_attention_heads", required=True),
+    copied("norm_epsilon", "layer_norm_epsilon"),
+    _UNTIED,
     implied(normalization="LayerNorm", add_bias_linear=True, group_query_attention=False),
 )
 GPT2 = Family(
@@ -440,12 +490,12 @@ GPT2 = Family(
     rows.GPT2_ROWS,
     (
         *_LAYER_NORM_RULES,
-        copied("hidden_size", "n_embd", "hidden_size"),
+        copied("hidden_size", "n_embd", "hidden_size", required=True),
         copied("max_position_embeddings", "n_positions", "max_position_embeddings", "n_ctx"),
         feed_forward("n_inner", free=True),
         GELU,
-        copied("attention_dropout", "attn_pdrop", default=0.1),
-        copied("hidden_dropout", "resid_pdrop", "embd_pdrop", default=0.1, write_all=True),
+        copied("attention_dropout", "attn_pdrop"),
+        dropout("resid_pdrop", "embd_pdrop"),
         *always(
             scale_attn_weights=True,
             scale_attn_by_inverse_layer_idx=False,
@@ -461,26 +511,28 @@ BLOOM = Family(
     rows.BLOOM_ROWS,
     (
         *_LAYER_NORM_RULES,
-        copied("hidden_size", "hidden_size", "n_embed"),
-        copied("max_position_embeddings", "seq_length", default=None),
+        copied("hidden_size", "hidden_size", "n_embed", required=True),
+        copied("max_position_embeddings", "seq_length"),
         feed_forward("n_inner", free=False),
-        copied("attention_dropout", "attention_dropout", default=0.0),
-        copied("hidden_dropout", "hidden_dropout", default=0.0),
+        copied("attention_dropout", "attention_dropout"),
+        copied("hidden_dropout", "hidden_dropout"),
         fixed("apply_residual_connection_post_layernorm", False, written=True),
         # Its GELU is the tanh approximation.
         implied(position_embedding_type="alibi", embedding_layernorm=True, bias_gelu_fusion=True),
     ),
-    """slow_but_exact offset_alibi attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion skip_bias_add
-    skip_bias_add_qkv""",
+    harmless="""
+        slow_but_exact offset_alibi attention_softmax_in_fp32 masked_softmax_fusion
+        bias_dropout_fusion skip_bias_add skip_bias_add_qkv""",
     layers="transformer.h.",
 )
+# In order of preference for an export: the first that can express a model is taken.
 FAMILIES = (
     *(LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
     *(GPT2, BLOOM),
 )
 
-# Models that one could take for one of these -> what of them is not here.
+# Models that resemble a supported family -> what they have that our model does not.
 _LACKING = {
     "gemma3": "images as input; its text model alone, gemma3_text, is supported",
     "olmo": "norms without weights",
@@ -491,23 +543,23 @@ _NAMES = record(
 )
 
 
-def family_of(hf: Json) -> Family:
-    """The family that config.json names; raises ValueError for any other model."""
+def find_family(hf: Json) -> Family:
+    """Return the family that config.json names. Raises ValueError for any other model."""
     _NAMES(hf, "config.json")
     model_type = hf.get("model_type")
     architectures = hf.get("architectures") or []
-    named = [
-        f
-        for f in FAMILIES
-        if f.model_type == model_type or (not model_type and f.architecture in architectures)
-    ]
-    if not named:
-        why = f" (it has {_LACKING[model_type]})" if model_type in _LACKING else ""
+    for family in FAMILIES:
+        if model_type in (family.model_type, *family.aliases):
+            break
+        if not model_type and family.architecture in architectures:
+            break
+    else:
+        reason = f" (it has {_LACKING[model_type]})" if model_type in _LACKING else ""
         supported = ", ".join(family.model_type for family in FAMILIES)
         raise ValueError(
-            f"config.json: model_type {model_type!r} is not supported{why}; supported are {supported}"
+            f"config.json: model_type {model_type!r} is not supported{reason}; "
+            f"supported are {supported}"
         )
-    family = named[0]
     headless = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
     if architectures and not {family.architecture, headless} & set(architectures):
         raise ValueError(
@@ -518,15 +570,16 @@ def family_of(hf: Json) -> Family:
 
 
 def choose_family(config: TransformerConfig, preferred: str | None) -> Family:
-    """The first family that can express the model, `preferred` before the others.
+    """Return the first family that can express the model, trying `preferred` before the others.
 
     Raises ValueError with the obstacles of the closest family.
     """
-    ordered = sorted(FAMILIES, key=lambda family: family.model_type != preferred)
-    obstacles = {family.model_type: family.obstacles(config) for family in ordered}
-    for family in ordered:
-        if not obstacles[family.model_type]:
+    obstacles: dict[str, list[str]] = {}
+    for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
+        found = family.find_obstacles(config)
+        if not found:
             return family
+        obstacles[family.model_type] = found
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     raise ValueError(
         "none of the supported models of transformers computes the same as this one; "

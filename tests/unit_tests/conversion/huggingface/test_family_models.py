@@ -242,7 +242,7 @@ def test_what_a_family_cannot_express(saved, tmp_path):
     assert choose_family(config, None) is MIXTRAL
     before_softmax = dataclasses.replace(config, moe_router_pre_softmax=True, qk_layernorm=True)
     assert choose_family(before_softmax, None) is QWEN3_MOE
-    assert any("--moe-shared-expert" in text for text in QWEN2_MOE.obstacles(config))
+    assert any("moe_shared_expert" in text for text in QWEN2_MOE.find_obstacles(config))
     sigmoid = dataclasses.replace(config, moe_router_score_function="sigmoid")
     with pytest.raises(ValueError, match="mixtral is closest, but has no score_function = sigmoid"):
         choose_family(sigmoid, None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.conversion.huggingface.families import family_of
+from megatron.conversion.huggingface.families import find_family
 from megatron.conversion.huggingface.weight_files import stored_parameters
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.core.transformer.transformer_config import compute_model_signature
@@ -369,14 +369,14 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models(name: str) -> None:
     size, hf = PUBLISHED[name]
-    family = family_of(hf)
+    family = find_family(hf)
     config = model_config(family.read_config(hf, {}), hf["vocab_size"], name)
     assert sum(map(math.prod, model_tensors(config).values())) == size
     places = stored_parameters(
         model_tensors(config), family.rows, family.layers, config, lambda name: False
     )
     assert {place.key for place in places} == set(model_tensors(config))
-    assert not family.obstacles(config)
+    assert not family.find_obstacles(config)
     again = model_config(
         family.read_config(family.write_config(config), {}), hf["vocab_size"], name
     )
@@ -385,7 +385,7 @@ def test_published_models(name: str) -> None:
 
 def test_what_the_fields_say() -> None:
     def read(name: str) -> dict[str, Any]:
-        return family_of(PUBLISHED[name][1]).read_config(PUBLISHED[name][1], {})
+        return find_family(PUBLISHED[name][1]).read_config(PUBLISHED[name][1], {})
 
     llama = read("Llama-3.2-1B")
     assert (
@@ -459,7 +459,7 @@ def test_fields_that_cannot_be_meant(
 ) -> None:
     hf = model | fields
     with pytest.raises(ValueError, match=message):
-        family_of(hf).read_config(hf, {})
+        find_family(hf).read_config(hf, {})
 
 
 def test_null_is_none_or_the_default() -> None:
@@ -467,7 +467,7 @@ def test_null_is_none_or_the_default() -> None:
         ("n_group", "n_shared_experts", "routed_scaling_factor", "first_k_dense_replace")
     )
     hf = DEEPSEEK | nulls
-    read = family_of(hf).read_config(hf, {})
+    read = find_family(hf).read_config(hf, {})
     assert (
         read["moe_router_num_groups"] is None and read["moe_shared_expert_intermediate_size"] == 0
     )
@@ -477,4 +477,4 @@ def test_null_is_none_or_the_default() -> None:
         "num_hidden_layers": 30,
         "max_window_layers": None,
     }
-    assert family_of(hf).read_config(hf, {})["window_attn_skip_freq"] == [0] * 28 + [1] * 2
+    assert find_family(hf).read_config(hf, {})["window_attn_skip_freq"] == [0] * 28 + [1] * 2

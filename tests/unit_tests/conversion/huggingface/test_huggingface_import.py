@@ -176,7 +176,7 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "attention_factor": 2.0}},
-            "'yarn' with .* is not understood",
+            "'yarn' with .* is not supported",
         ),
         (
             {"rope_scaling": {"type": "linear"}},
@@ -197,7 +197,7 @@ def test_precision(llama: Path, tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-            r"with \['full_attention'\] is not understood",
+            r"with \['full_attention'\] is not supported",
         ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         (
@@ -267,7 +267,7 @@ def test_windows(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "qwen2" / "config.json").read_text())
     assert config["model_type"] == "qwen2" and config["sliding_window"] == 8
     assert HuggingFaceSource(tmp_path / "qwen2").args["window_size"] == (7, 0)
-    edit_config(tmp_path / "qwen2", max_window_layers=1)
+    edit_config(tmp_path / "qwen2", max_window_layers=1, layer_types=None)
     assert HuggingFaceSource(tmp_path / "qwen2").args["window_attn_skip_freq"] == [0, 1]
     edit_config(tmp_path / "qwen2", max_window_layers=2)
     assert HuggingFaceSource(tmp_path / "qwen2").args["window_size"] is None

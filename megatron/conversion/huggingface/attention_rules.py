@@ -1,0 +1,215 @@
+"""Rules for attention: heads, windows and the scale of the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.conversion.huggingface.config_fields import ConfigFields, Json
+from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, unsupported
+from megatron.core.dist_checkpointing.format import schema
+from megatron.core.dist_checkpointing.format.schema import COUNT, boolean, number
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def heads(always_written: bool = True, free_width: bool = True) -> Rule:
+    """Map the number of key/value heads and the width of a head.
+
+    Null means one key/value head per query head, and hidden_size / heads as the width. A width that
+    follows from them is written if `always_written`. Without `free_width` there is no other.
+    """
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        count = args["num_attention_heads"]
+        groups = args.get("num_query_groups") or found.get("num_key_value_heads") or count
+        result = {"num_query_groups": groups, "group_query_attention": groups != count}
+        width = found.get("head_dim")
+        if width is not None:
+            if not free_width and width * count != args["hidden_size"]:
+                wanted = f"hidden_size / num_attention_heads = {args['hidden_size']} / {count} is"
+                raise unsupported("head_dim", width, wanted)
+            result["kv_channels"] = width
+        return result
+
+    def write(config: TransformerConfig) -> Json:
+        result = {"num_key_value_heads": config.query_groups}
+        is_implied = config.head_dim * config.num_attention_heads == config.hidden_size
+        if free_width and (always_written or not is_implied):
+            result["head_dim"] = config.head_dim
+        return result
+
+    return Rule({"num_key_value_heads": "num_query_groups", "head_dim": "kv_channels"}, read, write)
+
+
+def _read_no_groups(found: ConfigFields, args: Json) -> Json:
+    groups = found.stated.get("num_key_value_heads")
+    count = args["num_attention_heads"]
+    if groups not in (None, count):
+        raise unsupported("num_key_value_heads", groups, f"num_attention_heads = {count} is")
+    return {"group_query_attention": False}
+
+
+def _write_no_groups(config: TransformerConfig) -> Json:
+    return {"num_key_value_heads": config.num_attention_heads}
+
+
+NO_GROUPS = Rule({"num_key_value_heads": "num_query_groups"}, _read_no_groups, _write_no_groups)
+
+
+def _read_query_scalar(found: ConfigFields, args: Json) -> Json:
+    return {"softmax_scale": found.first("query_pre_attn_scalar") ** -0.5}
+
+
+def _write_query_scalar(config: TransformerConfig) -> Json:
+    # transformers accepts whole numbers only.
+    return {"query_pre_attn_scalar": round(config.score_scale**-2)}
+
+
+QUERY_SCALAR = Rule({"query_pre_attn_scalar": number(1)}, _read_query_scalar, _write_query_scalar)
+
+
+# Windows: transformers counts the token itself, `window_size` does not.
+
+_LAYER_TYPES = {"layer_types": schema.sequence(SHORT_TEXT, 10**5)}
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def _window_arguments(window: int | None, kinds: Sequence[str]) -> Json:
+    """Return the arguments of a model with these kinds of layers."""
+    strange = set(kinds) - set(_KINDS)
+    if strange:
+        raise ValueError(f"config.json: layer_types {sorted(strange)} is not supported")
+    if "sliding_attention" not in kinds:
+        return {"window_size": None, "window_attn_skip_freq": None}
+    if not window:
+        raise ValueError(
+            f"config.json: layer_types sliding_attention with sliding_window = {window}"
+        )
+    pattern = [_KINDS.index(kind) for kind in kinds]
+    skipped = None if all(pattern) else pattern
+    return {"window_size": (window - 1, 0), "window_attn_skip_freq": skipped}
+
+
+def _layer_kinds(config: TransformerConfig) -> list[str]:
+    return [_KINDS[has_window] for has_window in config.window_pattern]
+
+
+def _written_window(config: TransformerConfig) -> int | None:
+    """Return `sliding_window`; None where no layer has a window."""
+    if config.window_size is None or not any(config.window_pattern):
+        return None
+    return config.window_size[0] + 1
+
+
+def alternating_windows(every: int, free: bool = False) -> Rule:
+    """Map windows of families in which by default all layers but every N-th have one.
+
+    With `free` the field `sliding_window_pattern` is N; other families do not read it.
+    """
+    field = "sliding_window_pattern"
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        skip = found.first(field) or every
+        if skip != every and not free:
+            raise unsupported(field, skip, f"{every} is")
+        kinds = found.first("layer_types")
+        if kinds is None:
+            kinds = [_KINDS[(layer + 1) % skip > 0] for layer in range(args["num_layers"])]
+        return _window_arguments(found.get("sliding_window"), kinds)
+
+    def write(config: TransformerConfig) -> Json:
+        # transformers builds the mask of windows even where no layer has one, and needs a size.
+        window = _written_window(config) or max(config.max_position_embeddings or 0, 1)
+        return {"sliding_window": window, "layer_types": _layer_kinds(config)}
+
+    return Rule(_LAYER_TYPES | {"sliding_window": COUNT, field: COUNT}, read, write)
+
+
+def _same_in_all_layers(found: ConfigFields, window: int | None) -> Json:
+    wanted = "sliding_attention" if window else "full_attention"
+    others = set(found.first("layer_types") or ()) - {wanted}
+    if others:
+        raise ValueError(
+            f"config.json: layer_types {sorted(others)} is not supported with "
+            f"sliding_window = {window}"
+        )
+    return {"window_size": (window - 1, 0) if window else None, "window_attn_skip_freq": None}
+
+
+def _read_no_window(found: ConfigFields, args: Json) -> Json:
+    return _same_in_all_layers(found, None)
+
+
+def _read_common_window(found: ConfigFields, args: Json) -> Json:
+    return _same_in_all_layers(found, found.get("sliding_window"))
+
+
+def _write_common_window(config: TransformerConfig) -> Json:
+    return {"sliding_window": _written_window(config)}
+
+
+FULL_ATTENTION = Rule(_LAYER_TYPES, _read_no_window)
+COMMON_WINDOW = Rule(
+    _LAYER_TYPES | {"sliding_window": COUNT}, _read_common_window, _write_common_window
+)
+
+
+def _read_switched_window(found: ConfigFields) -> int | None:
+    """Return the window of a Qwen model, which has one only with `use_sliding_window`."""
+    return found.get("sliding_window") if found.first("use_sliding_window") else None
+
+
+def _write_switched_window(config: TransformerConfig) -> Json:
+    window = _written_window(config)
+    return {"use_sliding_window": window is not None, "sliding_window": window}
+
+
+_SWITCHED_WINDOW = {"use_sliding_window": boolean, "sliding_window": COUNT}
+
+
+def qwen_windows(in_first_layers: bool) -> Rule:
+    """Map windows of Qwen 2 and 3: those of `layer_types`.
+
+    Without that field layers from `max_window_layers` on have one, or, with `in_first_layers`
+    (Qwen2-MoE), every second layer before it, starting with the first.
+    """
+
+    def has_window(layer: int, limit: int) -> bool:
+        if in_first_layers:
+            return layer % 2 == 0 and layer < limit
+        return layer >= limit
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        window = _read_switched_window(found)
+        kinds = found.first("layer_types")
+        if kinds is None:
+            limit = found.first("max_window_layers")
+            kinds = [
+                _KINDS[window is not None and has_window(layer, limit)]
+                for layer in range(args["num_layers"])
+            ]
+        return _window_arguments(window, kinds)
+
+    def write(config: TransformerConfig) -> Json:
+        kinds = _layer_kinds(config)
+        limit = config.num_layers
+        if not in_first_layers and "sliding_attention" in kinds:
+            limit = kinds.index("sliding_attention")
+        # `layer_types` takes precedence; readers that do not know it use `max_window_layers`.
+        fields = {"max_window_layers": limit, "layer_types": kinds}
+        return _write_switched_window(config) | fields
+
+    return Rule(_LAYER_TYPES | _SWITCHED_WINDOW | {"max_window_layers": COUNT}, read, write)
+
+
+def _read_qwen3_moe_window(found: ConfigFields, args: Json) -> Json:
+    window = _read_switched_window(found)
+    return {"window_size": (window - 1, 0) if window else None, "window_attn_skip_freq": None}
+
+
+# transformers applies the window of a Qwen3-MoE to every layer and reads neither `layer_types` nor
+# `max_window_layers`.
+QWEN3_MOE_WINDOW = Rule(
+    _LAYER_TYPES | _SWITCHED_WINDOW | {"max_window_layers": COUNT},
+    _read_qwen3_moe_window,
+    _write_switched_window,
+)

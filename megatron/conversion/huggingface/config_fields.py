@@ -1,0 +1,77 @@
+"""Fields of a `config.json`, with the defaults of transformers for those that it does not state."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ConfigFields:
+    """Stated fields of a model, and what transformers takes for the others."""
+
+    stated: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+
+    def states(self, *names: str) -> bool:
+        """Return whether one of the fields is stated and not null."""
+        return any(self.stated.get(name) is not None for name in names)
+
+    def get(self, name: str) -> Any:
+        """Return the value of a field for which null is a value of its own."""
+        return self.stated[name] if name in self.stated else self.defaults.get(name)
+
+    def first(self, *names: str) -> Any:
+        """Return the first value that is not null, stated fields before defaults; else None."""
+        for values in (self.stated, self.defaults):
+            for name in names:
+                if values.get(name) is not None:
+                    return values[name]
+        return None
+
+
+@functools.cache
+def config_class(model_type: str) -> Any:
+    """Return transformers' config class. Raises ValueError where this release does not have it."""
+    # Imported on first use: it takes more than a second, which other formats need not pay for.
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(
+            f"transformers {transformers.__version__} does not know model_type {model_type!r}: "
+            "install a newer release"
+        )
+    return CONFIG_MAPPING[model_type]
+
+
+@functools.cache
+def transformers_defaults(model_type: str) -> Mapping[str, Any]:
+    """Return the values that transformers takes for missing fields of `model_type`."""
+    declared = config_class(model_type)
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(declared).parameters.items()
+        if parameter.default is not parameter.empty
+    }
+    # Fields that some releases do not declare, but compute. All other computed fields depend on the
+    # sizes of the model, so the instance does not have their defaults.
+    instance = declared()
+    for name in ("tie_word_embeddings", "rope_parameters"):
+        defaults[name] = getattr(instance, name, None)
+    return defaults
+
+
+def refusal_of_transformers(model_type: str, fields: Json) -> str | None:
+    """Return why transformers does not accept `fields` of a config.json; None if it does."""
+    try:
+        config_class(model_type)(**fields)
+    except Exception as error:  # its validators raise errors of many types
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return lines[-1].strip()
+    return None

@@ -1,0 +1,162 @@
+"""Rules for mixture of experts: which layers have experts, how tokens choose them, their widths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.conversion.huggingface.config_fields import ConfigFields, Json
+from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, copied, unsupported
+from megatron.core.dist_checkpointing.format import schema
+from megatron.core.dist_checkpointing.format.schema import COUNT, Check, boolean, number
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+EXPERTS_PER_TOKEN = copied("moe_router_topk", "num_experts_per_tok", required=True)
+
+
+def _read_auxiliary_loss(found: ConfigFields, args: Json) -> Json:
+    return {
+        "moe_aux_loss_coeff": [float(found.first("router_aux_loss_coef") or 0.0)],
+        "moe_router_load_balancing_type": ["aux_loss"],
+    }
+
+
+def _write_auxiliary_loss(config: TransformerConfig) -> Json:
+    return {"router_aux_loss_coef": config.load_balancing.get("aux_loss", 0.0)}
+
+
+# The load-balancing loss over a micro-batch.
+AUXILIARY_LOSS = Rule(
+    {"router_aux_loss_coef": number()}, _read_auxiliary_loss, _write_auxiliary_loss
+)
+
+
+# Weights of the chosen experts that sum to 1 are those of a softmax over the chosen ones alone. With
+# one expert per token that weight is 1 for every token, which no model of ours has.
+
+
+def _refuse_one_expert(args: Json) -> None:
+    if args["moe_router_topk"] == 1:
+        wanted = "2 or more are where the weights of the chosen experts are normalized"
+        raise unsupported("num_experts_per_tok", 1, wanted)
+
+
+def _read_normalized(found: ConfigFields, args: Json) -> Json:
+    _refuse_one_expert(args)
+    return {"moe_router_pre_softmax": False}
+
+
+NORMALIZED_WEIGHTS = Rule({}, _read_normalized)
+
+
+def _read_normalization(found: ConfigFields, args: Json) -> Json:
+    is_normalized = bool(found.get("norm_topk_prob"))
+    if is_normalized:
+        _refuse_one_expert(args)
+    return {"moe_router_pre_softmax": not is_normalized}
+
+
+def _write_normalization(config: TransformerConfig) -> Json:
+    return {"norm_topk_prob": not config.moe_router_pre_softmax}
+
+
+SWITCHED_NORMALIZATION = Rule(
+    {"norm_topk_prob": boolean}, _read_normalization, _write_normalization
+)
+
+
+def _read_sigmoid_normalization(found: ConfigFields, args: Json) -> Json:
+    """Check that weights are normalized exactly where our router normalizes sigmoid scores."""
+    is_normalized = found.get("norm_topk_prob")
+    topk = args["moe_router_topk"]
+    if bool(is_normalized) != (topk > 1):
+        wanted = f"{topk > 1} is with num_experts_per_tok = {topk}"
+        raise unsupported("norm_topk_prob", is_normalized, wanted)
+    return {}
+
+
+def _write_sigmoid_normalization(config: TransformerConfig) -> Json:
+    return {"norm_topk_prob": config.moe_router_topk > 1}
+
+
+SIGMOID_NORMALIZATION = Rule(
+    {"norm_topk_prob": boolean}, _read_sigmoid_normalization, _write_sigmoid_normalization
+)
+
+
+def _read_expert_layers(found: ConfigFields, args: Json) -> Json:
+    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
+    step = found.first("decoder_sparse_step") or 1
+    dense = set(found.first("mlp_only_layers") or ())
+    pattern = [
+        int((layer + 1) % step == 0 and layer not in dense) for layer in range(args["num_layers"])
+    ]
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+
+def _write_expert_layers(config: TransformerConfig) -> Json:
+    dense = []
+    for layer, has_experts in enumerate(config.moe_layer_pattern):
+        if not has_experts:
+            dense.append(layer)
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+EXPERT_LAYERS = Rule(
+    {"decoder_sparse_step": COUNT, "mlp_only_layers": schema.sequence(COUNT, 10_000)},
+    _read_expert_layers,
+    _write_expert_layers,
+)
+
+_DEEPSEEK_FIELDS: dict[str, Check | str] = {
+    "first_k_dense_replace": COUNT,
+    "n_group": COUNT,
+    "topk_group": COUNT,
+    "n_shared_experts": COUNT,
+    "routed_scaling_factor": number(),
+    "topk_method": SHORT_TEXT,
+}
+
+
+def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
+    """Map the layers, groups and shared experts of DeepSeek. Null means none.
+
+    Dense layers come first. Groups are ranked by their `best` highest scores, and shared experts
+    have the width of a routed one each. The last of `methods` limits the groups per token; the
+    first is the default.
+    """
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        layers = args["num_layers"]
+        method = found.first("topk_method") or methods[0]
+        if method not in methods:
+            verb = "are" if len(methods) > 1 else "is"
+            raise unsupported("topk_method", method, f"{' and '.join(methods)} {verb}")
+        dense = found.get("first_k_dense_replace") or 0
+        if dense > layers:
+            wanted = f"at most num_hidden_layers = {layers} is"
+            raise unsupported("first_k_dense_replace", dense, wanted)
+        shared = found.get("n_shared_experts") or 0
+        groups = found.get("n_group") or 1
+        # The method decides, whatever the number of groups.
+        is_grouped = method == methods[-1] and groups > 1
+        return {
+            "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
+            "moe_router_num_groups": groups if is_grouped else None,
+            "moe_router_group_topk": found.get("topk_group") if is_grouped else None,
+            "moe_router_group_score_topk": best if is_grouped else None,
+            "moe_shared_expert_intermediate_size": shared * args["moe_ffn_hidden_size"],
+            "moe_router_topk_scaling_factor": float(found.get("routed_scaling_factor") or 1.0),
+        }
+
+    def write(config: TransformerConfig) -> Json:
+        shared_width = config.moe_shared_expert_intermediate_size or 0
+        return {
+            "topk_method": methods[-1] if config.moe_router_num_groups else methods[0],
+            "first_k_dense_replace": config.num_layers - sum(config.moe_layer_pattern),
+            "n_group": config.moe_router_num_groups or 1,
+            "topk_group": config.moe_router_group_topk or 1,
+            "n_shared_experts": shared_width // (config.moe_ffn_hidden_size or 1),
+            "routed_scaling_factor": config.topk_scaling_factor,
+        }
+
+    return Rule(_DEEPSEEK_FIELDS, read, write)

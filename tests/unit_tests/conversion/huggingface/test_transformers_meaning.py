@@ -1,0 +1,306 @@
+"""Fields of config.json whose meaning in transformers is easy to get wrong, one test each."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.huggingface.config_fields import config_class
+from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.huggingface.families import DEEPSEEK_V3, FAMILIES, find_family
+from megatron.conversion.model_space.model import model_config
+from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
+from tests.unit_tests.conversion.huggingface.test_random_configs import (
+    assert_logits_equal,
+    compute_logits,
+    run_transformers,
+)
+
+SIZES = {
+    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "initializer_range": 0.2, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+EXPERTS = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+DEEPSEEK = SIZES | {
+    "num_key_value_heads": 4, "moe_intermediate_size": 20, "n_routed_experts": 8, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 8}
+MOE_ARGS = LLAMA_ARGS | {
+    "num_layers": 4,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 12,
+    "qk_layernorm": True,
+    "moe_router_pre_softmax": True,
+    "add_bias_linear": False,
+}
+OLMOE_ARGS = MOE_ARGS | {"qk_layernorm_across_heads": True, "num_query_groups": 4}
+
+
+def save_model(directory: Path, model_type: str, drop: tuple[str, ...] = (), **fields: Any) -> Any:
+    """Save a random model of transformers; return its logits. config.json is as stated here."""
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(directory)
+    stated = {"model_type": model_type} | fields
+    stated = {name: value for name, value in stated.items() if name not in drop}
+    (directory / "config.json").write_text(json.dumps(stated))
+    return run_transformers(directory)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text())
+
+
+def assert_same_both_ways(directory: Path, expected: torch.Tensor) -> None:
+    """Compare the logits of an import, and those of transformers after an export."""
+    source = open_checkpoint(directory)
+    assert_logits_equal(compute_logits(source), expected, read_config(directory))
+    back = directory.with_name("back")
+    write_huggingface(source, back)
+    assert_logits_equal(run_transformers(back), expected, read_config(back))
+
+
+@pytest.mark.parametrize("layer_types", [None, ["full_attention", "sliding_attention"] * 2])
+def test_qwen3_moe_windows_are_in_every_layer(layer_types: Any, tmp_path: Path) -> None:
+    fields = EXPERTS | WINDOW | {"head_dim": 8}
+    if layer_types is not None:
+        fields |= {"layer_types": layer_types}
+    expected = save_model(tmp_path / "in", "qwen3_moe", **fields)
+    assert_same_both_ways(tmp_path / "in", expected)
+
+
+def test_qwen3_moe_windows_in_some_layers_are_refused(tmp_path: Path) -> None:
+    args = MOE_ARGS | {"window_size": (3, 0), "window_attn_skip_freq": 2}
+    with pytest.raises(ValueError, match=r"qwen3_moe is closest, but has no window_pattern"):
+        write_huggingface(random_source(args, optimizer=False), tmp_path / "out")
+
+
+@pytest.mark.parametrize("limit", [0, 2, 4])
+def test_qwen2_moe_windows_are_in_every_second_of_the_first_layers(
+    limit: int, tmp_path: Path
+) -> None:
+    fields = EXPERTS | WINDOW | {"shared_expert_intermediate_size": 12, "max_window_layers": limit}
+    expected = save_model(tmp_path / "in", "qwen2_moe", **fields)
+    assert_same_both_ways(tmp_path / "in", expected)
+    assert "layer_types" in read_config(tmp_path / "back")
+
+
+@pytest.mark.parametrize("pattern", [[1, 1, 1, 1], [0, 0, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
+def test_qwen2_moe_export_keeps_windows(pattern: list[int], tmp_path: Path) -> None:
+    args = MOE_ARGS | {
+        "qk_layernorm": False,
+        "add_qkv_bias": True,
+        "moe_shared_expert_intermediate_size": 12,
+        "moe_shared_expert_gate": True,
+        "window_size": (3, 0),
+        "window_attn_skip_freq": pattern,
+    }
+    source = random_source(args, optimizer=False)
+    write_huggingface(source, tmp_path / "out")
+    assert read_config(tmp_path / "out")["model_type"] == "qwen2_moe"
+    assert_logits_equal(run_transformers(tmp_path / "out"), compute_logits(source), pattern)
+
+
+def test_deepseek_v3_with_one_expert_per_token(tmp_path: Path) -> None:
+    """transformers makes its weight 1 with norm_topk_prob; without, both take the sigmoid."""
+    one = DEEPSEEK | {"num_experts_per_tok": 1}
+    save_model(tmp_path / "normalized", "deepseek_v3", **one, norm_topk_prob=True)
+    message = "norm_topk_prob = True is not supported, only False is with num_experts_per_tok = 1"
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path / "normalized")
+    expected = save_model(tmp_path / "in", "deepseek_v3", **one, norm_topk_prob=False)
+    assert_same_both_ways(tmp_path / "in", expected)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_one_normalized_expert_is_refused_by_the_field(model_type: str) -> None:
+    counts = {"num_local_experts": 4} if model_type != "qwen3_moe" else {"num_experts": 4}
+    hf = SIZES | counts | {"model_type": model_type, "num_experts_per_tok": 1}
+    if model_type == "qwen3_moe":
+        hf |= {"moe_intermediate_size": 12, "norm_topk_prob": True}
+    with pytest.raises(ValueError, match="num_experts_per_tok = 1 is not supported, only 2 or mo"):
+        find_family(hf).read_config(hf, {})
+
+
+@pytest.mark.parametrize("name", [family.model_type for family in FAMILIES])
+def test_missing_fields_have_the_defaults_of_transformers(name: str) -> None:
+    """A config.json with sizes alone means the same as one that transformers has spelled out."""
+    family = find_family({"model_type": name})
+    known = {field for rule in family.all_rules for field in rule.fields}
+    sizes = EXPERTS | {"num_key_value_heads": 4}
+    sizes = {field: value for field, value in sizes.items() if field in known}
+    stated = sizes | {"model_type": name}
+    spelled_out = config_class(name)(**stated).to_dict()
+    spelled_out = {k: v for k, v in spelled_out.items() if v is not None}
+    found = family.read_config(stated, {})
+    wanted = family.read_config(spelled_out, {})
+    assert model_config(found, 67, name) == model_config(wanted | {"bf16": False}, 67, name)
+
+
+@pytest.mark.parametrize("dropped", ["rope_theta", "rms_norm_eps"])
+def test_mixtral_defaults(dropped: str, tmp_path: Path) -> None:
+    default = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}[dropped]
+    fields = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, dropped: default}
+    expected = save_model(tmp_path / "in", "mixtral", drop=(dropped,), **fields)
+    assert_same_both_ways(tmp_path / "in", expected)
+
+
+@pytest.mark.parametrize("field", ["rope_interleave", "norm_topk_prob"])
+def test_null_is_false_in_deepseek_v3(field: str) -> None:
+    hf = DEEPSEEK | {"model_type": "deepseek_v3", field: None}
+    with pytest.raises(ValueError, match=f"{field} = None is not supported, only True is"):
+        find_family(hf).read_config(hf, {})
+
+
+def test_type_of_a_scaling_of_gemma3_is_refused() -> None:
+    """transformers 5 ignores the name `type` here, transformers 4 does not."""
+    scaling = {"type": "linear", "factor": 8.0}
+    hf = SIZES | {"model_type": "gemma3_text", "rope_scaling": scaling}
+    with pytest.raises(ValueError, match="rope_scaling has type 'linear'.*rename the field"):
+        find_family(hf).read_config(hf, {})
+    hf["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    assert find_family(hf).read_config(hf, {})["rotary_seq_len_interpolation_factor"] == 8.0
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "gpt_oss"])
+def test_models_without_windows_run_after_export(model_type: str, tmp_path: Path) -> None:
+    fields = SIZES | {"layer_types": ["full_attention"] * 4, "head_dim": 8}
+    if model_type == "gpt_oss":
+        fields |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    expected = save_model(tmp_path / "in", model_type, **fields)
+    assert_same_both_ways(tmp_path / "in", expected)
+
+
+def test_gpt_oss_without_scaling(tmp_path: Path) -> None:
+    fields = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    rope = {"rope_type": "default", "rope_theta": 5000.0}
+    expected = save_model(tmp_path / "in", "gpt_oss", **fields, rope_parameters=rope)
+    assert_same_both_ways(tmp_path / "in", expected)
+    assert read_config(tmp_path / "back")["rope_scaling"] == {"rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [YARN, {"rotary_seq_len_interpolation_factor": 2.0}, {"use_rope_scaling": True}],
+    ids=["yarn", "linear", "llama3"],
+)
+def test_partly_rotated_scaled_rope_has_no_family(scaling: dict, tmp_path: Path) -> None:
+    args = LLAMA_ARGS | scaling | {"rotary_percent": 0.5}
+    with pytest.raises(ValueError, match="none of the supported models"):
+        write_huggingface(random_source(args, optimizer=False), tmp_path / "out")
+    unscaled = LLAMA_ARGS | {"rotary_percent": 0.5}
+    write_huggingface(random_source(unscaled, optimizer=False), tmp_path / "out")
+    assert read_config(tmp_path / "out")["model_type"] == "phi3"
+
+
+def test_olmoe_has_no_width_of_heads_of_its_own(tmp_path: Path) -> None:
+    wide = random_source(OLMOE_ARGS | {"kv_channels": 16}, optimizer=False)
+    with pytest.raises(ValueError, match="none of the supported models"):
+        write_huggingface(wide, tmp_path / "out")
+    source = random_source(OLMOE_ARGS, optimizer=False)
+    write_huggingface(source, tmp_path / "out")
+    assert_logits_equal(run_transformers(tmp_path / "out"), compute_logits(source), "olmoe")
+    hf = read_config(tmp_path / "out") | {"head_dim": 16}
+    with pytest.raises(ValueError, match="head_dim = 16 is not supported, only hidden_size /"):
+        find_family(hf).read_config(hf, {})
+
+
+@pytest.mark.parametrize("skip", [1, [0, 0]])
+def test_windows_in_no_layer_are_exported_as_none(skip: Any, tmp_path: Path) -> None:
+    args = LLAMA_ARGS | {"window_size": (3, 0), "window_attn_skip_freq": skip}
+    source = random_source(args, optimizer=False)
+    write_huggingface(source, tmp_path / "out")
+    assert read_config(tmp_path / "out")["model_type"] == "llama"
+    assert_logits_equal(run_transformers(tmp_path / "out"), compute_logits(source), skip)
+
+
+def test_deepseek_v3_export_has_no_prediction_layers(tmp_path: Path) -> None:
+    save_model(tmp_path / "in", "deepseek_v3", **DEEPSEEK)
+    write_huggingface(open_checkpoint(tmp_path / "in"), tmp_path / "out")
+    assert read_config(tmp_path / "out")["num_nextn_predict_layers"] == 0
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").num_mtp_layers == 0
+
+
+def test_kimi_k2_is_read_as_deepseek_v3() -> None:
+    hf = DEEPSEEK | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    assert find_family(hf) is DEEPSEEK_V3
+
+
+def test_dropouts_of_gpt2_are_repeated(tmp_path: Path) -> None:
+    write_huggingface(random_source(GPT_ARGS, optimizer=False), tmp_path / "in")
+    hf = read_config(tmp_path / "in") | {"embd_pdrop": 0.3, "resid_pdrop": 0.2}
+    (tmp_path / "in" / "config.json").write_text(json.dumps(hf))
+    convert(tmp_path / "in", tmp_path / "run", "torch_dist")
+    convert(tmp_path / "run", tmp_path / "out", "hf")
+    found = read_config(tmp_path / "out")
+    assert (found["embd_pdrop"], found["resid_pdrop"]) == (0.3, 0.2)
+    source = open_checkpoint(tmp_path / "run")
+    source.args["hidden_dropout"] = 0.0  # a later run: the fields no longer describe it
+    write_huggingface(source, tmp_path / "later")
+    found = read_config(tmp_path / "later")
+    assert (found["embd_pdrop"], found["resid_pdrop"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("attention", "mlp"), [(True, False), (False, True), (True, True)])
+def test_one_kind_of_bias_comes_back_alone(attention: bool, mlp: bool, tmp_path: Path) -> None:
+    switches = {"attention_bias": attention, "mlp_bias": mlp}
+    expected = save_model(tmp_path / "in", "llama", **SIZES, **switches)
+    convert(tmp_path / "in", tmp_path / "run", "torch_dist")
+    convert(tmp_path / "run", tmp_path / "out", "hf")
+    assert {name: read_config(tmp_path / "out")[name] for name in switches} == switches
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("in", "out"))
+    assert before.keys() == after.keys()
+    assert_logits_equal(run_transformers(tmp_path / "out"), expected, switches)
+
+
+def test_biases_that_were_trained_are_exported(tmp_path: Path) -> None:
+    """Imported without biases in the MLP, trained with them."""
+    save_model(tmp_path / "in", "llama", **SIZES, attention_bias=True, mlp_bias=False)
+    imported = open_checkpoint(tmp_path / "in")
+    trained = random_source(imported.args, optimizer=False)
+    write_huggingface(trained, tmp_path / "out")
+    assert read_config(tmp_path / "out")["mlp_bias"]
+    assert_logits_equal(run_transformers(tmp_path / "out"), compute_logits(trained), "trained")
+
+
+def test_rope_fields_that_are_not_supported_are_named() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    hf = SIZES | {"model_type": "llama"}
+    for extra, message in (
+        ({"attention_factor": 1.2}, r"with \['attention_factor'\] is not supported"),
+        ({"mscale": 0.7}, r"mscale = 0.7 and mscale_all_dim = None"),
+    ):
+        hf["rope_scaling"] = scaling | extra
+        with pytest.raises(ValueError, match=message):
+            find_family(hf).read_config(hf, {})
+
+
+def test_truncate_is_refused_where_transformers_does_not_read_it() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "truncate": False}
+    scaling["original_max_position_embeddings"] = 8
+    hf = SIZES | {"rope_scaling": scaling}
+    assert find_family(hf | {"model_type": "gemma2"}).read_config(hf, {})["rope_type"] == "yarn"
+    with pytest.raises(ValueError, match="rope_scaling.truncate = False is not supported"):
+        find_family(hf | {"model_type": "gemma3_text"}).read_config(hf, {})
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_pattern_of_windows_that_transformers_does_not_read_is_refused(model_type: str) -> None:
+    hf = SIZES | {"model_type": model_type, "sliding_window_pattern": 3, "num_experts_per_tok": 2}
+    hf |= {} if model_type == "gpt_oss" else {"num_experts_per_tok": None}
+    with pytest.raises(ValueError, match="sliding_window_pattern = 3 is not supported, only 2 is"):
+        find_family(hf).read_config(hf, {})
