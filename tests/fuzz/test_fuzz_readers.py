@@ -34,7 +34,7 @@ from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.options import WriteOptions
 from megatron.core.datasets import IndexedDataset, IndexedDatasetBuilder
-from megatron.core.datasets.indices import load_or_build
+from megatron.core.datasets.index_cache import load_or_build
 from tests import ROOT
 from tests.fuzz.mutations import (
     damage,

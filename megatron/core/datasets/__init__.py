@@ -1,15 +1,17 @@
-"""Token files, samples cut from them, blends of them: `build_datasets(config, num_samples, eod,
-vocab_size)`.
-"""
+"""Token files, samples cut from them, and blends; see `build_datasets`."""
 
-from megatron.core.datasets.builder import BlendedDataset, MockGPTDataset, build_datasets
+from megatron.core.datasets.blend import BlendedDataset
+from megatron.core.datasets.builder import build_datasets
 from megatron.core.datasets.config import GPTDatasetConfig
-from megatron.core.datasets.gpt_dataset import Dataset, FillInTheMiddle, GPTDataset, Sample
+from megatron.core.datasets.fill_in_the_middle import FillInTheMiddle
+from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
     token_dtype,
 )
+from megatron.core.datasets.mock import MockGPTDataset
+from megatron.core.datasets.sample import Dataset, Sample
 
 __all__ = [
     "BlendedDataset",

@@ -1,12 +1,18 @@
-"""Token sequences on disk: `<prefix>.bin` holds the tokens, `<prefix>.idx` where each sequence and
-document lies.
+"""Token sequences on disk: `<prefix>.bin` contains the tokens, `<prefix>.idx` their index.
 
-.bin  tokens back to back, little endian .idx  9 bytes magic `MMIDIDX\\0\\0`, uint64 version = 1,
-uint8 dtype code, uint64 N sequences, uint64 D = documents + 1,
-      int32[N] sequence lengths, int64[N] byte offsets of the sequences, int64[D] first sequence of each document and N
+The format is Megatron-LM's, byte for byte; all numbers are little-endian::
 
-The format is Megatron-LM's, byte for byte. A dataset exists when its .idx exists: the builder
-writes it last.
+    .bin  tokens of all sequences, without gaps
+    .idx  9 bytes    magic `MMIDIDX\\0\\0`
+          uint64     version = 1
+          uint8      dtype code
+          uint64     N, number of sequences
+          uint64     D, number of documents + 1
+          int32[N]   sequence lengths in tokens
+          int64[N]   byte offsets of the sequences
+          int64[D]   first sequence of each document, then N
+
+A dataset exists when its .idx exists, because the builder writes it last.
 """
 
 from __future__ import annotations
@@ -30,30 +36,32 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 
 DTYPES: dict[int, np.dtype] = {
-    code: np.dtype(dtype).newbyteorder("<")
-    for code, dtype in {
-        1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16,
-    }.items()
-}  # fmt: skip
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's limit, a little below 2**16
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest type that Megatron-LM uses for a vocabulary: uint16 below 65500 tokens, else
-    int32.
-    """
+    """Return Megatron-LM's token type for a vocabulary: uint16 below 65500 tokens, else int32."""
     return np.dtype(np.uint16 if vocab_size < UINT16_VOCAB_LIMIT else np.int32)
 
 
 class IndexedDataset:
-    """Sequence i is `lengths[i]` tokens at byte `offsets[i]` of the .bin; nothing is read before it
-    is asked for.
+    """Read access to the sequences of a dataset.
 
-    With `use_mmap` the .bin is mapped (ranks of a node share the page cache), without it every read
-    is a `pread` (network file systems that map badly). Both files are checked against each other
-    when they are opened.
+    Sequence i has `lengths[i]` tokens at byte `offsets[i]` of the .bin. With `use_mmap` the .bin is
+    mapped, so that the ranks of a node share the page cache. Otherwise each read is a `pread`, for
+    network file systems with slow mappings. Opening a dataset checks its two files against each
+    other.
     """
 
     def __init__(self, prefix: str | os.PathLike, use_mmap: bool = True) -> None:
@@ -61,7 +69,8 @@ class IndexedDataset:
         self.use_mmap = use_mmap
         self.dtype, self.lengths, self.offsets, self.documents = _read_index(self.prefix)
         _check_tokens_file(self.prefix, self.dtype, self.lengths, self.offsets)
-        self._file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115 (lives as long as the dataset)
+        # The file is open as long as the dataset exists.
+        self._file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115
         self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if use_mmap else None
 
     def __len__(self) -> int:
@@ -71,7 +80,10 @@ class IndexedDataset:
         return self.read(sequence)
 
     def read(self, sequence: int, start: int = 0, count: int | None = None) -> np.ndarray:
-        """`count` tokens of a sequence from token `start` on (default: to its end), read-only, in the file's dtype."""
+        """Return `count` tokens of a sequence from token `start` on, by default up to its end.
+
+        The array is read-only, in the dtype of the file.
+        """
         if not 0 <= sequence < len(self.lengths):
             raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self.lengths)}")
         length = int(self.lengths[sequence])
@@ -83,7 +95,7 @@ class IndexedDataset:
         return np.frombuffer(self._pread(count * self.dtype.itemsize, offset), self.dtype)
 
     def _pread(self, num_bytes: int, offset: int) -> bytes:
-        """Exactly `num_bytes`: one `pread` may return less than was asked for."""
+        """Read exactly `num_bytes`; a single `pread` may return fewer."""
         data = os.pread(self._file.fileno(), num_bytes, offset)
         while len(data) < num_bytes:
             more = os.pread(self._file.fileno(), num_bytes - len(data), offset + len(data))
@@ -95,21 +107,25 @@ class IndexedDataset:
         return data
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.prefix, self.use_mmap)  # another process opens the files itself
+        return type(self), (self.prefix, self.use_mmap)  # other processes open the files themselves
 
 
 def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """(dtype, lengths, offsets, documents) mapped from `<prefix>.idx`."""
+    """Return (dtype, lengths, offsets, documents), mapped from `<prefix>.idx`.
+
+    Raises ValueError for missing, truncated or damaged files.
+    """
     path = f"{prefix}.idx"
     for needed in (path, f"{prefix}.bin"):
         if not os.path.isfile(needed):
             raise ValueError(
-                f"no dataset at {prefix!r}: {needed} does not exist. {_prefix_hint(prefix)}"
+                f"no dataset at {prefix!r}: {needed} does not exist. {_explain_prefix(prefix)}"
             )
     size = os.path.getsize(path)
     if size < HEADER.size:
         raise ValueError(
-            f"{path} has {size} bytes, less than the {HEADER.size} of an index header: it is empty or cut"
+            f"{path} has {size} bytes, less than the {HEADER.size} of an index header: it is empty "
+            "or truncated"
         )
     buffer = np.memmap(path, np.uint8, "r")
     magic, version, code, num_sequences, num_documents = HEADER.unpack(
@@ -126,8 +142,9 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
     expected = HEADER.size + 12 * num_sequences + 8 * num_documents
     if size != expected:
         raise ValueError(
-            f"{path} has {size} bytes, but its header announces {num_sequences} sequences and {num_documents} document "
-            f"boundaries, which take {expected}: it is cut or damaged, write it again with tools/preprocess_data.py"
+            f"{path} has {size} bytes, but its header announces {num_sequences} sequences and "
+            f"{num_documents} document boundaries, which take {expected}: it is truncated or "
+            "damaged, write it again with tools/preprocess_data.py"
         )
     if num_sequences == 0:
         raise ValueError(f"{path} holds no sequences: the dataset is empty")
@@ -137,17 +154,16 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
     documents = np.frombuffer(buffer, "<i8", num_documents, HEADER.size + 12 * num_sequences)
     if num_documents < 2 or documents[0] != 0 or documents[-1] != num_sequences:
         raise ValueError(
-            f"{path}: its document boundaries do not run from 0 to {num_sequences}: it is damaged"
+            f"{path}: its document boundaries do not range from 0 to {num_sequences}: it is damaged"
         )
     _check_offsets(path, lengths, offsets, DTYPES[code].itemsize)
     return DTYPES[code], lengths, offsets, documents
 
 
 def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize: int) -> None:
-    """Sequences lie back to back from byte 0."""
-    # in blocks: an index can have 10^9 entries
+    """Raise ValueError unless the sequences follow each other without gaps, from byte 0 on."""
     end = 0
-    block = 1 << 20
+    block = 1 << 20  # bounds memory: an index can have 10^9 entries
     for first in range(0, len(lengths), block):
         sizes = lengths[first : first + block].astype(np.int64) * itemsize
         expected = end + np.cumsum(sizes) - sizes
@@ -155,8 +171,8 @@ def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize
         if wrong.any():
             i = first + int(np.argmax(wrong))
             raise ValueError(
-                f"{path} is damaged: sequence {i} has {lengths[i]} tokens from byte {offsets[i]} on, but the one "
-                f"before ends at byte {expected[i - first]}"
+                f"{path} is damaged: sequence {i} has {lengths[i]} tokens from byte {offsets[i]} "
+                f"on, but the one before ends at byte {expected[i - first]}"
             )
         end = int(expected[-1] + sizes[-1])
 
@@ -164,8 +180,9 @@ def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize
 def _check_tokens_file(
     prefix: str, dtype: np.dtype, lengths: np.ndarray, offsets: np.ndarray
 ) -> None:
-    """The .bin ends where the last sequence ends: anything else is a cut file or the index of
-    another one.
+    """Raise ValueError unless the .bin ends where the last sequence ends.
+
+    Otherwise the .bin is truncated, or the .idx belongs to another dataset.
     """
     size = os.path.getsize(f"{prefix}.bin")
     expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize
@@ -173,45 +190,46 @@ def _check_tokens_file(
         return
     num_tokens = int(lengths.sum(dtype=np.int64))
     message = (
-        f"{prefix}.bin has {size} bytes, but {prefix}.idx describes {num_tokens} tokens in {len(lengths)} sequences of "
-        f"{dtype.name}, which end at byte {expected}"
+        f"{prefix}.bin has {size} bytes, but {prefix}.idx describes {num_tokens} tokens in "
+        f"{len(lengths)} sequences of {dtype.name}, which end at byte {expected}"
     )
-    other = [
-        known.name
-        for known in DTYPES.values()
-        if known.kind in "iu" and known.itemsize * num_tokens == size
-    ]
     if size == 0:
         raise ValueError(
             f"{message}: the .bin is empty, write it again with tools/preprocess_data.py"
         )
-    if other:
+    fitting = []
+    for known in DTYPES.values():
+        if known.kind in "iu" and known.itemsize * num_tokens == size:
+            fitting.append(known.name)
+    if fitting:
         raise ValueError(
-            f"{message}: the .bin looks like {' or '.join(other)} tokens, so the .idx is of another dataset"
+            f"{message}: the .bin appears to have {' or '.join(fitting)} tokens, so the .idx "
+            "belongs to another dataset"
         )
-    reason = "is cut" if size < expected else "does not belong to this .idx"
+    reason = "is truncated" if size < expected else "does not belong to this .idx"
     raise ValueError(
         f"{message}: the .bin {reason}, write both again with tools/preprocess_data.py"
     )
 
 
-def _prefix_hint(prefix: str) -> str:
+def _explain_prefix(prefix: str) -> str:
+    """Return a hint at the probable mistake in a data path."""
     if prefix.endswith((".bin", ".idx")):
         return f"A data path is the common prefix of both files: pass {prefix[:-4]!r}"
     with contextlib.suppress(ValueError):
         float(prefix)
-        return "It looks like a weight: every weight of a blend must be followed by a path"
+        return "It looks like a weight: each weight of a blend must be followed by a path"
     return (
         "A data path is the common prefix of a .bin and an .idx that tools/preprocess_data.py wrote"
     )
 
 
 class IndexedDatasetBuilder:
-    """Writes `<prefix>.bin` and `<prefix>.idx`; neither name exists before `commit`: a cut run
-    leaves no dataset.
+    """Writes `<prefix>.bin` and `<prefix>.idx`.
 
-    Sequence: add(...) any number of times, then commit(). As a context manager it discards its
-    files unless committed.
+    Call `add` any number of times, then `commit`; as a context manager it commits at the end, or
+    discards its files after an exception. Neither file has its name before `commit`, so an
+    interrupted run leaves no dataset.
     """
 
     def __init__(self, prefix: str | os.PathLike, dtype: DTypeLike) -> None:
@@ -219,14 +237,16 @@ class IndexedDatasetBuilder:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in DTYPE_CODES:
             raise ValueError(
-                f"tokens cannot be stored as {self.dtype.name}; choose from {sorted(map(str, DTYPE_CODES))}"
+                f"tokens cannot be stored as {self.dtype.name}; choose from "
+                f"{sorted(map(str, DTYPE_CODES))}"
             )
         self.num_tokens = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
         self._temporary = {name: temporary_name(f"{self.prefix}.{name}") for name in ("bin", "idx")}
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._temporary["bin"], "wb")  # noqa: SIM115 (closed by commit or discard)
+        # Closed by commit or discard.
+        self._file = open(self._temporary["bin"], "wb")  # noqa: SIM115
 
     @property
     def num_sequences(self) -> int:
@@ -242,8 +262,9 @@ class IndexedDatasetBuilder:
         lengths: Sequence[int] | None = None,
         documents: Sequence[int] | None = None,
     ) -> None:
-        """Append sequences of `lengths` tokens (default: one) in documents of `documents` sequences
-        (default: one).
+        """Append `tokens`, by default as one sequence in one document.
+
+        `lengths` are the tokens of each sequence, `documents` the sequences of each document.
         """
         stored = self._to_dtype(np.asarray(tokens))
         lengths = [len(stored)] if lengths is None else lengths
@@ -262,16 +283,15 @@ class IndexedDatasetBuilder:
             low = tokens.min()
             high = tokens.max()
             if low < limits.min or high > limits.max:
+                token = low if low < limits.min else high
                 raise ValueError(
-                    f"token {low if low < limits.min else high} does not fit the {self.dtype.name} tokens of "
-                    f"{self.prefix}.bin ({limits.min}..{limits.max}): the tokenizer's vocab_size is too small"
+                    f"token {token} does not fit the {self.dtype.name} tokens of {self.prefix}.bin "
+                    f"({limits.min}..{limits.max}): the tokenizer's vocab_size is too small"
                 )
         return tokens.astype(self.dtype)
 
     def commit(self) -> None:
-        """Both files durable, then .bin renamed, then .idx: whoever sees the .idx sees a whole
-        dataset.
-        """
+        """Give both files their names, the .idx last, so that a visible .idx is a whole dataset."""
         self._file.close()
         with open(self._temporary["idx"], "wb") as file:
             lengths = np.asarray(self._lengths, dtype="<i4")
@@ -285,18 +305,17 @@ class IndexedDatasetBuilder:
             )
             for values in (lengths, offsets, np.asarray(self._documents, dtype="<i8")):
                 file.write(values.tobytes())
-        # Durable before named: after a power cut a name must not stand for missing bytes.
+        # Flush before renaming: after a power failure a named file must be complete.
         for temporary in self._temporary.values():
             fsync_file(temporary)
-        Path(f"{self.prefix}.idx").unlink(
-            missing_ok=True
-        )  # an old index must never stand beside the new tokens
+        # An old index must never exist next to new tokens.
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
         for name in ("bin", "idx"):
             os.replace(self._temporary[name], f"{self.prefix}.{name}")
         fsync_directory(Path(self.prefix).parent)
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the temporary files."""
         self._file.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)

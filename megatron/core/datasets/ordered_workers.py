@@ -1,10 +1,9 @@
-"""A function over a stream of items in other processes: results in order, and a killed process is
-noticed.
+"""Ordered parallel map over a stream of items in worker processes, robust against killed workers.
 
-torch's DataLoader does the work: it has a queue of items for each worker, puts the results in
+Based on torch's DataLoader, which has a queue of items for each worker, returns the results in
 order, and raises RuntimeError on the SIGCHLD of a worker that dies, even in the middle of a result.
-(ProcessPoolExecutor would wait for the rest of that result forever.) What is added here is how
-workers end.
+(ProcessPoolExecutor would wait for the rest of that result forever.) This module adds an orderly
+end of the workers.
 """
 
 from __future__ import annotations
@@ -28,18 +27,16 @@ from torch.utils.data import DataLoader
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-WORKER_SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGUSR1,
-)  # meant for the main process, but sent to all
+# Signals for the main process that launchers send to all processes.
+WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class OrderedWorkers(Generic[Item, Result]):
-    """`(item, function(item))` in the order of `items`, computed by `num_workers` processes; 0: by this one.
+    """Iterator over `(item, function(item))` in the order of `items`.
 
-    Workers have at most `ahead` items each. They start with the first result and end with `close`,
-    with the iterator, or with this process. Raises the ValueErrors of `function` in their place in
+    `num_workers` processes compute the results; 0 means this process. Each worker has at most
+    `ahead` items in its queue. Workers start with the first result and end with `close`, with the
+    iterator, or with this process. Iteration raises a ValueError of `function` at its position in
     the order, and RuntimeError if a worker was killed.
     """
 
@@ -54,11 +51,10 @@ class OrderedWorkers(Generic[Item, Result]):
         self._items = items
         self._num_workers = num_workers
         self._ahead = ahead
-        self._taken: deque[Item] = deque()  # items whose results have not been asked for
+        self._pending: deque[Item] = deque()  # items whose results have not been returned
         self._stop: Event = multiprocessing.Event()
-        self._results: Any = None  # the iterator of a DataLoader, from the first result on
-        # The interpreter terminates worker processes when it ends: they must know beforehand that
-        # this is intended.
+        self._results: Any = None  # iterator of a DataLoader; created for the first result
+        # The interpreter terminates worker processes on exit; this tells them that it is intended.
         atexit.register(weakref.finalize(self, self._stop.set))
 
     def __iter__(self) -> Iterator[tuple[Item, Result]]:
@@ -76,31 +72,30 @@ class OrderedWorkers(Generic[Item, Result]):
         except BaseException:
             self.close()
             raise
-        return self._taken.popleft(), result
+        return self._pending.popleft(), result
 
     def close(self) -> None:
         """End the worker processes."""
         self._stop.set()
         if self._results is not None and self._num_workers > 0:
-            # Not left to the garbage collector, under which torch waits five seconds for each
-            # worker.
+            # During garbage collection torch would wait five seconds for each worker.
             self._results._shutdown_workers()
         self._results = None
 
     def _start(self) -> Any:
         loader: DataLoader[Any] = DataLoader(
-            _ErrorsAsResults(self._function),  # type: ignore[arg-type]  # has __getitem__, which is all that is used
+            # A DataLoader uses only `__getitem__` of its dataset.
+            _ReturnErrors(self._function),  # type: ignore[arg-type]
             batch_size=None,
-            sampler=_noted(self._items, self._taken),  # type: ignore[arg-type]
+            sampler=_record(self._items, self._pending),  # type: ignore[arg-type]
             num_workers=self._num_workers,
             prefetch_factor=self._ahead if self._num_workers else None,
-            collate_fn=_as_it_is,
+            collate_fn=_keep_result,
             worker_init_fn=functools.partial(_ignore_signals_until, self._stop, os.getpid()),
-            # it draws a seed, which must not come from training's generator
+            # The loader draws a seed, which must not advance the generator of training.
             generator=torch.Generator(),
         )
-        # Signals that come while workers start wait until `_ignore_signals_until` has set their
-        # handlers.
+        # Block signals while workers start, until `_ignore_signals_until` has set their handlers.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
         try:
             return iter(loader)
@@ -108,9 +103,10 @@ class OrderedWorkers(Generic[Item, Result]):
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-class _ErrorsAsResults:
-    """A function that returns its ValueErrors: raised in a worker, they would arrive wrapped in its
-    traceback.
+class _ReturnErrors:
+    """Wraps a function to return its ValueErrors instead of raising them.
+
+    Raised in a worker, they would arrive with the worker's traceback in their message.
     """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
@@ -123,26 +119,30 @@ class _ErrorsAsResults:
             return error
 
 
-def _noted(items: Iterable[Item], taken: deque[Item]) -> Iterator[Item]:
+def _record(items: Iterable[Item], pending: deque[Item]) -> Iterator[Item]:
+    """Yield the items, and append each one to `pending`."""
     for item in items:
-        taken.append(item)
+        pending.append(item)
         yield item
 
 
-def _as_it_is(result: Result) -> Result:
-    """In place of torch's conversion to tensors, which travel through /dev/shm: containers keep
-    that small.
+def _keep_result(result: Result) -> Result:
+    """Return the result unchanged.
+
+    The default conversion to tensors would use /dev/shm, which is small in containers.
     """
     return result
 
 
 def _ignore_signals_until(stop: Event, parent: int, worker: int) -> None:
-    """Launchers signal whole process groups, but a run that saves and exits on a signal still needs
-    its data: workers end when the main process closes them, or is gone.
+    """Install signal handlers in a worker that ignore signals until `stop` is set.
 
-    torch's worker loop ends then, too, but its process waits until its last results have been read,
-    and workers that were started later hold the pipe open: with large results, all of them would
-    stay forever.
+    Launchers signal whole process groups, but a run that saves and exits on a signal still needs
+    its data: workers end when the main process closes them or has ended.
+
+    torch's own watchdog is not sufficient: its process waits until its last results have been read,
+    and workers that were started later keep the pipe open, so that with large results all of them
+    would stay forever.
     """
 
     def end_with_parent() -> None:

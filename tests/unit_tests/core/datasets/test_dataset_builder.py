@@ -14,7 +14,7 @@ from megatron.core.datasets import (
     IndexedDatasetBuilder,
     build_datasets,
 )
-from megatron.core.datasets.config import Blend, parse_blend, parse_split, sequence_range
+from megatron.core.datasets.config import Blend, compute_sequence_range, parse_blend, parse_split
 
 EOD = 0
 VOCAB_SIZE = 100
@@ -51,13 +51,13 @@ def test_parse_blend():
     ("values", "message"),
     [
         ([], "--data-path is empty"),
-        (["1", "a", "b", "c"], "--data-path: 'b' stands where a weight is expected in '1 a b c'"),
+        (["1", "a", "b", "c"], "--data-path: 'b' in '1 a b c' must be a weight"),
         (["1", "a", "0", "b"], "weight 0 of '1 a 0 b' must be positive"),
         (["1", "a", "-2", "b"], "weight -2"),
         (["nan", "a"], "weight nan"),
     ],
 )
-def test_malformed_blends(values, message):
+def test_malformed_blends_are_rejected(values, message):
     with pytest.raises(ValueError, match=message):
         parse_blend(values, "--data-path")
 
@@ -71,15 +71,15 @@ def test_parse_split():
             parse_split(text)
 
 
-def test_splits_partition_the_sequences():
+def test_split_intervals_partition_the_sequences():
     for num_sequences in (1, 2, 10, 999, 12345):
         intervals = parse_split("969,30,1")
-        ranges = [sequence_range(interval, num_sequences) for interval in intervals]
+        ranges = [compute_sequence_range(interval, num_sequences) for interval in intervals]
         assert ranges[0][0] == 0 and ranges[2][1] == num_sequences
         assert ranges[0][1] == ranges[1][0] and ranges[1][1] == ranges[2][0]
 
 
-def test_one_data_set_divided(data):
+def test_one_dataset_is_divided_by_split(data):
     train, valid, test = build(data_path=["a"], split="80,20,0")
     assert isinstance(train, GPTDataset) and len(train) >= 100 and len(valid) >= 10 and test is None
     assert set(train.document_index.tolist()) == set(range(40))
@@ -91,7 +91,7 @@ def test_default_split(data):
     assert (train.plan.last_sequence, valid.plan.last_sequence) == (48, 50) and test is None
 
 
-def test_data_of_their_own_per_split(data, tmp_path):
+def test_separate_data_per_split(data, tmp_path):
     options = {"train_data_path": ["a"], "valid_data_path": ["1", "b", "1", "c"]}
     train, valid, test = build(**options)
     assert source_counts(train, 100) == [100, 0, 0]
@@ -114,7 +114,7 @@ def test_data_args_path(data, tmp_path):
     )
 
 
-def test_shares_of_a_blend_hold_at_every_length(data):
+def test_blend_shares_hold_at_any_length(data):
     train, _, _ = build((400, 0, 0), data_path=["50", "a", "30", "b", "20", "c"], split="1")
     assert isinstance(train, BlendedDataset)
     for size in (10, 37, 100, 400):
@@ -122,7 +122,7 @@ def test_shares_of_a_blend_hold_at_every_length(data):
         np.testing.assert_allclose(shares, [0.5, 0.3, 0.2], atol=1.01 / size)
 
 
-def test_members_without_weights_are_read_once(data):
+def test_blend_without_weights_is_read_once(data):
     train, _, _ = build((None, 0, 0), data_path=["a", "b", "c"], split="1")
     lengths = [len(member) for member in train.members]
     assert len(train) == sum(lengths) and source_counts(train, len(train)) == lengths
@@ -132,12 +132,12 @@ def test_members_without_weights_are_read_once(data):
     np.testing.assert_array_equal(everything.dataset_index, train.dataset_index)
     with pytest.raises(
         ValueError,
-        match=r"201 samples are wanted of a blend without weights, .* holds 197 \(124 \+",
+        match=r"201 samples are requested of a blend without weights, .* holds 197 \(124 \+",
     ):
         build((201, 0, 0), data_path=["a", "b", "c"], split="1")
 
 
-def test_threads_change_nothing(data):
+def test_number_of_threads_does_not_change_samples(data):
     options = {"data_path": ["5", "a", "3", "b", "2", "c"], "split": "8,1,1"}
     alone = build(**options, data_cache_path="one")
     together = build(**options, data_cache_path="two", num_dataset_builder_threads=4)
@@ -147,7 +147,7 @@ def test_threads_change_nothing(data):
             np.testing.assert_array_equal(dataset[i]["tokens"], other[i]["tokens"])
 
 
-def test_a_blend_fingerprint_covers_members_weights_and_size(data):
+def test_blend_fingerprint_covers_members_weights_and_size(data):
     prints = [
         build((num_samples, 0, 0), data_path=path, split="1", seed=seed)[0].fingerprint
         for num_samples, path, seed in [
@@ -161,7 +161,7 @@ def test_a_blend_fingerprint_covers_members_weights_and_size(data):
     assert len(set(prints)) == 5
 
 
-def test_members_too_small_for_their_weights(data):
+def test_member_too_small_for_its_weight_is_an_error(data):
     with pytest.raises(ValueError, match="raise --mid-level-dataset-surplus"):
         BlendedDataset(
             build((10, 0, 0), data_path=["a", "b"], split="1")[0].members, [0.1, 0.9], 1000, None
@@ -172,18 +172,21 @@ def test_members_too_small_for_their_weights(data):
     ("options", "message"),
     [
         ({}, "no data: give --data-path"),
-        ({"data_path": ["a"], "mock_data": True}, "--mock-data and --data-path exclude each other"),
+        (
+            {"data_path": ["a"], "mock_data": True},
+            "--mock-data and --data-path are mutually exclusive",
+        ),
         (
             {"data_path": ["a"], "train_data_path": ["b"]},
-            "--data-path and --train-data-path exclude each other",
+            "--data-path and --train-data-path are mutually exclusive",
         ),
         (
             {"data_path": ["a"], "data_args_path": "f"},
-            "--data-path and --data-args-path exclude each other",
+            "--data-path and --data-args-path are mutually exclusive",
         ),
         (
             {"train_data_path": ["a"], "split": "9,1"},
-            "--split 9,1 divides --data-path; --train-data-path already",
+            "--split 9,1 requires --data-path; --train-data-path already",
         ),
         ({"data_path": ["a"], "seq_length": 0}, "--seq-length must be given"),
         ({"data_path": ["a"], "seed": -1}, "--seed must be at least 0, got -1"),
@@ -207,7 +210,7 @@ def test_members_too_small_for_their_weights(data):
                 "reset_attention_mask": True,
                 "create_attention_mask_in_dataloader": False,
             },
-            "--reset-attention-mask is carried out by",
+            "--reset-attention-mask and --no-create-attention-mask-in-dataloader are mutually",
         ),
         ({"data_path": ["none"]}, "none.idx does not exist"),
         ({"data_path": ["a", "30", "b"]}, "30.idx does not exist. It looks like a weight"),
@@ -222,12 +225,12 @@ def test_members_too_small_for_their_weights(data):
         ),
     ],
 )
-def test_bad_options(data, options, message):
+def test_invalid_options_are_rejected(data, options, message):
     with pytest.raises(ValueError, match=message):
         build(**options)
 
 
-def test_malformed_per_split_file(data, tmp_path):
+def test_malformed_per_split_file_is_rejected(data, tmp_path):
     for text, message in [
         ("[1", "not JSON"),
         ('{"training": ["a"]}', "expected"),
@@ -238,6 +241,6 @@ def test_malformed_per_split_file(data, tmp_path):
             build(per_split_data_args_path="paths.json")
 
 
-def test_weights_need_a_number_of_samples(data):
+def test_weighted_blend_requires_a_number_of_samples(data):
     with pytest.raises(ValueError, match="blend with weights, which has no end"):
         build((None, 0, 0), data_path=["1", "a", "1", "b"], split="1")

@@ -11,14 +11,15 @@ from megatron.core.datasets import (
     IndexedDataset,
     IndexedDatasetBuilder,
 )
-from megatron.core.datasets.gpt_dataset import finish_sample, plan_epochs
+from megatron.core.datasets.gpt_index import plan_epochs
+from megatron.core.datasets.sample import finish_sample
 
 EOD = 99
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    """60 documents of 1 to 80 tokens, each closed by EOD."""
+    """60 documents of 1 to 80 tokens, each terminated by EOD."""
     random = np.random.RandomState(0)
     with IndexedDatasetBuilder(tmp_path / "corpus", np.uint16) as builder:
         for length in random.randint(1, 80, size=60):
@@ -26,12 +27,12 @@ def corpus(tmp_path):
     return tmp_path / "corpus"
 
 
-def config_for(corpus, **options):
+def make_config(corpus, **options):
     return GPTDatasetConfig(**({"seq_length": 32, "data_path": [str(corpus)]} | options))
 
 
 def dataset_for(corpus, num_samples, sequences=(0, 60), split="train", vocab_size=100, **options):
-    config = config_for(corpus, **options)
+    config = make_config(corpus, **options)
     indexed = IndexedDataset(corpus, config.mmap_bin_files)
     return GPTDataset(indexed, sequences, split, num_samples, config, EOD, vocab_size)
 
@@ -39,7 +40,7 @@ def dataset_for(corpus, num_samples, sequences=(0, 60), split="train", vocab_siz
 @pytest.mark.parametrize("mmap_bin_files", [True, False])
 @pytest.mark.parametrize("num_samples", [None, 10, 170, 200])
 @pytest.mark.parametrize("extra", [True, False])
-def test_samples_are_cuts_of_the_shuffled_documents(corpus, num_samples, extra, mmap_bin_files):
+def test_samples_are_cut_from_the_shuffled_documents(corpus, num_samples, extra, mmap_bin_files):
     dataset = dataset_for(
         corpus,
         num_samples,
@@ -70,7 +71,7 @@ def test_samples_are_cuts_of_the_shuffled_documents(corpus, num_samples, extra, 
         )
 
 
-def test_all_tokens_of_a_validation_split_can_be_kept(corpus):
+def test_partial_validation_sample_can_be_kept(corpus):
     dataset = dataset_for(corpus, None, split="valid", drop_last_partial_validation_sequence=False)
     labelled = sum(int(dataset[i]["loss_mask"].sum()) for i in range(len(dataset)))
     assert (
@@ -83,7 +84,7 @@ def test_all_tokens_of_a_validation_split_can_be_kept(corpus):
     assert padded["labels"][rest:].tolist() == [0] * (32 - rest)
 
 
-def test_epochs_are_the_fewest_that_suffice():
+def test_number_of_epochs_is_minimal():
     for tokens in (1, 7, 64, 1000):
         for wanted in (1, 5, 63, 400):
             for extra in (0, 1):
@@ -92,7 +93,7 @@ def test_epochs_are_the_fewest_that_suffice():
                 assert epochs == 1 or ((epochs - 1) * tokens - extra) // 16 < wanted
 
 
-def test_first_epochs_come_first_when_little_of_the_last_is_wanted(corpus):
+def test_small_last_epoch_is_shuffled_separately(corpus):
     tokens = int(IndexedDataset(corpus).lengths.sum())
     per_epoch = (tokens - 1) // 32
     dataset = dataset_for(corpus, per_epoch + 3)
@@ -102,10 +103,10 @@ def test_first_epochs_come_first_when_little_of_the_last_is_wanted(corpus):
     assert shared.plan.num_epochs == 2 and not shared.plan.separate_last_epoch
 
 
-def test_masks_of_documents(corpus):
+def test_document_masks_and_positions(corpus):
     tokens = [5, 6, EOD, 7, 8, 9, EOD, EOD, 1]
     text = np.array(tokens + [2])
-    config = config_for(
+    config = make_config(
         corpus, seq_length=9, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
     )
     sample = finish_sample(text, config, EOD)
@@ -113,7 +114,7 @@ def test_masks_of_documents(corpus):
     assert sample["position_ids"].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 0]
     assert sample["loss_mask"].tolist() == [1, 1, 0, 1, 1, 1, 0, 0, 1]
     assert sample["documents"].tolist() == [0, 0, 0, 1, 1, 1, 1, 2, 3]
-    plain = finish_sample(text, config_for(corpus, seq_length=9), EOD)
+    plain = finish_sample(text, make_config(corpus, seq_length=9), EOD)
     assert "documents" not in plain
     assert (
         plain["position_ids"].tolist() == list(range(9))
@@ -121,7 +122,7 @@ def test_masks_of_documents(corpus):
     )
 
 
-def test_tokens_beyond_the_vocabulary_are_an_error(corpus):
+def test_token_outside_the_vocabulary_is_an_error(corpus):
     dataset = dataset_for(corpus, 5, vocab_size=99)
     with pytest.raises(
         ValueError, match="corpus.bin holds token 99, but the tokenizer has 99 tokens"
@@ -130,7 +131,7 @@ def test_tokens_beyond_the_vocabulary_are_an_error(corpus):
             dataset[i]
 
 
-def test_a_split_without_tokens_is_an_error(corpus):
+def test_split_without_tokens_is_an_error(corpus):
     with pytest.raises(
         ValueError,
         match=r"valid split of .*corpus \(sequences 60 to 60 of 60\) holds no tokens, but 3 ",
@@ -140,7 +141,7 @@ def test_a_split_without_tokens_is_an_error(corpus):
         dataset_for(corpus, None, seq_length=100000)
 
 
-def test_few_tokens_are_repeated(corpus):
+def test_small_corpus_is_repeated(corpus):
     dataset = dataset_for(corpus, 4, (0, 1), seq_length=128)
     length = int(dataset.indexed.lengths[0])
     assert dataset.plan.num_epochs == -(-(4 * 128 + 1) // length)
@@ -150,7 +151,7 @@ def test_few_tokens_are_repeated(corpus):
     )
 
 
-def test_fingerprint_stands_for_the_order_of_samples(corpus):
+def test_fingerprint_identifies_the_order_of_samples(corpus):
     base = dataset_for(corpus, 10).fingerprint
     assert (
         base == dataset_for(corpus, 20).fingerprint

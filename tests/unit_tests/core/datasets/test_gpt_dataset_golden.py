@@ -1,4 +1,4 @@
-"""Every index and sample that Megatron-LM wrote is reproduced: values, types, order."""
+"""Indices and samples written by Megatron-LM are reproduced: values, types, order."""
 
 import hashlib
 import json
@@ -86,12 +86,12 @@ def check_samples(dataset, expected, path):
             assert dataset.dataset_index[i] == first["dataset_id"][i]
 
 
-def test_there_are_cases():
+def test_golden_cases_exist():
     assert len(CASES) == 11
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_megatrons_indices_and_samples(name, tmp_path, monkeypatch):
+def test_indices_and_samples_equal_megatron_lms(name, tmp_path, monkeypatch):
     directory = GOLDEN / "gpt_index" / name
     case = json.loads((directory / "case.json").read_text())
     for datasets in (
@@ -108,7 +108,7 @@ def test_megatrons_indices_and_samples(name, tmp_path, monkeypatch):
             check_samples(dataset, expected, directory / f"{split}_first_samples.npz")
 
 
-def test_the_index_of_the_training_run(tmp_path):
+def test_index_of_a_training_run(tmp_path):
     data = str(GOLDEN / "data" / "pysrc_a_text_document")
     config = GPTDatasetConfig(
         seq_length=64, seed=1234, data_path=[data], split="100,0,0", data_cache_path=str(tmp_path)

@@ -1,4 +1,4 @@
-"""The index cache: shared without waiting, whole or not there, never in the way."""
+"""The index cache: shared without waiting, complete or absent, optional."""
 
 import json
 import logging
@@ -17,10 +17,10 @@ from megatron.core.datasets import (
     IndexedDatasetBuilder,
     build_datasets,
     gpt_dataset,
-    indices,
+    index_cache,
 )
-from megatron.core.datasets.gpt_dataset import build_gpt_index
-from megatron.core.datasets.indices import digest_of_array, load_or_build
+from megatron.core.datasets.gpt_index import build_gpt_index
+from megatron.core.datasets.index_cache import compute_array_digest, load_or_build
 from megatron.training.data.loaders import one_rank_per_node_first
 
 NAMES = ["document_index.npy", "index.json", "sample_index.npy", "shuffle_index.npy"]
@@ -34,19 +34,19 @@ def corpus(tmp_path):
     return tmp_path / "corpus"
 
 
-def dataset_for(corpus, cache=None, num_samples=300):
+def make_dataset(corpus, cache=None, num_samples=300):
     config = GPTDatasetConfig(
         seq_length=16, data_path=[str(corpus)], data_cache_path=cache and str(cache)
     )
     return GPTDataset(IndexedDataset(corpus), (0, 200), "train", num_samples, config, 0, 100)
 
 
-def arrays_of(dataset):
+def list_arrays(dataset):
     return [dataset.document_index, dataset.sample_index, dataset.shuffle_index]
 
 
 def assert_equal_indices(dataset, other):
-    for array, expected in zip(arrays_of(dataset), arrays_of(other), strict=True):
+    for array, expected in zip(list_arrays(dataset), list_arrays(other), strict=True):
         assert array.dtype == expected.dtype
         np.testing.assert_array_equal(array, expected)
 
@@ -59,7 +59,7 @@ def is_mapped(array):
 
 @pytest.fixture
 def no_building(monkeypatch):
-    """From here on only the cache can give an index."""
+    """Make building an index fail, so that it must come from the cache."""
 
     def fail(plan, lengths):
         raise AssertionError("built although the cache is complete")
@@ -67,23 +67,23 @@ def no_building(monkeypatch):
     monkeypatch.setattr("megatron.core.datasets.gpt_dataset.build_gpt_index", fail)
 
 
-def test_an_index_is_built_once(corpus, tmp_path, monkeypatch, request):
-    built = dataset_for(corpus, tmp_path / "cache")
+def test_index_is_built_once(corpus, tmp_path, monkeypatch, request):
+    built = make_dataset(corpus, tmp_path / "cache")
     assert sorted(path.name.split("-train-")[1] for path in (tmp_path / "cache").iterdir()) == NAMES
-    assert all(map(is_mapped, arrays_of(built)))
+    assert all(map(is_mapped, list_arrays(built)))
     request.getfixturevalue("no_building")
-    assert_equal_indices(dataset_for(corpus, tmp_path / "cache"), built)
+    assert_equal_indices(make_dataset(corpus, tmp_path / "cache"), built)
     with pytest.raises(AssertionError, match="built although"):
-        dataset_for(corpus, tmp_path / "cache", num_samples=4000)  # more epochs: another index
+        make_dataset(corpus, tmp_path / "cache", num_samples=4000)  # more epochs: another index
 
 
-def test_default_directory_is_beside_the_data(corpus):
-    dataset_for(corpus)
+def test_default_directory_is_next_to_the_data(corpus):
+    make_dataset(corpus)
     assert len(list((corpus.parent / "cache" / "GPTDataset_indices").iterdir())) == 4
 
 
-def test_new_data_under_an_old_name_gets_a_new_index(corpus, tmp_path):
-    dataset_for(corpus, tmp_path / "cache")
+def test_changed_data_of_the_same_name_gets_a_new_index(corpus, tmp_path):
+    make_dataset(corpus, tmp_path / "cache")
     with IndexedDatasetBuilder(corpus, np.uint16) as builder:
         for length in (
             np.random.RandomState(1)
@@ -91,13 +91,13 @@ def test_new_data_under_an_old_name_gets_a_new_index(corpus, tmp_path):
             .tolist()
         ):
             builder.add(np.arange(length))  # the same sizes in another order
-    again = dataset_for(corpus, tmp_path / "cache")
-    assert_equal_indices(again, dataset_for(corpus, tmp_path / "fresh"))
+    again = make_dataset(corpus, tmp_path / "cache")
+    assert_equal_indices(again, make_dataset(corpus, tmp_path / "fresh"))
     assert len(list((tmp_path / "cache").iterdir())) == 8
 
 
 def replace_contents(path: Path, contents: bytes) -> None:
-    """As a reader of the damaged file finds it; processes that have mapped the old one keep it."""
+    """Replace a file; processes that have mapped the old one keep it."""
     path.with_suffix(".new").write_bytes(contents)
     os.replace(path.with_suffix(".new"), path)
 
@@ -111,37 +111,37 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_files_are_built_again(corpus, tmp_path, caplog, name, damage):
-    expected = dataset_for(corpus, tmp_path / "reference")
-    dataset_for(corpus, tmp_path / "cache")
+def test_damaged_files_are_rebuilt(corpus, tmp_path, caplog, name, damage):
+    expected = make_dataset(corpus, tmp_path / "reference")
+    make_dataset(corpus, tmp_path / "cache")
     (path,) = (tmp_path / "cache").glob(f"*{name}")
     replace_contents(path, DAMAGE[damage](path.read_bytes()))
-    assert_equal_indices(dataset_for(corpus, tmp_path / "cache"), expected)
+    assert_equal_indices(make_dataset(corpus, tmp_path / "cache"), expected)
     assert "is damaged" in caplog.text and "building it again" in caplog.text
     caplog.clear()
-    assert_equal_indices(dataset_for(corpus, tmp_path / "cache"), expected)
+    assert_equal_indices(make_dataset(corpus, tmp_path / "cache"), expected)
     assert caplog.text == ""  # repaired
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_incomplete_index_is_completed(corpus, tmp_path, caplog, name):
-    expected = dataset_for(corpus, tmp_path / "cache")
+def test_incomplete_index_is_completed(corpus, tmp_path, caplog, name):
+    expected = make_dataset(corpus, tmp_path / "cache")
     (path,) = (tmp_path / "cache").glob(f"*{name}")
     path.unlink()
-    assert_equal_indices(dataset_for(corpus, tmp_path / "cache"), expected)
+    assert_equal_indices(make_dataset(corpus, tmp_path / "cache"), expected)
     assert path.exists()
 
 
-def test_without_a_writable_directory_the_index_stays_in_memory(corpus, tmp_path, caplog):
-    expected = dataset_for(corpus, tmp_path / "cache")
+def test_index_stays_in_memory_without_writable_directory(corpus, tmp_path, caplog):
+    expected = make_dataset(corpus, tmp_path / "cache")
     (tmp_path / "file").write_text("in the way")
-    dataset = dataset_for(corpus, tmp_path / "file" / "cache")
+    dataset = make_dataset(corpus, tmp_path / "file" / "cache")
     assert_equal_indices(dataset, expected)
-    assert not any(map(is_mapped, arrays_of(dataset)))
+    assert not any(map(is_mapped, list_arrays(dataset)))
     assert "cannot write the index cache" in caplog.text and "Not a directory" in caplog.text
 
 
-def test_a_full_disk_leaves_no_partial_files(tmp_path, caplog, monkeypatch):
+def test_full_disk_leaves_no_partial_files(tmp_path, caplog, monkeypatch):
     def no_space(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -151,8 +151,8 @@ def test_a_full_disk_leaves_no_partial_files(tmp_path, caplog, monkeypatch):
     assert list(tmp_path.iterdir()) == [] and "No space left" in caplog.text
 
 
-def test_the_record_says_what_the_index_is_of(corpus, tmp_path):
-    dataset_for(corpus, tmp_path / "cache")
+def test_record_describes_the_index(corpus, tmp_path):
+    make_dataset(corpus, tmp_path / "cache")
     (path,) = (tmp_path / "cache").glob("*index.json")
     record = json.loads(path.read_text())
     assert record["description"]["seq_length"] == 16 and record["description"]["num_epochs"] == 1
@@ -160,14 +160,14 @@ def test_the_record_says_what_the_index_is_of(corpus, tmp_path):
 
 
 def build_while_others_damage(rank, world_size, corpus, cache):
-    """Every rank opens the same index again and again, rank 0 damages and deletes files in between."""
-    logging.getLogger(indices.__name__).setLevel(logging.ERROR)
-    expected = dataset_for(Path(corpus), Path(cache) / f"own_{rank}")
+    """Open the same index repeatedly on all ranks, while rank 0 damages and deletes files."""
+    logging.getLogger(index_cache.__name__).setLevel(logging.ERROR)
+    expected = make_dataset(Path(corpus), Path(cache) / f"own_{rank}")
     shared = Path(cache) / "shared"
     kept = []
     for turn in range(15):
         dist.barrier()
-        dataset = dataset_for(Path(corpus), shared)
+        dataset = make_dataset(Path(corpus), shared)
         assert_equal_indices(dataset, expected)
         kept.append(dataset)
         if rank == 0:
@@ -178,13 +178,13 @@ def build_while_others_damage(rank, world_size, corpus, cache):
     return True
 
 
-def test_processes_share_a_directory_without_waiting(corpus, tmp_path, pool):
+def test_processes_share_a_directory(corpus, tmp_path, pool):
     assert pool.run(build_while_others_damage, 4, str(corpus), str(tmp_path)) == [True] * 4
     assert not list((tmp_path / "shared").glob("*.tmp*"))
 
 
 def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
-    """What this rank built and hashed of the indices, and the first tokens of its samples."""
+    """Return the indices that this rank built and hashed, and the first tokens of its samples."""
     counts = {"built": 0, "hashed": 0}
 
     def counted(name, function):
@@ -195,7 +195,7 @@ def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
         return call
 
     gpt_dataset.build_gpt_index = counted("built", build_gpt_index)
-    indices.digest_of_array = counted("hashed", digest_of_array)
+    index_cache.compute_array_digest = counted("hashed", compute_array_digest)
     gethostname = socket.gethostname
     socket.gethostname = lambda: hosts[rank]
 
@@ -213,13 +213,13 @@ def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
         datasets = one_rank_per_node_first(build, needs_data[rank])
     finally:
         gpt_dataset.build_gpt_index = build_gpt_index
-        indices.digest_of_array = digest_of_array
+        index_cache.compute_array_digest = compute_array_digest
         socket.gethostname = gethostname
     tokens = None if datasets is None else [int(datasets[0][i]["tokens"][0]) for i in range(50)]
     return counts["built"], counts["hashed"], tokens
 
 
-def test_one_rank_of_a_node_builds_and_verifies(corpus, tmp_path, pool):
+def test_one_rank_per_node_builds_and_verifies(corpus, tmp_path, pool):
     """Ranks 0 and 1 are one node, 2 and 3 another, where rank 2 needs no data."""
     args = (str(corpus), str(tmp_path / "cache"), "aabb", [True, True, False, True])
     first, again = (pool.run(loaded_by_node, 4, *args) for _ in range(2))

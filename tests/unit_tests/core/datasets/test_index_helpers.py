@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.core.datasets import helpers_cpp
-from megatron.core.datasets.indices import build_blend_index, build_sample_index
+from megatron.core.datasets.index_helpers import build_blend_index, build_sample_index
 
 
 def sample_index_by_definition(lengths, documents, seq_length, num_samples, extra):
@@ -25,7 +25,7 @@ def sample_index_by_definition(lengths, documents, seq_length, num_samples, extr
 @pytest.mark.parametrize("extra", [0, 1])
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_sample_index(extra, partial, seed):
+def test_sample_index_matches_definition(extra, partial, seed):
     random = np.random.RandomState(seed)
     lengths = random.randint(1 if partial else 0, 40, size=50).astype(np.int32)
     documents = random.permutation(np.tile(np.arange(10, 45, dtype=np.int32), 3))
@@ -52,7 +52,7 @@ def test_sample_index_counts_tokens_in_64_bits():
     )
 
 
-def test_sample_index_refuses_what_does_not_fit():
+def test_sample_index_rejects_inconsistent_input():
     lengths = np.array([5, 5], dtype=np.int32)
     with pytest.raises(IndexError, match="documents end in sample 2 of 9"):
         build_sample_index(lengths, np.array([0, 1], dtype=np.int32), 4, 9, 1)
@@ -78,7 +78,7 @@ def blend_by_definition(weights, size, limits):
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 8, 9, 30])
 @pytest.mark.parametrize("limited", [False, True])
-def test_blend_index(num_members, limited):
+def test_blend_index_matches_definition(num_members, limited):
     random = np.random.RandomState(num_members)
     weights = random.dirichlet(np.ones(num_members))
     if num_members == 8:
@@ -96,7 +96,7 @@ def test_blend_index(num_members, limited):
         assert np.bincount(members, minlength=num_members).tolist() == limits.tolist()
 
 
-def test_blend_index_refuses_more_than_there_is():
+def test_blend_index_rejects_more_samples_than_limits():
     with pytest.raises(IndexError, match="used up after 5 of 6"):
         build_blend_index(np.array([0.5, 0.5]), 6, np.array([2, 3]))
 

@@ -53,7 +53,7 @@ def test_documents_of_several_sequences(tmp_path):
     assert dataset.documents.tolist() == [0, 2, 3, 5]
 
 
-def test_another_process_opens_the_files_itself(tmp_path):
+def test_pickled_dataset_opens_its_files(tmp_path):
     for use_mmap in (True, False):
         dataset = IndexedDataset(write(tmp_path / "d", [[1, 2], [3] * 50_000]), use_mmap)
         pickled = pickle.dumps(dataset)
@@ -62,7 +62,7 @@ def test_another_process_opens_the_files_itself(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pysrc_a_text_document", "pysrc_b_text_document"])
-def test_files_equal_megatrons(tmp_path, name):
+def test_files_equal_megatron_lms(tmp_path, name):
     golden = IndexedDataset(GOLDEN / name)
     assert golden.dtype == np.uint16
     with IndexedDatasetBuilder(tmp_path / name, golden.dtype) as builder:
@@ -77,7 +77,7 @@ def test_token_dtype():
     assert token_dtype(65500) == np.int32
 
 
-def test_tokens_that_do_not_fit_are_refused(tmp_path):
+def test_tokens_out_of_range_are_rejected(tmp_path):
     with pytest.raises(
         ValueError, match=r"token 70000 does not fit the uint16 tokens of .*/d.bin \(0..65535\)"
     ):
@@ -87,7 +87,7 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_build_leaves_no_data_set_and_keeps_the_old_one(tmp_path):
+def test_interrupted_build_keeps_the_old_dataset(tmp_path):
     with (
         pytest.raises(KeyboardInterrupt),
         IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder,
@@ -110,7 +110,7 @@ def test_an_interrupted_build_leaves_no_data_set_and_keeps_the_old_one(tmp_path)
     assert IndexedDataset(tmp_path / "d")[0].tolist() == [7] * 10
 
 
-def test_missing_files(tmp_path):
+def test_missing_files_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"no dataset at '.*/none': .*/none.idx does not exist"):
         IndexedDataset(tmp_path / "none")
     write(tmp_path / "d", [[1]])
@@ -130,7 +130,7 @@ BIN_DAMAGE = {
     ),
     "truncated": (
         lambda data: data[:-1],
-        r"d\.bin has 11 bytes, .* 6 tokens in 2 sequences of uint16.* is cut",
+        r"d\.bin has 11 bytes, .* 6 tokens in 2 sequences of uint16.* is truncated",
     ),
     "too long": (
         lambda data: data + b"x",
@@ -138,13 +138,13 @@ BIN_DAMAGE = {
     ),
     "other dtype": (
         lambda data: data * 2,
-        r"d\.bin has 24 bytes, .* of uint16, .* looks like int32 tokens",
+        r"d\.bin has 24 bytes, .* of uint16, .* appears to have int32 tokens",
     ),
 }
 
 
 @pytest.mark.parametrize("damage", BIN_DAMAGE)
-def test_damaged_tokens_file(tmp_path, damage):
+def test_damaged_tokens_file_is_rejected(tmp_path, damage):
     change, message = BIN_DAMAGE[damage]
     path = write(tmp_path / "d", [[1, 2], [3, 4, 5, 6]]).with_suffix(".bin")
     path.write_bytes(change(path.read_bytes()))
@@ -171,12 +171,12 @@ INDEX_DAMAGE = {
         b"\x05",
         r"d\.idx is damaged: sequence 1 has 3 tokens from byte 5 on, but the one before ends at byte 4",
     ),
-    "boundaries": (74, b"\x01", r"d\.idx: its document boundaries do not run from 0 to 2"),
+    "boundaries": (74, b"\x01", r"d\.idx: its document boundaries do not range from 0 to 2"),
 }
 
 
 @pytest.mark.parametrize("damage", INDEX_DAMAGE)
-def test_damaged_index_file(tmp_path, damage):
+def test_damaged_index_file_is_rejected(tmp_path, damage):
     offset, data, message = INDEX_DAMAGE[damage]
     write(tmp_path / "d", [[1, 2], [3, 4, 5]])
     edit(tmp_path / "d.idx", offset, data)
@@ -184,7 +184,7 @@ def test_damaged_index_file(tmp_path, damage):
         IndexedDataset(tmp_path / "d")
 
 
-def test_cut_and_empty_index_file(tmp_path):
+def test_truncated_or_empty_index_file_is_rejected(tmp_path):
     path = write(tmp_path / "d", [[1, 2], [3, 4, 5]]).with_suffix(".idx")
     whole = path.read_bytes()
     for size, message in [

@@ -1,4 +1,4 @@
-"""--mock-data: the same on every rank and run, different per sample and split, and worth learning."""
+"""--mock-data: equal on all ranks and runs, different per sample and split, and learnable."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_documents_count_upwards_and_end_with_eod(vocab_size, eod):
     assert 0.01 < ends / total < 0.06
 
 
-def test_splits_without_a_share_do_not_exist():
+def test_split_without_a_share_does_not_exist():
     train, valid, test = build((5, 5, 5), split="9,0,1")
     assert (len(train), valid, len(test)) == (5, None, 5)
 
@@ -57,7 +57,7 @@ def test_masks_follow_the_options():
     assert (sample["position_ids"][1:][eods[:-1]] == 0).all() and "documents" in sample
 
 
-def test_bad_options():
+def test_invalid_options_are_rejected():
     with pytest.raises(ValueError, match="at least 3 tokens, got 2"):
         build(vocab_size=2, eod=1)
     with pytest.raises(ValueError, match="--mock-data has no end"):

@@ -1,4 +1,4 @@
-"""Results in order, errors in their place, and a worker that dies at any moment ends the stream."""
+"""Order of results and errors, and the end of the stream when a worker dies."""
 
 import os
 import signal
@@ -18,13 +18,13 @@ def square(number):
 
 @pytest.mark.parametrize("count", [0, 1, 5, 40])
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
-def test_in_order(num_workers, count):
+def test_results_are_in_order(num_workers, count):
     assert list(OrderedWorkers(square, range(count), num_workers, 4)) == [
         (n, n * n) for n in range(count)
     ]
 
 
-def test_no_more_than_so_many_are_taken_ahead():
+def test_number_of_items_taken_ahead_is_limited():
     taken = []
     stream = OrderedWorkers(square, (taken.append(n) or n for n in range(100)), 2, 3)
     assert next(stream) == (0, 0) and len(taken) == 2 * 3 + 1
@@ -37,7 +37,7 @@ def fails_at_seven(number):
     return number
 
 
-def test_an_error_comes_in_its_place():
+def test_error_is_raised_at_its_position():
     stream = OrderedWorkers(fails_at_seven, range(100), 2, 4)
     assert [next(stream)[0] for _ in range(7)] == list(range(7))
     with pytest.raises(ValueError, match="seven"):
@@ -48,7 +48,7 @@ def large_both_ways(data):
     return data[::-1]
 
 
-def test_items_and_results_that_no_pipe_holds():
+def test_items_and_results_larger_than_a_pipe():
     items = [bytes([n]) * LARGE for n in range(4)]
     assert all(result == item for item, result in OrderedWorkers(large_both_ways, items, 2, 2))
 
@@ -57,7 +57,7 @@ def own_pid_and_much(number):
     return os.getpid(), bytes(LARGE)
 
 
-def test_a_worker_killed_while_it_works():
+def test_worker_killed_while_working():
     began = time.monotonic()
     stream = OrderedWorkers(suicide_at_three, range(100), 2, 4)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
@@ -72,8 +72,8 @@ def suicide_at_three(number):
     return number
 
 
-def test_a_worker_killed_in_the_middle_of_a_result():
-    """It has begun to send, the pipe is full, and the rest never comes."""
+def test_worker_killed_while_sending_a_result():
+    """The worker has begun to send, the pipe is full, and the rest never arrives."""
     stream = OrderedWorkers(own_pid_and_much, range(100), 1, 2)
     _, (pid, _) = next(stream)
     time.sleep(1)  # the next result is on its way

@@ -1,4 +1,4 @@
-"""Fill in the middle, with a tokenizer of the file formats that are used in earnest."""
+"""Fill in the middle, with a GPT-2 tokenizer."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ from megatron.core.datasets import (
     IndexedDatasetBuilder,
     build_datasets,
 )
-from megatron.core.datasets.gpt_dataset import generator_of
+from megatron.core.datasets.sample import make_generator
 from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
 
 TEXTS = [
@@ -32,7 +32,7 @@ NAMES = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<SPLIT>")
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """GPT-2's bytes, one merge, EOD, and the tokens that --tokenizer-special-tokens adds."""
+    """A tokenizer with GPT-2's bytes, one merge, EOD and --tokenizer-special-tokens."""
     directory = tmp_path_factory.mktemp("tokenizer")
     vocab = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     (directory / "vocab.json").write_text(json.dumps(vocab | {"re": 256, "<|endoftext|>": 257}))
@@ -49,14 +49,14 @@ def config_for(**options):
 
 
 def row_of(tokenizer, texts=TEXTS):
-    """Documents with EOD between them; the last one is cut."""
+    """Return documents separated by EOD; the last one is truncated."""
     return np.array(
         list(itertools.chain(*([*tokenizer.tokenize(text), tokenizer.eod] for text in texts)))[:-1]
     )
 
 
 def reordered(tokenizer, text, random, rate, spm_rate):
-    """The definition, on text: tokens of one document or fragment."""
+    """Return the tokens of one document or fragment according to the definition on text."""
     if not random.binomial(1, rate):
         return tokenizer.tokenize(text)
     first, second = sorted(random.randint(0, len(text) + 1, 2))
@@ -70,7 +70,7 @@ def reordered(tokenizer, text, random, rate, spm_rate):
 
 
 @pytest.mark.parametrize(("rate", "spm_rate"), [(1.0, 0.0), (1.0, 1.0), (0.5, 0.5)])
-def test_documents_are_reordered_as_defined(tokenizer, rate, spm_rate):
+def test_documents_match_the_definition(tokenizer, rate, spm_rate):
     texts = TEXTS[:4]
     row = row_of(tokenizer, texts)
     fim = FillInTheMiddle(config_for(fim_rate=rate, fim_spm_rate=spm_rate), tokenizer)
@@ -84,8 +84,8 @@ def test_documents_are_reordered_as_defined(tokenizer, rate, spm_rate):
         assert fim(row, np.random.RandomState(seed)).tolist() == expected
 
 
-def test_what_is_told_is_the_document(tokenizer):
-    """From what is told, prefix + middle + suffix is the text again, whatever the order."""
+def test_reordered_parts_form_the_document(tokenizer):
+    """Prefix + middle + suffix of a reordered document is its text, in either order."""
     p, m, s = (tokenizer.token_id(name) for name in NAMES[:3])
     text = TEXTS[0]
     ids = tokenizer.tokenize(text)
@@ -112,21 +112,21 @@ def test_what_is_told_is_the_document(tokenizer):
     assert seen == {True, False}
 
 
-def test_it_travels_to_worker_processes(tokenizer):
+def test_can_be_pickled_for_worker_processes(tokenizer):
     row = row_of(tokenizer)
     fim = FillInTheMiddle(config_for(fim_rate=1), tokenizer)
     there = pickle.loads(pickle.dumps(fim))
     assert np.array_equal(there(row, np.random.RandomState(1)), fim(row, np.random.RandomState(1)))
 
 
-def test_rate_0_changes_nothing(tokenizer):
+def test_rate_0_keeps_the_documents(tokenizer):
     row = row_of(tokenizer)
     assert np.array_equal(
         FillInTheMiddle(config_for(fim_rate=0), tokenizer)(row, np.random.RandomState(1)), row
     )
 
 
-def test_fragments_are_reordered_each_by_itself(tokenizer):
+def test_fragments_are_reordered_separately(tokenizer):
     options = {
         "fim_rate": 1,
         "fim_fragment_rate": 1,
@@ -146,7 +146,7 @@ def test_fragments_are_reordered_each_by_itself(tokenizer):
     assert told[: len(expected)].tolist() == expected
 
 
-def test_documents_with_a_prefix_are_left_alone(tokenizer):
+def test_documents_with_the_excluded_prefix_are_kept(tokenizer):
     fim = FillInTheMiddle(config_for(fim_rate=1, fim_no_prefix="def"), tokenizer)
     row = row_of(tokenizer, TEXTS[:2])
     length = len(tokenizer.tokenize(TEXTS[0]))
@@ -156,8 +156,8 @@ def test_documents_with_a_prefix_are_left_alone(tokenizer):
     ] == tokenizer.token_id(NAMES[0])
 
 
-def test_a_sample_depends_on_its_number_alone(tokenizer, tmp_path):
-    """In any order, in any process, at any layout: a resumed run reads the same samples."""
+def test_sample_depends_only_on_its_number(tokenizer, tmp_path):
+    """A resumed run reads the same samples in any order, process and layout."""
     with IndexedDatasetBuilder(tmp_path / "corpus", np.uint16) as builder:
         for number in range(60):
             builder.add(
@@ -179,7 +179,7 @@ def test_a_sample_depends_on_its_number_alone(tokenizer, tmp_path):
     for i in reversed(range(len(train))):
         np.testing.assert_equal(train[i], again[i])
         text = plain._read(int(plain.shuffle_index[i]))
-        expected = fim(text, generator_of(config.seed, "train", i))
+        expected = fim(text, make_generator(config.seed, "train", i))
         assert np.array_equal(train[i]["tokens"], expected[:-1]) and np.array_equal(
             train[i]["labels"], expected[1:]
         )
@@ -191,7 +191,7 @@ def test_a_sample_depends_on_its_number_alone(tokenizer, tmp_path):
     )
 
 
-def test_a_row_that_is_not_full_keeps_its_padding(tokenizer, tmp_path):
+def test_partial_row_keeps_its_padding(tokenizer, tmp_path):
     with IndexedDatasetBuilder(tmp_path / "corpus", np.uint16) as builder:
         builder.add(np.array([*tokenizer.tokenize(TEXTS[0]), tokenizer.eod]))
     config = config_for(
@@ -210,7 +210,7 @@ def test_a_row_that_is_not_full_keeps_its_padding(tokenizer, tmp_path):
     assert dataset[0]["loss_mask"].tolist() == [1.0] * (length - 1) + [0.0] * (64 - length + 1)
 
 
-def test_tokens_that_every_text_begins_with_are_not_repeated(tokenizer):
+def test_leading_tokens_are_not_repeated(tokenizer):
     with_bos = dataclasses.replace(
         tokenizer, tokenize=lambda text: [1000, *tokenizer.tokenize(text)]
     )
@@ -225,15 +225,18 @@ def test_tokens_that_every_text_begins_with_are_not_repeated(tokenizer):
     [
         ({"fim_rate": 1.5}, "--fim-rate must be at most 1, got 1.5"),
         ({"fim_fragment_rate": -1.0}, "--fim-fragment-rate must be at least 0, got -1"),
-        ({"fim_split_sample": "<SPLIT>"}, "--fim-split-sample <SPLIT> needs --fim-fragment-rate"),
+        (
+            {"fim_split_sample": "<SPLIT>"},
+            "--fim-split-sample <SPLIT> requires --fim-fragment-rate",
+        ),
     ],
 )
-def test_options_that_do_not_fit(options, message):
+def test_inconsistent_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         config_for(**options)
 
 
-def test_a_token_that_the_tokenizer_lacks(tokenizer):
+def test_unknown_token_is_an_error(tokenizer):
     with pytest.raises(
         ValueError,
         match="--fim-middle-token <M>: the tokenizer has no such token; .*special-tokens",

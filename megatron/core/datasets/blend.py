@@ -1,0 +1,92 @@
+"""Blends of several datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.core.datasets.index_cache import Arrays, compute_digest, load_or_build
+from megatron.core.datasets.index_helpers import MAX_BLEND_MEMBERS, build_blend_index
+from megatron.core.datasets.sample import Dataset, Sample
+
+
+class BlendedDataset:
+    """A mix in which, at any length, each member has contributed its share to within one sample.
+
+    With `weights` (which sum to 1) they are the shares. Without, the shares are proportional to the
+    members' lengths and no sample repeats. `size` is the number of samples; None (only without
+    weights) selects all of them.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Dataset],
+        weights: Sequence[float] | None,
+        size: int | None,
+        cache: Path | None,
+        name: str = "BlendedDataset",
+        verify_cache: bool = True,
+    ) -> None:
+        assert members and (size is not None or weights is None)
+        if len(members) > MAX_BLEND_MEMBERS:
+            raise ValueError(
+                f"a blend has at most {MAX_BLEND_MEMBERS} members, got {len(members)}: "
+                "merge some of them"
+            )
+        self.members = members
+        lengths = [len(member) for member in members]
+        total = sum(lengths)
+        if weights is None:
+            self.weights = [length / total for length in lengths]
+        else:
+            self.weights = list(weights)
+        self.size = total if size is None else size
+        if weights is None and self.size > total:
+            raise ValueError(
+                f"{self.size} samples are requested of a blend without weights, which is read once "
+                f"and holds {total} ({' + '.join(map(str, lengths))}): give weights to repeat "
+                "members, or request fewer samples"
+            )
+        limits = lengths if weights is None else None
+        description = {
+            "class": "BlendedDataset",
+            "weights": [float(weight).hex() for weight in self.weights],
+            "limits": limits,
+            "size": self.size,
+        }
+        fingerprints = [member.fingerprint for member in members]
+        self.fingerprint = compute_digest({**description, "members": fingerprints})
+        arrays = load_or_build(
+            cache, name, description, lambda: self._build_index(limits), verify_cache
+        )
+        self.dataset_index = arrays["dataset_index"]
+        self.dataset_sample_index = arrays["dataset_sample_index"]
+        self._check_members(lengths)
+
+    def _build_index(self, limits: list[int] | None) -> Arrays:
+        dataset_index, dataset_sample_index = build_blend_index(
+            np.array(self.weights, dtype=np.float64),
+            self.size,
+            None if limits is None else np.array(limits),
+        )
+        return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
+
+    def _check_members(self, lengths: list[int]) -> None:
+        """Raise ValueError if the blend draws more samples of a member than it has."""
+        drawn = np.bincount(self.dataset_index, minlength=len(lengths))
+        for member, (count, length) in enumerate(zip(drawn.tolist(), lengths, strict=True)):
+            if count > length:
+                raise ValueError(
+                    f"member {member} of the blend has {length} samples, but its weight "
+                    f"{self.weights[member]:.6g} requires {count} of {self.size}: "
+                    "raise --mid-level-dataset-surplus"
+                )
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Sample:
+        member = self.members[int(self.dataset_index[index])]
+        return member[int(self.dataset_sample_index[index])]
