@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.training.config.arguments import MEGATRON_OPTIONS, OTHER_NAMES, base_name
+from megatron.training.config.megatron_options import MEGATRON_OPTIONS, OTHER_NAMES, base_name
 from megatron.training.config.parsing import flag_parser
 
 HEAD = """# Megatron-LM's options

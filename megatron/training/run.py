@@ -24,7 +24,7 @@ from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.moe.router import compute_metrics, find_routers, finish_step
 from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.compilation import check_compiler, compile_layers
-from megatron.training.config.options import BatchSchedule
+from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.initialize import seed_everything

@@ -16,8 +16,12 @@ from megatron.core.parallel_state import ParallelConfig
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import flag_fields
-from megatron.training.config.options import (
+from megatron.training.config.batch_schedule import (
     BatchSchedule,
+    make_rampup_steps,
+    make_token_steps,
+)
+from megatron.training.config.options import (
     CheckpointConfig,
     DataLoaderConfig,
     DistributedConfig,
@@ -25,8 +29,6 @@ from megatron.training.config.options import (
     PipelineLayoutConfig,
     ProfilingConfig,
     TrainingConfig,
-    rampup_steps,
-    token_steps,
 )
 from megatron.training.data.tokenizer import TokenizerConfig
 
@@ -87,9 +89,9 @@ class Config:
         if size is None:
             size = training.micro_batch_size * dp_size
         if training.step_batch_size_schedule is not None:
-            steps = token_steps(training.step_batch_size_schedule, self.data.seq_length)
+            steps = make_token_steps(training.step_batch_size_schedule, self.data.seq_length)
         elif training.rampup_batch_size is not None:
-            steps = rampup_steps(training.rampup_batch_size, size)
+            steps = make_rampup_steps(training.rampup_batch_size, size)
         else:
             steps = ((0, size),)
         return BatchSchedule(

@@ -6,12 +6,12 @@ import pytest
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import (
-    MEGATRON_OPTIONS,
     both_spellings,
     flag_fields,
     flag_type,
     option_names,
 )
+from megatron.training.config.megatron_options import MEGATRON_OPTIONS
 from megatron.training.config.parsing import flag_parser
 from megatron.training.config.run_config import SECTIONS
 from tests import GOLDEN

@@ -375,6 +375,24 @@ def test_every_flag_has_help_and_shared_ones_agree():
     assert len(flag_parser().format_help().splitlines()) > len(seen)
 
 
+def test_help_describes_flags_as_spelled():
+    """The docstring of a field that is on by default describes it when on; --help lists the flag
+    that turns it off.
+    """
+    help_text = " ".join(flag_parser().format_help().split())
+    on = [
+        (section, flag)
+        for _, section in SECTIONS.values()
+        for flag in flag_fields(section)
+        if flag.default is True
+    ]
+    assert len(on) >= 12
+    for section, flag in on:
+        name = option_names(flag)[0]
+        first_words = " ".join(field_docs(section)[flag.name].split()[:4])
+        assert f"{name} Disable this default: {first_words}".lower() in help_text.lower()
+
+
 SOURCES = [
     path.read_text() for path in [*(ROOT / "megatron").rglob("*.py"), ROOT / "pretrain_gpt.py"]
 ]

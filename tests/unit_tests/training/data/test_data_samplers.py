@@ -15,7 +15,8 @@ import torch
 
 from megatron.core.datasets import GPTDatasetConfig, build_datasets
 from megatron.training.config.arguments import FlagParser
-from megatron.training.config.options import BatchSchedule, DataLoaderConfig
+from megatron.training.config.batch_schedule import BatchSchedule
+from megatron.training.config.options import DataLoaderConfig
 from megatron.training.data.loaders import CyclicStream, DataIterator
 from tests import ROOT
 from tests.support.processes import children_of, is_running, wait_until

@@ -3,12 +3,16 @@
 import pytest
 import torch
 
-from megatron.training.config.options import BatchSchedule, rampup_steps, token_steps
+from megatron.training.config.batch_schedule import (
+    BatchSchedule,
+    make_rampup_steps,
+    make_token_steps,
+)
 from megatron.training.run import MicrobatchFeed
 
 
 def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=False):
-    steps = ((0, size),) if rampup is None else rampup_steps(rampup, size)
+    steps = ((0, size),) if rampup is None else make_rampup_steps(rampup, size)
     return BatchSchedule(steps, micro_batch_size, dp_size, decrease_if_needed)
 
 
@@ -97,7 +101,7 @@ def test_batches_can_be_rounded_down():
             "global batch size -8 is less than micro-batch size 4 x data-parallel size 2 = 8",
         ),
         ((32, 4, 2, [8, 4, 100]), "global batch size 12 is not a multiple"),  # a step of the ramp
-        ((32, 4, 2, [8, 8]), "--rampup-batch-size 8 8: it takes START INCREMENT SAMPLES"),
+        ((32, 4, 2, [8, 8]), "--rampup-batch-size 8 8: requires START INCREMENT SAMPLES"),
         (
             (32, 4, 2, [64, 8, 100]),
             "--rampup-batch-size 64 8 100: START is larger than --global-batch-size 32",
@@ -114,8 +118,8 @@ def test_impossible_batches(arguments, message):
 
 def test_steps_count_in_tokens():
     """Megatron-LM's --step-batch-size-schedule: from so many tokens on, so many samples."""
-    assert token_steps("0:4 1K:8, 1.5k:16", 10) == ((0, 4), (100, 8), (150, 16))
-    steps = BatchSchedule(token_steps("0:4 1K:8 1.5K:16", 10), 2, 2)
+    assert make_token_steps("0:4 1K:8, 1.5k:16", 10) == ((0, 4), (100, 8), (150, 16))
+    steps = BatchSchedule(make_token_steps("0:4 1K:8 1.5K:16", 10), 2, 2)
     assert [steps.global_batch_size_at(n) for n in (0, 99, 100, 149, 150, 10**9)] == [
         4,
         4,
@@ -136,7 +140,7 @@ def test_steps_count_in_tokens():
 @pytest.mark.parametrize("text", ["0:4 x:8", "10:4", "0:4 0:8", "", "0:4 20:8 10:16"])
 def test_steps_that_cannot_be(text):
     with pytest.raises(ValueError, match="--step-batch-size-schedule"):
-        token_steps(text, 1)
+        make_token_steps(text, 1)
 
 
 def test_documents_stay_on_the_host():

@@ -1,0 +1,198 @@
+"""Options of Megatron-LM and its forks that are not flags here, and how each is handled."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+Given = dict[str, Any]
+"""Field name -> value, for the flags on the command line."""
+
+
+@dataclass
+class CommandLine:
+    """A parsed command line."""
+
+    given: Given = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)  # accepted without effect
+    problems: list[str] = field(default_factory=list)  # one line each
+    # Fields whose value is unknown because of a problem.
+    malformed: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """An alias for other flags.
+
+    If `wins`, it overrides them; otherwise explicit flags take precedence.
+    """
+
+    values: dict[str, Any]
+    takes: str | None = None  # the field that gets the value of the alias
+    wins: bool = True
+
+
+_RECOMPUTE_ALL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+OTHER_NAMES: dict[str, OtherName] = {
+    "--use-rotary-position-embeddings": OtherName({"position_embedding_type": "rope"}),
+    "--recompute-activations": OtherName({"recompute_granularity": "selective"}),
+    "--fp8-e4m3": OtherName({"fp8": "e4m3"}),
+    "--fp8-hybrid": OtherName({"fp8": "hybrid"}),
+    "--use-dist-ckpt": OtherName({"ckpt_format": "torch_dist"}, wins=False),
+    "--verify-integrity": OtherName({"ckpt_verify": True}),
+    "--embed-layernorm": OtherName({"embedding_layernorm": True}),
+    "--checkpoint-activations": OtherName(_RECOMPUTE_ALL, wins=False),
+    "--activations-checkpoint-method": OtherName(
+        _RECOMPUTE_ALL, takes="recompute_method", wins=False
+    ),
+    "--activations-checkpoint-num-layers": OtherName({}, takes="recompute_num_layers"),
+    "--checkpoint-num-layers": OtherName({}, takes="recompute_num_layers"),
+    "--encoder-num-layers": OtherName({}, takes="num_layers"),
+    "--encoder-seq-length": OtherName({}, takes="seq_length"),
+    "--padded-vocab-size": OtherName({}, takes="vocab_size"),
+    "--no-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
+    "--disable-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
+}
+
+# Field -> values of older releases, forks and other libraries -> the value here.
+OLD_VALUES: dict[str, dict[str, str]] = {
+    "optimizer": {"dist_muon": "muon"},
+    "moe_token_dispatcher_type": {"flex": "alltoall"},  # via DeepEP or HybridEP
+    "normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
+    "lr_wsd_decay_style": {"1-sqrt": "minus_sqrt"},
+    "position_embedding_type": {"rotary": "rope", "absolute": "learned_absolute"},
+}
+
+
+@dataclass(frozen=True)
+class MegatronOption:
+    """A row of `megatron_lm_options.tsv`: an option of Megatron-LM since 2023 or of a fork.
+
+    For options that are not flags here, `here` specifies how they are handled:
+        no effect   the mathematics and the files are the same with and without it
+        turns on    enables a feature that is not implemented here: an error that names it
+        part of     belongs to such a feature: ignored unless the feature is enabled
+        called      an old name of an option that Megatron-LM has renamed
+        (empty)     a flag here, or not implemented
+    """
+
+    words: str  # number of values: "0", "1", "2", "3", "+" (one or more), "*" (any number)
+    defaults: tuple[str, ...]  # the newest release first
+    group: str  # of options in Megatron-LM; "fork: NAME" for those that it never had
+    here: str = ""  # "no effect", "turns on", "part of" or "called"
+    why: str = ""  # the reason, the feature, or the new name
+    # Values for which the option has no effect; for "no effect", the only supported ones.
+    harmless: tuple[str, ...] = ()
+
+    @property
+    def fork(self) -> str | None:
+        """The fork that has this option, or None for Megatron-LM's own."""
+        return self.group.removeprefix("fork: ") if self.group.startswith("fork: ") else None
+
+
+def _read_table() -> dict[str, MegatronOption]:
+    path = resources.files(__package__).joinpath("megatron_lm_options.tsv")
+    table = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        columns = (line.split("\t") + [""] * 3)[:7]
+        name, words, defaults, group, here, why, harmless = columns
+        values = tuple(harmless.split(" | ")) if harmless else ()
+        table[name] = MegatronOption(words, tuple(defaults.split(" | ")), group, here, why, values)
+    return table
+
+
+def base_name(name: str) -> str:
+    """Return the common part of the spellings of a switch: --x, --no-x and --disable-x."""
+    return re.sub("^--(no-|disable-)?", "", name)
+
+
+MEGATRON_OPTIONS = _read_table()
+_SWITCHES = {base_name(name) for name, option in MEGATRON_OPTIONS.items() if option.words == "0"}
+
+
+def arity_of(name: str) -> str:
+    """Return how many words follow an option of Megatron-LM; "*" if it is unknown."""
+    if name in MEGATRON_OPTIONS:
+        return MEGATRON_OPTIONS[name].words
+    return "0" if base_name(name) in _SWITCHES else "*"
+
+
+def judge_options(options: Iterable[tuple[str, list[str]]], line: CommandLine) -> list[str]:
+    """Sort options that are not flags here into those without effect and those not implemented.
+
+    `options` are names and their words. Adds to `line`: a problem for each feature and fork.
+    Returns the unknown options.
+    """
+    unknown: list[str] = []
+    features: dict[str, list[tuple[str, MegatronOption]]] = collections.defaultdict(list)
+    forks: dict[str, list[str]] = collections.defaultdict(list)
+    for name, words in options:
+        option = MEGATRON_OPTIONS.get(name)
+        spelled = " ".join([name, *words])
+        if option is None and base_name(name) in _SWITCHES:
+            # A spelling that Megatron-LM lacks (--no-x where it has only --x) changes nothing.
+            line.ignored.append(name)
+        elif option is None:
+            unknown.append(name)
+        elif _has_no_effect(option, words):
+            line.ignored.append(name)
+        elif option.fork is not None:
+            forks[option.fork].append(name)
+        elif option.here in ("turns on", "part of"):
+            features[option.why].append((spelled, option))
+        else:
+            line.problems.append(f"{spelled}: {_explain(option)}")
+
+    for feature, given in features.items():
+        switches = [spelled for spelled, option in given if option.here == "turns on"]
+        if not switches:
+            line.ignored += [spelled.split()[0] for spelled, _ in given]
+            continue
+        num_others = len(given) - len(switches)
+        others = f" (and {num_others} more flags of it)" if num_others else ""
+        line.problems.append(
+            f"{', '.join(switches)}{others}: Megatron-LM's {feature} is not implemented here"
+        )
+    for fork, names in forks.items():
+        listed = ", ".join(dict.fromkeys(names))
+        line.problems.append(f"{listed}: not a flag of Megatron-LM but of a fork of it ({fork})")
+    return unknown
+
+
+def _explain(option: MegatronOption) -> str:
+    """Return why an option of Megatron-LM is not supported."""
+    if option.here == "no effect":
+        return f"not supported, only {' or '.join(option.harmless)} ({option.why})"
+    if option.here == "called":
+        return f"Megatron-LM has renamed this flag to {option.why}"
+    return "this option of Megatron-LM is not implemented here"
+
+
+def _has_no_effect(option: MegatronOption, words: list[str]) -> bool:
+    """Whether the row says so, or the value requests what Megatron-LM does by default."""
+    if option.here == "no effect" and not option.harmless:
+        return True
+    if len(words) != 1:
+        return False
+    if words[0] in option.harmless:
+        return True
+    # The defaults of a fork are not Megatron-LM's.
+    return option.fork is None and any(_is_same(words[0], value) for value in option.defaults)
+
+
+def _is_same(word: str, default: str) -> bool:
+    try:
+        return float(word) == float(default)
+    except ValueError:
+        return word == default and word != "None"
