@@ -1,4 +1,4 @@
-"""Damage of files: bytes anywhere, and values inside of JSON and pickles that stay well-formed."""
+"""Damages files: bytes anywhere, and values inside of files that stay well-formed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import xxhash
+
+Mutation = Callable[[bytes, random.Random], bytes]
 
 WEIRD: list[Any] = [
     None, True, False, -1, 0, 1, 7, 10**8, 2**31, 2**63, 2**70, -(2**70), 0.5, 1e308, float("nan"), float("inf"), "",
@@ -39,7 +41,7 @@ _FOOTER = struct.Struct(
 
 
 def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Flip, overwrite, insert, remove, repeat, cut."""
+    """Flip, overwrite, insert, remove, repeat or cut bytes."""
     data = bytearray(content)
     for _ in range(rng.choice((1, 1, 2, 5))):
         place = (
@@ -66,8 +68,8 @@ def damaged_bytes(content: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
-def places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-    """(container, key) of everything inside."""
+def find_places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
+    """Yield (container, key) of all values inside `value`."""
     if depth > 12:
         return
     if isinstance(value, dict):
@@ -78,25 +80,26 @@ def places(value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
         children = list(vars(value).items())
     elif isinstance(value, tuple):
         for item in value:
-            yield from places(item, depth + 1)
+            yield from find_places(item, depth + 1)
         return
     else:
         return
     for key, child in children:
         yield value, key
-        yield from places(child, depth + 1)
+        yield from find_places(child, depth + 1)
 
 
 def damage_value(root: Any, rng: random.Random, weird: list[Any]) -> Any:
-    """One or a few values replaced or removed; the root itself now and then."""
+    """Replace or remove one or a few values, or now and then the root itself."""
     if rng.random() < 0.03:
         return rng.choice(weird)
     for _ in range(rng.choice((1, 1, 1, 3))):
-        found = list(places(root))
+        found = list(find_places(root))
         if not found:
             return rng.choice(weird)
-        depths = found if rng.random() < 0.5 else found[:60]  # what is near the root is read first
-        container, key = rng.choice(depths)
+        if rng.random() < 0.5:
+            found = found[:60]  # values near the root are read first
+        container, key = rng.choice(found)
         _change(container, key, rng, weird)
     return root
 
@@ -126,16 +129,14 @@ def damaged_json(content: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_safetensors(content: bytes, rng: random.Random) -> bytes:
-    """The header."""
+    """Damage the header."""
     end = 8 + int.from_bytes(content[:8], "little")
     header = damaged_json(content[8:end], rng)
     return len(header).to_bytes(8, "little") + header + content[end:]
 
 
 def damaged_archive(content: bytes, rng: random.Random) -> bytes:
-    """What torch.save has written, with another value in it; or its program damaged, under a good
-    checksum.
-    """
+    """Change a value in a file of torch.save, or damage its pickle and correct the checksum."""
     try:
         value = torch.load(io.BytesIO(content), weights_only=False)
     except ModuleNotFoundError:
@@ -161,30 +162,119 @@ def damaged_pickle(content: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_index(content: bytes, rng: random.Random) -> bytes:
-    """Of our .metadata: what stands behind the pickle, under a good checksum."""
+    """Damage the index that follows the pickle in our .metadata, and correct its checksum."""
     position, length, _, magic = _FOOTER.unpack(content[-_FOOTER.size :])
     index = damaged_json(content[position : position + length], rng)
     footer = _FOOTER.pack(position, len(index), xxhash.xxh3_64_intdigest(index), magic)
     return content[:position] + index + footer
 
 
+YAML_SNIPPETS = (
+    "&a [*a, *a]", "*a", "!!timestamp foo", "!!int ''", "!!float ''", "!!python/object/apply:os.system [x]",
+    "{<<: {a: 1}}", "<<: *a", "[" * 300 + "]" * 300, "!!binary x", "? x", "|\n  a", "2001-99-99", "0o9", "1e999",
+    ".inf", ".nan", "~", "\t", "'", '"\\x1b[2J"', "\x85", "9" * 5000, "{a: b, a: c}", "--- x", "...", "%YAML 9.9",
+)  # fmt: skip
+
+
+def damaged_yaml(content: bytes, rng: random.Random) -> bytes:
+    """Replace the value of some lines, keeping their indentation."""
+    lines = content.decode().splitlines()
+    for _ in range(rng.choice((1, 1, 3))):
+        number = rng.randrange(len(lines))
+        key, colon, _ = lines[number].partition(":")
+        weird = rng.choice(WEIRD) if rng.random() < 0.4 else rng.choice(YAML_SNIPPETS)
+        value = weird if isinstance(weird, str) else json.dumps(weird)
+        kind = rng.randrange(4)
+        if kind == 0:
+            del lines[number]
+        elif kind == 1:
+            lines.insert(number, lines[number])
+        else:
+            lines[number] = f"{key}{colon} {value}"
+        if not lines:
+            break
+    return "\n".join(lines).encode("utf-8", "surrogatepass")
+
+
+def damaged_checksums(content: bytes, rng: random.Random) -> bytes:
+    """Damage the records of checksums.bin, and correct the checksum at the end."""
+    body = damaged_bytes(content[:-8], rng)
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def damaged_sentencepiece(content: bytes, rng: random.Random) -> bytes:
+    """Change fields of a SentencePiece model: pieces (1), trainer (2), normalizer (3)."""
+    fields = list(_parse_protobuf(content))
+    for _ in range(rng.choice((1, 1, 3))):
+        number = rng.randrange(len(fields))
+        tag, body = fields[number]
+        kind = rng.randrange(5)
+        if kind == 0:
+            del fields[number]
+        elif kind == 1:
+            fields.insert(number, fields[rng.randrange(len(fields))])
+        elif kind == 2:
+            fields[number] = (rng.randrange(1, 6), body)
+        elif kind == 3 and tag == 1:
+            score = struct.pack("<f", rng.choice((float("inf"), float("nan"), -float("inf"), 1e38)))
+            text = rng.choice(("", "x" * 5000, "\n\x1b[2J", "</s>", "<0x41>", "\u202e")).encode()
+            piece = b"\x0a" + _encode_varint(len(text)) + text + b"\x15" + score
+            fields[number] = (1, piece + b"\x18" + _encode_varint(rng.randrange(300)))
+        else:
+            fields[number] = (tag, damaged_bytes(body, rng))
+    return b"".join(
+        _encode_varint(tag << 3 | 2) + _encode_varint(len(body)) + body for tag, body in fields
+    )
+
+
+def _parse_protobuf(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, content) of the fields of a message that has only nested messages."""
+    position = 0
+    while position < len(content):
+        tag, position = _decode_varint(content, position)
+        size, position = _decode_varint(content, position)
+        assert tag & 7 == 2
+        yield tag >> 3, content[position : position + size]
+        position += size
+
+
+def _decode_varint(content: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    shift = 0
+    while True:
+        byte = content[position]
+        position += 1
+        value |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return value, position
+
+
+def _encode_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 127:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
 def damaged_lines(content: bytes, rng: random.Random) -> bytes:
-    """One of several JSON objects."""
+    """Damage one of several JSON objects."""
     lines = content.splitlines()
     number = rng.randrange(len(lines))
     lines[number] = damaged_json(lines[number], rng)
     return b"\n".join(lines) + b"\n"
 
 
-def damage(
-    path: Path, structural: Callable[[bytes, random.Random], bytes] | None, rng: random.Random
-) -> None:
+def damage(path: Path, mutation: Mutation | None, rng: random.Random) -> None:
+    """Damage a file in place, by `mutation` in three of four cases."""
     content = path.read_bytes()
     changed = None
-    if structural is not None and rng.random() < 0.75:
+    if mutation is not None and rng.random() < 0.75:
         try:
-            changed = structural(content, rng)
-        except Exception:  # the value cannot be written, or not read by anyone else
+            changed = mutation(content, rng)
+        except Exception:  # the value cannot be written, or the file not be parsed
             changed = None
-    path.unlink()  # its other links stay as they are
+    path.unlink()  # other hard links to the file stay intact
     path.write_bytes(damaged_bytes(content, rng) if changed is None else changed)

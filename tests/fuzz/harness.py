@@ -1,0 +1,190 @@
+"""Runs a reader on damaged files in a child process with limited memory and processor time.
+
+A reader must give a result or one clean error: no traceback, no hang, no crash, and no file outside
+of its target.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests import ROOT
+from tests.fuzz.mutations import Mutation, damage
+
+SECONDS = 20  # of processor time for one case, some hundred times what it takes
+MEMORY = 1 << 30  # bytes of address space beyond those of the process at the start
+TARGETS = ("to", "data_text_document.bin", "data_text_document.idx", "report.html")
+
+
+@dataclass
+class Case:
+    """One damaged copy: `source` contains it, results are written into `out`."""
+
+    source: Path
+    original: Path
+    out: Path
+    rng: random.Random
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader to test: what is built, which files are damaged and how, and what is then done.
+
+    `files` maps patterns to a mutation that keeps the file well-formed, or None. All files are also
+    damaged byte by byte.
+    """
+
+    base: str
+    files: dict[str, Mutation | None]
+    action: Callable[[Case], object]
+    changes_source: bool = False  # a cache that is repaired
+
+
+def load_tool(path: str) -> Any:
+    """Import a program of tools/ as a module."""
+    name = path.replace("/", "_").replace(".", "_")
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_main(argv: list[str], main: Callable[[], Any]) -> int:
+    """Run a tool and return its exit status. Its errors must be one message with "error: "."""
+    out = io.StringIO()
+    err = io.StringIO()
+    code: Any = 0
+    sys.argv = argv
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main()
+        except SystemExit as error:
+            code = error.code
+    if isinstance(code, str):
+        status = 1
+        message = code
+    else:
+        status = int(code or 0)
+        message = err.getvalue()
+        message = message[message.rfind("error: ") :] if "error: " in message else ""
+    if status and message:
+        check_message(message)
+    if "--json" not in argv:
+        printed = out.getvalue().replace("\x1b[A", "")  # progress bars move the cursor up
+        assert "\x1b" not in printed, "an escape sequence was printed"
+    return status
+
+
+def check_message(message: str) -> None:
+    is_clean = message.startswith("error: ") and len(message) < 6000
+    assert is_clean, f"an error of another form: {message[:500]!r}"
+    lines = message.rstrip("\n").split("\n")
+    assert all(line.isprintable() for line in lines), f"not printable: {message[:500]!r}"
+
+
+class HangError(BaseException):
+    """A case has used too much processor time."""
+
+
+def raise_hang(*_: object) -> None:
+    raise HangError
+
+
+def list_files(root: Path, ignored: Path) -> dict[str, tuple[int, int]]:
+    """Return size and time of everything under `root` outside of `ignored`."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        if not path.is_relative_to(ignored):
+            status = path.lstat()
+            found[str(path)] = (status.st_size, status.st_mtime_ns)
+    return found
+
+
+def run_case(
+    name: str, number: int, reader: Reader, base: Path, work: Path, report: Callable[[str], None]
+) -> None:
+    """Damage one copy of `base` and read it; failures are passed to `report`."""
+    rng = random.Random(f"{name} {number}")
+    source = work / "in"
+    out = work / "out"
+    for path in (source, out):
+        shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(base, source, copy_function=os.link)
+    out.mkdir()
+    pattern, mutation = rng.choice(list(reader.files.items()))
+    damage(rng.choice(sorted(source.glob(pattern))), mutation, rng)
+    before = list_files(work, out)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        reader.action(Case(source, base, out, rng))
+    except BaseException as error:  # nothing but a clean error is allowed
+        text = traceback.format_exc()[-1500:]
+        report(f"{name} {number}: {type(error).__name__}: {text}")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    if not reader.changes_source and list_files(work, out) != before:
+        report(f"{name} {number}: files outside of the target have changed")
+    unexpected = [path.name for path in out.iterdir() if path.name not in TARGETS]
+    if unexpected:
+        report(f"{name} {number}: left behind: {unexpected}")
+
+
+def find_failures(
+    work: Path, run_all: Callable[[Callable[[str], None]], None], memory: int = MEMORY
+) -> list[str]:
+    """Run `run_all(report)` in a limited child process and return what it reported.
+
+    A crash of the child is a failure, too.
+    """
+    work.mkdir(exist_ok=True)
+    answers = work.with_name("answers")
+    answers.write_text("")
+    child = os.fork()
+    if child == 0:
+        with answers.open("a") as file:
+
+            def report(text: str) -> None:
+                file.write(json.dumps(text) + "\n")
+                file.flush()
+
+            try:
+                pages = int(Path("/proc/self/statm").read_text().split()[0])
+                limit = pages * resource.getpagesize() + memory
+                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+                signal.signal(signal.SIGPROF, raise_hang)
+                run_all(report)
+            except BaseException:
+                report(f"the fuzzer itself: {traceback.format_exc()}")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    if status:
+        found.append(f"the process died of signal {status & 127}")
+    return found
+
+
+def print_usage(name: str, count: int, failures: list[str]) -> None:
+    """Print one row of the table of a long run (shown by `pytest -s`)."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = usage.ru_utime + usage.ru_stime
+    peak = usage.ru_maxrss >> 10
+    now = time.strftime("%H:%M:%S")
+    print(f"\n{now} {name}: {count} cases, {len(failures)} failures, children so far: "
+          f"{seconds:.0f} s CPU, peak {peak} MB", flush=True)  # fmt: skip

@@ -1,0 +1,495 @@
+"""The readers under test: how a valid input is built, which files are damaged, and what is run."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+import torch.distributed as dist
+
+import pretrain_gpt
+from megatron.conversion.convert import convert
+from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.options import WriteOptions
+from megatron.core.datasets import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.index_cache import load_or_build
+from megatron.core.dist_checkpointing.format.checksums import (
+    checksum_records,
+    checksums_of,
+    seal_checksums,
+)
+from megatron.core.dist_checkpointing.lineage import (
+    Lineage,
+    Origin,
+    Segment,
+    on_branch,
+    read_lineage,
+    read_parent,
+)
+from megatron.core.dist_checkpointing.local_tier import LocalTier, Replication, marker_name
+from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
+from tests import ROOT
+from tests.fuzz.harness import Case, Reader, load_tool, run_main
+from tests.fuzz.mutations import (
+    damaged_archive,
+    damaged_checksums,
+    damaged_index,
+    damaged_json,
+    damaged_lines,
+    damaged_pickle,
+    damaged_safetensors,
+    damaged_sentencepiece,
+    damaged_yaml,
+)
+from tests.support.memory_source import LLAMA_ARGS, random_source
+
+GOLDEN = ROOT / "tests/golden"
+TRACKER = "latest_checkpointed_iteration.txt"
+CONVERT = load_tool("tools/checkpoint/convert.py")
+INSPECT = load_tool("tools/checkpoint/inspect_checkpoint.py")
+PREPROCESS = load_tool("tools/preprocess_data.py")
+REPORT = load_tool("tools/report.py")
+PLAN = load_tool("tools/plan_run.py")
+
+# Actions
+
+
+def run_inspect(*argv: str) -> int:
+    return run_main(["inspect", *argv], lambda: INSPECT.main(list(argv)))
+
+
+def run_convert(source: Path, case: Case, saver: str, *extra: str) -> int:
+    argv = ["convert", "--saver", saver, "--load-dir", str(source)]
+    argv += ["--save-dir", str(case.out / "to"), *extra]
+    return run_main(argv, CONVERT.main)
+
+
+def read_checkpoint(case: Case) -> None:
+    """Do one of the things that are done with a checkpoint."""
+    source = str(case.source)
+    kind = case.rng.randrange(8)
+    if kind == 0:
+        run_inspect("show", source, *case.rng.choice(([], ["--json"])))
+    elif kind == 1:
+        run_inspect("digest", source, "--quiet")
+    elif kind == 2:
+        run_inspect("diff", source, str(case.original), "--quiet")
+    elif kind == 3:
+        run_inspect("plan", source, "--tensor-model-parallel-size", "2")
+    else:
+        saver = case.rng.choice(("torch_dist", "legacy", "hf", "universal"))
+        with_state = saver == "hf" and case.rng.random() < 0.5
+        extra = ["--save-optim-sidecar"] if with_state else []
+        run_convert(case.source, case, saver, "--workers", "1", *extra)
+
+
+def verify_checkpoint(case: Case) -> None:
+    """Checksums must find any change, except one of the tracker, which names the directory."""
+    status = run_inspect("verify", str(case.source), "--quiet")
+    if (case.source / TRACKER).read_bytes() != (case.original / TRACKER).read_bytes():
+        return
+    is_same = all(
+        (case.source / path.relative_to(case.original)).read_bytes() == path.read_bytes()
+        for path in case.original.rglob("*")
+        if path.is_file() and "iter_" in str(path)
+    )
+    assert bool(status) != is_same, f"verify returns {status}, the files are the same: {is_same}"
+
+
+def read_or_verify(case: Case) -> None:
+    if case.rng.random() < 0.3:
+        verify_checkpoint(case)
+    else:
+        read_checkpoint(case)
+
+
+def verify_or_convert(case: Case) -> None:
+    """Verify, or convert, which compares checksums, a checkpoint with damaged checksums."""
+    if case.rng.random() < 0.5:
+        run_inspect("verify", str(case.source), "--quiet")
+    else:
+        run_convert(case.source, case, "hf", "--workers", "1")
+
+
+def read_data_set(case: Case) -> None:
+    def main() -> None:
+        try:
+            data = IndexedDataset(case.source / "data", use_mmap=case.rng.random() < 0.5)
+            for index in range(min(len(data), 1000)):
+                data.read(index)
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: {error}")
+
+    run_main(["data"], main)
+
+
+def preprocess(case: Case) -> None:
+    argv = ["--input", str(case.source / "text.jsonl"), "--output-prefix", str(case.out / "data")]
+    argv += ["--workers", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "99"]
+    run_main(["preprocess", *argv], lambda: PREPROCESS.main(argv))
+
+
+def read_index_cache(case: Case) -> None:
+    """A damaged cache is rebuilt."""
+    arrays = load_or_build(case.source, "test", {"what": "test"}, build_index)
+    for key, wanted in build_index().items():
+        assert np.array_equal(arrays[key], wanted) and arrays[key].dtype == wanted.dtype
+
+
+def build_index() -> dict[str, np.ndarray]:
+    return {
+        "samples": np.arange(40, dtype=np.int32).reshape(20, 2),
+        "order": np.arange(20, dtype=np.int64),
+    }
+
+
+RUN = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--ffn-hidden-size 48 --group-query-attention --num-query-groups 2 "
+    "--untie-embeddings-and-output-weights --num-layers 2 --hidden-size 32 "
+    "--num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
+    "--global-batch-size 4 --train-iters 12 --lr 3e-3 --eval-iters 0 --skip-train --mock-data "
+    "--num-workers 0 --num-threads 1 --tokenizer-type NullTokenizer --vocab-size 66 "
+    "--override-opt_param-scheduler --use-distributed-optimizer"
+)
+LOAD_FLAGS = ("", "", "--finetune", "--use-checkpoint-args", "--no-load-optim", "--ckpt-verify")
+
+
+def load_run(case: Case) -> None:
+    """Run `pretrain_gpt.py --load` as one rank."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | address)
+
+    def main() -> None:
+        try:
+            pretrain_gpt.main()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    extra = case.rng.choice(LOAD_FLAGS).split()
+    run_main(["pretrain_gpt.py", *RUN.split(), *extra, "--load", str(case.source)], main)
+
+
+def find_free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def export_with_tokenizer(case: Case) -> None:
+    run_convert(case.source / "run", case, "hf", "--tokenizer", str(case.source / "tokenizer"))
+
+
+def export_sentencepiece(case: Case) -> None:
+    """Export with a SentencePiece model, or build the tokenizer of a training run from it."""
+    model = case.source / "tokenizer.model"
+    if case.rng.random() < 0.5:
+        run_convert(case.source / "run", case, "hf", "--tokenizer", str(model))
+        return
+    kind = case.rng.choice(
+        ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+    )
+    use_tokenizer(TokenizerConfig(kind, str(model)))
+
+
+def use_tiktoken(case: Case) -> None:
+    config = TokenizerConfig(
+        "TikTokenizer",
+        str(case.source / "ranks.json"),
+        vocab_size=300,
+        tiktoken_num_special_tokens=20,
+    )
+    use_tokenizer(config)
+
+
+def use_tokenizer(config: TokenizerConfig) -> None:
+    def main() -> None:
+        try:
+            tokenizer = build_tokenizer(config)
+            ids = tokenizer.tokenize("def f(x): return x + 1 \u4e2d")
+            tokenizer.detokenize(ids)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+
+    run_main(["tokenizer"], main)
+
+
+def read_lineages(case: Case) -> None:
+    """Decide which checkpoints belong to the branch, and which one a run loads."""
+    directories = sorted(case.source.glob("iter_*"))
+    lineages = {int(path.name[5:]): read_lineage(path) for path in directories}
+    branch = on_branch(lineages)
+    assert set(branch) <= set(lineages)
+    for path in directories:
+        lineage = read_lineage(path)
+        json.loads(lineage.descend(Segment(5, 10)).encode(read_parent(path)))
+    run_inspect("show", str(case.source))
+
+
+def report_run(case: Case) -> None:
+    """Draw the page of a run, or plan with its measured speed."""
+    if case.rng.random() < 0.6:
+        output = case.out / "report.html"
+        argv = [str(case.source), "--output", str(output)]
+        run_main(["report", *argv], lambda: run_cli(REPORT, argv))
+        return
+    argv = [*PLAN_FLAGS.split(), "--measured", str(case.source), "--mtbf-hours", "5"]
+    run_main(["plan", *argv], lambda: run_cli(PLAN, argv))
+
+
+PLAN_FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --vocab-size 66 "
+    "--tokenizer-type NullTokenizer --train-iters 12 --lr 1e-3 --world-size 1"
+)
+
+
+def run_cli(module: object, argv: list[str]) -> None:
+    sys.argv = ["tool", *argv]
+    module.cli()  # type: ignore[attr-defined]
+
+
+def read_markers(case: Case) -> None:
+    """List the checkpoints on the disk of a node, as at every start."""
+    tier = LocalTier(case.source, 0, [0], Replication())
+    for name in tier.names():
+        with contextlib.suppress(OSError):
+            for writer, (size, _) in tier.held(name).items():
+                assert 0 <= writer < size
+
+
+# Valid inputs
+
+
+def build_golden(path: str) -> Callable[[Path], None]:
+    def build(root: Path) -> None:
+        (found,) = GOLDEN.glob(path)
+        shutil.copytree(found, root)
+
+    return build
+
+
+def build_huggingface(root: Path) -> None:
+    write_huggingface(build_source(), root, WriteOptions(optim_sidecar=True, max_shard_size=20_000))
+
+
+def build_source():
+    return random_source(LLAMA_ARGS | {"consumed_train_samples": 28, "vocab_size": 66})
+
+
+def build_converted(kind: str) -> Callable[[Path], None]:
+    def build(root: Path) -> None:
+        write_torch_dist(build_source(), root.with_name("made"))
+        convert(root.with_name("made"), root, kind)
+        shutil.rmtree(root.with_name("made"))
+
+    return build
+
+
+def build_data_set(root: Path) -> None:
+    root.mkdir()
+    with IndexedDatasetBuilder(root / "data", np.uint16) as builder:
+        for length in range(1, 30):
+            builder.add(np.arange(length))
+
+
+def build_text(root: Path) -> None:
+    root.mkdir()
+    lines = [json.dumps({"text": f"{n} {n + 1}", "id": n}) for n in range(20)]
+    (root / "text.jsonl").write_text("\n".join(lines))
+
+
+def build_index_cache(root: Path) -> None:
+    load_or_build(root, "test", {"what": "test"}, build_index)
+
+
+def build_tokenizer_files(root: Path) -> None:
+    write_torch_dist(random_source(LLAMA_ARGS, optimizer=False), root / "run")
+    (root / "tokenizer").mkdir()
+    for name in ("tokenizer", "tokenizer_config", "generation_config", "config"):
+        shutil.copy(GOLDEN / f"hf/llama/{name}.json", root / "tokenizer")
+
+
+def build_sentencepiece(root: Path) -> None:
+    write_torch_dist(random_source(LLAMA_ARGS, optimizer=False), root / "run")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["def f(x): return x + 1", "a small text, a small vocabulary"] * 20),
+        model_prefix=str(root / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+
+
+def build_tiktoken(root: Path) -> None:
+    root.mkdir()
+    tokens = (
+        [bytes([n]) for n in range(256)]
+        + [b"de", b"def", b"re", b"ret"]
+        + [b"x" * n for n in range(2, 22)]
+    )
+    rows = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": "x"}
+        for rank, token in enumerate(tokens)
+    ]
+    (root / "ranks.json").write_text(json.dumps(rows))
+
+
+def build_run(root: Path) -> None:
+    """A run with two checkpoints, their lineages, and records of two starts."""
+    build_converted("torch_dist")(root)
+    (only,) = root.glob("iter_*")
+    other = root / "iter_0000010"
+    shutil.copytree(only, other)
+    origin = Origin("abc@3", False, None)
+    first = Lineage((Segment(1, 7, "a" * 16),), origin, "job")
+    (only / "lineage.json").write_bytes(first.encode(None))
+    (other / "lineage.json").write_bytes(first.descend(Segment(2, 10, "b" * 16), "job").encode(7))
+    (root / "runs").mkdir()
+    for number, iteration in ((1, 0), (2, 7)):
+        rows = build_records(1000.0 * number, iteration)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (root / f"runs/2026010{number}T101500.000000-1.jsonl").write_text(text)
+
+
+def build_records(began: float, first: int) -> list[dict]:
+    summary = {"model": "2 layers", "parameters": "5M"}
+    times = ("save-staging-time", "save-writing-time", "save-total-time", "save-blocking-time")
+    values = dict.fromkeys(times, 0.5) | {"save-gigabytes": 0.1, "lm loss validation": 4.5}
+    rows: list[dict] = [
+        {
+            "kind": "start", "time": began + 5, "began": began, "iteration": first, "loaded": None,
+            "layout": "TP 1", "train_iters": 20, "command": ["pretrain_gpt.py"], "summary": summary,
+            "loading": 1.0,
+        }
+    ]  # fmt: skip
+    for step in (1, 2):
+        interval = {"iteration": first + 5 * step, "iterations": 5, "seconds": 20.0}
+        interval |= {"lm_loss": 4.0, "tokens_per_second": 100.0}
+        rows.append({"kind": "interval", "time": began + 5 + 20 * step, **interval})
+    rows.append({"kind": "point", "time": began + 46, "iteration": first + 10, "values": values})
+    end = {"iteration": first + 10, "reason": "complete", "failed": False}
+    rows.append({"kind": "end", "time": began + 47, **end})
+    return rows
+
+
+def build_markers(root: Path) -> None:
+    """The directory of a node with two checkpoints that two ranks wrote."""
+    for name in ("iter_0000005-0000001.0", "iter_0000010-0000001.1"):
+        (root / name).mkdir(parents=True)
+        for writer in range(2):
+            file = f"__{writer}_0.distcp"
+            content = bytes(1000 + writer)
+            (root / name / file).write_bytes(content)
+            records = checksum_records({file: checksums_of(content)})
+            marker = b"".join(seal_checksums(records))
+            (root / name / marker_name(writer, 2)).write_bytes(marker)
+
+
+MEGATRON = "megatron_lm/mcore_{}/llama_fp32_tp2pp2/{}/iter_*"
+BASES: dict[str, Callable[[Path], None]] = {
+    "hf": build_huggingface,
+    "torch_dist": build_converted("torch_dist"),
+    "legacy": build_converted("legacy"),
+    "universal": build_converted("universal"),
+    "megatron": build_golden(MEGATRON.format("0.16.1", "torch_dist_dp_reshardable")),
+    "megatron 0.12": build_golden(
+        MEGATRON.format("0.12.0", "torch_dist_fully_sharded_model_space")
+    ),
+    "megatron legacy": build_golden(MEGATRON.format("0.16.1", "legacy")),
+    "bridge": build_golden("bridge_0.6.2/llama_fp32/checkpoint"),
+    "data": build_data_set,
+    "text": build_text,
+    "index": build_index_cache,
+    "tokenizer": build_tokenizer_files,
+    "sentencepiece": build_sentencepiece,
+    "tiktoken": build_tiktoken,
+    "run": build_run,
+    "markers": build_markers,
+}
+SLOW_BASES = ("megatron", "megatron 0.12", "megatron legacy")  # written by four ranks
+
+READERS = {
+    "hf index": Reader("hf", {"model.safetensors.index.json": damaged_json}, read_checkpoint),
+    "hf config": Reader("hf", {"config.json": damaged_json}, read_checkpoint),
+    "hf weights": Reader("hf", {"model-*.safetensors": damaged_safetensors}, read_checkpoint),
+    "hf sidecar": Reader("hf", {"megatron_state/state.json": damaged_json}, read_checkpoint),
+    "hf optimizer": Reader(
+        "hf", {"megatron_state/*.safetensors": damaged_safetensors}, read_checkpoint
+    ),
+    "torch_dist metadata": Reader(
+        "torch_dist", {"iter_*/.metadata": damaged_pickle}, read_or_verify
+    ),
+    "torch_dist index": Reader("torch_dist", {"iter_*/.metadata": damaged_index}, read_or_verify),
+    "torch_dist common": Reader(
+        "torch_dist", {"iter_*/common.pt": damaged_archive}, read_or_verify
+    ),
+    "torch_dist files": Reader(
+        "torch_dist",
+        {"iter_*/*.distcp": None, "iter_*/*.json": damaged_json, "latest_*": None},
+        read_or_verify,
+    ),
+    "torch_dist checksums": Reader(
+        "torch_dist", {"iter_*/checksums.bin": damaged_checksums}, verify_or_convert
+    ),
+    "load": Reader(
+        "torch_dist",
+        {"iter_*/.metadata": damaged_pickle, "iter_*/common.pt": damaged_archive},
+        load_run,
+    ),
+    "load files": Reader("torch_dist", {"iter_*/*.distcp": None, "latest_*": None}, load_run),
+    "megatron": Reader(
+        "megatron", {".metadata": damaged_pickle, "common.pt": damaged_archive}, read_checkpoint
+    ),
+    "megatron 0.12": Reader(
+        "megatron 0.12",
+        {".metadata": damaged_pickle, "common.pt": damaged_archive},
+        read_checkpoint,
+    ),
+    "legacy model": Reader(
+        "legacy", {"iter_*/mp_rank_0*/model_optim_rng.pt": damaged_archive}, read_checkpoint
+    ),
+    "legacy optimizer": Reader(
+        "megatron legacy", {"mp_rank_0*/*.pt": damaged_archive}, read_checkpoint
+    ),
+    "universal state": Reader(
+        "universal",
+        {"*/mp_rank_00_model_states.pt": damaged_archive, "latest_*": None},
+        read_checkpoint,
+    ),
+    "universal files": Reader(
+        "universal",
+        {"*/zero/*.pt": damaged_archive, "*/zero/*/*.pt": damaged_archive},
+        read_checkpoint,
+    ),
+    "bridge config": Reader("bridge", {"iter_*/run_config.yaml": damaged_yaml}, read_checkpoint),
+    "bridge state": Reader("bridge", {"iter_*/train_state.pt": damaged_archive}, read_checkpoint),
+    "lineage": Reader("run", {"iter_*/lineage.json": damaged_json}, read_lineages),
+    "records": Reader("run", {"runs/*.jsonl": damaged_lines}, report_run),
+    "markers": Reader(
+        "markers", {"iter_*/.done-*": damaged_checksums, "iter_*/__*": None}, read_markers
+    ),
+    "dataset": Reader("data", {"data.idx": None, "data.bin": None}, read_data_set),
+    "text": Reader("text", {"text.jsonl": damaged_lines}, preprocess),
+    "index cache": Reader(
+        "index", {"*.npy": None, "*.json": damaged_json}, read_index_cache, changes_source=True
+    ),
+    "tokenizer": Reader("tokenizer", {"tokenizer/*": damaged_json}, export_with_tokenizer),
+    "sentencepiece": Reader(
+        "sentencepiece", {"tokenizer.model": damaged_sentencepiece}, export_sentencepiece
+    ),
+    "tiktoken": Reader("tiktoken", {"ranks.json": damaged_json}, use_tiktoken),
+}

@@ -1,0 +1,91 @@
+"""Hostile answers of an object store: redirects, wrong sizes, truncated bodies, endless listings."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.harness import MEMORY, SECONDS, find_failures, print_usage, run_main
+from tests.fuzz.hostile_object_server import HostileServer
+from tests.fuzz.readers import CONVERT, build_converted, run_inspect
+
+# The threads of the client reserve address space; what they use is checked case by case.
+ADDRESS_SPACE = 8 << 30
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostileServer]:
+    root = tmp_path_factory.mktemp("store")
+    build_converted("torch_dist")(root / "run")
+    with HostileServer(root) as hostile:
+        yield hostile
+
+
+def read_from_store(number: int, out: Path) -> int:
+    """Do one of the things that are done with a checkpoint. Bucket 0 is honest."""
+    source = f"s3://{'honest' if number == 0 else f'case-{number}'}/run"
+    rng = random.Random(number)
+    kind = 3 if number == 0 else rng.randrange(5)
+    if kind < 3:
+        command = ("show", "verify", "digest")[kind]
+        return run_inspect(command, source, "--quiet")
+    argv = ["convert", "--saver", "hf", "--load-dir", source, "--save-dir", str(out / "to")]
+    return run_main([*argv, "--workers", "1"], CONVERT.main)
+
+
+def run_case(number: int, work: Path, report: Callable[[str], None]) -> None:
+    out = work / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        status = read_from_store(number, out)
+        if number == 0 and status:
+            report("the honest bucket cannot be read")
+    except BaseException as error:
+        report(f"{number}: {type(error).__name__}: {traceback.format_exc()[-1500:]}")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) << 10
+    if growth > MEMORY:
+        report(f"{number}: {growth} bytes of memory were used")
+    unexpected = [path.name for path in out.iterdir() if path.name != "to"]
+    if unexpected or [path.name for path in work.iterdir()] != ["out"]:
+        report(f"{number}: left behind: {unexpected}")
+
+
+def check_cases(numbers: range, server: HostileServer, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+
+    def run_all(report: Callable[[str], None]) -> None:
+        os.environ.update(
+            AWS_ENDPOINT_URL=server.url,
+            AWS_ACCESS_KEY_ID="test",
+            AWS_SECRET_ACCESS_KEY="test",
+            AWS_REGION="us-east-1",
+            MEGATRON_STORAGE_DEADLINE="0.2",
+        )
+        for number in numbers:
+            run_case(number, work, report)
+
+    failures = find_failures(work, run_all, ADDRESS_SPACE)
+    print_usage("object storage", len(numbers), failures)
+    assert not failures, f"{len(failures)} of {len(numbers)}:\n" + "\n".join(failures[:5])
+
+
+def test_hostile_stores_give_clean_errors(server: HostileServer, tmp_path: Path) -> None:
+    check_cases(range(20), server, tmp_path)
+
+
+@pytest.mark.slow
+def test_hostile_stores_give_clean_errors_long(server: HostileServer, tmp_path: Path) -> None:
+    check_cases(range(20, 1020), server, tmp_path)
