@@ -5,8 +5,9 @@
 # The two for GPUs are linted and have not been built yet (docs/gpu.md).
 # Build arguments: TE_VERSION, APEX_COMMIT, CUDA_ARCHS, MAX_JOBS of that; PYTHON_IMAGE, CUDA_IMAGE; of the CPU stage TORCH_VERSION and CPU_INDEX, options for pip when it installs
 # torch ("--index-url ..." chooses a build). Without Docker: `make image-steps` runs the steps of the CPU stage
-# Images are pinned by digest, Python packages by the hashes of requirements/; but CPU builds of torch are of an index
-# that has other files than PyPI: they are pinned by version.
+# Images are pinned by digest, Python packages by the hashes of requirements/. Without a hash are: packages of apt (signed
+# by their archive), the CPU build of torch (by version: its index has other files than PyPI), Transformer Engine with
+# its dependencies (by version), and apex (by commit). SECURITY.md lists them, too.
 ARG PYTHON_IMAGE=python:3.12.11-slim-bookworm@sha256:519591d6871b7bc437060736b9f7456b8731f1499a57e22e6c285135ae657bf7
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
 

@@ -66,3 +66,16 @@ def test_what_is_not_sent_to_the_builder():
     assert ".venv-interop" in of_git and all(path in ignored for path in of_git), (
         "nothing that git ignores"
     )
+
+
+def test_packages_without_a_hash_are_listed():
+    """Only torch's CPU build, Transformer Engine and apex; SECURITY.md names them."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    installs = re.findall(r"pip install ([^&\n]*)", text)
+    unhashed = [install for install in installs if "--require-hashes" not in install]
+    wanted = ("torch==${TORCH_VERSION}", "transformer_engine[", "apex@${APEX_COMMIT}")
+    assert len(unhashed) == len(wanted)
+    for name, install in zip(wanted, unhashed, strict=True):
+        assert name in install
+    page = (ROOT / "SECURITY.md").read_text()
+    assert all(name in page for name in ("CPU build of torch", "Transformer Engine", "apex"))

@@ -13,7 +13,7 @@ from megatron.conversion.formats import find_checkpoint
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.core.dist_checkpointing import CheckpointError, load_common, read_metadata
 from megatron.core.dist_checkpointing.format.checksums import read_checksums
-from megatron.core.dist_checkpointing.format.schema import open_file
+from megatron.core.dist_checkpointing.format.schema import open_file, read_json
 from megatron.core.dist_checkpointing.format.torch_load import safe_load
 from megatron.core.dist_checkpointing.verification import verify
 from tests.support.limited_process import run_limited
@@ -118,3 +118,20 @@ def test_other_sparse_files_are_refused(name: str, checkpoint: Path) -> None:
     make_sparse(checkpoint / name, 1 << 40)
     result = run_limited(lambda: "\n".join(verify(checkpoint).problems), MEMORY, SECONDS)
     assert name in result and "Traceback" not in result
+
+
+def test_size_and_nesting_of_json_are_limited(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("[" * 200 + "]" * 200)
+    read_json(path)
+    path.write_text("[" * 201 + "]" * 201)
+    with pytest.raises(CheckpointError, match="nested more than 200 deep"):
+        read_json(path)
+    make_sparse(path, (256 << 20) + 1)
+
+    def read() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            read_json(path)
+        return str(caught.value)
+
+    assert "has 268435457 bytes, more than the 268435456" in run_limited(read, MEMORY, SECONDS)

@@ -5,6 +5,7 @@ goes wrong there is no exception.
 """
 
 import io
+import math
 import pickle
 import struct
 from collections.abc import Callable
@@ -19,8 +20,11 @@ from megatron.core.dist_checkpointing.format.unpickler import unpickle
 from tests.support.limited_process import run_limited
 from tests.unit_tests.core.dist_checkpointing.format.test_safe_unpickle import archive_with
 
-SECONDS = 10  # of processor time: ten times what a payload may take on a machine that is busy
-MEMORY = 512 << 20  # beyond what the process has
+# The bounds that SECURITY.md states, for a file of n bytes. The kernel counts whole seconds.
+SECONDS = 2
+SECONDS_PER_BYTE = 500e-9
+MEMORY = 64 << 20
+MEMORY_PER_BYTE = 20
 
 PROTO = b"\x80\x04"
 
@@ -123,8 +127,11 @@ PAYLOADS = {
 }  # fmt: skip
 
 
-def try_to_read(read: Callable[[], object]) -> str:
-    """Return "refused", "loaded", or a description of another outcome, from a limited process."""
+def try_to_read(read: Callable[[], object], size: int) -> str:
+    """Return "refused", "loaded", or a description of another outcome.
+
+    The process has what SECURITY.md grants for a file of `size` bytes.
+    """
 
     def attempt() -> str:
         try:
@@ -134,14 +141,35 @@ def try_to_read(read: Callable[[], object]) -> str:
             return "refused" if is_short else "a long message"
         return "loaded"
 
-    return run_limited(attempt, MEMORY, SECONDS)
+    seconds = SECONDS + math.ceil(SECONDS_PER_BYTE * max(0, size - 1_000_000))
+    return run_limited(attempt, MEMORY + MEMORY_PER_BYTE * size, seconds)
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_hostile_pickles_cost_nothing(name: str) -> None:
     payload = PAYLOADS[name]
-    assert try_to_read(lambda: safe_load(archive_with(payload))) in ("refused", "loaded")
-    assert try_to_read(lambda: decode_metadata(payload, "here")) == "refused"
+    archive = archive_with(payload)
+    assert try_to_read(lambda: safe_load(archive), len(payload)) in ("refused", "loaded")
+    assert try_to_read(lambda: decode_metadata(payload, "here"), len(payload)) == "refused"
+
+
+LARGE_PAYLOADS = {
+    "colliding ints": lambda: colliding_ints(200_000),
+    "tuples as keys": lambda: colliding_tuples(600_000),
+    "classes": lambda: b"(" + b"".join(b"ca\nb%d\n" % n for n in range(500_000)) + b"t.",
+    "instances": lambda: b"cx\nX\n\x940(" + b"h\x00)\x81" * 1_200_000 + b"t.",
+    "dictionaries": lambda: b"(" + b"}" * 5_000_000 + b"t.",
+    "memo": lambda: b"N" + b"\x94" * 5_000_000 + b".",
+    "deep tuple": lambda: deep(b"\x85", 5_000_000) + b".",
+    "shared lists": lambda: doubled_lists(250) + b"0" + b"N0" * 2_500_000 + b".",
+}
+
+
+@pytest.mark.parametrize("name", LARGE_PAYLOADS)
+def test_cost_of_large_hostile_pickles_is_proportional_to_their_size(name: str) -> None:
+    payload = LARGE_PAYLOADS[name]()
+    assert 4_000_000 < len(payload) < 9_000_000
+    assert try_to_read(lambda: decode_metadata(payload, "here"), len(payload)) == "refused"
 
 
 def tensor_over(
@@ -163,10 +191,8 @@ def test_views_of_one_record_are_bounded(tmp_path) -> None:
     huge = tensor_over(bytes(16), b"J\xff\xff\xff\x7f\x85", b"K\x00\x85")
     with pytest.raises(CheckpointError, match="repeats the 4 elements of its storage"):
         safe_load(huge)
-    rank = b"(" + b"K\x01" * 100 + b"t"
-    with pytest.raises(
-        CheckpointError, match="a tensor of shape or strides a tuple of 100 entries"
-    ):
+    rank = b"(" + b"K\x01" * 65 + b"t"
+    with pytest.raises(CheckpointError, match="a tensor of shape or strides a tuple of 65 entries"):
         safe_load(tensor_over(bytes(16), rank, rank))
 
 
