@@ -1,10 +1,16 @@
-"""The topology of a run as a value: which rank stands where on the TP, CP, DP and PP axes.
+"""The topology of a run as a value: the coordinates of each rank on the TP, CP, DP and PP axes.
 
-Rank order is Megatron's: TP varies fastest, then CP, DP and PP (`rank = tp + TP * (cp + CP * (dp +
-DP * pp))`, unless --use-tp-pp-dp-mapping; Narayanan et al. 2021, "Efficient Large-Scale Language
-Model Training"). Experts are split over axes of their own through the same ranks of a stage: `rank
-= etp + ETP * (ep + EP * (edp + EDP * pp))`. `ParallelState` is built once and passed down; layers
-take a single `Axis`. There are no module globals.
+Rank order is Megatron's (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training"):
+TP varies fastest, then CP, DP and PP, unless --use-tp-pp-dp-mapping is given::
+
+    rank = tp + TP * (cp + CP * (dp + DP * pp))
+
+Experts are split over separate axes through the same ranks of a stage::
+
+    rank = etp + ETP * (ep + EP * (edp + EDP * pp))
+
+`ParallelState` is built once and passed down; layers take a single `Axis`. There are no module
+globals.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ else:
 
 
 class Place(NamedTuple):
-    """Where a rank stands on the axes that span the world."""
+    """Coordinates of a rank on the axes that span the world."""
 
     tp: int = 0
     cp: int = 0
@@ -39,10 +45,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the parallel axes; data parallelism takes what remains of the world."""
+    """Sizes of the parallel axes; data parallelism takes the remaining ranks."""
 
     tensor_model_parallel_size: int = flag(1, positive=True)
-    """Number of ranks over which every layer's matrices are split."""
+    """Number of ranks over which the matrices of each layer are split."""
     pipeline_model_parallel_size: int = flag(1, positive=True)
     """Number of pipeline stages."""
     virtual_pipeline_model_parallel_size: int | None = flag(
@@ -55,21 +61,21 @@ class ParallelConfig:
     microbatch_group_size_per_vp_stage: int | None = flag(
         None, "--microbatch-group-size-per-virtual-pipeline-stage", positive=True
     )
-    """Micro-batches that pass one model chunk of a stage before the next chunk. Default: the number
+    """Micro-batches that pass a model chunk of a stage before the next chunk. Default: the number
     of stages.
     """
     sequence_parallel: bool = flag(False)
-    """Split activations outside the tensor-parallel regions along the sequence."""
+    """Split activations outside tensor-parallel regions along the sequence."""
     use_tp_pp_dp_mapping: bool = flag(False)
-    """Count ranks over TP, CP, PP, DP, so that the stages of a replica are neighbours; else over
+    """Order ranks as TP, CP, PP, DP, so that the stages of a replica are neighbors, instead of
     TP, CP, DP, PP.
     """
     context_parallel_size: int = flag(1, positive=True)
-    """Number of ranks over which every sequence is split."""
+    """Number of ranks over which each sequence is split."""
     cp_comm_type: list[str] = flag(("p2p",), choices=("p2p", "all_gather", "a2a"))
-    """How attention gets at keys and values of other context-parallel ranks: around a ring (p2p),
-    all at once (all_gather), or by exchanging positions for heads (a2a). One for all layers, or one
-    for each.
+    """Exchange of keys and values between context-parallel ranks: in a ring (p2p), all at once
+    (all_gather), or by exchanging positions for heads (a2a). One value for all layers, or one value
+    per layer.
     """
     expert_model_parallel_size: int = flag(1, positive=True)
     """Number of ranks over which the experts of a layer are distributed."""
@@ -79,8 +85,9 @@ class ParallelConfig:
     """
 
     def __post_init__(self) -> None:
-        ways: Any = self.cp_comm_type
-        object.__setattr__(self, "cp_comm_type", [ways] if isinstance(ways, str) else list(ways))
+        types: Any = self.cp_comm_type
+        types = [types] if isinstance(types, str) else list(types)
+        object.__setattr__(self, "cp_comm_type", types)
 
     @property
     def tp_size(self) -> int:
@@ -95,8 +102,10 @@ class ParallelConfig:
         return self.context_parallel_size
 
     def cp_comm_type_of(self, number: int) -> str:
-        """How layer `number` attends."""
-        return self.cp_comm_type[number if len(self.cp_comm_type) > 1 else 0]
+        """Return the communication type of layer `number`."""
+        if len(self.cp_comm_type) == 1:
+            return self.cp_comm_type[0]
+        return self.cp_comm_type[number]
 
     @property
     def vpp_size(self) -> int:
@@ -104,7 +113,7 @@ class ParallelConfig:
 
     @property
     def replica_size(self) -> int:
-        """Ranks that work on one sample."""
+        """Number of ranks that process the same sample."""
         return self.tp_size * self.cp_size * self.pp_size
 
     @property
@@ -113,59 +122,68 @@ class ParallelConfig:
 
     @property
     def etp_size(self) -> int:
-        return (
-            self.tp_size
-            if self.expert_tensor_parallel_size is None
-            else self.expert_tensor_parallel_size
-        )
+        if self.expert_tensor_parallel_size is None:
+            return self.tp_size
+        return self.expert_tensor_parallel_size
 
     @property
     def splits_experts(self) -> bool:
-        """Whether experts are split in another way than the matrices of dense layers."""
+        """Whether experts are split differently from the matrices of dense layers."""
         return (self.etp_size, self.ep_size) != (self.tp_size, 1)
 
     def edp_size(self, world_size: int) -> int:
-        """Replicas of an expert that `world_size` leaves; ValueError if it does not fit."""
+        """Return the number of replicas of each expert.
+
+        Raises ValueError if the sizes do not divide `world_size`.
+        """
         self.dp_size(world_size)
         if min(self.etp_size, self.ep_size) < 1:
             raise ValueError(f"parallel sizes must be positive, got {self}")
         ranks = self.etp_size * self.ep_size * self.pp_size
         if world_size % ranks != 0:
             raise ValueError(
-                f"world size {world_size} is not a multiple of expert tensor ({self.etp_size}) x expert "
-                f"({self.ep_size}) x pipeline ({self.pp_size}) = {ranks} ranks: change --expert-tensor-parallel-size / "
-                "--expert-model-parallel-size, or the number of processes"
+                f"world size {world_size} is not a multiple of expert tensor ({self.etp_size}) x "
+                f"expert ({self.ep_size}) x pipeline ({self.pp_size}) = {ranks} ranks: change "
+                "--expert-tensor-parallel-size / --expert-model-parallel-size, or the number of "
+                "processes"
             )
-        if (
-            self.use_tp_pp_dp_mapping
-            and self.etp_size * self.ep_size != self.tp_size * self.cp_size
-        ):
+        same_pipelines = self.etp_size * self.ep_size == self.tp_size * self.cp_size
+        if self.use_tp_pp_dp_mapping and not same_pipelines:
             raise ValueError(
-                f"--use-tp-pp-dp-mapping with --expert-model-parallel-size {self.ep_size}: the pipelines of experts "
-                "and of dense layers would run through different ranks; leave it out"
+                f"--use-tp-pp-dp-mapping with --expert-model-parallel-size {self.ep_size}: the "
+                "pipelines of experts and of dense layers would consist of different ranks; remove "
+                "--use-tp-pp-dp-mapping"
             )
         return world_size // ranks
 
     def dp_size(self, world_size: int) -> int:
-        """Data-parallel size that `world_size` leaves; ValueError if it does not fit."""
+        """Return the data-parallel size.
+
+        Raises ValueError if the sizes of the other axes do not divide `world_size`.
+        """
         if min(self.tp_size, self.cp_size, self.pp_size, self.vpp_size) < 1:
             raise ValueError(f"parallel sizes must be positive, got {self}")
         if world_size % self.replica_size != 0:
-            context = f" x context ({self.cp_size})" if self.cp_size > 1 else ""
+            context = ""
+            context_flag = ""
+            if self.cp_size > 1:
+                context = f" x context ({self.cp_size})"
+                context_flag = "--context-parallel-size / "
             raise ValueError(
-                f"world size {world_size} is not a multiple of tensor ({self.tp_size}){context} x pipeline "
-                f"({self.pp_size}) = {self.replica_size} ranks: start a multiple of {self.replica_size} processes or "
-                f"change --tensor-model-parallel-size / {'--context-parallel-size / ' if context else ''}"
-                "--pipeline-model-parallel-size"
+                f"world size {world_size} is not a multiple of tensor ({self.tp_size}){context} x "
+                f"pipeline ({self.pp_size}) = {self.replica_size} ranks: start a multiple of "
+                f"{self.replica_size} processes or change --tensor-model-parallel-size / "
+                f"{context_flag}--pipeline-model-parallel-size"
             )
         if self.vpp_size > 1 and self.pp_size == 1:
             raise ValueError(
-                f"--virtual-pipeline-model-parallel-size {self.vpp_size} needs --pipeline-model-parallel-size > 1"
+                f"--virtual-pipeline-model-parallel-size {self.vpp_size} needs "
+                "--pipeline-model-parallel-size > 1"
             )
         return world_size // self.replica_size
 
     def place(self, rank: int, world_size: int) -> Place:
-        """Where a rank stands."""
+        """Return the coordinates of a rank."""
         rest, tp = divmod(rank, self.tp_size)
         rest, cp = divmod(rest, self.cp_size)
         if self.use_tp_pp_dp_mapping:
@@ -175,21 +193,20 @@ class ParallelConfig:
         return Place(tp, cp, dp, pp)
 
     def rank_at(self, place: Place, world_size: int) -> int:
-        """The rank that stands there."""
+        """Return the rank with the given coordinates."""
         tp, cp, dp, pp = place
-        outer = (
-            pp + self.pp_size * dp
-            if self.use_tp_pp_dp_mapping
-            else dp + self.dp_size(world_size) * pp
-        )
+        outer = dp + self.dp_size(world_size) * pp
+        if self.use_tp_pp_dp_mapping:
+            outer = pp + self.pp_size * dp
         return tp + self.tp_size * (cp + self.cp_size * outer)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One rank's place on a parallel axis.
+    """Position of a rank on a parallel axis.
 
-    `group` is None for an axis described without process groups (`ParallelState.for_rank`) and for axes of size 1.
+    `group` is None for axes of size 1, and for axes that are described without process groups
+    (`ParallelState.for_rank`).
     """
 
     rank: int = 0
@@ -208,43 +225,43 @@ class Axis:
 
 @dataclass(frozen=True)
 class ExpertAxes:
-    """What a layer with experts must know of the topology."""
+    """The axes that a layer with experts uses."""
 
     etp: Axis = Axis()
     ep: Axis = Axis()
     all: Axis = Axis()
-    """ETP x EP, ETP fastest: all experts of a layer."""
+    """ETP x EP (ETP varies fastest), which contains all experts of a layer."""
     tokens: tuple[Axis, ...] = ()
-    """Those over whose ranks the tokens of a micro-batch are split."""
+    """Axes that shard the tokens of a micro-batch."""
     everyone: tuple[Axis, ...] = ()
-    """Those over whose ranks the tokens of a step are split."""
+    """Axes that shard the tokens of a global batch."""
 
     @property
     def token_ranks(self) -> int:
-        """Number of ranks over which the tokens of a micro-batch are split."""
+        """Number of ranks that share the tokens of a micro-batch."""
         return math.prod(axis.size for axis in self.tokens)
 
     @property
     def all_ranks(self) -> int:
-        """Number of ranks over which the tokens of a step are split."""
+        """Number of ranks that share the tokens of a global batch."""
         return math.prod(axis.size for axis in self.everyone)
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """Place of one rank on every axis.
+    """Position of a rank on all axes.
 
-    Ranks of `dp` read different samples, ranks of `cp` hold different parts of the same samples.
-    All of them hold the same parameters: gradients are reduced and optimizer shards dealt out over
-    `dp_cp`, which is both (CP varies fastest). Nothing is exchanged over `dp` alone, so it has no
-    group of its own; with one rank of `cp` it is `dp_cp`. `model` spans TP x PP of one replica
-    (reductions over a whole model); `embedding` spans the first and the last stage (tied
-    embeddings), and is of size 1 on the stages between.
+    Ranks of `dp` read different samples; ranks of `cp` have different parts of the same samples. All
+    of them have the same parameters, so gradients are reduced and optimizer shards distributed over
+    `dp_cp`, their product (CP varies fastest). As there is no communication over `dp` alone, it has
+    no group of its own; with a CP size of 1 it is `dp_cp`. `model` is TP x PP of one replica, for
+    reductions over a whole model. `embedding` consists of the first and the last stage, for tied
+    embeddings; it has size 1 on the stages in between.
 
-    `etp`, `ep` and `edp` are for experts: the inner width of each is split over `etp`, the experts of a layer are
-    distributed over `ep`, and `edp` holds the replicas of one. `experts` spans ETP x EP (ETP
-    fastest), all experts of a layer. Without expert parallelism these are `tp`, an axis of size 1,
-    `dp_cp` and `tp`.
+    `etp`, `ep` and `edp` are the axes of experts: the inner width of each expert is split over
+    `etp`, the experts of a layer are distributed over `ep`, and the replicas of an expert are on
+    `edp`. `experts` is ETP x EP (ETP varies fastest), with all experts of a layer. Without expert
+    parallelism these are `tp`, an axis of size 1, `dp_cp` and `tp`.
     """
 
     config: ParallelConfig
@@ -268,7 +285,7 @@ class ParallelState:
 
     @property
     def place(self) -> str:
-        """This rank's place, for messages."""
+        """This rank's coordinates, for messages."""
         return f"tp {self.tp.rank}, cp {self.cp.rank}, dp {self.dp.rank}, pp {self.pp.rank}"
 
     @property
@@ -278,20 +295,21 @@ class ParallelState:
         )
 
     def stage_group(self) -> dist.ProcessGroup | None:
-        """All ranks of this rank's pipeline stage; None: the world is one. Collective on them when
-        first asked for.
+        """Return the group of all ranks of this rank's pipeline stage; None if that is the world.
+
+        The first call creates the group and is collective over its ranks.
         """
         if self.config.pp_size == 1:
             return None
-        (ranks,) = _groups_along(self.config, self.world_size, self.rank, "tp", "cp", "dp")
+        (ranks,) = _list_groups_along(self.config, self.world_size, self.rank, "tp", "cp", "dp")
         return group_of(ranks)
 
     def is_first_chunk(self, chunk: int) -> bool:
-        """Whether the model begins in this rank's `chunk`: it has the embedding."""
+        """Return whether this rank's `chunk` is the first of the model, with the embedding."""
         return self.pp.is_first and chunk == 0
 
     def is_last_chunk(self, chunk: int) -> bool:
-        """Whether the model ends in this rank's `chunk`: it has the output layer and the loss."""
+        """Return whether this rank's `chunk` is the last one, with the output layer and the loss."""
         return self.pp.is_last and chunk == self.vpp_size - 1
 
     @classmethod
@@ -299,38 +317,39 @@ class ParallelState:
         """Describe any rank of any layout without process groups (converters, planners, tests)."""
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not part of a world of {world_size} ranks")
-        axes = {
-            name: Axis(r.index(rank), len(r), r)
-            for name, (r,) in _groups(config, world_size, rank).items()
-        }
+        axes: dict[str, Axis] = {}
+        for name, (ranks,) in _list_groups(config, world_size, rank).items():
+            axes[name] = Axis(ranks.index(rank), len(ranks), ranks)
         return cls(config, rank, world_size, **_with_expert_axes(axes, rank))
 
     @classmethod
     def create(cls, config: ParallelConfig, timeout: timedelta | None = None) -> ParallelState:
-        """Build the process groups of this rank's axes; all ranks of the initialised world call it.
+        """Build the process groups of this rank's axes. Collective over the initialized world.
 
-        A rank takes part in at most six groups (ten with experts) whatever the size of the world.
-        NCCL's communicators are split off that of the world, all of an axis in one call; other
-        groups are made by their members alone.
+        A rank is a member of at most six groups (ten with experts), independent of the world size.
+        With NCCL, communicators are split off that of the world, all groups of an axis in one call;
+        with other backends, groups are created by their members alone.
         """
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         state = cls.for_rank(config, world_size, rank)
-        everyone = _groups(config, world_size) if _can_split() else None
-        own = _groups(config, world_size, rank)
+        all_groups = _list_groups(config, world_size) if _can_split() else None
+        own = _list_groups(config, world_size, rank)
         axes = {name: getattr(state, name) for name in own}
         for name, (ranks,) in own.items():
             group = None
             if name == "dp":
                 continue
-            if everyone is not None:
-                several = [list(others) for others in everyone[name] if len(others) > 1]
-                if several:
-                    group = dist.split_group(split_ranks=several, timeout=timeout, group_desc=name)
+            if all_groups is not None:
+                split_ranks = [list(members) for members in all_groups[name] if len(members) > 1]
+                if split_ranks:
+                    group = dist.split_group(
+                        split_ranks=split_ranks, timeout=timeout, group_desc=name
+                    )
             elif len(ranks) > 1 or (name == "embedding" and config.pp_size > 2):
-                # Stages in the middle make one of themselves: from 2.15 on torch names a group by
-                # how many its members have made before, so later groups of all ranks would wait for
-                # each other under different names.
+                # Each rank of a middle stage creates a group of itself: since 2.15 torch names a
+                # group by the number of groups that its members have created, so with different
+                # numbers later groups of all ranks would wait for each other under different names.
                 group = dist.new_group(
                     list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
                 )
@@ -342,17 +361,17 @@ class ParallelState:
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group that is no axis. Collective on its ranks when first asked for."""
-    return _group_in(dist.group.WORLD, ranks)
+    """Return a group that is not an axis; the first call is collective over its ranks."""
+    return _make_group(dist.group.WORLD, ranks)
 
 
 @functools.cache
-def _group_in(world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _make_group(world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
 def _with_expert_axes(axes: dict[str, Axis], rank: int) -> dict[str, Axis]:
-    """Without expert parallelism experts are split as dense layers are."""
+    """Return `axes` with those of experts, which by default are split like dense layers."""
     dense = {
         "etp": axes["tp"],
         "ep": Axis(ranks=(rank,)),
@@ -363,26 +382,28 @@ def _with_expert_axes(axes: dict[str, Axis], rank: int) -> dict[str, Axis]:
 
 
 def _can_split() -> bool:
-    """Whether the communicator of the world can be split: NCCL's can, once it is bound to its
-    device.
+    """Return whether the communicator of the world can be split.
+
+    NCCL's can, if it is bound to its device.
     """
     world = dist.group.WORLD
     return dist.get_backend() == "nccl" and world is not None and world.bound_device_id is not None
 
 
-def _groups(
+def _list_groups(
     config: ParallelConfig, world_size: int, rank: int | None = None
 ) -> dict[str, list[tuple[int, ...]]]:
-    """Axis name -> global ranks of each group along that axis: of all of them, or of the one that
-    holds `rank`.
+    """Return the global ranks of each group along each axis, by the name of the axis.
 
-    The embedding axis joins the ends of the pipeline; a rank between them is a group of its own if
-    it is asked for.
+    If `rank` is given, only the group that contains it. The embedding axis consists of the ends of
+    each pipeline; a given rank between them is a group of its own.
     """
-    groups = partial(_groups_along, config, world_size, rank)
+    groups = partial(_list_groups_along, config, world_size, rank)
     pipelines = groups("pp")
     ends = sorted({0, config.pp_size - 1})
     embedding = [tuple(ranks[end] for end in ends) for ranks in pipelines]
+    if rank is not None and rank not in embedding[0]:
+        embedding = [(rank,)]
     dense: dict[str, list[tuple[int, ...]]] = {
         "tp": groups("tp"),
         "cp": groups("cp"),
@@ -390,18 +411,21 @@ def _groups(
         "dp_cp": groups("cp", "dp"),
         "pp": pipelines,
         "model": groups("tp", "pp"),
-        "embedding": embedding if rank is None or rank in embedding[0] else [(rank,)],
+        "embedding": embedding,
     }
-    return dense | (_expert_groups(config, world_size, rank) if config.splits_experts else {})
+    if not config.splits_experts:
+        return dense
+    return dense | _list_expert_groups(config, world_size, rank)
 
 
-def _expert_groups(
+def _list_expert_groups(
     config: ParallelConfig, world_size: int, rank: int | None
 ) -> dict[str, list[tuple[int, ...]]]:
-    """`_groups` of the expert axes: the dense grid with ETP in the place of TP, and EP in that of CP."""
+    """Return the groups of the expert axes: those of a dense grid with ETP for TP and EP for CP."""
     config.edp_size(world_size)
     sizes = {"tensor_model_parallel_size": config.etp_size, "context_parallel_size": config.ep_size}
-    groups = partial(_groups_along, replace(config, **sizes), world_size, rank)  # type: ignore[arg-type]
+    expert_config = replace(config, **sizes)  # type: ignore[arg-type]
+    groups = partial(_list_groups_along, expert_config, world_size, rank)
     return {
         "etp": groups("tp"),
         "ep": groups("cp"),
@@ -410,24 +434,32 @@ def _expert_groups(
     }
 
 
-def _groups_along(
+def _list_groups_along(
     config: ParallelConfig, world_size: int, rank: int | None, *along: str
 ) -> list[tuple[int, ...]]:
-    """The groups of ranks that differ on the axes `along` alone."""
+    """Return the groups of ranks that differ only on the axes `along`.
+
+    If `rank` is given, only the group that contains it.
+    """
     sizes = Place(config.tp_size, config.cp_size, config.dp_size(world_size), config.pp_size)
-    here = (
-        [range(size) for size in sizes]
-        if rank is None
-        else [(at,) for at in config.place(rank, world_size)]
-    )
-    split = [name in along for name in Place._fields]
-    inside = _places([range(size) if on else (0,) for size, on in zip(sizes, split, strict=True)])
-    outside = _places([(0,) if on else at for at, on in zip(here, split, strict=True)])
-    return [
-        tuple(config.rank_at(Place(*map(add, o, i)), world_size) for i in inside) for o in outside
-    ]
+    fixed: list[Sequence[int]] = [range(size) for size in sizes]
+    if rank is not None:
+        fixed = [(coordinate,) for coordinate in config.place(rank, world_size)]
+    # Coordinates of a member relative to its group's origin, and of the origins.
+    inner_spans: list[Sequence[int]] = []
+    outer_spans: list[Sequence[int]] = []
+    for name, size, coordinates in zip(Place._fields, sizes, fixed, strict=True):
+        is_along = name in along
+        inner_spans.append(range(size) if is_along else (0,))
+        outer_spans.append((0,) if is_along else coordinates)
+    members = _list_places(inner_spans)
+    groups = []
+    for origin in _list_places(outer_spans):
+        places = [Place(*map(add, origin, member)) for member in members]
+        groups.append(tuple(config.rank_at(place, world_size) for place in places))
+    return groups
 
 
-def _places(spans: Sequence[Sequence[int]]) -> list[Place]:
-    """All places with a coordinate of every span; TP varies fastest."""
+def _list_places(spans: Sequence[Sequence[int]]) -> list[Place]:
+    """Return all places with a coordinate of each span; TP varies fastest."""
     return [Place(*reversed(coordinates)) for coordinates in product(*reversed(spans))]

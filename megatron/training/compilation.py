@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.distributed.distributed_data_parallel import outermost_layers
+from megatron.core.distributed.distributed_data_parallel import iterate_outermost_layers
 from megatron.core.module import MegatronModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import placement
@@ -29,7 +29,7 @@ def compile_layers(chunk: MegatronModule) -> None:
     """
     for owner, name in _EXCHANGES:
         _leave_uncompiled(owner, name)
-    for layer in outermost_layers(chunk):
+    for layer in iterate_outermost_layers(chunk):
         linear_layers = [
             module
             for module in layer.modules()

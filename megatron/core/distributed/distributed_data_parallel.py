@@ -1,6 +1,4 @@
-"""A model chunk whose gradients are summed over data parallelism, bucket by bucket, during the
-backward pass.
-"""
+"""Data parallelism: gradients are summed bucket by bucket during the backward pass."""
 
 from __future__ import annotations
 
@@ -24,83 +22,84 @@ from megatron.core.parallel_state import Axis, ParallelState
 
 @dataclass
 class DistributedDataParallelConfig:
-    """How gradients are reduced and parameters gathered over the data-parallel axis."""
+    """Options of the gradient reduction and parameter gathering over data parallelism."""
 
     use_distributed_optimizer: bool = flag(False)
     """Shard main parameters and optimizer state over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = flag(False)
     """Reduce each bucket of gradients during the backward pass."""
     overlap_param_gather: bool = flag(False)
-    """Gather each bucket of updated parameters during the next forward pass; needs the distributed
-    optimizer.
+    """Gather each bucket of updated parameters during the next forward pass; requires
+    --use-distributed-optimizer.
     """
     grad_reduce_in_bf16: bool = flag(False)
-    """Accumulate and reduce gradients of a bf16 model in bf16: half the memory and traffic, at a
-    loss of precision.
+    """Accumulate and reduce gradients of a bf16 model in bf16, which halves memory and traffic at
+    a loss of precision.
     """
     ddp_bucket_size: int | None = flag(None, positive=True)
-    """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP) with an overlap, else
-    no limit.
+    """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP) with
+    --overlap-grad-reduce or --overlap-param-gather, otherwise unlimited.
     """
     ddp_num_buckets: int | None = flag(None, positive=True)
-    """About how many buckets there are per model chunk, in place of --ddp-bucket-size."""
+    """Approximate number of buckets per model chunk, instead of --ddp-bucket-size."""
 
     def __post_init__(self) -> None:
-        raise_problems([*find_range_problems(self), *self._problems()])
+        raise_problems([*find_range_problems(self), *self._find_problems()])
 
-    def _problems(self) -> Iterator[str]:
+    def _find_problems(self) -> Iterator[str]:
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             yield (
-                "--overlap-param-gather needs --use-distributed-optimizer: without it every rank updates all of its "
-                "parameters and there is nothing to gather"
+                "--overlap-param-gather needs --use-distributed-optimizer: without it each rank "
+                "updates all of its parameters, so there are none to gather"
             )
         if self.ddp_bucket_size is not None and self.ddp_num_buckets is not None:
             yield (
-                f"--ddp-bucket-size {self.ddp_bucket_size} and --ddp-num-buckets {self.ddp_num_buckets} exclude "
-                "each other: give one of them"
+                f"--ddp-bucket-size {self.ddp_bucket_size} and --ddp-num-buckets "
+                f"{self.ddp_num_buckets} are mutually exclusive"
             )
 
     def grad_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
-        """In which gradients of parameters of `param_dtype` are accumulated and reduced.
+        """Return the dtype in which gradients of `param_dtype` are accumulated and reduced.
 
-        fp32, unless it is said otherwise: bf16 drops small gradients over many microbatches.
+        The default is fp32, because bf16 drops small gradients over many micro-batches.
         """
-        in_bf16 = self.grad_reduce_in_bf16 and param_dtype == torch.bfloat16
-        return torch.bfloat16 if in_bf16 else torch.float32
+        if self.grad_reduce_in_bf16 and param_dtype == torch.bfloat16:
+            return torch.bfloat16
+        return torch.float32
 
     def bucket_size(self, num_elements: int, dp_size: int) -> int:
-        """Elements after which a bucket of a chunk of `num_elements` is closed."""
+        """Return the elements after which a bucket of a chunk of `num_elements` is closed."""
         if self.ddp_bucket_size is not None:
             return self.ddp_bucket_size
         if self.ddp_num_buckets is not None:
             return max(1, num_elements // self.ddp_num_buckets)
         if self.overlap_grad_reduce or self.overlap_param_gather:
-            return max(
-                40_000_000, 1_000_000 * dp_size
-            )  # large enough for the bandwidth of many ranks
+            # Large enough for full bandwidth with many ranks.
+            return max(40_000_000, 1_000_000 * dp_size)
         return max(1, num_elements)
 
 
 class DistributedDataParallel(MegatronModule):
-    """Gradients are accumulated in `param.main_grad` and summed over `dp` after the last
-    microbatch.
+    """Model chunk that accumulates gradients in `param.main_grad` and sums them over `dp`.
 
-    Those of experts are summed over `edp`, the ranks that hold the same ones (by default `dp`,
-    too). All are divided by the size of `dp`: with fewer replicas, an expert has seen the tokens of
-    more ranks.
+    Gradients of experts are summed over `edp`, the ranks with the same experts (default: `dp`). All
+    gradients are divided by the size of `dp`, because with fewer replicas an expert has processed
+    the tokens of more ranks.
 
     An iteration::
 
         chunk.zero_grad_buffer()
-        with chunk.no_sync():                   # all microbatches but the last
+        with chunk.no_sync():               # all micro-batches except the last one
             forward, backward, ...
-        forward, backward                       # the last; with overlap_grad_reduce reductions start as buckets fill
-        finalize_model_grads([chunk], ps)       # the rest of the reductions; waits for them
-        optimizer.step()                        # ends in start_param_sync
-        (or zero_grad_buffer, run_schedule with before_last_backward setting `require_sync`, finalize_model_grads, step)
+        forward, backward                   # the last one; with overlap_grad_reduce, reductions
+                                            # start as buckets are completed
+        finalize_model_grads([chunk], ps)   # starts the other reductions and waits for all
+        optimizer.step()                    # ends with start_param_sync
 
-    The sum is divided by `grad_divisor` where the optimizer reads it, which costs nothing there. A
-    backward pass that adds a parameter's gradient into `main_grad` itself returns None for it.
+    With `run_schedule`, its `before_last_backward` sets `require_sync` instead of `no_sync`.
+
+    The optimizer divides the sum by `grad_divisor` when it reads the gradients, at no extra cost. A
+    backward pass may add a parameter's gradient to `main_grad` itself; it then returns None.
     """
 
     def __init__(
@@ -116,18 +115,17 @@ class DistributedDataParallel(MegatronModule):
         self.dp = dp
         self.edp = dp if edp is None else edp
         self.shard = dp if config.use_distributed_optimizer else Axis()
-        self.require_sync = True  # False: more microbatches follow
+        self.require_sync = True  # False while more micro-batches follow
         self.grad_divisor: float | torch.Tensor = float(dp.size)
         self.flat_buffers = _make_buffers(module, config, dp, self.edp)
-        self.buckets = _in_order_of_completion(module, self.flat_buffers)
-        # Collectives match by order, so every rank must start them in the same one, whatever the
-        # order in which its backward pass completes the buckets: a bucket that is complete early
-        # waits for those before it.
+        self.buckets = _sort_by_completion(module, self.flat_buffers)
+        # Collectives are matched by their order, so all ranks must start them in the same order,
+        # although backward passes may complete the buckets in different orders: a bucket that is
+        # complete early waits for those before it.
         self._next_bucket = 0  # the first bucket whose reduction has not started
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
-        # Gradients that are added to `main_grad` never pass through `param.grad`, so a
-        # post-accumulate hook would not see them: the hooks are on the autograd nodes, which run in
-        # either case.
+        # Gradients that are added to `main_grad` directly do not pass through `param.grad`, so that
+        # post-accumulate hooks would miss them. Hooks on the autograd nodes run in either case.
         self._grad_accumulators = self._register_grad_hooks(bucket_of)
         if config.overlap_param_gather:
             self._register_gather_hooks(bucket_of)
@@ -136,12 +134,12 @@ class DistributedDataParallel(MegatronModule):
         return self.module(*args, **kwargs)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        """That of the wrapped module, under its own keys, once its parameters are complete."""
+        """Return the wrapped module's state, under its keys, once its parameters are complete."""
         self.finish_param_sync()
         return self.module.sharded_state_dict(prefix)
 
     def zero_grad_buffer(self) -> None:
-        """Start an iteration."""
+        """Zero all gradients at the start of an iteration."""
         for buffer in self.flat_buffers:
             buffer.grad_data.zero_()
         for bucket in self.buckets:
@@ -151,7 +149,7 @@ class DistributedDataParallel(MegatronModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside are not the last of the iteration."""
+        """Return a context for backward passes that are not the last ones of the iteration."""
         self.require_sync = False
         try:
             yield
@@ -159,19 +157,20 @@ class DistributedDataParallel(MegatronModule):
             self.require_sync = True
 
     def start_grad_sync(self) -> None:
-        """Start the reductions that have not started yet."""
+        """Start the remaining reductions."""
         while self._next_bucket < len(self.buckets):
             self._start_next_bucket()
 
     def finish_grad_sync(self) -> None:
-        """Wait until `grad_shard` of every bucket holds the sum over DP."""
+        """Wait until `grad_shard` of each bucket contains the sum over DP."""
         self.start_grad_sync()
         for bucket in self.buckets:
             bucket.finish_grad_reduce()
 
     def start_param_sync(self) -> None:
-        """Gather the updated shards in the order of the forward pass; waits for them only without
-        overlap.
+        """Start gathering the updated shards, in the order of the forward pass.
+
+        Without --overlap-param-gather, wait for them.
         """
         for bucket in reversed(self.buckets):
             bucket.start_param_gather()
@@ -179,30 +178,26 @@ class DistributedDataParallel(MegatronModule):
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait until every parameter is complete; call before reading parameters outside of
-        `forward`.
-        """
+        """Wait until all parameters are complete; call before reading them outside `forward`."""
         for bucket in self.buckets:
             bucket.finish_param_gather()
 
     def _register_gather_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> None:
-        """Wait for a unit's parameters before its `forward`, and for all that is left after the
-        last layer.
+        """Wait for a unit's parameters before its `forward`, for all others after the last layer.
 
-        (The output matrix is used without a call of the module that has it.)
+        The latter include the output matrix, which is used without a call of its module.
         """
-        for unit, recurse in forward_units(self.module):
+        for unit, recurse in iterate_forward_units(self.module):
             used = {bucket_of[param] for param in unit.parameters(recurse) if param in bucket_of}
             if used:
                 unit.register_forward_pre_hook(partial(_wait_for_params, used))
-        for last_layer in list(outermost_layers(self.module))[-1:]:
+        for last_layer in list(iterate_outermost_layers(self.module))[-1:]:
             last_layer.register_forward_hook(partial(_wait_for_params, self.buckets))
 
     def _register_grad_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> list[Node]:
-        """Call `_accumulate_grad` after autograd has handled each parameter's gradient, also if it
-        is None.
+        """Call `_accumulate_grad` after autograd has processed each parameter's gradient, or None.
 
-        The hooks hang on autograd's accumulating nodes, which live as long as the returned list.
+        The hooks are on autograd's accumulation nodes, which the returned list keeps alive.
         """
         nodes: list[Node] = []
         for param, bucket in bucket_of.items():
@@ -211,7 +206,7 @@ class DistributedDataParallel(MegatronModule):
         return nodes
 
     def _accumulate_grad(self, param: nn.Parameter, bucket: Bucket, *_: Any) -> None:
-        """Runs after each backward pass through `param`."""
+        """Add the gradient to `main_grad`; runs after each backward pass through `param`."""
         assert bucket.params_complete, (
             "a parameter was used before it was gathered: its module was not called"
         )
@@ -223,10 +218,8 @@ class DistributedDataParallel(MegatronModule):
                 "a parameter got a second gradient after it was counted as complete"
             )
             bucket.missing.remove(param)
-            while (
-                self._next_bucket < len(self.buckets)
-                and not self.buckets[self._next_bucket].missing
-            ):
+            num_buckets = len(self.buckets)
+            while self._next_bucket < num_buckets and not self.buckets[self._next_bucket].missing:
                 self._start_next_bucket()
 
     def _start_next_bucket(self) -> None:
@@ -234,62 +227,63 @@ class DistributedDataParallel(MegatronModule):
         self._next_bucket += 1
 
 
-def outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the lists in `module` that are in no other list."""
-    for child in module.children():
-        yield from child if isinstance(child, nn.ModuleList) else outermost_layers(child)
-
-
-def forward_units(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Modules that wait for their parameters before `forward`, as (module, with those of its
-    children).
-
-    These are the outermost layers and, beside them, the largest modules without layers. A unit may
-    use the parameters of its children without calling them.
-    """
-    if not any(True for _ in outermost_layers(module)):
-        yield module, True
-        return
-    yield module, False
+def iterate_outermost_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the members of the module lists in `module` that are not nested in other lists."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
-            yield from ((layer, True) for layer in child)
+            yield from child
         else:
-            yield from forward_units(child)
+            yield from iterate_outermost_layers(child)
+
+
+def iterate_forward_units(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield (module, recurse) of modules that wait for their parameters before `forward`.
+
+    These are the outermost layers and the largest modules without layers. `recurse`: the unit also
+    waits for the parameters of its children, which it may use without calling the children.
+    """
+    has_layers = next(iterate_outermost_layers(module), None) is not None
+    yield module, not has_layers
+    if not has_layers:
+        return
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            for layer in child:
+                yield layer, True
+        else:
+            yield from iterate_forward_units(child)
 
 
 def _make_buffers(
     module: nn.Module, config: DistributedDataParallelConfig, dp: Axis, edp: Axis
 ) -> list[ParamAndGradBuffer]:
-    """One buffer for the parameters of each dtype, and those in fp8, that are reduced over the same
-    ranks.
-    """
+    """Return one buffer per dtype, or fp8, and reduction axis of the parameters."""
+    # (dtype, is fp8, ranks of the reduction axis) -> parameters
     kinds: dict[tuple[torch.dtype, bool, tuple[int, ...]], list[tuple[str, nn.Parameter]]] = {}
     axes = {axis.ranks: axis for axis in (edp, dp)}
     for name, param in module.named_parameters():
         if param.requires_grad:
             info = param_info(param)
             axis = edp if info.sharding.is_expert else dp
-            kinds.setdefault((param.dtype, info.fp8 is not None, axis.ranks), []).append(
-                (name, param)
-            )
+            kind = (param.dtype, info.fp8 is not None, axis.ranks)
+            kinds.setdefault(kind, []).append((name, param))
     buffers = []
     for (dtype, _, ranks), named_params in kinds.items():
         axis = axes[ranks]
         shard = axis if config.use_distributed_optimizer else Axis()
-        bucket_size = config.bucket_size(sum(param.numel() for _, param in named_params), axis.size)
-        buffers.append(
-            ParamAndGradBuffer(named_params, config.grad_dtype(dtype), bucket_size, axis, shard)
-        )
+        num_elements = sum(param.numel() for _, param in named_params)
+        bucket_size = config.bucket_size(num_elements, axis.size)
+        grad_dtype = config.grad_dtype(dtype)
+        buffers.append(ParamAndGradBuffer(named_params, grad_dtype, bucket_size, axis, shard))
     return buffers
 
 
-def _in_order_of_completion(module: nn.Module, buffers: list[ParamAndGradBuffer]) -> list[Bucket]:
-    """The buckets of all buffers in about the order in which a backward pass completes them."""
+def _sort_by_completion(module: nn.Module, buffers: list[ParamAndGradBuffer]) -> list[Bucket]:
+    """Return the buckets of all buffers in the approximate order of their completion."""
     buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
     if len(buffers) > 1:
-        place = {param: index for index, param in enumerate(module.parameters())}
-        buckets.sort(key=lambda bucket: -min(place[param] for param in bucket.params))
+        index_of = {param: index for index, param in enumerate(module.parameters())}
+        buckets.sort(key=lambda bucket: -min(index_of[param] for param in bucket.params))
     return buckets
 
 
@@ -303,25 +297,34 @@ def finalize_model_grads(
     ps: ParallelState,
     num_tokens: torch.Tensor | None = None,
 ) -> None:
-    """After it every bucket's `grad_shard` over `grad_divisor` is the gradient of the whole global
-    batch.
+    """Finish the reduction of gradients. Collective over all ranks.
 
-    First the sum over DP, which may have started during backward. All other sums run on its result,
-    as sums commute: on the shards alone, with a DP-th of the bytes. That needs equal shards at both
-    ends: tensor-parallel ranks have equal plans, and a tied embedding is a bucket of its own, so
-    its shards on the first and last stage correspond.
+    Afterwards `grad_shard / grad_divisor` of each bucket is the gradient of the global batch.
 
-    `num_tokens` (with --calculate-per-token-loss, where the loss is a sum over tokens): tokens that this rank's last
-    virtual stage has seen in this iteration, 0 on the other pipeline stages.
+    The sum over DP, which may have started during the backward pass, comes first. As sums commute,
+    all other reductions run on its result: only on the shards, with 1/DP of the bytes. This requires
+    equal shards at both ends, which holds because tensor-parallel ranks have equal plans, and a tied
+    embedding is a bucket of its own on the first and the last stage.
+
+    `num_tokens` (with --calculate-per-token-loss, whose loss is a sum over tokens) is the number of
+    tokens that the last virtual stage on this rank has processed in this iteration, 0 on the other
+    pipeline stages.
     """
+    # Sum over data parallelism
     for chunk in chunks:
         chunk.finish_grad_sync()
-    buckets = [bucket for chunk in chunks for bucket in chunk.buckets]
-    _all_reduce(
-        [g for b in buckets for g in b.grad_ranges(lambda info: info.shared_embedding)],
-        ps.embedding,
-    )
-    _all_reduce([g for b in buckets for g in b.grad_ranges(lambda info: info.partial_grad)], ps.tp)
+
+    # Sums of tied embeddings, and of gradients that are partial under sequence parallelism
+    tied: list[torch.Tensor] = []
+    partial_grads: list[torch.Tensor] = []
+    for chunk in chunks:
+        for bucket in chunk.buckets:
+            tied += bucket.grad_ranges(lambda info: info.shared_embedding)
+            partial_grads += bucket.grad_ranges(lambda info: info.partial_grad)
+    _all_reduce(tied, ps.embedding)
+    _all_reduce(partial_grads, ps.tp)
+
+    # Number of tokens of the global batch
     if num_tokens is not None:
         total = num_tokens.to(torch.float64, copy=True)
         _all_reduce([total], ps.pp)
@@ -331,9 +334,9 @@ def finalize_model_grads(
 
 
 def _all_reduce(tensors: Sequence[torch.Tensor], axis: Axis) -> None:
-    """Sum every tensor over `axis`, all at once."""
+    """Sum each tensor over `axis`, all concurrently."""
     if axis.size == 1:
         return
-    work = [dist.all_reduce(tensor, group=axis.group, async_op=True) for tensor in tensors]
-    for pending in work:
-        pending.wait()
+    works = [dist.all_reduce(tensor, group=axis.group, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()

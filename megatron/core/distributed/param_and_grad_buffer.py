@@ -1,8 +1,8 @@
-"""Contiguous memory for parameters and gradients, cut into buckets that are reduced and gathered in
-one piece.
+"""Contiguous buffers for parameters and gradients, divided into buckets.
 
-The place of every parameter is a pure function of names, shapes and `ParamInfo`: `plan_buffer`
-touches no tensor, so that the plan of any rank of any layout can be made anywhere.
+Each bucket is reduced and gathered by one collective. The position of each parameter is a pure
+function of names, shapes and `ParamInfo`: `plan_buffer` uses no tensors, so that the plan of any
+rank of any layout can be computed anywhere.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ from megatron.core.module import ParamInfo, param_info
 from megatron.core.parallel_state import Axis, group_of
 from megatron.core.tensor_parallel.mappings import all_gather_into_tensor, reduce_scatter_tensor
 
-ALIGNMENT = 64  # elements; every parameter and every shard starts at a multiple (128 bytes in bf16)
+# Each parameter and each shard starts at a multiple of this number of elements (128 bytes in bf16).
+ALIGNMENT = 64
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """What decides the hyperparameters of a parameter; all of a bucket have the same."""
+    """Properties that determine a parameter's hyperparameters; a bucket has only one group."""
 
     weight_decay: bool
     """False for 1-D parameters and for biases."""
     embedding: bool
-    """The word embedding and the output layer, which may have a learning rate of their own."""
+    """True for the word embedding and the output layer, which may have their own learning rate."""
 
     @property
     def is_matrix(self) -> bool:
-        """The weights of hidden layers."""
+        """Whether the parameter is a weight of a hidden layer."""
         return self.weight_decay and not self.embedding
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter without its memory."""
+    """Description of a parameter, without its memory."""
 
     name: str
     shape: Shape
@@ -63,7 +64,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class Span:
-    """A parameter's elements are `[start, stop)` of its bucket."""
+    """The range `[start, stop)` of a parameter in its bucket."""
 
     spec: ParamSpec
     start: int
@@ -72,10 +73,10 @@ class Span:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Elements `[start, start + numel)` of the buffer, reduced and gathered in one collective.
+    """Elements `[start, start + numel)` of the buffer, reduced and gathered by one collective.
 
-    Offsets of the spans are relative to the bucket. Elements between and behind the spans belong to
-    no parameter and stay zero.
+    The offsets of the spans are relative to the bucket. Elements between and after the spans do not
+    belong to a parameter and stay zero.
     """
 
     start: int
@@ -91,59 +92,56 @@ class BucketPlan:
 def plan_buffer(
     specs: Sequence[ParamSpec], bucket_size: int, num_shards: int
 ) -> tuple[BucketPlan, ...]:
-    """Buckets are in the order in which backward completes them, each of one `ParamGroup`, each
-    divisible into shards.
+    """Return the buckets in the order in which the backward pass completes them.
 
-    `specs` come in forward order. Parameters with weight decay lie in reverse; a bucket is closed when it has
-    `bucket_size` elements, where the group changes, and around a tied embedding (so that its shards on the first and
-    the last stage correspond). Those without weight decay are a thousandth of a model and come
-    last, ordered by how they are replicated, so that reductions and norms over a kind of them are
-    over one contiguous range.
+    Each bucket has one `ParamGroup` and is divisible into `num_shards`. `specs` are in forward
+    order. Parameters with weight decay are placed in reverse order; a bucket is closed when it has
+    `bucket_size` elements, when the group changes, and before and after a tied embedding (so that
+    its shards on the first and the last stage correspond). Parameters without weight decay, about a
+    thousandth of a model, come last. They are sorted by their replication, so that reductions and
+    norms of each kind need one contiguous range.
     """
     buckets: list[BucketPlan] = []
-    for run in _bucket_runs(specs, bucket_size):
+    for run in _split_into_buckets(specs, bucket_size):
         spans = []
         position = 0
         for spec in run:
             spans.append(Span(spec, position, position + spec.numel))
             position = round_up(position + spec.numel, ALIGNMENT)
-        # A bucket ends at a multiple of the shards, so that one reduce-scatter gives every rank an
-        # equal, aligned part; parameters may straddle the border of two shards.
+        # The size is a multiple of the number of shards, so that a reduce-scatter gives each rank
+        # an equal, aligned part; a parameter may be in two shards.
         start = buckets[-1].stop if buckets else 0
         numel = round_up(position, ALIGNMENT * num_shards)
         buckets.append(BucketPlan(start, numel, run[0].group, tuple(spans)))
     return tuple(buckets)
 
 
-def _bucket_runs(specs: Sequence[ParamSpec], bucket_size: int) -> Iterator[list[ParamSpec]]:
-    """Cut the parameters, in buffer order, into the runs that share a bucket."""
-    # The last layers finish their backward pass first: their buckets are reduced while the first
-    # layers still compute.
+def _split_into_buckets(specs: Sequence[ParamSpec], bucket_size: int) -> Iterator[list[ParamSpec]]:
+    """Yield the parameters of each bucket, in buffer order."""
+    # The last layers complete their backward pass first: their buckets are reduced while the first
+    # layers are still computing.
     backward = list(reversed(specs))
     matrices = [spec for spec in backward if spec.group.weight_decay]
     vectors = [spec for spec in backward if not spec.group.weight_decay]
     vectors.sort(key=lambda spec: (spec.info.sharding.is_split, spec.info.partial_grad))
     run: list[ParamSpec] = []
     for spec in matrices + vectors:
-        full = sum(other.numel for other in run) >= bucket_size
-        if run and (
-            full
-            or spec.group != run[0].group
-            or spec.info.shared_embedding
-            or run[0].info.shared_embedding
-        ):
-            yield run
-            run = []
+        if run:
+            is_full = sum(other.numel for other in run) >= bucket_size
+            is_other_group = spec.group != run[0].group
+            is_tied = spec.info.shared_embedding or run[0].info.shared_embedding
+            if is_full or is_other_group or is_tied:
+                yield run
+                run = []
         run.append(spec)
     if run:
         yield run
 
 
-def ranges_of(bucket: BucketPlan, keep: Callable[[ParamInfo], bool]) -> list[Range]:
-    """Ranges of the bucket that cover the parameters that satisfy `keep`, merged; they start and
-    end aligned.
+def find_ranges(bucket: BucketPlan, keep: Callable[[ParamInfo], bool]) -> list[Range]:
+    """Return aligned ranges of the bucket with the parameters that satisfy `keep`.
 
-    The zeros between two neighbours may be covered too.
+    Adjacent ranges are merged, including the zeros between them.
     """
     ranges: list[Range] = []
     for span in bucket.spans:
@@ -158,15 +156,22 @@ def ranges_of(bucket: BucketPlan, keep: Callable[[ParamInfo], bool]) -> list[Ran
 
 
 def intersect(ranges: Sequence[Range], start: int, stop: int) -> list[Range]:
-    """The parts of `ranges` inside `[start, stop)`, relative to `start`."""
-    clipped = ((max(lo, start), min(hi, stop)) for lo, hi in ranges)
-    return [(lo - start, hi - start) for lo, hi in clipped if lo < hi]
+    """Return the parts of `ranges` inside `[start, stop)`, relative to `start`."""
+    parts = []
+    for range_start, range_stop in ranges:
+        low = max(range_start, start)
+        high = min(range_stop, stop)
+        if low < high:
+            parts.append((low - start, high - start))
+    return parts
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter's elements `[param_start, param_start + stop - start)` are `[start, stop)` of a
-    shard.
+    """The part of a parameter in a shard.
+
+    Elements `[param_start, param_start + stop - start)` of the parameter are elements
+    `[start, stop)` of the shard.
     """
 
     param: nn.Parameter
@@ -176,13 +181,13 @@ class Piece:
     stop: int
 
 
-def _shard_by_shard(
+def _start_shard_by_shard(
     collective: Callable[..., dist.Work], whole: torch.Tensor, dp: Axis
 ) -> list[dist.Work]:
-    """Start `collective` of every shard of `whole`, to or from the rank that has it.
+    """Start `collective` for each shard of `whole`, to or from the rank that owns the shard.
 
-    For gloo, whose all-gather and reduce-scatter go through a copy of the whole and take about
-    twice as long.
+    With gloo this takes about half as long as all-gather and reduce-scatter, which copy the whole
+    buffer.
     """
     shards = zip(whole.chunk(dp.size), dp.ranks, strict=True)
     return [collective(shard, rank, group=dp.group, async_op=True) for shard, rank in shards]
@@ -191,9 +196,10 @@ def _shard_by_shard(
 class Bucket:
     """Parameters whose gradients are reduced together, and this rank's shard of them.
 
-    `shard` is the data-parallel axis with the distributed optimizer and an axis of size 1 without: then the shard is
-    the whole bucket. All collectives run in place and asynchronously, between a `start_` and a
-    `finish_`. `grad_shard` is fp32, and a view of `grad_data` if that is fp32, too.
+    With the distributed optimizer `shard` is the data-parallel axis. Without, it is an axis of size
+    1, and the shard is the whole bucket. All collectives run in place and asynchronously, between a
+    `start_` and a `finish_` method. `grad_shard` is fp32; it is a view of `grad_data` if that is
+    fp32.
     """
 
     def __init__(
@@ -212,27 +218,27 @@ class Bucket:
         self.shard_start, self.shard_stop = even_range(plan.numel, shard.rank, shard.size)
         self.param_shard = param_data[self.shard_start : self.shard_stop]
         self._reduced = grad_data[self.shard_start : self.shard_stop]
-        in_fp32 = grad_data.dtype == torch.float32
-        self.grad_shard = (
-            self._reduced if in_fp32 else torch.zeros_like(self._reduced, dtype=torch.float32)
-        )
-        # Parameters whose gradient of the last micro-batch has not arrived: the reduction starts
-        # when none is left.
+        self.grad_shard = self._reduced
+        if grad_data.dtype != torch.float32:
+            self.grad_shard = torch.zeros_like(self._reduced, dtype=torch.float32)
+        # Parameters whose gradient of the last micro-batch is missing; the reduction starts when
+        # the set is empty.
         self.missing = set(self.params)
         self._dp = dp
-        self.is_sharded = shard.size > 1  # other ranks have other parts of the sum
-        self._grad_works: list[dist.Work] = []  # under way
+        self.is_sharded = shard.size > 1
+        # Collectives in flight.
+        self._grad_works: list[dist.Work] = []
         self._param_works: list[dist.Work] = []
 
     def start_grad_reduce(self) -> None:
-        """Sum the gradients over DP; afterwards only `grad_shard` is valid."""
+        """Start summing the gradients over DP; afterwards only `grad_shard` is valid."""
         if self._dp.size == 1:
             return
         assert self._dp.group is not None and not self._grad_works
         group = self._dp.group
         whole = self.grad_data
         if self.is_sharded and whole.device.type == "cpu":
-            self._grad_works = _shard_by_shard(dist.reduce, whole, self._dp)
+            self._grad_works = _start_shard_by_shard(dist.reduce, whole, self._dp)
         elif self.is_sharded:
             self._grad_works = [
                 reduce_scatter_tensor(self._reduced, whole, group=group, async_op=True)
@@ -241,29 +247,27 @@ class Bucket:
             self._grad_works = [dist.all_reduce(whole, group=group, async_op=True)]
 
     def finish_grad_reduce(self) -> None:
-        """Once per iteration: `grad_shard` holds the sum."""
+        """Wait until `grad_shard` contains the sum; call once per iteration."""
         for work in self._grad_works:
             work.wait()
         self._grad_works = []
-        if (
-            self.grad_shard is not self._reduced
-        ):  # bf16 gradients: clipping and the update need them in fp32
+        if self.grad_shard is not self._reduced:  # clipping and the update need fp32
             self.grad_shard.copy_(self._reduced)
 
     @property
     def params_complete(self) -> bool:
-        """No gather is under way."""
+        """Whether no gather is in flight."""
         return not self._param_works
 
     def start_param_gather(self) -> None:
-        """Fill `param_data` with the `param_shard` of every rank."""
+        """Start filling `param_data` with the `param_shard` of each rank."""
         if not self.is_sharded:
             return
         assert self._dp.group is not None and not self._param_works
         group = self._dp.group
         whole = self.param_data
         if whole.device.type == "cpu":
-            self._param_works = _shard_by_shard(dist.broadcast, whole, self._dp)
+            self._param_works = _start_shard_by_shard(dist.broadcast, whole, self._dp)
         else:
             self._param_works = [
                 all_gather_into_tensor(whole, self.param_shard, group=group, async_op=True)
@@ -271,14 +275,14 @@ class Bucket:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that have the shards."""
+        """The group of the ranks that own the shards."""
         if self.is_sharded:
             assert self._dp.group is not None
             return self._dp.group
-        return group_of((dist.get_rank(),))  # None would be the world
+        return group_of((dist.get_rank(),))  # not None, which would mean the world
 
     def gather(self, shard_data: torch.Tensor) -> torch.Tensor:
-        """`shard_data` of every rank, in the order of the bucket."""
+        """Return the concatenated `shard_data` of all ranks. Collective."""
         if not self.is_sharded:
             return shard_data
         whole = shard_data.new_empty(self.plan.numel)
@@ -291,27 +295,26 @@ class Bucket:
         self._param_works = []
 
     def grad_ranges(self, keep: Callable[[ParamInfo], bool]) -> list[torch.Tensor]:
-        """Views of `grad_shard` that cover the parameters that satisfy `keep`, as few as can be."""
-        ranges = intersect(ranges_of(self.plan, keep), self.shard_start, self.shard_stop)
+        """Return the minimum number of views of `grad_shard` that cover the parameters selected by
+        `keep`.
+        """
+        ranges = intersect(find_ranges(self.plan, keep), self.shard_start, self.shard_stop)
         return [self.grad_shard[start:stop] for start, stop in ranges]
 
     def pieces(self) -> Iterator[Piece]:
-        """The parameters, or parts of them, that lie in this rank's shard."""
+        """Yield the parameters, or parts of them, in this rank's shard."""
         for span, param in zip(self.plan.spans, self.params, strict=True):
-            for start, stop in intersect(
-                [(span.start, span.stop)], self.shard_start, self.shard_stop
-            ):
-                yield Piece(
-                    param, span.spec.info, self.shard_start + start - span.start, start, stop
-                )
+            whole = [(span.start, span.stop)]
+            for start, stop in intersect(whole, self.shard_start, self.shard_stop):
+                param_start = self.shard_start + start - span.start
+                yield Piece(param, span.spec.info, param_start, start, stop)
 
 
 class ParamAndGradBuffer:
-    """One contiguous parameter buffer and one gradient buffer of `grad_dtype` for the parameters of
-    one dtype, or fp8.
+    """A contiguous parameter buffer and a gradient buffer for the parameters of one dtype, or fp8.
 
-    Rebinds `param.data` to its place in the parameter buffer and sets `param.main_grad` to its
-    place in the gradient buffer.
+    Rebinds `param.data` to a view of the parameter buffer, and sets `param.main_grad` to a view of
+    the gradient buffer, which has dtype `grad_dtype`.
     """
 
     def __init__(
@@ -335,9 +338,8 @@ class ParamAndGradBuffer:
         self.buckets: list[Bucket] = []
         for plan in plans:
             params = [by_name[span.spec.name] for span in plan.spans]
-            param_data, grad_data = (
-                data[plan.start : plan.stop] for data in (self.param_data, self.grad_data)
-            )
+            param_data = self.param_data[plan.start : plan.stop]
+            grad_data = self.grad_data[plan.start : plan.stop]
             for span, param in zip(plan.spans, params, strict=True):
                 view = param_data[span.start : span.stop].view(span.spec.shape)
                 view.copy_(param.detach())
@@ -347,9 +349,7 @@ class ParamAndGradBuffer:
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Of fp8 parameters, once the main ones have their values: from now on the buffer has a
-        byte for each.
-        """
+        """Convert fp8 parameters to one byte each, after the main parameters have their values."""
         self.param_data = torch.zeros(
             len(self.param_data), dtype=torch.uint8, device=self.param_data.device
         )

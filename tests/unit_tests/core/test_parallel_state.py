@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.parallel_state import ParallelConfig, ParallelState, Place, _groups
+from megatron.core.parallel_state import ParallelConfig, ParallelState, Place, _list_groups
 
 AXES = ("tp", "cp", "dp_cp", "pp", "model", "embedding")
 
@@ -72,19 +72,19 @@ def test_embedding_axis_spans_the_first_and_last_stage():
         (ParallelConfig(0, 1), 1, "must be positive"),
     ],
 )
-def test_impossible_layouts_are_explained(config, world, message):
+def test_impossible_layouts_are_rejected(config, world, message):
     with pytest.raises(ValueError, match=message):
         ParallelState.for_rank(config, world, 0)
 
 
-def test_rank_outside_the_world():
+def test_rank_outside_the_world_is_rejected():
     with pytest.raises(ValueError, match="rank 4 is not part of a world of 4"):
         ParallelState.for_rank(ParallelConfig(), 4, 4)
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """torch.distributed as one rank of a large world sees it; counts the groups that are made."""
+    """Simulate torch.distributed on one rank of a large world, and count the created groups."""
     made = []
     monkeypatch.setattr(dist, "get_world_size", lambda: 16384)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
@@ -95,7 +95,7 @@ def counted(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1, 9, 4096, 8191, 12288, 16383])
-def test_a_rank_makes_its_own_groups_alone(rank, counted, monkeypatch):
+def test_rank_creates_only_its_own_groups(rank, counted, monkeypatch):
     """TP 8 x PP 4 on 16,384 ranks: 10,784 groups in all, at most six of them this rank's."""
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     state = ParallelState.create(ParallelConfig(8, 4))
@@ -132,8 +132,8 @@ class BoundWorld:
 
 
 @pytest.mark.parametrize("rank", [0, 4097, 16383])
-def test_nccl_communicators_are_split_off_once_per_axis(rank, counted, monkeypatch):
-    """Every rank passes the same lists, which is what a split asks for; no group has one member."""
+def test_nccl_communicators_are_split_once_per_axis(rank, counted, monkeypatch):
+    """All ranks pass the same lists, as a split requires; no group has one member."""
     splits = []
 
     def split_group(split_ranks, timeout, group_desc):
@@ -185,7 +185,7 @@ def sums_along_axes(rank, world_size, tp, cp, pp):
 @pytest.mark.parametrize(
     "world,tp,cp,pp", [(4, 2, 1, 2), (4, 2, 1, 1), (3, 1, 1, 3), (4, 1, 2, 1), (4, 1, 2, 2)]
 )
-def test_groups_of_real_processes(pool, world, tp, cp, pp):
+def test_groups_of_processes(pool, world, tp, cp, pp):
     results = pool.run(sums_along_axes, world, tp, cp, pp)
     assert len({len(made) for made, _ in results}) == 1, (
         "from 2.15 on torch names groups by their number"
@@ -196,7 +196,7 @@ def test_groups_of_real_processes(pool, world, tp, cp, pp):
 
 
 @pytest.mark.parametrize("mapping", [False, True])
-def test_rank_order(mapping):
+def test_rank_order_of_both_mappings(mapping):
     """TP, CP, DP, PP as Megatron-LM counts, or with --use-tp-pp-dp-mapping TP, CP, PP, DP; each
     place is one rank's.
     """
@@ -219,7 +219,7 @@ def test_rank_order(mapping):
     [(1, None, 2, 1, 2), (2, 1, 2, 1, 4), (2, 2, 2, 1, 4), (2, 4, 2, 1, 8), (2, 1, 3, 2, 12)],
 )
 def test_expert_axes_partition_the_same_world(tp, etp, ep, pp, world):
-    """rank = etp + ETP * (ep + EP * (edp + EDP * pp)), beside the dense axes and independent of
+    """rank = etp + ETP * (ep + EP * (edp + EDP * pp)), next to the dense axes and independent of
     them but for PP.
     """
     config = ParallelConfig(tp, pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
@@ -240,12 +240,12 @@ def test_expert_axes_partition_the_same_world(tp, etp, ep, pp, world):
             assert all(getattr(states[member], name).ranks == axis.ranks for member in axis.ranks)
         assert state.experts.rank == state.etp.rank + etp_size * state.ep.rank
         assert {states[member].pp.rank for member in state.edp.ranks} == {state.pp.rank}
-    everyone = _groups(config, world)
+    everyone = _list_groups(config, world)
     for name in ("etp", "ep", "edp", "experts"):
         assert set(everyone[name]) == {getattr(state, name).ranks for state in states}
 
 
-def test_without_expert_parallelism_experts_lie_as_dense_layers():
+def test_default_expert_axes_are_those_of_dense_layers():
     state = ParallelState.for_rank(ParallelConfig(2, 2), 8, 5)
     assert (
         state.etp is state.tp
@@ -264,11 +264,11 @@ def test_without_expert_parallelism_experts_lie_as_dense_layers():
         ),
         (
             {"expert_model_parallel_size": 2, "use_tp_pp_dp_mapping": True},
-            "would run through different ranks",
+            "would consist of different ranks",
         ),
         ({"expert_model_parallel_size": 0}, "must be positive"),
     ],
 )
-def test_impossible_expert_axes(options, message):
+def test_impossible_expert_axes_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         ParallelState.for_rank(ParallelConfig(2, 2, **options), 8, 0)

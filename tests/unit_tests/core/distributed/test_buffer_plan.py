@@ -8,9 +8,9 @@ from megatron.core.distributed.param_and_grad_buffer import (
     ALIGNMENT,
     ParamGroup,
     ParamSpec,
+    find_ranges,
     intersect,
     plan_buffer,
-    ranges_of,
 )
 from megatron.core.module import Constant, ParamInfo
 from megatron.core.sharding import REPLICATED, Sharding
@@ -37,7 +37,7 @@ def random_specs(seed):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("num_shards", [1, 3, 8])
 @pytest.mark.parametrize("bucket_size", [1, 1000, 10**9])
-def test_every_parameter_has_one_aligned_place(seed, num_shards, bucket_size):
+def test_each_parameter_has_one_aligned_position(seed, num_shards, bucket_size):
     specs = random_specs(seed)
     buckets = plan_buffer(specs, bucket_size, num_shards)
     assert sorted(span.spec.name for b in buckets for span in b.spans) == sorted(
@@ -63,7 +63,7 @@ def test_every_parameter_has_one_aligned_place(seed, num_shards, bucket_size):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_plan_puts_weight_decay_first_in_backward_order(seed):
+def test_parameters_with_weight_decay_come_first_in_backward_order(seed):
     specs = random_specs(seed)
     names = [span.spec.name for b in plan_buffer(specs, 500, 2) for span in b.spans]
     matrices = [
@@ -72,7 +72,7 @@ def test_the_plan_puts_weight_decay_first_in_backward_order(seed):
     assert names[: len(matrices)] == matrices
 
 
-def test_groups():
+def test_parameter_groups():
     assert spec("a.weight", (3, 4)).group == ParamGroup(weight_decay=True, embedding=False)
     assert spec("a.weight", (3,)).group == ParamGroup(weight_decay=False, embedding=False)
     assert spec("a.bias", (3, 4)).group == ParamGroup(weight_decay=False, embedding=False)
@@ -85,7 +85,7 @@ def test_groups():
     assert spec("embedding.position_embeddings.weight", (3, 4)).group.embedding is False
 
 
-def test_a_gpt_without_overlap_has_four_buckets():
+def test_gpt_without_overlap_has_four_buckets():
     specs = [spec("embedding.word_embeddings.weight", (50, 8), sharding=SPLIT)]
     for layer in range(3):
         specs += [
@@ -103,15 +103,15 @@ def test_a_gpt_without_overlap_has_four_buckets():
         "layers.2.norm.weight",
     ]
     vectors = buckets[-1]
-    assert len(ranges_of(vectors, lambda info: info.partial_grad)) == 1
-    assert len(ranges_of(vectors, lambda info: info.sharding.is_split)) == 1
-    assert len(ranges_of(buckets[1], lambda info: info.sharding.is_split)) == 1
+    assert len(find_ranges(vectors, lambda info: info.partial_grad)) == 1
+    assert len(find_ranges(vectors, lambda info: info.sharding.is_split)) == 1
+    assert len(find_ranges(buckets[1], lambda info: info.sharding.is_split)) == 1
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_ranges_cover_exactly_the_chosen_parameters(seed):
+def test_ranges_cover_the_selected_parameters(seed):
     for bucket in plan_buffer(random_specs(seed), 3000, 2):
-        ranges = ranges_of(bucket, lambda info: info.sharding.is_split)
+        ranges = find_ranges(bucket, lambda info: info.sharding.is_split)
         covered = [any(lo <= i < hi for lo, hi in ranges) for i in range(bucket.numel)]
         for span in bucket.spans:
             assert all(

@@ -74,7 +74,7 @@ def assert_close_run(runs, expected):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_equals_one_process_on_the_whole_batch(pool, world_size, variant):
+def test_training_equals_one_process_on_the_global_batch(pool, world_size, variant):
     runs = pool.run(train, world_size, VARIANTS[variant], ADAM, STEPS)
     assert runs[0]["buckets"] >= (5 if "one" not in variant else 3)
     for run in runs[1:]:
@@ -85,7 +85,7 @@ def test_equals_one_process_on_the_whole_batch(pool, world_size, variant):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_overlaps_change_no_bit(pool, dtype, tied):
+def test_overlaps_are_bitwise_equal(pool, dtype, tied):
     for kind in ("all-reduce", "sharded"):
         expected, *others = (
             pool.run(train, 2, ddp, ADAM, 8, 2, dtype, tied)
@@ -108,7 +108,7 @@ def assert_same_boxes(left, right):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sharding_changes_no_bit(pool, dtype):
+def test_sharding_is_bitwise_equal(pool, dtype):
     """With two ranks, whose sums have one order only, and without clipping, as the norm is summed
     in another order.
     """
@@ -119,7 +119,7 @@ def test_sharding_changes_no_bit(pool, dtype):
     assert sharded[0]["norms"] == pytest.approx(replicated[0]["norms"], rel=1e-6)
 
 
-def test_reduction_in_bf16(pool):
+def test_reduction_in_bf16_follows_fp32(pool):
     """Half as many bytes, no other mathematics: all ways to reduce agree bitwise, and follow the
     run that uses fp32.
     """
@@ -136,14 +136,14 @@ def test_reduction_in_bf16(pool):
     )
 
 
-def test_sharded_sgd(pool):
+def test_sharded_sgd_equals_one_process(pool):
     config = {"optimizer": "sgd", "lr": 0.05, "weight_decay": 0.01}
     runs = pool.run(train, 4, VARIANTS["sharded, both overlapped"], config, STEPS, 1)
     assert_close_run(runs, train(0, 1, {}, config, STEPS, 1))
 
 
 def train_and_evaluate(rank, world_size, ddp):
-    """Evaluation right after a step, and steps that follow it."""
+    """Evaluate directly after a step, then continue."""
     ps = ParallelState.create(ParallelConfig())
     chunk, optimizer = build(ps, DistributedDataParallelConfig(**ddp), OptimizerConfig(**ADAM))
     tokens, labels = batch(1000)
@@ -159,7 +159,7 @@ def train_and_evaluate(rank, world_size, ddp):
     return losses
 
 
-def test_evaluation_after_an_overlapped_gather(pool):
+def test_evaluation_after_overlapped_gather(pool):
     losses = pool.run(train_and_evaluate, 2, SHARDED)
     assert losses[0] == losses[1]
     assert pool.run(train_and_evaluate, 2, VARIANTS["sharded, both overlapped"]) == losses
@@ -184,7 +184,7 @@ def resume(rank, world_size, ddp, stored, plain, start, steps):
     return boxes_of(optimizer.sharded_state_dict(model_state)), optimizer.state_dict()
 
 
-def test_resume_at_another_data_parallel_size(pool):
+def test_resume_at_another_dp_size(pool):
     """The state is the same bit for bit after a change of DP; the same layout continues bit for
     bit.
     """
@@ -202,7 +202,7 @@ def test_resume_at_another_data_parallel_size(pool):
 
 
 def skip_one(rank, world_size, ddp):
-    """One rank's gradient overflows: all ranks skip the step together."""
+    """Train with an overflow on one rank; return whether the step was skipped."""
     ps = ParallelState.create(ParallelConfig())
     config = OptimizerConfig(**ADAM, initial_loss_scale=64.0, hysteresis=1)
     chunk, optimizer = build(ps, DistributedDataParallelConfig(**ddp), config, torch.float16)
@@ -219,6 +219,6 @@ def skip_one(rank, world_size, ddp):
 
 
 @pytest.mark.parametrize("ddp", [PLAIN, SHARDED], ids=["all-reduce", "sharded"])
-def test_all_ranks_skip_together(pool, ddp):
+def test_all_ranks_skip_a_step_together(pool, ddp):
     expected = [(False, 64.0), (True, 32.0), (True, 16.0)]
     assert pool.run(skip_one, 2, ddp) == [expected, expected]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.distributed_data_parallel import forward_units
+from megatron.core.distributed.distributed_data_parallel import iterate_forward_units
 from megatron.core.models import GPTModel
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
 from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
@@ -50,7 +50,7 @@ def test_main_grad_is_the_fp32_sum_over_microbatches(dtype, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_grad_reduce_in_bf16_accumulates_in_bf16_and_hands_on_fp32(overlap):
+def test_grad_reduce_in_bf16_returns_fp32_gradients(overlap):
     config = DistributedDataParallelConfig(
         overlap_grad_reduce=overlap, ddp_bucket_size=600, grad_reduce_in_bf16=True
     )
@@ -83,7 +83,7 @@ def test_parameters_and_gradients_are_views_of_the_buffers():
 
 
 class FusedLinear(torch.autograd.Function):
-    """Adds the weight's gradient into main_grad itself, as a fused kernel would."""
+    """Adds the weight's gradient to main_grad, like a fused kernel."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -105,7 +105,7 @@ class OneMatrix(MegatronModule):
         self.initialize(0)
 
 
-def test_a_kernel_may_add_into_main_grad_itself():
+def test_kernel_may_add_into_main_grad():
     config = DistributedDataParallelConfig(overlap_grad_reduce=True)
     chunk = DistributedDataParallel(OneMatrix(), config, Axis())
     weight = chunk.module.weight
@@ -117,7 +117,7 @@ def test_a_kernel_may_add_into_main_grad_itself():
     assert not chunk.buckets[0].missing, "it counts as ready all the same"
 
 
-def test_fused_and_plain_use_of_one_weight_add_up():
+def test_fused_and_plain_gradients_of_one_weight_are_added():
     """A tied embedding: the output layer adds into main_grad and returns None, the embedding
     returns its gradient.
     """
@@ -133,7 +133,7 @@ def test_fused_and_plain_use_of_one_weight_add_up():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_layers_give_the_same_gradients(use_reentrant):
+def test_recomputed_layers_have_equal_gradients(use_reentrant):
     tokens, labels = batch(0)
     grads = []
     for recompute in (False, True):
@@ -150,7 +150,7 @@ def test_recomputed_layers_give_the_same_gradients(use_reentrant):
     assert torch.equal(*grads)
 
 
-def test_a_second_last_microbatch_is_an_error():
+def test_second_last_microbatch_is_an_error():
     chunk, _ = build(ONE, DistributedDataParallelConfig(overlap_grad_reduce=True))
     tokens, labels = batch(0)
     chunk(tokens, labels).backward()
@@ -158,7 +158,7 @@ def test_a_second_last_microbatch_is_an_error():
         chunk(tokens, labels).backward()
 
 
-def test_frozen_parameters_stay_out_of_the_buffers():
+def test_frozen_parameters_are_not_in_buffers():
     model = plain_model()
     model.decoder.layers[0].linear.weight.requires_grad_(False)
     before = model.decoder.layers[0].linear.weight.clone()
@@ -172,7 +172,7 @@ def test_frozen_parameters_stay_out_of_the_buffers():
     assert torch.equal(model.decoder.layers[0].linear.weight, before)
 
 
-def test_each_dtype_has_a_buffer():
+def test_each_dtype_has_its_buffer():
     model = plain_model()
     model.decoder.layers[1].to(torch.bfloat16)
     chunk = DistributedDataParallel(model, DistributedDataParallelConfig(), Axis())
@@ -183,18 +183,20 @@ def test_each_dtype_has_a_buffer():
     assert {buffer.grad_data.dtype for buffer in chunk.flat_buffers} == {torch.float32}
 
 
-def test_forward_units_are_layers_and_what_is_beside_them():
+def test_units_are_layers_and_modules_without_layers():
     model = plain_model(tied=False)
-    units = {id(unit): recurse for unit, recurse in forward_units(model)}
+    units = {id(unit): recurse for unit, recurse in iterate_forward_units(model)}
     whole = [model.word_embeddings, *model.decoder.layers, model.output_layer]
     assert {unit for unit, recurse in units.items() if recurse} == {id(unit) for unit in whole}
-    covered = {p for unit, recurse in forward_units(model) for p in unit.parameters(recurse)}
+    covered = {
+        p for unit, recurse in iterate_forward_units(model) for p in unit.parameters(recurse)
+    }
     assert covered == set(model.parameters())
-    assert list(forward_units(linear := nn.Linear(2, 2))) == [(linear, True)]
+    assert list(iterate_forward_units(linear := nn.Linear(2, 2))) == [(linear, True)]
 
 
 class LateGather:
-    """A gather that is finished by nothing but `wait`: until then the parameters are NaN."""
+    """A gather that only `wait` completes: until then the parameters are NaN."""
 
     def __init__(self, bucket):
         self.data = bucket.param_data.clone()
@@ -237,7 +239,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("bucket_size", [1, 10**9])
 @pytest.mark.parametrize("training", [True, False])
-def test_no_parameter_is_read_before_it_is_gathered(model, bucket_size, training):
+def test_parameters_are_gathered_before_they_are_read(model, bucket_size, training):
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_param_gather=True, ddp_bucket_size=bucket_size
     )
@@ -263,7 +265,7 @@ def test_no_parameter_is_read_before_it_is_gathered(model, bucket_size, training
     assert all(map(torch.equal, chunk.parameters(), expected))
 
 
-def test_layers_wait_for_their_own_buckets_only():
+def test_layers_wait_only_for_their_buckets():
     chunk, _ = build(
         ONE,
         DistributedDataParallelConfig(
@@ -303,16 +305,16 @@ def test_memory_is_freed_with_the_last_reference():
     ("options", "message"),
     [
         ({"overlap_param_gather": True}, "--use-distributed-optimizer"),
-        ({"ddp_bucket_size": 5, "ddp_num_buckets": 2}, "exclude"),
+        ({"ddp_bucket_size": 5, "ddp_num_buckets": 2}, "mutually exclusive"),
         ({"ddp_bucket_size": 0}, "--ddp-bucket-size must be positive, got 0"),
     ],
 )
-def test_impossible_options(options, message):
+def test_invalid_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         DistributedDataParallelConfig(**options)
 
 
-def test_bucket_size():
+def test_default_bucket_size():
     size = lambda **options: DistributedDataParallelConfig(**options).bucket_size(1000, 64)  # noqa: E731
     assert size() == 1000
     assert size(overlap_grad_reduce=True) == 64_000_000
