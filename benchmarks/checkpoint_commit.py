@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.format.checksums import (  # noqa: E402
     BLOCK_SIZE,
     DIGEST_SIZE,
     FileChecksums,
-    checksum_records,
+    encode_checksum_records,
 )
 from megatron.core.dist_checkpointing.format.metadata import (  # noqa: E402
     CheckpointMetadata,
@@ -95,7 +95,7 @@ def report(store: dist.Store, save_id: str, rank: int, world: int, blocks: int) 
     digests = bytes(blocks // FILES * DIGEST_SIZE)
     sums = {f"__{rank}_{n}.distcp": FileChecksums(size, digests) for n in range(FILES)}
     places = {f"rng_state/{rank}": Location(f"__{rank}_{FILES}.distcp", 0, 16384)}
-    make_barrier(store, save_id, rank, world).report(places, checksum_records(sums))
+    make_barrier(store, save_id, rank, world).report(places, encode_checksum_records(sums))
 
 
 def commit(store: dist.Store, save_id: str, world: int, cache: MetadataCache, root: Path) -> None:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron.conversion.file_names import LATEST, MODEL_FILE, RELEASE, ZERO
 from megatron.core.dist_checkpointing import (
     CheckpointError,
+    find_missing_or_truncated,
     is_complete,
-    missing_or_truncated,
     on_branch,
     read_lineage,
     read_tracker,
@@ -122,7 +122,7 @@ def detect_format(directory: Path, loader: str = "auto") -> str:
 def _list_torch_dist_damage(directory: Path) -> list[str]:
     if not is_complete(directory):
         return [f"{METADATA_JSON} is missing"]
-    return missing_or_truncated(directory)
+    return find_missing_or_truncated(directory)
 
 
 def _list_damage(directory: Path, form: str) -> list[str]:

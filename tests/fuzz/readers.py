@@ -24,8 +24,8 @@ from megatron.conversion.options import WriteOptions
 from megatron.core.datasets import IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.index_cache import load_or_build
 from megatron.core.dist_checkpointing.format.checksums import (
-    checksum_records,
-    checksums_of,
+    compute_checksums,
+    encode_checksum_records,
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.lineage import (
@@ -394,7 +394,7 @@ def build_markers(root: Path) -> None:
             file = f"__{writer}_0.distcp"
             content = bytes(1000 + writer)
             (root / name / file).write_bytes(content)
-            records = checksum_records({file: checksums_of(content)})
+            records = encode_checksum_records({file: compute_checksums(content)})
             marker = b"".join(seal_checksums(records))
             (root / name / marker_name(writer, 2)).write_bytes(marker)
 

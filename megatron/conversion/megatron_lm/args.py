@@ -14,7 +14,7 @@ from megatron.conversion.model_space.source import (
     plain_numbers,
     refuse_other_models,
 )
-from megatron.core.dist_checkpointing import CheckpointError, in_memory
+from megatron.core.dist_checkpointing import CheckpointError, load_file_tensors
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import format_value
 
@@ -244,7 +244,7 @@ def find_param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
     optimizer = list_optimizers(optimizer)[0]
     while optimizer is not None:
         if "param_groups" in optimizer:
-            groups: list[dict[str, Any]] = in_memory(optimizer["param_groups"])
+            groups: list[dict[str, Any]] = load_file_tensors(optimizer["param_groups"])
             return groups
         optimizer = optimizer.get("optimizer")
     return None

@@ -50,7 +50,7 @@ from megatron.conversion.model_space.source import (
     scalar,
 )
 from megatron.conversion.options import ReadOptions
-from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, in_memory
+from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, load_file_tensors
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
@@ -266,7 +266,7 @@ class LegacySource:
         )
         everything = [parameter for parameters in chunks for parameter in parameters]
         for index, group in enumerate(inner["param_groups"]):
-            decay = float(in_memory(group.get("wd_mult", 1.0))) > 0.0
+            decay = float(load_file_tensors(group.get("wd_mult", 1.0))) > 0.0
             members = [
                 parameter for parameter in everything if parameter.group.weight_decay == decay
             ]
@@ -404,7 +404,7 @@ def _generators(
     """The state of every rank's generators, under the keys that they have in torch_dist."""
 
     def reader(state: Any) -> Callable[[], Any]:
-        return lambda: in_memory(state)
+        return lambda: load_file_tensors(state)
 
     return {
         rng_key(rank, layout.parallel): reader(content["rng_state"])

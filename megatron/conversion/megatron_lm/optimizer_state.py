@@ -26,7 +26,7 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.arithmetic import round_up
 from megatron.core.dist_checkpointing import CheckpointError, Shape
-from megatron.core.dist_checkpointing.mapping import Extent, narrow, overlap
+from megatron.core.dist_checkpointing.mapping import Extent, compute_overlap, narrow
 from megatron.core.optimizer import UPDATE_RULES
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ class PieceTable:
         whole: torch.Tensor | None = None
         found = 0
         for piece, read in self._pieces[key].items():
-            common = overlap(piece, (offset, shape))
+            common = compute_overlap(piece, (offset, shape))
             if common is None:
                 continue
             part = read(common.in_first, common.shape)

@@ -18,8 +18,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing import CheckpointError, Shape, safe_open
-from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot, bytes_of, lay_out_archive
-from megatron.core.dist_checkpointing.mapping import Runs, byte_runs, cut_rows, narrow, overlap
+from megatron.core.dist_checkpointing.format.torch_zip import (
+    TensorSlot,
+    lay_out_archive,
+    view_bytes,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    Runs,
+    compute_byte_runs,
+    compute_overlap,
+    cut_rows,
+    narrow,
+)
 from megatron.core.durable_files import naming
 
 if TYPE_CHECKING:
@@ -159,7 +169,9 @@ def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
 
     def read(offset: Shape, extent: Shape) -> torch.Tensor:
         parts = [
-            part for runs in byte_runs(shape, offset, extent, itemsize=1) for part in elements(runs)
+            part
+            for runs in compute_byte_runs(shape, offset, extent, itemsize=1)
+            for part in elements(runs)
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(extent)
 
@@ -183,14 +195,19 @@ def write_to_places(
     """
     info = source.tensors[key]
     for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
-        found = [(place, overlap((offset, shape), (place.offset, place.shape))) for place in places]
+        found = [
+            (place, compute_overlap((offset, shape), (place.offset, place.shape)))
+            for place in places
+        ]
         wanted = [(place, common) for place, common in found if common is not None]
         block = source.read(key, offset, shape) if wanted else None
         for place, common in wanted:
             assert block is not None
             part = narrow(block, common.in_first, common.shape).contiguous()
             # Whole rows of a piece are neighbours in its file: one run, one write.
-            (run,) = byte_runs(place.shape, common.in_second, common.shape, info.dtype.itemsize)
+            (run,) = compute_byte_runs(
+                place.shape, common.in_second, common.shape, info.dtype.itemsize
+            )
             write_at(place.path, part, place.position + run.start)
             progress(part.nbytes)
 
@@ -208,7 +225,7 @@ def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
     """Write at byte `position` of an existing file, which is open only meanwhile: there is no limit
     on their number.
     """
-    view = bytes_of(tensor.reshape(-1))
+    view = view_bytes(tensor.reshape(-1))
     descriptor = os.open(path, os.O_WRONLY)
     try:
         with naming(path):
@@ -233,7 +250,7 @@ def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
         for slot, position in layout.places:
             if slot.content is not None:
                 file.seek(position)
-                file.write(bytes_of(slot.content.view(-1)))
+                file.write(view_bytes(slot.content.view(-1)))
     return [(slot, position) for slot, position in layout.places if slot.content is None]
 
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.core.dist_checkpointing import FileTensor, in_memory
+from megatron.core.dist_checkpointing import FileTensor, load_file_tensors
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
 from megatron.core.dist_checkpointing.format.schema import (
@@ -215,7 +215,7 @@ def _is_plain(value: Any) -> bool:
 
 def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with every tensor of one element replaced by its number."""
-    result = in_memory(dict(values))
+    result = load_file_tensors(dict(values))
     for name, value in result.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             result[name] = value.item()

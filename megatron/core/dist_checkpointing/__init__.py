@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
     from megatron.core.dist_checkpointing.format.torch_load import (
         FileTensor,
-        in_memory,
         load_common,
+        load_file_tensors,
         safe_load,
         safe_open,
     )
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         ShardedObject,
         ShardedStateDict,
         ShardedTensor,
-        flat_range_boxes,
+        split_flat_range,
     )
     from megatron.core.dist_checkpointing.saving.object_commit import take_generation
     from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveReport
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     )
     from megatron.core.dist_checkpointing.verification import (
         VerifyReport,
-        missing_or_truncated,
+        find_missing_or_truncated,
         verify,
     )
 else:

@@ -44,13 +44,13 @@ from megatron.core.dist_checkpointing.background import (
 )
 from megatron.core.dist_checkpointing.format.checksums import (
     FileChecksums,
-    checksum_records,
-    checksums_of,
+    compute_checksums,
     decode_checksums,
+    encode_checksum_records,
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_regular
-from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
+from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, ShardFile
@@ -311,7 +311,7 @@ class LocalCheckpoint(PendingCheckpoint):
     def write_file(self, name: str, *parts: bytes) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         write_flushed(self.directory / name, *parts)
-        self._sums[name] = checksums_of(*parts)
+        self._sums[name] = compute_checksums(*parts)
         self._send(name, b"".join(parts))
 
     def _send(self, name: str, content: bytes) -> None:
@@ -332,7 +332,7 @@ class LocalCheckpoint(PendingCheckpoint):
     def _seal(self) -> None:
         """This rank's files are durable here; then ask whether they are on the other nodes."""
         name = marker_name(self._rank, self._size)
-        content = b"".join(seal_checksums(checksum_records(self._sums)))
+        content = b"".join(seal_checksums(encode_checksum_records(self._sums)))
         _write_marker(self.directory / name, content)
         self._send(name, content)
         for link in self._links:
@@ -384,7 +384,7 @@ class _Link:
         """
         if self._problem is not None:
             return
-        _HEADER.pack_into(bytes_of(frame), 0, size, position, length, name.encode())
+        _HEADER.pack_into(view_bytes(frame), 0, size, position, length, name.encode())
         try:
             dist.send(frame[: PAGE + length], self.target, self._group, _PIECES)
         except RuntimeError as error:  # the connection is lost, and gloo does not make another one
@@ -400,7 +400,9 @@ class _Link:
             except RuntimeError as error:
                 self._problem = first_line(error)
         return (
-            self._problem or bytes(bytes_of(answer)).rstrip(b"\0").decode(errors="replace") or None
+            self._problem
+            or bytes(view_bytes(answer)).rstrip(b"\0").decode(errors="replace")
+            or None
         )
 
     def abort(self) -> None:
@@ -417,7 +419,7 @@ def _receive(directory: Path, source: int, group: dist.ProcessGroup | None, slot
     try:
         while True:
             dist.recv(slot.frame, source, group, _PIECES)  # or less
-            size, position, length, encoded = _HEADER.unpack_from(bytes_of(slot.frame))
+            size, position, length, encoded = _HEADER.unpack_from(view_bytes(slot.frame))
             name = encoded.decode()
             if not name:
                 return

@@ -36,22 +36,22 @@ class Overlap(NamedTuple):
     shape: Shape
 
 
-def overlap(first: Extent, second: Extent) -> Overlap | None:
+def compute_overlap(first: Extent, second: Extent) -> Overlap | None:
     """The common part of two boxes of one tensor; None if it has no element."""
     low = tuple(map(max, first[0], second[0]))
     high = (min(a + n, b + m) for a, n, b, m in zip(*first, *second, strict=True))
     shape = tuple(h - lo for lo, h in zip(low, high, strict=True))
     if min(shape, default=1) <= 0:
         return None
-    return Overlap(relative(low, first[0]), relative(low, second[0]), shape)
+    return Overlap(to_relative(low, first[0]), to_relative(low, second[0]), shape)
 
 
-def relative(offset: Shape, origin: Shape) -> Shape:
+def to_relative(offset: Shape, origin: Shape) -> Shape:
     """`offset` as seen from `origin`."""
     return tuple(a - b for a, b in zip(offset, origin, strict=True))
 
 
-def shifted(offset: Shape, origin: Shape) -> Shape:
+def to_absolute(offset: Shape, origin: Shape) -> Shape:
     """The inverse of `relative`."""
     return tuple(a + b for a, b in zip(offset, origin, strict=True))
 
@@ -64,16 +64,16 @@ def narrow(tensor: torch.Tensor, offset: Shape, shape: Shape) -> torch.Tensor:
     return tensor
 
 
-def row_axis(shape: Shape) -> int | None:
+def find_row_axis(shape: Shape) -> int | None:
     """The first axis with more than one index. Index ranges of it are contiguous in a row-major
     tensor: its rows.
     """
     return next((axis for axis, extent in enumerate(shape) if extent > 1), None)
 
 
-def rows_of(shape: Shape, first: int, count: int) -> Extent:
+def locate_rows(shape: Shape, first: int, count: int) -> Extent:
     """Rows `[first, first + count)` of a tensor of `shape`; a tensor of one element has one row."""
-    axis = row_axis(shape)
+    axis = find_row_axis(shape)
     offset = tuple(first if i == axis else 0 for i in range(len(shape)))
     return offset, tuple(count if i == axis else extent for i, extent in enumerate(shape))
 
@@ -82,11 +82,11 @@ def cut_rows(shape: Shape, itemsize: int, nbytes: int) -> Iterator[Extent]:
     """A tensor of `shape` as consecutive runs of whole rows of about `nbytes` each, at least one
     row.
     """
-    axis = row_axis(shape)
+    axis = find_row_axis(shape)
     rows = 1 if axis is None else shape[axis]
     step = max(1, rows * nbytes // max(1, math.prod(shape) * itemsize))
     for first in range(0, rows, step):
-        yield rows_of(shape, first, min(step, rows - first))
+        yield locate_rows(shape, first, min(step, rows - first))
 
 
 class Runs(NamedTuple):
@@ -102,7 +102,7 @@ class Runs(NamedTuple):
         return self.stride - self.length if self.repeats > 1 else 0
 
 
-def byte_runs(whole: Shape, offset: Shape, shape: Shape, itemsize: int) -> list[Runs]:
+def compute_byte_runs(whole: Shape, offset: Shape, shape: Shape, itemsize: int) -> list[Runs]:
     """The bytes of the box at `offset` of `shape` inside a row-major tensor of shape `whole`, in
     order.
     """
@@ -122,7 +122,7 @@ def byte_runs(whole: Shape, offset: Shape, shape: Shape, itemsize: int) -> list[
     return [Runs(base, length, strides[axis - 1], shape[axis - 1]) for base in outer]
 
 
-def flat_range_boxes(
+def split_flat_range(
     shape: Shape, start: int, data: torch.Tensor
 ) -> Iterator[tuple[Shape, torch.Tensor]]:
     """Cut elements `[start, start + len(data))` of a row-major tensor of `shape` into boxes.
@@ -149,7 +149,7 @@ def flat_range_boxes(
     tail = last if stop % row and last != head else None
     if head is not None:
         part = data[: min(stop, (head + 1) * row) - start]
-        for offset, view in flat_range_boxes(shape[1:], start - head * row, part):
+        for offset, view in split_flat_range(shape[1:], start - head * row, part):
             yield (head, *offset), view.unsqueeze(0)
     middle = range(first + (head is not None), last + 1 - (tail is not None or last == head))
     if len(middle):
@@ -157,7 +157,7 @@ def flat_range_boxes(
         yield (middle.start,) + (0,) * (len(shape) - 1), part.view(len(middle), *shape[1:])
     if tail is not None:
         part = data[tail * row - start :]
-        for offset, view in flat_range_boxes(shape[1:], 0, part):
+        for offset, view in split_flat_range(shape[1:], 0, part):
             yield (tail, *offset), view.unsqueeze(0)
 
 
@@ -307,8 +307,8 @@ class ShardedTensor:
             hi = min(start + data.numel(), box_start + numel)
             if lo < hi:
                 part = data[lo - start : hi - start]
-                cut = flat_range_boxes(box.shape, lo - box_start, part)
-                boxes += [Box(shifted(box.offset, offset), view) for offset, view in cut]
+                cut = split_flat_range(box.shape, lo - box_start, part)
+                boxes += [Box(to_absolute(box.offset, offset), view) for offset, view in cut]
             box_start += numel
         return ShardedTensor(key, self.global_shape, data.dtype, tuple(boxes))
 

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.format import checksums, schema
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.torch_load import safe_load
-from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
+from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import ObjectPath, path_of
@@ -103,7 +103,7 @@ def verify(
     return report
 
 
-def missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
+def find_missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     """Files of a checkpoint that are not there, or shorter than when it was committed; content is
     not read.
 
@@ -148,7 +148,7 @@ def _object_faults(path: ObjectPath, listed: Mapping[str, tuple[int, str]] | Non
             )
         elif not name.endswith(".distcp"):
             with schema.open_file(path / name) as file:
-                sums = checksums.checksums_of(file.read_whole())
+                sums = checksums.compute_checksums(file.read_whole())
             if xxhash.xxh3_64_hexdigest(sums.blocks) != digest:
                 problems.append(f"{name} is not what {METADATA_JSON} vouches for")
     return problems
@@ -328,5 +328,5 @@ def compute_digest(slices: Iterable[torch.Tensor]) -> str:
     """
     digest = xxhash.xxh3_128()
     for part in slices:
-        digest.update(bytes_of(part.contiguous().view(-1)))
+        digest.update(view_bytes(part.contiguous().view(-1)))
     return digest.hexdigest()

@@ -13,7 +13,7 @@ from megatron.conversion.formats import FORMATS
 from megatron.conversion.options import UNIVERSAL_STYLES
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, save, write_tracker
-from megatron.core.dist_checkpointing.format.metadata import itemsize
+from megatron.core.dist_checkpointing.format.metadata import get_itemsize
 from tests import ROOT
 from tests.support.training_harness import COMMON
 from tests.support.training_harness import LLAMA as LLAMA_MODEL
@@ -90,7 +90,7 @@ def test_sizes_of_dtypes_follow_from_their_names():
         for dtype in vars(torch).values()
         if type(dtype) is torch.dtype
     }
-    assert {name: itemsize(name) for name in dtypes} == {
+    assert {name: get_itemsize(name) for name in dtypes} == {
         name: dtype.itemsize for name, dtype in dtypes.items()
     }
 

@@ -61,13 +61,13 @@ def _digests_size(size: int) -> int:
     return -(-size // BLOCK_SIZE) * DIGEST_SIZE
 
 
-def checksums_of(*parts: bytes) -> FileChecksums:
+def compute_checksums(*parts: bytes) -> FileChecksums:
     """Of a file that consists of `parts`."""
-    blocks = [hash_blocks(block) for block in in_blocks(parts)]
+    blocks = [hash_blocks(block) for block in split_into_blocks(parts)]
     return FileChecksums(sum(map(len, parts)), b"".join(blocks))
 
 
-def in_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
+def split_into_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
     """The same bytes cut into blocks. What is large is never copied as a whole: that holds the
     interpreter's lock.
     """
@@ -87,7 +87,7 @@ def in_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(gathered)
 
 
-def checksum_records(files: Mapping[str, FileChecksums]) -> bytes:
+def encode_checksum_records(files: Mapping[str, FileChecksums]) -> bytes:
     """The records of some files."""
     parts = []
     for name, file in files.items():

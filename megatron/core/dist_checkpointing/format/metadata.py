@@ -87,10 +87,10 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * itemsize(self.dtype_name)
+        return math.prod(self.shape) * get_itemsize(self.dtype_name)
 
 
-def itemsize(dtype_name: str) -> int:
+def get_itemsize(dtype_name: str) -> int:
     """Bytes of an element: the first number in the name counts its bits; smaller elements are
     padded or packed.
     """
@@ -146,7 +146,7 @@ def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
         )
 
 
-def renamed(metadata: CheckpointMetadata, name_of: Callable[[str], str]) -> CheckpointMetadata:
+def rename_files(metadata: CheckpointMetadata, name_of: Callable[[str], str]) -> CheckpointMetadata:
     """The same with other names of the files of its tensors."""
     names: dict[int, tuple[str, ...]] = {}  # tables share one tuple of names
 

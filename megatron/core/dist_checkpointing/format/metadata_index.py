@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.checksums import in_blocks
+from megatron.core.dist_checkpointing.format.checksums import split_into_blocks
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     ChunkTable,
@@ -334,7 +334,7 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
         objects=_json_object(**{key: _json(place) for key, place in metadata.objects.items()}),
     )
     writer.add(content, FOOTER.pack(start, len(content), xxhash.xxh3_64_intdigest(content), MAGIC))
-    return list(in_blocks(writer.parts))
+    return list(split_into_blocks(writer.parts))
 
 
 def _json(value: Any) -> bytes:

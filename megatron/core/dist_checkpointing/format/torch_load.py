@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     OpenFile,
     open_file,
 )
-from megatron.core.dist_checkpointing.format.torch_zip import Archive, bytes_of
+from megatron.core.dist_checkpointing.format.torch_zip import Archive, view_bytes
 from megatron.core.dist_checkpointing.format.unpickler import Budget, check_bounded, unpickle
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier
 from megatron.core.dist_checkpointing.mapping import Shape
@@ -55,7 +55,7 @@ class FileTensor:
         if count:
             try:
                 with open_file(self.path) as file:
-                    file.read_into(bytes_of(result), self.position + start * self.dtype.itemsize)
+                    file.read_into(view_bytes(result), self.position + start * self.dtype.itemsize)
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
         return result
@@ -65,14 +65,14 @@ class FileTensor:
         return self.read_flat(0, self.numel()).view(self.shape)
 
 
-def in_memory(value: Any) -> Any:
+def load_file_tensors(value: Any) -> Any:
     """The same containers with every FileTensor read."""
     if isinstance(value, FileTensor):
         return value.read()
     if type(value) is dict:
-        return {key: in_memory(item) for key, item in value.items()}
+        return {key: load_file_tensors(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(in_memory(item) for item in value)
+        return type(value)(load_file_tensors(item) for item in value)
     return value
 
 

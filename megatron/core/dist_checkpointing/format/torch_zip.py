@@ -417,7 +417,7 @@ def _zip64_values(extra: bytes) -> list[int]:
     return []
 
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
+def view_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of one dimension."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array)

@@ -40,7 +40,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     file_name,
     open_file,
 )
-from megatron.core.dist_checkpointing.format.torch_zip import bytes_of
+from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.local_tier import LocalTier, marker_name, order_of, writer_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import first_line
@@ -261,7 +261,7 @@ class DistributedLocalCheckpoint:
                 source = dist.recv(request, None, self._group, _ASK)
             except RuntimeError:  # a rank is gone: the next collective says so
                 return
-            position, length, tag, file = _REQUEST.unpack(bytes_of(request))
+            position, length, tag, file = _REQUEST.unpack(view_bytes(request))
             if not length:
                 return
             self._servers.submit(
@@ -273,7 +273,7 @@ class DistributedLocalCheckpoint:
         if len(self._kept.buffer) < length:
             self._kept.buffer = torch.empty(length, dtype=torch.uint8)
         content = self._kept.buffer[:length]
-        found = self._read(file_name(file, "a request"), position, bytes_of(content))
+        found = self._read(file_name(file, "a request"), position, view_bytes(content))
         with contextlib.suppress(RuntimeError):  # the rank is gone: the next collective says so
             dist.send(torch.tensor([found], dtype=torch.uint8), rank, self._group, tag)
             if found:

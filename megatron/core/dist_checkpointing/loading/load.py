@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
     narrow,
-    relative,
+    to_relative,
 )
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import (
@@ -208,7 +208,7 @@ def _boxes_of(state: ShardedStateDict) -> BoxOf:
 def _view_of(item: Item, boxes: BoxOf) -> torch.Tensor:
     """The rows of the local box that `item` means."""
     return narrow(
-        boxes[item.key, item.box].tensor.detach(), relative(item.offset, item.box), item.shape
+        boxes[item.key, item.box].tensor.detach(), to_relative(item.offset, item.box), item.shape
     )
 
 

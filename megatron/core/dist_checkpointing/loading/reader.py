@@ -22,15 +22,15 @@ from megatron.core.dist_checkpointing.format.metadata import Location, StoredChu
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.format.torch_load import FileTensor, open_archive, safe_load
-from megatron.core.dist_checkpointing.format.torch_zip import bytes_of, tensor_envelope
+from megatron.core.dist_checkpointing.format.torch_zip import tensor_envelope, view_bytes
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier, VerifiedFile
 from megatron.core.dist_checkpointing.mapping import (
     Runs,
     Shape,
-    byte_runs,
+    compute_byte_runs,
     cut_rows,
     narrow,
-    shifted,
+    to_absolute,
 )
 from megatron.core.object_storage import path_of
 
@@ -173,7 +173,7 @@ def _split(piece: _Piece) -> Iterable[_Piece]:
         return
     for offset, shape in cut_rows(tuple(piece.target.shape), piece.dtype.itemsize, _BATCH):
         target = narrow(piece.target, offset, shape)
-        yield piece._replace(in_chunk=shifted(piece.in_chunk, offset), target=target)
+        yield piece._replace(in_chunk=to_absolute(piece.in_chunk, offset), target=target)
 
 
 class _MappedRange(NamedTuple):
@@ -232,9 +232,9 @@ class _ShardReader:
             target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
         )
         flat = target.reshape(-1) if direct else torch.empty(target.numel(), dtype=piece.dtype)
-        buffer = bytes_of(flat)
+        buffer = view_bytes(flat)
         position = 0
-        for runs in byte_runs(
+        for runs in compute_byte_runs(
             piece.chunk.shape, piece.in_chunk, tuple(target.shape), piece.dtype.itemsize
         ):
             length = runs.repeats * runs.length

@@ -24,9 +24,9 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
-    row_axis,
-    rows_of,
-    shifted,
+    find_row_axis,
+    locate_rows,
+    to_absolute,
 )
 
 TensorType = tuple[str, Shape, torch.dtype]  # key, global shape, dtype
@@ -73,8 +73,8 @@ class Item(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self, first: int, count: int) -> Item:
-        offset, shape = rows_of(self.shape, first, count)
-        return self._replace(offset=shifted(self.offset, offset), shape=shape)
+        offset, shape = locate_rows(self.shape, first, count)
+        return self._replace(offset=to_absolute(self.offset, offset), shape=shape)
 
 
 class RankPlan(NamedTuple):
@@ -397,7 +397,7 @@ def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:
     row.
     """
     sizes = [
-        (1 if (axis := row_axis(item.shape)) is None else item.shape[axis], item.nbytes)
+        (1 if (axis := find_row_axis(item.shape)) is None else item.shape[axis], item.nbytes)
         for item in items
     ]
     shares: list[list[Item]] = [[] for _ in range(size)]

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.format.metadata import (
     ChunkTable,
     Location,
     StoredTensor,
-    renamed,
+    rename_files,
 )
 from megatron.core.dist_checkpointing.format.metadata_index import encode_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
@@ -300,7 +300,7 @@ class MetadataCache:
             }
             encoded = (
                 made_for,
-                encode_metadata(replace(renamed(self.tensors, name_of), objects=places)),
+                encode_metadata(replace(rename_files(self.tensors, name_of), objects=places)),
             )
             self._encoded = (
                 encoded  # of the last save; one may be copied elsewhere at the same time

@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.format.checksums import (
     CHECKSUMS,
     DIGEST_SIZE,
     FileChecksums,
-    checksum_records,
-    checksums_of,
+    compute_checksums,
+    encode_checksum_records,
     hash_blocks,
     seal_checksums,
 )
@@ -201,7 +201,9 @@ class PendingCheckpoint:
             files.METADATA: metadata,
             files.METADATA_JSON: [backend],
         }
-        ours = checksum_records({name: checksums_of(*parts) for name, parts in contents.items()})
+        ours = encode_checksum_records(
+            {name: compute_checksums(*parts) for name, parts in contents.items()}
+        )
         self.write_file(CHECKSUMS, *seal_checksums(*checksums, ours))
         for name, parts in contents.items():
             self.write_file(name, *parts)

@@ -41,9 +41,9 @@ from megatron.core.dist_checkpointing.files import (
 from megatron.core.dist_checkpointing.format.checksums import (
     CHECKSUMS,
     FileChecksums,
-    checksum_records,
-    checksums_of,
+    compute_checksums,
     decode_checksums,
+    encode_checksum_records,
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_json
@@ -263,13 +263,15 @@ class ObjectCheckpoint(PendingCheckpoint):
             )
         contents: dict[str, Sequence[bytes]] = {COMMON: [common], METADATA: metadata}
         contents |= {name: [content] for name, content in extra_files.items()}
-        ours = checksum_records({name: checksums_of(*parts) for name, parts in contents.items()})
+        ours = encode_checksum_records(
+            {name: compute_checksums(*parts) for name, parts in contents.items()}
+        )
         contents[CHECKSUMS] = seal_checksums(*checksums, ours)
         for name, parts in contents.items():
             self.write_file(name, *parts)
             progress(0)
         every = decode_checksums(b"".join(contents[CHECKSUMS]), CHECKSUMS)
-        every[CHECKSUMS] = checksums_of(*contents[CHECKSUMS])
+        every[CHECKSUMS] = compute_checksums(*contents[CHECKSUMS])
         content = encode_commit(self.save_id, every)
         if self.generation is not None:
             self.generation.check()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.background import Workers
-from megatron.core.dist_checkpointing.format.checksums import checksum_records
+from megatron.core.dist_checkpointing.format.checksums import encode_checksum_records
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
@@ -267,7 +267,7 @@ class SaveThread:
         }
         if not self._coordination.is_coordinator:  # rank 0 may add warnings after the commit
             save.barrier.warn(save.pending.warnings)
-        save.barrier.report(objects, checksum_records(checksums))
+        save.barrier.report(objects, encode_checksum_records(checksums))
 
     def _commit(self, save: SaveHandle) -> None:
         """Commit on rank 0, once all ranks have reported."""

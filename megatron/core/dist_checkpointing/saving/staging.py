@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.background import Slot, Workers
-from megatron.core.dist_checkpointing.format.checksums import FileChecksums, checksums_of
+from megatron.core.dist_checkpointing.format.checksums import FileChecksums, compute_checksums
 from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.format.torch_load import safe_load
@@ -39,9 +39,9 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
+    find_row_axis,
     narrow,
-    relative,
-    row_axis,
+    to_relative,
 )
 from megatron.core.dist_checkpointing.planning.planner import Item, abbreviate
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
@@ -98,7 +98,7 @@ class LazySource:
 
     def copy(self, slot: Slot, part: SourceRange) -> None:
         item = self._item
-        axis = row_axis(self._item.shape)
+        axis = find_row_axis(self._item.shape)
         row = item.nbytes // (1 if axis is None else item.shape[axis])
         first = part.start // row
         last = -(-(part.start + part.length) // row)
@@ -122,7 +122,7 @@ def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
             data: ByteSource = LazySource(read, item)
         else:
             box = boxes[item.key, item.box].tensor
-            tensor = narrow(box, relative(item.offset, item.box), item.shape).contiguous()
+            tensor = narrow(box, to_relative(item.offset, item.box), item.shape).contiguous()
             kind = HostSource if tensor.device.type == "cpu" else DeviceSource
             data = kind(item.key, tensor)
         sources += [prefix, data, suffix]
@@ -225,7 +225,7 @@ class StageAndWrite:
         if self.objects.content:
             name = target.name_of(self.objects.name)
             target.write_file(name, self.objects.content)
-            result[name] = checksums_of(self.objects.content)
+            result[name] = compute_checksums(self.objects.content)
         for future in self._futures:  # those included that others submit meanwhile
             future.result()
         if self.on_device and not self.waited_for:

@@ -26,8 +26,8 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
-    checksum_records,
-    checksums_of,
+    compute_checksums,
+    encode_checksum_records,
     read_checksums,
     seal_checksums,
 )
@@ -146,7 +146,9 @@ def test_checksums_of_older_checkpoints_are_checked(checkpoint):
 
 
 def test_checksums_name_files_of_their_directory_alone(checkpoint):
-    content = b"".join(seal_checksums(checksum_records({"../secret": checksums_of(b"content")})))
+    content = b"".join(
+        seal_checksums(encode_checksum_records({"../secret": compute_checksums(b"content")}))
+    )
     (checkpoint / "checksums.bin").write_bytes(content)
     assert any("without a path" in problem for problem in verify(checkpoint).problems)
 
@@ -369,7 +371,7 @@ def test_verified_file_returns_the_bytes_of_any_range(tmp_path, position):
     path = tmp_path / "data"
     path.write_bytes(content)
     (tmp_path / "checksums.bin").write_bytes(
-        b"".join(seal_checksums(checksum_records({"data": checksums_of(content)})))
+        b"".join(seal_checksums(encode_checksum_records({"data": compute_checksums(content)})))
     )
     sizes = [1, 9, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE - 5, 12 * BLOCK_SIZE + 3]
     for size in [*sizes, len(content) - position]:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.dist_checkpointing.mapping import flat_range_boxes
+from megatron.core.dist_checkpointing.mapping import split_flat_range
 from megatron.core.parallel_state import Axis
 from megatron.core.sharding import Sharding
 
@@ -20,7 +20,7 @@ def test_every_flat_range_is_tiled_exactly_by_views(shape):
     for start, stop in itertools.combinations_with_replacement(range(numel + 1), 2):
         data = flat[start:stop].clone()
         seen = torch.full(shape, -1)
-        boxes = list(flat_range_boxes(shape, start, data))
+        boxes = list(split_flat_range(shape, start, data))
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         for offset, view in boxes:
             assert view.is_contiguous() and view.dim() == len(shape)

@@ -14,7 +14,7 @@ import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 
 from megatron.core.dist_checkpointing import read_metadata
-from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, checksums_of
+from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE, compute_checksums
 from megatron.core.dist_checkpointing.format.metadata import (
     CheckpointMetadata,
     ChunkTable,
@@ -110,9 +110,9 @@ def test_a_large_one_comes_in_blocks():
     assert {len(part) for part in parts[:-1]} == {BLOCK_SIZE} and len(parts[-1]) <= BLOCK_SIZE
     assert plain(decode_metadata(b"".join(parts), "here")) == plain(large)
     assert (
-        checksums_of(*parts)
-        == checksums_of(b"".join(parts))
-        == checksums_of(parts[0][:1000], *cut(parts))
+        compute_checksums(*parts)
+        == compute_checksums(b"".join(parts))
+        == compute_checksums(parts[0][:1000], *cut(parts))
     )
 
 

@@ -21,9 +21,9 @@ from megatron.core.dist_checkpointing import (
     CheckpointError,
     Lineage,
     ShardedTensor,
+    find_missing_or_truncated,
     is_complete,
     load,
-    missing_or_truncated,
     read_tracker,
     save,
     take_generation,
@@ -93,7 +93,7 @@ def test_saved_behind_training_and_read_at_another_layout(root, pool):
             assert_holds(directory, seed, ROWS)
             assert (
                 verify(directory).ok
-                and missing_or_truncated(directory) == []
+                and find_missing_or_truncated(directory) == []
                 and is_complete(directory)
             )
     assert read_tracker(root) == 2
@@ -143,11 +143,11 @@ def test_the_commit_vouches_for_every_file(root):
         path = directory / name
         content = path.read_bytes()
         store.put(path.key, content[:-1])
-        assert missing_or_truncated(directory) == [
+        assert find_missing_or_truncated(directory) == [
             f"{name} has {len(content) - 1} bytes instead of {len(content)}"
         ]
         path.unlink()
-        assert missing_or_truncated(directory) == [f"{name} is missing"]
+        assert find_missing_or_truncated(directory) == [f"{name} is missing"]
         store.put(path.key, content[:-1] + bytes([content[-1] ^ 1]))
         assert not verify(directory).ok
         store.put(path.key, content)
@@ -214,7 +214,7 @@ def test_an_old_owner_changes_nothing_wherever_it_stops(root, monkeypatch, endin
         and "another start has taken over this directory (generation 2" in reports[0].error
     )
     assert_holds(directory, 2, ROWS)
-    assert verify(directory).ok and missing_or_truncated(directory) == []
+    assert verify(directory).ok and find_missing_or_truncated(directory) == []
 
 
 def test_an_old_owner_that_claims_late_does_not_commit(root, monkeypatch):
