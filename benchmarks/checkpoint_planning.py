@@ -37,7 +37,7 @@ from megatron.core.parallel_state import ParallelState  # noqa: E402
 from megatron.training.config.arguments import parse_flags  # noqa: E402
 from megatron.training.config.parsing import flag_parser, make_config  # noqa: E402
 from megatron.training.config.run_config import Config  # noqa: E402
-from megatron.training.planning.rank_memory import EmptyChunk, empty_chunks  # noqa: E402
+from megatron.training.planning.meta_model import MetaChunk, build_meta_chunks  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ def config_of(flags: str, world: int) -> Config:
 
 
 def optimizer_state(
-    chunks: list[EmptyChunk], weights: ShardedStateDict, dp: int, dp_size: int
+    chunks: list[MetaChunk], weights: ShardedStateDict, dp: int, dp_size: int
 ) -> ShardedStateDict:
     """Return the result of `MegatronOptimizer.sharded_state_dict` on data-parallel rank `dp`."""
     entry_of = {
@@ -109,7 +109,7 @@ def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, PackedSpec
     for pp in range(pp_size):
         for tp in range(tp_size):
             ps = ParallelState.for_rank(config.parallel, world, tp + tp_size * dp_size * pp)
-            chunks = list(empty_chunks(config, ps, model_provider))
+            chunks = list(build_meta_chunks(config, ps, model_provider))
             weights: ShardedStateDict = {}
             for chunk in chunks:
                 weights |= chunk.module.sharded_state_dict()

@@ -6,8 +6,9 @@ import pytest
 
 from megatron.core.transformer.transformer_config import LayerKind
 from megatron.training.config.parsing import parse_args
-from megatron.training.planning.rank_memory import ActivationMemory
-from megatron.training.planning.run_plan import Traffic, plan_run
+from megatron.training.planning.activation_memory import ActivationMemory
+from megatron.training.planning.run_plan import plan_run
+from megatron.training.planning.traffic import Traffic
 from pretrain_gpt import model_provider
 
 COMMON = (
@@ -21,7 +22,7 @@ PP4 = "--pipeline-model-parallel-size 4 "
 def planned(flags, world_size):
     config = parse_args(shlex.split(COMMON + flags), world_size)
     config.set_vocab_size(128)
-    return ActivationMemory.of_run(config, "cuda"), plan_run(config, world_size, model_provider)
+    return ActivationMemory.from_run(config, "cuda"), plan_run(config, world_size, model_provider)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 12])

@@ -1,0 +1,204 @@
+"""The model of one rank on torch's meta device: exact sizes of weights, buffers and checkpoints
+without allocating memory.
+
+The gradient buffers are planned by the code that plans them in training.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.distributed.param_and_grad_buffer import (
+    BucketPlan,
+    ParamGroup,
+    ParamSpec,
+    plan_buffer,
+)
+from megatron.core.models import make_chunk_specs
+from megatron.core.module import MegatronModule, param_info
+from megatron.core.parallel_state import ParallelState
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelRng,
+)
+from megatron.core.transformer.grouped_linear import GroupedLinear
+from megatron.core.transformer.transformer_config import (
+    LOCAL_BACKEND_FIELDS,
+    LayerKind,
+    TransformerConfig,
+)
+from megatron.training.config.run_config import Config, ModelProvider
+
+_LINEAR = (ColumnParallelLinear, RowParallelLinear, GroupedLinear)
+FP8_BLOCK = 128  # rows and columns that share a scale with --fp8-recipe blockwise
+
+
+@dataclass(frozen=True)
+class MetaBuffer:
+    """The parameters of a chunk that are replicated over the same ranks."""
+
+    buckets: tuple[BucketPlan, ...]
+    num_shards: int
+    """Number of equal parts of gradients and optimizer state; 1 without the distributed optimizer.
+    """
+    is_expert: bool
+    """Whether it contains only experts, which are sharded over other ranks than the rest."""
+    itemsize: int
+    """Bytes per weight; 1 in fp8 (--fp8-param-gather)."""
+    scale_bytes: int = 0
+    """Bytes of the scales of fp8 weights."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, including padding."""
+        return self.buckets[-1].stop
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.numel * self.itemsize + self.scale_bytes
+
+
+@dataclass(frozen=True)
+class MetaChunk:
+    """A pipeline chunk of a rank, without memory."""
+
+    module: MegatronModule
+    kinds: tuple[LayerKind, ...]
+    """Kind of each layer."""
+    pre_process: bool
+    post_process: bool
+    buffers: tuple[MetaBuffer, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kinds)
+
+    @property
+    def buckets(self) -> list[BucketPlan]:
+        return [bucket for buffer in self.buffers for bucket in buffer.buckets]
+
+
+def build_meta_chunks(
+    config: Config, ps: ParallelState, model_provider: ModelProvider
+) -> Iterator[MetaChunk]:
+    """Build the chunks of one rank on the meta device, and plan their buffers.
+
+    The layers are those of the local backend: the shapes are the same, and no other backend has to
+    be installed.
+    """
+    local_config = replace(config, model=replace(config.model, **LOCAL_BACKEND_FIELDS))
+    rng = TensorParallelRng(0, ps.tp.rank)
+    layer_ranges = config.layer_ranges()
+    for chunk_spec in make_chunk_specs(layer_ranges, ps, rng, torch.device("meta")):
+        module = model_provider(local_config, chunk_spec)
+        kinds = []
+        for number in chunk_spec.layers:
+            comm_type = config.parallel.cp_comm_type_of(number)
+            kinds.append(LayerKind.from_model(local_config.model, number, comm_type))
+        yield MetaChunk(
+            module,
+            tuple(kinds),
+            chunk_spec.pre_process,
+            chunk_spec.post_process,
+            tuple(_plan_buffers(config, ps, module, chunk_spec.layers)),
+        )
+
+
+def _plan_buffers(
+    config: Config, ps: ParallelState, module: MegatronModule, layers: Sequence[int]
+) -> Iterator[MetaBuffer]:
+    """Plan the buffers of a chunk: experts and other parameters apart, weights in fp8 and others
+    apart.
+    """
+    in_fp8 = _find_fp8_weights(config.model, module, layers)
+    groups: dict[tuple[bool, bool], list[ParamSpec]] = {
+        (is_expert, is_fp8): [] for is_expert in (False, True) for is_fp8 in (False, True)
+    }
+    for name, parameter in module.named_parameters():
+        spec = ParamSpec(name, tuple(parameter.shape), param_info(parameter))
+        if spec.info.trained:
+            is_expert = spec.info.sharding.is_expert and config.parallel.splits_experts
+            groups[is_expert, name in in_fp8].append(spec)
+
+    for (is_expert, is_fp8), specs in groups.items():
+        if not specs:
+            continue
+        replicas = ps.edp if is_expert else ps.dp_cp
+        bucket_size = config.ddp.bucket_size(sum(spec.numel for spec in specs), replicas.size)
+        num_shards = replicas.size if config.ddp.use_distributed_optimizer else 1
+        yield MetaBuffer(
+            plan_buffer(specs, bucket_size, num_shards),
+            num_shards,
+            is_expert,
+            itemsize=1 if is_fp8 else config.model.params_dtype.itemsize,
+            scale_bytes=_count_scale_bytes(config.model, specs) if is_fp8 else 0,
+        )
+
+
+def _find_fp8_weights(
+    config: TransformerConfig, chunk: MegatronModule, layers: Sequence[int]
+) -> set[str]:
+    """Return the names of the weights that --fp8-param-gather stores in fp8: those of all linear
+    layers in layers that compute in fp8.
+    """
+    if not config.fp8_param_gather:
+        return set()
+    prefixes = tuple(
+        f"decoder.layers.{local}."
+        for local, number in enumerate(layers)
+        if config.quantizes(number)
+    )
+    names = set()
+    for name, module in chunk.named_modules():
+        if isinstance(module, _LINEAR) and name.startswith(prefixes):
+            names.add(f"{name}.weight")
+    return names
+
+
+def _count_scale_bytes(config: TransformerConfig, specs: Sequence[ParamSpec]) -> int:
+    """Return the bytes of the fp32 scales: one per matrix, or per block of 128 x 128."""
+    block = FP8_BLOCK if config.fp8_recipe == "blockwise" else sys.maxsize
+    num_scales = 0
+    for spec in specs:
+        num_matrices = math.prod(spec.shape[:-2])
+        num_blocks = math.prod(-(-size // block) for size in spec.shape[-2:])
+        num_scales += num_matrices * num_blocks
+    return 4 * num_scales
+
+
+class StoredParameter(NamedTuple):
+    """A parameter in a checkpoint: key, optimizer group, and whether it contains experts."""
+
+    key: str
+    group: ParamGroup
+    is_expert: bool
+
+
+def count_stored_elements(
+    chunks: Iterable[MetaChunk], whole: bool = True
+) -> Counter[StoredParameter]:
+    """Return the elements of every stored parameter, each once.
+
+    Counts whole parameters, or, with `whole` False, the boxes of these chunks.
+    """
+    sizes: Counter[StoredParameter] = Counter()
+    for chunk in chunks:
+        for key, entry in chunk.module.sharded_state_dict().items():
+            assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter)
+            spec = ParamSpec(key, entry.global_shape, param_info(entry.local))
+            parameter = StoredParameter(key, spec.group, spec.info.sharding.is_expert)
+            if whole:
+                sizes[parameter] = spec.numel
+            else:
+                sizes[parameter] = sum(box.tensor.numel() for box in entry.boxes)
+    return sizes
