@@ -14,8 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def heads(always_written: bool = True, free_width: bool = True) -> Rule:
     """Map the number of key/value heads and the width of a head.
 
-    Null means one key/value head per query head, and hidden_size / heads as the width. A width that
-    follows from them is written if `always_written`. Without `free_width` there is no other.
+    Null means one key/value head per query head, and hidden_size / heads as the width. That width
+    is written only if `always_written`. Without `free_width` no other width is accepted.
     """
 
     def read(found: ConfigFields, args: Json) -> Json:

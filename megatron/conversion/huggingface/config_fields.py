@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """Stated fields of a model, and what transformers takes for the others."""
+    """Stated fields of a model, and the defaults of transformers for all others."""
 
     stated: Mapping[str, Any]
     defaults: Mapping[str, Any]

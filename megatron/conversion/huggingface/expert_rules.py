@@ -30,8 +30,8 @@ AUXILIARY_LOSS = Rule(
 )
 
 
-# Weights of the chosen experts that sum to 1 are those of a softmax over the chosen ones alone. With
-# one expert per token that weight is 1 for every token, which no model of ours has.
+# Weights of the chosen experts that sum to 1 are those of a softmax over the chosen ones alone.
+# With one expert per token that weight is 1 for every token, which our router does not support.
 
 
 def _refuse_one_expert(args: Json) -> None:
@@ -137,7 +137,7 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
             raise unsupported("first_k_dense_replace", dense, wanted)
         shared = found.get("n_shared_experts") or 0
         groups = found.get("n_group") or 1
-        # The method decides, whatever the number of groups.
+        # The method decides, not the number of groups.
         is_grouped = method == methods[-1] and groups > 1
         return {
             "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,

@@ -68,17 +68,21 @@ from megatron.core.transformer.transformer_config import (
 
 # Fields that describe files, tokens, generation or speed. None of them changes the logits.
 HARMLESS = """
-    _name_or_path name_or_path _commit_hash architectures model_type transformers_version use_cache return_dict
-    output_attentions output_hidden_states output_scores torchscript use_bfloat16 gradient_checkpointing is_decoder
-    attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset
-    experts_implementation output_router_logits chunk_size_feed_forward tie_last_hidden_states return_dict_in_generate
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
-    id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout
-    pretraining_tp summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
-    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p typical_p min_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
-    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens tf_legacy_loss"""
+    _name_or_path name_or_path _commit_hash architectures model_type transformers_version
+    use_cache return_dict output_attentions output_hidden_states output_scores torchscript
+    use_bfloat16 gradient_checkpointing is_decoder attn_implementation _attn_implementation
+    _attn_implementation_internal _attn_implementation_autoset experts_implementation
+    output_router_logits chunk_size_feed_forward tie_last_hidden_states return_dict_in_generate
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+    tokenizer_class prefix id2label label2id num_labels problem_type finetuning_task
+    task_specific_params classifier_dropout pretraining_tp summary_type summary_use_proj
+    summary_activation summary_proj_to_labels summary_first_dropout max_length min_length
+    max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p min_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens tf_legacy_loss
+"""
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ class Family:
         return fields
 
     def repeated_fields(self, hf: Json) -> Json:
-        """Return the fields that `write_config` repeats, with defaults where only some are stated."""
+        """Return the fields that `write_config` repeats, with defaults for missing ones."""
         found = ConfigFields(hf, transformers_defaults(self.model_type))
         fields: Json = {}
         for rule in self.rules:
@@ -181,7 +185,7 @@ class Family:
         return [(name, BIASED_PARTS[name]) for name in names if name in BIASED_PARTS]
 
     def find_obstacles(self, config: TransformerConfig) -> list[str]:
-        """Return what this family cannot express of a model; empty if it can express it.
+        """Return the properties of a model that this family cannot express.
 
         config.json is written, read back as if from a file, and compared.
         """
@@ -199,7 +203,7 @@ class Family:
             return [str(error), *(f"{name} = {value}" for name, value in wanted.items())]
         try:
             got = compute_model_signature(TransformerConfig(**(args | LOCAL_BACKEND_FIELDS)))
-        except ValueError as error:  # what the family implies contradicts the model
+        except ValueError as error:  # the model contradicts the family
             differing = [
                 f"{name} = {value}"
                 for name, value in wanted.items()
@@ -420,7 +424,7 @@ GPT_OSS = Family(
 )
 _DEEPSEEK_RULES = (
     *_GATED_RMS_RULES,
-    # The norms within attention have this epsilon, whatever the value of the field.
+    # The norms within attention always have this epsilon, not that of the field.
     fixed("rms_norm_eps", 1e-6, written=True),
     implied(
         norm_epsilon=1e-6,
@@ -444,7 +448,8 @@ _DEEPSEEK_RULES = (
 # Widths that follow from others, layers that predict later tokens (transformers leaves them out),
 # and options of training.
 _DEEPSEEK_HARMLESS = """
-    head_dim qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size auto_map"""
+    head_dim qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size
+    auto_map"""
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -532,7 +537,7 @@ FAMILIES = (
     *(GPT2, BLOOM),
 )
 
-# Models that resemble a supported family -> what they have that our model does not.
+# Models that resemble a supported family -> the part that our model does not have.
 _LACKING = {
     "gemma3": "images as input; its text model alone, gemma3_text, is supported",
     "olmo": "norms without weights",

@@ -1,4 +1,4 @@
-"""Where the parameters of a model lie in the files of transformers: one row per module and family."""
+"""Names of a model's parameters in the files of transformers: one row per module and family."""
 
 from __future__ import annotations
 
@@ -9,30 +9,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """The stored tensors that hold a module's weight, or its bias: equal shares of the rows, one
-    after the other.
+    """The stored tensors of a module's weight, or of its bias.
 
-    Names lack the "weight" or "bias" at their end, or what `suffixes` has in its place; those with
-    `{e}` are of one expert.
+    Each has an equal share of the rows. Names lack their end, "weight" or "bias", which `suffixes`
+    may replace; those with `{e}` are of one expert.
     """
 
     names: tuple[str, ...]
-    # the model has its rows by query group; the files have q, k and v, apart or one after the other
+    # Rows of the model are ordered by query group; the files have q, k and v one after the other.
     qkv: bool = False
     transposed: bool = False  # matrices are stored as [in, out] (Conv1D of GPT-2)
-    fused: str | None = (
-        None  # the one tensor that transformers 5 has in memory: all experts in one; read, too
-    )
-    biased: bool = True  # False: a bias has no place in the files
+    fused: str | None = None  # name of one tensor for all experts, as transformers 5 has in memory
+    biased: bool = True  # False: the files have no bias
     packed: bool = False  # all experts are in one tensor
-    alternating: bool = False  # rows of the two halves of the model's matrix take turns
-    suffixes: Mapping[str, str] = field(
-        default_factory=dict
-    )  # "weight" or "bias" -> what names have instead
+    alternating: bool = False  # rows of the two halves of the model's matrix alternate
+    suffixes: Mapping[str, str] = field(default_factory=dict)  # "weight" or "bias" -> replacement
 
 
-# Module of the model -> where it is. Keys of layers lack `decoder.layers.N.`, their names what
-# `Family.layers` says.
+# Module of the model -> row. Keys within layers lack `decoder.layers.N.`, names the prefix that
+# `Family.layers` specifies.
 LLAMA_ROWS = {
     "embedding.word_embeddings.": Row(("model.embed_tokens.",)),
     "self_attention.linear_qkv.layer_norm_": Row(("input_layernorm.",)),
@@ -71,7 +66,7 @@ MIXTRAL_ROWS = LLAMA_ROWS | {
         ("block_sparse_moe.experts.{e}.w2.",), fused="mlp.experts.down_proj"
     ),
 }
-# Biases are in attention alone.
+# Only attention has biases.
 QWEN3_ROWS = {
     key: replace(row, biased=not key.startswith("mlp.")) for key, row in LLAMA_ROWS.items()
 }
@@ -90,11 +85,11 @@ DEEPSEEK_ROWS = LLAMA_ROWS | {
     ),
     "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_experts.down_proj.",)),
 }
-_NORMS_BEHIND = {
+_POST_NORMS = {
     "self_attention.linear_proj.post_layernorm.": Row(("post_attention_layernorm.",)),
     "mlp.linear_fc2.post_layernorm.": Row(("post_feedforward_layernorm.",)),
 }
-OLMO2_ROWS = LLAMA_ROWS | _NORMS_BEHIND
+OLMO2_ROWS = LLAMA_ROWS | _POST_NORMS
 GEMMA_ROWS = OLMO2_ROWS | {"mlp.linear_fc1.layer_norm_": Row(("pre_feedforward_layernorm.",))}
 PHI3_ROWS = LLAMA_ROWS | {
     "self_attention.linear_qkv.": Row(("self_attn.qkv_proj.",), qkv=True),
@@ -129,9 +124,8 @@ BLOOM_ROWS = {
     "embedding.word_embeddings.": Row(("transformer.word_embeddings.",)),
     "embedding.word_embeddings_layernorm.": Row(("transformer.word_embeddings_layernorm.",)),
     "self_attention.linear_qkv.layer_norm_": Row(("input_layernorm.",)),
-    "self_attention.linear_qkv.": Row(
-        ("self_attention.query_key_value.",)
-    ),  # by query group, as the model has it
+    # Rows are ordered by query group, as in the model.
+    "self_attention.linear_qkv.": Row(("self_attention.query_key_value.",)),
     "self_attention.linear_proj.": Row(("self_attention.dense.",)),
     "mlp.linear_fc1.layer_norm_": Row(("post_attention_layernorm.",)),
     "mlp.linear_fc1.": Row(("mlp.dense_h_to_4h.",)),

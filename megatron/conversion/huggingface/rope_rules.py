@@ -128,8 +128,8 @@ def _read_scaling(kind: str, scaling: Json, found: ConfigFields, args: Json) -> 
     strange = sorted(set(scaling) - set(SCALINGS[kind]))
     if strange:
         raise ValueError(
-            f"config.json: rope type {kind!r} with {schema.format_value(strange)} is not supported: "
-            f"its fields are {', '.join(SCALINGS[kind]) or 'none'}"
+            f"config.json: rope type {kind!r} with {schema.format_value(strange)} is not "
+            f"supported: its fields are {', '.join(SCALINGS[kind]) or 'none'}"
         )
     _check_mscale(scaling)
     # Without an original length transformers takes the one that the model is made for.
@@ -197,8 +197,8 @@ def _read_two_ropes(found: ConfigFields, args: Json) -> Json:
     if scaling.get("type", "default") != "default" and not scaling.get("rope_type"):
         # transformers 5 ignores this name here, transformers 4 does not.
         raise ValueError(
-            f"config.json: rope_scaling has type {schema.format_value(scaling['type'])}, which releases of "
-            "transformers read differently in this family: rename the field to rope_type"
+            f"config.json: rope_scaling has type {schema.format_value(scaling['type'])}, which "
+            "releases of transformers read differently in this family: rename it to rope_type"
         )
     parameters = (nested.get("full_attention") or {}) | scaling
     if parameters.get("truncate") is False:

@@ -116,7 +116,7 @@ def written(**fields: Any) -> Rule:
 
 
 def implied(**arguments: Any) -> Rule:
-    """Set arguments that all models of the family have and for which there is no field."""
+    """Set arguments that all models of the family have. config.json has no field for them."""
     return Rule({}, lambda found, args: arguments)
 
 

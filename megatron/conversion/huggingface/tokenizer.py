@@ -1,122 +1,50 @@
-"""The tokenizer beside a model of transformers: its files, and the ids of its special tokens.
+"""The tokenizer next to a model of transformers: its files, and the ids of its special tokens.
 
 A checkpoint only names its tokenizer, and may name any file. So a path from a checkpoint is used
-only if it lies in a directory that the user has named (links resolved), and a file is copied only
-if it is what its name says.
-
-A SentencePiece model is also written as `tokenizer.json`, so that transformers splits text exactly
-as training did: transformers' own Llama tokenizer adds no space before a text that begins with one,
-which SentencePiece does. The file written here says the same as the model: prefix, spaces, pieces
-and their merges, bytes for what is unknown.
+only if it is in a directory that the user has named (links resolved), and a file is copied only if
+its content is of the kind that its name promises.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron.conversion.huggingface.sentencepiece_model import (
+    check_model,
+    make_tokenizer,
+    open_model,
+)
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import committed, write_json
-from megatron.core.lazy_import import lazy_module
 
-if TYPE_CHECKING:
-    import sentencepiece
-    import tokenizers
-else:
-    sentencepiece = lazy_module("sentencepiece")
-    tokenizers = lazy_module("tokenizers")
-
-SPACE = "\u2581"
-_PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would change
-
-
-def sentencepiece_tokenizer(model: Path) -> tokenizers.Tokenizer | None:
-    """The same tokenizer for transformers; None for a model that it could not repeat exactly.
-
-    That is one that normalizes text, or a unigram model (it chooses otherwise between segmentations
-    of equal score).
-    """
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    scores = [processor.get_score(number) for number in range(processor.vocab_size())]
-    # Scores of a BPE model are whole numbers that count down from 0 in the order of the merges.
-    if not all(score.is_integer() for score in scores):
-        return None
-    plain = _PROBE.replace(" ", SPACE)
-    normalized = processor.normalize(_PROBE)
-    if normalized not in (plain, SPACE + plain):
-        return None
-    prefix = normalized != plain
-    pieces = [processor.id_to_piece(number) for number in range(len(scores))]
-    numbers = {piece: number for number, piece in enumerate(pieces)}
-    bpe = tokenizers.models.BPE(
-        numbers,
-        _merge_pairs(numbers, scores),
-        unk_token=pieces[processor.unk_id()],
-        fuse_unk=True,
-        byte_fallback=any(processor.is_byte(number) for number in range(len(pieces))),
-    )
-    tokenizer = tokenizers.Tokenizer(bpe)
-    steps = [tokenizers.normalizers.Prepend(SPACE)] if prefix else []
-    tokenizer.normalizer = tokenizers.normalizers.Sequence(
-        [*steps, tokenizers.normalizers.Replace(" ", SPACE)]
-    )
-    undo = [tokenizers.decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = tokenizers.decoders.Sequence(
-        [
-            tokenizers.decoders.Replace(SPACE, " "),
-            tokenizers.decoders.ByteFallback(),
-            tokenizers.decoders.Fuse(),
-            *undo,
-        ]
-    )
-    special = [
-        p for n, p in enumerate(pieces) if processor.is_control(n) or processor.is_unknown(n)
-    ]
-    tokenizer.add_special_tokens(
-        [tokenizers.AddedToken(piece, normalized=False, special=True) for piece in special]
-    )
-    return tokenizer
-
-
-def _merge_pairs(numbers: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the best pieces first."""
-    ranked = []
-    for piece, number in numbers.items():
-        for cut in range(1, len(piece)):
-            left = piece[:cut]
-            right = piece[cut:]
-            if left in numbers and right in numbers:
-                ranked.append((-scores[number], numbers[left], numbers[right], left, right))
-    return [(left, right) for *_, left, right in sorted(ranked)]
-
-
-_MARKS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # each alone makes a tokenizer
+_MARKS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TOKEN = schema.integer(-1, 2**31 - 1)
 
 
-def _token_ids(value: Any, where: str) -> Any:
-    """None, a token, or several: a text may end in more than one way."""
+def _check_token_ids(value: Any, where: str) -> Any:
+    """Check None, a token, or several: a text may end in more than one way."""
     if value is None:
         return value
-    return (
-        schema.sequence(_TOKEN, 1000)(value, where) if type(value) is list else _TOKEN(value, where)
-    )
+    if type(value) is list:
+        return schema.sequence(_TOKEN, 1000)(value, where)
+    return _TOKEN(value, where)
 
 
-TOKEN_IDS = schema.record({f"{name}?": _token_ids for name in _IDS})
+TOKEN_IDS = schema.record({f"{name}?": _check_token_ids for name in _IDS})
 
 
-def tokenizer_arguments(directory: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for training with the tokenizer of a model's directory, and its token ids."""
+def read_tokenizer_arguments(directory: Path, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for training with the tokenizer of a model's directory, and its ids."""
     TOKEN_IDS(hf, str(directory / "config.json"))
     arguments: dict[str, Any] = {"hf_token_ids": {name: hf.get(name) for name in _IDS}}
     if _is_tokenizer(directory):
-        arguments |= {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory)}
+        arguments["tokenizer_type"] = "HuggingFaceTokenizer"
+        arguments["tokenizer_model"] = str(directory)
     return arguments
 
 
@@ -126,28 +54,30 @@ def _is_tokenizer(directory: Path) -> bool:
 
 @dataclass
 class ExportedTokenizer:
-    """What `export_tokenizer` has done."""
+    """The outcome of `export_tokenizer`."""
 
-    ids: dict[str, Any]  # for config.json; null where nothing is known
-    lost: list[str]  # what could not be carried
+    ids: dict[str, Any]  # for config.json; null where unknown
+    lost: list[str]  # notes about files that were not copied
     copied: list[str]  # "source -> name"
 
 
 def export_tokenizer(
     args: Mapping[str, Any], tokenizer: Path | None, directory: Path, trusted: Sequence[Path] = ()
 ) -> ExportedTokenizer:
-    """Copy the tokenizer that the user names into `directory`, or else the one in `args` if it lies
-    in `trusted`.
+    """Copy a tokenizer into `directory`: that of the user, or the one that `args` name.
+
+    The latter is copied only from a `trusted` directory.
     """
-    told = args.get("hf_token_ids") or {}
-    TOKEN_IDS(told, "the arguments: hf_token_ids")
-    result = ExportedTokenizer({name: told.get(name) for name in _IDS}, [], [])
-    trusted = (*trusted, tokenizer) if tokenizer is not None else trusted
+    known_ids = args.get("hf_token_ids") or {}
+    TOKEN_IDS(known_ids, "the arguments: hf_token_ids")
+    result = ExportedTokenizer({name: known_ids.get(name) for name in _IDS}, [], [])
+    if tokenizer is not None:
+        trusted = (*trusted, tokenizer)
     bpe = [args.get("vocab_file"), args.get("merge_file")]
     if tokenizer is None and args.get("tokenizer_model"):
-        tokenizer = _confirmed(args["tokenizer_model"], trusted, result)
-    elif all(bpe) and (tokenizer is None or (tokenizer.is_dir() and not _is_tokenizer(tokenizer))):
-        vocab, merges = (_confirmed(value, trusted, result) for value in bpe)
+        tokenizer = _confirm_path(args["tokenizer_model"], trusted, result)
+    elif all(bpe) and _allows_bpe(tokenizer):
+        vocab, merges = (_confirm_path(value, trusted, result) for value in bpe)
         if vocab is not None and merges is not None:
             _export_bpe(vocab, merges, directory, result)
         return result
@@ -158,86 +88,95 @@ def export_tokenizer(
     elif tokenizer.is_file():
         _export_sentencepiece(tokenizer, directory, result)
     else:
-        result.lost.append(f"tokenizer: {tokenizer} is not here; give --tokenizer")
+        result.lost.append(f"tokenizer: {tokenizer} does not exist; give --tokenizer")
     return result
 
 
-def _confirmed(value: Any, trusted: Sequence[Path], result: ExportedTokenizer) -> Path | None:
-    """The path that a checkpoint names, if it lies where the user said that its files are."""
+def _allows_bpe(tokenizer: Path | None) -> bool:
+    """Return whether the user named no tokenizer, or only a directory of trusted files."""
+    return tokenizer is None or (tokenizer.is_dir() and not _is_tokenizer(tokenizer))
+
+
+def _confirm_path(value: Any, trusted: Sequence[Path], result: ExportedTokenizer) -> Path | None:
+    """Return a path of a checkpoint if it is in a trusted directory; else note that it is lost."""
     if type(value) is str and "\0" not in value:
         path = Path(value).resolve()
         if any(path.is_relative_to(root.resolve()) for root in trusted):
             return path
-    told = f"tokenizer: the checkpoint names {schema.format_value(value)}, which lies outside of its directory"
-    result.lost.append(f"{told}; give --tokenizer to copy it")
+    result.lost.append(
+        f"tokenizer: the checkpoint names {schema.format_value(value)}, which is outside of its "
+        "directory; give --tokenizer to copy it"
+    )
     return None
 
 
 def _export_directory(tokenizer: Path, directory: Path, result: ExportedTokenizer) -> None:
+    """Copy the files of a Hugging Face tokenizer and read the ids of its special tokens."""
     for name in _CONTENTS:
         path = schema.named_file(tokenizer, name, str(tokenizer))
         if path.exists():
             _copy(path, directory / name, result)
-    for name in ("generation_config.json", "config.json"):  # config.json last: it decides
+    for name in ("generation_config.json", "config.json"):  # config.json last: it takes precedence
         path = schema.named_file(tokenizer, name, str(tokenizer))
-        if path.exists():
-            told = TOKEN_IDS(schema.read_json(path), str(path))
-            result.ids |= {name: told[name] for name in _IDS if told.get(name) is not None}
+        if not path.exists():
+            continue
+        stated = TOKEN_IDS(schema.read_json(path), str(path))
+        for id_name in _IDS:
+            if stated.get(id_name) is not None:
+                result.ids[id_name] = stated[id_name]
 
 
 def _export_sentencepiece(model: Path, directory: Path, result: ExportedTokenizer) -> None:
-    """The model itself, and where it has an exact counterpart a tokenizer that transformers loads."""
+    """Copy the model, and write the tokenizer.json that splits text exactly as it does, if any."""
     if not _copy(model, directory / "tokenizer.model", result):
         return
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+    processor = open_model(directory / "tokenizer.model")
     numbers = (processor.bos_id(), processor.eos_id(), processor.pad_id())
-    result.ids = {
-        name: number if number >= 0 else None for name, number in zip(_IDS, numbers, strict=True)
-    }
-    tokenizer = sentencepiece_tokenizer(directory / "tokenizer.model")
+    names: dict[str, str] = {}
+    for id_name, number in zip(_IDS, numbers, strict=True):
+        result.ids[id_name] = number if number >= 0 else None
+        if number >= 0:
+            names[id_name.removesuffix("_id")] = processor.id_to_piece(number)
+    tokenizer = make_tokenizer(processor)
     if tokenizer is None:
-        lost = "tokenizer: transformers would not split text as its SentencePiece model; use tokenizer.model"
-        result.lost.append(lost)
+        result.lost.append(
+            "tokenizer: transformers would not split text as its SentencePiece model; use "
+            "tokenizer.model"
+        )
         return
     with committed(directory / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))
-    names = {
-        name.removesuffix("_id"): processor.id_to_piece(i)
-        for name, i in result.ids.items()
-        if i is not None
-    }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **names,
-    }
-    write_json(directory / "tokenizer_config.json", config)
+    fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    write_json(directory / "tokenizer_config.json", fixed | names)
 
 
 def _export_bpe(vocab: Path, merges: Path, directory: Path, result: ExportedTokenizer) -> None:
+    """Copy the two files of a GPT-2 tokenizer."""
     missing = [path for path in (vocab, merges) if not path.exists()]
-    result.lost += [
-        f"tokenizer: {path} is not here; give --tokenizer with a directory that has both"
-        for path in missing
-    ]
-    copies = {vocab: "vocab.json", merges: "merges.txt"}
-    if missing or not all(_copy(path, directory / name, result) for path, name in copies.items()):
+    for path in missing:
+        result.lost.append(
+            f"tokenizer: {path} does not exist; give --tokenizer with a directory that has both"
+        )
+    if missing:
         return
+    for path, name in ((vocab, "vocab.json"), (merges, "merges.txt")):
+        if not _copy(path, directory / name, result):
+            return
     write_json(directory / "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
     end = schema.read_json(directory / "vocab.json").get("<|endoftext|>")
     result.ids |= {"bos_token_id": end, "eos_token_id": end}
 
 
 def write_generation_config(directory: Path, ids: Mapping[str, Any]) -> None:
-    """Unless one came with the tokenizer."""
+    """Write generation_config.json unless one came with the tokenizer."""
     path = directory / "generation_config.json"
     if not path.exists():
-        told = {name: value for name, value in ids.items() if value is not None}
-        write_json(path, {"_from_model_config": True, **told})
+        known = {name: value for name, value in ids.items() if value is not None}
+        write_json(path, {"_from_model_config": True, **known})
 
 
 def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
-    """Whether `source` was copied: content only, the mode is that of a new file."""
+    """Copy the content of a file, not its mode; return False if its check fails."""
     try:
         content = schema.read_regular(source)
         _CONTENTS[target.name](content, str(source))
@@ -250,6 +189,9 @@ def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
     return True
 
 
+# Checks of content: `check(content, where)` raises CheckpointError.
+
+
 def _json(check: Callable[[Any, str], Any]) -> Callable[[bytes, str], None]:
     def check_content(content: bytes, where: str) -> None:
         check(schema.parse_json(content, where), where)
@@ -257,50 +199,36 @@ def _json(check: Callable[[Any, str], Any]) -> Callable[[bytes, str], None]:
     return check_content
 
 
-def _sentencepiece(content: bytes, where: str) -> None:
-    try:
-        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{where} is not a SentencePiece model") from error
-    for number in range(processor.vocab_size()):
-        score = processor.get_score(number)
-        if not math.isfinite(score):
-            raise CheckpointError(
-                f"{where}: piece {number} has score {score}: scores must be finite, so this "
-                "SentencePiece model is damaged"
-            )
-
-
-def _lines(content: bytes, where: str) -> list[str]:
+def _decode_lines(content: bytes, where: str) -> list[str]:
     try:
         return content.decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{where} is not text: {error}") from error
 
 
-def _merges(content: bytes, where: str) -> None:
-    lines = [line for line in content.decode("utf-8", errors="replace").split("\n") if line]
-    if not all(line.startswith("#version") or len(line.split(" ")) == 2 for line in lines):
-        raise CheckpointError(
-            f"{where} does not have two parts of a token on every line: it is not a list of merges"
-        )
+def _check_merges(content: bytes, where: str) -> None:
+    for line in content.decode("utf-8", errors="replace").split("\n"):
+        if line and not line.startswith("#version") and len(line.split(" ")) != 2:
+            raise CheckpointError(
+                f"{where} is not a list of merges: every line must have the two parts of a token"
+            )
 
 
-def _template(content: bytes, where: str) -> None:
-    if not any("{{" in line or "{%" in line for line in _lines(content, where)):
+def _check_template(content: bytes, where: str) -> None:
+    if not any("{{" in line or "{%" in line for line in _decode_lines(content, where)):
         raise CheckpointError(f"{where} is not a Jinja template")
 
 
 _OBJECT = _json(schema.mapping(schema.anything))
-# The files that are copied, and what each must be.
+# Files that are copied -> check of their content.
 _CONTENTS: dict[str, Callable[[bytes, str], None]] = {
     "tokenizer.json": _json(schema.record({"model": schema.mapping(schema.anything)})),
     "tokenizer_config.json": _OBJECT,
     "special_tokens_map.json": _OBJECT,
     "added_tokens.json": _OBJECT,
-    "tokenizer.model": _sentencepiece,
+    "tokenizer.model": check_model,
     "vocab.json": _json(schema.mapping(_TOKEN)),
-    "merges.txt": _merges,
-    "chat_template.jinja": _template,
+    "merges.txt": _check_merges,
+    "chat_template.jinja": _check_template,
     "generation_config.json": _OBJECT,
 }

@@ -284,7 +284,7 @@ def with_entry(name: str, **fields):
         (with_entry("model.norm.weight", shape=[1] * 100), "shape is .* must be a list of 0 to 64 entries"),
         (with_entry("model.norm.weight", shape=[2**40]), "shape .* needs"),
         (with_entry("model.norm.weight", dtype="I32"), "weights must be floating point"),
-        (lambda header: header.replace(b"{", b'{"model.norm.weight":{},', 1), "a name is there twice"),
+        (lambda header: header.replace(b"{", b'{"model.norm.weight":{},', 1), "a name occurs twice"),
         (lambda header: b"[" * 5000 + b"]" * 5000, "nested (too|more than 200) deep"),
         (lambda header: header.replace(b"model.norm.weight", b"model\\nintact\\u001b[2Jx"), "a printable name"),
     ],

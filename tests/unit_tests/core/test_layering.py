@@ -70,7 +70,7 @@ def test_imports_go_down():
 
 # Import floors of a package: a module stands one floor above the highest module of the package that
 # it imports when it is imported itself (not in a function, and not for annotations alone).
-FLOORS = {"megatron.conversion": 6, "megatron.core.dist_checkpointing": 7, "megatron.training": 10}
+FLOORS = {"megatron.conversion": 8, "megatron.core.dist_checkpointing": 7, "megatron.training": 10}
 
 
 def imported_at_once(path: Path) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.conversion.huggingface.families import find_family
-from megatron.conversion.huggingface.weight_files import stored_parameters
+from megatron.conversion.huggingface.stored_parameters import stored_parameters
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.core.transformer.transformer_config import compute_model_signature
 

@@ -376,6 +376,6 @@ def test_gpt2_tokenizer_travels_along(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "hf")
     (tmp_path / "merges.txt").unlink()
     assert (
-        "merges.txt is not here"
+        "merges.txt does not exist"
         in write_huggingface(random_source(args, optimizer=False), tmp_path / "hf", trusted)[0]
     )

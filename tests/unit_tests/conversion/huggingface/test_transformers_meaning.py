@@ -170,7 +170,7 @@ def test_type_of_a_scaling_of_gemma3_is_refused() -> None:
     """transformers 5 ignores the name `type` here, transformers 4 does not."""
     scaling = {"type": "linear", "factor": 8.0}
     hf = SIZES | {"model_type": "gemma3_text", "rope_scaling": scaling}
-    with pytest.raises(ValueError, match="rope_scaling has type 'linear'.*rename the field"):
+    with pytest.raises(ValueError, match="rope_scaling has type 'linear'.*rename it"):
         find_family(hf).read_config(hf, {})
     hf["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
     assert find_family(hf).read_config(hf, {})["rotary_seq_len_interpolation_factor"] == 8.0

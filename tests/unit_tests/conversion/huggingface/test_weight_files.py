@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.conversion.huggingface import weight_files
-from megatron.conversion.huggingface.weight_files import SafetensorsWriter, open_safetensors
+from megatron.conversion.huggingface import safetensors_files
+from megatron.conversion.huggingface.safetensors_files import SafetensorsWriter, open_safetensors
 from megatron.conversion.model_space.source import TensorInfo
 from megatron.conversion.options import parse_size
 
@@ -73,7 +73,7 @@ def test_rows_of_another_shape_or_place_are_not_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 20])
 def test_boxes(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_files, "_BLOCK", block)
+    monkeypatch.setattr(safetensors_files, "_BLOCK", block)
     save_file(TENSORS, tmp_path / "a.safetensors")
     stored = open_safetensors(tmp_path / "a.safetensors")
     assert torch.equal(stored["matrix"].read((2, 1), (4, 3)), TENSORS["matrix"][2:6, 1:4])

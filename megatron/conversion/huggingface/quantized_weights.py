@@ -1,0 +1,82 @@
+"""Weights in fp8 with a scale for each block, read as the matrices that models compute with.
+
+Source: the files of DeepSeek-V3, whose scales are called `weight_scale_inv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.conversion.huggingface.safetensors_files import Stored
+from megatron.conversion.model_space.source import Shape
+from megatron.core.dist_checkpointing.format import schema
+
+SCALES = "_scale_inv"
+_QUANTIZATION = schema.record(
+    {
+        "quant_method": schema.text(256),
+        "weight_block_size?": schema.sequence(schema.integer(1), 2, least=2),
+    }
+)
+
+
+def read_block_size(quantization: Any) -> Sequence[int]:
+    """Return rows and columns of a block with a scale. Raises ValueError for other quantization.
+
+    `quantization` is the `quantization_config` of a config.json.
+    """
+    _QUANTIZATION(quantization, "config.json: quantization_config")
+    method = quantization["quant_method"]
+    block: Sequence[int] | None = quantization.get("weight_block_size")
+    if method != "fp8" or block is None:
+        raise ValueError(
+            f"config.json: quantization_config of {schema.format_value(method)} is not supported, "
+            "only fp8 with weight_block_size is: load the model in transformers with "
+            "dequantize=True in its quantization config, save and convert that; or, if nothing is "
+            "quantized, give --hf-ignore-fields quantization_config"
+        )
+    return block
+
+
+def dequantize(
+    tensors: Mapping[str, Stored], block: Sequence[int], dtype: torch.dtype
+) -> dict[str, Stored]:
+    """Return `tensors` with matrices in `dtype` instead of 8-bit matrices and their scales.
+
+    Raises ValueError for scales without a matrix, or of the wrong shape.
+    """
+    result = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALES)}
+    for name, scales in tensors.items():
+        if not name.endswith(SCALES):
+            continue
+        matrix = name.removesuffix(SCALES)
+        if matrix not in result:
+            raise ValueError(f"the weights have scales {name}, but not their matrix {matrix}")
+        result[matrix] = _scale_blocks(matrix, tensors[matrix], scales, block, dtype)
+    return result
+
+
+def _scale_blocks(
+    name: str, stored: Stored, scales: Stored, block: Sequence[int], dtype: torch.dtype
+) -> Stored:
+    """Return a matrix of 8-bit floats, multiplied by the scale of each of its blocks."""
+    expected = tuple(-(-n // size) for n, size in zip(stored.shape, block, strict=False))
+    is_number = scales.dtype in (torch.float32, torch.bfloat16)
+    if len(stored.shape) != 2 or scales.shape != expected or not is_number:
+        raise ValueError(
+            f"{name} of shape {list(stored.shape)} has scales in {scales.dtype} of shape "
+            f"{list(scales.shape)}, but blocks of {list(block)} need floating-point numbers of "
+            f"shape {list(expected)}"
+        )
+
+    def read(offset: Shape, shape: Shape) -> torch.Tensor:
+        factors = scales.read((0, 0), scales.shape).float()
+        rows = torch.arange(offset[0], offset[0] + shape[0]) // block[0]
+        columns = torch.arange(offset[1], offset[1] + shape[1]) // block[1]
+        values = stored.read(offset, shape).float() * factors[rows][:, columns]
+        return values.to(dtype)
+
+    return Stored(stored.shape, dtype, read)

@@ -1,0 +1,107 @@
+"""A SentencePiece BPE model written as `tokenizer.json`.
+
+Without it transformers would use its own Llama tokenizer, which adds no space before a text that
+begins with one, as SentencePiece does. The tokenizer made here has the same prefix, spaces, pieces
+and merges, and the same bytes for unknown characters, so it splits text as training did.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.lazy_import import lazy_module
+
+if TYPE_CHECKING:
+    import sentencepiece
+    import tokenizers
+else:
+    sentencepiece = lazy_module("sentencepiece")
+    tokenizers = lazy_module("tokenizers")
+
+_SPACE = "\u2581"
+_PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would change
+
+
+def open_model(model: Path) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_file=str(model))
+
+
+def check_model(content: bytes, where: str) -> None:
+    """Raise CheckpointError unless `content` is a SentencePiece model with finite scores."""
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{where} is not a SentencePiece model") from error
+    for number in range(processor.vocab_size()):
+        score = processor.get_score(number)
+        if not math.isfinite(score):
+            raise CheckpointError(
+                f"{where}: piece {number} has score {score}: scores must be finite, so this "
+                "SentencePiece model is damaged"
+            )
+
+
+def make_tokenizer(
+    processor: sentencepiece.SentencePieceProcessor,
+) -> tokenizers.Tokenizer | None:
+    """Return the same tokenizer for transformers; None for a model that it cannot repeat exactly.
+
+    Those are models that normalize text, and unigram models, for which it chooses other
+    segmentations of equal score.
+    """
+    count = processor.vocab_size()
+    scores = [processor.get_score(number) for number in range(count)]
+    # Scores of a BPE model are whole numbers that count down from 0 in the order of the merges.
+    if not all(score.is_integer() for score in scores):
+        return None
+    unchanged = _PROBE.replace(" ", _SPACE)
+    normalized = processor.normalize(_PROBE)
+    if normalized not in (unchanged, _SPACE + unchanged):
+        return None
+    has_prefix = normalized != unchanged
+    # Model: pieces and merges.
+    pieces = [processor.id_to_piece(number) for number in range(count)]
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    bpe = tokenizers.models.BPE(
+        numbers,
+        _make_merges(numbers, scores),
+        unk_token=pieces[processor.unk_id()],
+        fuse_unk=True,
+        byte_fallback=any(processor.is_byte(number) for number in range(count)),
+    )
+    tokenizer = tokenizers.Tokenizer(bpe)
+    # Spaces, and the one before the text.
+    steps: list[Any] = [tokenizers.normalizers.Replace(" ", _SPACE)]
+    undo: list[Any] = [
+        tokenizers.decoders.Replace(_SPACE, " "),
+        tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+    ]
+    if has_prefix:
+        steps.insert(0, tokenizers.normalizers.Prepend(_SPACE))
+        undo.append(tokenizers.decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(steps)
+    tokenizer.decoder = tokenizers.decoders.Sequence(undo)
+    # Special pieces.
+    special = []
+    for number, piece in enumerate(pieces):
+        if processor.is_control(number) or processor.is_unknown(number):
+            special.append(tokenizers.AddedToken(piece, normalized=False, special=True))
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def _make_merges(numbers: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Return every way to make a piece of two others, best pieces first."""
+    ranked = []
+    for piece, number in numbers.items():
+        for cut in range(1, len(piece)):
+            left = piece[:cut]
+            right = piece[cut:]
+            if left in numbers and right in numbers:
+                ranked.append((-scores[number], numbers[left], numbers[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]

@@ -1,0 +1,122 @@
+"""The sidecar of an exported model: what transformers has no place for.
+
+It is the directory `megatron_state/` in the model's directory, so that no loader takes its files
+for weights. It contains the optimizer state in model space as safetensors, and run arguments and
+training state as JSON: with them, importing an export loses nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.conversion.huggingface.safetensors_files import Stored, open_safetensors
+from megatron.conversion.huggingface.stored_parameters import StoredParameter
+from megatron.conversion.huggingface.weight_files import Outgoing
+from megatron.conversion.model_space.pieces import as_is
+from megatron.conversion.model_space.source import (
+    ADAM,
+    ARGUMENTS,
+    TRAINING_STATE,
+    Shape,
+    Source,
+    TrainingState,
+    full_precision_key,
+    is_trained,
+    optimizer_key,
+    optimizer_states,
+    plain_args,
+)
+from megatron.core.dist_checkpointing.format import schema
+from megatron.core.durable_files import write_json
+
+DIRECTORY = "megatron_state"
+_STATE = "state.json"  # written last: a directory without it is not a sidecar
+_TUPLES = ("window_size", "betas")  # JSON has only lists
+_SCHEMA = schema.record(
+    {"files": schema.sequence(schema.file_name), "training": TRAINING_STATE, "args": ARGUMENTS}
+)
+
+
+class Sidecar(NamedTuple):
+    """Arguments, training state and optimizer tensors of the run that was exported."""
+
+    args: dict[str, Any]
+    training: TrainingState
+    tensors: dict[str, Stored]
+
+
+def open_sidecar(directory: Path) -> Sidecar | None:
+    """Return the sidecar in `directory`, if any. Raises ValueError if it is incomplete."""
+    if not (directory / _STATE).exists():
+        return None
+    where = str(directory / _STATE)
+    state = _SCHEMA(schema.read_json(directory / _STATE), where)
+    paths = [schema.named_file(directory, name, where) for name in state["files"]]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise ValueError(
+            f"{directory} lacks {', '.join(missing)}: copy it again, or leave the optimizer out "
+            "(--no-optim)"
+        )
+    training = TrainingState(**state["training"])
+    if training.param_groups is not None:
+        training.param_groups = [_restore_tuples(group) for group in training.param_groups]
+    tensors: dict[str, Stored] = {}
+    for path in paths:
+        tensors |= open_safetensors(path)
+    return Sidecar(_restore_tuples(state["args"]), training, tensors)
+
+
+def collect_optimizer_tensors(source: Source, parameters: Mapping[str, Shape]) -> list[Outgoing]:
+    """Return the optimizer state of the model's parameters, to be stored under its own keys.
+
+    Without main parameters the weights are the fp32 values that the optimizer works on. They are
+    stored as such, since the exported weights may be rounded.
+    """
+    states = ["param"]
+    for state in optimizer_states(source.tensors) or ADAM:
+        if state != "param":
+            states.append(state)
+    tensors = []
+    for parameter, shape in parameters.items():
+        if not is_trained(parameter):
+            continue
+        for state in states:
+            key = optimizer_key(state, parameter)
+            read = full_precision_key(parameter, source.tensors) if state == "param" else key
+            if read not in source.tensors:
+                raise ValueError(
+                    f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer "
+                    "state"
+                )
+            part = StoredParameter(key, (), shape, (key,), as_is(shape[0]))
+            tensors.append(Outgoing(source, read, part, torch.float32))
+    return tensors
+
+
+def write_state(directory: Path, source: Source, files: list[str]) -> None:
+    """Write the JSON part, without the state of generators, which belongs to one layout."""
+    state = dataclasses.replace(source.training or TrainingState(), rng={})
+    training = dataclasses.asdict(state)
+    try:
+        json.dumps(training)
+    except TypeError as error:
+        raise ValueError(
+            f"{source.description}: its training state is not plain data ({error})"
+        ) from error
+    content = {"files": files, "training": training, "args": plain_args(source.args)}
+    write_json(directory / _STATE, _SCHEMA(content, source.description))
+
+
+def _restore_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(values)
+    for name in _TUPLES:
+        if isinstance(result.get(name), list):
+            result[name] = tuple(result[name])
+    return result

@@ -1,0 +1,102 @@
+"""Location of each parameter of one model in the files of transformers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron.conversion.huggingface.parameters import Row
+from megatron.conversion.model_space.pieces import (
+    RowMap,
+    alternating,
+    as_is,
+    qkv_apart,
+    qkv_blocks,
+    stacked,
+    stored_rows,
+)
+from megatron.conversion.model_space.source import Shape
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Layer (if it is in one), module, and kind of parameter of a key.
+_KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias|softmax_offset)")
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """The stored tensors of one parameter of the model, or of the matrix of one expert."""
+
+    key: str
+    lead: Shape  # (number of the expert,) or ()
+    shape: Shape  # without the dimension of experts
+    names: tuple[str, ...]
+    row_map: RowMap
+    transposed: bool = False
+    packed: int | None = None  # number of experts in each stored tensor, if they are packed
+
+    @property
+    def is_bias(self) -> bool:
+        return self.key.endswith(".bias")
+
+    def stored_shapes(self) -> list[Shape]:
+        """Return the shapes of the tensors called `names`."""
+        lead = () if self.packed is None else (self.packed,)
+        shapes = []
+        for rows in stored_rows(self.row_map):
+            shape = (rows, *self.shape[1:])
+            shapes.append(lead + (shape[::-1] if self.transposed else shape))
+        return shapes
+
+
+def stored_parameters(
+    shapes: Mapping[str, Shape],
+    rows: Mapping[str, Row],
+    layers: str,
+    config: TransformerConfig,
+    has: Callable[[str], bool],
+) -> Iterator[StoredParameter]:
+    """Yield every parameter in `shapes` that has a row, one per expert where experts are separate.
+
+    Names of layer N start with `layers` and N. `has(name)` reports whether the files contain a
+    tensor; the fused form of experts is used where it exists. A generator, because config.json may
+    name 1e5 experts in each of 1e4 layers: callers stop at the first tensor that is missing.
+    """
+    for key, shape in shapes.items():
+        match = _KEY.fullmatch(key)
+        if match is None or match[2] not in rows:
+            continue
+        layer, module, kind = match.groups()
+        row = rows[module]
+        if kind == "bias" and not row.biased:
+            continue
+        prefix = "" if layer is None else f"{layers}{layer}."
+        if row.fused is not None and has(prefix + row.fused):
+            yield StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0]))
+            continue
+        suffix = row.suffixes.get(kind, kind)
+        if not row.packed and len(shape) < 3:
+            names = tuple(prefix + name + suffix for name in row.names)
+            row_map = _make_row_map(row, shape[0], config)
+            transposed = row.transposed and len(shape) == 2
+            yield StoredParameter(key, (), shape, names, row_map, transposed)
+            continue
+        # Experts: the first dimension of the model's parameter counts them.
+        count, *rest = shape
+        row_map = _make_row_map(row, rest[0], config)
+        transposed = row.transposed and len(rest) == 2
+        packed = count if row.packed else None
+        for expert in range(count):
+            names = tuple(prefix + name.replace("{e}", str(expert)) + suffix for name in row.names)
+            yield StoredParameter(key, (expert,), tuple(rest), names, row_map, transposed, packed)
+
+
+def _make_row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
+    """Return how `rows` rows of the model are distributed over the stored tensors of a row."""
+    if row.qkv:
+        sizes = (config.num_attention_heads, config.query_groups, config.head_dim)
+        is_separate = len(row.names) == 3
+        return qkv_apart(*sizes) if is_separate else qkv_blocks(*sizes, blocks=1)
+    if row.alternating:
+        return alternating(rows // 2, 2)
+    return stacked(rows // len(row.names), len(row.names))

@@ -1,0 +1,157 @@
+"""Parameters of one model in the weight files of transformers: checked when opened, read by box."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from functools import reduce
+from pathlib import Path
+
+import torch
+
+from megatron.conversion.huggingface.families import Family
+from megatron.conversion.huggingface.safetensors_files import Stored
+from megatron.conversion.huggingface.stored_parameters import StoredParameter, stored_parameters
+from megatron.conversion.model_space.model import model_tensors
+from megatron.conversion.model_space.pieces import unpack_rows
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Shape
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_HEAD = "lm_head.weight"
+
+
+class StoredWeights:
+    """Weights of a model by model-space key.
+
+    `zero_biases` are the parts of a layer, e.g. ".mlp.", whose biases may be missing because they
+    are zero. Raises ValueError for files that do not fit the model.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Mapping[str, Stored],
+        family: Family,
+        config: TransformerConfig,
+        zero_biases: Collection[str],
+    ) -> None:
+        self._directory = directory
+        self._files = files
+        self._zero_biases = zero_biases
+        # A save of the base model alone (AutoModel instead of AutoModelForCausalLM) names its
+        # tensors without the prefix.
+        has_prefix = any(name.startswith(family.prefix) for name in files)
+        self._prefix = "" if has_prefix else family.prefix
+        self.shapes = model_tensors(config)
+        # Key -> its stored tensors: one, or one per expert.
+        self._parts: dict[str, list[StoredParameter]] = defaultdict(list)
+        parts = stored_parameters(self.shapes, family.rows, family.layers, config, self._contains)
+        for part in parts:
+            if self._is_stored(part):
+                self._check_shapes(part)
+                self._parts[part.key].append(part)
+        self.default_dtype = self.dtype_of(WORD_EMBEDDINGS)
+        if not config.untie_embeddings_and_output_weights:
+            self._check_tied_head()
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether the files have the parameter; those that they lack are zero."""
+        return key in self._parts
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """Return the stored dtype, promoted if the tensors of a parameter differ."""
+        if key not in self._parts:
+            return self.default_dtype
+        dtypes = {self._stored(name).dtype for part in self._parts[key] for name in part.names}
+        return reduce(torch.promote_types, dtypes)
+
+    def find_unused(self) -> list[str]:
+        """Return the names of stored tensors that are not part of the model."""
+        used = set()
+        for parts in self._parts.values():
+            for part in parts:
+                used |= {self._name(name) for name in part.names}
+        return sorted(set(self._files) - used)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return a box of a parameter in its stored dtype."""
+        if key not in self._parts:
+            return torch.zeros(shape, dtype=self.default_dtype)
+        parts = self._parts[key]
+        if not parts[0].lead:
+            return self._read_part(parts[0], offset, shape)
+        experts = parts[offset[0] : offset[0] + shape[0]]
+        return torch.stack([self._read_part(part, offset[1:], shape[1:]) for part in experts])
+
+    def _read_part(self, part: StoredParameter, offset: Shape, shape: Shape) -> torch.Tensor:
+        lead = part.lead if part.packed is not None else ()
+
+        def read_box(source: int, start: Shape, extent: Shape) -> torch.Tensor:
+            stored = self._stored(part.names[source])
+            box = stored.read((*lead, *start), (*[1] * len(lead), *extent))
+            return box.view(extent)
+
+        def read_rows(source: int, first: int, count: int) -> torch.Tensor:
+            return read_box(source, (first, *offset[1:]), (count, *shape[1:]))
+
+        first = offset[0]
+        last = first + shape[0]
+        if not part.transposed:
+            return unpack_rows(part.row_map, first, last, read_rows).contiguous()
+        # Rows of the model are columns of the file. Read them once, not once per run.
+        columns = self._stored(part.names[0]).shape[-1]
+        transposed = read_box(0, (offset[1], 0), (shape[1], columns)).t()
+
+        def select_rows(_: int, start: int, count: int) -> torch.Tensor:
+            return transposed[start : start + count]
+
+        return unpack_rows(part.row_map, first, last, select_rows).contiguous()
+
+    def _name(self, name: str) -> str:
+        """Return the name that a tensor of a row has in these files."""
+        return name.removeprefix(self._prefix)
+
+    def _contains(self, name: str) -> bool:
+        return self._name(name) in self._files
+
+    def _stored(self, name: str) -> Stored:
+        return self._files[self._name(name)]
+
+    def _is_stored(self, part: StoredParameter) -> bool:
+        """Return False for a bias that may be missing. Raises ValueError for a missing tensor."""
+        missing = [self._name(name) for name in part.names if not self._contains(name)]
+        may_miss = part.is_bias and any(name in part.key for name in self._zero_biases)
+        if missing and not (may_miss and len(missing) == len(part.names)):
+            raise ValueError(
+                f"{self._directory}: the weights lack {', '.join(missing)}, which config.json "
+                "calls for"
+            )
+        return not missing
+
+    def _check_shapes(self, part: StoredParameter) -> None:
+        for name, expected in zip(part.names, part.stored_shapes(), strict=True):
+            found = self._stored(name)
+            if not found.dtype.is_floating_point or found.dtype.itemsize == 1:
+                raise ValueError(
+                    f"{self._directory}: {self._name(name)} has dtype {found.dtype}: weights must "
+                    "be floating point, of 16 bits or more unless quantization_config specifies "
+                    "their scales"
+                )
+            if found.shape != expected:
+                raise ValueError(
+                    f"{self._directory}: {self._name(name)} has shape {list(found.shape)}, but "
+                    f"config.json makes it {list(expected)}: config.json and weights are of "
+                    "different models"
+                )
+
+    def _check_tied_head(self) -> None:
+        """Refuse a head that differs from the embedding it is tied to: it would be lost."""
+        if _HEAD not in self._files:
+            return
+        head = self._files[_HEAD]
+        embedding = self.read(WORD_EMBEDDINGS, (0, 0), self.shapes[WORD_EMBEDDINGS])
+        if not torch.equal(head.read((0, 0), head.shape), embedding):
+            raise ValueError(
+                f"{self._directory}: config.json ties the head to the embedding, but {_HEAD} "
+                "differs from it: set tie_word_embeddings to false in config.json to keep the head"
+            )
