@@ -1,3 +1,1 @@
-"""How tokens see each other: projections and positions, masks, kernels, and sequences that are
-split over ranks.
-"""
+"""Attention: projections and positions, masks, kernels, and sequences split over ranks."""

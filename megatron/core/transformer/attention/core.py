@@ -1,6 +1,4 @@
-"""Attention between queries, keys and values: torch's fused kernels, or blocks over
-context-parallel ranks.
-"""
+"""Core attention: torch's fused kernels, or blocks over context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ from torch import Tensor
 from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.sharding import Sharding
 from megatron.core.tensor_parallel import checkpoint
-from megatron.core.transformer.attention.blockwise import AttentionMask, blockwise_attention
+from megatron.core.transformer.attention.blockwise import blockwise_attention
 from megatron.core.transformer.attention.kernels import CpuAttention, Scoring
+from megatron.core.transformer.attention.masks import AttentionMask
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class CoreAttention(MegatronModule):
-    """Softmax of scores, times values: heads are split over TP, positions over CP, which says what
-    is exchanged.
+    """Softmax of scores, times values: heads are split over TP, positions over CP.
 
-    `scale` multiplies the scores; None means 1 / sqrt(d). `window` is the layer's. With --softmax-type learnable,
-    `softmax_offset` has the attention sink of every head (Xiao et al. 2023; gpt-oss).
+    With --softmax-type learnable, `softmax_offset` contains the attention sink of each head (Xiao et
+    al. 2023; gpt-oss).
     """
 
     def __init__(
@@ -33,9 +31,10 @@ class CoreAttention(MegatronModule):
         scale: float | None = None,
         window: tuple[int, int] | None = None,
     ) -> None:
+        """Initialize with the factor of the scores (default 1 / sqrt(d)) and the layer's window."""
         super().__init__()
         tp = place.tp
-        heads = place.cp.head_axis
+        cp_heads = place.cp.head_axis
         self.config = config
         self.rng = place.rng
         self.tp = tp
@@ -46,18 +45,20 @@ class CoreAttention(MegatronModule):
             info = ParamInfo(Normal(config.init_method_std), Sharding(dim=0, axis=tp))
             shape = (config.num_attention_heads,)
             self.softmax_offset = make_parameter(shape, config.params_dtype, place.device, info)
-        self.mask = AttentionMask(
-            config, (tp.rank * heads.size + heads.rank, tp.size * heads.size), window
-        )
+        head_part = (tp.rank * cp_heads.size + cp_heads.rank, tp.size * cp_heads.size)
+        self.mask = AttentionMask(config, head_part, window)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """`[s, b, g, heads, d]` each, of keys and values with 1 for heads; returns `[s, b, g * heads * d]`."""
+        """Return the context `[s, b, g * heads * d]`.
+
+        `query` is `[s, b, g, heads, d]` for g groups; keys and values have one head per group.
+        """
         if self.config.recomputes("core_attn") and self.training:
-            # Not by the backend's, which repeats fp8, too: there is none here, and every repetition
-            # in Transformer Engine ends in a reduction of the maxima of all modules, and moves
-            # their histories on.
+            # Not the backend's checkpoint, which also repeats fp8 quantization: there is none here,
+            # and in Transformer Engine every repetition ends with a reduction of the maxima of all
+            # modules and advances their histories.
             context: Tensor = checkpoint(self._attend, self.rng, query, key, value, documents)
             return context
         return self._attend(query, key, value, documents)
@@ -66,47 +67,61 @@ class CoreAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
     ) -> Tensor:
         length, batch = query.shape[:2]
-        split_over = self.cp.attention_axis
-        # [s, b, heads/tp, d] -> [b, heads/tp, s, d], views: the kernels take any strides and answer
-        # with the same
-        q, k, v = (x.flatten(2, 3).permute(1, 2, 0, 3) for x in (query, key, value))
+        # [s, b, g, heads, d] -> [b, g * heads, s, d] as views: the kernels accept any strides, and
+        # return the layout of the query.
+        q = query.flatten(2, 3).permute(1, 2, 0, 3)
+        k = key.flatten(2, 3).permute(1, 2, 0, 3)
+        v = value.flatten(2, 3).permute(1, 2, 0, 3)
         dropout = self.config.attention_dropout if self.training else 0.0
-        one_by_one = documents is not None and not dropout  # no mask of all positions by all
-        if split_over.size > 1 or self.config.attends_in_blocks or one_by_one:
-            assert dropout == 0.0, (
-                "the kernels that give a log-sum-exp have no dropout on every device"
-            )
-            how = Scoring(self.scale, self.config.attn_logit_softcapping), self._sink(q)
+        if self._uses_blocks(documents, dropout):
+            assert dropout == 0.0, "kernels that return a log-sum-exp do not support dropout"
             context = blockwise_attention(
-                q, k, v, self.mask, documents, split_over, self.cp.comm_type, *how
+                q,
+                k,
+                v,
+                self.mask,
+                documents,
+                self.cp.attention_axis,
+                self.cp.comm_type,
+                Scoring(self.scale, self.config.attn_logit_softcapping),
+                self._make_sink(q),
             )
         elif dropout == 0.0:
-            context = self._sdpa(q, k, v, documents, 0.0)
+            context = self._run_sdpa(q, k, v, documents, 0.0)
         else:
             with self.rng.fork():
-                context = self._sdpa(q, k, v, documents, dropout)
+                context = self._run_sdpa(q, k, v, documents, dropout)
         return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
 
-    def _sink(self, query: Tensor) -> Tensor | None:
-        """The sinks of the heads here, fp32."""
+    def _uses_blocks(self, documents: Tensor | None, dropout: float) -> bool:
+        """Return whether `blockwise_attention` computes the context instead of SDPA."""
+        if self.cp.attention_axis.size > 1 or self.config.attends_in_blocks:
+            return True
+        # Without dropout each document is attended to separately: no mask of `[s, s]` is needed.
+        return documents is not None and not dropout
+
+    def _make_sink(self, query: Tensor) -> Tensor | None:
+        """Return the sinks of this rank's heads in fp32, if the model has any."""
         if self.config.softmax_type == "vanilla":
             return None
-        heads = self.cp.head_axis
         if self.softmax_offset is None:
             return query.new_zeros(query.shape[1], dtype=torch.float32)
-        return self.softmax_offset.float().chunk(heads.size)[heads.rank]
+        cp_heads = self.cp.head_axis
+        return self.softmax_offset.float().chunk(cp_heads.size)[cp_heads.rank]
 
-    def _sdpa(
+    def _run_sdpa(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropout: float
     ) -> Tensor:
         mask = self.mask(q.shape[2], documents, q.dtype, q.device)
         if q.device.type == "cpu" and q.dtype != torch.float32 and not dropout:
             context: Tensor = CpuAttention.apply(q, k, v, mask, self.scale)
             return context
-        grouped = q.shape[1] > k.shape[1]
-        if grouped and not supports_grouped_heads(q.device.type, q.dtype, mask is not None):
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-            grouped = False
+        is_grouped = q.shape[1] > k.shape[1]
+        if is_grouped and not supports_grouped_heads(q.device.type, q.dtype, mask is not None):
+            copies = q.shape[1] // k.shape[1]
+            k = k.repeat_interleave(copies, dim=1)
+            v = v.repeat_interleave(copies, dim=1)
+            is_grouped = False
         return F.scaled_dot_product_attention(
             q,
             k,
@@ -115,15 +130,17 @@ class CoreAttention(MegatronModule):
             dropout_p=dropout,
             is_causal=mask is None,
             scale=self.scale,
-            enable_gqa=grouped,
+            enable_gqa=is_grouped,
         )
 
 
-def supports_grouped_heads(device_type: str, dtype: torch.dtype, masked: bool) -> bool:
-    """Whether a fused kernel takes fewer key and value heads than query heads.
+def supports_grouped_heads(device_type: str, dtype: torch.dtype, is_masked: bool) -> bool:
+    """Return whether a fused kernel supports fewer key and value heads than query heads.
 
-    On CUDA that is flash attention alone, which has no masks and no fp32. Without it torch would
-    fall back to plain matrix products that keep all probabilities; copies of keys and values for
-    every query head cost far less.
+    On CUDA only flash attention does, which supports neither masks nor fp32. Without it torch would
+    fall back to plain matrix products that keep all probabilities; copying keys and values for every
+    query head costs far less.
     """
-    return device_type != "cuda" or (not masked and dtype in (torch.float16, torch.bfloat16))
+    if device_type != "cuda":
+        return True
+    return not is_masked and dtype in (torch.float16, torch.bfloat16)

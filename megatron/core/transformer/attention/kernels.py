@@ -1,8 +1,8 @@
-"""Attention of some queries to some keys, with the log-sum-exp of its scores: fused kernels, and a
-plain one.
+"""Attention of some queries to some keys, which also returns the log-sum-exp of the scores.
 
-On a CPU the fused kernel computes in fp32 whatever the type: with bf16 both passes together take
-1.5 to 3.8 times as long, casts included (AVX-512 with bf16; not tried with AMX).
+Fused kernels of torch compute it, and a plain implementation for scores with a softcap. On a CPU the
+fused kernel computes in fp32 for every dtype: in bf16 both passes together take 1.5 to 3.8 times as
+long, including the casts (AVX-512 with bf16; AMX was not tried).
 """
 
 from __future__ import annotations
@@ -16,76 +16,91 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _aten = torch.ops.aten
-SCORES_AT_ONCE = 1 << 24  # of the plain kernel, in fp32
-# The CPU kernel of older versions reads and writes beyond keys with fewer heads than queries,
-# without an error: seen in 2.6 and 2.7, gone in 2.13.
-_CPU_TAKES_GROUPS = torch.__version__ >= "2.13"
+SCORES_AT_ONCE = 1 << 24
+"""Maximum number of fp32 scores that the plain implementation computes at once."""
+# With fewer key heads than query heads, the CPU kernel of older versions reads and writes out of
+# bounds without an error: seen in 2.6 and 2.7, fixed in 2.13.
+_CPU_SUPPORTS_GROUPS = torch.__version__ >= "2.13"
 
 
 class Scoring(NamedTuple):
-    """How the product of a query and a key becomes a score."""
+    """Computation of a score from the dot product of a query and a key."""
 
     scale: float | None = None
-    """Its factor; None is 1 / sqrt(d)."""
+    """Factor of the product. Default: 1 / sqrt(d)."""
     softcap: float | None = None
-    """A score x becomes softcap * tanh(x / softcap), for which no fused kernel of torch has room.
+    """If given, a score x becomes softcap * tanh(x / softcap), which torch's fused kernels do not
+    support.
     """
+
+    def get_scale(self, width: int) -> float:
+        """Return the factor for heads of `width` elements."""
+        return self.scale if self.scale is not None else 1 / math.sqrt(width)
 
 
 Document = tuple[slice, slice, slice]
-"""Where a document lies in `[b, heads, s]`."""
+"""The position of a document in `[b, heads, s]`."""
 
 
 class Block(NamedTuple):
-    """Which of a rank's queries see which keys of another rank (or its own), and how."""
+    """The queries of this rank, and the keys of a rank that they attend to."""
 
     rows: slice
+    """Queries."""
     columns: slice
+    """Keys."""
     causal: bool = False
     mask: Tensor | None = None
-    """Added to the scores, or (on a CPU) what a query sees; broadcastable to `[b, heads, rows,
-    columns]`.
+    """Additive mask, or on a CPU also a boolean one (True: visible); broadcastable to `[b, heads,
+    rows, columns]`.
     """
     documents: tuple[Document, ...] = ()
-    """Those of a rank that has whole sequences: each sees itself alone."""
+    """Documents, if the rank has whole sequences: each attends to itself only."""
 
-    def inside(self, document: Document) -> Block:
-        """The block of that document; a mask depends on distances alone."""
+    def select_document(self, document: Document) -> Block:
+        """Return the block of a single document; masks depend on distances only."""
         length = document[2].stop - document[2].start
-        everything = slice(None)
+        all_positions = slice(None)
         mask = None if self.mask is None else self.mask[..., :length, :length]
-        return Block(everything, everything, self.causal, mask)
+        return Block(all_positions, all_positions, self.causal, mask)
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """The output `[b, heads, s, d]` and the log-sum-exp of the scores `[b, heads, s]` in fp32."""
+    """Return the output `[b, heads, s, d]` and the log-sum-exp of the scores `[b, heads, s]` fp32.
+
+    `key` and `value` are `[b, groups, s, d]`.
+    """
     if block.documents:
-        output = torch.empty_like(query)
-        sums = query.new_empty(query.shape[:3], dtype=torch.float32)
-        for at in block.documents:
-            output[at], sums[at] = attend(query[at], key[at], value[at], block.inside(at), scoring)
-        return output, sums
+        return _attend_to_documents(query, key, value, block, scoring)
     if scoring.softcap is not None:
-        return _attend_capped(query, key, value, block, scoring)
+        return _attend_with_softcap(query, key, value, block, scoring)
+    if not _supports_groups(query, block):
+        key = _repeat_heads(key, query)
+        value = _repeat_heads(value, query)
     scale = scoring.scale
-    if not _takes_groups(query, block):
-        key, value = (_per_head(x, query) for x in (key, value))
     if query.device.type != "cuda":
-        exact = (x.float() for x in (query, key, value))
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *exact, 0.0, block.causal, attn_mask=_exact_mask(block), scale=scale
+            query.float(),
+            key.float(),
+            value.float(),
+            0.0,
+            block.causal,
+            attn_mask=_make_cpu_mask(block),
+            scale=scale,
         )
         return out.to(query.dtype), lse
-    if _takes_flash(query, block):
-        return _aten._scaled_dot_product_flash_attention(
+    if _supports_flash(query, block):
+        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, block.causal, scale=scale
-        )[:2]
+        )
+        return out, lse
+    mask = _align_mask(block.mask, query, key)
     out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, _aligned(block.mask, query, key), True, 0.0, block.causal, scale=scale
+        query, key, value, mask, True, 0.0, block.causal, scale=scale
     )
-    return out, lse[:, :, : query.shape[2]]  # the kernel pads rows
+    return out, lse[:, :, : query.shape[2]]  # the kernel pads the rows
 
 
 def attend_backward(
@@ -98,28 +113,31 @@ def attend_backward(
     block: Block,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of this block's scores, for the `out` and `lse` of all blocks together."""
+    """Return the gradients of query, key and value from the scores of this block.
+
+    `out` and `lse` are the merged ones of all blocks.
+    """
     if block.documents:
-        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        for at in block.documents:
-            do, q, k, v, o, sums = (x[at] for x in (dout, query, key, value, out, lse))
-            parts = attend_backward(do, q, k, v, o, sums, block.inside(at), scoring)
-            for whole, part in zip(gradients, parts, strict=True):
-                whole[at] = part
-        return gradients
+        return _attend_to_documents_backward(dout, query, key, value, out, lse, block, scoring)
     if scoring.softcap is not None:
-        return _attend_capped_backward(dout, query, key, value, out, lse, block, scoring)
+        return _attend_with_softcap_backward(dout, query, key, value, out, lse, block, scoring)
     groups = key.shape[1]
-    if not _takes_groups(query, block):
-        key, value = (_per_head(x, query) for x in (key, value))
-    dq, dk, dv = _fused_backward(dout, query, key, value, out, lse, block, scoring.scale)
+    if not _supports_groups(query, block):
+        key = _repeat_heads(key, query)
+        value = _repeat_heads(value, query)
+    dq, dk, dv = _run_fused_backward(dout, query, key, value, out, lse, block, scoring.scale)
     if dk.shape[1] != groups:
-        dk, dv = (grad.unflatten(1, (groups, -1)).sum(2) for grad in (dk, dv))
+        # Sum over the copies of each head: [b, groups, copies, s, d]
+        dk = dk.unflatten(1, (groups, -1)).sum(2)
+        dv = dv.unflatten(1, (groups, -1)).sum(2)
     return dq, dk, dv
 
 
 class CpuAttention(torch.autograd.Function):
-    """`attend` to all keys without documents or softcap: `(query, key, value, mask, scale)`, causal without a mask."""
+    """Attention to all keys via `attend`, without documents or softcap.
+
+    `apply(query, key, value, mask, scale)`; without a mask it is causal.
+    """
 
     @staticmethod
     def forward(
@@ -139,14 +157,51 @@ class CpuAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, out, lse = ctx.saved_tensors
-        return (
-            *attend_backward(dout, query, key, value, out, lse, ctx.block, ctx.scoring),
-            None,
-            None,
+        gradients = attend_backward(dout, query, key, value, out, lse, ctx.block, ctx.scoring)
+        return *gradients, None, None
+
+
+def _attend_to_documents(
+    query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    out = torch.empty_like(query)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    for document in block.documents:
+        part = block.select_document(document)
+        out[document], lse[document] = attend(
+            query[document], key[document], value[document], part, scoring
         )
+    return out, lse
 
 
-def _fused_backward(
+def _attend_to_documents_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scoring: Scoring,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dquery = torch.empty_like(query)
+    dkey = torch.empty_like(key)
+    dvalue = torch.empty_like(value)
+    for document in block.documents:
+        dquery[document], dkey[document], dvalue[document] = attend_backward(
+            dout[document],
+            query[document],
+            key[document],
+            value[document],
+            out[document],
+            lse[document],
+            block.select_document(document),
+            scoring,
+        )
+    return dquery, dkey, dvalue
+
+
+def _run_fused_backward(
     dout: Tensor,
     query: Tensor,
     key: Tensor,
@@ -157,27 +212,58 @@ def _fused_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.device.type != "cuda":
-        exact = (x.float() for x in (dout, query, key, value, out))
-        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *exact, lse, 0.0, block.causal, attn_mask=_exact_mask(block), scale=scale
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout.float(),
+            query.float(),
+            key.float(),
+            value.float(),
+            out.float(),
+            lse,
+            0.0,
+            block.causal,
+            attn_mask=_make_cpu_mask(block),
+            scale=scale,
         )
-        dq, dk, dv = (gradient.to(query.dtype) for gradient in gradients)
-        return dq, dk, dv
+        return dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    if _takes_flash(query, block):
+    if _supports_flash(query, block):
         return _aten._scaled_dot_product_flash_attention_backward(
-            dout, query, key, value, out, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, block.causal,
-            no_dropout, no_dropout, scale=scale,
-        )  # fmt: skip
-    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)  # rows as the kernel pads them
-    return _aten._scaled_dot_product_efficient_attention_backward(
-        dout, query, key, value, _aligned(block.mask, query, key), out, lse, no_dropout[0], no_dropout[1], 0.0,
-        [True, True, True, False], block.causal, scale=scale,
-    )[:3]  # fmt: skip
+            dout,
+            query,
+            key,
+            value,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            block.causal,
+            no_dropout,
+            no_dropout,
+            scale=scale,
+        )
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        dout,
+        query,
+        key,
+        value,
+        _align_mask(block.mask, query, key),
+        out,
+        F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf),  # rows padded as the kernel does
+        no_dropout[0],
+        no_dropout[1],
+        0.0,
+        [True, True, True, False],
+        block.causal,
+        scale=scale,
+    )
+    return dq, dk, dv
 
 
-def _exact_mask(block: Block) -> Tensor | None:
-    """As the CPU kernel adds it, fp32."""
+def _make_cpu_mask(block: Block) -> Tensor | None:
+    """Return the additive fp32 mask that the CPU kernel requires."""
     mask = block.mask
     if mask is None:
         return None
@@ -186,84 +272,93 @@ def _exact_mask(block: Block) -> Tensor | None:
     return mask.float()
 
 
-def _takes_groups(query: Tensor, block: Block) -> bool:
-    """Whether keys may have fewer heads than queries."""
-    return _takes_flash(query, block) if query.device.type == "cuda" else _CPU_TAKES_GROUPS
+def _supports_groups(query: Tensor, block: Block) -> bool:
+    """Return whether the kernel accepts fewer key heads than query heads."""
+    if query.device.type == "cuda":
+        return _supports_flash(query, block)
+    return _CPU_SUPPORTS_GROUPS
 
 
-def _takes_flash(query: Tensor, block: Block) -> bool:
-    return (
-        block.mask is None
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[3] % 8 == 0
-    )
+def _supports_flash(query: Tensor, block: Block) -> bool:
+    """Return whether the flash attention kernel of CUDA supports these queries."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return block.mask is None and is_half and query.shape[3] % 8 == 0
 
 
-def _per_head(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values, a copy for every query head."""
-    times = query.shape[1] // x.shape[1]
-    return x if times == 1 else x.repeat_interleave(times, dim=1)
+def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
+    """Return keys or values with one copy for each query head: `[b, heads, s, d]`."""
+    copies = query.shape[1] // x.shape[1]
+    return x if copies == 1 else x.repeat_interleave(copies, dim=1)
 
 
-def _aligned(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """`mask` with the strides that the memory-efficient kernel asks for, at the full shape."""
+def _align_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return `mask` in full shape, with the strides that the memory-efficient kernel requires."""
     if mask is None:
         return None
-    padded = F.pad(mask, (0, -mask.shape[-1] % 16))[..., : mask.shape[-1]]
+    columns = mask.shape[-1]
+    padded = F.pad(mask, (0, -columns % 16))[..., :columns]
     return padded.expand(*query.shape[:3], key.shape[2])
 
 
-def _capped_scores(
-    query: Tensor, key: Tensor, block: Block, scoring: Scoring
-) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Scores of some queries at a time: (rows, the columns they may see, scores, tanh of them), in
-    fp32.
+class _CappedScores(NamedTuple):
+    """Scores of some consecutive queries."""
 
-    Scores are `[b, groups, queries per group, rows, columns]`.
-    """
+    rows: slice
+    """The queries."""
+    columns: slice
+    """The keys that they may see."""
+    scores: Tensor
+    """`[b, groups, queries per group, rows, columns]` fp32."""
+    tanh: Tensor
+    """tanh(x / softcap) of the uncapped scores x, in the same shape."""
+
+
+def _compute_capped_scores(
+    query: Tensor, key: Tensor, block: Block, scoring: Scoring
+) -> Iterator[_CappedScores]:
+    """Yield the scores of all queries, at most SCORES_AT_ONCE (or one row) at a time."""
     assert scoring.softcap is not None
     cap = scoring.softcap
-    length = query.shape[2]
-    columns = key.shape[2]
-    scale = scoring.scale if scoring.scale is not None else 1 / math.sqrt(query.shape[3])
-    step = max(1, SCORES_AT_ONCE // (query.shape[0] * query.shape[1] * columns))
-    for start in range(0, length, step):
-        rows = slice(start, min(start + step, length))
-        seen = slice(0, rows.stop if block.causal else columns)
-        product = _by_group(query[:, :, rows], key) @ key[:, :, None, seen].mT
+    scale = scoring.get_scale(query.shape[3])
+    num_queries = query.shape[2]
+    num_keys = key.shape[2]
+    scores_per_row = query.shape[0] * query.shape[1] * num_keys
+    step = max(1, SCORES_AT_ONCE // scores_per_row)
+    for start in range(0, num_queries, step):
+        rows = slice(start, min(start + step, num_queries))
+        columns = slice(0, rows.stop if block.causal else num_keys)
+        product = _split_groups(query[:, :, rows], key) @ key[:, :, None, columns].mT
         tanh = product.float().mul_(scale / cap).tanh_()
         scores = tanh * cap
         if block.causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(
-                start + 1
-            )
-            scores.masked_fill_(later, -torch.inf)
+            ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            scores.masked_fill_(ones.triu_(start + 1), -torch.inf)
         if block.mask is not None:
-            mask = block.mask[:, :, rows, seen]
-            scores += mask.unsqueeze(1) if mask.shape[1] == 1 else _by_group(mask, key)
-        yield rows, seen, scores, tanh
+            mask = block.mask[:, :, rows, columns]
+            scores += mask.unsqueeze(1) if mask.shape[1] == 1 else _split_groups(mask, key)
+        yield _CappedScores(rows, columns, scores, tanh)
 
 
-def _by_group(x: Tensor, key: Tensor) -> Tensor:
-    """`[b, heads, ...]` as `[b, groups, queries per group, ...]`."""
+def _split_groups(x: Tensor, key: Tensor) -> Tensor:
+    """View `[b, heads, ...]` as `[b, groups, queries per group, ...]`."""
     return x.unflatten(1, (key.shape[1], -1))
 
 
-def _attend_capped(
+def _attend_with_softcap(
     query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """`attend` with a softcap: all scores of some queries at a time."""
+    """Compute `attend` with a softcap."""
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    for rows, seen, scores, _ in _capped_scores(query, key, block, scoring):
-        sums = scores.logsumexp(-1)
-        probabilities = scores.sub_(sums.unsqueeze(-1)).exp_().to(value.dtype)
-        out[:, :, rows] = (probabilities @ value[:, :, None, seen]).flatten(1, 2)
-        lse[:, :, rows] = sums.flatten(1, 2)
+    for rows, columns, scores, _ in _compute_capped_scores(query, key, block, scoring):
+        row_lse = scores.logsumexp(-1)  # [b, groups, queries per group, rows]
+        probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_().to(value.dtype)
+        out[:, :, rows] = (probabilities @ value[:, :, None, columns]).flatten(1, 2)
+        lse[:, :, rows] = row_lse.flatten(1, 2)
     return out, lse
 
 
-def _attend_capped_backward(
+def _attend_with_softcap_backward(
     dout: Tensor,
     query: Tensor,
     key: Tensor,
@@ -273,23 +368,28 @@ def _attend_capped_backward(
     block: Block,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_backward` with a softcap: the scores again, and d tanh(x) = 1 - tanh(x)^2."""
+    """Compute `attend_backward` with a softcap from recomputed scores.
+
+    The gradient of a softmax is p * (dp - sum(p * dp)), and that of tanh is 1 - tanh^2.
+    """
     dquery = torch.empty_like(query)
-    dkey, dvalue = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
-    scale = scoring.scale if scoring.scale is not None else 1 / math.sqrt(query.shape[3])
-    expected = (dout.float() * out).sum(
-        -1
-    )  # of the gradient of a probability, over the probabilities of a query
-    for rows, seen, scores, tanh in _capped_scores(query, key, block, scoring):
-        q, do, log_sums, mean = (
-            _by_group(x[:, :, rows], key) for x in (query, dout, lse, expected)
-        )
-        probabilities = scores.sub_(log_sums.unsqueeze(-1)).exp_()
-        dvalue[:, :, seen] += (probabilities.to(do.dtype).mT @ do).sum(2)
-        dscores = (
-            (do @ value[:, :, None, seen].mT).float().sub_(mean.unsqueeze(-1)).mul_(probabilities)
-        )
+    dkey = torch.zeros_like(key, dtype=torch.float32)
+    dvalue = torch.zeros_like(value, dtype=torch.float32)
+    scale = scoring.get_scale(query.shape[3])
+    # sum(p * dp) of each query, [b, heads, s]
+    expected = (dout.float() * out).sum(-1)
+    for rows, columns, scores, tanh in _compute_capped_scores(query, key, block, scoring):
+        # [b, groups, queries per group, rows, ...]
+        row_query = _split_groups(query[:, :, rows], key)
+        row_dout = _split_groups(dout[:, :, rows], key)
+        row_lse = _split_groups(lse[:, :, rows], key).unsqueeze(-1)
+        row_expected = _split_groups(expected[:, :, rows], key).unsqueeze(-1)
+
+        probabilities = scores.sub_(row_lse).exp_()
+        dvalue[:, :, columns] += (probabilities.to(row_dout.dtype).mT @ row_dout).sum(2)
+        dprobabilities = (row_dout @ value[:, :, None, columns].mT).float()
+        dscores = dprobabilities.sub_(row_expected).mul_(probabilities)
         dproduct = dscores.mul_(1 - tanh.square_()).mul_(scale).to(query.dtype)
-        dquery[:, :, rows] = (dproduct @ key[:, :, None, seen]).flatten(1, 2)
-        dkey[:, :, seen] += (dproduct.mT @ q).sum(2)
+        dquery[:, :, rows] = (dproduct @ key[:, :, None, columns]).flatten(1, 2)
+        dkey[:, :, columns] += (dproduct.mT @ row_query).sum(2)
     return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)

@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al. 2021).
 
-In the half-split form element i is rotated with element i + d/2, in the interleaved one 2i with 2i
-+ 1.
+The half-split form rotates element i together with element i + d/2, the interleaved form element 2i
+with 2i + 1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from megatron.core.transformer.placement import compute_local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def rotary_frequencies(config: TransformerConfig, width: int, base: float | None = None) -> Tensor:
-    """Angle per position of every rotated pair of a head of `width` elements, `[d_rotated / 2]`
-    fp32.
+def compute_rotary_frequencies(
+    config: TransformerConfig, width: int, base: float | None = None
+) -> Tensor:
+    """Return the angle per position of each rotated pair of a head, `[d_rotated / 2]` fp32.
 
-    With a `base` these are unscaled.
+    `width` is the number of elements of the head. A given `base` overrides the model's, and disables
+    scaling.
     """
     rotated = int(width * config.rotary_percent)
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
@@ -31,65 +33,72 @@ def rotary_frequencies(config: TransformerConfig, width: int, base: float | None
         return 1.0 / base**exponents
     frequencies = 1.0 / config.rotary_base**exponents / config.rotary_stretch
     if config.rope_type == "yarn":
-        return _yarn_scaled(frequencies, rotated, config)
-    return _llama3_scaled(frequencies, config) if config.use_rope_scaling else frequencies
+        return _scale_by_yarn(frequencies, rotated, config)
+    if config.use_rope_scaling:
+        return _scale_as_llama3(frequencies, config)
+    return frequencies
 
 
-def _yarn_scaled(frequencies: Tensor, rotated: int, config: TransformerConfig) -> Tensor:
-    """YaRN (Peng et al. 2023, "NTK-by-parts"): long wavelengths are stretched, short ones kept,
-    between them a ramp.
+def _scale_by_yarn(frequencies: Tensor, rotated: int, config: TransformerConfig) -> Tensor:
+    """Scale frequencies by YaRN (Peng et al. 2023, "NTK-by-parts").
 
-    The ramp runs over the numbers of the pairs, between those that turn beta_fast and beta_slow
-    times in the original context.
+    Long wavelengths are stretched by the factor, short ones are unchanged, with a linear ramp
+    between them. The ramp runs over the indices of the pairs, from the one that turns beta_fast
+    times in the original context to the one that turns beta_slow times.
     """
 
-    def pair(turns: float) -> float:
+    def find_pair(turns: float) -> float:
+        """Return the (fractional) index of the pair with this number of turns."""
         wavelength = config.original_max_position_embeddings / (2 * math.pi * turns)
         return rotated * math.log(wavelength) / (2 * math.log(config.rotary_base))
 
-    low = pair(config.beta_fast)
-    high = pair(config.beta_slow)
+    low = find_pair(config.beta_fast)
+    high = find_pair(config.beta_slow)
     if config.yarn_correction_range_round_to_int:
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, rotated - 1)
-    ramp = (torch.arange(rotated // 2, dtype=torch.float32) - low) / (
-        high - low if high != low else 0.001
-    )
-    kept = 1.0 - ramp.clamp(0.0, 1.0)
-    return kept * frequencies + (1 - kept) * frequencies / config.rotary_scaling_factor
+    length = high - low if high != low else 0.001
+    ramp = (torch.arange(rotated // 2, dtype=torch.float32) - low) / length
+    unchanged = 1.0 - ramp.clamp(0.0, 1.0)
+    scaled = (1 - unchanged) * frequencies / config.rotary_scaling_factor
+    return unchanged * frequencies + scaled
 
 
-def yarn_mscale(config: TransformerConfig, mscale: float) -> float:
-    """How much larger scores must be in a longer context, to the power of 1/2."""
+def compute_yarn_mscale(config: TransformerConfig, mscale: float) -> float:
+    """Return YaRN's factor of queries and keys in a longer context."""
     factor = config.rotary_scaling_factor
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _llama3_scaled(frequencies: Tensor, config: TransformerConfig) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, those between
+def _scale_as_llama3(frequencies: Tensor, config: TransformerConfig) -> Tensor:
+    """Scale frequencies as Llama 3.1 does.
+
+    Long wavelengths are stretched by the factor, short ones are unchanged, those between are
     interpolated.
     """
     low = config.rope_low_freq_factor
     high = config.rope_high_freq_factor
     turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return kept * frequencies + (1 - kept) * frequencies / config.rope_scaling_factor
+    unchanged = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    scaled = (1 - unchanged) * frequencies / config.rope_scaling_factor
+    return unchanged * frequencies + scaled
 
 
 class Rotary(NamedTuple):
-    """The rotation of every position: cos and sin `[s, 1, 1, 1, d_rotated / 2]`, and which elements
-    go together.
-    """
+    """The rotation of each position, and the pairing of elements."""
 
     cos: Tensor
+    """`[s, 1, 1, 1, d_rotated / 2]`"""
     sin: Tensor
+    """`[s, 1, 1, 1, d_rotated / 2]`"""
     interleaved: bool = False
-    kernel: Callable[[Tensor], Tensor] | None = None  # computes all of it, in place of what is here
+    kernel: Callable[[Tensor], Tensor] | None = None
+    """Fused implementation of the whole rotation, if enabled."""
 
-    def pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the first and the second elements of all pairs of `[s, b, g, heads, d]`."""
+    def split_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the first and the second elements of all pairs of `[s, b, g, heads, d]`."""
         half = self.cos.shape[-1]
         if self.interleaved:
             return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
@@ -97,11 +106,10 @@ class Rotary(NamedTuple):
 
 
 class RotaryTables:
-    """cos and sin of the positions that a rank of `cp` holds, computed in fp32 and kept per
-    (length, dtype, device).
+    """cos and sin of the positions of a rank, computed in fp32 and kept per length, dtype, device.
 
-    `width` is that of the heads that are rotated; `base` replaces that of the model, and its scaling. `kernel` turns
-    `[s, b, g, heads, d]` by angles `[s, 1, 1, pairs]`.
+    A rank has a part of each sequence if `cp`, the axis over which attention sees it split, has more
+    than one rank.
     """
 
     def __init__(
@@ -113,96 +121,108 @@ class RotaryTables:
         base: float | None = None,
         kernel: Callable[..., Tensor] | None = None,
     ) -> None:
+        """Initialize for heads of `width` elements.
+
+        A given `base` overrides the model's, and disables scaling. `kernel` rotates `[s, b, g,
+        heads, d]` by angles `[s, 1, 1, pairs]`.
+        """
         self._cp = cp
         self._kernel = kernel
-        # Computed on first use: a model that is built on the meta device allocates nothing, whatever
-        # head width the config.json of a stranger asks for.
-        self._make_frequencies = partial(rotary_frequencies, config, width, base)
+        # Computed on first use: building a model on the meta device allocates nothing, even if an
+        # untrusted config.json has a huge head width.
+        self._make_frequencies = partial(compute_rotary_frequencies, config, width, base)
         self._interleaved = interleaved
-        yarn = config.rope_type == "yarn" and base is None
-        self._size = (
-            yarn_mscale(config, config.mscale) / yarn_mscale(config, config.mscale_all_dim)
-            if yarn
-            else 1.0
-        )
+        self._factor = 1.0
+        if config.rope_type == "yarn" and base is None:
+            numerator = compute_yarn_mscale(config, config.mscale)
+            self._factor = numerator / compute_yarn_mscale(config, config.mscale_all_dim)
         self._tables: dict[tuple[int, torch.dtype, torch.device], Rotary] = {}
 
     def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-        """Of the `length` positions here."""
+        """Return the rotation of this rank's `length` positions."""
         key = (length, dtype, device)
         if key not in self._tables:
-            positions = compute_local_positions(
-                length * self._cp.size, self._cp.rank, self._cp.size
-            )
-            frequencies = self._make_frequencies()
-            angles = torch.outer(positions.float(), frequencies).view(length, 1, 1, 1, -1)
-            cos, sin = (
-                (self._size * table).to(device, dtype) for table in (angles.cos(), angles.sin())
-            )
-            kernel = None
-            if self._kernel is not None:
-                kernel = partial(
-                    self._kernel, angles=angles.squeeze(1).to(device), interleaved=self._interleaved
-                )
-            self._tables[key] = Rotary(cos, sin, self._interleaved, kernel)
+            self._tables[key] = self._make_rotary(length, dtype, device)
         return self._tables[key]
+
+    def _make_rotary(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+        positions = compute_local_positions(length * self._cp.size, self._cp.rank, self._cp.size)
+        angles = torch.outer(positions.float(), self._make_frequencies())
+        angles = angles.view(length, 1, 1, 1, -1)
+        cos = (self._factor * angles.cos()).to(device, dtype)
+        sin = (self._factor * angles.sin()).to(device, dtype)
+        kernel = None
+        if self._kernel is not None:
+            kernel_angles = angles.squeeze(1).to(device)
+            kernel = partial(self._kernel, angles=kernel_angles, interleaved=self._interleaved)
+        return Rotary(cos, sin, self._interleaved, kernel)
 
 
 def split_qkv(
     mixed: Tensor, num_query_heads: int, rotary: Rotary | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`[s, b, g, q + 2, d]` -> query `[s, b, g, q, d]`, key and value `[s, b, g, 1, d]`; query and key rotated.
+    """Split the heads of each group, and rotate queries and keys unless `rotary` is None.
 
-    `rotary` None leaves them as they are. One pass each way: the gradient is written straight into one tensor.
+    `mixed` is `[s, b, g, q + 2, d]` with q = `num_query_heads` per group. Returns queries `[s, b, g,
+    q, d]`, keys and values `[s, b, g, 1, d]`. Both passes touch the memory once: the gradients are
+    written directly into one tensor.
     """
-    if torch.compiler.is_compiling() or (rotary is not None and rotary.kernel is not None):
-        q = num_query_heads
-        query = mixed[..., :q, :]
-        key = mixed[..., q : q + 1, :]
-        value = mixed[..., q + 1 :, :]
-        return (
-            (query, key, value)
-            if rotary is None
-            else (rotate(query, rotary), rotate(key, rotary), value)
-        )
-    return _SplitQKV.apply(mixed, num_query_heads, rotary)
+    has_kernel = rotary is not None and rotary.kernel is not None
+    if not torch.compiler.is_compiling() and not has_kernel:
+        return _SplitQKV.apply(mixed, num_query_heads, rotary)
+    query, key, value = _split_heads(mixed, num_query_heads)
+    if rotary is None:
+        return query, key, value
+    return rotate(query, rotary), rotate(key, rotary), value
+
+
+def _split_heads(mixed: Tensor, num_query_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views of the queries, the key and the value of each group."""
+    query = mixed[..., :num_query_heads, :]
+    key = mixed[..., num_query_heads : num_query_heads + 1, :]
+    value = mixed[..., num_query_heads + 1 :, :]
+    return query, key, value
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate `[s, b, g, heads, d]` by its position."""
+    """Rotate `[s, b, g, heads, d]` by its positions."""
     if rotary.kernel is not None:
         return rotary.kernel(x)
     if not torch.compiler.is_compiling():
         return _Rotate.apply(x, rotary)
+    # Plain operations, which the compiler fuses.
     cos = rotary.cos
     sin = rotary.sin
-    half = rotary.cos.shape[-1]
-    first, second = rotary.pairs(x)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    joined = torch.stack(rotated, -1).flatten(-2) if rotary.interleaved else torch.cat(rotated, -1)
-    return torch.cat((joined, x[..., 2 * half :]), -1)
+    first, second = rotary.split_pairs(x)
+    first_out = first * cos - second * sin
+    second_out = second * cos + first * sin
+    if rotary.interleaved:
+        rotated = torch.stack((first_out, second_out), -1).flatten(-2)
+    else:
+        rotated = torch.cat((first_out, second_out), -1)
+    return torch.cat((rotated, x[..., 2 * cos.shape[-1] :]), -1)
 
 
 class _SplitQKV(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, mixed: Tensor, q: int, rotary: Rotary | None
+        ctx: Any, mixed: Tensor, num_query_heads: int, rotary: Rotary | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.q = q
+        ctx.num_query_heads = num_query_heads
         ctx.rotary = rotary
-        parts = mixed[..., :q, :], mixed[..., q : q + 1, :], mixed[..., q + 1 :, :]
-        query, key, value = (mixed.new_empty(part.shape) for part in parts)
-        _rotate_into(query, parts[0], rotary)
-        _rotate_into(key, parts[1], rotary)
-        return query, key, value.copy_(parts[2])
+        query, key, value = _split_heads(mixed, num_query_heads)
+        query_out = _rotate_into(mixed.new_empty(query.shape), query, rotary)
+        key_out = _rotate_into(mixed.new_empty(key.shape), key, rotary)
+        value_out = mixed.new_empty(value.shape).copy_(value)
+        return query_out, key_out, value_out
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        q = ctx.q
-        dmixed = dq.new_empty(*dq.shape[:3], q + 2, dq.shape[-1])
-        _rotate_into(dmixed[..., :q, :], dq, ctx.rotary, inverse=True)
-        _rotate_into(dmixed[..., q : q + 1, :], dk, ctx.rotary, inverse=True)
-        dmixed[..., q + 1 :, :] = dv
+        dmixed = dq.new_empty(*dq.shape[:3], ctx.num_query_heads + 2, dq.shape[-1])
+        dquery, dkey, dvalue = _split_heads(dmixed, ctx.num_query_heads)
+        _rotate_into(dquery, dq, ctx.rotary, inverse=True)
+        _rotate_into(dkey, dk, ctx.rotary, inverse=True)
+        dvalue.copy_(dv)
         return dmixed, None, None
 
 
@@ -218,16 +238,21 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate_into(out: Tensor, x: Tensor, rotary: Rotary | None, inverse: bool = False) -> Tensor:
-    """out = x with its leading 2 * cos.shape[-1] elements rotated."""
+    """Write `x`, with its first d_rotated elements rotated, to `out`.
+
+    A rotation is orthogonal up to its factor, so the backward pass is the rotation by the negative
+    angle.
+    """
     if rotary is None:
         return out.copy_(x)
     cos = rotary.cos
     sin = rotary.sin
-    half = rotary.cos.shape[-1]
     sign = -1 if inverse else 1
-    (first, second), (first_out, second_out) = rotary.pairs(x), rotary.pairs(out)
+    first, second = rotary.split_pairs(x)
+    first_out, second_out = rotary.split_pairs(out)
     torch.mul(first, cos, out=first_out).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=second_out).addcmul_(first, sin, value=sign)
-    if 2 * half < x.shape[-1]:
-        out[..., 2 * half :] = x[..., 2 * half :]
+    rotated = 2 * cos.shape[-1]
+    if rotated < x.shape[-1]:
+        out[..., rotated:] = x[..., rotated:]
     return out

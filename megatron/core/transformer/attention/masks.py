@@ -1,0 +1,156 @@
+"""Attention masks: causal order, sliding windows, documents, and the distances of ALiBi."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.core.arithmetic import even_range
+from megatron.core.parallel_state import Axis
+from megatron.core.transformer.attention.kernels import Document
+from megatron.core.transformer.placement import compute_local_positions
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def compute_alibi_slopes(num_heads: int) -> Tensor:
+    """Return the slope of each head (Press et al. 2022), fp32.
+
+    They are powers of 2^(-8/n) for n heads. If n is not a power of 2, the slopes of the next smaller
+    power are followed by every other slope of the next larger one.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    exponents = torch.arange(1, power + 1, dtype=torch.float64)
+    slopes = 2.0 ** (-8.0 / power * exponents)
+    num_extra = num_heads - power
+    extra_exponents = torch.arange(1, 2 * num_extra + 1, 2, dtype=torch.float64)
+    extra_slopes = 2.0 ** (-4.0 / power * extra_exponents)
+    return torch.cat((slopes, extra_slopes)).float()
+
+
+class AttentionMask:
+    """The `attn_mask` of scaled_dot_product_attention for one kind of layer.
+
+    Masks that do not depend on the data are kept, one for each length, dtype and device.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, head_part: tuple[int, int], window: tuple[int, int] | None
+    ) -> None:
+        """Initialize for part (index, number of parts) of the heads and the window of the layer."""
+        self.window = window
+        self.slopes = None
+        if config.position_embedding_type == "alibi":
+            start, stop = even_range(config.num_attention_heads, *head_part)
+            self.slopes = compute_alibi_slopes(config.num_attention_heads)[start:stop]
+        self._static_masks: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._static_blocks: dict[tuple[int, int, torch.dtype, torch.device], Tensor | None] = {}
+        self._last_documents: Tensor | None = None
+        self._last_slices: tuple[Document, ...] = ()
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether causal order is the only restriction besides documents."""
+        return self.window is None and self.slopes is None
+
+    def find_documents(self, documents: Tensor) -> tuple[Document, ...]:
+        """Return the slices of the documents in `[b, s]` numbers of documents.
+
+        The result is kept for the next layers, which have the same micro-batch.
+        """
+        if self._last_documents is not documents:
+            self._last_documents = documents
+            self._last_slices = _find_documents(documents)
+        return self._last_slices
+
+    def __call__(
+        self, length: int, documents: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
+        """Return the mask of whole sequences, broadcastable to `[b, heads, s, s]`.
+
+        It is boolean (True: visible), or in `dtype` and added to the scores. None means plain causal
+        order, which does not need a mask. `documents` are `[b, s]`: a token attends to tokens with
+        the same number.
+        """
+        if documents is None and self.is_causal:
+            return None
+        key = (length, dtype, device)
+        if key not in self._static_masks:
+            positions = torch.arange(length)
+            static_mask = self._make_static_mask(positions, positions, dtype)
+            self._static_masks[key] = static_mask.to(device)
+        mask = self._static_masks[key]
+        if documents is None:
+            return mask
+        documents = documents.to(device, non_blocking=True)
+        is_foreign = _differ(documents, documents)
+        if mask.dtype == torch.bool:
+            return mask & ~is_foreign
+        return mask.masked_fill(is_foreign, -torch.inf)
+
+    def make_block(
+        self,
+        length: int,
+        cp: Axis,
+        source: int,
+        documents: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor | None:
+        """Return the additive mask of this rank's queries and the keys of rank `source`.
+
+        `length` and `documents` are of whole sequences. Returns None if no query sees any of the
+        keys. Invisible keys get a large finite value: a query that sees no key of the block then has
+        a very small log-sum-exp, so that the block has no weight in the merge, and no NaN arises.
+        """
+        invisible = torch.finfo(dtype).min / 2
+        rows = compute_local_positions(length, cp.rank, cp.size)
+        columns = compute_local_positions(length, source, cp.size)
+        key = (length, source, dtype, device)
+        if key not in self._static_blocks:
+            block = self._make_static_mask(rows, columns, dtype)
+            if block.dtype == torch.bool:
+                has_visible = block.any()
+                zeros = torch.zeros(1, 1, *block.shape, dtype=dtype)
+                block = zeros.masked_fill(~block, invisible)
+            else:
+                has_visible = block.isfinite().any()
+                block = block.clamp(min=invisible)
+            self._static_blocks[key] = block.to(device) if has_visible else None
+        static_block = self._static_blocks[key]
+        if documents is None or static_block is None:
+            return static_block
+        row_documents = documents[:, rows.to(documents.device)].to(device, non_blocking=True)
+        column_documents = documents[:, columns.to(documents.device)].to(device, non_blocking=True)
+        return static_block.masked_fill(_differ(row_documents, column_documents), invisible)
+
+    def _make_static_mask(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the mask without documents of queries and keys at these positions."""
+        distance = queries.unsqueeze(1) - keys  # [queries, keys]
+        visible = distance >= 0
+        if self.window is not None:
+            visible &= distance <= self.window[0]
+        if self.slopes is None:
+            return visible
+        # [1, heads/tp, s, s]: with fewer dimensions SDPA falls back to a kernel that keeps all
+        # probabilities.
+        bias = self.slopes.view(1, -1, 1, 1) * -distance.float()
+        return bias.masked_fill(~visible, -torch.inf).to(dtype)
+
+
+def _find_documents(documents: Tensor) -> tuple[Document, ...]:
+    slices: list[Document] = []
+    # `cpu()` does not copy in a training run, where the numbers are in host memory.
+    for sample, row in enumerate(documents.cpu()):
+        start = 0
+        for length in torch.unique_consecutive(row, return_counts=True)[1].tolist():
+            stop = start + length
+            slices.append((slice(sample, sample + 1), slice(None), slice(start, stop)))
+            start = stop
+    return tuple(slices)
+
+
+def _differ(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return whether queries and keys are of different documents: `[b, 1, queries, keys]`."""
+    return (queries.unsqueeze(2) != keys.unsqueeze(1)).unsqueeze(1)
