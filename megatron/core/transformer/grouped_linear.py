@@ -1,6 +1,4 @@
-"""One linear layer for each expert of a rank: one parameter for all of them, and one grouped
-product.
-"""
+"""One linear layer per expert of a rank: a single parameter, and grouped matrix products."""
 
 from __future__ import annotations
 
@@ -17,12 +15,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class GroupedLinear(MegatronModule):
-    """`y = x W[e]^T + b[e]` for the rows x of expert e; experts are split over EP, and `split_dim` of each over ETP.
+    """`y = x W[e]^T + b[e]` for the rows x of expert e.
 
-    The weight is `[experts / EP, out, in]` with dimension 1 or 2 divided by ETP. `num_blocks` > 1:
-    every matrix is that many stacked ones (gate and up), each of which is split. The bias `[experts
-    / EP, out]` is split as the rows of the matrices are; where columns are split, every rank of ETP
-    has all of it and the first one adds it to the sum.
+    Experts are distributed over EP, and dimension `split_dim` of each is split over ETP: the weight
+    is `[experts / EP, out, in]` with dimension 1 or 2 divided by ETP. With `num_blocks` > 1 each
+    matrix is a stack of several (gate and up), each of which is split. The bias `[experts / EP, out]`
+    is split like the rows. Where columns are split, every ETP rank has the whole bias and the first
+    one adds it to the sum.
     """
 
     def __init__(
@@ -53,83 +52,85 @@ class GroupedLinear(MegatronModule):
             self.bias = make_parameter(shape[:2], config.params_dtype, device, bias_info)
 
     def forward(self, x: Tensor, counts: Tensor, probs: Tensor | None = None) -> Tensor:
-        """`x` `[rows, in]` in the order of the experts, which have `counts` `[experts]` rows each.
+        """Apply the experts to `x` `[rows, in]`, sorted by expert.
 
-        `probs` `[rows, 1]`, which are in x already, are factors of the bias, too.
+        `counts` `[experts]` are the numbers of rows. `probs` `[rows, 1]`, which are already factors
+        of x, are also applied to the bias.
         """
         y = self.project(x, counts)
         if self.bias is None:
             return y
-        # What the ranks of ETP have of a row is summed; the gradient of that sum is the same on all
-        # of them.
-        added = self.split_dim == 1 or self.axes.etp.is_first
-        rows = _ForEachRow.apply(self.bias, counts, len(y), added)
-        return y + (rows if probs is None else (rows * probs).to(y.dtype))
+        # The outputs of the ETP ranks are summed, and the gradient of that sum is the same on all of
+        # them: a replicated bias must be added once, but has the same gradient on each rank.
+        is_added = self.split_dim == 1 or self.axes.etp.is_first
+        bias_rows = _RepeatBias.apply(self.bias, counts, len(y), is_added)
+        if probs is not None:
+            bias_rows = (bias_rows * probs).to(y.dtype)
+        return y + bias_rows
 
     def project(self, x: Tensor, counts: Tensor) -> Tensor:
         """Return the products without the bias."""
         return _GroupedProduct.apply(x, self.weight, counts)
 
 
-class _ForEachRow(torch.autograd.Function):
-    """Row e of `[experts, n]` for each of expert e's `counts[e]` rows; gradients are summed in a
-    fixed order.
+class _RepeatBias(torch.autograd.Function):
+    """Repeat row e of `[experts, n]` `counts[e]` times; gradients are summed in a fixed order.
 
-    Zeros where another rank adds it (not `added`), with the same gradients.
+    If the bias is not added on this rank, the result is zero with the same gradients.
     """
 
     @staticmethod
-    def forward(ctx: Any, bias: Tensor, counts: Tensor, rows: int, added: bool) -> Tensor:
+    def forward(ctx: Any, bias: Tensor, counts: Tensor, rows: int, is_added: bool) -> Tensor:
         ctx.save_for_backward(counts)
-        if not added:
+        if not is_added:
             return bias.new_zeros(rows, bias.shape[1])
         return bias.repeat_interleave(counts, 0, output_size=rows)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (counts,) = (
-            ctx.saved_tensors
-        )  # in fp32: sums of the model's precision would lose small gradients
-        return (
-            torch.segment_reduce(dy.float(), "sum", lengths=counts, axis=0).to(dy.dtype),
-            None,
-            None,
-            None,
-        )
+        (counts,) = ctx.saved_tensors
+        # In fp32: sums in the model's precision would lose small gradients.
+        dbias = torch.segment_reduce(dy.float(), "sum", lengths=counts, axis=0)
+        return dbias.to(dy.dtype), None, None, None
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """One product per expert that has rows; on a GPU in bf16 a single kernel for all."""
+    """One product per expert with rows; on a GPU in bf16 a single kernel for all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        # the parameter itself (main_grad): recomputation replaces saved tensors by copies
+        # The parameter itself, for main_grad: recomputation replaces saved tensors by copies.
         ctx.weight = weight
         return compute_grouped_product(x, weight.mT, counts)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         x, weight, counts = ctx.saved_tensors
-        dx = compute_grouped_product(dy, weight, counts) if ctx.needs_input_grad[0] else None
-        dw = _grouped_weight_grad(ctx.weight, dy, x, counts) if ctx.needs_input_grad[1] else None
+        dx = None
+        dw = None
+        if ctx.needs_input_grad[0]:
+            dx = compute_grouped_product(dy, weight, counts)
+        if ctx.needs_input_grad[1]:
+            dw = _compute_weight_grad(ctx.weight, dy, x, counts)
         return dx, dw, None
 
 
 def has_grouped_kernel(x: Tensor) -> bool:
-    """Whether torch runs all products of a group in one kernel; elsewhere it loops, as we do, and
-    slower.
+    """Return whether torch computes all products of a group in one kernel.
+
+    Otherwise torch loops as we do, and is slower.
     """
     return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm")
 
 
 def compute_grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """Rows `x` `[n, in]` of each expert times its matrix `[experts, in, out]`."""
+    """Multiply the rows `x` `[n, in]` of each expert by its matrix of `[experts, in, out]`."""
     if has_grouped_kernel(x):
         return F.grouped_mm(x, matrices, offs=counts.cumsum(0).int())
     y = x.new_empty(len(x), matrices.shape[2])
-    for expert, start, stop in _ranges(counts):
-        rows = _padded(x[start:stop])
+    for expert, start, stop in _find_row_ranges(counts):
+        rows = _pad_rows(x[start:stop])
         if len(rows) == stop - start:
             torch.mm(rows, matrices[expert], out=y[start:stop])
         else:
@@ -137,36 +138,41 @@ def compute_grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tens
     return y
 
 
-def _grouped_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor) -> Tensor | None:
-    """`dW[e] = dy[e]^T x[e]`, added into `main_grad` where the parameter has one (see `weight_grad`)."""
-    in_place = hasattr(weight, "main_grad")
-    grad: Tensor = weight.main_grad if in_place else torch.zeros_like(weight)  # type: ignore[attr-defined]
+def _compute_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor) -> Tensor | None:
+    """Compute `dW[e] = dy[e]^T x[e]`.
+
+    It is added to `main_grad` if the parameter has one (see `tensor_parallel.layers`); then the
+    result is None.
+    """
+    has_main_grad = hasattr(weight, "main_grad")
+    grad: Tensor = weight.main_grad if has_main_grad else torch.zeros_like(weight)  # type: ignore[attr-defined]
     if has_grouped_kernel(x):
         grad.add_(F.grouped_mm(dy.t(), x, offs=counts.cumsum(0).int()))
     else:
-        for expert, start, stop in _ranges(counts):
-            rows = _padded(x[start:stop])
-            dy_rows = _padded(dy[start:stop])
+        for expert, start, stop in _find_row_ranges(counts):
+            rows = _pad_rows(x[start:stop])
+            dy_rows = _pad_rows(dy[start:stop])
             if grad.dtype == x.dtype:
                 grad[expert].addmm_(dy_rows.t(), rows)
             else:
                 grad[expert].add_(dy_rows.t() @ rows)
-    return None if in_place else grad
+    return None if has_main_grad else grad
 
 
-def _padded(rows: Tensor) -> Tensor:
-    """`rows` `[n, k]`; on a CPU below fp32 with rows of zeros, up to one of eight sizes between two powers of two.
+def _pad_rows(rows: Tensor) -> Tensor:
+    """Pad `[n, k]` with zero rows, on a CPU in bf16 or fp16, to one of 8 sizes per power of two.
 
-    oneDNN compiles a kernel for every new shape (3 to 17 ms of processor time, the product itself
-    takes 2 to 13), and an expert has another number of rows in every step.
+    oneDNN compiles a kernel for each new shape (3 to 17 ms of processor time, while the product
+    itself takes 2 to 13), and the number of rows of an expert differs in every step.
     """
     if rows.device.type != "cpu" or rows.dtype == torch.float32:
         return rows
-    return F.pad(rows, (0, 0, 0, -len(rows) % (1 << max(4, len(rows).bit_length() - 4))))
+    granularity = 1 << max(4, len(rows).bit_length() - 4)
+    return F.pad(rows, (0, 0, 0, -len(rows) % granularity))
 
 
-def _ranges(counts: Tensor) -> list[tuple[int, int, int]]:
-    """(expert, first row, end) of those that have rows."""
+def _find_row_ranges(counts: Tensor) -> list[tuple[int, int, int]]:
+    """Return (expert, first row, end) of each expert with rows."""
     ranges = []
     start = 0
     for expert, count in enumerate(counts.tolist()):

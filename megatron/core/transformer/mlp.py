@@ -1,11 +1,11 @@
-"""The MLP of a transformer layer, with the norm in front of it."""
+"""The MLP of a transformer layer with its norm, and activation functions."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class MLP(MegatronModule):
-    """Norm and MLP. The inner width is split over TP; a gated MLP stacks gate and up in a matrix,
-    and splits each.
+    """Norm and MLP, whose inner width is split over TP.
+
+    A gated MLP stacks gate and up projection in one matrix, and each of them is split.
     """
 
     def __init__(
@@ -30,74 +31,82 @@ class MLP(MegatronModule):
         ffn_size: int | None = None,
         shared_expert: bool = False,
     ) -> None:
-        """A `shared_expert` has an input that is normalized already."""
+        """Initialize the MLP of a layer, or a `shared_expert`, whose input is already normalized."""
         super().__init__()
         spec = select_layer_spec(config)
-        blocks = 2 if config.gated else 1
+        num_blocks = 2 if config.gated else 1
         ffn_size = ffn_size or config.ffn_size
         self.activation = get_activation(config)
         self.linear_fc1 = spec.projection_in(
             config,
             place,
             config.hidden_size,
-            blocks * ffn_size,
+            num_blocks * ffn_size,
             bias=config.add_bias_linear,
             normed=not shared_expert and config.norm_placement != "post",
-            num_blocks=blocks,
+            num_blocks=num_blocks,
         )
         self.linear_fc2 = spec.projection_out(config, place, ffn_size, normed=not shared_expert)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
+        """Return the output of the branch, `[s, b, h]` (or `[s/tp, b, h]`) as its input."""
         inner = self.linear_fc1(hidden_states)  # [s, b, ffn/tp], twice that when gated
         return self.linear_fc2(self.activation(inner))
 
 
-def _gated(x: Tensor, name: str) -> Tensor:
-    """activation(gate) * up of `[..., gate; up]` (Shazeer 2020)."""
+class _Gate(NamedTuple):
+    """The activation function of a gate, and its gradient."""
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[..., Tensor]
+
+
+_tanh_gelu = partial(F.gelu, approximate="tanh")
+_tanh_gelu_backward = partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
+_GATES = {
+    "swiglu": _Gate(F.silu, torch.ops.aten.silu_backward.grad_input),
+    "geglu": _Gate(_tanh_gelu, _tanh_gelu_backward),
+}
+
+
+def _apply_gated(x: Tensor, name: str) -> Tensor:
+    """Return activation(gate) * up of `[..., gate; up]` (Shazeer 2020)."""
     if torch.compiler.is_compiling():
         gate, up = x.chunk(2, -1)
-        return _GATES[name][0](gate) * up
-    return _Gated.apply(x, name)
+        return _GATES[name].forward(gate) * up
+    return _GatedActivation.apply(x, name)
 
 
-class _Gated(torch.autograd.Function):
-    """Keeps the input alone, and writes both gradients into one tensor."""
+class _GatedActivation(torch.autograd.Function):
+    """Gated activation that keeps only its input and writes both gradients to one tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.name = name
         gate, up = x.chunk(2, -1)
-        return _GATES[name][0](gate).mul_(up)
+        return _GATES[name].forward(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (x,), (activation, gradient) = ctx.saved_tensors, _GATES[ctx.name]
+        (x,) = ctx.saved_tensors
+        activation = _GATES[ctx.name]
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
         dgate, dup = dx.chunk(2, -1)
-        torch.mul(dy, activation(gate), out=dup)
-        gradient(dy * up, gate, grad_input=dgate)
+        torch.mul(dy, activation.forward(gate), out=dup)
+        activation.backward(dy * up, gate, grad_input=dgate)
         return dx, None
 
 
-_tanh_gelu = partial(F.gelu, approximate="tanh")
-_GATES: dict[
-    str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]
-] = {  # the activation and its gradient
-    "swiglu": (F.silu, torch.ops.aten.silu_backward.grad_input),
-    "geglu": (_tanh_gelu, partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")),
-}
-
-
-def _squared_relu(x: Tensor) -> Tensor:
+def _apply_squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-def _quick_geglu(x: Tensor, offset: float, clamp: float | None) -> Tensor:
-    """quick_gelu(gate) * (up + offset) of `[..., gate; up]` (Hendrycks and Gimpel 2016 for the
-    approximation).
+def _apply_quick_geglu(x: Tensor, offset: float, clamp: float | None) -> Tensor:
+    """Return quick_gelu(gate) * (up + offset) of `[..., gate; up]`.
+
+    quick_gelu(x) = x * sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel 2016).
     """
     gate, up = x.chunk(2, -1)
     if clamp is not None:
@@ -106,8 +115,8 @@ def _quick_geglu(x: Tensor, offset: float, clamp: float | None) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + offset)
 
 
-class _KeepsInput(torch.autograd.Function):
-    """`function(x)`, all of it computed again in the backward pass."""
+class _RecomputeFromInput(torch.autograd.Function):
+    """`function(x)`, which keeps only x; the backward pass computes it again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -123,26 +132,32 @@ class _KeepsInput(torch.autograd.Function):
 
 
 def get_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """What the MLPs of a model compute between their matrices; one object for all of them (see
-    `TransformerLayer`).
+    """Return the activation function between the projections of an MLP.
+
+    It is the same object for all MLPs: torch before 2.8 compiles again for every object.
     """
-    if not config.quick_geglu:
-        return _ACTIVATIONS[config.activation]
-    return _quick_geglu_of(config.glu_linear_offset, config.activation_func_clamp_value)
+    if config.quick_geglu:
+        return _get_quick_geglu(config.glu_linear_offset, config.activation_func_clamp_value)
+    return _ACTIVATIONS[config.activation]
 
 
 @functools.cache
-def _quick_geglu_of(offset: float, clamp: float | None) -> Callable[[Tensor], Tensor]:
-    function = partial(_quick_geglu, offset=offset, clamp=clamp)
-    return lambda x: (
-        function(x) if torch.compiler.is_compiling() else _KeepsInput.apply(x, function)
-    )
+def _get_quick_geglu(offset: float, clamp: float | None) -> Callable[[Tensor], Tensor]:
+    function = partial(_apply_quick_geglu, offset=offset, clamp=clamp)
+
+    def apply(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return function(x)
+        return _RecomputeFromInput.apply(x, function)
+
+    return apply
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": partial(_gated, name="swiglu"),
-    "geglu": partial(_gated, name="geglu"),
-    "squared_relu": _squared_relu,
+    "swiglu": partial(_apply_gated, name="swiglu"),
+    "geglu": partial(_apply_gated, name="geglu"),
+    "squared_relu": _apply_squared_relu,
     "gelu (tanh)": _tanh_gelu,
     "gelu (erf)": F.gelu,
 }
+"""Activation functions by `TransformerConfig.activation`."""

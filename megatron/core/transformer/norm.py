@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm over the last dimension, alone and in front of a projection."""
+"""LayerNorm and RMSNorm over the last dimension, alone and combined with a projection."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class Norm(MegatronModule):
-    """Weight and bias are replicated over TP; `partial_grad` where each TP rank normalizes other
-    elements.
+    """Norm whose weight and bias are replicated over TP, unless it is given another sharding.
+
+    `partial_grad`: each TP rank normalizes other elements, so gradients are summed over TP.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Norm(MegatronModule):
     ) -> None:
         super().__init__()
         self.normalize = Normalization.from_config(config)
-        self.weight, self.bias = norm_parameters(config, size, partial_grad, device, sharding)
+        self.weight, self.bias = make_norm_parameters(config, size, partial_grad, device, sharding)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.normalize(x, self.weight, self.bias)
@@ -56,21 +57,22 @@ class NormAcrossHeads(Norm):
         self.tp = tp
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[s, b, groups/tp, heads, d]`."""
+        """Normalize `[s, b, groups/tp, heads, d]`. Collective over TP."""
         wide = x.float()
         weight = self.weight.float().view(x.shape[2:])
-        squares = reduce_from_tensor_parallel(wide.square().sum((2, 3, 4), keepdim=True), self.tp)
-        scale = torch.rsqrt(
-            copy_to_tensor_parallel(squares, self.tp) / self.size + self.normalize.epsilon
-        )
-        return (wide * scale * (weight + 1.0 if self.normalize.from_one else weight)).to(x.dtype)
+        if self.normalize.zero_centered:
+            weight = weight + 1.0
+        local_squares = wide.square().sum((2, 3, 4), keepdim=True)  # [s, b, 1, 1, 1]
+        squares = reduce_from_tensor_parallel(local_squares, self.tp)
+        mean = copy_to_tensor_parallel(squares, self.tp) / self.size
+        scale = torch.rsqrt(mean + self.normalize.epsilon)
+        return (wide * scale * weight).to(x.dtype)
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """A column-parallel layer of its normalized input; the norm's parameters belong to it, as on
-    disk.
+    """Column-parallel layer with the norm of its input, whose parameters are stored with it.
 
-    With --recompute-modules layernorm the normalized input is computed again in the backward pass.
+    With --recompute-modules layernorm the backward pass recomputes the normalized input.
     """
 
     def __init__(
@@ -83,89 +85,99 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         device: torch.device | None = None,
         **options: Any,
     ) -> None:
-        """`options`: those of `ColumnParallelLinear`."""
-        common: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device}
-        super().__init__(input_size, output_size, dtype=config.params_dtype, **common, **options)
+        """`options` are those of `ColumnParallelLinear`."""
+        super().__init__(
+            input_size,
+            output_size,
+            sequence_parallel=sequence_parallel,
+            dtype=config.params_dtype,
+            device=device,
+            **options,
+        )
         self.normalize = Normalization.from_config(config)
         self.recompute = config.recomputes("layernorm")
-        self.layer_norm_weight, self.layer_norm_bias = norm_parameters(
+        self.layer_norm_weight, self.layer_norm_bias = make_norm_parameters(
             config, input_size, sequence_parallel, device
         )
-        # The projection's come behind the norm's, as in Transformer Engine: legacy files have that
-        # order.
-        for name in [name for name in self._parameters if not name.startswith("layer_norm_")]:
-            self._parameters[name] = self._parameters.pop(name)
+        # Move the parameters of the projection after those of the norm: legacy files have the order
+        # of Transformer Engine.
+        for name in list(self._parameters):
+            if not name.startswith("layer_norm_"):
+                self._parameters[name] = self._parameters.pop(name)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recompute and self.training:
-            return recompute_intermediate(self._normed, self.project, x)
-        return self.project(self._normed(x))
+            return recompute_intermediate(self._normalize_input, self.project, x)
+        return self.project(self._normalize_input(x))
 
-    def _normed(self, x: Tensor) -> Tensor:
+    def _normalize_input(self, x: Tensor) -> Tensor:
         return self.normalize(x, self.layer_norm_weight, self.layer_norm_bias)
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """How a norm computes."""
+    """The computation of a norm."""
 
     rms: bool
     epsilon: float
-    from_one: bool  # the weight is stored as its difference from 1
-    apex: Any = None  # the module with apex's kernels
+    zero_centered: bool
+    """The weight is stored as w - 1."""
+    apex: Any = None
+    """The module of apex's kernels, if enabled."""
 
     @classmethod
     def from_config(cls, config: TransformerConfig) -> Normalization:
-        apex = (
-            _apex() if config.norm_impl == "apex" and config.transformer_impl == "local" else None
-        )
-        return _shared(
-            config.normalization == "RMSNorm", config.norm_epsilon, config.apply_layernorm_1p, apex
-        )
+        uses_apex = config.norm_impl == "apex" and config.transformer_impl == "local"
+        apex = _import_apex_norms() if uses_apex else None
+        is_rms = config.normalization == "RMSNorm"
+        return _get_shared(is_rms, config.norm_epsilon, config.apply_layernorm_1p, apex)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if not self.from_one:
-            return self._normalized(x, weight, bias)
-        bias = None if bias is None else bias.float()
-        return self._normalized(x.float(), weight.float() + 1.0, bias).to(
-            x.dtype
-        )  # bf16 would round 1 + weight
+        if not self.zero_centered:
+            return self._normalize(x, weight, bias)
+        # In fp32, since bf16 would round 1 + weight.
+        wide_weight = weight.float() + 1.0
+        wide_bias = None if bias is None else bias.float()
+        return self._normalize(x.float(), wide_weight, wide_bias).to(x.dtype)
 
-    def _normalized(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.rms and torch.compiler.is_compiling():
-            return F.rms_norm(x, weight.shape, weight, self.epsilon)  # fused with its neighbours
+            return F.rms_norm(x, weight.shape, weight, self.epsilon)  # fused with its neighbors
         if self.apex is not None and not torch.compiler.is_compiling():
-            values, fused = ((x, weight), "rms") if bias is None else ((x, weight, bias), "layer")
-            normed: Tensor = getattr(self.apex, f"fused_{fused}_norm_affine")(
-                *values, weight.shape, self.epsilon
-            )
-            return normed
+            return self._run_apex(x, weight, bias)
         if self.rms:
             return _RMSNorm.apply(x, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
 
+    def _run_apex(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        normed: Tensor
+        if bias is None:
+            normed = self.apex.fused_rms_norm_affine(x, weight, weight.shape, self.epsilon)
+        else:
+            normed = self.apex.fused_layer_norm_affine(x, weight, bias, weight.shape, self.epsilon)
+        return normed
+
 
 @cache
-def _shared(*fields: Any) -> Normalization:
-    """One for all layers: torch before 2.8 compiles anew for every object."""
+def _get_shared(*fields: Any) -> Normalization:
+    """Return one object for all layers: torch before 2.8 compiles again for every object."""
     return Normalization(*fields)
 
 
-def _apex() -> Any:
-    import_apex(
-        "fused_layer_norm_cuda", "--norm-impl"
-    )  # which the other one imports only when it is called
+def _import_apex_norms() -> Any:
+    # The Python module imports its extension only when it is called: import it now for the error.
+    import_apex("fused_layer_norm_cuda", "--norm-impl")
     return import_apex("apex.normalization.fused_layer_norm", "--norm-impl")
 
 
-def norm_parameters(
+def make_norm_parameters(
     config: TransformerConfig,
     size: int,
     partial_grad: bool,
     device: torch.device | None,
     sharding: Sharding = REPLICATED,
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Make the weight and the bias of a norm; RMSNorm has no bias."""
+    """Make the weight and the bias of a norm; RMSNorm does not have a bias."""
     one = Constant(0.0 if config.apply_layernorm_1p else 1.0)
     weight_info = ParamInfo(one, sharding, partial_grad=partial_grad)
     weight = make_parameter((size,), config.params_dtype, device, weight_info)
@@ -176,9 +188,10 @@ def norm_parameters(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = x / rms(x) * w (Zhang and Sennrich 2019), in fp32 inside; keeps x and 1 / rms.
+    """y = x / rms(x) * w (Zhang and Sennrich 2019), computed in fp32; keeps x and 1 / rms.
 
-    On a CPU torch composes its own of a dozen passes each way; this takes half of them.
+    On a CPU torch's implementation makes a dozen passes over the data in each direction; this one
+    makes half as many.
     """
 
     @staticmethod
@@ -197,6 +210,7 @@ class _RMSNorm(torch.autograd.Function):
         normalized = x * scale  # fp32
         dy_normalized = dy * normalized
         dw = dy_normalized.reshape(-1, size).sum(0)
+        # dx = (dy * w - normalized * mean(dy * w * normalized)) / rms
         mean = (dy_normalized @ weight.float()).unsqueeze(-1) / size
         dx = (dy * weight).float().sub_(normalized.mul_(mean)).mul_(scale)
         return dx.to(x.dtype), dw.to(weight.dtype), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,82 +27,96 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class TransformerLayer(MegatronModule):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches; `number` is the
-    global one.
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches.
 
-    The norms belong to the projections that they feed or follow (--norm-placement); one that
-    several share stands by itself: that of the router and all experts, and of what latent attention
-    begins with. Keys on disk are the same.
+    Norms are part of the projections before or after them (--norm-placement). A norm with several
+    consumers is a separate module: the one of the router and all experts, and the one of the first
+    projections of latent attention. Its keys in checkpoints are the same.
     """
 
     def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
+        """Initialize layer `number` of the model."""
         super().__init__()
         place = replace(place, cp=place.cp.layer(number))
         spec = select_layer_spec(config)
-        latent = config.multi_latent_attention
         self.config = config
         self.place = place
-        self.input_layernorm = spec.hidden_norm(config, place) if latent else None
-        attention = MultiLatentAttention if latent else SelfAttention
-        self.self_attention: Attention = attention(config, place, number=number)
-        has_experts = bool(config.moe_layer_pattern[number])
-        self.pre_mlp_layernorm = spec.hidden_norm(config, place) if has_experts else None
-        self.mlp = (
-            MoELayer(config, place, layer_number=number) if has_experts else MLP(config, place)
-        )
+
+        # Attention
+        self.input_layernorm = None
+        self.self_attention: Attention
+        if config.multi_latent_attention:
+            self.input_layernorm = spec.hidden_norm(config, place)
+            self.self_attention = MultiLatentAttention(config, place, number=number)
+        else:
+            self.self_attention = SelfAttention(config, place, number=number)
+
+        # MLP
+        self.pre_mlp_layernorm = None
+        self.mlp: MLP | MoELayer
+        if config.moe_layer_pattern[number]:
+            self.pre_mlp_layernorm = spec.hidden_norm(config, place)
+            self.mlp = MoELayer(config, place, layer_number=number)
+        else:
+            self.mlp = MLP(config, place)
 
     def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
-        """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
-        # The branches in statements of their own, and not by one method that is given norm and
-        # branch: --compile cuts the graph within them, and torch before 2.8 compiles anew for every
-        # bound method that lies across a cut.
+        """Return the residual stream after the layer, `[s, b, h]` (or `[s/tp, b, h]`)."""
+        # Each branch is a separate statement instead of one method with norm and branch as
+        # arguments: --compile breaks the graph within the branches, and torch before 2.8 compiles
+        # again for every bound method that is used on both sides of a break.
         attention = self._attend(hidden_states, documents)
-        hidden_states = hidden_states + self._dropped(attention)
-        fed_forward = self._feed_forward(hidden_states)
-        return hidden_states + self._dropped(fed_forward)
+        hidden_states = hidden_states + self._apply_dropout(attention)
+        mlp = self._feed_forward(hidden_states)
+        return hidden_states + self._apply_dropout(mlp)
 
     def _attend(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
         norm = self.input_layernorm
         if norm is None:
             return self.self_attention(hidden_states, documents)
         if self._recomputes_norms():
-            return recompute_intermediate(
-                norm, partial(self.self_attention, documents=documents), hidden_states
-            )
+            attention = partial(self.self_attention, documents=documents)
+            return recompute_intermediate(norm, attention, hidden_states)
         return self.self_attention(norm(hidden_states), documents)
 
     def _feed_forward(self, hidden_states: Tensor) -> Tensor:
         norm = self.pre_mlp_layernorm
         if norm is None:
-            return self._mlp(hidden_states)
+            return self._run_mlp(hidden_states)
         if self._recomputes_norms():
-            return recompute_intermediate(norm, self._mlp, hidden_states)
-        return self._mlp(norm(hidden_states))
+            return recompute_intermediate(norm, self._run_mlp, hidden_states)
+        return self._run_mlp(norm(hidden_states))
 
     def _recomputes_norms(self) -> bool:
         return self.config.recomputes("layernorm") and self.training
 
-    def _mlp(self, hidden_states: Tensor) -> Tensor:
-        if (
-            self.config.recomputes("moe" if isinstance(self.mlp, MoELayer) else "mlp")
-            and self.training
-        ):
-            return select_layer_spec(self.config).checkpoint(
-                self.mlp, self.place.rng, hidden_states
-            )
+    def _run_mlp(self, hidden_states: Tensor) -> Tensor:
+        module = "moe" if isinstance(self.mlp, MoELayer) else "mlp"
+        if self.config.recomputes(module) and self.training:
+            spec = select_layer_spec(self.config)
+            return spec.checkpoint(self.mlp, self.place.rng, hidden_states)
         return self.mlp(hidden_states)
 
-    def _dropped(self, branch: Tensor) -> Tensor:
+    def _apply_dropout(self, branch: Tensor) -> Tensor:
         if self.config.hidden_dropout == 0.0 or not self.training:
             return branch
+        # Under sequence parallelism the TP ranks have different tokens, and draw different numbers.
         with self.place.rng.fork() if self.place.sequence_parallel else nullcontext():
             return F.dropout(branch, self.config.hidden_dropout)
 
 
-class TransformerBlock(MegatronModule):
-    """Layers `layers` (global numbers) of the model; the last chunk also has the final norm.
+class _LayerGroup(NamedTuple):
+    """Consecutive layers of a chunk, by local index."""
 
-    Keys carry the global number, so a checkpoint does not know which stage or chunk held a layer.
+    start: int
+    stop: int
+    recompute: bool
+
+
+class TransformerBlock(MegatronModule):
+    """The layers of a pipeline chunk; the last chunk also has the final norm.
+
+    Keys contain the global number of a layer, so checkpoints do not depend on stages and chunks.
     """
 
     def __init__(
@@ -113,38 +128,46 @@ class TransformerBlock(MegatronModule):
         post_process: bool,
         stage: dist.ProcessGroup | None = None,
     ) -> None:
-        """`stage`: the ranks of this pipeline stage, which must agree on the scales of fp8; None is the world."""
+        """Initialize the `layers` with these global numbers.
+
+        `stage` contains the ranks of this pipeline stage, which share fp8 scales; None is the world.
+        """
         super().__init__()
         self.spec = select_layer_spec(config)
         self.config = config
         self.rng = place.rng
         self.layer_numbers = layers
-        by_number = {number: TransformerLayer(config, place, number=number) for number in layers}
-        kinds: dict[object, TransformerLayer] = {}
-        for number, layer in by_number.items():
-            alike = kinds.setdefault(
-                (config.get_window(number), layer.place.cp.head_axis.size), layer
-            )
-            layer.self_attention.share_tables(alike.self_attention)
+        by_number: dict[int, TransformerLayer] = {}
+        for number in layers:
+            by_number[number] = TransformerLayer(config, place, number=number)
+        self._share_tables(by_number)
         self.layers = nn.ModuleList(by_number.values())
         self.precision = self.spec.precision(config, stage, by_number)
         self.final_layernorm = self.spec.hidden_norm(config, place) if post_process else None
 
-    def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
-        """`[s, b, h]` (or `[s/tp, b, h]`) to the same."""
-        with self.precision.chunk():
-            for start, stop, recompute in self._groups():
-                group = (hidden_states, documents, start, stop)
-                hidden_states = (
-                    self.spec.checkpoint(self._run, self.rng, *group)
-                    if recompute
-                    else self._run(*group)
-                )
-        return (
-            hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
-        )
+    def _share_tables(self, by_number: dict[int, TransformerLayer]) -> None:
+        """Let all layers of a kind use the tables of the first one."""
+        first_of_kind: dict[object, TransformerLayer] = {}
+        for number, layer in by_number.items():
+            kind = (self.config.get_window(number), layer.place.cp.head_axis.size)
+            first = first_of_kind.setdefault(kind, layer)
+            layer.self_attention.share_tables(first.self_attention)
 
-    def _run(
+    def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Return the residual stream after the chunk, `[s, b, h]` (or `[s/tp, b, h]`)."""
+        with self.precision.chunk():
+            for start, stop, recompute in self._split_into_groups():
+                if recompute:
+                    hidden_states = self.spec.checkpoint(
+                        self._run_layers, self.rng, hidden_states, documents, start, stop
+                    )
+                else:
+                    hidden_states = self._run_layers(hidden_states, documents, start, stop)
+        if self.final_layernorm is None:
+            return hidden_states
+        return self.final_layernorm(hidden_states)
+
+    def _run_layers(
         self, hidden_states: Tensor, documents: Tensor | None, start: int, stop: int
     ) -> Tensor:
         for index in range(start, stop):
@@ -152,19 +175,27 @@ class TransformerBlock(MegatronModule):
                 hidden_states = self.layers[index](hidden_states, documents)
         return hidden_states
 
-    def _groups(self) -> list[tuple[int, int, bool]]:
-        """(start, stop, recompute) of consecutive local layers."""
+    def _split_into_groups(self) -> list[_LayerGroup]:
+        """Return the groups of layers between which activations are kept."""
         count = len(self.layers)
         if self.config.recompute_granularity != "full" or not self.training:
-            return [(0, count, False)]
+            return [_LayerGroup(0, count, recompute=False)]
         size = self.config.recompute_num_layers
         assert size is not None
+        groups = []
         if self.config.recompute_method == "uniform":
-            return [(start, min(start + size, count), True) for start in range(0, count, size)]
+            for start in range(0, count, size):
+                groups.append(_LayerGroup(start, min(start + size, count), recompute=True))
+            return groups
+        # "block": the first layers are recomputed one by one.
         size = min(size, count)
-        return [(index, index + 1, True) for index in range(size)] + [(size, count, False)]
+        for index in range(size):
+            groups.append(_LayerGroup(index, index + 1, recompute=True))
+        groups.append(_LayerGroup(size, count, recompute=False))
+        return groups
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
+        """Return the parameters, under keys with the global numbers of the layers."""
         state: ShardedStateDict = {}
         for number, layer in zip(self.layer_numbers, self.layers, strict=True):
             state.update(child_sharded_state_dict(layer, f"{prefix}layers.{number}."))

@@ -1,4 +1,4 @@
-"""Mixture of experts: router, dispatch of tokens, grouped experts."""
+"""Mixture of experts: router, token dispatch, grouped experts."""
 
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter

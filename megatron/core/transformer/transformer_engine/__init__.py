@@ -1,1 +1,1 @@
-"""The building blocks from Transformer Engine, over parameters and boxes of the local ones."""
+"""Building blocks from Transformer Engine, which use the parameters of the local ones."""

@@ -1,6 +1,4 @@
-"""Modules of Transformer Engine over parameters that are ours, and the precision that they compute
-in.
-"""
+"""Modules of Transformer Engine that use parameters of our layers, and low-precision contexts."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass
 class _Step:
-    """The optimizer step under way: weights that are quantized for its first micro-batch serve all
-    of them.
-    """
+    """The current optimizer step: weights are quantized in its first micro-batch only."""
 
     number: int = 0
 
@@ -39,11 +35,11 @@ STEP = _Step()
 
 
 class Engine:
-    """A module of Transformer Engine, made on the meta device, over the parameters of `owner`.
+    """A module of Transformer Engine that computes with the parameters of its owner.
 
-    It is no child of its owner: the parameters would be there twice. Where its weights are tensors
-    of their own (one for each expert, or in fp8), the owner's parameter has the gradient and the
-    hooks alone.
+    It is built on the meta device. It is not a child module of the owner, which would then contain
+    the parameters twice. If its weights are separate tensors (one per expert, or in fp8), the
+    owner's parameter only provides the gradient and the hooks.
     """
 
     def __init__(
@@ -53,36 +49,39 @@ class Engine:
         self.rebuild(owner)
 
     def rebuild(self, owner: nn.Module, **more: Any) -> None:
-        """With more options than it was made with."""
+        """Build the module again with additional options."""
         self.module = self._make(**more)
         self._step = 0
-        self.parameter_metadata = dict(
-            vars(self.module).get("param_init_meta", {})
-        )  # to be lost where they are replaced
+        # The module deletes these entries when its parameters are replaced.
+        self.parameter_metadata = dict(vars(self.module).get("param_init_meta", {}))
         self.has_own_weights = "weight" not in self.module._parameters
         for name, param in owner.named_parameters(recurse=False):
-            if name in self.module._parameters:
-                shape = tuple(getattr(self.module, name).shape)
-                assert shape == tuple(param.shape), (
-                    f"{type(self.module).__name__}.{name} {shape}, {tuple(param.shape)}"
-                )
-                setattr(self.module, name, param)
+            if name not in self.module._parameters:
+                continue
+            shape = tuple(getattr(self.module, name).shape)
+            assert shape == tuple(param.shape), (
+                f"{type(self.module).__name__}.{name} {shape}, {tuple(param.shape)}"
+            )
+            setattr(self.module, name, param)
 
     def __call__(self, owner: nn.Module, x: Tensor, *rest: Any) -> Tensor:
-        """A linear layer of some kind."""
+        """Apply a linear layer of any kind."""
         self.module.training = owner.training
         self.module.fuse_wgrad_accumulation = hasattr(owner.weight, "main_grad")
-        first = None if STEP.number == 0 else self._step != STEP.number
+        is_first_microbatch = None
+        if STEP.number > 0:
+            is_first_microbatch = self._step != STEP.number
         self._step = STEP.number
         if self.has_own_weights:
-            x = _TellParameter.apply(x, owner.weight)
-        output: Tensor = self.module(x, *rest, is_first_microbatch=first)
+            x = _RunGradHooks.apply(x, owner.weight)
+        output: Tensor = self.module(x, *rest, is_first_microbatch=is_first_microbatch)
         return output
 
 
-class _TellParameter(torch.autograd.Function):
-    """The identity; in the backward pass, when the gradient is in `main_grad`, the parameter's
-    hooks run.
+class _RunGradHooks(torch.autograd.Function):
+    """Identity that lets autograd run the hooks of a parameter in the backward pass.
+
+    At that time the gradient is in `main_grad`.
     """
 
     @staticmethod
@@ -94,9 +93,14 @@ class _TellParameter(torch.autograd.Function):
         return dx, None
 
 
+_DIRECTIONS = ("fwd", "bwd")
+_STATE_NAMES = ("scale", "amax_history")
+
+
 class EngineLinearMixin(FP8StateMixin):
-    """A linear layer over `engine`. Delayed scaling alone has a state: a scale and a history for
-    every tensor.
+    """A linear layer computed by `engine`.
+
+    Only delayed scaling has a state: a scale and a history of maxima per tensor.
     """
 
     engine: Engine
@@ -105,43 +109,39 @@ class EngineLinearMixin(FP8StateMixin):
         meta = self.engine.module.fp8_meta
         if "scaling_fwd" not in meta or not meta["recipe"].delayed():
             return None
-        tensors = {
-            f"{name}_{way}": getattr(meta[f"scaling_{way}"], name)
-            for way in _WAYS
-            for name in _KEPT
-        }
-        return {"recipe": "delayed"} | {
-            name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()
-        }
+        state: dict[str, Any] = {"recipe": "delayed"}
+        for direction in _DIRECTIONS:
+            for name in _STATE_NAMES:
+                tensor = getattr(meta[f"scaling_{direction}"], name)
+                state[f"{name}_{direction}"] = tensor.detach().to("cpu", copy=True)
+        return state
 
     def restore_fp8_state(self, state: dict[str, Any], config: TransformerConfig) -> bool:
         module = self.engine.module
-        count = sum(name.startswith("weight") for name in self.engine.module._parameters)
+        num_weights = sum(name.startswith("weight") for name in module._parameters)
         if config.fp8 is None or state.get("recipe") != config.fp8_recipe:
             return False
-        if (
-            len(state["amax_history_fwd"]) != config.fp8_amax_history_len
-            or len(state["scale_fwd"]) != 3 * count
-        ):
+        history_length = len(state["amax_history_fwd"])
+        if history_length != config.fp8_amax_history_len:
             return False
-        made = make_recipe(config)
-        module.fp8_meta |= {"recipe": made, "num_gemms": count}
-        module.init_fp8_meta_tensors(made)
-        for way in _WAYS:
-            for name in _KEPT:
-                getattr(module.fp8_meta[f"scaling_{way}"], name).copy_(state[f"{name}_{way}"])
+        # A matrix product has three tensors in the forward pass: input, weight and output.
+        if len(state["scale_fwd"]) != 3 * num_weights:
+            return False
+        fp8_recipe = make_recipe(config)
+        module.fp8_meta |= {"recipe": fp8_recipe, "num_gemms": num_weights}
+        module.init_fp8_meta_tensors(fp8_recipe)
+        for direction in _DIRECTIONS:
+            for name in _STATE_NAMES:
+                target = getattr(module.fp8_meta[f"scaling_{direction}"], name)
+                target.copy_(state[f"{name}_{direction}"])
         return True
 
 
-_WAYS = ("fwd", "bwd")
-_KEPT = ("scale", "amax_history")
 _E4M3_MAX = 448.0
 
 
 class Fp8Weight:
-    """The weight of `owner` in fp8 (--fp8-param-gather): a tensor of Transformer Engine for each of
-    its matrices.
-    """
+    """The weight of a linear layer in fp8 (--fp8-param-gather), one tensor per matrix."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
@@ -151,26 +151,27 @@ class Fp8Weight:
         engine = self._owner.engine
         weight = self._owner.weight
         module = engine.module
-        tensors = []
         names = [name for name in module._parameters if name.startswith("weight")]
-        parts = (
-            each.view(len(names), *weight.shape[-2:])
-            for each in (weight.detach(), weight.main_grad, memory)
-        )
-        for name, values, gradient, raw in zip(names, *parts, strict=True):
-            quantizer = module.quantizers["scaling_fwd"][
-                engine.parameter_metadata[name].fp8_meta_index
-            ]
+        # [matrices, rows, columns]: one matrix, or one per expert
+        shape = (len(names), *weight.shape[-2:])
+        values = weight.detach().view(shape)
+        gradients = weight.main_grad.view(shape)
+        raw_data = memory.view(shape)
+        tensors = []
+        for index, name in enumerate(names):
+            meta_index = engine.parameter_metadata[name].fp8_meta_index
+            quantizer = module.quantizers["scaling_fwd"][meta_index]
             quantizer.set_usage(rowwise=True, columnwise=True)
             quantizer.internal = False
-            tensor: Any = nn.Parameter(quantizer(values))
-            replace_raw_data(tensor, raw)
-            tensor.main_grad = gradient
+            tensor: Any = nn.Parameter(quantizer(values[index]))
+            replace_raw_data(tensor, raw_data[index])
+            tensor.main_grad = gradients[index]
             setattr(module, name, tensor)
             tensors.append(tensor)
         self.tensors = tensors
         engine.has_own_weights = True
-        weight.data = weight.new_empty(()).expand(weight.shape)  # no memory
+        # Free the memory of the original values.
+        weight.data = weight.new_empty(()).expand(weight.shape)
 
     def cast(
         self,
@@ -180,17 +181,18 @@ class Fp8Weight:
         group: dist.ProcessGroup,
         rescale: bool,
     ) -> None:
-        """Where delayed scaling knows no maxima of these values yet, a first cast finds them."""
-        used = self._owner.engine.module.fp8_meta["recipe"]
-        find_scales = rescale and used.delayed()
-        quantizers = [tensor._get_quantizer() for tensor in tensors] if find_scales else []
-        for quantizer in quantizers:
-            quantizer.amax.zero_()  # of the values before: a cast only lets it grow
-        cast_master_weights_to_fp8(tensors, main, starts, group)
-        if not find_scales:
+        """Fill fp8 tensors; if delayed scaling has no maxima yet, an additional cast finds them."""
+        fp8_recipe = self._owner.engine.module.fp8_meta["recipe"]
+        if not (rescale and fp8_recipe.delayed()):
+            cast_master_weights_to_fp8(tensors, main, starts, group)
             return
+        quantizers = [tensor._get_quantizer() for tensor in tensors]
         for quantizer in quantizers:
-            scale = _E4M3_MAX / quantizer.amax / 2**used.margin
+            # Discard the maximum of earlier values: a cast can only increase it.
+            quantizer.amax.zero_()
+        cast_master_weights_to_fp8(tensors, main, starts, group)
+        for quantizer in quantizers:
+            scale = _E4M3_MAX / quantizer.amax / 2**fp8_recipe.margin
             quantizer.scale.copy_(torch.where(quantizer.amax > 0, scale, quantizer.scale))
         cast_master_weights_to_fp8(tensors, main, starts, group)
 
@@ -198,7 +200,7 @@ class Fp8Weight:
 _FORMATS = {"e4m3": recipe.Format.E4M3, "hybrid": recipe.Format.HYBRID}
 
 
-def _delayed(config: TransformerConfig, fp8_format: recipe.Format) -> recipe.Recipe:
+def _make_delayed_recipe(config: TransformerConfig, fp8_format: recipe.Format) -> recipe.Recipe:
     return recipe.DelayedScaling(
         margin=config.fp8_margin,
         fp8_format=fp8_format,
@@ -208,7 +210,7 @@ def _delayed(config: TransformerConfig, fp8_format: recipe.Format) -> recipe.Rec
 
 
 RECIPES: dict[str, Callable[[TransformerConfig, recipe.Format], recipe.Recipe]] = {
-    "delayed": _delayed,
+    "delayed": _make_delayed_recipe,
     "tensorwise": lambda config, fp8_format: recipe.Float8CurrentScaling(fp8_format=fp8_format),
     "blockwise": lambda config, fp8_format: recipe.Float8BlockScaling(fp8_format=fp8_format),
     "mxfp8": lambda config, fp8_format: recipe.MXFP8BlockScaling(fp8_format=fp8_format),
@@ -217,17 +219,22 @@ RECIPES: dict[str, Callable[[TransformerConfig, recipe.Format], recipe.Recipe]] 
 
 
 def make_recipe(config: TransformerConfig) -> recipe.Recipe:
+    """Return Transformer Engine's recipe for --fp8-recipe or --fp4-recipe."""
     assert config.low_precision is not None
     return RECIPES[config.low_precision](config, _FORMATS[config.fp8 or "e4m3"])
 
 
-# Layers whose collectives user buffers overlap, and what their buffers are called.
-_BUFFERS = {"self_attention.linear_qkv": "qkv", "self_attention.linear_proj": "proj"}
-_BUFFERS |= {"mlp.linear_fc1": "fc1", "mlp.linear_fc2": "fc2"}
+_USER_BUFFERS = {
+    "self_attention.linear_qkv": "qkv",
+    "self_attention.linear_proj": "proj",
+    "mlp.linear_fc1": "fc1",
+    "mlp.linear_fc2": "fc2",
+}
+"""Names of the user buffers of layers whose collectives --tp-comm-overlap overlaps."""
 
 
 class TEPrecision(Precision):
-    """fp8 or fp4 inside, but for the first and the last layers where the flags say so."""
+    """fp8 or fp4 contexts, except for layers that are configured to stay in bf16."""
 
     def __init__(
         self,
@@ -238,24 +245,23 @@ class TEPrecision(Precision):
         super().__init__(config, group)
         self._recipe = make_recipe(config) if config.low_precision is not None else None
         if config.fp8_param_gather and dist.is_initialized():
-            # What casts weights that are not sharded wants a group of this rank alone. All ranks
-            # make theirs now: NCCL splits it off the world, which ranks without such weights would
-            # never join.
+            # The cast of weights that are not sharded requires a group of this rank alone. All ranks
+            # create theirs here: NCCL splits it off the world, in which ranks without such weights
+            # would never participate later.
             group_of((dist.get_rank(),))
         for number, layer in (layers or {}).items():
+            in_fp8 = config.fp8_param_gather and config.quantizes(number)
             for name, module in layer.named_modules():
                 if isinstance(module, EngineLinearMixin):
-                    self._prepare(
-                        module, name, config.fp8_param_gather and config.quantizes(number)
-                    )
+                    self._configure_linear(module, name, in_fp8)
 
-    def _prepare(self, owner: Any, name: str, in_fp8: bool) -> None:
-        """What a linear layer cannot know when it is made: its place in the model."""
-        overlaps = _overlaps(self.config, name)
-        if not overlaps and not in_fp8:
+    def _configure_linear(self, owner: Any, name: str, in_fp8: bool) -> None:
+        """Apply the options of a linear layer that depend on its position in the model."""
+        overlap_options = _get_overlap_options(self.config, name)
+        if not overlap_options and not in_fp8:
             return
         with te.fp8_model_init(enabled=in_fp8, recipe=self._recipe):
-            owner.engine.rebuild(owner, **overlaps)
+            owner.engine.rebuild(owner, **overlap_options)
         if in_fp8:
             set_param_info(owner.weight, replace(param_info(owner.weight), fp8=Fp8Weight(owner)))
 
@@ -274,12 +280,12 @@ class TEPrecision(Precision):
         return context
 
 
-def _overlaps(config: TransformerConfig, name: str) -> dict[str, Any]:
-    """What a linear layer is told of --tp-comm-overlap; it leaves out what its kind does not have."""
-    if not config.tp_comm_overlap or name not in _BUFFERS:
+def _get_overlap_options(config: TransformerConfig, name: str) -> dict[str, Any]:
+    """Return the user-buffer options of a linear layer; TE ignores those that do not apply."""
+    if not config.tp_comm_overlap or name not in _USER_BUFFERS:
         return {}
     return {
-        "ub_name": _BUFFERS[name],
+        "ub_name": _USER_BUFFERS[name],
         "ub_overlap_ag": config.tp_comm_overlap_ag,
         "ub_overlap_rs": config.tp_comm_overlap_rs,
         "ub_overlap_rs_dgrad": config.tp_comm_overlap_rs_dgrad,

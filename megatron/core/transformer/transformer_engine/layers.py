@@ -1,8 +1,7 @@
-"""The building blocks from Transformer Engine (`transformer_engine.pytorch` 2.8 to 2.20).
+"""Building blocks from Transformer Engine (`transformer_engine.pytorch` 2.8 to 2.20).
 
-Each class is its local class, which makes the parameters with their boxes and initial values, and
-the mathematics of which it keeps; a module of Transformer Engine that lies over these parameters
-computes.
+Each class derives from the local class, which defines the mathematics and creates the parameters
+with their sharding and initial values. A module of Transformer Engine computes with these parameters.
 """
 
 from __future__ import annotations
@@ -42,8 +41,10 @@ from megatron.core.transformer.transformer_engine.engine import (
 )
 
 
-def _place(layer: ColumnParallelLinear | RowParallelLinear, mode: str) -> dict[str, Any]:
-    """What a linear layer is, and where it stands."""
+def _get_linear_options(
+    layer: ColumnParallelLinear | RowParallelLinear, mode: str
+) -> dict[str, Any]:
+    """Return the options of a linear layer of Transformer Engine that correspond to `layer`."""
     return {
         "bias": layer.bias is not None,
         "params_dtype": layer.weight.dtype,
@@ -55,11 +56,12 @@ def _place(layer: ColumnParallelLinear | RowParallelLinear, mode: str) -> dict[s
 
 
 class TEColumnParallelLinear(ColumnParallelLinear, EngineLinearMixin):
-    """`te.Linear` with its rows split."""
+    """`te.Linear` with split rows."""
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(input_size, output_size, **options)
-        self.engine = Engine(self, te.Linear, input_size, output_size, **_place(self, "column"))
+        te_options = _get_linear_options(self, "column")
+        self.engine = Engine(self, te.Linear, input_size, output_size, **te_options)
 
     def project(self, x: Tensor) -> Tensor:
         return self.engine(self, x)
@@ -80,25 +82,26 @@ class TENormColumnParallelLinear(NormColumnParallelLinear, EngineLinearMixin):
             eps=config.norm_epsilon,
             normalization=config.normalization,
             zero_centered_gamma=config.apply_layernorm_1p,
-            **_place(self, "column"),
+            **_get_linear_options(self, "column"),
         )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.project(x)
 
     def project(self, x: Tensor) -> Tensor:
-        """Of the input as it is: the norm is in it."""
+        """Apply norm and projection to the input, which is not normalized."""
         return self.engine(self, x)
 
 
 class TERowParallelLinear(RowParallelLinear, EngineLinearMixin):
-    """`te.Linear` with its columns split."""
+    """`te.Linear` with split columns."""
 
     adds_bias_to_own_sequence = True
 
     def __init__(self, input_size: int, output_size: int, **options: Any) -> None:
         super().__init__(input_size, output_size, **options)
-        self.engine = Engine(self, te.Linear, input_size, output_size, **_place(self, "row"))
+        te_options = _get_linear_options(self, "row")
+        self.engine = Engine(self, te.Linear, input_size, output_size, **te_options)
 
     def project(self, x: Tensor) -> Tensor:
         return self.engine(self, x)
@@ -109,9 +112,14 @@ class TENorm(Norm):
 
     def __init__(self, config: TransformerConfig, size: int, **options: Any) -> None:
         super().__init__(config, size, **options)
-        kind = te.RMSNorm if self.normalize.rms else te.LayerNorm
-        how = {"eps": self.normalize.epsilon, "zero_centered_gamma": self.normalize.from_one}
-        self.engine = Engine(self, kind, size, params_dtype=self.weight.dtype, **how)
+        self.engine = Engine(
+            self,
+            te.RMSNorm if self.normalize.rms else te.LayerNorm,
+            size,
+            params_dtype=self.weight.dtype,
+            eps=self.normalize.epsilon,
+            zero_centered_gamma=self.normalize.zero_centered,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         normed: Tensor = self.engine.module(x)
@@ -119,38 +127,40 @@ class TENorm(Norm):
 
 
 def te_checkpoint(function: Callable[..., Any], rng: TensorParallelRng, *args: Any) -> Any:
-    """`tensor_parallel.checkpoint` with what Transformer Engine must repeat of fp8, scales among it."""
+    """Checkpoint activations, including the fp8 state that Transformer Engine must restore."""
     return tensor_parallel.checkpoint(function, rng, *args, by=te.checkpoint)
 
 
 class TECoreAttention(CoreAttention):
-    """`te.DotProductAttention`. What documents there are it is told by their first positions, in place of a mask.
+    """`te.DotProductAttention`, which gets the start positions of documents instead of a mask.
 
-    Where scores are capped or have a sink the local class computes.
+    The local class computes if scores have a softcap or a sink.
     """
 
     def __init__(self, config: TransformerConfig, place: Placement, **options: Any) -> None:
         super().__init__(config, place, **options)
-        split_over = self.cp.attention_axis
-        heads_over = place.tp.size * self.cp.head_axis.size
-        self.always: dict[str, Any] = {"window_size": self.mask.window}
-        if self.mask.slopes is not None:  # on the device: a copy in every call would wait for it
+        attention_axis = self.cp.attention_axis
+        head_ranks = place.tp.size * self.cp.head_axis.size
+        self.common_options: dict[str, Any] = {"window_size": self.mask.window}
+        if self.mask.slopes is not None:
+            # On the device: a copy in every call would wait for it.
             slopes = self.mask.slopes.to(device=place.device)
-            self.always |= {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
+            self.common_options |= {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
         if config.attends_in_blocks:
             return
+        cp_stream = None
+        if attention_axis.group is not None and torch.cuda.is_available():
+            cp_stream = _get_cp_stream()
         self.module = te.DotProductAttention(
-            config.num_attention_heads // heads_over,
+            config.num_attention_heads // head_ranks,
             config.core_head_dim,
-            num_gqa_groups=config.query_groups // heads_over,
+            num_gqa_groups=config.query_groups // head_ranks,
             attention_dropout=config.attention_dropout,
             attn_mask_type="causal",
             softmax_scale=self.scale,
-            cp_group=split_over.group,
-            cp_global_ranks=list(split_over.ranks),
-            cp_stream=_cp_stream()
-            if split_over.group is not None and torch.cuda.is_available()
-            else None,
+            cp_group=attention_axis.group,
+            cp_global_ranks=list(attention_axis.ranks),
+            cp_stream=cp_stream,
             cp_comm_type=self.cp.comm_type,
         )
 
@@ -159,74 +169,91 @@ class TECoreAttention(CoreAttention):
     ) -> Tensor:
         if self.config.attends_in_blocks:
             return super()._attend(query, key, value, documents)
-        length, batch = query.shape[:2]
-        q, k, v = (x.flatten(2, 3) for x in (query, key, value))  # [s, b, heads/tp, d]
-        with self.rng.fork() if self.config.attention_dropout and self.training else nullcontext():
-            if documents is None:
-                whole: Tensor = self.module(
-                    q, k, v, qkv_format="sbhd", attn_mask_type="causal", **self.always
-                )
-                return whole
-            starts = document_starts(documents).to(q.device, non_blocking=True)
-            lengths = {
-                "cu_seqlens_q": starts,
-                "cu_seqlens_kv": starts,
-                "max_seqlen_q": length,
-                "max_seqlen_kv": length,
-            }
-            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))  # [b s, heads/tp, d]
-            how = self.always | lengths
-            context = self.module(q, k, v, qkv_format="thd", attn_mask_type="padding_causal", **how)
+        # [s, b, heads/tp, d]
+        q = query.flatten(2, 3)
+        k = key.flatten(2, 3)
+        v = value.flatten(2, 3)
+        has_dropout = self.config.attention_dropout and self.training
+        with self.rng.fork() if has_dropout else nullcontext():
+            if documents is not None:
+                return self._attend_to_documents(q, k, v, documents)
+            context: Tensor = self.module(
+                q, k, v, qkv_format="sbhd", attn_mask_type="causal", **self.common_options
+            )
+        return context
+
+    def _attend_to_documents(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        length, batch = q.shape[:2]
+        starts = find_document_starts(documents).to(q.device, non_blocking=True)
+        context = self.module(
+            # [b * s, heads/tp, d]
+            q.transpose(0, 1).flatten(0, 1),
+            k.transpose(0, 1).flatten(0, 1),
+            v.transpose(0, 1).flatten(0, 1),
+            qkv_format="thd",
+            attn_mask_type="padding_causal",
+            cu_seqlens_q=starts,
+            cu_seqlens_kv=starts,
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+            **self.common_options,
+        )
         return context.view(batch, length, -1).transpose(0, 1)
 
 
 @functools.cache
-def _cp_stream() -> torch.cuda.Stream:
-    """Every other step of a ring runs here; one for all layers."""
+def _get_cp_stream() -> torch.cuda.Stream:
+    """Return the stream of every other step of a ring, which all layers share."""
     return torch.cuda.Stream()
 
 
-def document_starts(documents: Tensor) -> Tensor:
-    """Where documents `[b, s]` begin in the sequences `[b s]` one after the other, and the end:
-    int32.
+def find_document_starts(documents: Tensor) -> Tensor:
+    """Return the first position of each document in the concatenated sequences, and the end, int32.
+
+    `documents` are `[b, s]`.
     """
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents.diff() != 0
-    first = begins.flatten().nonzero().flatten()
-    return torch.cat((first, first.new_tensor([documents.numel()]))).int()
+    is_start = torch.ones_like(documents, dtype=torch.bool)
+    is_start[:, 1:] = documents.diff() != 0
+    starts = is_start.flatten().nonzero().flatten()
+    return torch.cat((starts, starts.new_tensor([documents.numel()]))).int()
 
 
 class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
-    """`te.GroupedLinear`, whose parameters, one for each expert, are views of the one that there is here."""
+    """`te.GroupedLinear`, whose parameters (one per expert) are views of our single parameter."""
 
     def __init__(
         self, config: TransformerConfig, input_size: int, output_size: int, **options: Any
     ) -> None:
         super().__init__(config, input_size, output_size, **options)
         num_experts, rows, columns = self.weight.shape
-        sizes = num_experts, columns, rows
         self.engine = Engine(
-            self, te.GroupedLinear, *sizes, bias=False, params_dtype=self.weight.dtype
+            self,
+            te.GroupedLinear,
+            num_experts,
+            columns,
+            rows,
+            bias=False,
+            params_dtype=self.weight.dtype,
         )
-        self._padding = (
-            (te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts))
-            if config.fp8 is not None
-            else None
-        )
+        self._padding: tuple[Any, Any] | None = None
+        if config.fp8 is not None:
+            self._padding = (te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts))
 
     def project(self, x: Tensor, counts: Tensor) -> Tensor:
-        self._bind()
+        self._bind_views()
         splits = counts.tolist()
         if self._padding is None:
             return self.engine(self, x, splits)
-        pad, unpad = self._padding  # the kernels of fp8 take rows in multiples of 16 or 32
+        # The fp8 kernels require multiples of 16 or 32 rows.
+        pad, unpad = self._padding
         padded, padded_splits = pad(x, splits)
         unpadded: Tensor = unpad(self.engine(self, padded, padded_splits), splits)
         return unpadded
 
-    def _bind(self) -> None:
-        """Let the module's parameters be views of ours and of its gradient, which a buffer may have
-        moved.
+    def _bind_views(self) -> None:
+        """Make the module's parameters views of ours, and their gradients views of `main_grad`.
+
+        A buffer may have moved the values since the last call.
         """
         fp8 = param_info(self.weight).fp8
         if fp8 is not None and fp8.tensors:
@@ -234,7 +261,7 @@ class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
         gradient = getattr(self.weight, "main_grad", None)
         module = self.engine.module
         assert gradient is not None or not torch.is_grad_enabled(), (
-            "experts train under data parallelism alone"
+            "experts can be trained under data parallelism only"
         )
         for expert, matrix in enumerate(self.weight.detach()):
             view = getattr(module, f"weight{expert}")
@@ -248,14 +275,19 @@ class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
 
 
 def te_rope(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """Of `[s, b, g, heads, d]` by `[s, 1, 1, pairs]`, one for each pair; the kernel wants one for
-    each element.
-    """
-    each = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    """Rotate `[s, b, g, heads, d]` by angles `[s, 1, 1, pairs]`."""
+    element_angles = _expand_to_elements(angles, interleaved)
     rotated: Tensor = apply_rotary_pos_emb(
-        x.flatten(2, 3), each, interleaved=interleaved, fused=True
+        x.flatten(2, 3), element_angles, interleaved=interleaved, fused=True
     )
     return rotated.view(x.shape)
+
+
+def _expand_to_elements(angles: Tensor, interleaved: bool) -> Tensor:
+    """Return an angle per element, which the kernel requires, from an angle per pair."""
+    if interleaved:
+        return angles.repeat_interleave(2, -1)
+    return torch.cat((angles, angles), -1)
 
 
 def te_cross_entropy(
@@ -268,44 +300,45 @@ def te_cross_entropy(
     sequence_parallel: bool = False,
     softcap: float | None = None,
 ) -> Tensor:
-    """`linear_cross_entropy` with a kernel for the logits, which are there twice for a while."""
+    """Compute `linear_cross_entropy` using a kernel on the logits, which exist twice for a while."""
     logits = apply_column_parallel(hidden, weight, None, tp, sequence_parallel)  # [s, b, v/tp]
-    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
-    padding = max(0, vocab_size - tp.rank * weight.shape[0])
-    if padding < weight.shape[0]:
-        logits[..., padding:] = torch.finfo(
-            logits.dtype
-        ).min  # a rank may have nothing else: -inf would be NaN
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    num_rows = weight.shape[0]
+    padding_start = max(0, vocab_size - tp.rank * num_rows)
+    if padding_start < num_rows:
+        # Not -inf: a rank may have padding only, and would then compute NaN.
+        logits[..., padding_start:] = torch.finfo(logits.dtype).min
     losses = te.parallel_cross_entropy(logits, labels.contiguous(), 0.0, False, tp.group)
-    # Through a flat view, since kernels of older releases take a gradient in the order of the
-    # memory.
+    # Kernels of older releases expect a gradient in the order of the memory, which the gradient of a
+    # flat view has.
     flat: Tensor = losses.flatten()
     return flat.view(labels.shape)
 
 
-def set_up(config: TransformerConfig, tokens: int, tp_size: int) -> None:
-    """The user buffers of --tp-comm-overlap, for the activations of a micro-batch `[tokens,
-    hidden]`.
-    """
+def initialize_user_buffers(config: TransformerConfig, tokens: int, tp_size: int) -> None:
+    """Create the buffers of --tp-comm-overlap for activations `[tokens, hidden]`. Collective."""
     if not config.tp_comm_overlap or tp_size == 1:
         return
-    kinds = te.UserBufferQuantizationMode
-    in_fp8 = [
-        config.fp8 is not None and config.quantizes(number) for number in range(config.num_layers)
-    ]
-    path = config.tp_comm_overlap_cfg
+    in_fp8 = []
+    for number in range(config.num_layers):
+        in_fp8.append(config.fp8 is not None and config.quantizes(number))
+    # A list, since all ranks must create the buffers in the same order.
+    modes = []
+    if not all(in_fp8):
+        modes.append(te.UserBufferQuantizationMode.NONE)
+    if any(in_fp8):
+        modes.append(te.UserBufferQuantizationMode.FP8)
+    buffer_options = None
+    if config.tp_comm_overlap_cfg is not None:
+        text = Path(config.tp_comm_overlap_cfg).read_text(encoding="utf-8")
+        buffer_options = yaml.safe_load(text)
     te.initialize_ub(
         shape=[tokens, config.hidden_size],
         tp_size=tp_size,
-        # In one order on all ranks, as buffers are made together; that of a set would be another in
-        # every process.
-        quantization_modes=[
-            kind for kind, used in ((kinds.NONE, not all(in_fp8)), (kinds.FP8, any(in_fp8))) if used
-        ],
+        quantization_modes=modes,
         dtype=config.params_dtype,
-        ub_cfgs=yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        if path is not None
-        else None,
+        ub_cfgs=buffer_options,
         bootstrap_backend=config.tp_comm_bootstrap_backend,
     )
 
@@ -321,6 +354,6 @@ TRANSFORMER_ENGINE = LayerSpec(
     checkpoint=te_checkpoint,
     rope=te_rope,
     cross_entropies={**LOCAL.cross_entropies, "te": te_cross_entropy},
-    set_up=set_up,
+    set_up=initialize_user_buffers,
     start_step=STEP.start,
 )

@@ -19,13 +19,14 @@ from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.grouped_linear import GroupedLinear, compute_grouped_product
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.moe import TopKRouter
-from megatron.core.transformer.moe.moe_layer import MoELayer, Permutation
+from megatron.core.transformer.moe.dispatch import Permutation
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import (
     choose,
     choose_by_sinkhorn,
     find_routers,
     finish_step,
-    sinkhorn,
+    run_sinkhorn,
 )
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -302,7 +303,7 @@ def test_sinkhorn(k):
     logits = torch.randn(64, 4, generator=torch.Generator().manual_seed(2)) + torch.tensor(
         [3.0, 0.0, 0.0, 0.0]
     )
-    spread = sinkhorn(logits)
+    spread = run_sinkhorn(logits)
     torch.testing.assert_close(spread.sum(1), torch.full((64,), 1 / 64), rtol=2e-2, atol=0)
     torch.testing.assert_close(spread.sum(0), torch.full((4,), 1 / 4), rtol=1e-4, atol=0)
     torch.testing.assert_close(
