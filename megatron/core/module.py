@@ -1,4 +1,4 @@
-"""MegatronModule: a module that knows where its parameters stand in model space."""
+"""MegatronModule: a module whose parameters are parts of named global tensors."""
 
 from __future__ import annotations
 
@@ -14,60 +14,62 @@ from torch import nn
 from megatron.core.dist_checkpointing.mapping import Box, Shape, ShardedStateDict, ShardedTensor
 from megatron.core.sharding import REPLICATED, Sharding
 
-_INIT_BLOCK = (
-    1 << 20
-)  # elements that are drawn from one generator; fixed for ever, it is part of the seed's meaning
+# Number of elements drawn from one generator. Initial values depend on it: it must never change.
+_INIT_BLOCK = 1 << 20
 
 
 class Init(Protocol):
-    """How a global tensor gets its first values."""
+    """Initialization of a global tensor."""
 
-    def __call__(self, box: Box, key: str, global_shape: Shape, seed: int) -> None: ...
+    def __call__(self, box: Box, key: str, global_shape: Shape, seed: int) -> None:
+        """Fill the part `box` of the tensor `key`."""
 
 
 @dataclass(frozen=True)
 class Normal:
-    """N(0, std^2), a function of seed, key and place in the global tensor alone: the same under
-    every layout.
+    """N(0, std^2), as a function of seed, key and position in the global tensor only.
 
-    The rows are drawn in blocks of about a million elements, each from its own CPU generator, in
-    fp32, so a rank draws only the blocks its box touches and the values do not depend on device or
-    dtype (beyond rounding).
+    Values are the same in every layout. The rows are drawn in blocks of about a million elements,
+    each from its own CPU generator, in fp32. A rank draws only the blocks that its box overlaps, and
+    the values do not depend on device or dtype (except for rounding).
     """
 
     std: float
 
     def __call__(self, box: Box, key: str, global_shape: Shape, seed: int) -> None:
-        if len(global_shape) == 3:  # matrices one above the other: their rows are the rows
-            (count, rows, width), (first, row, column) = global_shape, box.offset
-            for index, matrix in enumerate(box.tensor):
-                self(
-                    Box(((first + index) * rows + row, column), matrix),
-                    key,
-                    (count * rows, width),
-                    seed,
-                )
+        if len(global_shape) == 3:
+            self._fill_stacked_matrices(box, key, global_shape, seed)
             return
         row_shape = global_shape[1:]
         rows_per_block = max(1, _INIT_BLOCK // max(1, torch.Size(row_shape).numel()))
         start = box.offset[0]
-        stop = box.offset[0] + box.shape[0]
-        columns = tuple(slice(o, o + n) for o, n in zip(box.offset[1:], box.shape[1:], strict=True))
+        stop = start + box.shape[0]
+        columns = []
+        for offset, size in zip(box.offset[1:], box.shape[1:], strict=True):
+            columns.append(slice(offset, offset + size))
         for block in range(start // rows_per_block, -(-stop // rows_per_block)):
             first = block * rows_per_block
             rows = min(rows_per_block, global_shape[0] - first)
-            generator = torch.Generator().manual_seed(_block_seed(seed, key, block))
+            generator = torch.Generator().manual_seed(_compute_block_seed(seed, key, block))
             values = torch.empty(rows, *row_shape).normal_(0.0, self.std, generator=generator)
-            lo = max(start, first)
-            hi = min(stop, first + rows)
-            box.tensor[lo - start : hi - start].copy_(
-                values[(slice(lo - first, hi - first), *columns)]
-            )
+            # The rows of the block that are in the box
+            low = max(start, first)
+            high = min(stop, first + rows)
+            selected = values[(slice(low - first, high - first), *columns)]
+            box.tensor[low - start : high - start].copy_(selected)
+
+    def _fill_stacked_matrices(self, box: Box, key: str, global_shape: Shape, seed: int) -> None:
+        """Fill `[matrices, rows, columns]` as one tall matrix."""
+        count, rows, columns = global_shape
+        first_matrix, first_row, first_column = box.offset
+        for index, matrix in enumerate(box.tensor):
+            row = (first_matrix + index) * rows + first_row
+            self(Box((row, first_column), matrix), key, (count * rows, columns), seed)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One value everywhere."""
+    """The same value for all elements."""
 
     value: float
 
@@ -75,20 +77,21 @@ class Constant:
         box.tensor.fill_(self.value)
 
 
-def _block_seed(seed: int, key: str, block: int) -> int:
+def _compute_block_seed(seed: int, key: str, block: int) -> int:
     digest = hashlib.sha256(f"{seed}\0{key}\0{block}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 class Fp8Tensors(Protocol):
-    """Holds the values of a parameter in fp8, in tensors of a backend."""
+    """The values of a parameter in fp8, in tensors of a backend."""
 
     tensors: Sequence[torch.Tensor]
-    """One after the other they are the parameter; none before `quantize`."""
+    """Concatenated they are the parameter; empty before `quantize`."""
 
     def quantize(self, memory: torch.Tensor) -> None:
-        """The values go to `memory`, uint8, one for each element; the parameter keeps its shape and
-        its gradient.
+        """Move the values to `memory`, uint8, one per element.
+
+        The parameter keeps its shape and its gradient.
         """
 
     def cast(
@@ -99,10 +102,11 @@ class Fp8Tensors(Protocol):
         group: dist.ProcessGroup,
         rescale: bool,
     ) -> None:
-        """Fill `tensors` of any such parameters, from their elements `starts` on, with `main`.
+        """Fill fp8 `tensors` of any parameters from their main parameters. Collective over `group`.
 
-        The ranks of `group` have all parts; None is no part. `rescale`: no scale is known of these
-        values yet.
+        `main` contains this rank's shard of each tensor, which begins at the element in `starts`;
+        None if the rank has no part of it. The ranks of `group` have all shards. `rescale`: no scale
+        of these values is known yet.
         """
 
 
@@ -139,6 +143,7 @@ def make_parameter(
 
 
 def param_info(param: nn.Parameter) -> ParamInfo:
+    """Return the properties of a parameter made by `make_parameter`."""
     return param.megatron_info  # type: ignore[attr-defined, no-any-return]
 
 
@@ -178,11 +183,11 @@ class MegatronModule(nn.Module):
 
 
 def child_sharded_state_dict(child: nn.Module, prefix: str) -> ShardedStateDict:
-    """`sharded_state_dict` of a child that may be a plain container (ModuleList, ModuleDict)."""
+    """Return the parameters of a child, which may be a plain container such as ModuleList."""
     if isinstance(child, MegatronModule):
         return child.sharded_state_dict(prefix)
     assert not child._parameters, (
-        f"{prefix}: {type(child).__name__} has parameters but is no MegatronModule"
+        f"{prefix}: {type(child).__name__} has parameters but is not a MegatronModule"
     )
     state: ShardedStateDict = {}
     for name, grandchild in child.named_children():

@@ -9,8 +9,8 @@ from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import (
     TensorParallelRng,
     VocabParallelEmbedding,
+    cross_entropy,
     get_loss_chunk_elements,
-    layers,
     linear_cross_entropy,
 )
 from megatron.core.transformer.attention import core as attention_module
@@ -172,7 +172,7 @@ def test_loss_does_not_depend_on_the_size_of_a_chunk(dtype, device, monkeypatch)
     labels = torch.randint(0, 90, (16, 2))
     found = []
     for elements in (1 << 20, 5 * 96, 1):
-        monkeypatch.setitem(layers._CHUNK_ELEMENTS, device, elements)
+        monkeypatch.setitem(cross_entropy._CHUNK_ELEMENTS, device, elements)
         found.append(loss(dtype, device, hidden, weight, labels))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

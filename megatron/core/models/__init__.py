@@ -1,4 +1,4 @@
-"""Models: what stands on one pipeline chunk."""
+"""Models, one pipeline chunk at a time."""
 
 from megatron.core.models.gpt import ChunkSpec, GPTModel, make_chunk_specs
 

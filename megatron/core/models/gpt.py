@@ -1,6 +1,4 @@
-"""GPT: the part of a decoder-only language model that stands on one pipeline chunk, with its first
-and last matrix.
-"""
+"""One pipeline chunk of a GPT, with embedding and output layer where it has them."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class PositionEmbedding(MegatronModule):
-    """A learned vector per position, replicated over TP."""
+    """Learned position embeddings, replicated over TP."""
 
     def __init__(self, config: TransformerConfig, place: Placement) -> None:
         super().__init__()
@@ -51,23 +49,24 @@ class PositionEmbedding(MegatronModule):
 
 
 class GPTEmbedding(MegatronModule):
-    """Words (scaled) + positions, norm, dropout: `[b, s]` to `[s, b, h]`, `[s/tp, b, h]` under
-    sequence parallelism.
-    """
+    """Sum of word and position embeddings, with optional scale, norm and dropout."""
 
     def __init__(
         self, config: TransformerConfig, place: Placement, *, num_rows: int, shared: bool
     ) -> None:
-        """`num_rows`: with padding, of all TP ranks; `shared`: the last stage has a copy of the words."""
+        """Initialize the embedding with `num_rows` on all TP ranks, including padding.
+
+        If it is `shared`, the last pipeline stage has a copy of the word embedding.
+        """
         super().__init__()
         assert config.vocab_size is not None
         self.place = place
         self.dropout = config.hidden_dropout
-        # In the model's precision, as checkpoints were trained.
-        scale = torch.tensor(
-            math.sqrt(config.hidden_size), dtype=config.params_dtype, device="cpu"
-        ).item()
-        self.scale = scale if config.scale_embeddings else None
+        self.scale = None
+        if config.scale_embeddings:
+            # Rounded to the model's precision, with which published checkpoints were trained.
+            scale = math.sqrt(config.hidden_size)
+            self.scale = torch.tensor(scale, dtype=config.params_dtype, device="cpu").item()
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
@@ -79,14 +78,16 @@ class GPTEmbedding(MegatronModule):
             dtype=config.params_dtype,
             device=place.device,
         )
-        learned = config.position_embedding_type == "learned_absolute"
-        normed = config.embedding_layernorm
-        self.position_embeddings = PositionEmbedding(config, place) if learned else None
-        self.word_embeddings_layernorm = (
-            select_layer_spec(config).hidden_norm(config, place) if normed else None
-        )
+        self.position_embeddings = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = PositionEmbedding(config, place)
+        self.word_embeddings_layernorm = None
+        if config.embedding_layernorm:
+            norm = select_layer_spec(config).hidden_norm(config, place)
+            self.word_embeddings_layernorm = norm
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        """Embed `[b, s]` tokens: `[s, b, h]`, or `[s/tp, b, h]` under sequence parallelism."""
         hidden_states = self.word_embeddings(tokens.t())
         if self.scale is not None:
             hidden_states = hidden_states * self.scale
@@ -99,17 +100,14 @@ class GPTEmbedding(MegatronModule):
         if self.word_embeddings_layernorm is not None:
             hidden_states = self.word_embeddings_layernorm(hidden_states)
         if self.dropout and self.training:
+            # Under sequence parallelism the TP ranks have different tokens.
             with self.place.rng.fork() if self.place.sequence_parallel else nullcontext():
                 hidden_states = F.dropout(hidden_states, self.dropout)
         return hidden_states
 
 
 class OutputLayer(MegatronModule):
-    """The rows (tokens) of the output matrix are split over TP; without `own_weight` the word
-    embedding's are used.
-
-    `tied_copy`: the matrix is the last stage's copy of the tied word embedding, and is stored under that key.
-    """
+    """Output matrix, whose rows (tokens) are split over TP, and loss."""
 
     TIED_KEY = "embedding.word_embeddings.weight"
 
@@ -122,7 +120,11 @@ class OutputLayer(MegatronModule):
         own_weight: bool,
         tied_copy: bool,
     ) -> None:
-        """`num_rows`: with padding, of all TP ranks."""
+        """Initialize the layer with `num_rows` on all TP ranks, including padding.
+
+        Without `own_weight` it uses the matrix of the word embedding. With `tied_copy` its matrix is
+        the last stage's copy of the tied word embedding, and is stored under that key.
+        """
         super().__init__()
         assert config.vocab_size is not None
         self.tp = place.tp
@@ -143,9 +145,9 @@ class OutputLayer(MegatronModule):
             self.weight = make_parameter(shape, config.params_dtype, place.device, info)
 
     def forward(self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
-        """Loss per token `[b, s]` in fp32; without labels the logits `[b, s, vocab]`."""
+        """Return the loss per token `[b, s]` fp32; without labels the logits `[b, s, vocab]`."""
         if labels is None:
-            return self._logits(hidden_states, weight)
+            return self._compute_logits(hidden_states, weight)
         losses = self.cross_entropy(
             hidden_states,
             weight,
@@ -157,15 +159,17 @@ class OutputLayer(MegatronModule):
         )
         return losses.t()
 
-    def _logits(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
-        """Logits of the real vocabulary `[b, s, vocab]` in the model's dtype, whole on every TP
-        rank.
-        """
-        enter = gather_from_sequence if self.sequence_parallel else copy_to_tensor_parallel
-        partial = F.linear(enter(hidden_states, self.tp), weight)
+    def _compute_logits(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits of the vocabulary without padding, `[b, s, vocab]`, on every TP rank."""
+        if self.sequence_parallel:
+            whole = gather_from_sequence(hidden_states, self.tp)
+        else:
+            whole = copy_to_tensor_parallel(hidden_states, self.tp)
+        local_logits = F.linear(whole, weight)  # [s, b, v/tp]
         if self.softcap is not None:
-            partial = torch.tanh(partial / self.softcap) * self.softcap
-        return gather_from_tensor_parallel(partial, self.tp)[..., : self.vocab_size].transpose(0, 1)
+            local_logits = torch.tanh(local_logits / self.softcap) * self.softcap
+        logits = gather_from_tensor_parallel(local_logits, self.tp)
+        return logits[..., : self.vocab_size].transpose(0, 1)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
         """Return the matrix; a copy of the word embedding is stored under the embedding's key."""
@@ -177,11 +181,14 @@ class OutputLayer(MegatronModule):
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """Where a pipeline chunk stands."""
+    """Layers and position of a pipeline chunk."""
 
-    layers: range  # global layer numbers
-    pre_process: bool  # holds the embedding
-    post_process: bool  # holds the output layer
+    layers: range
+    """Global layer numbers."""
+    pre_process: bool
+    """Whether the chunk has the embedding."""
+    post_process: bool
+    """Whether the chunk has the output layer."""
     ps: ParallelState
     rng: TensorParallelRng
     device: torch.device
@@ -193,19 +200,19 @@ def make_chunk_specs(
     rng: TensorParallelRng,
     device: torch.device,
 ) -> list[ChunkSpec]:
-    """The chunks of one rank; `stages` are the layers of all chunks by [stage][chunk]."""
-    chunks = stages[ps.pp.rank]
-    return [
-        ChunkSpec(layers, ps.is_first_chunk(index), ps.is_last_chunk(index), ps, rng, device)
-        for index, layers in enumerate(chunks)
-    ]
+    """Return the chunks of this rank; `stages` are the layers of all chunks by [stage][chunk]."""
+    specs = []
+    for index, layers in enumerate(stages[ps.pp.rank]):
+        is_first = ps.is_first_chunk(index)
+        is_last = ps.is_last_chunk(index)
+        specs.append(ChunkSpec(layers, is_first, is_last, ps, rng, device))
+    return specs
 
 
 class GPTModel(MegatronModule):
-    """Layers `layers` of the model, with the embedding (`pre_process`) and the output layer
-    (`post_process`).
+    """A GPT, or the pipeline chunk with the given layers.
 
-    The whole model by default. Parameters are uninitialised until `initialize(seed)` or a load.
+    Parameters are uninitialized until `initialize(seed)` or a load.
     """
 
     def __init__(
@@ -224,6 +231,11 @@ class GPTModel(MegatronModule):
         device: torch.device | None = None,
         stage: dist.ProcessGroup | None = None,
     ) -> None:
+        """Initialize the whole model by default.
+
+        `layers` are global layer numbers. The chunk has the embedding if `pre_process`, and the
+        output layer if `post_process`. `stage` contains the ranks of its pipeline stage.
+        """
         super().__init__()
         if config.vocab_size is None or config.vocab_size < 1:
             raise ValueError(f"a model needs a vocabulary: vocab_size is {config.vocab_size}")
@@ -233,26 +245,24 @@ class GPTModel(MegatronModule):
         experts = experts if experts is not None else ExpertAxes()
         place = Placement(tp, rng, cp, sequence_parallel, experts, device)
         layers = layers if layers is not None else range(config.num_layers)
-        tied = not config.untie_embeddings_and_output_weights
-        two_copies = tied and not (pre_process and post_process)
+        is_tied = not config.untie_embeddings_and_output_weights
+        has_two_copies = is_tied and not (pre_process and post_process)
         rows = compute_padded_vocab_size(config.vocab_size, make_vocab_size_divisible_by, tp.size)
-        self.embedding = (
-            GPTEmbedding(config, place, num_rows=rows, shared=two_copies) if pre_process else None
-        )
+        self.embedding = None
+        if pre_process:
+            self.embedding = GPTEmbedding(config, place, num_rows=rows, shared=has_two_copies)
         self.decoder = TransformerBlock(
             config, place, layers=layers, post_process=post_process, stage=stage
         )
-        self.output_layer = (
-            OutputLayer(
+        self.output_layer = None
+        if post_process:
+            self.output_layer = OutputLayer(
                 config,
                 place,
                 num_rows=rows,
-                own_weight=two_copies or not tied,
-                tied_copy=two_copies,
+                own_weight=has_two_copies or not is_tied,
+                tied_copy=has_two_copies,
             )
-            if post_process
-            else None
-        )
 
     def forward(
         self,
@@ -263,19 +273,19 @@ class GPTModel(MegatronModule):
         labels: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """The activation `[s, b, h]` for the next chunk; on the last one the loss per token or the
-        logits.
+        """Return the activation `[s, b, h]` for the next chunk, or the result of the last chunk.
 
-        `tokens`, `position_ids`, `labels` are `[b, s]`; `input_tensor` is the activation of the chunk before
-        (`[s/tp, b, h]` under sequence parallelism). A token sees what comes before it, with `documents` `[b, s]` where
-        that has the same number. Losses are `[b, s]` fp32, logits `[b, s, vocab]` in the model's
-        dtype. Under context parallelism s counts the positions of this rank, but for `documents`,
-        which are whole.
+        The last chunk returns the loss per token `[b, s]` fp32, or without labels the logits `[b, s,
+        vocab]` in the model's dtype. `tokens`, `position_ids` and `labels` are `[b, s]`;
+        `input_tensor` is the activation of the previous chunk (`[s/tp, b, h]` under sequence
+        parallelism). A token attends to earlier tokens, and with `documents` `[b, s]` only to those
+        with the same number. Under context parallelism s counts the positions of this rank, except
+        in `documents`, which are whole.
         """
-        hidden_states = (
-            self.embedding(tokens, position_ids) if self.embedding is not None else input_tensor
-        )
-        assert hidden_states is not None, "a chunk that is not the first needs input_tensor"
+        hidden_states = input_tensor
+        if self.embedding is not None:
+            hidden_states = self.embedding(tokens, position_ids)
+        assert hidden_states is not None, "all chunks but the first need input_tensor"
         hidden_states = self.decoder(hidden_states, documents)
         if self.output_layer is None:
             return hidden_states

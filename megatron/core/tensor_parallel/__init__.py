@@ -1,13 +1,15 @@
 """Tensor and sequence parallelism: collectives, split layers, the loss, and random numbers."""
 
+from megatron.core.tensor_parallel.cross_entropy import (
+    get_loss_chunk_elements,
+    linear_cross_entropy,
+)
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     apply_column_parallel,
     compute_padded_vocab_size,
-    get_loss_chunk_elements,
-    linear_cross_entropy,
 )
 from megatron.core.tensor_parallel.random import (
     TensorParallelRng,
@@ -20,10 +22,10 @@ __all__ = [
     "RowParallelLinear",
     "TensorParallelRng",
     "VocabParallelEmbedding",
-    "checkpoint",
     "apply_column_parallel",
-    "linear_cross_entropy",
-    "get_loss_chunk_elements",
+    "checkpoint",
     "compute_padded_vocab_size",
+    "get_loss_chunk_elements",
+    "linear_cross_entropy",
     "recompute_intermediate",
 ]

@@ -1,7 +1,7 @@
-"""Collectives of tensor, sequence and context parallelism that autograd can go through.
+"""Differentiable collectives of tensor, sequence and context parallelism.
 
-Every function takes the `Axis` and does nothing on an axis of size 1. Forward and backward are a
-pair of conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et al. 2022):
+Every function takes the `Axis` and does nothing on an axis of size 1. Forward and backward pass are
+conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et al. 2022):
 
     function                     forward                       backward
     copy_to_tensor_parallel      identity                      all-reduce
@@ -9,8 +9,8 @@ pair of conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikan
     gather_from_tensor_parallel  all-gather along the last dim own part of the last dim
     gather_from_sequence         all-gather along the sequence reduce-scatter along the sequence
     reduce_scatter_to_sequence   reduce-scatter                all-gather along the sequence
-    exchange_sequence_for_heads  all-to-all                    all-to-all back
-    exchange_heads_for_sequence  all-to-all                    all-to-all back
+    exchange_sequence_for_heads  all-to-all                    reverse all-to-all
+    exchange_heads_for_sequence  all-to-all                    reverse all-to-all
 
 The sequence is dimension 0 of `[s, b, h]`; heads are dimension 2 of `[s, b, heads, ...]`.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron.core.arithmetic import divide, even_range
 from megatron.core.parallel_state import Axis
 
-# torch 2.13 renamed these two collectives and warns on the old names.
+# torch 2.13 renamed these two collectives and warns about the old names.
 all_gather_into_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -35,7 +35,7 @@ Operation = Callable[[Tensor, Axis], Tensor]
 
 
 class Pending:
-    """A tensor whose collective may still be under way; `wait()` gives the finished tensor."""
+    """The result of a collective that may still be running; `wait()` returns the tensor."""
 
     def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
         self._tensor = tensor
@@ -48,46 +48,42 @@ class Pending:
 
 
 def start_all_reduce(tensor: Tensor, tp: Axis) -> Pending:
-    """Sum the contiguous `tensor` over the axis, in place."""
+    """Start to sum the contiguous `tensor` over the axis, in place."""
     if tp.size == 1:
         return Pending(tensor, None)
-    return Pending(tensor, dist.all_reduce(tensor, group=_group(tp), async_op=True))
+    work = dist.all_reduce(tensor, group=_get_group(tp), async_op=True)
+    return Pending(tensor, work)
 
 
 def start_sequence_all_gather(part: Tensor, tp: Axis) -> Pending:
-    """`[s/tp, ...]` of every rank -> `[s, ...]`."""
+    """Start to gather `[s/tp, ...]` of every rank to `[s, ...]`."""
     if tp.size == 1:
         return Pending(part, None)
     whole = part.new_empty(part.shape[0] * tp.size, *part.shape[1:])
-    return Pending(
-        whole, all_gather_into_tensor(whole, part.contiguous(), group=_group(tp), async_op=True)
-    )
+    work = all_gather_into_tensor(whole, part.contiguous(), group=_get_group(tp), async_op=True)
+    return Pending(whole, work)
 
 
 def start_sequence_reduce_scatter(whole: Tensor, tp: Axis) -> Pending:
-    """Sum of `[s, ...]` over the axis, of which this rank keeps its `[s/tp, ...]`."""
+    """Start to sum `[s, ...]` over the axis; the result is this rank's `[s/tp, ...]`."""
     if tp.size == 1:
         return Pending(whole, None)
-    part = whole.new_empty(_sequence_part(whole, tp), *whole.shape[1:])
-    return Pending(
-        part, reduce_scatter_tensor(part, whole.contiguous(), group=_group(tp), async_op=True)
-    )
-
-
-def _group(tp: Axis) -> dist.ProcessGroup:
-    assert tp.group is not None, f"{tp} only describes a layout: it has no process group"
-    return tp.group
-
-
-def _sequence_part(whole: Tensor, tp: Axis) -> int:
-    return divide(
+    part_length = divide(
         whole.shape[0],
         tp.size,
         "sequence length over the tensor-parallel ranks (sequence parallelism)",
     )
+    part = whole.new_empty(part_length, *whole.shape[1:])
+    work = reduce_scatter_tensor(part, whole.contiguous(), group=_get_group(tp), async_op=True)
+    return Pending(part, work)
 
 
-def _identity(tensor: Tensor, tp: Axis) -> Tensor:
+def _get_group(tp: Axis) -> dist.ProcessGroup:
+    assert tp.group is not None, f"{tp} only describes a layout: it does not have a process group"
+    return tp.group
+
+
+def _copy(tensor: Tensor, tp: Axis) -> Tensor:
     return tensor.view_as(tensor)
 
 
@@ -103,36 +99,36 @@ def _reduce_scatter_sequence(whole: Tensor, tp: Axis) -> Tensor:
     return start_sequence_reduce_scatter(whole, tp).wait()
 
 
-def _all_gather_last(part: Tensor, tp: Axis) -> Tensor:
+def _all_gather_last_dim(part: Tensor, tp: Axis) -> Tensor:
     stacked = start_sequence_all_gather(part.unsqueeze(0), tp).wait()  # [tp, ..., part]
     return stacked.movedim(0, -2).reshape(*part.shape[:-1], -1)
 
 
-def _slice_last(whole: Tensor, tp: Axis) -> Tensor:
+def _slice_last_dim(whole: Tensor, tp: Axis) -> Tensor:
     start, stop = even_range(whole.shape[-1], tp.rank, tp.size)
     return whole[..., start:stop].clone()
 
 
-def _to_heads(part: Tensor, cp: Axis) -> Tensor:
-    by_rank = (
-        part.unflatten(2, (cp.size, -1)).movedim(2, 0).contiguous()
-    )  # [cp, s/cp, b, heads/cp, ...]
-    return _all_to_all(by_rank, cp).flatten(0, 1)
+def _send_heads(part: Tensor, cp: Axis) -> Tensor:
+    """`[s/cp, b, heads, ...]` -> `[s, b, heads/cp, ...]`"""
+    by_rank = part.unflatten(2, (cp.size, -1)).movedim(2, 0)  # [cp, s/cp, b, heads/cp, ...]
+    return _all_to_all(by_rank.contiguous(), cp).flatten(0, 1)
 
 
-def _to_sequence(part: Tensor, cp: Axis) -> Tensor:
-    by_rank = part.unflatten(0, (cp.size, -1)).contiguous()  # [cp, s/cp, b, heads/cp, ...]
-    return _all_to_all(by_rank, cp).movedim(0, 2).flatten(2, 3)
+def _send_positions(part: Tensor, cp: Axis) -> Tensor:
+    """`[s, b, heads/cp, ...]` -> `[s/cp, b, heads, ...]`"""
+    by_rank = part.unflatten(0, (cp.size, -1))  # [cp, s/cp, b, heads/cp, ...]
+    return _all_to_all(by_rank.contiguous(), cp).movedim(0, 2).flatten(2, 3)
 
 
 def _all_to_all(by_rank: Tensor, axis: Axis) -> Tensor:
     received = torch.empty_like(by_rank)
-    dist.all_to_all_single(received, by_rank, group=_group(axis))
+    dist.all_to_all_single(received, by_rank, group=_get_group(axis))
     return received
 
 
 class _Conjugate(torch.autograd.Function):
-    """Apply `forward_operation`; the gradient goes through `backward_operation`."""
+    """Apply `forward_operation`, and `backward_operation` to the gradient."""
 
     @staticmethod
     def forward(
@@ -151,7 +147,7 @@ class _Conjugate(torch.autograd.Function):
         return ctx.backward_operation(grad, ctx.tp), None, None, None
 
 
-def _conjugate(
+def _apply_conjugate(
     tensor: Tensor, tp: Axis, forward_operation: Operation, backward_operation: Operation
 ) -> Tensor:
     if tp.size == 1:
@@ -161,36 +157,34 @@ def _conjugate(
 
 def copy_to_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
     """Enter a tensor-parallel region: every rank uses the whole tensor, its gradients are summed."""
-    return _conjugate(tensor, tp, _identity, _all_reduce)
+    return _apply_conjugate(tensor, tp, _copy, _all_reduce)
 
 
 def reduce_from_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
     """Leave a tensor-parallel region: sum the partial results of all ranks."""
-    return _conjugate(tensor, tp, _all_reduce, _identity)
+    return _apply_conjugate(tensor, tp, _all_reduce, _copy)
 
 
 def gather_from_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
-    """Join the parts of the last dimension; what follows is the same on all ranks."""
-    return _conjugate(tensor, tp, _all_gather_last, _slice_last)
+    """Concatenate the parts of the last dimension, for computations replicated on all ranks."""
+    return _apply_conjugate(tensor, tp, _all_gather_last_dim, _slice_last_dim)
 
 
 def gather_from_sequence(tensor: Tensor, tp: Axis) -> Tensor:
     """Enter a tensor-parallel region from a sequence-parallel one."""
-    return _conjugate(tensor, tp, _all_gather_sequence, _reduce_scatter_sequence)
+    return _apply_conjugate(tensor, tp, _all_gather_sequence, _reduce_scatter_sequence)
 
 
 def reduce_scatter_to_sequence(tensor: Tensor, tp: Axis) -> Tensor:
     """Leave a tensor-parallel region to a sequence-parallel one."""
-    return _conjugate(tensor, tp, _reduce_scatter_sequence, _all_gather_sequence)
+    return _apply_conjugate(tensor, tp, _reduce_scatter_sequence, _all_gather_sequence)
 
 
 def exchange_sequence_for_heads(tensor: Tensor, cp: Axis) -> Tensor:
-    """From some positions of all heads, `[s/cp, b, heads, ...]`, to all positions of some heads,
-    rank by rank.
-    """
-    return _conjugate(tensor, cp, _to_heads, _to_sequence)
+    """Exchange `[s/cp, b, heads, ...]` for `[s, b, heads/cp, ...]`, positions in rank order."""
+    return _apply_conjugate(tensor, cp, _send_heads, _send_positions)
 
 
 def exchange_heads_for_sequence(tensor: Tensor, cp: Axis) -> Tensor:
-    """From all positions of some heads, `[s, b, heads/cp, ...]`, to some positions of all heads."""
-    return _conjugate(tensor, cp, _to_sequence, _to_heads)
+    """Exchange `[s, b, heads/cp, ...]` for `[s/cp, b, heads, ...]`."""
+    return _apply_conjugate(tensor, cp, _send_positions, _send_heads)

@@ -1,8 +1,8 @@
-"""Random numbers under tensor parallelism, and activation checkpointing that repeats them.
+"""Random numbers under tensor parallelism, and activation checkpointing that reproduces them.
 
-Replicated regions draw from torch's default generator, which is seeded alike on all TP ranks;
-regions that are split over TP (attention, the sequence-parallel residual stream) draw from a stream
-of their own on each rank.
+Replicated regions draw from torch's default generator, which has the same seed on all TP ranks.
+Regions that are split over TP (attention, the sequence-parallel residual stream) draw from a
+separate stream on each rank.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-TP_SEED_OFFSET = (
-    2718  # Megatron-LM's distance between the seeds of the replicated and the split stream
-)
+TP_SEED_OFFSET = 2718
+"""Difference between the seeds of the replicated and the split stream, as in Megatron-LM."""
 
 
 class TensorParallelRng:
-    """The stream of random numbers of this rank's split regions."""
+    """The stream of random numbers for the split regions of this rank."""
 
     def __init__(self, seed: int, tp_rank: int, device: torch.device | None = None) -> None:
         self.device = device if device is not None else torch.device("cpu")
@@ -30,14 +29,14 @@ class TensorParallelRng:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Inside, torch's default generator of the device is this stream."""
-        outside = self._default_state()
+        """Replace torch's default generator of the device by this stream."""
+        default_state = self._get_default_state()
         self._set_default_state(self._state)
         try:
             yield
         finally:
-            self._state = self._default_state()
-            self._set_default_state(outside)
+            self._state = self._get_default_state()
+            self._set_default_state(default_state)
 
     def get_state(self) -> Tensor:
         return self._state.clone()
@@ -45,12 +44,10 @@ class TensorParallelRng:
     def set_state(self, state: Tensor) -> None:
         self._state = state.clone()
 
-    def _default_state(self) -> Tensor:
-        return (
-            torch.cuda.get_rng_state(self.device)
-            if self.device.type == "cuda"
-            else torch.get_rng_state()
-        )
+    def _get_default_state(self) -> Tensor:
+        if self.device.type == "cuda":
+            return torch.cuda.get_rng_state(self.device)
+        return torch.get_rng_state()
 
     def _set_default_state(self, state: Tensor) -> None:
         if self.device.type == "cuda":
@@ -65,9 +62,10 @@ def checkpoint(
     *args: Any,
     by: Callable[..., Any] = torch_checkpoint,
 ) -> Any:
-    """`function(*args)` without keeping its activations: backward computes it again, with the same random numbers.
+    """Return `function(*args)` without keeping its activations.
 
-    `by` has the form of torch's checkpoint, which it may replace.
+    The backward pass computes it again, with the same random numbers. `by` overrides torch's
+    checkpoint, and has its signature.
     """
     state = rng.get_state()
     calls = 0
@@ -77,12 +75,13 @@ def checkpoint(
         calls += 1
         if calls == 1:
             return function(*args)
-        now = rng.get_state()
+        # A repetition uses the original state, and does not advance the stream.
+        current_state = rng.get_state()
         rng.set_state(state)
         try:
             return function(*args)
         finally:
-            rng.set_state(now)
+            rng.set_state(current_state)
 
     return by(run, *args, use_reentrant=False)
 
@@ -90,26 +89,25 @@ def checkpoint(
 def recompute_intermediate(
     first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
-    """`then(first(x))` without keeping `first(x)`: where backward needs it, it is computed again from `x`.
+    """Return `then(first(x))` without keeping `first(x)`, which the backward pass recomputes from x.
 
-    For a cheap `first` whose input is kept in any case, such as a norm on the residual stream.
-    `first` draws no random numbers. A compiler decides by itself what it keeps.
+    This is meant for a cheap `first` whose input is kept anyway, such as a norm of the residual
+    stream. `first` must not draw random numbers. A compiler makes this decision itself.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return then(first(x))
-    between = [first(x)]
+    result = first(x)
+    intermediate: Tensor | None = result
     source = x.detach()
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        if (
-            not between
-            or saved.data_ptr() != between[0].data_ptr()
-            or saved.numel() != between[0].numel()
-        ):
+        """Replace the intermediate result by its shape."""
+        if intermediate is None or saved.data_ptr() != intermediate.data_ptr():
             return saved
-        return (
-            saved.shape if saved.is_contiguous() else saved
-        )  # in another order it is kept as it is
+        # Recomputation reproduces the contiguous layout only.
+        if saved.numel() != intermediate.numel() or not saved.is_contiguous():
+            return saved
+        return saved.shape
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):
@@ -118,6 +116,7 @@ def recompute_intermediate(
             return first(source).view(packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        y = then(between[0])
-    between.clear()  # the graph holds on to `pack`
+        y = then(result)
+    # The graph keeps a reference to `pack`, and thereby to this variable.
+    intermediate = None
     return y

@@ -1,0 +1,175 @@
+"""Output layer and cross entropy in one operation, with the vocabulary split over TP.
+
+The logits exist once, and the gradient overwrites them. Their columns are split over TP; the ranks
+exchange two numbers per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.layers import find_local_rows, linear_weight_grad
+from megatron.core.tensor_parallel.mappings import (
+    Pending,
+    start_all_reduce,
+    start_sequence_all_gather,
+    start_sequence_reduce_scatter,
+)
+
+# Logits that are converted to fp32 at once, by device. On a CPU the copy stays in the cache. On a
+# GPU it takes 256 MiB, and kernels run much longer than their launch takes: 16 chunks instead of 512
+# for 8,192 tokens with a vocabulary of 128k.
+_CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    tp: Axis,
+    sequence_parallel: bool = False,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return the loss of each token, `[s, b]` fp32. Collective over TP.
+
+    `hidden` is `[s, b, h]` (`[s/tp, b, h]` with `sequence_parallel`), `weight` `[v/tp, h]` contains
+    this rank's rows of the output matrix, `labels` are `[s, b]`. Rows from `vocab_size` on are
+    padding and not part of the softmax. With `softcap` a logit x is softcap * tanh(x / softcap).
+    """
+    return _LinearCrossEntropy.apply(
+        hidden, weight, labels, vocab_size, tp, sequence_parallel, softcap
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Overwrites the logits with e^(logit - max); the backward pass turns that into the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        tp: Axis,
+        sequence_parallel: bool,
+        softcap: float | None,
+    ) -> Tensor:
+        # Logits of this rank's rows, [n, v/tp] for n = s * b tokens
+        whole = start_sequence_all_gather(hidden, tp).wait() if sequence_parallel else hidden
+        logits = whole.reshape(-1, whole.shape[-1]) @ weight.t()
+        if softcap is not None:
+            logits.div_(softcap).tanh_().mul_(softcap)
+        num_rows = weight.shape[0]
+        first_row = tp.rank * num_rows
+        logits[:, max(0, vocab_size - first_row) :] = -torch.inf
+        columns, is_elsewhere = find_local_rows(labels.reshape(-1), first_row, num_rows)
+
+        # Maximum, sum of exponentials, and logit of the label, [n] each
+        largest = logits.amax(-1).float()
+        if tp.size > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
+        total, predicted = _exponentiate(logits, largest, columns)
+        # Labels of other ranks; a rank with padding only would contribute -inf.
+        predicted.masked_fill_(is_elsewhere, 0.0)
+        if tp.size > 1:
+            sums = torch.stack((total, predicted))
+            total, predicted = start_all_reduce(sums, tp).wait().unbind()
+
+        ctx.save_for_backward(hidden, weight, logits, largest, total, columns, is_elsewhere)
+        # The parameter itself, for main_grad: recomputation replaces saved tensors by copies.
+        ctx.weight = weight
+        ctx.tp = tp
+        ctx.sequence_parallel = sequence_parallel
+        ctx.softcap = softcap
+        return (total.log() - predicted).view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, exponentials, largest, total, columns, is_elsewhere = ctx.saved_tensors
+        tp = ctx.tp
+        sequence_parallel = ctx.sequence_parallel
+        # Phase 1: launch the all-gather
+        gather = Pending(hidden, None)
+        if sequence_parallel:
+            gather = start_sequence_all_gather(hidden, tp)
+        # Phase 2: the gradient of the logits overwrites the exponentials
+        dloss = dloss.reshape(-1).float()
+        if ctx.softcap is None:
+            _compute_logit_grad(exponentials, total, columns, is_elsewhere, dloss)
+        else:
+            chunks = _split_into_chunks(exponentials)
+            for start in chunks:
+                part = slice(start, start + chunks.step)
+                # From the exponentials, before they are overwritten
+                slope = _compute_softcap_slope(exponentials[part], largest[part], ctx.softcap)
+                dlogits = _compute_logit_grad(
+                    exponentials[part], total[part], columns[part], is_elsewhere[part], dloss[part]
+                )
+                dlogits.mul_(slope)
+        dlogits = exponentials
+        # Phase 3: dx, and launch its sum over TP
+        dx = (dlogits @ weight).view(gather.wait().shape)
+        reduce = start_sequence_reduce_scatter if sequence_parallel else start_all_reduce
+        reduced = reduce(dx, tp)
+        # Phase 4: dW, while that is in progress
+        x = gather.wait().reshape(-1, hidden.shape[-1])
+        dw = linear_weight_grad(ctx.weight, dlogits, x)
+        return reduced.wait(), dw, None, None, None, None, None
+
+
+def get_loss_chunk_elements(device_type: str) -> int:
+    """Return the maximum number of logits in fp32 at a time (except for a longer row)."""
+    return _CHUNK_ELEMENTS.get(device_type, _CHUNK_ELEMENTS["cuda"])
+
+
+def _split_into_chunks(logits: Tensor) -> range:
+    """Return the first rows of the chunks of `logits`; the step is the number of rows."""
+    rows, columns = logits.shape
+    chunk_elements = get_loss_chunk_elements(logits.device.type)
+    return range(0, rows, max(1, chunk_elements // max(1, columns)))
+
+
+def _exponentiate(logits: Tensor, largest: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Overwrite each logit x with e^(x - largest).
+
+    Returns their sum and x - largest at `columns`, both `[n]` fp32.
+    """
+    total = torch.empty_like(largest)
+    predicted = torch.empty_like(largest)
+    chunks = _split_into_chunks(logits)
+    for start in chunks:
+        part = slice(start, start + chunks.step)
+        shifted = logits[part].float()  # a view if the logits are fp32
+        shifted -= largest[part].unsqueeze(1)
+        torch.gather(shifted, 1, columns[part].unsqueeze(1), out=predicted[part].unsqueeze(1))
+        torch.sum(shifted.exp_(), -1, out=total[part])
+        if shifted.dtype != logits.dtype:
+            logits[part] = shifted
+    return total, predicted
+
+
+def _compute_logit_grad(
+    exponentials: Tensor, total: Tensor, columns: Tensor, is_elsewhere: Tensor, dloss: Tensor
+) -> Tensor:
+    """Overwrite the exponentials with `(softmax - onehot) * dloss`."""
+    exponentials.mul_((dloss / total).to(exponentials.dtype).unsqueeze(1))
+    rows = torch.arange(exponentials.shape[0], device=exponentials.device)
+    at_label = exponentials[rows, columns].float() - dloss * ~is_elsewhere
+    # Indexed assignment is in place; scatter_add_ would copy the whole matrix.
+    exponentials[rows, columns] = at_label.to(exponentials.dtype)
+    return exponentials
+
+
+def _compute_softcap_slope(exponentials: Tensor, largest: Tensor, softcap: float) -> Tensor:
+    """Return dy/dx = 1 - (y / softcap)^2 of y = softcap * tanh(x / softcap), from e^(y - largest)."""
+    tiny = torch.finfo(torch.float32).tiny
+    y = exponentials.float().clamp_min(tiny).log_().add_(largest.unsqueeze(1))
+    return y.div_(softcap).square_().neg_().add_(1.0)
