@@ -323,7 +323,7 @@ def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch
         ),
         (
             f"{TE} --apply-rope-fusion --position-embedding-type rope --rope-type yarn",
-            "neither scales",
+            "does not support",
         ),
         (
             f"{TE} --bf16 --fp8-format hybrid --fp8-param-gather",
