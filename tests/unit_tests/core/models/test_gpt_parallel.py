@@ -236,7 +236,7 @@ def dropped_stream(rank, world_size, sequence_parallel):
         "gpt2", ps, sequence_parallel=sequence_parallel, hidden_dropout=0.5
     ).decoder.layers[0]
     torch.manual_seed(4)
-    return layer._dropped(torch.ones(8, 2, 32))
+    return layer._apply_dropout(torch.ones(8, 2, 32))
 
 
 def test_dropout_is_equal_where_replicated_and_different_where_split(pool):
