@@ -26,8 +26,9 @@ from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import flag_parser, make_config, use_stored_args
 from megatron.training.config.run_config import Config
+from megatron.training.planning.pictures import draw_plan
 from megatron.training.planning.run_plan import RunPlan, plan_run
-from megatron.training.planning.summary import plan_page, plan_picture, set_planned_vocab_size
+from megatron.training.planning.summary import format_plan, set_planned_vocab_size
 from megatron.training.reporting.run_record import RecordedLaunch, compute_goodput, read_record
 from pretrain_gpt import model_provider
 
@@ -237,9 +238,7 @@ def main(argv: Sequence[str]) -> int:
         intervals = save_intervals(read_record(options.measured), options.mtbf_hours)
     better = [] if fits else alternatives(given, world_size, needed)
     if options.plot is not None:
-        plan_picture(
-            plan, options.plot, available if limited else None, reserve if limited else 0.0
-        )
+        draw_plan(plan, options.plot, available if limited else None, reserve if limited else 0.0)
     if options.json:
         ways = [
             {"flags": flags, "memory": size, "fits": size + reserve <= available}
@@ -249,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
         answer |= {"save_intervals": intervals} if intervals else {}
         print_json(as_json(config, plan, world_size) | answer, indent=2)
         return 0 if fits else 1
-    for line in plan_page(config, world_size, plan).split("\n"):
+    for line in format_plan(config, world_size, plan).split("\n"):
         print_line(line)
     if intervals:
         print_line()

@@ -64,9 +64,9 @@ from megatron.training.exit import (
 from megatron.training.initialize import initialize
 from megatron.training.planning.run_plan import plan_run
 from megatron.training.planning.summary import (
-    arguments,
-    as_lines,
     device_name,
+    format_arguments,
+    format_summary,
     layout_name,
     summarize,
 )
@@ -474,10 +474,10 @@ def reporting(
     world_size = run.ps.world_size
     plan = plan_run(config, world_size, model_provider, run.device.type)
     topics = summarize(config, world_size, plan, f"{device_name(run.device)} on every rank", start)
-    report_line(as_lines(topics), event="start", **topics)
+    report_line(format_summary(topics), event="start", **topics)
     if config.logging.print_args:
         report_line(
-            arguments(flags),
+            format_arguments(flags),
             event="arguments",
             arguments={name: str(value) for name, value in flags.items()},
         )

@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from megatron.conversion.model_space import model, pieces
     from megatron.conversion.model_space.source import Shape, TensorInfo
     from megatron.core.dist_checkpointing import mapping, verification
-    from megatron.training.planning import summary
+    from megatron.training.planning import pictures
 else:  # `show` needs torch for other formats than torch_dist alone
     torch = lazy_module("torch")
-    summary = lazy_module("megatron.training.planning.summary")
+    pictures = lazy_module("megatron.training.planning.pictures")
     convert = lazy_module("megatron.conversion.convert")
     torch_dist = lazy_module("megatron.conversion.megatron_lm.torch_dist")
     pieces = lazy_module("megatron.conversion.model_space.pieces")
@@ -150,7 +150,7 @@ def run_show(args: argparse.Namespace) -> int:
     if args.plot is not None:
         title = f"{path.name}: who wrote what"
         shares = compute_file_shares(path)
-        summary.shares_picture(shares, args.plot, title, "file: __{rank}_{writer}.distcp")
+        pictures.draw_shares(shares, args.plot, title, "file: __{rank}_{writer}.distcp")
     if args.json:
         print_json(result, indent=1)
     else:
@@ -482,7 +482,7 @@ def run_plan(args: argparse.Namespace) -> int:
         shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
         axes = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
         title = f"{args.path.name}: who reads what at {axes}"
-        summary.shares_picture(shares, args.plot, title, "rank")
+        pictures.draw_shares(shares, args.plot, title, "rank")
     if args.json:
         print_json(facts | {"loadable": True, "ranks": rows}, indent=1)
         return 0

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from megatron.training.config.parsing import parse_args
+from megatron.training.planning.pictures import draw_plan, draw_shares, make_timeline
 from megatron.training.planning.run_plan import plan_run
-from megatron.training.planning.summary import plan_picture, shares_picture, timeline
 from pretrain_gpt import model_provider
 
 image = pytest.importorskip("matplotlib.image", reason="the extra plots is not installed")
@@ -16,17 +16,17 @@ image = pytest.importorskip("matplotlib.image", reason="the extra plots is not i
 @pytest.mark.parametrize(
     ("stages", "chunks", "microbatches"), [(1, 1, 3), (2, 1, 5), (4, 1, 4), (4, 1, 9), (4, 2, 8)]
 )
-def test_the_bubble_of_the_timeline_is_that_of_the_plan(stages, chunks, microbatches):
+def test_timeline_has_the_bubble_of_the_plan(stages, chunks, microbatches):
     """Narayanan et al. 2021: (P - 1) / m of the time without bubble, over V with chunks; a pass
     takes 1 + 2.
     """
-    passes = timeline(stages, chunks, microbatches)
+    passes = make_timeline(stages, chunks, microbatches)
     assert len(passes) == 2 * stages * chunks * microbatches
     assert max(item.end for item in passes) == 3 * (chunks * microbatches + stages - 1)
 
 
 def test_passes_do_not_overlap_and_wait_for_their_input():
-    passes = timeline(4, 2, 8)
+    passes = make_timeline(4, 2, 8)
     ends = {(item.stage, item.action): item.end for item in passes}
     for stage in range(4):
         own = sorted((item for item in passes if item.stage == stage), key=lambda item: item.start)
@@ -44,8 +44,8 @@ def test_plan_picture(tmp_path):
     config = parse_args(shlex.split(flags + "--tokenizer-type NullTokenizer --vocab-size 127"), 4)
     config.set_vocab_size(128)
     plan = plan_run(config, 4, model_provider)
-    plan_picture(plan, tmp_path / "new/plan.png", device_bytes=80e9, reserve=4e9)
-    plan_picture(plan, tmp_path / "plain.png")
+    draw_plan(plan, tmp_path / "new/plan.png", device_bytes=80e9, reserve=4e9)
+    draw_plan(plan, tmp_path / "plain.png")
     drawn = image.imread(tmp_path / "new/plan.png")
     plain = image.imread(tmp_path / "plain.png")
     red = (abs(drawn[..., :3] - [0xC2 / 255, 0x33 / 255, 0x4D / 255]) < 0.02).all(-1)
@@ -60,11 +60,11 @@ def test_shares_picture(tmp_path):
         "a": {"embedding": {"weights": 5}, "layer 10": {"weights": 1}},
         "b": {"layer 9": {"exp_avg": 7}},
     }
-    shares_picture(shares, tmp_path / "shares.png", "who has what", "rank")
+    draw_shares(shares, tmp_path / "shares.png", "who has what", "rank")
     assert image.imread(tmp_path / "shares.png").shape[1] > 600
 
 
-def test_without_matplotlib_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+def test_missing_matplotlib_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match="pip install 'matplotlib"):
-        shares_picture({"a": {"embedding": {"weights": 5}}}, tmp_path / "shares.png", "", "")
+        draw_shares({"a": {"embedding": {"weights": 5}}}, tmp_path / "shares.png", "", "")

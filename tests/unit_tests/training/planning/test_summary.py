@@ -4,7 +4,7 @@ import shlex
 
 from megatron.training.config.parsing import parse_args
 from megatron.training.planning.run_plan import plan_run
-from megatron.training.planning.summary import arguments, as_lines, summarize
+from megatron.training.planning.summary import format_arguments, format_summary, summarize
 from pretrain_gpt import model_provider
 
 FLAGS = (
@@ -38,12 +38,12 @@ def test_stages_say_which_ranks_hold_what():
     assert topics["stage 0"].startswith("ranks 0-3: layers 0, embedding; ")
     assert topics["stage 1"].startswith("ranks 4-7: layers 1-2; ")
     assert topics["stage 2"].startswith("ranks 8-11: layers 3-5, output layer; ")
-    assert as_lines(topics).splitlines()[0].startswith("   model       6 layers")
+    assert format_summary(topics).splitlines()[0].startswith("   model       6 layers")
 
 
 def test_arguments_as_megatron_lm_prints_them():
     """The form of `print_args` in Megatron-LM's arguments.py: sorted, dots up to column 48."""
-    lines = arguments({"Zeta": 1, "adam_beta1": 0.9}).splitlines()
+    lines = format_arguments({"Zeta": 1, "adam_beta1": 0.9}).splitlines()
     assert lines[0] == "------------------------ arguments ------------------------"
     assert lines[1:3] == [
         "  adam_beta1 ...................................... 0.9",

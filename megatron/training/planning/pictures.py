@@ -1,0 +1,268 @@
+"""Pictures of a plan and of checkpoints, drawn with matplotlib (the extra `plots`): the pipeline
+schedule over time, the memory of stages, and the contents of ranks or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.core.pipeline_parallel.schedules import Action, consumer, schedule
+from megatron.training.planning.run_plan import MEMORY_PARTS, RunPlan
+
+COLORS = ["#2f6fdb", "#1a936f", "#d9730d", "#a23fbf", "#8a6d3b", "#0e8ba8", "#8e99a8"]
+FORWARD_COLOR = "#7aa7f0"
+BACKWARD_COLOR = "#17408b"
+GRID_COLOR = "#dde2e9"
+LIMIT_COLOR = "#c2334d"
+BACKWARD_COST = 2.0  # of a forward pass: two matrix products instead of one
+MIN_MICROBATCHES = 4  # per stage in the picture; the pattern repeats
+MAX_LABELED_PASSES = 24  # per stage; labels of more passes would overlap
+SMALLEST_PART = 0.002  # of the memory, that is drawn
+
+
+class Pass(NamedTuple):
+    """A pass of a stage in time, in units of a forward pass through one chunk."""
+
+    stage: int
+    action: Action
+    start: float
+    end: float
+
+
+def make_timeline(pp_size: int, vpp_size: int, num_microbatches: int) -> list[Pass]:
+    """Return the times of all passes if messages take no time.
+
+    A pass starts after the one before it on its stage, and after its input is available.
+    """
+    ticks = []
+    for rank in range(pp_size):
+        for tick in schedule(rank, pp_size, vpp_size, num_microbatches):
+            if tick.action is not None:
+                ticks.append((tick.clock, rank, tick.action))
+    ticks.sort(key=lambda row: row[:2])  # inputs are produced at an earlier clock
+
+    stage_end = [0.0] * pp_size
+    input_ready = dict[tuple[int, Action], float]()
+    passes = []
+    for _, rank, action in ticks:
+        start = max(stage_end[rank], input_ready.get((rank, action), 0.0))
+        end = start + (1.0 if action.kind == "forward" else BACKWARD_COST)
+        stage_end[rank] = end
+        message = consumer(rank, action, pp_size, vpp_size)
+        if message is not None:
+            input_ready[message.peer, message.input_of] = end
+        passes.append(Pass(rank, action, start, end))
+    return passes
+
+
+def draw_plan(
+    plan: RunPlan, path: Path, device_bytes: float | None = None, reserve: float = 0.0
+) -> None:
+    """Draw the schedule as a Gantt chart above the memory of every stage.
+
+    `device_bytes` is the memory of a device, drawn as a line, of which `reserve` is not available.
+    """
+    pyplot = _import_pyplot()
+    num_stages = len(plan.stages)
+    heights = [max(1.2, 0.4 * num_stages), 3.4]
+    figure, (gantt, memory) = pyplot.subplots(
+        2, 1, figsize=(10, sum(heights) + 1.8), height_ratios=heights, layout="constrained"
+    )
+    _draw_schedule(gantt, plan)
+    _draw_memory(memory, plan, device_bytes, reserve)
+    _save(figure, path)
+
+
+def _draw_schedule(axes: Any, plan: RunPlan) -> None:
+    pp_size = len(plan.stages)
+    vpp_size = plan.stages[0].ps.vpp_size
+    num_drawn = min(plan.num_microbatches, MIN_MICROBATCHES * pp_size)
+    for item in make_timeline(pp_size, vpp_size, num_drawn):
+        is_forward = item.action.kind == "forward"
+        axes.barh(
+            item.stage,
+            item.end - item.start,
+            left=item.start,
+            height=0.86,
+            edgecolor="white",
+            linewidth=0.8,
+            color=FORWARD_COLOR if is_forward else BACKWARD_COLOR,
+            alpha=1.0 - 0.45 * item.action.chunk / vpp_size,
+        )
+        if num_drawn * vpp_size <= MAX_LABELED_PASSES:
+            axes.text(
+                (item.start + item.end) / 2,
+                item.stage,
+                item.action.microbatch,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="#1c2430" if is_forward else "white",
+            )
+    title = f"Pipeline: {100 * plan.bubble:.1f} % of a step is bubble (white)"
+    if num_drawn < plan.num_microbatches:
+        title += f", the first {num_drawn} micro-batches of {plan.num_microbatches}"
+    axes.set_title(f"{title}\n", loc="left", fontsize=11)
+    legend = [("forward", FORWARD_COLOR), ("backward", BACKWARD_COLOR)]
+    if vpp_size > 1:
+        legend.append(("later chunks are paler", GRID_COLOR))
+    _add_legend(axes, legend, columns=3)
+    axes.set_yticks(range(pp_size), [f"stage {stage}" for stage in range(pp_size)])
+    axes.invert_yaxis()
+    axes.set_xlabel("time (1 = forward pass of one chunk)", fontsize=9)
+    _style(axes)
+
+
+def _draw_memory(axes: Any, plan: RunPlan, device_bytes: float | None, reserve: float) -> None:
+    stages = range(len(plan.stages))
+
+    # Stacked bars; parts that are too small to see are left out of the legend.
+    bottom = np.zeros(len(stages))
+    legend = []
+    for (part, name), color in zip(MEMORY_PARTS.items(), COLORS, strict=True):
+        sizes = np.array([getattr(stage.memory, part) for stage in plan.stages]) / 1e9
+        if sizes.max() > SMALLEST_PART * plan.largest / 1e9:
+            axes.bar(stages, sizes, bottom=bottom, width=0.62, color=color)
+            legend.append((name, color))
+        bottom += sizes
+    for stage, top in enumerate(bottom):
+        label = f" {top:.3g} GB\n"
+        axes.text(stage, top, label, ha="center", va="bottom", fontsize=9, linespacing=0.4)
+
+    # The memory of the device.
+    title = "Memory per rank"
+    if device_bytes is not None:
+        available = (device_bytes - reserve) / 1e9
+        axes.axhline(device_bytes / 1e9, color=LIMIT_COLOR, linewidth=1.6)
+        axes.axhspan(available, device_bytes / 1e9, color=LIMIT_COLOR, alpha=0.12, linewidth=0)
+        verdict = "fits" if plan.largest + reserve <= device_bytes else "DOES NOT FIT"
+        title += f": {verdict} {device_bytes / 1e9:.0f} GB"
+        if reserve:
+            title += f" less {reserve / 1e9:.0f} GB in reserve (red)"
+
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_ylim(0, 1.12 * max(plan.largest, device_bytes or 0) / 1e9)
+    axes.set_xlim(-0.6, len(stages) - 0.4)
+    axes.set_xticks(stages, [f"stage {stage}" for stage in stages])
+    axes.set_ylabel("GB", fontsize=9)
+    _add_legend(axes, legend[::-1], outside=True)
+    _style(axes)
+
+
+Shares = Mapping[str, Mapping[str, Mapping[str, int]]]
+"""Bytes by column (a rank or a file), part of the model and kind of tensor."""
+
+
+def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
+    """Draw which parts of a model each rank or file has.
+
+    Above: the bytes of each column by kind of tensor; below: by part of the model. `columns` is the
+    label of the columns.
+    """
+    pyplot = _import_pyplot()
+    all_parts: set[str] = set()
+    all_kinds: dict[str, None] = {}
+    for column in shares.values():
+        all_parts |= column.keys()
+        for part in column.values():
+            all_kinds |= dict.fromkeys(part)
+    parts = sorted(all_parts, key=_order_of_part)
+    heights = [2.4, max(1.6, 0.26 * len(parts))]
+    figure, (bars, grid) = pyplot.subplots(
+        2,
+        1,
+        figsize=(max(7.0, 2.2 + 0.32 * len(shares)), sum(heights) + 1.6),
+        height_ratios=heights,
+        sharex=True,
+        layout="constrained",
+    )
+    _draw_kinds(bars, shares, list(all_kinds))
+    bars.set_title(title, loc="left", fontsize=11)
+    image = _draw_parts(grid, shares, parts)
+    figure.colorbar(image, cax=grid.inset_axes([1.02, 0.05, 0.02, 0.9]), label="MB")
+    grid.set_xlabel(columns, fontsize=9)
+    _save(figure, path)
+
+
+def _draw_kinds(axes: Any, shares: Shares, kinds: Sequence[str]) -> None:
+    """Draw a bar for each column, stacked by kind of tensor."""
+    colors = COLORS * (1 + len(kinds) // len(COLORS))
+    bottom = np.zeros(len(shares))
+    for kind, color in zip(kinds, colors, strict=False):
+        sizes = [sum(part.get(kind, 0) for part in column.values()) for column in shares.values()]
+        megabytes = np.array(sizes) / 1e6
+        axes.bar(range(len(shares)), megabytes, bottom=bottom, width=0.72, color=color)
+        bottom += megabytes
+    axes.set_ylabel("MB", fontsize=9)
+    _add_legend(axes, list(zip(kinds, COLORS, strict=False)), outside=True)
+    _style(axes)
+
+
+def _draw_parts(axes: Any, shares: Shares, parts: Sequence[str]) -> Any:
+    """Draw a heat map of the bytes by part of the model and column; returns the image."""
+    megabytes = np.full((len(parts), len(shares)), np.nan)  # white where there is nothing
+    for x, column in enumerate(shares.values()):
+        for y, part in enumerate(parts):
+            size = sum(column.get(part, {}).values())
+            if size > 0:
+                megabytes[y, x] = size / 1e6
+    image = axes.imshow(megabytes, aspect="auto", cmap="Blues", vmin=0)
+    names = list(shares)
+    step = max(1, len(parts) // 60)
+    axes.set_yticks(range(0, len(parts), step), parts[::step], fontsize=7)
+    step = max(1, len(names) // 64)
+    axes.set_xticks(range(0, len(names), step), names[::step], rotation=90, fontsize=7)
+    return image
+
+
+def _order_of_part(part: str) -> tuple[int, int, str]:
+    """Return a sort key: embedding, layers by number, what follows them, objects."""
+    first = {"embedding": 0, "layer": 1, "final norm": 2, "output layer": 3}
+    word, _, number = part.rpartition(" ")
+    if word == "layer":
+        return first["layer"], int(number), ""
+    return first.get(part, 4), 0, part
+
+
+def _import_pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'matplotlib>=3.8'") from None
+    matplotlib.use("Agg")  # without a display
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _style(axes: Any) -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0, labelsize=9)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y" if axes.get_ylabel() else "x", color=GRID_COLOR)
+
+
+def _add_legend(
+    axes: Any, rows: Sequence[tuple[str, str]], columns: int = 1, outside: bool = False
+) -> None:
+    """Add a legend of (label, color) above the axes, or to the right with `outside`."""
+    from matplotlib.patches import Patch
+
+    axes.legend(
+        handles=[Patch(color=color, label=label) for label, color in rows],
+        frameon=False,
+        fontsize=9,
+        loc="upper left" if outside else "lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=columns,
+    )
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    _import_pyplot().close(figure)
