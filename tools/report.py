@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from megatron.conversion.formats import find_problem, iteration_directory, saved_iterations
-from megatron.core.dist_checkpointing import on_branch, read_lineage, read_tracker, verify
+from megatron.conversion.formats import find_problem
+from megatron.core.dist_checkpointing import CheckpointDirectory, read_tracker, verify
 from megatron.core.dist_checkpointing.lineage import read_parent
 from megatron.core.dist_checkpointing.verification import compute_verify_size
 from megatron.core.durable_files import write_durably
@@ -139,17 +139,16 @@ def describe_checkpoints(
     for number_of_launch, launch in enumerate(launches, start=1):
         for row in find_saves(launch):
             writers[row["iteration"]] = number_of_launch
-    directories = {
-        iteration: iteration_directory(root, iteration) for iteration in saved_iterations(root)
-    }
-    lineages = {iteration: read_lineage(directory) for iteration, directory in directories.items()}
+    checkpoints = CheckpointDirectory(root)
+    lineages = checkpoints.read_lineages()
     head = None
     with contextlib.suppress(ValueError):  # a damaged tracker does not prevent a report
         head = lineages.get(cast(int, read_tracker(root)))
-    current = on_branch(lineages, head)
+    current = checkpoints.list_branch(head)
 
     rows = []
-    for iteration, directory in directories.items():
+    for iteration in checkpoints.list_iterations():
+        directory = checkpoints.path(iteration)
         number = writers.get(iteration)
         writer = None if number is None else launches[number - 1]
         files = [path for path in directory.rglob("*") if path.is_file()]
@@ -175,7 +174,7 @@ def find_parent(directory: Path, writer: RecordedLaunch | None) -> str | None:
     """
     before = read_parent(directory)
     if before is not None:
-        return iteration_directory("", before).name
+        return CheckpointDirectory(directory.parent).path(before).name
     if writer is None:
         return None
     loaded = writer.start.get("loaded")

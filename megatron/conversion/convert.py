@@ -47,6 +47,7 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing import (
+    CheckpointDirectory,
     CheckpointError,
     LoadReport,
     ShardedStateDict,
@@ -352,8 +353,9 @@ def _in_iteration(source: Source, root: Path, write: Callable[[Path], list[str]]
     training = source.training
     begun = training is not None and (training.iteration > 0 or training.param_groups is not None)
     iteration: int | str = training.iteration if training is not None and begun else "release"
-    name = iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
-    not_carried = write(root / file_name(name, "the iteration"))
+    directory = CheckpointDirectory(root).path(iteration)
+    file_name(directory.name, "the iteration")
+    not_carried = write(directory)
     write_tracker(root, iteration)
     return not_carried
 

@@ -19,14 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.conversion.file_names import LATEST, MODEL_FILE, RELEASE, ZERO
 from megatron.core.dist_checkpointing import (
+    CheckpointDirectory,
     CheckpointError,
     find_missing_or_truncated,
     is_complete,
-    on_branch,
+    is_unfinished,
     read_lineage,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON, read_commit
+from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
 from megatron.core.dist_checkpointing.format.schema import file_name, read_json, read_regular
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import ObjectPath, path_of
@@ -57,14 +58,6 @@ class CheckpointRef(NamedTuple):
 
 
 # ---- Formats ----
-
-
-def is_unfinished(directory: Path) -> bool:
-    """Return whether `directory` is an unfinished save in object storage.
-
-    A save on a file system is renamed when it is complete; objects have their final names at once.
-    """
-    return isinstance(directory, ObjectPath) and read_commit(directory) is None
 
 
 def _is_torch_dist(directory: Path) -> bool:
@@ -161,30 +154,11 @@ def find_problem(directory: Path) -> str | None:
 # ---- Directories of checkpoints ----
 
 
-def iteration_directory(root: str | Path, iteration: int) -> Path:
-    """Return the directory of an iteration under `root`."""
-    return path_of(root) / f"iter_{iteration:07d}"
-
-
-def iteration_of(directory: Path) -> int:
-    """Return the iteration in the name of a directory.
-
-    Node-local checkpoints have the name of the save after it: `iter_0000010-<save>`.
-    """
-    return int(directory.name.removeprefix("iter_").partition("-")[0])
-
-
-def saved_iterations(root: str | Path) -> list[int]:
-    """Return the iterations that have a directory under `root`, complete or not, in order."""
-    names = [path.name.removeprefix("iter_") for path in path_of(root).glob("iter_*")]
-    return sorted(int(name) for name in names if name.isascii() and name.isdigit())
-
-
 def checkpoint_directory(root: Path, named: int | str) -> Path:
     """Return the directory of the iteration or release `named`, which need not exist."""
     if isinstance(named, str):
         return root / named
-    directory = iteration_directory(root, named)
+    directory = CheckpointDirectory(root).path(named)
     deepspeed = root / f"global_step{named}_universal"
     if deepspeed.is_dir() and not directory.is_dir():
         return deepspeed
@@ -226,25 +200,24 @@ def find_named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, st
 def list_newest_first(root: Path, head: Path | None = None) -> list[Path]:
     """Return the checkpoints in `root`, complete or not, in the order of fallback.
 
-    Only this function decides which of two checkpoints is newer. Iterations must be on the branch
-    that ends with `head`, by default on the branch of the latest start (see
-    `dist_checkpointing.lineage`).
+    Iterations must be on the branch that ends with `head`, by default on the branch of the latest
+    start (see `dist_checkpointing.lineage`).
     """
-    lineages = {}
-    for iteration in saved_iterations(root):
-        directory = iteration_directory(root, iteration)
-        if not is_unfinished(directory):
-            lineages[iteration] = read_lineage(directory)
+    checkpoints = CheckpointDirectory(root)
     end = None
     if head is not None and head.is_dir() and head.parent == root:
         end = read_lineage(head)
-    numbered = {iteration_directory(root, i): i for i in on_branch(lineages, end)}
+    numbered = {
+        checkpoints.path(iteration): iteration for iteration in checkpoints.list_branch(end)
+    }
     for path in root.glob("global_step*_universal"):
         match = _UNIVERSAL.fullmatch(path.name)
         if match is not None:
             numbered[path] = int(match[1])
     ordered = sorted(numbered, key=lambda path: -numbered[path])
     ordered.append(root / RELEASE)
+    # Copies under another name belong to no branch: they are the last resort.
+    ordered += [path for path in checkpoints.list_misnamed() if path not in ordered]
     return [path for path in ordered if path.is_dir() and any(path.iterdir())]
 
 

@@ -25,18 +25,13 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.durable_files import encode_json, write_json
 from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.optimizer import StepResult
-from megatron.training.checkpoint.checkpointing import (
-    check_hf_target,
-    common_state,
-    open_local_tier,
-    save_checkpoint,
-    save_hf,
-    state_to_save,
-)
+from megatron.training.checkpoint.contents import get_common_state, get_state_to_save
+from megatron.training.checkpoint.export import check_hf_target, make_legacy_rewrite, save_hf
 from megatron.training.checkpoint.ownership import (
     find_saved,
     identify_job,
     newest_saved,
+    open_local_tier,
     prepare_save_directory,
     saves_to,
     take_save_directory,
@@ -308,14 +303,33 @@ def save_if_finite(
         nan_check.finish()
         if locally:
             run.saver.save_locally(
-                state_to_save(run), run.state.iteration, common_state(run), since
+                get_state_to_save(run), run.state.iteration, get_common_state(run), since
             )
         elif config.save is not None:
             save_checkpoint(run, config.save, config.ckpt_format, since, last)
 
 
+def save_checkpoint(
+    run: Run, root: str, ckpt_format: str, since: float | None = None, last: bool = True
+) -> None:
+    """Save the run under `root`. Collective.
+
+    Training has been waiting since `since` (perf_counter), and ends if this is the `last` save.
+    """
+    rewrite = make_legacy_rewrite(run.config) if ckpt_format == "torch" else None
+    run.saver.save(
+        get_state_to_save(run),
+        path_of(root),
+        run.state.iteration,
+        get_common_state(run),
+        rewrite,
+        since,
+        last,
+    )
+
+
 def save_converted(run: Run) -> None:
-    """--ckpt-convert-format: what was loaded, in another format, where Megatron-LM places it."""
+    """Save the loaded checkpoint in the format --ckpt-convert-format, where Megatron-LM puts it."""
     config = run.config.checkpoint
     assert config.ckpt_convert_format is not None and config.ckpt_convert_save is not None
     save_checkpoint(

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import megatron.conversion.convert as loading
-import megatron.training.checkpoint.checkpointing as checkpointing
 from megatron.conversion.convert import convert
 from megatron.conversion.options import WriteOptions
+from megatron.training.checkpoint import contents
 from tests.support.compare import assert_same
 from tests.support.training_harness import LAYOUTS, MODELS, train, whole
 
@@ -127,12 +127,12 @@ def train_as_on_a_gpu(rank, world_size, flags):
             "rng_tracker_states": {"model-parallel-rng": cuda},
         }
 
-    original = checkpointing.get_rng_state
-    checkpointing.get_rng_state = get_rng_state
+    original = contents.get_rng_state
+    contents.get_rng_state = get_rng_state
     try:
         return train(rank, world_size, flags)
     finally:
-        checkpointing.get_rng_state = original
+        contents.get_rng_state = original
 
 
 def test_generators_of_a_gpu_run_are_skipped_on_a_cpu(pool, tmp_path):

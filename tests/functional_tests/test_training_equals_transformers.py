@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from megatron.training.checkpoint.checkpointing import model_state
+from megatron.training.checkpoint.contents import get_model_state
 from megatron.training.config.parsing import parse_args
 from megatron.training.data.loaders import build_data
 from megatron.training.data.tokenizer import build_tokenizer
@@ -101,7 +101,7 @@ def train_from(rank, world_size, flags, weights):
     tokenizer = build_tokenizer(config.tokenizer)
     config.set_vocab_size(tokenizer.vocab_size)
     run = build_run(config, ps, device, model_provider, forward_step)
-    state = model_state(run)
+    state = get_model_state(run)
     for key, entry in state.items():
         for box in entry.boxes:
             place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))

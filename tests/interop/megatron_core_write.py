@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.models.gpt import GPTModel
-from megatron.training.checkpoint.checkpointing import model_state
+from megatron.training.checkpoint.contents import get_model_state
 from megatron.training.config.parsing import parse_args
 from megatron.training.run import Run
 from megatron.training.training import pretrain
@@ -82,7 +82,7 @@ def main() -> None:
 
 def global_tensors(run: Run) -> dict[str, torch.Tensor]:
     """All weights and optimizer state by key, put together from the boxes of all ranks."""
-    state = model_state(run)
+    state = get_model_state(run)
     state |= run.optimizer.sharded_state_dict(state)
     boxes = [
         (key, entry.global_shape, box.offset, box.tensor)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.training.checkpoint.checkpointing import model_state
+from megatron.training.checkpoint.contents import get_model_state
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import parse_args
 from megatron.training.reporting.logging import Interval
@@ -104,7 +104,7 @@ def train(
     argv = shlex.split(common + flags)
     config = parse_args(argv, world_size, read_checkpoint_args(argv, world_size))
     run = pretrain(config, model_provider, datasets_provider, forward_step, writers=[measured])
-    model = model_state(run)
+    model = get_model_state(run)
     state = run.optimizer.weights(model) | run.optimizer.sharded_state_dict(model)
     boxes = [
         (key, entry.global_shape, box.offset, box.tensor.clone())

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING
 from megatron.core.lazy_import import lazy_names
 
 if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.checkpoint_directory import (
+        CheckpointDirectory,
+        is_unfinished,
+    )
     from megatron.core.dist_checkpointing.files import (
         clean_up,
         is_complete,
@@ -32,7 +36,12 @@ if TYPE_CHECKING:
         safe_open,
     )
     from megatron.core.dist_checkpointing.generation import Generation, SupersededError
-    from megatron.core.dist_checkpointing.lineage import Lineage, Segment, on_branch, read_lineage
+    from megatron.core.dist_checkpointing.lineage import (
+        Lineage,
+        Segment,
+        iteration_in_name,
+        read_lineage,
+    )
     from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load
     from megatron.core.dist_checkpointing.loading.reader import Reader, Request
     from megatron.core.dist_checkpointing.mapping import (

@@ -18,15 +18,18 @@ import socket
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.conversion.formats import CheckpointRef, NoCheckpointError, find_checkpoint
 from megatron.core.dist_checkpointing import Generation, clean_up, take_generation
+from megatron.core.dist_checkpointing.files import run_name
 from megatron.core.dist_checkpointing.generation import find_newest, read_owner
 from megatron.core.dist_checkpointing.local_tier import LocalTier, order_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
+from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 
 _MAX_FORMER_JOBS = 16  # in owner.json
@@ -270,3 +273,20 @@ def newest_saved(root: Path | None) -> str | None:
         return None if found is None else found.directory.name
 
     return Coordination.of(None).run_on_rank0(find)
+
+
+def open_local_tier(config: CheckpointConfig, save: Path | None) -> LocalTier | None:
+    """Return where the nodes keep checkpoints of `save` on their own disks. Collective.
+
+    None without --non-persistent-ckpt-type, and for a run that saves nothing.
+    """
+    directory = config.non_persistent_local_ckpt_dir
+    if save is None or config.non_persistent_ckpt_type is None or directory is None:
+        return None
+    run = Coordination.of(None).run_on_rank0(lambda: run_name(save))
+    return LocalTier.create(
+        Path(os.path.expandvars(directory)) / run,
+        config.replication_factor if config.replication else 1,
+        config.replication_jump,
+        timedelta(minutes=config.ckpt_save_timeout_minutes),
+    )

@@ -13,13 +13,11 @@ from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
 from megatron.conversion.model_space.source import Source, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import UPDATE_RULES, OptimizerConfig
 from megatron.core.transformer.transformer_config import is_used, select_architecture_fields
-from megatron.training.checkpoint.checkpointing import (
-    fp8_state_to_load,
-    model_state,
-    restore_fp8_state,
-)
+from megatron.training.checkpoint.contents import get_model_state
+from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
 from megatron.training.checkpoint.rng_state import rng_key, set_rng_state
 from megatron.training.checkpoint.start import Start
 from megatron.training.config.options import CheckpointConfig
@@ -31,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def may_leave_weights(config: CheckpointConfig) -> bool:
-    """Whether --dist-ckpt-strictness lets weights that a checkpoint lacks keep their first values."""
+    """Return whether weights that the checkpoint lacks may keep their initial values."""
     unexpected, _ = STRICTNESS[config.dist_ckpt_strictness]
     return unexpected != RAISE
 
@@ -65,10 +63,9 @@ def _load(run: Run, start: Start) -> None:
     source = start.source
     began = time.perf_counter()
 
-    # Decide what to take, and check that it fits before anything changes.
-    for warning in check_same_model(
-        run.config.flags(), normalize_stored_args(source.args), source.description
-    ):
+    # Decide what to load, and check that it fits before anything changes.
+    stored_args = normalize_stored_args(source.args)
+    for warning in check_same_model(run.config.flags(), stored_args, source.description):
         logger.warning(warning)
     training = None if start.weights_only else source.training
     skips_optimizer = config.no_load_optim and (not start.continues or config.no_save_optim)
@@ -78,26 +75,28 @@ def _load(run: Run, start: Start) -> None:
 
     # Read into the live tensors. With an optimizer the weights follow from its main parameters,
     # which are more precise.
-    model = model_state(run)
-    rng = rng_key(run.ps)
+    model = get_model_state(run)
     wanted = (
         run.optimizer.state_to_load(model)
         if with_optimizer
         else run.optimizer.weights(model, live=True)
     )
-    if training is not None and not config.no_load_rng and rng in training.rng:
-        wanted[rng] = ShardedObject(rng, None)
-    if training is not None and isinstance(source, RunCheckpoint):
-        wanted |= fp8_state_to_load(run, model, source.reader.metadata.objects)
-    objects = load_from_source(
+    generators = rng_key(run.ps)
+    if training is not None and not config.no_load_rng and generators in training.rng:
+        wanted[generators] = ShardedObject(generators, None)
+    has_fp8 = run.config.model.fp8 is not None
+    if has_fp8 and training is not None and isinstance(source, RunCheckpoint):
+        stored_objects = source.reader.metadata.objects
+        wanted |= fp8_state_to_load(run.chunks, run.ps.ep, model, stored_objects)
+    report = load_from_source(
         wanted,
         source,
         strictness=config.dist_ckpt_strictness,
-        skip=lambda key: _is_left_out(key, with_optimizer, source.tensors),
+        skip=lambda key: _is_skipped(key, with_optimizer, source.tensors),
         parallelization_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
-    ).objects
+    )
 
-    # Bring everything that is not a tensor to the same point.
+    # Restore everything that is not a tensor.
     if with_optimizer:
         assert training is not None
         state = {
@@ -108,58 +107,61 @@ def _load(run: Run, start: Start) -> None:
     else:
         run.optimizer.reload_model_params(model)
     if training is not None:
-        _take_position(run, training, source.args.get("train_data_fingerprint"), with_optimizer)
-        _restore_generators(run, objects.get(rng))
-        restore_fp8_state(run, model, objects, source.args)
+        fingerprint = source.args.get("train_data_fingerprint")
+        _restore_position(run, training, fingerprint, with_optimizer)
+        _restore_generators(run, report.objects.get(generators))
+        _restore_fp8(run, model, report.objects, had_fp8=bool(source.args.get("fp8")))
+
     run.loaded = source.description
-    what = "weights and optimizer" if with_optimizer else "weights"
-    seconds = run.loading_seconds = time.perf_counter() - began
+    run.loading_seconds = time.perf_counter() - began
+    loaded = "weights and optimizer" if with_optimizer else "weights"
     logger.info(
-        f"loaded {what} of {source.description} at iteration {run.state.iteration} in {seconds:.2f} s"
+        f"loaded {loaded} of {source.description} at iteration {run.state.iteration} in "
+        f"{run.loading_seconds:.2f} s"
     )
 
 
 def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source: str) -> list[str]:
-    """Warnings about other mathematics; ValueError that names every argument by which the shape
-    differs.
+    """Return warnings about arguments by which the computation differs.
+
+    Raises ValueError that names every argument by which the shape of the model differs.
     """
     flags = normalize_stored_args(flags)
-
-    def differing(what: str) -> list[str]:
-        names = [
-            field.name
-            for field in select_architecture_fields(what)
-            if field.name in stored and is_used(field, flags)
-        ]
-        pairs = {name: (stored[name], flags[name]) for name in names}
-        return [
-            f"{name}: {old} in the checkpoint, {new} now"
-            for name, (old, new) in pairs.items()
-            if old != new
-        ]
-
-    wrong = differing("shapes")
+    wrong = _list_differences("shapes", flags, stored)
     if wrong:
         lines = "\n  ".join(wrong)
         raise ValueError(
-            f"{source} holds another model:\n  {lines}\nchange these flags, or take them from the checkpoint with "
-            "--use-checkpoint-args"
+            f"{source} holds another model:\n  {lines}\nchange these flags, or take them from the "
+            "checkpoint with --use-checkpoint-args"
         )
-    return [
-        f"{source} was trained with other mathematics: {line}" for line in differing("mathematics")
-    ]
+    differences = _list_differences("mathematics", flags, stored)
+    return [f"{source} was trained with other mathematics: {line}" for line in differences]
+
+
+def _list_differences(kind: str, flags: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Return a line for each architecture field of `kind` whose stored value differs."""
+    lines = []
+    for field in select_architecture_fields(kind):
+        name = field.name
+        if name in stored and is_used(field, flags) and stored[name] != flags[name]:
+            lines.append(f"{name}: {stored[name]} in the checkpoint, {flags[name]} now")
+    return lines
 
 
 def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
-    """Raises ValueError unless the checkpoint has the state of this optimizer."""
-    ways_out = "continue with a fresh one (--no-load-optim), or start a new run from its weights (--finetune)"
+    """Raise ValueError unless the checkpoint has the state of this optimizer."""
+    ways_out = (
+        "continue with a fresh one (--no-load-optim), or start a new run from its weights "
+        "(--finetune)"
+    )
     if source.training is None or source.training.param_groups is None:
         raise ValueError(f"{source.description} holds no optimizer: {ways_out}")
     stored = source.args.get("optimizer", config.optimizer)
     if stored != config.optimizer:
         raise ValueError(
-            f"{source.description} holds the optimizer state of --optimizer {stored}, which --optimizer "
-            f"{config.optimizer} cannot use: {ways_out}, or continue with --optimizer {stored}"
+            f"{source.description} holds the optimizer state of --optimizer {stored}, which "
+            f"--optimizer {config.optimizer} cannot use: {ways_out}, or continue with --optimizer "
+            f"{stored}"
         )
     conflict = UPDATE_RULES[stored].find_conflict(config, source.training.param_groups)
     if conflict is not None:
@@ -170,11 +172,11 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
         )
 
 
-def _is_left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
-    """Keys of a checkpoint that a load passes over on purpose.
+def _is_skipped(key: str, with_optimizer: bool, stored: Collection[str]) -> bool:
+    """Return whether a load skips a key of the checkpoint that no rank has requested.
 
-    Weights that have a main parameter in `stored` or an optimizer that is not wanted, generators of
-    other places, and what is there for Megatron-core only.
+    It skips weights that have a main parameter in `stored`, the state of an optimizer that is not
+    loaded, generators of other ranks and layouts, and the extra states of Megatron-core.
     """
     if key.startswith("optimizer."):
         return not with_optimizer
@@ -183,12 +185,10 @@ def _is_left_out(key: str, with_optimizer: bool, stored: Collection[str]) -> boo
     return key.startswith("rng_state/") or is_extra_state(key)
 
 
-def _take_position(
+def _restore_position(
     run: Run, training: TrainingState, fingerprint: str | None, with_optimizer: bool
 ) -> None:
-    """Iteration and consumed samples, which decide what data comes next, and where the schedule
-    stands.
-    """
+    """Restore iteration and consumed samples, which decide what data comes next, and the schedule."""
     run.state = TrainState(
         training.iteration,
         training.consumed_train_samples,
@@ -203,8 +203,9 @@ def _take_position(
 
 
 def _restore_generators(run: Run, state: Any) -> None:
-    """Restore what fits; the rest (other layout, device or program) is seeded again, so that the
-    run is repeatable.
+    """Restore the generators that fit.
+
+    Those of another layout, device or program are seeded again, so that the run can be repeated.
     """
     seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
     # Megatron-LM stores a list with the state of each data-parallel rank that shares the key.
@@ -213,6 +214,21 @@ def _restore_generators(run: Run, state: Any) -> None:
     unfit = ["of this layout"] if state is None else set_rng_state(state, run.rng)
     if unfit and not run.config.checkpoint.no_load_rng:
         logger.info(
-            f"the checkpoint has no random number generators {' and '.join(unfit)}: they are seeded anew from --seed "
-            "and the iteration"
+            f"the checkpoint has no random number generators {' and '.join(unfit)}: they are "
+            "seeded again from --seed and the iteration"
+        )
+
+
+def _restore_fp8(
+    run: Run, model: ShardedStateDict, objects: Mapping[str, Any], had_fp8: bool
+) -> None:
+    """Restore the fp8 scales that fit, and log if the checkpoint has scales of which none fits."""
+    config = run.config.model
+    if restore_fp8_state(run.chunks, run.ps.ep, model, objects, config):
+        run.optimizer.requantize()
+    elif had_fp8:
+        now = "without fp8" if config.fp8 is None else f"of --fp8-recipe {config.fp8_recipe}"
+        logger.info(
+            f"the scales of fp8 in the checkpoint are not used: this run is {now}, or of another "
+            "layout"
         )

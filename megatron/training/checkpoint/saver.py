@@ -1,51 +1,37 @@
-"""Writes the checkpoints of a run, while training waits or behind it with --async-save, and removes
-old ones.
-
-Nothing is removed before its successor is durable and the tracker names it. A removal is a rename
-into the generation of the run, made durable, and only then the files are removed: whenever the
-machine stops, what has the name of a checkpoint is whole.
-"""
+"""Save the checkpoints of a run, synchronously or, with --async-save, in the background."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.conversion.formats import FORMATS, iteration_directory, iteration_of, saved_iterations
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointCopier,
+    CheckpointDirectory,
     Generation,
     Lineage,
     SaveHandle,
     SaveReport,
     Segment,
-    is_complete,
-    load_common,
-    read_lineage,
+    iteration_in_name,
     staging_for_waiting,
     write_tracker,
 )
-from megatron.core.dist_checkpointing.background import Workers
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.dist_checkpointing.saving.save_thread import SaveThread
+from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.reporting.logging import report_line
 
 logger = logging.getLogger(__name__)
-
-VALIDATION_LOSS = (
-    "validation_loss"  # in common.pt: the loss at the very iteration of the checkpoint
-)
 
 
 class SaveFailedError(ValueError):
@@ -53,42 +39,46 @@ class SaveFailedError(ValueError):
 
 
 class CheckpointSaver:
-    """One saver for the whole run, so that plan and host buffers are made once, whatever they are
-    saved to.
+    """Saves all checkpoints of a run, so that the plan and host buffers are made only once.
 
-    With a local tier and --async-save a checkpoint reaches --save by way of the nodes' disks, where
-    a slow upload holds up neither training nor later local saves. It is saved straight to --save
-    when training ends, in other formats than torch_dist, and when the nodes cannot hold it.
+    With a local tier and --async-save, a checkpoint is first saved to the disks of the nodes and
+    copied to --save from there: a slow upload then delays neither training nor later local saves.
+    It is saved directly to --save when training ends, in other formats than torch_dist, and if the
+    last local save has failed.
 
-    Sequence of calls, on all ranks: `own` at the start; `save` after an
-    iteration; `before_update` before the optimizer changes anything; `after_iteration` after each;
-    `close` and `check_last_save` at the end.
+    Sequence of calls, on all ranks: `own` at the start; `save` after an iteration; `before_update`
+    before the optimizer changes anything; `after_iteration` after each iteration; `close` and
+    `check_last_save` at the end.
 
     A save that fails is reported, and the previous checkpoint remains the newest. Training
-    continues, unless
-    --exit-on-save-failure is given or another start has taken over the directory: then `save` and `close` raise
-    SaveFailedError. With --async-save the ranks notice at different times, so a failure is only
-    noted in `failure` until they call `stop` together.
+    continues, unless --exit-on-save-failure is given or another start has taken over the directory:
+    then `save` and `close` raise SaveFailedError. With --async-save the ranks notice a failure at
+    different times, so it is only recorded in `failure` until all ranks call `stop` together.
     """
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
+        self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
+
+        # Threads and buffers, created when they are first used.
         self._saver: AsyncSaver | None = None
         self._copier: CheckpointCopier | None = None
-        self._tier: LocalTier | None = None
-        self._nodes: LocalSaver | None = None
-        self._local: SaveReport | None = None  # of the last local save
-        self._to_copy: SaveReport | None = None  # of the last local save that was for --save, too
-        self._loaded_locally: str | None = None
+        self._local_saver: LocalSaver | None = None
+
+        # Ownership of --save and of the directory on the nodes.
         self._generation: Generation | None = None
         self._retention: Retention | None = None
-        self._start = Lineage(())  # of the checkpoint that this start continues from
+        self._tier: LocalTier | None = None
+        self._loaded_locally: str | None = None
+        self._lineage = Lineage(())  # of the checkpoint that the run has continued from
         self._parent: int | None = None  # iteration of the checkpoint before
-        self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
+
+        # Outcomes of earlier saves.
+        self._local_report: SaveReport | None = None  # of the last local save
+        self._copied_report: SaveReport | None = None  # of the last local save to be copied
         self._committed: list[tuple[int, dict[str, float]]] = []
-        self._removals: list[
-            tuple[int, str]
-        ] = []  # level and text, logged after the save that made room
+        # Level and text, logged after the message of the save that caused the removal.
+        self._removal_messages: list[tuple[int, str]] = []
         self._last_failure: str | None = None  # of the last save, if it failed
         self.failure: str | None = None
         self.expected_seconds = 0.0  # how long the last save took from the call to the commit
@@ -116,8 +106,10 @@ class CheckpointSaver:
         if generation is not None:
             self._retention = Retention(self._config, generation)
         if lineage is not None:
-            self._start = lineage
+            self._lineage = lineage
             self._parent = lineage.iteration if lineage.branch else None
+
+    # ---- Saving ----
 
     def save(
         self,
@@ -129,236 +121,260 @@ class CheckpointSaver:
         since: float | None = None,
         last: bool = True,
     ) -> None:
-        """Begin a save under `root`, waiting for the ones before; without --async-save also end it.
+        """Begin a save under `root` after the previous ones; without --async-save also finish it.
 
-        `rewrite` converts the files before the directory gets its name. Training has waited since `since`
-        (time.perf_counter), and ends if this is the `last` save.
+        `rewrite` converts the files before the directory gets its name. Training has been waiting
+        since `since` (time.perf_counter), and ends if this is the `last` save.
         """
         began = time.perf_counter()
         since = began if since is None else since
-        self._report(self._wait(), together=True)
-        since += time.perf_counter() - began  # counted for the save that was waited for
-        # A conversion (--ckpt-convert-save) writes to another directory than --save: nobody owns
-        # that one.
-        generation = (
-            self._generation
-            if self._generation is not None and root == self._generation.root
-            else None
-        )
-        lineage = self._lineage(generation, iteration)
+        self._report(self._finish_saves(), on_all_ranks=True)
+        since += time.perf_counter() - began  # this wait belongs to the previous save
+
+        # A conversion (--ckpt-convert-save) writes to another directory, which has no owner.
+        generation = None
+        if self._generation is not None and root == self._generation.root:
+            generation = self._generation
+        lineage = self._make_lineage(generation, iteration)
         loss = common.get(VALIDATION_LOSS, math.nan)
 
-        def on_commit() -> None:  # on rank 0, when the checkpoint is durable and has its name
-            if generation is None:  # --ckpt-convert-save
+        def on_commit() -> None:
+            """Make the committed checkpoint the latest one, on rank 0."""
+            if generation is None:
                 write_tracker(root, iteration)
                 return
             generation.move_tracker(iteration)
             self._remove_superseded(iteration, lineage, loss)
 
-        directory = iteration_directory(root, iteration)
-        behind = self._config.async_save and not last
-        commit: dict[str, Any] = {
-            "generation": generation,
-            "before_writing": self._make_room,
-            "extra_files": {} if generation is None else {LINEAGE: lineage.encode(self._parent)},
-            "on_commit": on_commit,
-        }
-        self._to_copy = None
-        if self._tier is not None and behind and rewrite is None and not _failed(self._local):
+        directory = CheckpointDirectory(root).path(iteration)
+        extra_files = {} if generation is None else {LINEAGE: lineage.encode(self._parent)}
+        in_background = self._config.async_save and not last
+        self._copied_report = None
+        use_tier = self._tier is not None and in_background and rewrite is None
+        if use_tier and not _has_failed(self._local_report):
             local = self._begin_locally(state, iteration, common, since)
-            self._copier = self._copier or CheckpointCopier(
-                workers=self._config.dist_ckpt_workers, timeout=self._timeout
+            self._get_copier().copy(
+                local,
+                directory,
+                generation=generation,
+                before_writing=self._wait_for_removals,
+                extra_files=extra_files,
+                on_commit=on_commit,
             )
-            self._copier.copy(local, directory, **commit)
-            self._to_copy = local.report
+            self._copied_report = local.report
         else:
-            self._begin(state, directory, since, common=common, rewrite=rewrite, **commit)
-        self._begun()
+            self._get_saver().save(
+                state,
+                directory,
+                common=common,
+                generation=generation,
+                before_writing=self._wait_for_removals,
+                rewrite=rewrite,
+                extra_files=extra_files,
+                on_commit=on_commit,
+                since=since,
+            )
+        self._finish_unless_async()
 
     def save_locally(
         self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float
     ) -> None:
-        """The same, on the disks of the nodes."""
+        """Begin a save to the disks of the nodes; without --async-save also finish it."""
         assert self._generation is not None
         if self._saver is not None:
-            # Not together: a copy to --save may have ended on some ranks only.
-            self._report(self._saver.finish(), together=False)
-        if _failed(self._to_copy):  # this one makes up for it
+            # Only this rank may have reached this point: a copy to --save ends at different times.
+            self._report(self._saver.finish(), on_all_ranks=False)
+        if _has_failed(self._copied_report):
+            # --save lacks a checkpoint because the local save of it failed: save there instead.
             self.save(state, self._generation.root, iteration, common, since=since)
             return
         self._begin_locally(state, iteration, common, since)
-        self._begun()
+        self._finish_unless_async()
 
     def _begin_locally(
         self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float
     ) -> SaveHandle:
         assert self._tier is not None and self._generation is not None
-        self._nodes = self._nodes or LocalSaver(self._tier, self._generation, self._loaded_locally)
-        handle = self._begin(
+        if self._local_saver is None:
+            self._local_saver = LocalSaver(self._tier, self._generation, self._loaded_locally)
+        lineage = self._make_lineage(self._generation, iteration)
+        handle = self._get_saver().save(
             state,
             self._tier.root,
-            since,
             common=common,
-            pending=partial(self._nodes.checkpoint, iteration),
-            extra_files={LINEAGE: self._lineage(self._generation, iteration).encode(self._parent)},
+            pending=partial(self._local_saver.checkpoint, iteration),
+            extra_files={LINEAGE: lineage.encode(self._parent)},
+            since=since,
         )
-        self._local = handle.report
+        self._local_report = handle.report
         return handle
 
-    def _begin(
-        self, state: ShardedStateDict, directory: Path, since: float, **what: Any
-    ) -> SaveHandle:
-        """Training has waited since `since`."""
-        self._saver = self._saver or self._make_saver()
-        return self._saver.save(state, directory, since=since, **what)
-
-    def _begun(self) -> None:
+    def _finish_unless_async(self) -> None:
         if self._config.async_save:
             self.after_iteration()
         else:
             self.finish()
 
-    @property
-    def _savers(self) -> list[SaveThread]:
-        return [saver for saver in (self._saver, self._copier) if saver is not None]
+    def _make_lineage(self, generation: Generation | None, iteration: int) -> Lineage:
+        """Return the lineage of the checkpoint of `iteration`."""
+        if generation is None:
+            return self._lineage.descend(Segment(0, iteration))
+        return self._lineage.descend(generation.segment(iteration), generation.owner.get("job_id"))
 
-    def _wait(self) -> list[SaveReport]:
-        """For all saves under way."""
-        return [report for saver in self._savers for report in saver.finish()]
-
-    def before_update(self) -> None:
-        """Wait until the tensors of a save under way may change."""
+    def _get_saver(self) -> AsyncSaver:
         if self._saver is not None:
-            self._saver.wait_staged()
-
-    def after_iteration(self) -> None:
-        """Report the saves that have ended."""
-        for saver in self._savers:
-            self._report(saver.poll(), together=False)
-
-    def finish(self) -> None:
-        """Wait for the saves under way."""
-        self._report(self._wait(), together=True)
-
-    def stop(self) -> None:
-        """Raise what a save behind training failed with."""
-        failure = self.failure
-        self.failure = None
-        raise SaveFailedError(failure or "a checkpoint was not saved: another rank says why")
-
-    def close(self) -> None:
-        try:
-            self.finish()
-        finally:
-            if self._retention is not None:
-                self._retention.close()
-            for saver in self._savers:
-                saver.close()
-            if self._nodes is not None:
-                self._nodes.close()
-            self._saver = self._copier = self._nodes = None
-
-    def check_last_save(self) -> None:
-        """Raise SaveFailedError if the last save of the run has failed: it must not end as a
-        success.
-        """
-        if self._last_failure is not None:
-            raise SaveFailedError(f"{self._last_failure}. It was the last save of the run")
-
-    def take_committed(self) -> list[tuple[int, dict[str, float]]]:
-        """Iteration and points for TensorBoard of the saves that were committed since the last
-        call.
-        """
-        committed = self._committed
-        self._committed = []
-        return committed
-
-    def _make_saver(self) -> AsyncSaver:
+            return self._saver
         config = self._config
         limit = None
         if config.ckpt_staging_mem_limit is not None:
             limit = int(config.ckpt_staging_mem_limit * 2**30)
         elif not config.async_save:
             limit = staging_for_waiting(config.dist_ckpt_workers)
-        return AsyncSaver(
+        self._saver = AsyncSaver(
             fully_parallel=config.ckpt_fully_parallel_save,
             workers=config.dist_ckpt_workers,
             staging_mem_limit=limit,
-            timeout=self._timeout,
+            timeout=60 * config.ckpt_save_timeout_minutes,
             assume_constant_structure=config.ckpt_assume_constant_structure,
         )
+        return self._saver
+
+    def _get_copier(self) -> CheckpointCopier:
+        if self._copier is None:
+            self._copier = CheckpointCopier(
+                workers=self._config.dist_ckpt_workers,
+                timeout=60 * self._config.ckpt_save_timeout_minutes,
+            )
+        return self._copier
+
+    # ---- Waiting ----
 
     @property
-    def _timeout(self) -> float:
-        return 60 * self._config.ckpt_save_timeout_minutes
+    def _threads(self) -> list[SaveThread]:
+        return [thread for thread in (self._saver, self._copier) if thread is not None]
 
-    def _make_room(self) -> None:
+    def _finish_saves(self) -> list[SaveReport]:
+        """Wait for all saves in progress, and return their reports."""
+        reports = []
+        for thread in self._threads:
+            reports += thread.finish()
+        return reports
+
+    def before_update(self) -> None:
+        """Wait until the tensors of a save in progress may change."""
+        if self._saver is not None:
+            self._saver.wait_staged()
+
+    def after_iteration(self) -> None:
+        """Report the saves that have ended."""
+        for thread in self._threads:
+            self._report(thread.poll(), on_all_ranks=False)
+
+    def finish(self) -> None:
+        """Wait for the saves in progress, and report them."""
+        self._report(self._finish_saves(), on_all_ranks=True)
+
+    def stop(self) -> None:
+        """Raise SaveFailedError for a failed background save; all ranks call this together."""
+        failure = self.failure
+        self.failure = None
+        raise SaveFailedError(
+            failure or "a checkpoint was not saved: another rank reports the reason"
+        )
+
+    def close(self) -> None:
+        """Finish the saves in progress, end the threads and release the buffers."""
+        try:
+            self.finish()
+        finally:
+            if self._retention is not None:
+                self._retention.close()
+            for thread in self._threads:
+                thread.close()
+            if self._local_saver is not None:
+                self._local_saver.close()
+            self._saver = None
+            self._copier = None
+            self._local_saver = None
+
+    def check_last_save(self) -> None:
+        """Raise SaveFailedError if the last save of the run has failed.
+
+        Such a run must not end as a success.
+        """
+        if self._last_failure is not None:
+            raise SaveFailedError(f"{self._last_failure}. It was the last save of the run")
+
+    # ---- Reporting ----
+
+    def take_committed(self) -> list[tuple[int, dict[str, float]]]:
+        """Return (iteration, metrics) of the saves that were committed since the last call."""
+        committed = self._committed
+        self._committed = []
+        return committed
+
+    def _wait_for_removals(self) -> None:
         if self._retention is not None:
             self._retention.wait()
-
-    def _lineage(self, generation: Generation | None, iteration: int) -> Lineage:
-        segment = Segment(0, iteration) if generation is None else generation.segment(iteration)
-        job = None if generation is None else generation.owner.get("job_id")
-        return self._start.descend(segment, job)
 
     def _remove_superseded(self, iteration: int, lineage: Lineage, loss: float) -> None:
         assert self._retention is not None
         try:
             removed = self._retention.apply(iteration, lineage, loss)
-        except OSError as error:  # the new checkpoint is committed all the same
-            self._removals.append(
-                (logging.WARNING, f"old checkpoints could not be removed: {error}")
-            )
+        except OSError as error:  # this does not affect the checkpoint that was just committed
+            message = f"old checkpoints could not be removed: {error}"
+            self._removal_messages.append((logging.WARNING, message))
             return
         if removed:
-            self._removals.append(
-                (logging.INFO, f"removed {', '.join(path.name for path in removed)}")
-            )
+            names = ", ".join(path.name for path in removed)
+            self._removal_messages.append((logging.INFO, f"removed {names}"))
 
-    def _report(self, reports: list[SaveReport], together: bool) -> None:
-        """`together`: all ranks have reached this point, so that all can stop here."""
+    def _report(self, reports: list[SaveReport], on_all_ranks: bool) -> None:
+        """Log how saves have ended. With `on_all_ranks`, all ranks are here and can stop together."""
         for report in reports:
-            locally = self._tier is not None and report.directory.parent == self._tier.root
+            is_local = self._tier is not None and report.directory.parent == self._tier.root
             if report.error is None:
-                self._report_success(report, locally)
-                continue
-            message = f"{report.directory} was not saved: {report.error}"
-            if not locally and _failed(self._to_copy):
-                logger.warning(
-                    f"{message}. The next save goes straight to {report.directory.parent}"
-                )
-                continue
-            if not locally:
-                self._last_failure = message
-            if (self._must_succeed and not locally) or report.superseded:
-                self.failure = message
+                self._report_success(report, is_local)
             else:
-                logger.warning(
-                    f"{message}. Training continues; the previous checkpoint is still the newest"
-                )
-        if together and self.failure is not None:
+                self._report_failure(report, is_local)
+        if on_all_ranks and self.failure is not None:
             self.stop()
 
-    def _report_success(self, report: SaveReport, locally: bool) -> None:
-        iteration = iteration_of(report.directory)
-        points = scalars(report)
-        self._committed.append(
-            (
-                iteration,
-                {f"local-{name}": value for name, value in points.items()} if locally else points,
+    def _report_failure(self, report: SaveReport, is_local: bool) -> None:
+        message = f"{report.directory} was not saved: {report.error}"
+        if not is_local and _has_failed(self._copied_report):
+            logger.warning(f"{message}. The next save goes straight to {report.directory.parent}")
+            return
+        if not is_local:
+            self._last_failure = message
+        if report.superseded or (self._must_succeed and not is_local):
+            self.failure = message
+        else:
+            logger.warning(
+                f"{message}. Training continues; the previous checkpoint is still the newest"
             )
+
+    def _report_success(self, report: SaveReport, is_local: bool) -> None:
+        iteration = iteration_in_name(report.directory)
+        metrics = save_metrics(report)
+        prefix = "local-" if is_local else ""
+        self._committed.append(
+            (iteration, {f"{prefix}{name}": value for name, value in metrics.items()})
         )
-        if not locally:
+        if not is_local:
             self.expected_seconds = report.total
             self._parent = iteration
             self._last_failure = None
-        report_line(  # in Megatron-LM's words, which other programs wait for
-            f"  successfully saved {'local ' if locally else ''}checkpoint from iteration {iteration:7d} to "
+
+        # Other programs look for this line of Megatron-LM.
+        kind = "local checkpoint" if is_local else "checkpoint"
+        report_line(
+            f"  successfully saved {kind} from iteration {iteration:7d} to "
             f"{report.directory.parent}",
-            event="local-save" if locally else "save",
+            event="local-save" if is_local else "save",
             directory=str(report.directory),
             iteration=iteration,
-            **points,
+            **metrics,
         )
         milliseconds = (
             f"{report.total * 1e3:.0f} ms (training blocked {report.blocking * 1e3:.0f} ms)"
@@ -367,19 +383,19 @@ class CheckpointSaver:
         logger.info(f"saved {report.directory} in {milliseconds}: {speed}")
         if report.warning is not None:
             logger.warning(f"{report.directory.name}: {report.warning}")
-        if not locally:
-            for level, text in self._removals:
+        if not is_local:
+            for level, text in self._removal_messages:
                 logger.log(level, text)
-            self._removals = []
+            self._removal_messages = []
 
 
-def _failed(report: SaveReport | None) -> bool:
-    """Of a save that has ended or was not begun."""
+def _has_failed(report: SaveReport | None) -> bool:
+    """Return whether a save was begun and has ended with an error."""
     return report is not None and report.error is not None
 
 
-def scalars(report: SaveReport) -> dict[str, float]:
-    """The points of a committed save for TensorBoard."""
+def save_metrics(report: SaveReport) -> dict[str, float]:
+    """Return the metrics of a committed save, for TensorBoard and the record of the run."""
     return {
         "save-blocking-time": report.blocking,
         "save-staging-time": report.staging,
@@ -389,105 +405,3 @@ def scalars(report: SaveReport) -> dict[str, float]:
         "save-gigabytes": report.total_bytes / 1e9,
         "save-gigabytes-per-second": report.gb_per_second,
     }
-
-
-def to_delete(
-    saved: Collection[int], newest: int, rules: CheckpointConfig, losses: Mapping[int, float]
-) -> list[int]:
-    """The iterations of `saved`, all of one branch, that no rule keeps, in order; `newest` was just
-    committed.
-    """
-    if not rules.removes_checkpoints:
-        return []
-    present = sorted({*saved, newest})
-    kept = set(present[-(rules.keep_last_n or 1) :])
-    if rules.save_retain_interval is not None:
-        kept |= {iteration for iteration in present if iteration % rules.save_retain_interval == 0}
-    if rules.keep_best_n is not None:
-        measured = [
-            iteration for iteration in present if math.isfinite(losses.get(iteration, math.nan))
-        ]
-        best = sorted(measured, key=lambda iteration: (losses[iteration], -iteration))
-        kept |= set(best[: rules.keep_best_n])
-    return [iteration for iteration in present if iteration not in kept]
-
-
-class Retention:
-    """Applies --keep-last-n and the like to the directory that `generation` owns; used by rank 0.
-
-    Call `apply` after every commit, `wait` before the next save writes anything, so that it finds
-    the room, and `close` at the end. The directory is read once: nobody else may change it.
-    """
-
-    def __init__(self, rules: CheckpointConfig, generation: Generation) -> None:
-        self._rules = rules
-        self._generation = generation
-        self._losses: dict[int, float] | None = None  # of the checkpoints on the branch of the run
-        self._remover: Workers | None = None
-        self._removals: list[Future[None]] = []
-
-    def apply(self, newest: int, lineage: Lineage, loss: float) -> list[Path]:
-        """Put aside what `newest`, just committed with this `lineage` and validation loss,
-        supersedes.
-
-        The files are removed in the background. Returns the directories. Checkpoints of other
-        branches do not count and are not removed.
-        """
-        if not self._rules.removes_checkpoints:
-            return []
-        root = self._generation.root
-        if self._losses is None:
-            self._losses = self._find(lineage)
-        self._losses[newest] = loss
-        superfluous = to_delete(self._losses, newest, self._rules, self._losses)
-        doomed = self._generation.put_aside(
-            [iteration_directory(root, iteration) for iteration in superfluous]
-        )
-        for iteration in superfluous:
-            del self._losses[iteration]
-        if doomed:
-            self._remover = self._remover or Workers(1, "checkpoint-remover")
-            self._removals += [
-                self._remover.submit(partial(self._generation.remove, path)) for path in doomed
-            ]
-        return [iteration_directory(root, iteration) for iteration in superfluous]
-
-    def wait(self) -> None:
-        """Return when everything that was put aside is removed."""
-        for removal in self._removals:
-            removal.result()
-        self._removals = []
-
-    def close(self) -> None:
-        self.wait()
-        if self._remover is not None:
-            self._remover.close()
-            self._remover = None
-
-    def _find(self, lineage: Lineage) -> dict[int, float]:
-        """The checkpoints on the branch that ends with `lineage`, and their losses."""
-        found = {}
-        for iteration in saved_iterations(self._generation.root):
-            directory = iteration_directory(self._generation.root, iteration)
-            if holds_checkpoint(directory) and lineage.includes(read_lineage(directory)):
-                found[iteration] = (
-                    _stored_loss(directory) if self._rules.keep_best_n is not None else math.nan
-                )
-        return found
-
-
-def holds_checkpoint(directory: Path) -> bool:
-    """Whether `directory` is a checkpoint that training wrote, of either format; both appear whole
-    under their name.
-    """
-    return is_complete(directory) or FORMATS["legacy"](directory)
-
-
-def _stored_loss(directory: Path) -> float:
-    """The validation loss in a checkpoint; NaN if none was measured at its iteration, or it cannot
-    be read.
-    """
-    try:
-        return float(load_common(directory).get(VALIDATION_LOSS, math.nan))
-    except (OSError, ValueError):
-        return math.nan

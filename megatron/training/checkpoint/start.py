@@ -24,11 +24,15 @@ from megatron.conversion.formats import (
     CheckpointRef,
     NoCheckpointError,
     find_checkpoint,
-    saved_iterations,
 )
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Source
 from megatron.conversion.options import ReadOptions
-from megatron.core.dist_checkpointing import CheckpointError, Lineage, read_lineage
+from megatron.core.dist_checkpointing import (
+    CheckpointDirectory,
+    CheckpointError,
+    Lineage,
+    read_lineage,
+)
 from megatron.core.dist_checkpointing.lineage import Origin, identify_checkpoint
 from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
     DistributedLocalCheckpoint,
@@ -328,7 +332,9 @@ def _describe(found: CheckpointRef | LocalCheckpointInfo) -> str:
 
 def _list_later(root: Path, iteration: int) -> str:
     """Return the names of the checkpoints in `root` above `iteration`, abbreviated."""
-    names = [f"iter_{number:07d}" for number in saved_iterations(root) if number > iteration]
+    checkpoints = CheckpointDirectory(root)
+    later = [number for number in checkpoints.list_iterations() if number > iteration]
+    names = [checkpoints.path(number).name for number in later]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"
 

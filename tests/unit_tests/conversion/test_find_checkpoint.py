@@ -12,14 +12,15 @@ from megatron.conversion.formats import (
     FORMATS,
     CheckpointRef,
     find_checkpoint,
-    iteration_directory,
-    iteration_of,
     list_newest_first,
-    saved_iterations,
 )
 from megatron.conversion.model_space.source import no_progress, read_whole
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing import write_tracker
+from megatron.core.dist_checkpointing import (
+    CheckpointDirectory,
+    iteration_in_name,
+    write_tracker,
+)
 from tests.support.memory_source import GPT_ARGS, random_source
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest_universal")
@@ -54,17 +55,17 @@ def run(request, runs, tmp_path):
 
 
 def test_names(tmp_path):
-    assert iteration_directory("run", 12).as_posix() == "run/iter_0000012"
-    assert iteration_of(iteration_directory("run", 12)) == 12
+    assert CheckpointDirectory("run").path(12).as_posix() == "run/iter_0000012"
+    assert iteration_in_name(CheckpointDirectory("run").path(12)) == 12
     for name in ("iter_0000007", "iter_notes", "iter_0000003"):
         (tmp_path / name).mkdir()
-    assert saved_iterations(tmp_path) == [3, 7]
+    assert CheckpointDirectory(tmp_path).list_iterations() == [3, 7]
 
 
 def test_nothing_there(tmp_path):
     assert find_checkpoint(tmp_path) is None
     assert find_checkpoint(tmp_path / "absent") is None
-    iteration_directory(tmp_path, 3).mkdir()
+    CheckpointDirectory(tmp_path).path(3).mkdir()
     assert find_checkpoint(tmp_path) is None, "an empty directory holds nothing that could be lost"
 
 
@@ -184,4 +185,4 @@ def test_the_converter_takes_what_training_takes(run, caplog, tmp_path):
 def test_numbers_in_other_scripts_are_no_iterations(tmp_path):
     for name in ("iter_0000003", "iter_\u00b2", "iter_\u0663"):
         (tmp_path / name).mkdir()
-    assert saved_iterations(tmp_path) == [3]
+    assert CheckpointDirectory(tmp_path).list_iterations() == [3]

@@ -13,7 +13,7 @@ from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError, load_common, read_metadata, safe_load
-from megatron.training.checkpoint.checkpointing import make_namespace
+from megatron.training.checkpoint.contents import make_namespace
 from megatron.training.config.parsing import parse_args
 from tests import ROOT
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from megatron.training.checkpoint.checkpointing import make_namespace
+from megatron.training.checkpoint.contents import make_namespace
 from megatron.training.checkpoint.resume import check_same_model
 from megatron.training.config.parsing import make_config, parse_args
 from megatron.training.config.stored_args import merge_stored_args, normalize_stored_args

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import shutil
 import signal
 import sys
 
@@ -12,11 +13,10 @@ import torch
 from megatron.conversion.formats import (
     find_checkpoint,
     find_problem,
-    iteration_directory,
-    saved_iterations,
 )
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
+    CheckpointDirectory,
     Generation,
     Lineage,
     ShardedTensor,
@@ -25,13 +25,37 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.lineage import LINEAGE
-from megatron.training.checkpoint.saver import (
+from megatron.training.checkpoint.retention import (
     VALIDATION_LOSS,
     Retention,
-    holds_checkpoint,
-    to_delete,
+    is_checkpoint,
+    select_superseded,
 )
 from megatron.training.config.options import CheckpointConfig
+
+
+def test_newest_is_kept_although_a_copy_has_a_higher_number(tmp_path):
+    job = start(tmp_path)
+    for iteration in (2, 4, 6, 8):
+        lineage = make(job, iteration)
+        if iteration == 4:
+            shutil.copytree(tmp_path / "iter_0000004", tmp_path / "iter_0009999")
+    assert apply(job, CheckpointConfig(keep_last_n=1), 8, lineage) == [
+        "iter_0000002",
+        "iter_0000004",
+        "iter_0000006",
+    ]
+    assert CheckpointDirectory(tmp_path).list_iterations() == [8, 9999]
+    found = find_checkpoint(tmp_path)
+    assert found is not None and found.directory.name == "iter_0000008"
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    found = find_checkpoint(tmp_path)
+    assert found is not None and found.directory.name == "iter_0000008"
+
+
+def test_newest_is_kept_whatever_number_others_have():
+    rules = CheckpointConfig(keep_last_n=1)
+    assert select_superseded([2, 9999], 8, rules, {}) == [2]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +79,7 @@ from megatron.training.config.options import CheckpointConfig
     ],
 )
 def test_rules(rules, saved, losses, deleted):
-    assert to_delete(saved, saved[-1], rules, losses) == deleted
+    assert select_superseded(saved, saved[-1], rules, losses) == deleted
 
 
 def test_any_history():
@@ -77,7 +101,7 @@ def test_any_history():
             if rng.random() < 0.5:
                 losses[iteration] = rng.choice([rng.random(), 0.5, float("nan")])
             before = set(saved)
-            saved -= set(to_delete(saved, iteration, rules, losses))
+            saved -= set(select_superseded(saved, iteration, rules, losses))
             assert iteration in saved
             assert (
                 sorted(before)[-(rules.keep_last_n or 1) :]
@@ -101,7 +125,7 @@ def start(root, after=None):
     lineage so far.
     """
     root.mkdir(exist_ok=True)
-    base = None if after is None else read_lineage(iteration_directory(root, after))
+    base = None if after is None else read_lineage(CheckpointDirectory(root).path(after))
     return Generation.take(root, {"pid": os.getpid()}), base
 
 
@@ -115,7 +139,7 @@ def make(job, iteration, loss=None):
     with AsyncSaver() as saver:
         report = saver.save(
             {"weight": weight},
-            iteration_directory(generation.root, iteration),
+            CheckpointDirectory(generation.root).path(iteration),
             common=common,
             generation=generation,
             extra_files={LINEAGE: lineage.encode(None)},
@@ -175,22 +199,22 @@ def test_a_branch_that_was_left_neither_counts_nor_goes(tmp_path):
     make(second, 5)
     lineage = make(second, 6)
     assert apply(second, CheckpointConfig(keep_last_n=3), 6, lineage) == ["iter_0000002"]
-    assert saved_iterations(tmp_path) == [4, 5, 6, 8, 10]
+    assert CheckpointDirectory(tmp_path).list_iterations() == [4, 5, 6, 8, 10]
     third = start(tmp_path, after=6)
     lineage = make(third, 9)
     assert apply(third, CheckpointConfig(keep_last_n=2), 9, lineage) == [
         "iter_0000004",
         "iter_0000005",
     ]
-    assert saved_iterations(tmp_path) == [6, 8, 9, 10]
+    assert CheckpointDirectory(tmp_path).list_iterations() == [6, 8, 9, 10]
 
 
 def test_checkpoints_without_lineage_count_up_to_where_the_run_went_on(tmp_path):
     for iteration in (1, 2, 3):
-        directory = iteration_directory(tmp_path, iteration) / "mp_rank_00_000"
+        directory = CheckpointDirectory(tmp_path).path(iteration) / "mp_rank_00_000"
         directory.mkdir(parents=True)
         (directory / "model_optim_rng.pt").touch()
-        assert holds_checkpoint(directory.parent)
+        assert is_checkpoint(directory.parent)
     job = start(tmp_path, after=2)
     lineage = make(job, 4)
     assert apply(job, CheckpointConfig(keep_last_n=1), 4, lineage) == [
@@ -200,9 +224,9 @@ def test_checkpoints_without_lineage_count_up_to_where_the_run_went_on(tmp_path)
 
 
 def complete_iterations(root):
-    return tuple(
-        i for i in saved_iterations(root) if find_problem(iteration_directory(root, i)) is None
-    )
+    checkpoints = CheckpointDirectory(root)
+    iterations = checkpoints.list_iterations()
+    return tuple(it for it in iterations if find_problem(checkpoints.path(it)) is None)
 
 
 EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open", "os.truncate")

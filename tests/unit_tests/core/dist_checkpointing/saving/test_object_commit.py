@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.saving import object_commit
 from megatron.core.object_storage import ObjectStore, path_of
-from megatron.training.checkpoint.saver import Retention
+from megatron.training.checkpoint.retention import Retention
 from megatron.training.config.options import CheckpointConfig
 from tests.support.object_server import FaultyProxy, object_server
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
@@ -401,7 +401,7 @@ import os, random, signal, sys, threading, torch, traceback
 from megatron.core.dist_checkpointing import *
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.object_storage import path_of
-from megatron.training.checkpoint.saver import Retention
+from megatron.training.checkpoint.retention import Retention
 from megatron.training.config.options import CheckpointConfig
 
 torch.set_num_threads(1)

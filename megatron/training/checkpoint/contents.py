@@ -1,0 +1,106 @@
+"""The contents of a run's checkpoint: tensors and objects in model space, and `common`.
+
+Weights, optimizer and generators are tensors and objects whose names do not depend on the layout.
+Everything else is in `common`: arguments, iteration, schedules.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.conversion.megatron_lm.args import add_loader_defaults, split_by_expert_optimizer
+from megatron.conversion.megatron_lm.args import build_common_state as megatron_common_state
+from megatron.conversion.megatron_lm.extra_states import build_extra_states
+from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
+from megatron.conversion.model_space.source import COMMON
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.tensor_parallel import compute_padded_vocab_size
+from megatron.training.checkpoint.fp8_state import get_fp8_state
+from megatron.training.checkpoint.retention import VALIDATION_LOSS
+from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
+from megatron.training.run import Run
+
+
+def get_state_to_save(run: Run) -> ShardedStateDict:
+    """Return the tensors and objects that this rank contributes to a checkpoint."""
+    config = run.config.checkpoint
+    model = get_model_state(run)
+    state: ShardedStateDict = dict(run.optimizer.weights(model))
+    state |= build_extra_states(model, run.config.model.experts)
+    state |= get_fp8_state(run.chunks, run.ps.ep, model)
+    if not config.no_save_optim:
+        state |= run.optimizer.sharded_state_dict(model)
+    if not config.no_save_rng:
+        state |= _get_generators(run)
+    return state
+
+
+def get_model_state(run: Run) -> ShardedStateDict:
+    """Return the weights of all chunks of this rank."""
+    state: ShardedStateDict = {}
+    for chunk in run.chunks:
+        state |= chunk.sharded_state_dict()
+    return state
+
+
+def _get_generators(run: Run) -> ShardedStateDict:
+    """Return the states of this rank's random number generators, and Megatron-LM's form of them.
+
+    Megatron-LM stores one state for each model-parallel rank.
+    """
+    ps = run.ps
+    ours = get_rng_state(run.rng)
+    generators: ShardedStateDict = {rng_key(ps): ShardedObject(rng_key(ps), ours)}
+    if ps.dp_cp.rank == 0:
+        key = megatron_rng_key((ps.tp.rank, ps.pp.rank), run.config.parallel)
+        generators[key] = ShardedObject(key, megatron_rng_state(ours, ps, run.config.training.seed))
+    return generators
+
+
+def get_common_state(run: Run) -> dict[str, Any]:
+    """Return the part of a checkpoint that is the same on every rank, in Megatron-LM's form."""
+    config = run.config
+    state = run.state
+    padded_vocab_size = compute_padded_vocab_size(
+        run.vocab_size, config.tokenizer.make_vocab_size_divisible_by, run.ps.tp.size
+    )
+    derived = {
+        **vars(state),
+        "padded_vocab_size": padded_vocab_size,
+        "model_vocab_size": run.vocab_size,
+        "world_size": run.ps.world_size,
+        "data_parallel_size": run.ps.dp.size,
+        "transformer_pipeline_model_parallel_size": run.ps.pp.size,
+        "params_dtype": config.model.params_dtype,
+        "skipped_train_samples": 0,
+        "train_data_fingerprint": run.train_data_fingerprint,
+    }
+    common = megatron_common_state(make_namespace(config.flags(), derived), state)
+    if not config.checkpoint.no_save_optim:
+        common["optimizer"] = split_by_expert_optimizer(run.optimizer.state_dict(), config.flags())
+        common["opt_param_scheduler"] = run.scheduler.state_dict()
+    if run.validated is not None and run.validated[0] == state.iteration:
+        common[VALIDATION_LOSS] = run.validated[1]
+    # Loads apply this schema, so a save must fail rather than write what cannot be loaded.
+    return COMMON(common, "the state of the run")
+
+
+def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argparse.Namespace:
+    """Return all flags and derived values under Megatron-LM's attribute names.
+
+    Megatron-LM's tools and other readers look for these names.
+    """
+    args = {**add_loader_defaults(flags), "layernorm_epsilon": flags["norm_epsilon"], **derived}
+    if flags["null_tokenizer_eod_id"] is None:
+        if flags["tokenizer_type"] == "NullTokenizer":
+            # Store a size that counts the end-of-document token, as Megatron-LM since 0.19 does:
+            # converters of other projects cut the embedding at `vocab_size` rows.
+            end_of_document = flags["vocab_size"]
+            args["null_tokenizer_eod_id"] = end_of_document
+            args["vocab_size"] = derived.get("model_vocab_size", end_of_document + 1)
+        else:
+            # None would mean the last token of --vocab-size: see `stored_args`.
+            del args["null_tokenizer_eod_id"]
+    return argparse.Namespace(**args)

@@ -1,0 +1,133 @@
+"""Write checkpoints in other formats than torch_dist: Megatron-LM's legacy files, Hugging Face.
+
+The files of these formats do not contain what one rank holds. So all ranks write torch_dist, and
+rank 0 rewrites it in the other format, tensor by tensor, before the directory gets its name.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.formats import is_huggingface
+from megatron.conversion.huggingface.families import choose_family
+from megatron.conversion.megatron_lm.legacy_writer import write_legacy
+from megatron.conversion.model_space.model import Layout
+from megatron.conversion.model_space.source import Progress
+from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing import CheckpointError, save
+from megatron.core.dist_checkpointing.files import remove_unfinished
+from megatron.core.dist_checkpointing.saving.commit import Rewrite
+from megatron.core.durable_files import check_free_space, fsync_directory
+from megatron.core.object_storage import ObjectPath, path_of
+from megatron.training.checkpoint.contents import get_common_state, get_model_state
+from megatron.training.config.run_config import Config
+from megatron.training.run import Run
+
+logger = logging.getLogger(__name__)
+
+
+def make_legacy_rewrite(config: Config) -> Rewrite:
+    """Return a function that rewrites a torch_dist checkpoint as Megatron-LM's legacy files.
+
+    They are `mp_rank_XX[_YYY]/model_optim_rng.pt` and `distrib_optim.pt`, for the layout of the
+    run.
+    """
+    parallel = config.parallel
+    sizes = parallel.tp_size, parallel.pp_size, parallel.vpp_size
+    experts = (parallel.ep_size, parallel.etp_size) if parallel.ep_size > 1 else (1, None)
+    layout = Layout.of(config.model.num_layers, *sizes, vars(config.pipeline_layout), experts)
+
+    def rewrite(directory: Path, progress: Progress) -> None:
+        source = open_checkpoint(directory)
+        _replace_files(
+            directory, lambda target: write_legacy(source, target, layout, progress=progress)
+        )
+
+    return rewrite
+
+
+def check_hf_target(run: Run) -> None:
+    """Raise ValueError before training if --save-hf could not be written after it."""
+    target = run.config.checkpoint.save_hf
+    if target is None:
+        return
+    choose_family(run.config.model, None)
+    directory = path_of(target)
+    if isinstance(directory, ObjectPath):
+        raise ValueError(
+            f"--save-hf {target}: object storage is for torch_dist checkpoints; give a directory"
+        )
+    if not directory.exists():
+        return
+    is_empty = directory.is_dir() and not any(directory.iterdir())
+    if not is_empty and not (directory.is_dir() and is_huggingface(directory)):
+        raise ValueError(
+            f"--save-hf {directory} exists and is not a Hugging Face model: give another directory"
+        )
+
+
+def save_hf(run: Run) -> None:
+    """Write the model to --save-hf, if it is given. Collective.
+
+    The directory appears, or is replaced, as a whole. Raises ValueError on every rank if it could
+    not be written.
+    """
+    if run.config.checkpoint.save_hf is None:
+        return
+    directory = Path(run.config.checkpoint.save_hf)
+    flags = run.config.tokenizer
+    names = (flags.tokenizer_model, flags.vocab_file, flags.merge_file)
+    tokenizer_files = tuple(Path(name) for name in names if name is not None)
+    common = get_common_state(run)
+    for key in ("optimizer", "opt_param_scheduler"):
+        common.pop(key, None)
+    rewrite = partial(_rewrite_as_hf, WriteOptions(trusted=tokenizer_files))
+    _remove_unfinished(run, directory)
+    try:
+        weights = run.optimizer.weights(get_model_state(run))
+        save(weights, directory, common=common, rewrite=rewrite)
+    except CheckpointError as error:  # on every rank
+        _remove_unfinished(run, directory)
+        raise ValueError(f"--save-hf: {error}") from error
+    logger.info(f"saved {directory} in Hugging Face format")
+
+
+def _remove_unfinished(run: Run, directory: Path) -> None:
+    """Remove the files of an attempt that was killed or has failed on some ranks. Collective."""
+    dist.barrier()
+    if run.ps.rank == 0:
+        remove_unfinished(directory)
+    dist.barrier()
+
+
+def _rewrite_as_hf(options: WriteOptions, directory: Path, progress: Progress) -> None:
+    _replace_files(
+        directory,
+        lambda target: convert(directory, target, "hf", options=options, progress=progress),
+    )
+
+
+def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
+    """Replace the files in `directory`, durably, by those that `write` creates from them.
+
+    `write` must make its files durable. If it raises an error, its files remain in `directory`,
+    which the caller removes.
+    """
+    stored = list(directory.iterdir())
+    check_free_space(directory, sum(path.stat().st_size for path in stored))
+    target = directory / "rewritten"
+    write(target)
+    # An interruption here leaves an unfinished save, which readers do not take for a checkpoint.
+    for path in stored:
+        path.unlink()
+    for path in list(target.iterdir()):
+        os.rename(path, directory / path.name)
+    target.rmdir()
+    fsync_directory(directory)
