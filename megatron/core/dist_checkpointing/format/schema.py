@@ -1,13 +1,12 @@
-"""Files from outside: what a stranger's file may be, and small checks that compose for what it may
-contain.
+"""Validation of untrusted files: composable checks for their type, size and content.
 
-Files are regular ones, of bounded size, inside the directory they belong to. A pipe would be waited
-for without end, `/dev/zero` read without end, and a link or a `../` in a file's content would make
-us read what its author has no right to.
+Files must be regular ones, of bounded size, inside the directory they belong to. Reading a pipe or
+`/dev/zero` would never end, and a link or a `../` in the content of a file would make us read what
+its author has no right to.
 
-A check is a function `(value, where) -> value`; it raises CheckpointError that names file, field
-and value. No check trusts the value: nothing here calls `repr` on a container, so a structure that
-unfolds without end costs nothing.
+A check is a function `(value, where) -> value` that raises CheckpointError with file, field and
+value. A check does not trust the value: it never calls `repr` on a container, so that a structure
+that unfolds without end costs nothing.
 
     STATE = record({"files": sequence(file_name), "training": record({"iteration": COUNT, "note?": text()})})
     STATE(read_json(path), str(path))
@@ -20,7 +19,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,60 +30,60 @@ from megatron.core.terminal import escape_control_chars
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read; the message names the file or key, the reason and the
-    way out.
+    """A checkpoint cannot be written or read.
+
+    The message names the file or key, the reason and what to do about it.
     """
 
 
 class UnsafePickleError(CheckpointError):
-    """A pickle names something that a checkpoint has no reason to contain. Nothing of it was
-    executed.
-    """
+    """A pickle names something that no checkpoint needs. Nothing of it was executed."""
 
 
 Check = Callable[[Any, str], Any]
 
 
 def limit(name: str, default: int) -> int:
-    """What is plausible; the environment variable MEGATRON_MAX_<name> says otherwise."""
+    """Return a sanity limit. The environment variable MEGATRON_MAX_<name> overrides it."""
     value = os.environ.get(f"MEGATRON_MAX_{name}", str(default))
     if not value.isdecimal():
         raise ValueError(f"MEGATRON_MAX_{name}={value!r} must be a whole number")
     return int(value)
 
 
-MAX_COUNT = 2**53 - 1  # what every program that reads JSON has exactly
-MAX_RANK = limit("DIMENSIONS", 64)  # of a tensor: what torch and numpy take
-MAX_DEPTH = 200  # of nested containers
-_SHOWN = 60
+MAX_COUNT = 2**53 - 1  # the largest integer that every JSON parser represents exactly
+MAX_RANK = limit("DIMENSIONS", 64)  # dimensions of a tensor, as in torch and numpy
+MAX_DEPTH = 200  # nested containers
+_MAX_FORMATTED = 60  # characters of a text in a message
+_MAX_LISTED = 8  # entries of a container in a message
+
+# Values for messages
 
 
 def format_value(value: Any) -> str:
-    """A value for a message: one short printable line, whatever it is."""
+    """Return one short printable line for any value, without trusting it."""
     if isinstance(value, str | bytes):
-        return repr(value[:_SHOWN]) + ("..." if len(value) > _SHOWN else "")
+        ellipsis = "..." if len(value) > _MAX_FORMATTED else ""
+        return repr(value[:_MAX_FORMATTED]) + ellipsis
     if type(value) is int and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     if value is None or type(value) in (bool, int, float, complex) or is_dtype(value):
         return repr(value)
     if isinstance(value, list | tuple | dict | set | frozenset):
-        flat = (
-            type(value) is not dict
-            and len(value) <= 8
-            and all(type(item) in (int, float, str) for item in value)
-        )
-        return (
-            escape_control_chars(str(value))[:200]
-            if flat
-            else f"a {type(value).__name__} of {len(value)} entries"
-        )
-    return escape_control_chars(f"a {type(value).__module__}.{type(value).__qualname__}")[:200]
+        if type(value) is not dict and _is_short_and_flat(value):
+            return escape_control_chars(str(value))[:200]
+        return f"a {type(value).__name__} of {len(value)} entries"
+    kind = type(value)
+    return escape_control_chars(f"a {kind.__module__}.{kind.__qualname__}")[:200]
+
+
+def _is_short_and_flat(values: Any) -> bool:
+    is_flat = all(type(item) in (int, float, str) for item in values)
+    return len(values) <= _MAX_LISTED and is_flat
 
 
 def is_dtype(value: Any) -> bool:
-    """Whether it is one of torch's; asked by name, because whoever has none may not have imported
-    torch.
-    """
+    """Return whether `value` is a dtype of torch, without importing torch."""
     kind = type(value)
     return kind.__qualname__ == "dtype" and kind.__module__ == "torch"
 
@@ -93,12 +92,17 @@ def refuse(where: str, value: Any, wanted: str) -> NoReturn:
     raise CheckpointError(f"{where} is {format_value(value)}, but must be {wanted}")
 
 
+# Checks
+
+
 def anything(value: Any, where: str) -> Any:
     return value
 
 
 def boolean(value: Any, where: str) -> Any:
-    return value if type(value) is bool else refuse(where, value, "true or false")
+    if type(value) is not bool:
+        refuse(where, value, "true or false")
+    return value
 
 
 def integer(low: int = 0, high: int = MAX_COUNT) -> Check:
@@ -114,31 +118,28 @@ COUNT = integer()
 
 
 def plausible(name: str, default: int, low: int = 1) -> Check:
-    """A whole number up to a `limit`."""
+    """Accept a whole number up to a `limit`."""
     high = limit(name, default)
+    check_range = integer(low, high)
 
     def check(value: Any, where: str) -> Any:
         if type(value) is int and value > high:
-            refuse(
-                where,
-                value,
-                f"at most {high} (the environment variable MEGATRON_MAX_{name} raises the limit)",
-            )
-        return integer(low, high)(value, where)
+            variable = f"MEGATRON_MAX_{name}"
+            wanted = f"at most {high} (the environment variable {variable} raises the limit)"
+            refuse(where, value, wanted)
+        return check_range(value, where)
 
     return check
 
 
 def number(low: float = -math.inf, high: float = math.inf) -> Check:
-    """Finite, between the limits."""
+    """Accept a finite number from `low` to `high`."""
+    is_bounded = (low, high) != (-math.inf, math.inf)
+    limits = f" from {low:g} to {high:g}" if is_bounded else ""
 
     def check(value: Any, where: str) -> Any:
-        if (
-            type(value) not in (int, float)
-            or not low <= value <= high
-            or value in (math.inf, -math.inf)
-        ):
-            limits = "" if (low, high) == (-math.inf, math.inf) else f" from {low:g} to {high:g}"
+        is_number = type(value) in (int, float)
+        if not is_number or not low <= value <= high or value in (math.inf, -math.inf):
             refuse(where, value, f"a finite number{limits}")
         return value
 
@@ -164,12 +165,12 @@ def one_of(*choices: Any) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """None, too."""
+    """Accept None in addition to the values that `check` accepts."""
     return lambda value, where: value if value is None else check(value, where)
 
 
 def sequence(check: Check, limit: int = 10**7, least: int = 0) -> Check:
-    """A list or tuple of `least` to `limit` entries."""
+    """Accept a list or tuple of `least` to `limit` entries."""
 
     def check_all(value: Any, where: str) -> Any:
         if not isinstance(value, list | tuple) or not least <= len(value) <= limit:
@@ -182,7 +183,7 @@ def sequence(check: Check, limit: int = 10**7, least: int = 0) -> Check:
 
 
 def mapping(check: Check, keys: Check = text()) -> Check:  # noqa: B008 (a check has no state)
-    """A dictionary whose values pass `check`."""
+    """Accept a dictionary whose values pass `check`."""
 
     def check_all(value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
@@ -196,39 +197,45 @@ def mapping(check: Check, keys: Check = text()) -> Check:  # noqa: B008 (a check
 
 
 def record(fields: Mapping[str, Check], closed: bool = False) -> Check:
-    """A dictionary with these fields; a name that ends in `?` may be missing. `closed`: it has no
-    others.
+    """Accept a dictionary with these fields.
+
+    A name that ends in `?` is optional. If `closed`, other fields are an error.
     """
-    checks = {name.removesuffix("?"): (check, name.endswith("?")) for name, check in fields.items()}
+    checks = {name.removesuffix("?"): check for name, check in fields.items()}
+    required = [name for name in fields if not name.endswith("?")]
 
     def check_fields(value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             refuse(where, value, "a dictionary")
-        for name, (check, may_lack) in checks.items():
+        for name in required:
+            if name not in value:
+                raise CheckpointError(f"{where} has no {name!r}")
+        for name, check in checks.items():
             if name in value:
                 check(value[name], f"{where}: {name}")
-            elif not may_lack:
-                raise CheckpointError(f"{where} has no {name!r}")
-        unknown = [name for name in value if name not in checks] if closed else []
-        if unknown:
-            raise CheckpointError(
-                f"{where} has a field {format_value(unknown[0])}, which is not known"
-            )
+        if closed:
+            unknown = [name for name in value if name not in checks]
+            if unknown:
+                name = format_value(unknown[0])
+                raise CheckpointError(f"{where} has a field {name}, which is not known")
         return value
 
     return check_fields
 
 
 def key(value: Any, where: str) -> Any:
-    """The name of a tensor or an object: a terminal prints it as it is."""
+    """Accept the name of a tensor or an object, which a terminal prints unchanged."""
     text(1024)(value, where)
-    return value if value.isprintable() else refuse(where, value, "a printable name")
+    if not value.isprintable():
+        refuse(where, value, "a printable name")
+    return value
 
 
 def file_name(value: Any, where: str) -> Any:
-    """One name in a directory: it leads nowhere else, and a terminal prints it as it is."""
+    """Accept the name of a file in the same directory, which a terminal prints unchanged."""
     text(255)(value, where)
-    if value in ("", ".", "..") or "/" in value or "\\" in value or not value.isprintable():
+    is_path = value in ("", ".", "..") or "/" in value or "\\" in value
+    if is_path or not value.isprintable():
         refuse(where, value, "the name of a file, without a path")
     return value
 
@@ -237,7 +244,7 @@ SHAPE = sequence(integer(), MAX_RANK)
 
 
 def plain(value: Any, where: str) -> Any:
-    """Data of JSON's kinds."""
+    """Accept values that JSON can represent."""
     if isinstance(value, dict):
         for name, item in value.items():
             text()(name, f"{where}: a key")
@@ -248,6 +255,9 @@ def plain(value: Any, where: str) -> Any:
     elif value is not None and type(value) not in (bool, int, float, str):
         refuse(where, value, "plain data")
     return value
+
+
+# Files
 
 
 MAX_JSON = 256 << 20  # bytes
@@ -432,33 +442,36 @@ def read_regular(
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a JSON file. Raises CheckpointError naming the file for anything else, OSError
-    without it.
+    """Return the content of a JSON file.
+
+    Raises CheckpointError with the name of the file if it is not valid, OSError if it is missing.
     """
     return parse_json(read_regular(path), escape_control_chars(str(path)))
 
 
 def parse_json(content: bytes, where: str, **options: Any) -> Any:
-    """As `json.loads`, at most `MAX_DEPTH` deep. Raises CheckpointError naming `where`."""
+    """Parse JSON like `json.loads`. Raises CheckpointError if it is nested deeper than MAX_DEPTH."""
     try:
         value = json.loads(content, **options)
     except RecursionError as error:
         raise CheckpointError(f"{where} is not valid JSON: it is nested too deep") from error
     except ValueError as error:
-        raise CheckpointError(
-            f"{where} is not valid JSON ({error}): it is damaged or no such file"
-        ) from error
+        message = f"{where} is not valid JSON ({error}): it is damaged or of another format"
+        raise CheckpointError(message) from error
     level = [value]
     for _ in range(MAX_DEPTH):
-        containers = [item for item in level if type(item) in (dict, list)]
-        level = [
-            child
-            for item in containers
-            for child in (item.values() if type(item) is dict else item)
-        ]
+        level = list(_iterate_children(level))
         if not level:
             return value
     raise CheckpointError(f"{where} is not valid JSON: it is nested more than {MAX_DEPTH} deep")
+
+
+def _iterate_children(values: list[Any]) -> Iterable[Any]:
+    for value in values:
+        if type(value) is dict:
+            yield from value.values()
+        elif type(value) is list:
+            yield from value
 
 
 def named_file(directory: Path, name: Any, where: str) -> Path:

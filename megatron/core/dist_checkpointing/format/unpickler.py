@@ -1,18 +1,19 @@
-"""No code runs from a file: an unpickler for plain data.
+"""An unpickler for plain data that executes no code from the file.
 
-Three formats force pickles on us (`.metadata`, `common.pt` and bytes entries, legacy `.pt`). A
-pickle is a program for a small stack machine. The standard library's trusts it: it calls,
-instantiates and sets what it is told to, a memo index of 2^30 takes 8 GB, a tuple in a tuple in a
-tuple as the key of a dictionary overflows the C stack when it is hashed, one that holds another one
-twice is hashed without end. So the machine is written here, for what Python pickles in protocols 2
-to 5. A global is one of
+Three formats consist of pickles: `.metadata`, `common.pt` with bytes entries, and legacy `.pt`. A
+pickle is a program for a stack machine, and the machine of the standard library trusts it: it
+calls, instantiates and sets what the program requests, allocates 8 GB for a memo index of 2^30,
+overflows the C stack when it hashes a deeply nested tuple, and never finishes hashing a tuple that
+contains another one twice, 60 levels deep. This module implements the machine for what Python
+pickles in protocols 2 to 5. A global is one of
 
-* a value or a function of `safe_globals`: it builds plain data;
-* for a class of another project (Megatron's enums, say): an inert `Placeholder` that remembers name and arguments;
-* anything else of the standard library, torch or numpy: `UnsafePickleError`, before anything was called.
+* a value or a function of `safe_globals`, which builds plain data;
+* for a class of another project (e.g., Megatron's enums): an inert `Placeholder` with its name and
+  arguments;
+* anything else of the standard library, torch or numpy: `UnsafePickleError`, before any call.
 
-Nothing but a `Placeholder` and plain containers is ever changed, nothing but plain values is
-hashed, and time and memory are bounded by the size of the pickle.
+Only `Placeholder`s and plain containers are modified, only plain values are hashed, and time and
+memory are bounded by the size of the pickle.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from megatron.core.dist_checkpointing.format.safe_globals import (
     Storage,
     StorageKind,
     TypedStorage,
-    placeholder_type,
+    get_torch_globals,
+    make_placeholder_type,
     set_numpy_state,
-    torch_globals,
 )
 from megatron.core.dist_checkpointing.format.schema import (
     MAX_DEPTH,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-_OTHER_MODULES = {  # of other versions of Python and numpy
+_RENAMED_MODULES = {  # name in other versions of Python and numpy -> name here
     "__builtin__": "builtins",
     "copy_reg": "copyreg",
     "numpy._core.multiarray": "numpy.core.multiarray",
@@ -69,39 +70,39 @@ _GUARDED = frozenset(sys.stdlib_module_names) | {
     "pkg_resources",
     "_pytest",
 }
-# Records of save plans: read as placeholders, never used.
+# Records of DCP's save plans are read as placeholders and never used.
 _INERT_PACKAGES = (
     "torch.distributed.checkpoint.",
     "torch.distributed._shard.",
     "torch.distributed.tensor.",
 )
 
-# What is free, and what each byte of a pickle allows beyond. A .metadata has 0.48 opcodes and 0.04
-# objects per byte.
+# Fixed budgets, plus an allowance per byte of the pickle. A .metadata has 0.48 opcodes and 0.04
+# objects per byte, and takes up to 16 bytes of memory per byte.
 _FREE_OPCODES = 500_000
 _OPCODES_PER_BYTE = 0.6
 _FREE_OBJECTS = 50_000
 _OBJECTS_PER_BYTE = 1 / 16
-# bytes; a .metadata takes up to 16
 _FREE_MEMORY = 32 << 20
 _MEMORY_PER_BYTE = 20
-# bytes
+# Approximate bytes of an empty instance.
 _OBJECT_SIZE = 100
 _DICT_SIZE = 232
 _LIST_SIZE = 64
-# What a copy takes for each item.
+# Bytes per item of a copy.
 _BYTES_PER_ITEM: dict[Any, int] = {
     **dict.fromkeys((str, bytes, bytearray), 1),
     **dict.fromkeys((list, tuple, dict, set, frozenset), 64),
 }
-_MAX_NAMES = 1000  # classes and functions; a type is made for each that is not known
-_MAX_ODD_KEYS = 1000  # tuples and the like collide in hashing if their author wants it
-_UNFOLDED = 10**6  # values that containers may unfold to, and 8 times what the file holds
+_MAX_NAMES = 1000  # classes and functions: a type is created for each unknown one
+_MAX_ODD_KEYS = 1000  # keys such as tuples, whose hashes an attacker can make collide
+# Values to which containers may unfold, beyond 8 times the number of values in the file.
+_MAX_UNFOLDED = 10**6
 _LEAVES = frozenset([int, float, bool, str, bytes, type(None), complex, DtypeName])
 
 
 class Budget:
-    """How many bytes may be taken while a file is opened."""
+    """Limit of the bytes that opening a file may allocate."""
 
     def __init__(self, nbytes: int) -> None:
         self.allowed = self._left = nbytes
@@ -115,7 +116,10 @@ class Budget:
 
 
 class _Unpickler:
-    """Runs one pickle; `storage` gives the content of a record of the archive around it."""
+    """The stack machine for one pickle.
+
+    `storage(name)` returns a record of the archive that contains the pickle.
+    """
 
     def __init__(
         self, data: bytes, storage: Callable[[str], Storage] | None, placeholders: bool, names: bool
@@ -143,8 +147,8 @@ class _Unpickler:
         for _ in range(limit):
             opcode = data[position]
             position += 1
-            # A .metadata is references to its memo for the most part: these opcodes are worth their
-            # lines.
+            # The most frequent opcodes of a .metadata, mostly references to the memo, are handled
+            # here for speed.
             if opcode == 0x94:  # MEMOIZE
                 memo.append(stack[-1])
             elif opcode == 0x68:  # BINGET
@@ -174,20 +178,20 @@ class _Unpickler:
                 )
         raise UnsafePickleError(f"its pickle has more than {limit} steps in {len(data)} bytes")
 
-    # What follows an opcode
+    # Arguments of opcodes
 
-    def take(self, size: int) -> bytes:
+    def read_bytes(self, size: int) -> bytes:
         content = self.data[self.position : self.position + size]
         if len(content) != size:
             raise EOFError("it is cut")
         self.position += size
         return content
 
-    def number(self, size: int) -> int:
+    def read_number(self, size: int) -> int:
         self.position += size
         return int.from_bytes(self.data[self.position - size : self.position], "little")
 
-    def line(self) -> str:
+    def read_line(self) -> str:
         start = self.position
         end = self.data.index(b"\n", self.position)
         self.position = end + 1
@@ -199,29 +203,30 @@ class _Unpickler:
         self.charge(size)
         self.stack.append(value)
 
-    def top(self, count: int) -> list[Any]:
-        """Take so many values from the stack."""
+    def pop_many(self, count: int) -> list[Any]:
+        """Pop `count` values from the stack."""
         values = self.stack[-count:]
         if len(values) != count:
             raise IndexError("its stack is empty")
         del self.stack[-count:]
         return values
 
-    def above_mark(self) -> list[Any]:
+    def pop_to_mark(self) -> list[Any]:
         mark = self.marks.pop()
         values = self.stack[mark:]
         del self.stack[mark:]
         return values
 
     def pop(self) -> None:
-        """A value, or the mark above it."""
+        """Pop a value, or the mark if it is on top."""
         if self.marks and self.marks[-1] == len(self.stack):
             self.marks.pop()
         else:
             self.stack.pop()
 
     def put(self, number: int) -> None:
-        # Every writer numbers its values in turn; a list as long as the number would be the attack.
+        # Every writer numbers its values consecutively. A memo as long as the number would let a
+        # few bytes allocate gigabytes.
         if number > len(self.memo):
             raise UnsafePickleError(
                 f"its pickle stores value {number} after {len(self.memo)} others"
@@ -231,27 +236,25 @@ class _Unpickler:
     # Containers
 
     def check_hashed(self, values: Iterable[Any]) -> None:
-        """Keys of a dictionary, members of a set: plain values, and a few others, such as flat
-        tuples.
+        """Check keys of a dictionary or members of a set before they are hashed.
+
+        Plain values are allowed, and a limited number of others, such as flat tuples.
         """
         for value in values:
             kind = type(value)
             if kind is str or (kind is int and value.bit_length() <= 64):
                 continue
-            if (
-                (kind is not int and kind in _LEAVES)
-                or isinstance(value, Placeholder)
-                or is_dtype(value)
-            ):
+            is_leaf = kind is not int and kind in _LEAVES
+            if is_leaf or isinstance(value, Placeholder) or is_dtype(value):
                 continue
-            if isinstance(value, tuple) and not all(
-                type(item) in _LEAVES or is_dtype(item) for item in value
-            ):
-                raise UnsafePickleError("its dictionaries or sets have nested tuples as keys")
+            if isinstance(value, tuple):
+                is_flat = all(type(item) in _LEAVES or is_dtype(item) for item in value)
+                if not is_flat:
+                    raise UnsafePickleError("its dictionaries or sets have nested tuples as keys")
             self._odd_keys += 1
             if self._odd_keys > _MAX_ODD_KEYS:
                 raise UnsafePickleError(
-                    f"its dictionaries have more than {_MAX_ODD_KEYS} keys that are no plain values"
+                    f"its dictionaries have more than {_MAX_ODD_KEYS} keys that are not plain values"
                 )
 
     def set_items(self, items: list[Any]) -> None:
@@ -284,7 +287,7 @@ class _Unpickler:
         self.check_hashed(members)
         self.push_new(frozenset(members), _DICT_SIZE)
 
-    # Globals and what is made of them
+    # Globals and calls
 
     def find(self, module: Any, name: Any) -> Any:
         if type(module) is not str or type(name) is not str:
@@ -298,22 +301,26 @@ class _Unpickler:
         return self._known[module, name]
 
     def _find(self, module: str, name: str) -> Any:
-        module = _OTHER_MODULES.get(module, module)
+        # Other names of the same thing
+        module = _RENAMED_MODULES.get(module, module)
         if module.startswith("torch.cuda"):
-            module = "torch"  # `torch.cuda.FloatStorage`: where the tensor lived does not matter
+            module = "torch"  # e.g., `torch.cuda.FloatStorage`: the device is ignored
+        # Harmless values and functions
         if (module, name) in SAFE_GLOBALS:
             return SAFE_GLOBALS[module, name]
         if self._names and module == "torch" and DTYPE_NAME.fullmatch(name):
             return DtypeName(f"torch.{name}")
         if self._names and (module, name) == ("torch", "Size"):
             return PLAIN_SIZE
-        if module.partition(".")[0] == "torch" and not module.startswith(_INERT_PACKAGES):
-            if (module, name) in torch_globals():
-                return torch_globals()[module, name]
+        is_inert = module.startswith(_INERT_PACKAGES)
+        if module.partition(".")[0] == "torch" and not is_inert:
+            if (module, name) in get_torch_globals():
+                return get_torch_globals()[module, name]
             found = vars(sys.modules["torch"]).get(name) if module == "torch" else None
             if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
                 return found
-        if module.partition(".")[0] in _GUARDED and not module.startswith(_INERT_PACKAGES):
+        # Everything else: refused, or an inert placeholder
+        if module.partition(".")[0] in _GUARDED and not is_inert:
             raise UnsafePickleError(
                 f"its pickle names {escape_control_chars(f'{module}.{name}')}, which no checkpoint needs. "
                 "Nothing was executed. "
@@ -323,16 +330,16 @@ class _Unpickler:
             raise UnsafePickleError(
                 f"holds a {escape_control_chars(f'{module}.{name}')}; only plain values can be stored"
             )
-        return placeholder_type(module, name)
+        return make_placeholder_type(module, name)
 
     def charge_copies(self, values: Iterable[Any]) -> None:
-        """A function may copy what it is given."""
+        """Account for the copies that a function may make of its arguments."""
         for value in values:
             if type(value) in _BYTES_PER_ITEM:
                 self.charge(_BYTES_PER_ITEM[type(value)] * len(value))
 
     def call(self, state: Any = None) -> None:
-        """REDUCE and NEWOBJ alike."""
+        """Execute REDUCE or NEWOBJ."""
         args = self.stack.pop()
         function = self.stack.pop()
         self._objects_left -= 1
@@ -367,13 +374,12 @@ class _Unpickler:
         elif isinstance(target, np.dtype | np.ndarray) and type(state) is tuple:
             self.charge_copies(state)
             set_numpy_state(target, state)
-        elif not isinstance(
-            target, dict
-        ):  # a dictionary's own attributes (`_metadata` of torch) nobody reads
+        elif not isinstance(target, dict):
+            # A dictionary ignores attributes, such as torch's `_metadata`.
             raise UnsafePickleError(f"a pickle tries to set the state of {format_value(target)}")
 
-    def typed_storage(self, pid: Any) -> TypedStorage:
-        """The record `data/<key>` with elements of a kind."""
+    def find_storage(self, pid: Any) -> TypedStorage:
+        """Return the storage that a persistent id names: the record `data/<key>` as a dtype."""
         if type(pid) is tuple and len(pid) >= 5 and self._storage is not None:
             tag, kind, key, *_ = pid
             if tag == "storage" and isinstance(kind, StorageKind) and type(key) in (str, int):
@@ -381,63 +387,63 @@ class _Unpickler:
         raise UnsafePickleError(f"unknown persistent id {format_value(pid)}")
 
 
-def _counted(size: int, decode: Callable[[bytes], Any]) -> Callable[[_Unpickler], None]:
-    """An opcode that is followed by a length of `size` bytes and the content."""
-    return lambda run: run.stack.append(decode(run.take(run.number(size))))
+def _read_counted(size: int, decode: Callable[[bytes], Any]) -> Callable[[_Unpickler], None]:
+    """Return the handler of an opcode followed by a length of `size` bytes and the content."""
+    return lambda run: run.stack.append(decode(run.read_bytes(run.read_number(size))))
 
 
-def _utf8(content: bytes) -> str:
+def _decode_utf8(content: bytes) -> str:
     return content.decode("utf-8", "surrogatepass")
 
 
-def _latin1(content: bytes) -> str:
-    return content.decode("latin1")  # of old pickles, which hold numpy's bytes in it
+def _decode_latin1(content: bytes) -> str:
+    return content.decode("latin1")  # in old pickles, which store numpy's bytes as text
 
 
-def _signed(content: bytes) -> int:
+def _decode_signed(content: bytes) -> int:
     return int.from_bytes(content, "little", signed=True)
 
 
 _OPCODES: dict[int, Callable[[_Unpickler], object]] = {
-    0x80: lambda run: run.take(1),  # PROTO
-    0x95: lambda run: run.take(8),  # FRAME
+    0x80: lambda run: run.read_bytes(1),  # PROTO
+    0x95: lambda run: run.read_bytes(8),  # FRAME
     # Plain values
     ord("N"): lambda run: run.stack.append(None),
     0x88: lambda run: run.stack.append(True),
     0x89: lambda run: run.stack.append(False),
-    ord("M"): lambda run: run.stack.append(run.number(2)),
-    ord("J"): lambda run: run.stack.append(_signed(run.take(4))),
-    ord("G"): lambda run: run.stack.extend(struct.unpack(">d", run.take(8))),
-    **{op: _counted(size, _signed) for op, size in ((0x8A, 1), (0x8B, 4))},
-    **{op: _counted(size, _utf8) for op, size in ((0x8C, 1), (ord("X"), 4), (0x8D, 8))},
-    **{op: _counted(size, _latin1) for op, size in ((ord("U"), 1), (ord("T"), 4))},
-    **{op: _counted(size, bytes) for op, size in ((ord("C"), 1), (ord("B"), 4), (0x8E, 8))},
-    0x96: _counted(8, bytearray),
+    ord("M"): lambda run: run.stack.append(run.read_number(2)),
+    ord("J"): lambda run: run.stack.append(_decode_signed(run.read_bytes(4))),
+    ord("G"): lambda run: run.stack.extend(struct.unpack(">d", run.read_bytes(8))),
+    **{op: _read_counted(size, _decode_signed) for op, size in ((0x8A, 1), (0x8B, 4))},
+    **{op: _read_counted(size, _decode_utf8) for op, size in ((0x8C, 1), (ord("X"), 4), (0x8D, 8))},
+    **{op: _read_counted(size, _decode_latin1) for op, size in ((ord("U"), 1), (ord("T"), 4))},
+    **{op: _read_counted(size, bytes) for op, size in ((ord("C"), 1), (ord("B"), 4), (0x8E, 8))},
+    0x96: _read_counted(8, bytearray),
     # Memo and stack
-    ord("q"): lambda run: run.put(run.number(1)),
-    ord("r"): lambda run: run.put(run.number(4)),
+    ord("q"): lambda run: run.put(run.read_number(1)),
+    ord("r"): lambda run: run.put(run.read_number(4)),
     ord("0"): _Unpickler.pop,
-    ord("1"): _Unpickler.above_mark,
+    ord("1"): _Unpickler.pop_to_mark,
     # Containers
     ord(")"): lambda run: run.stack.append(()),
     ord("]"): lambda run: run.push_new([], _LIST_SIZE),
     ord("}"): lambda run: run.push_new({}, _DICT_SIZE),
     0x8F: lambda run: run.push_new(set(), _DICT_SIZE),
-    ord("t"): lambda run: run.push_new(tuple(run.above_mark()), _LIST_SIZE),
-    ord("a"): lambda run: run.extend(run.top(1)),
-    ord("e"): lambda run: run.extend(run.above_mark()),
-    ord("s"): lambda run: run.set_items(run.top(2)),
-    ord("u"): lambda run: run.set_items(run.above_mark()),
-    0x90: lambda run: run.add(run.above_mark()),
-    0x91: lambda run: run.push_frozen(run.above_mark()),
+    ord("t"): lambda run: run.push_new(tuple(run.pop_to_mark()), _LIST_SIZE),
+    ord("a"): lambda run: run.extend(run.pop_many(1)),
+    ord("e"): lambda run: run.extend(run.pop_to_mark()),
+    ord("s"): lambda run: run.set_items(run.pop_many(2)),
+    ord("u"): lambda run: run.set_items(run.pop_to_mark()),
+    0x90: lambda run: run.add(run.pop_to_mark()),
+    0x91: lambda run: run.push_frozen(run.pop_to_mark()),
     # Globals
-    ord("c"): lambda run: run.stack.append(run.find(run.line(), run.line())),
-    0x93: lambda run: run.stack.append(run.find(*run.top(2))),
+    ord("c"): lambda run: run.stack.append(run.find(run.read_line(), run.read_line())),
+    0x93: lambda run: run.stack.append(run.find(*run.pop_many(2))),
     ord("R"): _Unpickler.call,
     0x81: _Unpickler.call,
     0x92: lambda run: run.call(run.stack.pop()),
     ord("b"): lambda run: run.build(run.stack.pop()),
-    ord("Q"): lambda run: run.stack.append(run.typed_storage(run.stack.pop())),
+    ord("Q"): lambda run: run.stack.append(run.find_storage(run.stack.pop())),
 }
 
 
@@ -448,10 +454,11 @@ def unpickle(
     placeholders: bool = True,
     names: bool = False,
 ) -> Any:
-    """The object of a bare pickle; with `names` the dtypes in it are their names, and it is read
-    without torch.
+    """Return the object of a bare pickle.
 
-    It may unfold without end: only `torch_load.safe_load` promises what can be printed or copied.
+    With `names`, dtypes are returned as names, and the pickle is read without torch. Without
+    `placeholders`, classes of other projects are an error. The result may unfold without end when
+    it is printed or copied; `check_bounded` excludes that.
     """
     try:
         return _Unpickler(data, storage, placeholders, names).run()
@@ -459,29 +466,29 @@ def unpickle(
         raise UnsafePickleError(f"{where}: {error}") from None
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle can raise anything
+    except Exception as error:  # a damaged pickle can cause any error
         reason = escape_control_chars(f"{type(error).__name__}: {error}")[:300]
         raise CheckpointError(f"{where}: not an intact pickle ({reason})") from error
 
 
 def check_bounded(root: Any, where: str) -> None:
-    """Raises CheckpointError for containers that hold themselves, are too deep, or unfold too far.
+    """Raise CheckpointError for containers that contain themselves, are too deep, or unfold too far.
 
-    A list that holds another one twice, that one a third twice, and so on, takes 60 bytes in a
-    pickle and no end of time in `repr`, `==`, `json.dumps` or `copy`. Each container is looked at
-    once.
+    A list that contains another one twice, which contains a third one twice, and so on, takes 60
+    bytes in a pickle, but `repr`, `==`, `json.dumps` and `copy` never finish. Each container is
+    visited once.
     """
     sizes: dict[int, float] = {}
 
     def size_of(value: Any, depth: int) -> float:
-        children = _children(value)
+        children = _get_children(value)
         if children is None:
             return 1
         if depth > MAX_DEPTH:
             raise CheckpointError(f"{where}: its containers are nested more than {MAX_DEPTH} deep")
         size = sizes.get(id(value))
         if size is None:
-            sizes[id(value)] = math.inf  # while it is open
+            sizes[id(value)] = math.inf  # until all children are counted
             size = 1.0
             for child in children:
                 size += 1 if type(child) in _LEAVES else size_of(child, depth + 1)
@@ -490,15 +497,15 @@ def check_bounded(root: Any, where: str) -> None:
         return size
 
     count = [0]
-    if size_of(root, 0) > _UNFOLDED + 8 * count[0]:
+    if size_of(root, 0) > _MAX_UNFOLDED + 8 * count[0]:
         raise CheckpointError(
-            f"{where}: a container holds itself, or unfolds to far more values than are in the file"
+            f"{where}: a container contains itself, or unfolds to far more values than are in the file"
         )
 
 
-def _children(value: Any) -> Collection[Any] | None:
+def _get_children(value: Any) -> Collection[Any] | None:
     if isinstance(value, dict):
-        return value.values()  # keys are flat
+        return value.values()  # keys are plain or flat
     if isinstance(value, list | tuple | set | frozenset):
         return value
     if isinstance(value, argparse.Namespace):

@@ -136,7 +136,7 @@ def test_shared_containers_stay_shared_and_cycles_are_refused():
     loaded = safe_load(saved({"x": shared, "y": shared}))
     assert loaded["x"] is loaded["y"] and torch.equal(loaded["x"][0], torch.ones(2))
     shared.append(shared)
-    with pytest.raises(CheckpointError, match="a container holds itself"):
+    with pytest.raises(CheckpointError, match="a container contains itself"):
         safe_load(saved({"x": shared}))
 
 
