@@ -128,7 +128,7 @@ class ParallelConfig:
 
     @property
     def splits_experts(self) -> bool:
-        """Whether experts are split differently from the matrices of dense layers."""
+        """True if experts are split differently from the matrices of dense layers."""
         return (self.etp_size, self.ep_size) != (self.tp_size, 1)
 
     def edp_size(self, world_size: int) -> int:
@@ -184,6 +184,7 @@ class ParallelConfig:
 
     def place(self, rank: int, world_size: int) -> Place:
         """Return the coordinates of a rank."""
+        # TP varies fastest, then CP; the mapping decides between DP and PP.
         rest, tp = divmod(rank, self.tp_size)
         rest, cp = divmod(rest, self.cp_size)
         if self.use_tp_pp_dp_mapping:
@@ -338,7 +339,7 @@ class ParallelState:
         axes = {name: getattr(state, name) for name in own}
         for name, (ranks,) in own.items():
             group = None
-            if name == "dp":
+            if name == "dp":  # no communication over `dp` alone
                 continue
             if all_groups is not None:
                 split_ranks = [list(members) for members in all_groups[name] if len(members) > 1]
@@ -355,6 +356,7 @@ class ParallelState:
                 )
             if group is not None and len(ranks) > 1:
                 axes[name] = Axis(ranks.index(rank), len(ranks), ranks, group)
+        # Without context parallelism both axes consist of the same ranks and share a group.
         if config.cp_size == 1:
             axes["dp"] = axes["dp_cp"]
         return replace(state, **_with_expert_axes(axes, rank))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 # Seconds.
-SILENT_PERIOD = 2.0  # shorter operations print nothing
+SILENT_PERIOD = 2.0  # shorter operations have no output
 REDRAW_INTERVAL = 0.5  # on a terminal
 LINE_INTERVAL = 10.0  # in a log file
 
@@ -33,7 +33,7 @@ class ProgressBar:
             progress.add(len(block))
 
     Because a thread prints it, an operation that cannot report its progress still shows the elapsed
-    time. Operations shorter than `SILENT_PERIOD` print nothing. A terminal has one line that is
+    time. Operations shorter than `SILENT_PERIOD` have no output. A terminal has one line that is
     redrawn and cleared at the end; any other `file` gets one line per `LINE_INTERVAL`, so that logs
     stay readable.
 

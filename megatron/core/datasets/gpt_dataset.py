@@ -73,6 +73,7 @@ class GPTDataset:
     def __getitem__(self, index: int) -> Sample:
         """Return the tensors of a sample (see `finish_sample`)."""
         text = self._read(int(self.shuffle_index[index]))
+        # A token outside the vocabulary would fail in the embedding, on a GPU without a message.
         highest = int(text.max())
         if highest >= self.vocab_size:
             raise ValueError(

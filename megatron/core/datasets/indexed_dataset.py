@@ -127,6 +127,7 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
             f"{path} has {size} bytes, less than the {HEADER.size} of an index header: it is empty "
             "or truncated"
         )
+    # Map the index: it may have 10^9 entries, of which a rank reads few.
     buffer = np.memmap(path, np.uint8, "r")
     magic, version, code, num_sequences, num_documents = HEADER.unpack(
         buffer[: HEADER.size].tobytes()

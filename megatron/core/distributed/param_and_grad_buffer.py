@@ -38,7 +38,7 @@ class ParamGroup:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the parameter is a weight of a hidden layer."""
+        """True for the weights of hidden layers."""
         return self.weight_decay and not self.embedding
 
 
@@ -256,7 +256,7 @@ class Bucket:
 
     @property
     def params_complete(self) -> bool:
-        """Whether no gather is in flight."""
+        """True if no gather is in flight."""
         return not self._param_works
 
     def start_param_gather(self) -> None:

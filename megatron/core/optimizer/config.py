@@ -113,8 +113,8 @@ class OptimizerConfig:
             yield f"--muon-momentum {self.muon_momentum} must be in [0, 1)"
         if self.optimizer_impl == "apex" and self.optimizer != "adam":
             yield (
-                f"--optimizer-impl apex supports only --optimizer adam: "
-                f"remove it for --optimizer {self.optimizer}"
+                "--optimizer-impl apex supports only --optimizer adam: remove it for --optimizer "
+                f"{self.optimizer}"
             )
         if not 0 < self.min_loss_scale <= self.initial_loss_scale:
             yield (

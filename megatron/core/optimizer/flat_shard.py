@@ -29,12 +29,12 @@ class FlatShard:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the model's parameters are in fp8."""
+        """True if the model's parameters are in fp8."""
         return self.bucket.param_shard.dtype == torch.uint8
 
     @property
     def is_model(self) -> bool:
-        """Whether the main parameters and the model's parameters share their memory."""
+        """True if the main parameters and the model's parameters share their memory (fp32 models)."""
         return self.param is self.bucket.param_shard
 
 
@@ -44,6 +44,7 @@ def allocate_shard(bucket: Bucket, state_names: Sequence[str]) -> FlatShard:
     The main parameters are not filled yet, unless the model is fp32.
     """
     model = bucket.param_shard
+    # An fp32 model is its own main copy; otherwise the update needs more precision than the model.
     param = model if model.dtype == torch.float32 else torch.empty_like(model, dtype=torch.float32)
     param.grad = bucket.grad_shard
     return FlatShard(bucket, param, {name: torch.zeros_like(param) for name in state_names})
@@ -63,6 +64,7 @@ def cast_to_fp8(shards: Sequence[FlatShard], rescale: bool) -> None:
     `rescale`: compute new scales instead of using the stored ones. Collective over the ranks that
     share the same buckets.
     """
+    # One call per group: the parts of a tensor on all ranks of the group share a scale.
     by_group: dict[dist.ProcessGroup, list[FlatShard]] = {}
     for shard in shards:
         by_group.setdefault(shard.bucket.shard_group, []).append(shard)

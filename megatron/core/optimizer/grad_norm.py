@@ -62,6 +62,7 @@ def counts_for_model(info: ParamInfo, ps: ParallelState, sharded: bool) -> bool:
     The sum is taken over `find_norm_axis`. `sharded`: the values are sharded over data parallelism.
     """
     is_split = info.sharding.is_split
+    # A value that is replicated over an axis is counted by the first rank of that axis.
     if not ps.config.splits_experts:
         return info.counted and (is_split or ps.tp.is_first)
     if info.sharding.is_expert:

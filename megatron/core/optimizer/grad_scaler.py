@@ -33,6 +33,7 @@ class GradScaler:
         if not self.dynamic:
             return
         if found_inf:
+            # An overflow interrupts the row of good steps; only repeated ones lower the scale.
             self._good_steps = 0
             self._remaining_overflows -= 1
             if self._remaining_overflows <= 0:
@@ -55,7 +56,7 @@ class GradScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a dynamic scale; the empty state of a run without one changes nothing."""
+        """Restore a dynamic scale; the empty state of a run without one is ignored."""
         if not (state and self.dynamic):
             return
         missing = {"scale", "growth_tracker", "hysteresis_tracker"} - state.keys()

@@ -46,8 +46,8 @@ class StepResult:
     skipped: torch.Tensor
     """True if the norm was not finite; parameters and state are then unchanged."""
     held_back: bool
-    """Whether dynamic loss scaling skipped the step, which is known at once; the schedule does not
-    advance then, as in Megatron-LM.
+    """True if dynamic loss scaling skipped the step, which is known without reading the device. The
+    schedule does not advance then, as in Megatron-LM.
     """
     num_zeros: torch.Tensor | None
     """Zeros in the gradient, including padding of the vocabulary, if they were counted."""
@@ -57,7 +57,7 @@ class MegatronOptimizer:
     """An update rule on the fp32 main parameters of this rank's shards, in any precision.
 
     The shard axis is that of `chunks`: data parallelism with the distributed optimizer, otherwise
-    an axis of size 1. A step with a gradient that is not finite changes nothing, in any precision.
+    an axis of size 1. A step with a nonfinite gradient is skipped, in any precision.
     The norm, clipping and that decision stay on the device; only dynamic loss scaling waits for it.
 
     To resume, fill the tensors of `state_to_load`, then call `load_state_dict`. After loading only
@@ -75,6 +75,7 @@ class MegatronOptimizer:
                 states = select_states(config, bucket.plan.group)
                 self.shards.append(allocate_shard(bucket, states))
         self.device = self.shards[0].param.device
+        # fp16 gradients underflow without loss scaling.
         has_fp16 = any(shard.bucket.param_data.dtype == torch.float16 for shard in self.shards)
         self.grad_scaler = GradScaler(config, has_fp16)
         self._rule = make_update_rule(config, self.shards)
@@ -112,7 +113,7 @@ class MegatronOptimizer:
         squares, num_zeros = self._grad_norm.compute(count_zeros)
         norm = squares.sqrt() / divisor
         skipped = ~torch.isfinite(norm)
-        # Phase 2: the update; the fused kernels divide gradients by grad_scale and change nothing
+        # Phase 2: the update; the fused kernels divide gradients by grad_scale, and skip the step
         # if found_inf is 1
         grad_scale = divisor / compute_clip_coefficient(norm, self.config.clip_grad)
         self._rule.grad_scale = grad_scale.float()
@@ -120,6 +121,7 @@ class MegatronOptimizer:
         self._rule.step()
         # Phase 3: the model's parameters
         self._copy_to_model()
+        # Only a dynamic loss scale needs the outcome on the host, which waits for the device.
         held_back = self.grad_scaler.dynamic and bool(skipped)
         self.grad_scaler.update(held_back)
         return StepResult(norm, skipped, held_back, num_zeros)
@@ -127,13 +129,14 @@ class MegatronOptimizer:
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """Return main parameters and state as boxes of the parameters that they belong to.
 
-        `model_state` is the sharded state of all chunks, merged. Copies and communicates nothing.
+        `model_state` is the sharded state of all chunks, merged. Without copies or communication.
         """
         state: ShardedStateDict = {}
         for shard, piece, entry in self._pieces(model_state):
             for name, data in shard.tensors.items():
                 key = f"optimizer.state.{name}.{entry.key}"
                 assert key not in state, f"two parameters of this rank have the key {entry.key}"
+                # A range of the flat parameter is a set of boxes of the global tensor.
                 part = entry.flat_range(key, piece.param_start, data[piece.start : piece.stop])
                 if part.boxes:  # without boxes it is padding of the vocabulary
                     state[key] = part
@@ -215,7 +218,7 @@ class MegatronOptimizer:
                     "the checkpoint's optimizer must have the same step in all param_groups, got "
                     f"{stored}; use --no-load-optim to start with a fresh optimizer"
                 )
-            for step in steps:
+            for step in steps:  # shards of all groups have taken the same number of steps
                 step.fill_(groups[0]["step"])
         self._log_differences(groups)
         self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))

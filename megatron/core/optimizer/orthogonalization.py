@@ -35,7 +35,7 @@ def orthogonalize(matrix: Tensor, coefficient_type: str = "quintic", num_steps: 
     coefficients = COEFFICIENTS[coefficient_type]
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.mT if is_tall else matrix  # the smaller Gram matrix
-    x = x / x.norm().clamp(min=1e-7)
+    x = x / x.norm().clamp(min=1e-7)  # the iteration converges for singular values up to 1
     for step in range(num_steps):
         a, b, c = coefficients[step % len(coefficients)]
         gram = x @ x.mT
@@ -100,6 +100,7 @@ class Orthogonalizer:
 
 
 def _gather(local: Tensor, dim: int, tp: Axis) -> Tensor:
+    # Gather flat parts first: the collective concatenates only along the first dimension.
     parts = local.new_empty(tp.size * local.numel())
     all_gather_into_tensor(parts, local.reshape(-1), group=tp.group)
     return torch.cat(list(parts.view(tp.size, *local.shape)), dim=dim)

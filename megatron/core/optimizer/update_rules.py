@@ -27,8 +27,8 @@ from megatron.core.optimizer.orthogonalization import Orthogonalizer
 class UpdateRule:
     """Parameter groups of flat fp32 tensors, their state, and the change made by a step.
 
-    Gradients are divided by `grad_scale`; a step with `found_inf` 1 changes nothing. This class
-    does not derive from `torch.optim.Optimizer`, whose constructor imports torch's compiler, which
+    Gradients are divided by `grad_scale`; a step with `found_inf` 1 is skipped. This class does
+    not derive from `torch.optim.Optimizer`, whose constructor imports torch's compiler, which
     takes as long as importing torch itself.
     """
 
@@ -37,7 +37,7 @@ class UpdateRule:
     NUM_BETAS: ClassVar[int] = 2
     """Length of `betas` in the parameter groups, if they have it."""
     IS_CONVERTIBLE: ClassVar[bool] = True
-    """Whether conversion carries the state; otherwise it refuses the state by name."""
+    """True if conversion carries the state; otherwise conversion rejects the state by name."""
 
     grad_scale: Tensor
     found_inf: Tensor
@@ -117,12 +117,13 @@ class AdamW(UpdateRule):
 
     def update_group(self, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
+        # The fused kernel reads grad_scale and found_inf on the device, without synchronization.
         adamw(
             group["params"],
             self.collect_gradients(group),
             self.collect_states(group, "exp_avg"),
             self.collect_states(group, "exp_avg_sq"),
-            [],
+            [],  # maxima of amsgrad
             self.collect_states(group, "step"),
             fused=True,
             grad_scale=self.grad_scale,
@@ -356,6 +357,7 @@ class Muon(AdamW):
         for param in group["params"]:
             momentum = self._update_momentum(param, group["momentum"], keep)
             update = self._orthogonalize_bucket(self._bucket_of[param], momentum)
+            # Decoupled weight decay, as in AdamW.
             param.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
             param.sub_(update.mul_(group["lr"] * keep))
 
@@ -368,7 +370,8 @@ class Muon(AdamW):
 
     def _orthogonalize_bucket(self, bucket: Bucket, update: Tensor) -> Tensor:
         """Return `update`, this rank's shard of a bucket, with each matrix orthogonalized."""
-        whole = bucket.gather(update)
+        # Shards split matrices at any element, so that each rank needs the whole bucket.
+        whole = bucket.gather(update)  # 1-D, all parameters of the bucket
         result = torch.zeros_like(update)
         for piece in bucket.pieces():
             start = bucket.shard_start + piece.start - piece.param_start

@@ -30,7 +30,7 @@ class Exchange:
 
     Keep the object until `wait`: gloo abandons a message whose exchange is garbage collected. With
     NCCL the first exchange builds the communicator of the whole group. All ranks get there, because
-    the first tick of a rank needs nothing from the others.
+    the first tick of a rank does not depend on the others.
     """
 
     def __init__(self, tick: Tick, result: Tensor | None, pp: Axis, spec: MessageSpec) -> None:

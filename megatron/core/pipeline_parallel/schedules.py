@@ -85,8 +85,7 @@ def schedule(
     sizes = (pp_size, vpp_size, num_microbatches, forward_only, group_size)
     actions = _make_timetable(pp_rank, *sizes)
 
-    # The messages of the neighbors follow from their timetables: ranks negotiate nothing at run
-    # time.
+    # The messages of the neighbors follow from their timetables, without negotiation at run time.
     arrivals: dict[int, Message] = {}
     for peer in {(pp_rank - 1) % pp_size, (pp_rank + 1) % pp_size}:
         for clock, peer_action in _make_timetable(peer, *sizes).items():
