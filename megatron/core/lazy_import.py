@@ -1,10 +1,11 @@
-"""Modules that are imported late: what a program can do without torch starts in a tenth of the
-time.
+"""Lazy imports, so that tools start quickly when they do not need torch.
 
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
+A module that needs torch only in some functions binds it like this::
+
+    if TYPE_CHECKING:
+        import torch
+    else:
+        torch = lazy_module("torch")
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 
 
 class _LazyModule:
+    """Stand-in for a module, which it imports on the first access to an attribute."""
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._module: ModuleType | None = None
@@ -28,21 +31,27 @@ class _LazyModule:
 
 
 def lazy_module(name: str) -> Any:
-    """The module `name`, imported when something in it is first asked for."""
+    """Return a stand-in for the module `name` that imports it on first use."""
     return _LazyModule(name)
 
 
 def lazy_names(package: str, file: str) -> tuple[Any, list[str]]:
-    """`__getattr__` and `__all__` of a package: what its `file` imports for type checkers, in the first `if`."""
-    block = next(
-        node for node in ast.parse(Path(file).read_bytes()).body if isinstance(node, ast.If)
-    )
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    home = {alias.name: str(node.module) for node in imports for alias in node.names}
+    """Return `__getattr__` and `__all__` of a package whose names are imported on first use.
 
-    def get(name: str) -> Any:
+    The names are those that `file`, the package's `__init__.py`, imports for type checkers in its
+    first `if` statement.
+    """
+    statements = ast.parse(Path(file).read_bytes()).body
+    type_checking_block = next(node for node in statements if isinstance(node, ast.If))
+    home: dict[str, str] = {}  # name -> module that defines it
+    for node in type_checking_block.body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                home[alias.name] = str(node.module)
+
+    def import_name(name: str) -> Any:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(home[name]), name)
 
-    return get, list(home)
+    return import_name, list(home)

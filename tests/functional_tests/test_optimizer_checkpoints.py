@@ -37,7 +37,7 @@ FORMATS = {
     "universal": (),
     "hf": ("--save-optim-sidecar",),
 }
-DTYPES = {"fp32": "", "bf16": "--bf16"}
+DTYPES = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024"}
 COMMON = f"--mock-data --train-iters 4 {LLAMA}"
 REFUSED = "the optimizer is muon, whose state is not supported: leave it out"
 
@@ -83,7 +83,7 @@ ALL_RESUMES = [
     for optimizer in OPTIMIZERS
     for first in LAYOUTS
     for second in LAYOUTS
-    for dtype in DTYPES
+    for dtype in ("fp32", "bf16")
 ]
 
 
@@ -119,7 +119,7 @@ DEFAULT_CONVERSIONS = [
     ("ademamix", "legacy", "zero", "bf16"),
     ("ademamix", "legacy", "dp2", "fp32"),
     ("ademamix", "universal", "dp2", "fp32"),
-    ("ademamix", "hf", "zero", "bf16"),
+    ("ademamix", "hf", "zero", "fp16"),
     ("muon", "legacy", "zero", "fp32"),
     ("muon", "torch_dist", "dp2", "fp32"),
     ("muon", "universal", "dp2", "fp32"),

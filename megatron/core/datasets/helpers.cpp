@@ -1,6 +1,7 @@
-// The loops over documents and samples that build dataset indices. Called through helpers.py, which checks the arguments.
+// Loops over documents and samples that build dataset indices. Called through index_helpers.py, which checks the
+// arguments.
 //
-// Counters are 64-bit throughout; only the stored values are narrowed, and the caller chooses a type that holds them.
+// All counters are 64-bit; only stored values are narrowed, to a type that the caller chooses large enough.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -18,9 +19,9 @@ namespace py = pybind11;
 template <typename T>
 using Array = py::array_t<T, py::array::c_style>;
 
-// Row j of `rows` is (position in document_index, token offset) at which sample j starts; `seq_length` tokens lie between
-// two rows and a sample reads `extra_tokens` more than that. A row stays in the document of the token before it, so a
-// sample that ends with its document is followed by (that document, its length - extra_tokens).
+// Fill row j of `rows` with the start of sample j: (position in document_index, token offset). There are `seq_length`
+// tokens between two rows, and a sample reads `extra_tokens` more. A row stays in the document of the preceding token,
+// so a sample that ends with its document is followed by (that document, its length - extra_tokens).
 template <typename Index>
 void fill_sample_index(const int32_t* lengths, int64_t num_sequences, const int32_t* document_index,
                        int64_t num_documents, int64_t seq_length, int64_t extra_tokens, int64_t num_samples,
@@ -70,9 +71,9 @@ Array<Index> build_sample_index(const Array<int32_t>& lengths, const Array<int32
   return index;
 }
 
-// The member that is furthest behind its share gives the next sample: the largest weight * max(sample, 1) - count, the
-// first one on ties. A member that has given `limit` samples gives no more.
-constexpr size_t kLanes = 8;  // members are scanned in blocks the compiler turns into vector maxima
+// Take the next sample from the member with the largest deficit, weight * max(sample, 1) - count; on ties from the first
+// one. A member contributes at most `limit` samples.
+constexpr size_t kLanes = 8;  // the compiler turns each block of members into vector maxima
 
 void fill_blend_index(std::vector<double> weights, const int64_t* limits, int64_t size, int16_t* dataset_index,
                       int64_t* dataset_sample_index) {
@@ -89,8 +90,8 @@ void fill_blend_index(std::vector<double> weights, const int64_t* limits, int64_
     std::fill(best, best + kLanes, kNever);
     for (size_t block = 0; block < weights.size(); block += kLanes)
       for (size_t lane = 0; lane < kLanes; ++lane) {
-        const double behind = weights[block + lane] * scale - counts[block + lane];
-        best[lane] = behind > best[lane] ? behind : best[lane];
+        const double deficit = weights[block + lane] * scale - counts[block + lane];
+        best[lane] = deficit > best[lane] ? deficit : best[lane];
       }
     const double largest = *std::max_element(best, best + kLanes);
     if (largest == kNever)
