@@ -178,8 +178,8 @@ def test_muon_in_legacy_files_is_refused_at_start(pool, tmp_path, flags):
         run(pool, "muon", "single", "fp32", f"{flags.format(tmp_path)} {convert_save}")
 
 
-def test_save_fails_if_a_load_would_refuse_the_state(pool, tmp_path):
-    """The first save reports what the schema of loads rejects."""
+def test_save_fails_if_a_load_would_reject_the_state(pool, tmp_path):
+    """The first save applies the schema of loads and reports the invalid value."""
     with pytest.raises(Exception, match=r"betas is \(\), but must be a list of 2 to 3"):
         pool.run(train_with_bad_betas, 1, f"{COMMON} --save {tmp_path} --exit-interval 2")
     assert not list(tmp_path.glob("iter_*"))

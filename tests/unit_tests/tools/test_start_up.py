@@ -53,9 +53,9 @@ def run(*words: object) -> str:
             (CONVERT, "--saver", "hf", "--load-dir", "a", "--save-dir", "b", "--num-layers", "x"),
             "'x' is not an integer",
         ),
-        ((INSPECT, "--help"), "what a checkpoint holds"),
+        ((INSPECT, "--help"), "print contents"),
         ((INSPECT, "show", "/nowhere"), "holds no checkpoint in a known format"),
-        ((INSPECT, "show", LLAMA / "torch_dist_fully_reshardable"), "output_layer.weight"),
+        ((INSPECT, "show", LLAMA / "torch_dist_fully_reshardable", "--all"), "output_layer.weight"),
         (
             (INSPECT, "show", LLAMA / "torch_dist_dp_reshardable", "--json"),
             '"params_dtype": "torch.float32"',

@@ -1,6 +1,4 @@
-"""From --data-path and its relatives to train, valid and test: parsing, blends, and what is
-refused.
-"""
+"""Datasets from --data-path and related flags: parsing, splits, blends, invalid options."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Samples against the plain definition: documents in index order, one after the other, cut every
+"""Samples against the plain definition: concatenated documents in index order, cut every
 seq_length tokens.
 """
 

@@ -173,7 +173,7 @@ def build_while_others_damage(rank, world_size, corpus, cache):
         if rank == 0:
             path = sorted(shared.glob("*.npy"))[turn % 3]
             replace_contents(path, path.read_bytes()[: turn * 10]) if turn % 2 else path.unlink()
-    for dataset in kept:  # what has been mapped once stays valid
+    for dataset in kept:  # mapped arrays stay valid after the file is replaced
         assert_equal_indices(dataset, expected)
     return True
 

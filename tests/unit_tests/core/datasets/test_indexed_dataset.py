@@ -1,6 +1,4 @@
-"""Token files: what is written is read, byte for byte Megatron-LM's format, and damaged files are
-refused by name.
-"""
+"""Token files: round trips, equality with Megatron-LM's files, and rejection of damaged files."""
 
 import pickle
 from pathlib import Path

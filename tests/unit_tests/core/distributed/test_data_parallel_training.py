@@ -1,5 +1,6 @@
-"""Data-parallel training over gloo: every way to reduce, shard and overlap gives the run of one
-process.
+"""Data-parallel training over gloo equals the run of one process.
+
+This holds for each combination of reduction, sharding and overlap.
 """
 
 import functools
@@ -55,9 +56,10 @@ def mean(runs, what):
 
 
 def assert_close_run(runs, expected):
-    """The same mathematics in another order of sums, so equal to rounding.
+    """Assert equality up to rounding, as sums are in another order.
 
-    (With Adam's eps at 1e-8 an element whose gradient is rounding noise would move by the learning rate.)
+    (With Adam's eps at 1e-8, an element whose gradient is rounding noise would move by the learning
+    rate.)
     """
     torch.testing.assert_close(
         mean(runs, "losses"), mean([expected], "losses"), rtol=1e-6, atol=1e-6
@@ -109,8 +111,8 @@ def assert_same_boxes(left, right):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sharding_is_bitwise_equal(pool, dtype):
-    """With two ranks, whose sums have one order only, and without clipping, as the norm is summed
-    in another order.
+    """Use two ranks, whose sums have only one order, and no clipping, because the norm is summed in
+    another order.
     """
     config = {**ADAM, "clip_grad": 0.0}
     replicated, sharded = (pool.run(train, 2, ddp, config, 8, 2, dtype) for ddp in (PLAIN, SHARDED))
@@ -120,9 +122,7 @@ def test_sharding_is_bitwise_equal(pool, dtype):
 
 
 def test_reduction_in_bf16_follows_fp32(pool):
-    """Half as many bytes, no other mathematics: all ways to reduce agree bitwise, and follow the
-    run that uses fp32.
-    """
+    """All reductions in bf16 agree bitwise, and the losses follow the run that reduces in fp32."""
     config = {**ADAM, "clip_grad": 0.0}
     in_fp32 = pool.run(train, 2, SHARDED, config, 8, 2, torch.bfloat16)
     names = ("all-reduce", "all-reduce overlapped", "sharded", "sharded, both overlapped")

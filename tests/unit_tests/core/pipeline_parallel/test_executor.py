@@ -1,4 +1,4 @@
-"""The executor against the same model without a pipeline: gradients and losses are bitwise equal."""
+"""The executor equals the same model without a pipeline bitwise, in gradients and losses."""
 
 import os
 from collections.abc import Callable
