@@ -1,11 +1,13 @@
-"""A hash for every block of every file, so that any range that is read can be checked.
+"""Hashes of all blocks of all files, so that any range can be verified when it is read.
 
-`checksums.bin` stands beside the checkpoint's files; other readers ignore it. A header line with algorithm and block
-size, then a record for each file (uint16 length of the name, name, uint64 bytes, 8 bytes xxh3_64
-for each block in order; the last block may be short), little endian, then the xxh3_64 of everything
-before. Each rank makes the records of its files, and nobody parses them to save. Older checkpoints
-have `checksums.json` instead: a line of JSON `{"algorithm": "xxh3_64", "block_size": 1048576,
-"files": {name: {"size": bytes, "blocks": hex}}}` and its xxh3_64.
+`checksums.bin` is stored next to the files of a checkpoint; other readers ignore it. It consists of
+a header line with algorithm and block size, a record for each file, and the xxh3_64 of everything
+before. A record is: uint16 length of the name, name, uint64 size in bytes, 8 bytes xxh3_64 of each
+block in order (the last block may be short), all little endian. Each rank encodes the records of
+its files, and a save does not parse them.
+
+Older checkpoints have `checksums.json` instead: a line of JSON `{"algorithm": "xxh3_64",
+"block_size": 1048576, "files": {name: {"size": bytes, "blocks": hex}}}` and its xxh3_64.
 """
 
 from __future__ import annotations
@@ -42,34 +44,35 @@ _OLD_FORM = schema.record(
 
 
 class FileChecksums(NamedTuple):
-    """Length of a file and the digests of its blocks, `DIGEST_SIZE` bytes each."""
+    """Size of a file and the digests of its blocks, `DIGEST_SIZE` bytes each."""
 
     size: int
     blocks: bytes
 
 
 def hash_blocks(data: bytes | memoryview) -> bytes:
-    """The digests of consecutive blocks of `data`."""
+    """Return the digests of consecutive blocks of `data`."""
     view = memoryview(data)
     return b"".join(
         xxhash.xxh3_64_digest(view[i : i + BLOCK_SIZE]) for i in range(0, len(view), BLOCK_SIZE)
     )
 
 
-def _digests_size(size: int) -> int:
-    """Of the blocks of a file of `size` bytes."""
+def _get_digests_size(size: int) -> int:
+    """Return the bytes of the digests of a file of `size` bytes."""
     return -(-size // BLOCK_SIZE) * DIGEST_SIZE
 
 
 def compute_checksums(*parts: bytes) -> FileChecksums:
-    """Of a file that consists of `parts`."""
+    """Compute the checksums of a file that consists of `parts`."""
     blocks = [hash_blocks(block) for block in split_into_blocks(parts)]
     return FileChecksums(sum(map(len, parts)), b"".join(blocks))
 
 
 def split_into_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes cut into blocks. What is large is never copied as a whole: that holds the
-    interpreter's lock.
+    """Yield the same bytes cut into blocks.
+
+    Large parts are copied block by block, because a copy holds the interpreter's lock.
     """
     gathered: list[bytes] = []
     size = 0
@@ -88,7 +91,7 @@ def split_into_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def encode_checksum_records(files: Mapping[str, FileChecksums]) -> bytes:
-    """The records of some files."""
+    """Encode the records of files."""
     parts = []
     for name, file in files.items():
         encoded = name.encode()
@@ -97,8 +100,9 @@ def encode_checksum_records(files: Mapping[str, FileChecksums]) -> bytes:
 
 
 def seal_checksums(*records: bytes) -> tuple[bytes, ...]:
-    """The content of `checksums.bin`, in parts: at scale it is large, and every copy holds the
-    interpreter's lock.
+    """Return the content of `checksums.bin` in parts.
+
+    The content is large at scale, and joining it would hold the interpreter's lock.
     """
     digest = xxhash.xxh3_64(_HEADER)
     for part in records:
@@ -107,7 +111,7 @@ def seal_checksums(*records: bytes) -> tuple[bytes, ...]:
 
 
 def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
-    """By file name, from either form. Raises CheckpointError if any byte of it changed."""
+    """Decode either form, by file name. Raises CheckpointError if any byte has changed."""
     if data.startswith(b"{"):
         return _decode_json(data, where)
     content = memoryview(data)[:-DIGEST_SIZE]
@@ -124,7 +128,7 @@ def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
             name = schema.file_name(bytes(content[position : position + length]).decode(), where)
             (size,) = _SIZE.unpack_from(content, position + length)
             position += length + _SIZE.size
-            end = position + _digests_size(size)
+            end = position + _get_digests_size(size)
             if end > len(content):
                 raise ValueError(f"the blocks of {name} are cut off")
             files[name] = FileChecksums(size, bytes(content[position:end]))
@@ -145,9 +149,9 @@ def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
             files[name] = FileChecksums(file["size"], bytes.fromhex(file["blocks"]))
         except ValueError as error:
             raise CheckpointError(
-                f"{where}: {name}: the blocks are no hexadecimal digits"
+                f"{where}: {name}: the blocks are not hexadecimal digits"
             ) from error
-        if len(files[name].blocks) != _digests_size(file["size"]):
+        if len(files[name].blocks) != _get_digests_size(file["size"]):
             raise CheckpointError(
                 f"{where}: {name}: {len(files[name].blocks)} bytes of hashes for {file['size']} bytes"
             )
@@ -155,16 +159,17 @@ def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
 
 
 def find_checksums(directory: Path) -> Path | None:
-    """The file with the checksums of a checkpoint; None if another program wrote it."""
-    return next(
-        (directory / name for name in (CHECKSUMS, OLD_CHECKSUMS) if (directory / name).exists()),
-        None,
-    )
+    """Return the file with the checksums, or None if another program wrote the checkpoint."""
+    for name in (CHECKSUMS, OLD_CHECKSUMS):
+        if (directory / name).exists():
+            return directory / name
+    return None
 
 
 def read_checksums(directory: Path) -> dict[str, FileChecksums]:
-    """By file name. Raises CheckpointError if there are none (another program wrote the
-    checkpoint).
+    """Read the checksums, by file name.
+
+    Raises CheckpointError if there are none, because another program wrote the checkpoint.
     """
     path = find_checksums(directory)
     if path is None:

@@ -1,4 +1,4 @@
-"""What a checkpoint contains and where: tensors as tables of stored boxes, objects by place."""
+"""The contents of a checkpoint: tensors as tables of stored boxes, objects by location."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ else:
 
 
 class Location(NamedTuple):
-    """An item: `length` bytes at `position` of `file`, a complete torch.save archive."""
+    """Location of an item: `length` bytes at `position` of `file`, an archive of torch.save."""
 
     file: str
     position: int
@@ -38,29 +38,32 @@ class StoredChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkTable(BoxTable):
-    """The stored boxes of a tensor: box `i` is `length[i]` bytes at `position[i]` of file
-    `files[file[i]]`.
+    """The stored boxes of a tensor.
+
+    Box `i` is `length[i]` bytes at `position[i]` of file `files[file[i]]`.
     """
 
-    files: Sequence[str]  # of the whole checkpoint
+    files: Sequence[str]  # all files of the checkpoint
     file: np.ndarray
     position: np.ndarray
     length: np.ndarray
 
     def __getitem__(self, number: int) -> StoredChunk:
-        offset, shape = (tuple(array[number].tolist()) for array in (self.offset, self.shape))
-        place = (int(array[number]) for array in (self.position, self.length))
-        return StoredChunk(offset, shape, Location(self.files[self.file[number]], *place))
+        offset = tuple(self.offset[number].tolist())
+        shape = tuple(self.shape[number].tolist())
+        file = self.files[self.file[number]]
+        location = Location(file, int(self.position[number]), int(self.length[number]))
+        return StoredChunk(offset, shape, location)
 
     def __iter__(self) -> Iterator[StoredChunk]:
         return map(self.__getitem__, range(len(self)))
 
 
 class StoredTensor:
-    """A global tensor and the chunks that tile it. `chunks` may be a function that fetches them
-    when first needed.
+    """A global tensor and the chunks that tile it.
 
-    `dtype` is torch's or its name, such as bfloat16: what a checkpoint contains can be told without torch.
+    `chunks` may be a function that reads them when they are first needed. `dtype` may be a name
+    such as bfloat16, so that contents can be listed without importing torch.
     """
 
     def __init__(
@@ -91,34 +94,33 @@ class StoredTensor:
 
 
 def get_itemsize(dtype_name: str) -> int:
-    """Bytes of an element: the first number in the name counts its bits; smaller elements are
-    padded or packed.
-    """
+    """Return the bytes of an element: the first number in the name is its size in bits."""
     bits = re.search(r"\d+", dtype_name)
     return max(1, int(bits[0]) // 8) if bits else 1
 
 
 @dataclass
 class CheckpointMetadata:
-    """Tensors and objects by key; `extra` holds what other writers add (Megatron-core 0.12's
-    `mcore_data`).
+    """Tensors and objects by key.
+
+    `extra` contains additions of other writers (e.g., `mcore_data` of Megatron-core 0.12).
     """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     objects: dict[str, Location] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     tensor_sizes: dict[str, int] | None = None
-    """`tensor_file_sizes`, where they are known without the tables."""
+    """The result of `tensor_file_sizes`, if it is known without the tables."""
 
     def file_sizes(self) -> dict[str, int]:
-        """The files of the checkpoint and how long each must be at least."""
+        """Return the files of the checkpoint and the minimum size of each."""
         sizes = self.tensor_file_sizes()
         for file, position, length in self.objects.values():
             sizes[file] = max(sizes.get(file, 0), position + length)
         return sizes
 
     def tensor_file_sizes(self) -> dict[str, int]:
-        """As `file_sizes`, for tensors alone."""
+        """Return the files that contain tensors and the minimum size of each."""
         if self.tensor_sizes is not None:
             return dict(self.tensor_sizes)
         tables = [tensor.chunks for tensor in self.tensors.values()]
@@ -131,7 +133,7 @@ class CheckpointMetadata:
 
 
 def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
-    """Raises CheckpointError for a box that does not lie in a tensor of `shape`."""
+    """Raise CheckpointError for a box outside of a tensor of `shape`."""
     end = np.array(shape, dtype=np.int64)
     wrong = (
         (table.offset < 0)
@@ -139,15 +141,17 @@ def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
         | (table.offset > end)
         | (table.shape > end - table.offset)
     )
-    for number in np.flatnonzero(wrong.any(axis=1))[:1]:
-        offset, extent = (tuple(array[number].tolist()) for array in (table.offset, table.shape))
+    numbers = np.flatnonzero(wrong.any(axis=1))
+    if len(numbers):
+        offset = tuple(table.offset[numbers[0]].tolist())
+        extent = tuple(table.shape[numbers[0]].tolist())
         raise CheckpointError(
-            f"{what}: a chunk at {offset} of shape {extent} does not lie in {shape}"
+            f"{what}: a chunk at {offset} of shape {extent} is not inside of {shape}"
         )
 
 
 def rename_files(metadata: CheckpointMetadata, name_of: Callable[[str], str]) -> CheckpointMetadata:
-    """The same with other names of the files of its tensors."""
+    """Return the metadata with renamed files of tensors."""
     names: dict[int, tuple[str, ...]] = {}  # tables share one tuple of names
 
     def rename(stored: StoredTensor) -> StoredTensor:

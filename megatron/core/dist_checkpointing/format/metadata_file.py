@@ -1,6 +1,4 @@
-"""The `.metadata` of a checkpoint directory: with our index behind the pickle, or as any version of
-DCP wrote it.
-"""
+"""Reads the `.metadata` of a checkpoint: with our index after the pickle, or as written by any DCP."""
 
 from __future__ import annotations
 
@@ -47,8 +45,9 @@ from megatron.core.terminal import escape_control_chars
 
 
 def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
-    """The `.metadata` of `size` bytes that `read` reads, now or later. Raises CheckpointError that
-    names `where`.
+    """Open a `.metadata` of `size` bytes via `read`, which tensors may call later.
+
+    Raises CheckpointError that names `where`.
     """
     footer = read(size - FOOTER.size, FOOTER.size) if size >= FOOTER.size else b""
     if footer[-len(MAGIC) :] != MAGIC:
@@ -78,20 +77,19 @@ def read_metadata(
         file.check_size()
         if file.descriptor is None:  # an object: one request instead of two for every tensor
             return decode_metadata(file.read(0, file.size), str(path))
-        weakref.finalize(
-            file, os.close, file.descriptor
-        )  # open for as long as a tensor may ask for its entries
+        # Open as long as a tensor may read its entries.
+        weakref.finalize(file, os.close, file.descriptor)
         return open_metadata(file.read, file.size, str(path))
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path}: missing, so {path.parent} holds no complete checkpoint"
+            f"{path}: missing, so {path.parent} is not a complete checkpoint"
         ) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
-    """As `open_metadata`, for a file in memory."""
+    """Decode the content of a `.metadata`."""
     return open_metadata(
         lambda position, length: data[position : position + length], len(data), where
     )
@@ -108,7 +106,7 @@ _KNOWN_FIELDS = (
 
 
 def decode_dcp(data: bytes, where: str) -> CheckpointMetadata:
-    """The metadata that any version of DCP has pickled. Raises CheckpointError that names `where`."""
+    """Decode the pickle of any version of DCP. Raises CheckpointError that names `where`."""
     root = unpickle(data, where, names=True)
     try:
         return _decode(root.state, where)
@@ -122,7 +120,7 @@ def decode_dcp(data: bytes, where: str) -> CheckpointMetadata:
 
 
 def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
-    files: dict[str, int] = {}  # their numbers
+    files: dict[str, int] = {}  # name -> number
     places = _decode_places(root["storage_data"], files, where)
     names = tuple(files)
     result = CheckpointMetadata()
@@ -132,12 +130,12 @@ def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
             file, position, length = places[key, None]
             result.objects[key] = Location(names[file], position, length)
             continue
-        shape = _shape(entry.state["size"], key, where)
+        shape = _check_shape(entry.state["size"], key, where)
         what = f"{where}: {format_value(key)}"
         boxes = []
         for chunk in entry.state["chunks"]:
-            offset = _shape(chunk.state["offsets"], key, where)
-            extent = _shape(chunk.state["sizes"], key, where)
+            offset = _check_shape(chunk.state["offsets"], key, where)
+            extent = _check_shape(chunk.state["sizes"], key, where)
             if not len(offset) == len(extent) == len(shape):
                 raise CheckpointError(
                     f"{what} of shape {shape} has a chunk at {offset} of {extent}"
@@ -149,7 +147,7 @@ def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
         )
         table = ChunkTable(box_table.offset, box_table.shape, names, *columns)
         check_inside(table, shape, what)
-        result.tensors[key] = StoredTensor(shape, _dtype_of(entry.state["properties"]), table)
+        result.tensors[key] = StoredTensor(shape, _get_dtype(entry.state["properties"]), table)
     result.extra = {name: value for name, value in root.items() if name not in _KNOWN_FIELDS}
     check_bounded(result.extra, where)
     return result
@@ -158,7 +156,10 @@ def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
 def _decode_places(
     stored: Mapping[Any, Any], files: dict[str, int], where: str
 ) -> dict[tuple[str, Shape | None], tuple[int, int, int]]:
-    """(file, position, length) by key and offset, None for objects; `files` are numbered as they come."""
+    """Return (file, position, length) by key and offset; the offset of an object is None.
+
+    Adds the numbers of the files to `files`.
+    """
     places: dict[tuple[str, Shape | None], tuple[int, int, int]] = {}
     for index, info in stored.items():
         key = index.state["fqn"]
@@ -179,11 +180,11 @@ def _decode_places(
             and 0 <= length <= MAX_COUNT
         ):
             refuse(
-                f"{where}: {format_value(key)}: its place",
+                f"{where}: {format_value(key)}: its location",
                 (position, length),
                 f"two whole numbers from 0 to {MAX_COUNT}",
             )
-        places[key, None if offset is None else _shape(offset, key, where)] = (
+        places[key, None if offset is None else _check_shape(offset, key, where)] = (
             files[file],
             position,
             length,
@@ -191,9 +192,9 @@ def _decode_places(
     return places
 
 
-def _shape(value: Any, key: str, where: str) -> Shape:
-    right = type(value) is tuple and len(value) <= MAX_RANK and {int}.issuperset(map(type, value))
-    if not right or min(value, default=0) < 0:
+def _check_shape(value: Any, key: str, where: str) -> Shape:
+    is_shape = type(value) is tuple and len(value) <= MAX_RANK
+    if not is_shape or not {int}.issuperset(map(type, value)) or min(value, default=0) < 0:
         raise CheckpointError(
             f"{where}: {format_value(key)} has a shape or an offset {format_value(value)}"
         )
@@ -201,7 +202,7 @@ def _shape(value: Any, key: str, where: str) -> Shape:
     return shape
 
 
-def _dtype_of(properties: Placeholder) -> str:
+def _get_dtype(properties: Placeholder) -> str:
     state: Any = properties.state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, DtypeName):

@@ -1,6 +1,4 @@
-"""What `torch.load` makes of a file, without running anything; tensors are mapped, read, or left in
-the file.
-"""
+"""Loads files of `torch.save` without executing code. Tensors are mapped, read, or left in the file."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ else:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor whose elements lie in row-major order from byte `position` of a file."""
+    """A tensor stored in row-major order from byte `position` of a file."""
 
     path: Path
     position: int
@@ -47,8 +45,9 @@ class FileTensor:
         return math.prod(self.shape)
 
     def read_flat(self, start: int, count: int) -> torch.Tensor:
-        """Elements `[start, start + count)`, 1-D. Raises CheckpointError if the file ends before
-        them.
+        """Return elements `[start, start + count)` as a one-dimensional tensor.
+
+        Raises CheckpointError if the file is too short.
         """
         assert 0 <= start <= start + count <= self.numel(), (start, count, self.shape)
         result = torch.empty(count, dtype=self.dtype)
@@ -61,12 +60,12 @@ class FileTensor:
         return result
 
     def read(self) -> torch.Tensor:
-        """All of it."""
+        """Return the whole tensor."""
         return self.read_flat(0, self.numel()).view(self.shape)
 
 
 def load_file_tensors(value: Any) -> Any:
-    """The same containers with every FileTensor read."""
+    """Return the same containers with every FileTensor read."""
     if isinstance(value, FileTensor):
         return value.read()
     if type(value) is dict:
@@ -84,15 +83,17 @@ def safe_load(
     placeholders: bool = True,
     names: bool = False,
 ) -> Any:
-    """What `torch.load(source, weights_only=False, map_location="cpu")` returns, without running
-    anything.
+    """Return what `torch.load(source, weights_only=False, map_location="cpu")` returns.
 
-    `source` is a path or the bytes of an archive. With `mmap` the tensors of a path are views of the mapped file:
-    nothing is read before it is used and writing to them changes memory only. Without, each is read
-    at once. Classes of other projects become `Placeholder`s (or an error, without `placeholders`),
-    dtypes with `names` their names: without tensors in it the file is then read without torch.
-    Raises CheckpointError that names `where`, by default the path; UnsafePickleError for a refused
-    global.
+    No code of the file is executed. `source` is a path or the bytes of an archive.
+
+    With `mmap`, the tensors of a path are views of the mapped file: they are read when they are
+    used, and writing to them changes memory only. Otherwise the file is read at once. Classes of
+    other projects become `Placeholder`s or, without `placeholders`, an error. With `names`, dtypes
+    become their names, and a file without tensors is read without torch.
+
+    Raises CheckpointError that names `where` (default: the path), and UnsafePickleError for a
+    refused global.
     """
     if isinstance(source, bytes):
         return _load_archive(
@@ -129,12 +130,12 @@ def load_common(
     else:
         common = safe_load(path, mmap=False, names=names)
     if not isinstance(common, dict):
-        raise CheckpointError(f"{path}: holds a {type(common).__name__} instead of a dict")
+        raise CheckpointError(f"{path}: contains a {type(common).__name__} instead of a dict")
     return common
 
 
 def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> Any:
-    """As `safe_load`, but with a `FileTensor` in place of every tensor: only the structure is read."""
+    """Load like `safe_load`, but read only the structure: tensors become `FileTensor`s."""
     path = path_of(source)
     try:
         with open_file(path) as file:
@@ -146,7 +147,7 @@ def safe_open(source: str | os.PathLike[str], *, placeholders: bool = True) -> A
 def open_archive(
     file: OpenFile, start: int, length: int, where: str, placeholders: bool = True
 ) -> Any:
-    """As `safe_open`, for an archive of `length` bytes from byte `start` of a file."""
+    """Open an archive of `length` bytes at byte `start` of a file like `safe_open`."""
     copies = Budget(65536 + 4 * length)
 
     def read(offset: int, size: int) -> bytes:
@@ -168,7 +169,7 @@ def _view_in_file(
     shape: Shape,
     stride: Shape,
 ) -> FileTensor | torch.Tensor:
-    """Read at once if it is not row-major, which no checkpoint of a model needs."""
+    """Return a FileTensor, or a tensor if it is not row-major, which checkpoints do not need."""
     if stride == torch.empty(shape, device="meta").stride() or math.prod(shape) <= 1:
         return FileTensor(path, position + offset * dtype.itemsize, dtype, shape)
     span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
@@ -184,7 +185,7 @@ def _load_archive(
     names: bool,
     check_crc: bool = False,
 ) -> Any:
-    """`check_crc`: the bytes are in memory, so that looking at all of them costs little."""
+    """Load an archive in memory or mapped; `check_crc` reads all bytes, so not for mapped ones."""
     view = memoryview(buffer)
 
     def storage(position: int, nbytes: int) -> Storage:
@@ -216,8 +217,9 @@ def _load(
     names: bool = False,
     check_crc: bool = False,
 ) -> Any:
-    """The object of an archive of `length` bytes; `storage_at(position, nbytes)` is that of a
-    tensor in it.
+    """Load the object of an archive of `length` bytes.
+
+    `storage_at(position, nbytes)` returns the storage of tensor data in it.
     """
     if not length:
         raise CheckpointError(f"{where}: the file is empty")
@@ -233,11 +235,11 @@ def _load(
     storages: dict[str, Storage] = {}
 
     def storage(name: str) -> Storage:
-        """Shared by all tensors that view it."""
+        """Return the storage that all tensors of a record share."""
         if name not in archive.records:
             raise CheckpointError(f"{where}: tensor data {escape_control_chars(name)} is missing")
         if name not in storages:
-            position = archive.data_offset(name)
+            position = archive.find_data(name)
             nbytes = archive.records[name].size
             if check_crc:
                 archive.check_crc(name, read(position, nbytes))

@@ -1,14 +1,14 @@
-"""The container of `torch.save`: a zip archive of uncompressed records, whose tensors are read when
-they are used.
+"""Archives of `torch.save`: zip files of uncompressed records, whose tensors are read on demand.
 
 A tensor item of a checkpoint is a complete archive `prefix + raw bytes + suffix`, where prefix and
-suffix depend on dtype and shape alone. So a file can be laid out before any data exists, and the
-raw bytes of any row can be read back without touching the rest. Records of data carry no CRC (as
-`torch.serialization.set_crc32_options(False)`): `checksums.bin` protects them, and faster. Opening
-a checkpoint costs no memory.
+suffix depend on dtype and shape only. So a file can be laid out before any data exists, and the raw
+bytes of any row can be read without the rest. Data records have no CRC (as with
+`torch.serialization.set_crc32_options(False)`), because `checksums.bin` protects them at lower
+cost.
 
-`zipfile` does not tell where the data of a record begin, so half of the reader would stay; opening took 1.07 times as
-long with it for a file of 400 tensors, and 1.24 times for `common.pt` (2026-11-22).
+The standard library's `zipfile` does not report where the data of a record begins, so half of the
+reader would be needed anyway. Opening took 1.07 times as long with it for a file of 400 tensors,
+and 1.24 times for `common.pt`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-ALIGNMENT = (
-    64  # of raw data relative to the start of its archive; archives start at multiples of it, too
-)
+# Bytes. Raw data is aligned relative to the start of its archive, and archives are aligned in files.
+ALIGNMENT = 64
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
@@ -48,22 +47,22 @@ _MAX_RECORD = 256 << 20  # bytes of a record that is read whole
 
 
 class Envelope(NamedTuple):
-    """Everything of a tensor's archive but its raw bytes."""
+    """The parts of a tensor's archive before and after its raw bytes."""
 
     prefix: bytes
     suffix: bytes
 
 
 class Record(NamedTuple):
-    """One file of an archive; `header` is the place of its local header relative to the archive."""
+    """One file of an archive; `header` is the offset of its local header in the archive."""
 
     header: int
     size: int
-    crc: int  # 0: none
+    crc: int  # 0 if there is none
 
 
 class TensorSlot:
-    """Stands in a value for a contiguous tensor whose bytes are written later, or are `content`."""
+    """Placeholder for a contiguous tensor whose bytes are written later, or are `content`."""
 
     def __init__(
         self, dtype: torch.dtype, shape: Shape, content: torch.Tensor | None = None
@@ -78,7 +77,7 @@ class TensorSlot:
 
 
 class ArchiveLayout(NamedTuple):
-    """Everything of an archive but the bytes of its tensors, and where these go."""
+    """An archive without the bytes of its tensors, and the positions of these bytes."""
 
     fixed: list[tuple[int, bytes]]  # (position, content), in order
     places: list[tuple[TensorSlot, int]]  # in the order of the archive
@@ -86,22 +85,20 @@ class ArchiveLayout(NamedTuple):
 
 
 class _Storage:
-    """Stands for the storage while a tensor's pickle is written."""
+    """The storage of a tensor slot while it is pickled."""
 
     def __init__(self, dtype: torch.dtype, numel: int, key: str) -> None:
-        in_v3 = (
-            dtype in torch.storage._new_dtypes()
-        )  # dtypes that have no typed storage class of their own
-        kind = (
-            torch.UntypedStorage
-            if in_v3
-            else getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
-        )
-        self.persistent_id = ("storage", kind, key, "cpu", numel * (dtype.itemsize if in_v3 else 1))
+        if dtype in torch.storage._new_dtypes():  # dtypes without a typed storage class
+            kind = torch.UntypedStorage
+            size = numel * dtype.itemsize
+        else:
+            kind = getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
+            size = numel
+        self.persistent_id = ("storage", kind, key, "cpu", size)
 
 
 class _Pickler(pickle.Pickler):
-    """Slots and tensors pickle as contiguous tensors do; `slots` collects them in order."""
+    """Pickles slots and tensors as contiguous tensors; `slots` collects them in order."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
@@ -136,13 +133,13 @@ class _Pickler(pickle.Pickler):
 
 
 def lay_out_archive(value: Any) -> ArchiveLayout:
-    """The archive that `torch.load` reads as `value`, with tensors in place of its slots."""
+    """Lay out the archive that `torch.load` reads as `value`, with tensors for its slots."""
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(value)
-    # head: what comes before the next tensor's bytes
-    central = bytearray()
-    head = bytearray()
+    # Records with known content
+    central = bytearray()  # the directory at the end of the archive
+    head = bytearray()  # everything before the bytes of the next tensor
     for name, content in (
         (b"data.pkl", pickled.getvalue()),
         (b"byteorder", b"little"),
@@ -177,11 +174,14 @@ def lay_out_archive(value: Any) -> ArchiveLayout:
             + content
         )
 
+    # Records of tensors
     fixed = []
     places = []
     start = 0
     for number, slot in enumerate(pickler.slots):
-        local, entry = _data_record(b"archive/data/%d" % number, slot.nbytes, start + len(head))
+        local, entry = _encode_data_record(
+            b"archive/data/%d" % number, slot.nbytes, start + len(head)
+        )
         head += local
         central += entry
         fixed.append((start, bytes(head)))
@@ -189,13 +189,13 @@ def lay_out_archive(value: Any) -> ArchiveLayout:
         start = start + len(head) + slot.nbytes
         head = bytearray()
     end = start + len(head)
-    tail = bytes(head + central) + _end_of_archive(3 + len(places), len(central), end)
+    tail = bytes(head + central) + _encode_end(3 + len(places), len(central), end)
     fixed.append((start, tail))
     return ArchiveLayout(fixed, places, start + len(tail))
 
 
-def _data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
-    """Local header and directory entry of a tensor's bytes, in zip64 form: any size fits."""
+def _encode_data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
+    """Return local header and directory entry of tensor data, in zip64 form for any size."""
     sizes = struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
     padding = -(header + _LOCAL.size + len(name) + len(sizes) + 4) % ALIGNMENT
     extra = sizes + struct.pack("<2s H", b"FB", padding) + bytes(padding)
@@ -212,9 +212,8 @@ def _data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
         len(name),
         len(extra),
     )
-    place = (
-        struct.pack("<Q", header) if header >= _MAX32 else b""
-    )  # third in the zip64 field, if it is needed
+    # The offset is the third, optional entry of the zip64 field.
+    place = struct.pack("<Q", header) if header >= _MAX32 else b""
     wide = struct.pack("<2H2Q", 1, 16 + len(place), nbytes, nbytes) + place
     entry = (
         b"PK\1\2",
@@ -237,15 +236,13 @@ def _data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
 
 
 @lru_cache(maxsize=65536)
-def tensor_envelope(dtype: torch.dtype, shape: Shape) -> Envelope:
-    """Prefix and suffix of the archive that `torch.load` reads as a contiguous tensor of `dtype`
-    and `shape`.
-    """
+def make_tensor_envelope(dtype: torch.dtype, shape: Shape) -> Envelope:
+    """Return prefix and suffix of the archive of a contiguous tensor."""
     (_, prefix), (_, suffix) = lay_out_archive(TensorSlot(dtype, shape)).fixed
     return Envelope(prefix, suffix)
 
 
-def _end_of_archive(entries: int, central_size: int, central_offset: int) -> bytes:
+def _encode_end(entries: int, central_size: int, central_offset: int) -> bytes:
     end64 = _END64.pack(
         b"PK\6\6",
         44,
@@ -266,7 +263,7 @@ def _end_of_archive(entries: int, central_size: int, central_offset: int) -> byt
     return end64 + locator + end
 
 
-def object_archive(value: Any) -> bytes:
+def encode_object(value: Any) -> bytes:
     """A bytes entry as Megatron-core writes it: the archive of a list of length 1 that holds the
     object.
     """
@@ -287,8 +284,9 @@ def pad_archive(archive: bytes, length: int) -> bytes:
 
 
 class Archive:
-    """The records of an archive of `length` bytes; `read(offset, size)` reads from it, `where`
-    names it in errors.
+    """The records of an archive of `length` bytes.
+
+    `read(offset, size)` reads from it, and `where` names it in error messages.
     """
 
     def __init__(
@@ -297,67 +295,64 @@ class Archive:
         self._source = read
         self._length = length
         self._where = where
-        self.records: dict[str, Record] = {}  # by name without the archive's top folder
+        self.records: dict[str, Record] = {}  # by name, without the top folder
         try:
             self._read_directory()
         except (struct.error, UnicodeDecodeError) as error:
-            raise self._damaged(str(error)) from error
+            raise self._make_error(str(error)) from error
 
-    def data_offset(self, name: str) -> int:
-        """Where the bytes of record `name` begin, relative to the archive."""
+    def find_data(self, name: str) -> int:
+        """Return the offset of the content of record `name` in the archive."""
         record = self.records[name]
         header = bytes(self._read(record.header, _LOCAL.size))
         if len(header) < _LOCAL.size or header[:4] != b"PK\3\4":
-            raise self._damaged(f"no record header at byte {record.header}")
+            raise self._make_error(f"no record header at byte {record.header}")
         fields = _LOCAL.unpack(header)
         offset = record.header + _LOCAL.size + fields[9] + fields[10]
         if offset + record.size > self._length:
-            raise self._damaged(f"record {name} ends behind the archive")
+            raise self._make_error(f"record {name} ends after the archive")
         return offset
 
     def read(self, name: str) -> bytes:
         """Return a record that is small in any checkpoint: the pickle, not the data of a tensor."""
         if name not in self.records:
-            raise self._damaged(f"no record {name}")
+            raise self._make_error(f"no record {name}")
         self._check_size(f"record {name}", self.records[name].size)
-        data = bytes(self._read(self.data_offset(name), self.records[name].size))
+        data = bytes(self._read(self.find_data(name), self.records[name].size))
         if len(data) != self.records[name].size:
-            raise self._damaged(f"record {name} is truncated")
+            raise self._make_error(f"record {name} is truncated")
         self.check_crc(name, data)
         return data
 
     def check_crc(self, name: str, data: bytes | memoryview) -> None:
-        """Raises CheckpointError unless `data` is what was written as record `name`, or nothing is
-        known of that.
-        """
+        """Raise CheckpointError if record `name` has a CRC and `data` does not match it."""
         if self.records[name].crc not in (0, zlib.crc32(data)):
-            raise self._damaged(f"record {escape_control_chars(name)} does not have its CRC-32")
+            raise self._make_error(f"record {escape_control_chars(name)} does not have its CRC-32")
 
     def _read(self, offset: int, size: int) -> bytes | memoryview:
-        """Less where the archive ends before."""
+        """Return up to `size` bytes, fewer at the end of the archive."""
         if offset > self._length:
-            raise self._damaged(f"it refers to byte {offset} of {self._length}")
+            raise self._make_error(f"it refers to byte {offset} of {self._length}")
         return self._source(offset, min(size, self._length - offset))
 
     def _check_size(self, what: str, size: int) -> None:
         if size > _MAX_RECORD:
-            raise self._damaged(f"{what} has {size} bytes, at most {_MAX_RECORD} are plausible")
+            raise self._make_error(f"{what} has {size} bytes, at most {_MAX_RECORD} are plausible")
 
-    def _damaged(self, reason: str) -> CheckpointError:
+    def _make_error(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: not an intact torch.save archive: {reason}")
 
     def _read_directory(self) -> None:
-        for tail_size in (
-            min(self._length, 4096),
-            min(self._length, 1 << 17),
-        ):  # a comment may follow the end record
+        # The end record, which a comment of up to 64 kB may follow
+        for tail_size in (min(self._length, 4096), min(self._length, 1 << 17)):
             tail = bytes(self._read(self._length - tail_size, tail_size))
             end = tail.rfind(b"PK\5\6")
             if end >= 0:
                 break
         else:
-            raise self._damaged("no end record (the file is truncated or of another format)")
+            raise self._make_error("no end record (the file is truncated or of another format)")
         _, _, _, _, entries, size, offset, _ = _END.unpack_from(tail, end)
+        # Its zip64 form, if there is one
         locator = end - _LOCATOR64.size
         if locator >= 0 and tail[locator : locator + 4] == b"PK\6\7":
             end64 = _LOCATOR64.unpack_from(tail, locator)[2]
@@ -365,7 +360,7 @@ class Archive:
                 bytes(self._read(end64, _END64.size))
             )
         if offset + size > self._length:
-            raise self._damaged("its directory lies behind its end")
+            raise self._make_error("its directory exceeds its end")
         self._check_size("its directory", size)
         directory = bytes(self._read(offset, size))
         position = 0
@@ -385,29 +380,29 @@ class Archive:
         name = directory[position : position + name_size].decode()
         extra = directory[position + name_size : position + name_size + extra_size]
         if signature != b"PK\1\2":
-            raise self._damaged("its directory is garbled")
+            raise self._make_error("its directory is garbled")
         if method != 0:
-            raise self._damaged(
+            raise self._make_error(
                 f"record {escape_control_chars(name)} is compressed; torch.save never compresses"
             )
-        wide = _zip64_values(extra)
-        # A field that is full stands for the number in the zip64 field, in this order.
+        wide = _read_zip64_values(extra)
+        # A field with the maximum is replaced by the next number of the zip64 field: size,
+        # compressed size (the same number), offset.
         if size == _MAX32 and wide:
             size = wide.pop(0)
-            wide = (
-                wide[1:] if fields[8] == _MAX32 else wide
-            )  # the compressed size is the same number
+            if fields[8] == _MAX32:
+                wide = wide[1:]
         if header == _MAX32 and wide:
             header = wide.pop(0)
         name = name.partition("/")[2]
         if name in self.records:
-            raise self._damaged(f"it has two records {escape_control_chars(name)}")
+            raise self._make_error(f"it has two records {escape_control_chars(name)}")
         self.records[name] = Record(header, size, fields[7])
         return position + name_size + extra_size + comment_size
 
 
-def _zip64_values(extra: bytes) -> list[int]:
-    """The 64-bit numbers of the zip64 extra field, in the order of the 32-bit fields they replace."""
+def _read_zip64_values(extra: bytes) -> list[int]:
+    """Return the numbers of the zip64 extra field, in the order of the fields they replace."""
     position = 0
     while position + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, position)
@@ -418,6 +413,6 @@ def _zip64_values(extra: bytes) -> list[int]:
 
 
 def view_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor of one dimension."""
+    """Return the memory of a contiguous one-dimensional CPU tensor."""
     array: Any = tensor.view(torch.uint8).numpy()
     return memoryview(array)

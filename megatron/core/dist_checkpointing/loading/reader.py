@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.format.metadata import Location, StoredChu
 from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.format.torch_load import FileTensor, open_archive, safe_load
-from megatron.core.dist_checkpointing.format.torch_zip import tensor_envelope, view_bytes
+from megatron.core.dist_checkpointing.format.torch_zip import make_tensor_envelope, view_bytes
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier, VerifiedFile
 from megatron.core.dist_checkpointing.mapping import (
     Runs,
@@ -321,7 +321,7 @@ class _ShardReader:
         known = self._reader._data_offsets
         location = chunk.location
         if location not in known:
-            prefix = tensor_envelope(dtype, chunk.shape).prefix
+            prefix = make_tensor_envelope(dtype, chunk.shape).prefix
             size = min(len(prefix), location.length)
             if self.read(location.position, size) == prefix:  # as we write it
                 known[location] = location.position + size

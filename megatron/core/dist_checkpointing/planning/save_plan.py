@@ -25,7 +25,11 @@ from megatron.core.dist_checkpointing.format.metadata import (
 )
 from megatron.core.dist_checkpointing.format.metadata_index import encode_metadata
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.format.torch_zip import ALIGNMENT, Envelope, tensor_envelope
+from megatron.core.dist_checkpointing.format.torch_zip import (
+    ALIGNMENT,
+    Envelope,
+    make_tensor_envelope,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import (
@@ -51,7 +55,7 @@ class PlacedItem(NamedTuple):
 
     @property
     def envelope(self) -> Envelope:
-        return tensor_envelope(self.item.dtype, self.item.shape)
+        return make_tensor_envelope(self.item.dtype, self.item.shape)
 
     @property
     def data(self) -> int:
@@ -179,7 +183,7 @@ def _envelope_sizes(plan: SavePlan) -> np.ndarray:
     for line in example.tolist():
         _, shape, dtype = plan.tensors[plan.rows.tensor[line]]
         extent = tuple(plan.rows.shape[line, : len(shape)].tolist())
-        sizes.append(sum(map(len, tensor_envelope(dtype, extent))))
+        sizes.append(sum(map(len, make_tensor_envelope(dtype, extent))))
     return np.array(sizes, dtype=np.int64)[kind]
 
 

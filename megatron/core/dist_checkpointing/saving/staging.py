@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.format.checksums import FileChecksums, com
 from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.format.torch_load import safe_load
-from megatron.core.dist_checkpointing.format.torch_zip import object_archive, pad_archive
+from megatron.core.dist_checkpointing.format.torch_zip import encode_object, pad_archive
 from megatron.core.dist_checkpointing.mapping import (
     Shape,
     ShardedObject,
@@ -150,7 +150,7 @@ def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> Ob
         if id(entry.value) in stored:
             locations[entry.key] = stored[id(entry.value)]
             continue
-        archive = object_archive(entry.value)
+        archive = encode_object(entry.value)
         safe_load(archive, where=entry.key, placeholders=False)
         padded = pad_archive(archive, -(-len(archive) // _GRANULE) * _GRANULE)
         locations[entry.key] = stored[id(entry.value)] = Location(name, len(content), len(padded))

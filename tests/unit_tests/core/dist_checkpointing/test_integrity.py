@@ -135,7 +135,7 @@ def test_checksums_of_older_checkpoints_are_checked(checkpoint):
         (body | {"files": {"a": file | {"size": "9"}}}, "must be a whole number"),
         (body | {"files": {"a": file | {"size": -1}}}, "must be a whole number"),
         (body | {"files": {"a": file | {"blocks": 7}}}, "must be a text"),
-        (body | {"files": {"a": file | {"blocks": "0g"}}}, "no hexadecimal digits"),
+        (body | {"files": {"a": file | {"blocks": "0g"}}}, "not hexadecimal digits"),
         (body | {"files": {"a": file | {"size": file["size"] + BLOCK_SIZE}}}, "bytes of hashes"),
         (body | {"files": {"a": file | {"blocks": file["blocks"] + "00" * 8}}}, "bytes of hashes"),
     ):
@@ -231,7 +231,7 @@ def test_completeness(checkpoint):
         f"{shard}: the shard file is missing" in problem for problem in verify(checkpoint).problems
     )
     (checkpoint / ".metadata").unlink()
-    assert any("holds no complete checkpoint" in problem for problem in verify(checkpoint).problems)
+    assert any("is not a complete checkpoint" in problem for problem in verify(checkpoint).problems)
     assert verify(checkpoint / "nowhere").problems == [
         f"{checkpoint / 'nowhere'}: no such directory"
     ]

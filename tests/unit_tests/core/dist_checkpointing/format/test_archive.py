@@ -9,9 +9,9 @@ import torch
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.format.torch_zip import (
     Archive,
-    object_archive,
+    encode_object,
+    make_tensor_envelope,
     pad_archive,
-    tensor_envelope,
 )
 
 DTYPES = [
@@ -41,7 +41,7 @@ def test_torch_reads_the_envelope(dtype, shape):
     numel = torch.Size(shape).numel()
     content = torch.randint(0, 2, (numel * dtype.itemsize,), dtype=torch.uint8)
     expected = content.view(dtype).reshape(shape)
-    envelope = tensor_envelope(dtype, shape)
+    envelope = make_tensor_envelope(dtype, shape)
     archive = envelope.prefix + raw_bytes(expected) + envelope.suffix
     for weights_only in (True, False):
         loaded = torch.load(io.BytesIO(archive), weights_only=weights_only)
@@ -49,7 +49,7 @@ def test_torch_reads_the_envelope(dtype, shape):
             loaded.dtype == dtype and loaded.shape == shape and loaded.stride() == expected.stride()
         )
         assert raw_bytes(loaded) == raw_bytes(expected)
-    assert archive_of(archive).data_offset("data/0") == len(envelope.prefix)
+    assert archive_of(archive).find_data("data/0") == len(envelope.prefix)
     assert len(envelope.prefix) % 64 == 0
 
 
@@ -67,7 +67,7 @@ def test_records_of_torch_save(numel):
 
 @pytest.mark.parametrize("padding", [0, 1, 1023, 4000])
 def test_padding_is_invisible(padding):
-    archive = object_archive({"step": 3})
+    archive = encode_object({"step": 3})
     padded = pad_archive(archive, len(archive) + padding)
     assert len(padded) == len(archive) + padding
     assert torch.load(io.BytesIO(padded)) == [{"step": 3}]
@@ -75,7 +75,7 @@ def test_padding_is_invisible(padding):
 
 
 def test_every_truncation_is_an_explained_error():
-    whole = object_archive({"step": torch.arange(10)})
+    whole = encode_object({"step": torch.arange(10)})
     for length in range(len(whole)):
         with pytest.raises(CheckpointError, match="here"):
             archive_of(whole[:length]).read("data/0")

@@ -204,7 +204,7 @@ def test_members_that_collide_are_counted_over_all_sets() -> None:
         b"\x8a\x12" + (n * (2**61 - 1)).to_bytes(18, "little") + b"\x85" for n in range(1000)
     )
     sets = b"(cbuiltins\nset\n\x94" + b"h\x01h\x00\x85R" * 2 + b"t."
-    with pytest.raises(CheckpointError, match="more than 1000 keys that are no plain values"):
+    with pytest.raises(CheckpointError, match="more than 1000 keys that are not plain values"):
         unpickle(PROTO + b"]\x94(" + hash_0 + b"e0" + sets, "here")
 
 

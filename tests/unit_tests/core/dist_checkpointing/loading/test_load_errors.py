@@ -54,7 +54,7 @@ def test_an_incomplete_checkpoint_is_named(saved):
     (saved / ".metadata").unlink()
     assert not is_complete(saved)
     assert (
-        f"{saved / '.metadata'}: missing, so {saved} holds no complete checkpoint"
+        f"{saved / '.metadata'}: missing, so {saved} is not a complete checkpoint"
         in load_problem(saved)
     )
 
