@@ -214,7 +214,7 @@ def _newest_local_generation(tier: LocalTier | None) -> int:
     """
     if tier is None:
         return 0
-    return max((order_of(name)[0] for name in tier.names()), default=0)
+    return max((order_of(name)[0] for name in tier.list_checkpoints()), default=0)
 
 
 def _take(root: Path, job: Job, above: int) -> Generation:

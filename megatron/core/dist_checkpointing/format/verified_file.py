@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, OpenFile, open_file
 
-_READ_SIZE = 8 * BLOCK_SIZE
+_READ_SIZE = 4 * BLOCK_SIZE
 
 
 class ChecksumVerifier:

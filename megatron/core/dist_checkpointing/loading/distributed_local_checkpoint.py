@@ -1,11 +1,10 @@
-"""A checkpoint whose files lie on the disks of several nodes, read by all ranks as if it were one
-directory.
+"""A local checkpoint whose files are on the disks of several nodes, read as one directory.
 
-While it is open, a thread of every rank serves ranges of the files that its node holds.
-`LocalCheckpointPath` is the directory, and `open_file` of a file in it gives what every reader of
-checkpoints uses: so any layout reads its boxes, on any number of nodes. Whatever is read is
-compared with the checksums of its writer, block by block, where it is used; a block that is damaged
-on one node, or cannot be read there, is taken from the next one.
+While it is open, a thread of every rank serves ranges of the files that its node has.
+`LocalCheckpointPath` is the directory, and `open_file` of a file in it returns the `OpenFile` that
+all readers of checkpoints use: any layout can read its boxes, on any number of nodes. Everything
+that is read is compared with the checksums of its writer, block by block. A block that is damaged on
+one node, or cannot be read there, is read from the next node that has it.
 """
 
 from __future__ import annotations
@@ -41,27 +40,35 @@ from megatron.core.dist_checkpointing.format.schema import (
     open_file,
 )
 from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
-from megatron.core.dist_checkpointing.local_tier import LocalTier, marker_name, order_of, writer_of
+from megatron.core.dist_checkpointing.local_tier import LocalTier, order_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.replication import (
+    MAX_MARKER,
+    MAX_WRITERS,
+    MessageAuthenticator,
+    marker_name,
+    writer_of,
+)
 from megatron.core.object_storage import first_line
 
 logger = logging.getLogger(__name__)
 
-_MOST_BLOCKS = 16  # of one request
+_MAX_BLOCKS = 16  # of one request
 _SERVERS = 4  # threads: one reads from the disk while another one sends
-# tags; every answer has its own
-_ASK = 1
-_FIRST_ANSWER = 2
-_REQUEST = struct.Struct(
-    "<QQQ256p"
-)  # position, length, tag of the answer, file; length 0 ends the service
+_REQUEST_TAG = 1
+_FIRST_ANSWER_TAG = 2  # every answer has its own tag
+# Position, length, tag of the answer, file; a request of length 0 ends the service. Followed by its
+# MAC. The answer is a byte (whether the range could be read), the MAC, and in a second message the
+# content.
+_REQUEST = struct.Struct("<QQQ256p")
 _IDLE = timedelta(days=1)  # a rank may have nothing to serve for as long as a load takes
 _PATIENCE = timedelta(minutes=10)  # for one answer
 
 
 class LocalCheckpointInfo(NamedTuple):
-    """A checkpoint that all nodes have together; `writers[w]` is (size of the marker, nodes with
-    the files) of w.
+    """A checkpoint that is complete on all nodes together.
+
+    `writers[w]` is (size of the marker, nodes with the files) of writer w.
     """
 
     name: str
@@ -74,81 +81,86 @@ class LocalCheckpointInfo(NamedTuple):
 
 
 def find_local_checkpoints(tier: LocalTier) -> list[LocalCheckpointInfo]:
-    """On rank 0: what can be read, newest first; empty elsewhere. A collective."""
-    mine = _held_here(tier) if tier.rank == tier.node else {}
+    """Return the complete local checkpoints on rank 0, newest first; [] elsewhere. Collective."""
+    mine = _find_on_this_node(tier) if tier.rank == tier.node else {}
 
-    def merge(
-        nodes: list[dict[str, dict[int, tuple[int, int]]]],
-    ) -> list[list[LocalCheckpointInfo]]:
-        merged: dict[str, dict[int, tuple[int, list[int]]]] = defaultdict(dict)
-        sizes: dict[str, int] = {}
-        for node, checkpoints in enumerate(nodes):
-            for name, writers in checkpoints.items():
-                merged[name].update({})
-                for writer, (count, marker_size) in writers.items():
-                    merged[name].setdefault(writer, (marker_size, []))[1].append(node)
-                    sizes[name] = count
-        found = []
-        for name in sorted(merged, key=order_of, reverse=True):
-            writers_of = merged[name]
-            count = sizes.get(name, 1)
-            missing = [writer for writer in range(count) if writer not in writers_of]
-            if missing:
-                logger.warning(
-                    f"local checkpoint {name} cannot be used: no node has what "
-                    f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:8]))} of {count} wrote"
-                )
-            else:
-                found.append(
-                    LocalCheckpointInfo(name, [writers_of[writer] for writer in range(count)])
-                )
-        return [found, *([] for _ in nodes[1:])]
+    def merge(nodes: list[_CheckpointsOfNode]) -> list[list[LocalCheckpointInfo]]:
+        return [_merge_nodes(nodes), *([] for _ in nodes[1:])]
 
     result: list[LocalCheckpointInfo] = Coordination.of(None).gather_compute_scatter(mine, merge)
     return result
 
 
-def _in_time(work: dist.Work | None) -> None:
-    assert work is not None
-    work.wait(_PATIENCE)
+_CheckpointsOfNode = dict[str, dict[int, tuple[int, int]]]  # name -> `LocalTier.find_writers`
 
 
-def _held_here(tier: LocalTier) -> dict[str, dict[int, tuple[int, int]]]:
-    """What cannot be read on this node may be on others: its ranks must not miss the collective for
-    that.
+def _find_on_this_node(tier: LocalTier) -> _CheckpointsOfNode:
+    """Return the checkpoints on this node, without those that cannot be read.
+
+    Other nodes may have their files: the ranks of this node must take part in the collective.
     """
-    held: dict[str, dict[int, tuple[int, int]]] = {}
-    for name in tier.names():
+    found: _CheckpointsOfNode = {}
+    for name in tier.list_checkpoints():
         try:
-            held[name] = tier.held(name)
+            found[name] = tier.find_writers(name)
         except OSError as error:
             logger.warning(
                 f"local checkpoint {name} cannot be read: {error}", extra={"every_rank": True}
             )
-    return held
+    return found
 
 
-class _Kept(threading.local):
-    """A buffer of each thread: new pages cost more than the copy."""
+def _merge_nodes(nodes: list[_CheckpointsOfNode]) -> list[LocalCheckpointInfo]:
+    """Return the checkpoints that are complete on all nodes together, newest first."""
+    merged: dict[str, dict[int, tuple[int, list[int]]]] = defaultdict(dict)
+    counts: dict[str, int] = {}
+    for node, checkpoints in enumerate(nodes):
+        for name, writers in checkpoints.items():
+            merged[name].update({})  # also a checkpoint without any writer
+            for writer, (count, marker_size) in writers.items():
+                if 0 <= writer < count <= MAX_WRITERS and 0 < marker_size <= MAX_MARKER:
+                    merged[name].setdefault(writer, (marker_size, []))[1].append(node)
+                    counts[name] = count
+
+    complete = []
+    for name in sorted(merged, key=order_of, reverse=True):
+        writers_of_name = merged[name]
+        count = counts.get(name, 1)
+        missing = [writer for writer in range(count) if writer not in writers_of_name]
+        if missing:
+            logger.warning(
+                f"local checkpoint {name} cannot be used: no node has what "
+                f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:8]))} "
+                f"of {count} wrote"
+            )
+            continue
+        writers_in_order = [writers_of_name[writer] for writer in range(count)]
+        complete.append(LocalCheckpointInfo(name, writers_in_order))
+    return complete
+
+
+class _ThreadBuffer(threading.local):
+    """A buffer per thread, kept because allocating new pages costs more than the copy."""
 
     buffer = torch.empty(0, dtype=torch.uint8)
 
 
 class DistributedLocalCheckpoint:
-    """One open `LocalCheckpointInfo`; opening and closing are collectives."""
+    """An open `LocalCheckpointInfo`. Opening and closing are collective."""
 
-    def __init__(self, tier: LocalTier, held: LocalCheckpointInfo) -> None:
+    def __init__(self, tier: LocalTier, info: LocalCheckpointInfo) -> None:
         self._tier = tier
-        self._held = held
-        self.directory = LocalCheckpointPath(tier.root / held.name)
+        self._info = info
+        self.directory = LocalCheckpointPath(tier.root / info.name)
         self.directory.checkpoint = self
         self._markers: dict[int, dict[str, FileChecksums]] = {}
         self._reported: set[tuple[str, int]] = set()
         self._group: dist.ProcessGroup | None = None
         if len(set(tier.nodes)) > 1:
             self._group = dist.new_group(backend="gloo", timeout=_IDLE)
-            self._tags = itertools.count(_FIRST_ANSWER)
-            self._kept = _Kept()
+            self._authenticator = MessageAuthenticator.create(self._group)
+            self._tags = itertools.count(_FIRST_ANSWER_TAG)
+            self._thread_buffer = _ThreadBuffer()
             self._servers = Workers(_SERVERS, "checkpoint-server")
             self._thread = threading.Thread(
                 target=self._serve, name="checkpoint-server", daemon=True
@@ -156,12 +168,12 @@ class DistributedLocalCheckpoint:
             self._thread.start()
 
     def close(self) -> None:
-        """When all ranks have read what they want."""
+        """Stop serving, once all ranks have read what they need."""
         if self._group is None:
             return
         ranks = Coordination.of(None)
         ranks.all_true(True)
-        self._request((ranks.rank + 1) % ranks.size, "", 0, 0)
+        self._send_request((ranks.rank + 1) % ranks.size, "", 0, 0)
         self._thread.join()
         self._servers.close()
         ranks.all_true(True)
@@ -169,9 +181,12 @@ class DistributedLocalCheckpoint:
         self._group = None
 
     def sums(self, file: str) -> FileChecksums:
-        """Raises FileNotFoundError for a file that is not part of the checkpoint."""
+        """Return the checksums of a file.
+
+        Raises FileNotFoundError for a file that is not part of the checkpoint.
+        """
         writer = writer_of(file)
-        if writer >= len(self._held.writers):
+        if writer >= len(self._info.writers):
             raise FileNotFoundError(str(self.directory / file))
         if writer not in self._markers:
             self._markers[writer] = self._read_marker(writer)
@@ -180,14 +195,13 @@ class DistributedLocalCheckpoint:
         except KeyError as error:
             raise FileNotFoundError(str(self.directory / file)) from error
 
-    def blocks_into(self, view: memoryview, file: str, first: int) -> None:
-        """Fill `view`, some whole blocks of a file from block `first` on, with what was written
-        there.
-        """
+    def read_blocks_into(self, view: memoryview, file: str, first: int) -> None:
+        """Fill `view` with whole blocks of a file, from block `first` on, as they were written."""
         sums = self.sums(file)
         start = first * BLOCK_SIZE
-        expected = sums.blocks[first * DIGEST_SIZE :][: -(-len(view) // BLOCK_SIZE) * DIGEST_SIZE]
-        for node, arrived in self._copies(writer_of(file), file, start, view):
+        count = -(-len(view) // BLOCK_SIZE)
+        expected = sums.blocks[first * DIGEST_SIZE :][: count * DIGEST_SIZE]
+        for node, arrived in self._read_copies(writer_of(file), file, start, view):
             if arrived and hash_blocks(view) == expected:
                 return
             damaged = f"is damaged in bytes {start}..{start + len(view)}"
@@ -197,9 +211,9 @@ class DistributedLocalCheckpoint:
         )
 
     def _read_marker(self, writer: int) -> dict[str, FileChecksums]:
-        file = marker_name(writer, len(self._held.writers))
-        content = bytearray(self._held.writers[writer][0])
-        for node, arrived in self._copies(writer, file, 0, memoryview(content)):
+        file = marker_name(writer, len(self._info.writers))
+        content = bytearray(self._info.writers[writer][0])
+        for node, arrived in self._read_copies(writer, file, 0, memoryview(content)):
             try:
                 if arrived:
                     return decode_checksums(bytes(content), str(self.directory / file))
@@ -208,89 +222,122 @@ class DistributedLocalCheckpoint:
                 self._report(file, node, "is damaged")
         raise CheckpointError(f"{self.directory / file}: no node has it undamaged")
 
-    def _copies(
+    def _read_copies(
         self, writer: int, file: str, position: int, view: memoryview
     ) -> Iterator[tuple[int, bool]]:
-        """Fill `view` with what each of the nodes that hold `file` has there, this node first, and
-        say whether it could.
+        """Fill `view` from each node that has `file`, this node first.
+
+        Yields (node, whether it could be read) for each of them.
         """
-        nodes = self._held.writers[writer][1]
+        nodes = self._info.writers[writer][1]
         node = self._tier.node
-        turn = self._tier.rank % len(nodes)  # readers spread over the holders
+        turn = self._tier.rank % len(nodes)  # distributes the readers over the nodes
         for holder in sorted(nodes[turn:] + nodes[:turn], key=lambda other: other != node):
-            fill = self._read if holder == node else partial(self._ask, holder)
-            yield holder, fill(file, position, view)
+            if holder == node:
+                yield holder, self._read(file, position, view)
+            else:
+                yield holder, self._read_remotely(holder, file, position, view)
 
     def _read(self, file: str, position: int, view: memoryview) -> bool:
-        """From the own disk."""
+        """Read from the disk of this node. Returns whether that was possible."""
         try:
-            with open_file(self._tier.root / self._held.name / file) as opened:
+            with open_file(self._tier.root / self._info.name / file) as opened:
                 opened.read_into(view, position)
         except (OSError, CheckpointError):
             return False
         return True
 
-    def _ask(self, node: int, file: str, position: int, view: memoryview) -> bool:
-        """From the disk of `node`."""
+    def _read_remotely(self, node: int, file: str, position: int, view: memoryview) -> bool:
+        """Read from the disk of `node`. Returns whether that was possible."""
         ranks = self._tier.ranks_of(node)
         rank = ranks[self._tier.rank % len(ranks)]
-        arrives = torch.empty(1, dtype=torch.uint8)
+        status = torch.empty(1 + self._authenticator.size, dtype=torch.uint8)
         try:
-            tag = self._request(rank, file, position, len(view))
-            for part in (arrives, torch.frombuffer(view, dtype=torch.uint8)):
-                _in_time(dist.irecv(part, rank, self._group, tag))
-                if not arrives.item():
-                    return False
+            tag = self._send_request(rank, file, position, len(view))
+            _wait(dist.irecv(status, rank, self._group, tag))
+            found = view_bytes(status)[:1]
+            if found[0]:
+                content = torch.frombuffer(view, dtype=torch.uint8)
+                _wait(dist.irecv(content, rank, self._group, tag))
         except RuntimeError as error:
             text = f"{self.directory / file}: rank {rank}, whose node has it, is dead or hanging"
             raise CheckpointError(f"{text}: {first_line(error)}") from error
-        return True
+        parts = (found, view) if found[0] else (found,)
+        purpose = f"answer {rank} {self._tier.rank} {tag}"
+        is_authentic = self._authenticator.is_valid(view_bytes(status)[1:], purpose, *parts)
+        return bool(found[0]) and is_authentic
 
-    def _request(self, rank: int, file: str, position: int, length: int) -> int:
-        """Returns the tag of the answer."""
+    def _send_request(self, rank: int, file: str, position: int, length: int) -> int:
+        """Send a request and return the tag of the answer."""
         tag = next(self._tags)
-        request = bytearray(_REQUEST.pack(position, length, tag, file.encode()))
-        _in_time(dist.isend(torch.frombuffer(request, dtype=torch.uint8), rank, self._group, _ASK))
+        content = _REQUEST.pack(position, length, tag, file.encode())
+        mac = self._authenticator.sign(f"request {self._tier.rank} {rank}", content)
+        request = torch.frombuffer(bytearray(content + mac), dtype=torch.uint8)
+        _wait(dist.isend(request, rank, self._group, _REQUEST_TAG))
         return tag
 
     def _serve(self) -> None:
-        """Take requests, of which several are answered at once."""
-        request = torch.empty(_REQUEST.size, dtype=torch.uint8)
+        """Receive requests until one ends the service; several are answered at the same time."""
+        request = torch.empty(_REQUEST.size + self._authenticator.size, dtype=torch.uint8)
         while True:
             try:
-                source = dist.recv(request, None, self._group, _ASK)
-            except RuntimeError:  # a rank is gone: the next collective says so
+                source = dist.recv(request, None, self._group, _REQUEST_TAG)
+            except RuntimeError:  # a rank is lost: the next collective reports it
                 return
-            position, length, tag, file = _REQUEST.unpack(view_bytes(request))
+            message = bytes(view_bytes(request))
+            content = message[: _REQUEST.size]
+            purpose = f"request {source} {self._tier.rank}"
+            if not self._authenticator.is_valid(message[_REQUEST.size :], purpose, content):
+                logger.warning(f"a request of rank {source} is not authentic: ignored")
+                continue
+            position, length, tag, file = _REQUEST.unpack(content)
             if not length:
                 return
-            self._servers.submit(
-                partial(self._answer, source, tag, file.decode(), position, length)
-            )
+            self._servers.submit(partial(self._answer, source, tag, file, position, length))
 
-    def _answer(self, rank: int, tag: int, file: str, position: int, length: int) -> None:
-        """A 1 and the bytes, or a 0 alone."""
-        if len(self._kept.buffer) < length:
-            self._kept.buffer = torch.empty(length, dtype=torch.uint8)
-        content = self._kept.buffer[:length]
-        found = self._read(file_name(file, "a request"), position, view_bytes(content))
-        with contextlib.suppress(RuntimeError):  # the rank is gone: the next collective says so
-            dist.send(torch.tensor([found], dtype=torch.uint8), rank, self._group, tag)
-            if found:
+    def _answer(self, rank: int, tag: int, file: bytes, position: int, length: int) -> None:
+        """Send whether the range of the file can be read here, and its content."""
+        content = self._read_requested(file, position, length)
+        status = bytes([content is not None])
+        parts = [status] if content is None else [status, view_bytes(content)]
+        mac = self._authenticator.sign(f"answer {self._tier.rank} {rank} {tag}", *parts)
+        head = torch.frombuffer(bytearray(status + mac), dtype=torch.uint8)
+        with contextlib.suppress(RuntimeError):  # the rank is lost: the next collective reports it
+            dist.send(head, rank, self._group, tag)
+            if content is not None:
                 dist.send(content, rank, self._group, tag)
 
-    def _report(self, file: str, node: int, what: str) -> None:
+    def _read_requested(self, file: bytes, position: int, length: int) -> torch.Tensor | None:
+        """Return the requested range; None if it cannot be read or no reader would request it."""
+        if length > max(MAX_MARKER, _MAX_BLOCKS * BLOCK_SIZE):
+            return None
+        try:
+            name = file_name(file.decode(), "a request")
+        except ValueError:
+            return None
+        buffer = self._thread_buffer
+        if len(buffer.buffer) < length:
+            buffer.buffer = torch.empty(length, dtype=torch.uint8)
+        content = buffer.buffer[:length]
+        return content if self._read(name, position, view_bytes(content)) else None
+
+    def _report(self, file: str, node: int, problem: str) -> None:
         if (file, node) not in self._reported:
             self._reported.add((file, node))
             logger.warning(
-                f"local checkpoint {self._held.name}: {file} on the node of rank {node} {what}: "
+                f"local checkpoint {self._info.name}: {file} on the node of rank {node} {problem}: "
                 "trying the next node that has it",
                 extra={"every_rank": True},
             )
 
 
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait(_PATIENCE)
+
+
 class LocalCheckpointPath(type(Path())):  # type: ignore[misc]
-    """The directory of a `DistributedLocalCheckpoint`, or a file in it, for readers of checkpoints."""
+    """The directory of a `DistributedLocalCheckpoint`, or a file in it."""
 
     __slots__ = ("checkpoint",)
     checkpoint: DistributedLocalCheckpoint
@@ -308,7 +355,9 @@ class LocalCheckpointPath(type(Path())):  # type: ignore[misc]
 
 
 class _LocalCheckpointFile(OpenFile):
-    closest_gap = BLOCK_SIZE  # blocks are read as a whole in any case
+    """An open file of a `DistributedLocalCheckpoint`; blocks are read whole."""
+
+    closest_gap = BLOCK_SIZE
 
     def __init__(self, path: Path) -> None:
         assert isinstance(path, LocalCheckpointPath)
@@ -316,9 +365,9 @@ class _LocalCheckpointFile(OpenFile):
         self.descriptor = None
         self._checkpoint = path.checkpoint
         self.size = self._checkpoint.sums(path.name).size
-        # those of which only a part was asked for at last
-        self._first = 0
-        self._blocks = memoryview(b"")
+        # The last block of which only a part was requested, and its position.
+        self._block = memoryview(b"")
+        self._block_position = 0
 
     def measure_directory(self) -> int:
         return self.size  # reported by ranks of this job
@@ -327,21 +376,25 @@ class _LocalCheckpointFile(OpenFile):
         view = view[: self.size - position]
         if not view:
             return 0
+
+        # Whole blocks are read directly into `view`.
         first, start = divmod(position, BLOCK_SIZE)
-        whole = (
-            len(view) if position + len(view) == self.size else len(view) // BLOCK_SIZE * BLOCK_SIZE
-        )
+        whole = len(view)
+        if position + len(view) < self.size:
+            whole = len(view) // BLOCK_SIZE * BLOCK_SIZE
         if start == 0 and whole:
-            direct = view[: min(whole, _MOST_BLOCKS * BLOCK_SIZE)]
-            self._checkpoint.blocks_into(direct, self.path.name, first)
+            direct = view[: min(whole, _MAX_BLOCKS * BLOCK_SIZE)]
+            self._checkpoint.read_blocks_into(direct, self.path.name, first)
             return len(direct)
-        if not 0 <= position - self._first < len(self._blocks):
-            self._blocks = memoryview(b"")  # if the next line raises
-            blocks = memoryview(bytearray(min(BLOCK_SIZE, self.size - first * BLOCK_SIZE)))
-            self._checkpoint.blocks_into(blocks, self.path.name, first)
-            self._first = first * BLOCK_SIZE
-            self._blocks = blocks
-        part = self._blocks[position - self._first :][: len(view)]
+
+        # A part of a block is copied from the block, which is kept for the next request.
+        if not 0 <= position - self._block_position < len(self._block):
+            self._block = memoryview(b"")  # if the next line raises
+            block = memoryview(bytearray(min(BLOCK_SIZE, self.size - first * BLOCK_SIZE)))
+            self._checkpoint.read_blocks_into(block, self.path.name, first)
+            self._block_position = first * BLOCK_SIZE
+            self._block = block
+        part = self._block[position - self._block_position :][: len(view)]
         view[: len(part)] = part
         return len(part)
 

@@ -55,12 +55,8 @@ from megatron.core.dist_checkpointing.generation import (
     find_starts,
     generations_in,
 )
-from megatron.core.dist_checkpointing.saving.commit import (
-    PendingCheckpoint,
-    Progress,
-    Rewrite,
-    Shard,
-)
+from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
+from megatron.core.dist_checkpointing.saving.shard import Shard
 from megatron.core.object_storage import ConflictError, ObjectPath
 
 

@@ -193,9 +193,10 @@ class SaveThread:
     def _wait_for_current(self) -> None:
         """Wait for the save in progress, if any; the wait counts as blocking time of that save."""
         if self._current is not None:
-            began = time.perf_counter()
-            report = self._current.wait()
-            report.blocking += time.perf_counter() - began
+            if not self._current.done():
+                began = time.perf_counter()
+                report = self._current.wait()
+                report.blocking += time.perf_counter() - began
             self._reports.append(self._current.end())
             self._current = None
 

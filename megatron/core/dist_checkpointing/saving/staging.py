@@ -45,7 +45,8 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.planning.planner import Item, abbreviate
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
-from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Shard
+from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress
+from megatron.core.dist_checkpointing.saving.shard import Shard
 
 _GRANULE = 1024  # objects are padded, so that a growing step count rarely changes a length
 

@@ -27,22 +27,38 @@ from megatron.core.dist_checkpointing import (
     ShardedTensor,
     verify,
 )
-from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
+from megatron.core.dist_checkpointing.background import PAGE, SLOT_SIZE, StagingBuffer
+from megatron.core.dist_checkpointing.format.checksums import (
+    BLOCK_SIZE,
+    encode_checksum_records,
+    seal_checksums,
+)
 from megatron.core.dist_checkpointing.loading import distributed_local_checkpoint
 from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
     DistributedLocalCheckpoint,
+    _merge_nodes,
     find_local_checkpoints,
 )
-from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier, cliques
+from megatron.core.dist_checkpointing.local_tier import (
+    LocalSaver,
+    LocalTier,
+    form_replication_groups,
+)
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.replication import (
+    JOB_SECRET,
+    MessageAuthenticator,
+    ReplicaLink,
+    ReplicaReceiver,
+)
 
 ROWS = 50_000  # of rank 0, which writes 4 MB; rank 1 writes 80 bytes
 
 
 @pytest.mark.parametrize("copies", [2, 3])
 @pytest.mark.parametrize(("size", "jump"), [(6, 1), (7, 2), (8, 2), (16, 4), (19, 4), (12, 4)])
-def test_every_rank_is_in_one_clique_whatever_the_size_of_the_world(size, jump, copies):
-    groups = cliques(size, jump, copies)
+def test_every_rank_is_in_one_replication_group(size, jump, copies):
+    groups = form_replication_groups(size, jump, copies)
     assert sorted(rank for group in groups for rank in group) == list(range(size))
     for group in groups:
         assert copies <= len(group) < 2 * copies and {rank % jump for rank in group} == {
@@ -54,7 +70,7 @@ def test_too_few_ranks_for_the_copies():
     with pytest.raises(
         CheckpointError, match="3 copies of what rank 0 writes, on ranks 4 apart, need 12 ranks"
     ):
-        cliques(8, 4, 3)
+        form_replication_groups(8, 4, 3)
 
 
 @contextmanager
@@ -94,7 +110,7 @@ class Node:
         return self.saver.save(state_of(self.rank, iteration), self.tier.root, **options)
 
     def kept(self):
-        return [int(name[5:12]) for name in self.tier.names()]
+        return [int(name[5:12]) for name in self.tier.list_checkpoints()]
 
     def close(self):
         self.saver.close()
@@ -174,7 +190,11 @@ def damaged_on_the_way(rank, size, root):
     finally:
         dist.send = send
     node.close()
-    return report.error, report.warning, sorted(node.tier.held(node.tier.names()[0]))
+    return (
+        report.error,
+        report.warning,
+        sorted(node.tier.find_writers(node.tier.list_checkpoints()[0])),
+    )
 
 
 def test_what_was_damaged_on_the_way_is_no_replica(pool, tmp_path):
@@ -207,7 +227,7 @@ def drain_while_saving_on(rank, size, root):
     local = node.begin(6)
     local.wait()
     if rank == 0:
-        path = node.tier.root / node.tier.names()[-1] / "__0_0.distcp"
+        path = node.tier.root / node.tier.list_checkpoints()[-1] / "__0_0.distcp"
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
@@ -247,7 +267,7 @@ def share_a_directory(rank, size, root):
     with pytest.raises(
         CheckpointError, match=r"ranks 0, 1 keep copies of the same files, but share a directory"
     ):
-        LocalTier.create(Path(root) / f"node{rank // 2}", 2, jump=1)
+        LocalTier.create(Path(root) / f"node{rank // 2}", 2, distance=1)
     with pytest.raises(
         CheckpointError, match="local checkpoints cannot be saved to .*: .*Not a directory"
     ):
@@ -327,7 +347,7 @@ def read_at_random(rank, size, root, flips):
     node = Node(rank, root)
     assert node.save(1).error is None
     node.close()
-    files = sorted(path for path in (node.tier.root / node.tier.names()[0]).iterdir())
+    files = sorted(path for path in (node.tier.root / node.tier.list_checkpoints()[0]).iterdir())
     generator = torch.Generator().manual_seed(0)
     for _ in range(flips):
         path = files[int(torch.randint(len(files), (), generator=generator))]
@@ -368,7 +388,7 @@ def a_holder_is_stopped(rank, size, root):
         os.kill(pids[0], signal.SIGSTOP)
         try:
             with mock.patch.object(distributed_local_checkpoint, "_PATIENCE", timedelta(seconds=1)):
-                local.blocks_into(memoryview(bytearray(BLOCK_SIZE)), "__0_0.distcp", 0)
+                local.read_blocks_into(memoryview(bytearray(BLOCK_SIZE)), "__0_0.distcp", 0)
         except CheckpointError as error:
             told = str(error)
         finally:
@@ -380,3 +400,99 @@ def a_holder_is_stopped(rank, size, root):
 def test_a_holder_that_hangs_is_named(pool, tmp_path):
     _, told = pool.run(a_holder_is_stopped, 2, str(tmp_path))
     assert "__0_0.distcp: rank 0, whose node has it, is dead or hanging" in told
+
+
+def send_forged_pieces(rank, size, root, pieces):
+    """Rank 0 sends `pieces` (name, size, position, length) and a marker for them."""
+    group = dist.group.WORLD
+    directory = Path(root, "checkpoint")
+    if rank == 0:
+        link = ReplicaLink(0, 1, group, MessageAuthenticator(None), directory.name)
+        for name, file_size, position, length in pieces:
+            frame = torch.zeros(PAGE + min(length, SLOT_SIZE), dtype=torch.uint8)
+            link.send(frame, name, file_size, position, length)
+        if not name.startswith(".done-"):  # the receiver answers after any marker
+            link.send_content(".done-0-of-2", b"x")
+        return link.receive_answer()
+    slot = StagingBuffer(1, pinned=False).slots[0]
+    ReplicaReceiver(directory, 1, 0, group, MessageAuthenticator(None), slot).run()
+    return sorted(str(path.relative_to(root)) for path in Path(root).rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        (("../../escaped.txt", 10, 0, 10), "without a path"),
+        (("/tmp/escaped.txt", 10, 0, 10), "without a path"),
+        (("__1_0.distcp", 10, 0, 10), "__1_0.distcp belongs to rank 1"),
+        ((".done-0-of-99999999999", 10, 0, 10), "is not the name of a marker"),
+        ((".done-1-of-2", 10, 0, 10), ".done-1-of-2 belongs to rank 1"),
+        (("__0_0.distcp", 10, 5, 10), "10 bytes at 5 of __0_0.distcp, which has 10 bytes"),
+        (("__0_0.distcp", 1 << 62, 0, 10), "No space left"),
+    ],
+)
+def test_receiver_refuses_forged_pieces(pool, tmp_path, piece, message):
+    answer, files = pool.run(send_forged_pieces, 2, str(tmp_path), [piece])
+    assert message in answer
+    assert set(files) <= {"checkpoint"}
+
+
+def test_marker_with_an_implausible_number_of_writers_is_ignored(tmp_path, caplog):
+    tier = LocalTier.create(tmp_path)
+    directory = tmp_path / "iter_0000001-0000001.forged"
+    directory.mkdir()
+    content = b"".join(seal_checksums(encode_checksum_records({})))
+    for count in (99999999999, 1 << 21):
+        (directory / f".done-0-of-{count}").write_bytes(content)
+    assert tier.find_writers(directory.name) == {}
+    assert find_local_checkpoints(tier) == []
+    forged = {"iter_0000001-0000001.forged": {0: (99999999999, 10)}}
+    assert _merge_nodes([forged]) == []
+
+
+def save_with_secret(rank, size, root, tampered):
+    """Save with a secret, read from the other node, and count the messages that carry a MAC."""
+    with mock.patch.dict(os.environ, {JOB_SECRET: "a secret of the job"}):
+        node = Node(rank, root)
+        if rank == 0 and tampered:
+            node.tier.replication.authenticator._key = b"another key"
+        report = node.save(1)
+        found = [find_local_checkpoints(node.tier)]
+        dist.broadcast_object_list(found, 0)
+        only_on_rank_0 = [(marker, [0]) for marker, nodes in found[0][0].writers if 0 in nodes]
+        values = None
+        if not tampered:
+            info = found[0][0]._replace(writers=only_on_rank_0)
+            local = DistributedLocalCheckpoint(node.tier, info)
+            values = Reader(local.directory).read("big", (0, 0), (ROWS + 1, 20))
+            local.close()
+        node.close()
+    return report.error, report.warning, values is not None and bool((values == 1).all())
+
+
+def test_replicas_are_authenticated_with_the_secret_of_the_job(pool, tmp_path):
+    for result in pool.run(save_with_secret, 2, str(tmp_path / "same"), False):
+        assert result == (None, None, True)
+    for error, warning, _ in pool.run(save_with_secret, 2, str(tmp_path / "tampered"), True):
+        assert error is None
+        assert "rank 0: no replica on rank 1: a message of rank 0 is not authentic" in warning or (
+            "rank 0: no replica on rank 1: its answer is not authentic" in warning
+        )
+
+
+def create_with_secret_of_rank(rank, size, root):
+    different = {JOB_SECRET: f"secret {rank}"}
+    missing = {JOB_SECRET: "secret" if rank == 0 else ""}
+    for environment, message in (
+        (different, "differs between ranks"),
+        (missing, "is set on some ranks only"),
+    ):
+        with (
+            mock.patch.dict(os.environ, environment),
+            pytest.raises(CheckpointError, match=f"{JOB_SECRET} {message}"),
+        ):
+            LocalTier.create(Path(root) / f"node{rank}", 2)
+
+
+def test_different_secrets_are_refused_at_start_up(pool, tmp_path):
+    pool.run(create_with_secret_of_rank, 2, str(tmp_path))

@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing import (
     save,
 )
 from megatron.core.dist_checkpointing.planning import save_plan
-from megatron.core.dist_checkpointing.saving import commit
+from megatron.core.dist_checkpointing.saving import shard as shard_module
 from tests.support.processes import wait_until
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
     Training,
@@ -51,7 +51,7 @@ class Fault:
                 raise OSError(code, os.strerror(code))
             return self.real(*args, **kwargs)
 
-        monkeypatch.setattr(commit.os, name, call)
+        monkeypatch.setattr(shard_module.os, name, call)
 
 
 @pytest.mark.parametrize("name", ["pwrite", "fsync", "open", "ftruncate"])
@@ -97,7 +97,7 @@ def test_a_file_system_that_fails_again_when_files_are_closed(tmp_path):
     saver = AsyncSaver()
     with pytest.MonkeyPatch.context() as monkeypatch:
         Fault(monkeypatch, "pwrite", errno.ENOSPC, after=1)
-        monkeypatch.setattr(commit.os, "close", close)
+        monkeypatch.setattr(shard_module.os, "close", close)
         report = saver.save(training.state(), tmp_path / "bad", common=training.common).wait(
             timeout=60
         )
@@ -140,7 +140,7 @@ def test_direct_writes_fall_back_to_buffered_ones(tmp_path, monkeypatch):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(descriptor, data, offset)
 
-    monkeypatch.setattr(commit.os, "pwrite", pwrite)
+    monkeypatch.setattr(shard_module.os, "pwrite", pwrite)
     training = Training(2)
     save(training.state(), tmp_path / "c", common=training.common)
     assert refused
@@ -150,7 +150,7 @@ def test_direct_writes_fall_back_to_buffered_ones(tmp_path, monkeypatch):
 def test_short_writes_are_continued(tmp_path, monkeypatch):
     real = os.pwrite
     monkeypatch.setattr(
-        commit.os,
+        shard_module.os,
         "pwrite",
         lambda fd, data, offset: real(fd, data[: max(1, len(data) // 3)], offset),
     )

@@ -1,0 +1,103 @@
+"""Data files of a checkpoint, written in aligned pieces with a hash of every block.
+
+Writes are large and bypass the page cache (O_DIRECT), which costs a tenth of the CPU time of
+buffered writes and leaves the page cache to the data loader.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.background import PAGE, Slot
+from megatron.core.dist_checkpointing.format.checksums import (
+    BLOCK_SIZE,
+    DIGEST_SIZE,
+    FileChecksums,
+    hash_blocks,
+)
+from megatron.core.durable_files import naming
+
+_DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
+_MODE = 0o666  # less the umask, as for every file that `open` creates
+
+
+class Shard:
+    """A data file of known size, written in aligned pieces by any thread, with a hash of every
+    block on the way.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._digests = bytearray(-(-size // BLOCK_SIZE) * DIGEST_SIZE)
+
+    def write(self, offset: int, slot: Slot, length: int) -> None:
+        """Write the first `length` bytes of `slot`, which may be used again afterwards."""
+        digests = hash_blocks(slot.view[:length])
+        first = offset // BLOCK_SIZE * DIGEST_SIZE
+        self._digests[first : first + len(digests)] = digests
+        self._write(offset, slot.view, length)
+
+    def close(self, durable: bool) -> FileChecksums:
+        """Make it durable, or give it up."""
+        self._close(durable)
+        return FileChecksums(self._size, bytes(self._digests))
+
+    def _write(self, offset: int, view: memoryview, length: int) -> None:
+        raise NotImplementedError
+
+    def _close(self, durable: bool) -> None:
+        raise NotImplementedError
+
+
+class ShardFile(Shard):
+    """In a file system; past its end, the rest of the last page of a slot is zeroed."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        super().__init__(size)
+        self._path = path
+        self._direct = bool(_DIRECT)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        try:
+            self._descriptor = os.open(path, flags | _DIRECT, _MODE)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _DIRECT:
+                raise
+            self._direct = False  # not every file system has direct writes
+            self._descriptor = os.open(path, flags, _MODE)
+
+    def _write(self, offset: int, view: memoryview, length: int) -> None:
+        padded = min(len(view), -(-length // PAGE) * PAGE) if self._direct else length
+        view[length:padded] = bytes(padded - length)  # cut off by `close`
+        position = 0
+        while position < padded:
+            direct = self._direct
+            try:
+                with naming(self._path):
+                    position += os.pwrite(
+                        self._descriptor, view[position:padded], offset + position
+                    )
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                self._leave_direct()
+            else:
+                if position % PAGE and position < padded:
+                    self._leave_direct()  # a short write left us unaligned
+
+    def _leave_direct(self) -> None:
+        """Some file systems accept direct files and refuse direct writes: go on with buffered ones."""
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+        self._direct = False
+
+    def _close(self, durable: bool) -> None:
+        try:
+            if durable:
+                with naming(self._path):
+                    os.ftruncate(self._descriptor, self._size)
+                    os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
