@@ -31,7 +31,7 @@ from megatron.conversion.megatron_lm.torch_dist import (
     write_torch_dist,
 )
 from megatron.conversion.model_space.model import Layout
-from megatron.conversion.model_space.pieces import make_empty_directory, same_bits
+from megatron.conversion.model_space.pieces import is_bitwise_equal, make_empty_directory
 from megatron.conversion.model_space.source import (
     ADAM,
     Progress,
@@ -301,7 +301,7 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
             )
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _VERIFY_BYTES):
             expected = source.read(key, offset, shape).to(info.dtype)
-            if not same_bits(result.read(key, offset, shape), expected):
+            if not is_bitwise_equal(result.read(key, offset, shape), expected):
                 raise ValueError(
                     f"verification: {key} differs from the source (in the box at {offset} of {shape})"
                 )

@@ -177,7 +177,7 @@ def compute_file_shares(path: Path) -> dict[str, dict[str, dict[str, int]]]:
         kind = key.split(".")[2] if key.startswith("optimizer.state.") else "weights"
         chunks = stored.chunks
         for file, length in zip(chunks.file.tolist(), chunks.length.tolist(), strict=True):
-            part = shares[chunks.files[file]].setdefault(model.part_of(key), {})
+            part = shares[chunks.files[file]].setdefault(model.name_model_part(key), {})
             part[kind] = part.get(kind, 0) + length
     for location in set(metadata.objects.values()):  # several keys may share one object
         part = shares[location.file].setdefault("objects", {})
@@ -403,7 +403,7 @@ def compare_tensor(
     for offset, part in first.iterate_slices(key):
         other = second.read(key, offset, tuple(part.shape))
         progress(part.nbytes)
-        if part.dtype == other.dtype and pieces.same_bits(part, other):
+        if part.dtype == other.dtype and pieces.is_bitwise_equal(part, other):
             continue
         num_different, distance = measure_distance(part, other)
         largest = max(largest, distance)

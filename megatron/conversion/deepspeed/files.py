@@ -26,22 +26,22 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.conversion.file_names import ZERO
-from megatron.conversion.model_space.pieces import archive_faults
+from megatron.conversion.model_space.pieces import find_archive_faults
 from megatron.conversion.model_space.source import (
     GRAD_SCALER,
     OPTIMIZER_STATES,
     PARAM_GROUP,
     RANKS,
-    SCHEDULER,
     SIZE,
     WORD_EMBEDDINGS,
     Shape,
     TrainingState,
-    namespace,
+    check_namespace,
+    check_scalar,
+    check_scheduler,
     plain_args,
     plain_numbers,
     refuse_other_models,
-    scalar,
 )
 from megatron.core.dist_checkpointing import safe_load
 from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
@@ -173,13 +173,13 @@ def model_space_names(names: Sequence[str], description: str) -> dict[str, str]:
 _VOCABULARY = record({"original_vocab_size?": optional(SIZE)})
 MODEL_STATE_SCHEMA = record(
     {
-        "args?": namespace,
+        "args?": check_namespace,
         "iteration?": optional(COUNT),
         "global_steps?": optional(COUNT),
         "global_samples?": optional(COUNT),
         "skipped_steps?": optional(COUNT),
         "num_floating_point_operations_so_far?": optional(number(0)),
-        "lr_scheduler?": optional(SCHEDULER),
+        "lr_scheduler?": optional(check_scheduler),
         "megatron_param_groups?": optional(sequence(PARAM_GROUP)),
         "grad_scaler?": optional(GRAD_SCALER),
         "universal_checkpoint_info?": optional(_VOCABULARY),
@@ -209,7 +209,7 @@ def list_universal_damage(directory: Path) -> list[str]:
     ]
     required = {folder / name for folder in folders for name in {*names, STATE_FILES["param"]}}
     files = required | {directory / model_state_name(0)} | set(directory.rglob("*.pt"))
-    return archive_faults(sorted(files), directory)
+    return find_archive_faults(sorted(files), directory)
 
 
 def _parameter_folders(directory: Path) -> list[Path]:
@@ -284,7 +284,7 @@ class UniversalFiles:
         not skipped.
         """
         paths = [self.directory / ZERO / name / STEP for name in self.names.values()]
-        steps = {int(scalar(safe_load(path), str(path))) for path in paths if path.exists()}
+        steps = {int(check_scalar(safe_load(path), str(path))) for path in paths if path.exists()}
         if len(steps) > 1:
             raise ValueError(
                 f"{self.description}: parameters are at different steps: {sorted(steps)}"

@@ -34,17 +34,17 @@ from megatron.conversion.deepspeed.files import (
 from megatron.conversion.file_names import LATEST, ZERO
 from megatron.conversion.model_space.model import (
     check_parameters,
-    exported_config,
+    make_export_config,
     model_config,
     model_parameters,
     model_tensors,
-    resolved,
+    resolve_arguments,
 )
 from megatron.conversion.model_space.pieces import (
-    as_is,
     make_empty_directory,
+    map_fused_qkv,
+    map_unchanged,
     pack_rows,
-    qkv_blocks,
     run_jobs,
     unpack_rows,
     write_archive,
@@ -88,13 +88,13 @@ class UniversalSource:
         told = files.args | dict(read_options.args)
         self.args: dict[str, Any] = _implied(files, told) | told
         config = model_config(self.args, _vocabulary(files, read_options.args), self.description)
-        self.args |= resolved(config)
+        self.args |= resolve_arguments(config)
         self.tensors = _tensors(files, config, read_options.optimizer)
         blocks = self._blocks(
             read_options.qkv_layout, config
         )  # None: by query group, as the model has it
         heads = config.num_attention_heads, config.query_groups, config.head_dim
-        self._qkv_map = None if blocks is None else qkv_blocks(*heads, blocks)
+        self._qkv_map = None if blocks is None else map_fused_qkv(*heads, blocks)
         self.unused = [f"model states: {name}" for name in lost_state(files.state)]
         self.training: TrainingState | None = read_training(
             files.state, files.optimizer_state(), files.step(), self.args
@@ -116,7 +116,9 @@ class UniversalSource:
             return stored[(slice(first, first + count), *columns)]
 
         is_qkv = parameter.endswith(("linear_qkv.weight", "linear_qkv.bias"))
-        row_map = self._qkv_map if is_qkv and self._qkv_map is not None else as_is(info.shape[0])
+        row_map = (
+            self._qkv_map if is_qkv and self._qkv_map is not None else map_unchanged(info.shape[0])
+        )
         return unpack_rows(row_map, offset[0], offset[0] + shape[0], read_rows).to(
             info.dtype, copy=True
         )
@@ -301,7 +303,7 @@ def write_universal(
 class _UniversalWriter:
     def __init__(self, source: Source, options: WriteOptions) -> None:
         self.source = source
-        self.config = config = exported_config(source, options.vocab_size)
+        self.config = config = make_export_config(source, options.vocab_size)
         self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}
         shapes = {key: parameter.shape for key, parameter in self.parameters.items()}
         check_parameters(source.tensors, shapes, source.description, config.vocab_size)
@@ -313,7 +315,7 @@ class _UniversalWriter:
         heads = config.num_attention_heads
         groups = config.query_groups
         head_dim = config.head_dim
-        self._qkv_map = qkv_blocks(heads, groups, head_dim, self.blocks) if self.blocks else None
+        self._qkv_map = map_fused_qkv(heads, groups, head_dim, self.blocks) if self.blocks else None
         if self.blocks and groups != heads:
             raise ValueError(
                 "Megatron-DeepSpeed that stores blocks of q, k and v has no --group-query-attention"

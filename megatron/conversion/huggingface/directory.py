@@ -30,12 +30,12 @@ from megatron.conversion.huggingface.weight_files import Outgoing, open_weights,
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
     check_parameters,
-    exported_config,
+    make_export_config,
     model_config,
     model_tensors,
-    resolved,
+    resolve_arguments,
 )
-from megatron.conversion.model_space.pieces import make_empty_directory, same_bits
+from megatron.conversion.model_space.pieces import is_bitwise_equal, make_empty_directory
 from megatron.conversion.model_space.source import (
     WORD_EMBEDDINGS,
     Progress,
@@ -96,7 +96,7 @@ class HuggingFaceSource:
         if "bf16" not in self.args and "fp16" not in self.args:  # config.json has no dtype
             dtype = self._weights.default_dtype
             self.args |= {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16}
-        self.args |= resolved(config)
+        self.args |= resolve_arguments(config)
         self.args["hf_model_type"] = family.model_type
         self.args["hf_fields"] = family.repeated_fields(hf)
         self.args |= read_tokenizer_arguments(directory, hf) | dict(given)
@@ -128,7 +128,7 @@ class HuggingFaceSource:
         parameter, state = split_key(key)
         if state == "param" and parameter in self._weights:
             weight = self._weights.read(parameter, offset, shape)
-            if not same_bits(value.to(weight.dtype), weight):
+            if not is_bitwise_equal(value.to(weight.dtype), weight):
                 raise ValueError(
                     f"{self._directory}: {parameter} was changed after the export, so the "
                     f"optimizer state in {self._directory / DIRECTORY} {_OTHER_MODEL}"
@@ -219,7 +219,7 @@ def _make_config(source: Source, options: WriteOptions) -> TransformerConfig:
     dtype = options.dtype or source.tensors[WORD_EMBEDDINGS].dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weights of {dtype} cannot be written: give --dtype fp32, bf16 or fp16")
-    config = exported_config(source, options.vocab_size)
+    config = make_export_config(source, options.vocab_size)
     return dataclasses.replace(config, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
 
 

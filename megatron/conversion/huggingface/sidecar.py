@@ -18,7 +18,7 @@ import torch
 from megatron.conversion.huggingface.safetensors_files import Stored, open_safetensors
 from megatron.conversion.huggingface.stored_parameters import StoredParameter
 from megatron.conversion.huggingface.weight_files import Outgoing
-from megatron.conversion.model_space.pieces import as_is
+from megatron.conversion.model_space.pieces import map_unchanged
 from megatron.conversion.model_space.source import (
     ADAM,
     ARGUMENTS,
@@ -95,7 +95,7 @@ def collect_optimizer_tensors(source: Source, parameters: Mapping[str, Shape]) -
                     f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer "
                     "state"
                 )
-            part = StoredParameter(key, (), shape, (key,), as_is(shape[0]))
+            part = StoredParameter(key, (), shape, (key,), map_unchanged(shape[0]))
             tensors.append(Outgoing(source, read, part, torch.float32))
     return tensors
 

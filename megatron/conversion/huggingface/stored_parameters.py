@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from megatron.conversion.huggingface.parameters import Row
 from megatron.conversion.model_space.pieces import (
     RowMap,
-    alternating,
-    as_is,
-    qkv_apart,
-    qkv_blocks,
-    stacked,
-    stored_rows,
+    count_stored_rows,
+    map_alternating,
+    map_fused_qkv,
+    map_separate_qkv,
+    map_stacked,
+    map_unchanged,
 )
 from megatron.conversion.model_space.source import Shape
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -43,7 +43,7 @@ class StoredParameter:
         """Return the shapes of the tensors called `names`."""
         lead = () if self.packed is None else (self.packed,)
         shapes = []
-        for rows in stored_rows(self.row_map):
+        for rows in count_stored_rows(self.row_map):
             shape = (rows, *self.shape[1:])
             shapes.append(lead + (shape[::-1] if self.transposed else shape))
         return shapes
@@ -72,7 +72,7 @@ def stored_parameters(
             continue
         prefix = "" if layer is None else f"{layers}{layer}."
         if row.fused is not None and has(prefix + row.fused):
-            yield StoredParameter(key, (), shape, (prefix + row.fused,), as_is(shape[0]))
+            yield StoredParameter(key, (), shape, (prefix + row.fused,), map_unchanged(shape[0]))
             continue
         suffix = row.suffixes.get(kind, kind)
         if not row.packed and len(shape) < 3:
@@ -96,7 +96,7 @@ def _make_row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
     if row.qkv:
         sizes = (config.num_attention_heads, config.query_groups, config.head_dim)
         is_separate = len(row.names) == 3
-        return qkv_apart(*sizes) if is_separate else qkv_blocks(*sizes, blocks=1)
+        return map_separate_qkv(*sizes) if is_separate else map_fused_qkv(*sizes, blocks=1)
     if row.alternating:
-        return alternating(rows // 2, 2)
-    return stacked(rows // len(row.names), len(row.names))
+        return map_alternating(rows // 2, 2)
+    return map_stacked(rows // len(row.names), len(row.names))

@@ -20,7 +20,7 @@ from megatron.conversion.huggingface.safetensors_files import (
     open_safetensors,
 )
 from megatron.conversion.huggingface.stored_parameters import StoredParameter
-from megatron.conversion.model_space.pieces import cut, pack_rows, run_jobs
+from megatron.conversion.model_space.pieces import cut_runs, pack_rows, run_jobs
 from megatron.conversion.model_space.source import Progress, Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing import safe_load
 from megatron.core.dist_checkpointing.format import schema
@@ -134,7 +134,7 @@ class Outgoing:
                 else:
                     files[name].write(name, stored[None], part.lead[0])
         else:
-            runs = list(cut(part.row_map, first, first + count))
+            runs = list(cut_runs(part.row_map, first, first + count))
             pieces = rows.split([run.rows for run in runs])
             for run, piece in zip(runs, pieces, strict=True):
                 name = part.names[run.source]

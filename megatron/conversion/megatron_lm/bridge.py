@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.conversion.megatron_lm.plain_yaml import PlainYamlError, parse_yaml
-from megatron.conversion.model_space.source import plain_args, refuse_other_models, scalar
+from megatron.conversion.model_space.source import check_scalar, plain_args, refuse_other_models
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
 from megatron.core.dist_checkpointing.format.schema import anything, mapping, read_regular, text
 
@@ -46,7 +46,7 @@ _TRAINING = (
     "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file",
 )  # fmt: skip
 
-_TRAIN_STATE = mapping(scalar)
+_TRAIN_STATE = mapping(check_scalar)
 _MAX_CONFIG_BYTES = 256 * 1024  # a file of Bridge 0.6.2 has 20 kB
 
 

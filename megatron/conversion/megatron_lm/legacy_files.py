@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
-from megatron.conversion.model_space.pieces import archive_faults
+from megatron.conversion.model_space.pieces import find_archive_faults
 from megatron.conversion.model_space.source import COMMON, RANKS
 from megatron.core.dist_checkpointing import CheckpointError, safe_open
 from megatron.core.parallel_state import ParallelConfig, ParallelState
@@ -113,4 +113,4 @@ def list_legacy_damage(directory: Path) -> list[str]:
     if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
         names.append(OPTIMIZER_FILE)
     files = [directory / rank / name for rank in sorted(directories) for name in names]
-    return archive_faults(files, directory)
+    return find_archive_faults(files, directory)

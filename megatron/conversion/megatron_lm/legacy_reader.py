@@ -35,9 +35,9 @@ from megatron.conversion.model_space.model import (
     Layout,
     LocalParameter,
     check_optimizer_complete,
-    local_name,
+    find_norm_key,
+    make_local_name,
     model_config,
-    norm_key,
     rank_parameters,
 )
 from megatron.conversion.model_space.pieces import ReadFlat
@@ -46,8 +46,8 @@ from megatron.conversion.model_space.source import (
     WORD_EMBEDDINGS,
     TensorInfo,
     TrainingState,
+    check_scalar,
     optimizer_key,
-    scalar,
 )
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, load_file_tensors
@@ -304,7 +304,7 @@ _BUFFER = record({"numel_unpadded": COUNT, "param": _tensor})
 _NUMBERED = record(
     {
         "state": mapping(mapping(anything), keys=COUNT),
-        "param_groups": sequence(record({"params": sequence(COUNT), "wd_mult?": scalar})),
+        "param_groups": sequence(record({"params": sequence(COUNT), "wd_mult?": check_scalar})),
     }
 )
 
@@ -336,8 +336,8 @@ def _stored_name(model: Mapping[str, Any], parameter: LocalParameter, where: Pat
     grouped = re.sub(r"\.local_experts\.(\d+)\.(.+)", r".\2\1", parameter.name)
     for name in (
         parameter.name,
-        local_name(parameter.name),
-        norm_key(parameter.name, model),
+        make_local_name(parameter.name),
+        find_norm_key(parameter.name, model),
         grouped,
     ):
         if name in model:

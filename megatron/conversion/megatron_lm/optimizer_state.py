@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.conversion.model_space.pieces import ReadFlat, ReadRegion, region_of_flat, same_bits
+from megatron.conversion.model_space.pieces import (
+    ReadFlat,
+    ReadRegion,
+    is_bitwise_equal,
+    make_region_reader,
+)
 from megatron.conversion.model_space.source import (
     OPTIMIZER_STATES,
     TensorInfo,
@@ -209,7 +214,7 @@ class PieceTable:
                 info,
                 box.offset,
                 box.shape,
-                region_of_flat(read_flat, first + box.start, box.shape),
+                make_region_reader(read_flat, first + box.start, box.shape),
             )
 
     def complete(self, has_optimizer: bool) -> None:
@@ -245,7 +250,7 @@ class PieceTable:
         if state != "param" or key in self._implied or parameter not in self.tensors:
             return value
         weight = self._paste(parameter, offset, shape)
-        if not same_bits(value.to(weight.dtype), weight):
+        if not is_bitwise_equal(value.to(weight.dtype), weight):
             raise CheckpointError(
                 f"{self._where}: the main parameter of {parameter} at {offset} is not the stored weight, so the "
                 "optimizer state is that of other parameters. Either Megatron-core wrote it wrongly (its "

@@ -47,13 +47,13 @@ from megatron.conversion.model_space.model import (
     LocalParameter,
     check_optimizer_complete,
     check_parameters,
+    find_norm_key,
     model_config,
     model_tensors,
-    norm_key,
     rank_parameters,
-    vocabulary_rows,
+    read_vocabulary_rows,
 )
-from megatron.conversion.model_space.pieces import ReadFlat, region_of_flat
+from megatron.conversion.model_space.pieces import ReadFlat, make_region_reader
 from megatron.conversion.model_space.source import (
     COMMON,
     OPTIMIZER_STATES,
@@ -121,7 +121,7 @@ def open_torch_dist(directory: Path, read_options: ReadOptions) -> Source:
             # Earlier versions had another key for the norm before experts: the reader of all forms
             # knows both.
             if all(
-                norm_key(key, run.tensors) == key
+                find_norm_key(key, run.tensors) == key
                 for key in run.tensors
                 if not key.startswith("optimizer.")
             ):
@@ -184,7 +184,7 @@ class TorchDistSource:
                 self._add(key)
         # The rows that are stored define the vocabulary: Megatron-LM stores its padding, runs here
         # do not.
-        rows = vocabulary_rows(self._table.tensors, str(directory))
+        rows = read_vocabulary_rows(self._table.tensors, str(directory))
         self.args["model_vocab_size"] = rows
         self.config = model_config(self.args, rows, self.description)
         groups = find_param_groups(common.get("optimizer")) if optimizer else None
@@ -207,7 +207,7 @@ class TorchDistSource:
     def _add(self, key: str) -> None:
         """One stored tensor: a whole global tensor, or that of all layers stacked."""
         match = _STATE.fullmatch(key)
-        name = norm_key(match[2] if match else key, self._reader.metadata.tensors)
+        name = find_norm_key(match[2] if match else key, self._reader.metadata.tensors)
         state = _NAMES.get(match[1], match[1]) if match else None
         stored = self._reader.metadata.tensors[key]
         original = (self._originals.get(key) or {}).get(_ORIGINAL_SHAPE)
@@ -255,7 +255,7 @@ class TorchDistSource:
             torch.cartesian_prod(*(torch.arange(n) for n in grid)).view(-1, len(grid)).tolist()
         ):
             offset = tuple(i * n for i, n in zip(index, extent, strict=True))
-            region = region_of_flat(self._flat_reader(key, (*lead, *index)), 0, extent)
+            region = make_region_reader(self._flat_reader(key, (*lead, *index)), 0, extent)
             self._table.add(target, TensorInfo(shape, stored.dtype), offset, extent, region)
 
     def _add_buckets(self, buckets: Buckets) -> None:

@@ -1,9 +1,8 @@
-"""The model that a checkpoint's arguments describe: its configuration, its parameters, and those of
-every rank.
+"""The model that a checkpoint's arguments describe: its configuration and its parameters, per rank.
 
-Both come from the layers' own definition of their sharding: the model is built on the meta device,
-for ranks one by one, so no memory and no process group is needed. Thus it is known from shapes
-alone whether a checkpoint can be loaded at a layout, and what each rank reads.
+Both come from the layers' own definition of their sharding. The model is built on the meta device,
+for one rank at a time, without memory or process groups. So shapes alone determine whether a
+checkpoint can be loaded at a layout, and which parts each rank reads.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> TransformerConfig:
-    """The configuration in a checkpoint's arguments, with `vocab_size` tokens (the rows of its word
-    embedding), which may be more than were trained: Megatron-LM's files have rows that pad it.
+    """Return the configuration in a checkpoint's arguments.
 
-    Raises ValueError, naming the flag, where an argument that defines the model is missing.
+    `vocab_size` is the number of rows of the word embedding. It may exceed the number of trained
+    tokens, because Megatron-LM's files have rows of padding. Raises ValueError, naming the flag,
+    where an argument that defines the model is missing.
     """
     for name in _REQUIRED:
         if not args.get(name):
             raise ValueError(f"{description} lacks {name}: give {flag_name(name)}")
-    # How the run recomputed activations changes nothing, and may be one of Megatron-LM's ways that
-    # we do not have.
+    # Recomputation of activations does not change the model, and Megatron-LM has other kinds of it.
     known = {
         name: args[name] for name in _FIELDS if name in args and not name.startswith("recompute_")
     }
@@ -69,22 +68,21 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
     return TransformerConfig(**(known | LOCAL_BACKEND_FIELDS | {"vocab_size": vocab_size}))
 
 
-def vocabulary_rows(tensors: Mapping[str, TensorInfo], where: str) -> int:
-    """Rows of the word embedding; CheckpointError where there is none."""
+def read_vocabulary_rows(tensors: Mapping[str, TensorInfo], where: str) -> int:
+    """Return the number of rows of the word embedding. Raises CheckpointError if it is missing."""
     found = tensors.get(WORD_EMBEDDINGS)
     if found is None or len(found.shape) != 2:
-        what = "no" if found is None else f"{list(found.shape)} as"
-        raise CheckpointError(f"{where} has {what} {WORD_EMBEDDINGS}: it is not a GPT model")
+        shape = "no" if found is None else f"{list(found.shape)} as"
+        raise CheckpointError(f"{where} has {shape} {WORD_EMBEDDINGS}: it is not a GPT model")
     return found.shape[0]
 
 
-def exported_config(source: Source, vocab_size: int | None) -> TransformerConfig:
-    """The model of `source` with its first `vocab_size` tokens (None: all of its rows), for an
-    export.
+def make_export_config(source: Source, vocab_size: int | None) -> TransformerConfig:
+    """Return the model of `source` with its first `vocab_size` tokens, by default all rows.
 
-    Raises ValueError where it has fewer.
+    Raises ValueError if it has fewer.
     """
-    rows = vocabulary_rows(source.tensors, source.description)
+    rows = read_vocabulary_rows(source.tensors, source.description)
     if vocab_size is not None and vocab_size > rows:
         raise ValueError(
             f"--true-vocab-size {vocab_size} is more than the {rows} rows of {source.description}"
@@ -98,26 +96,25 @@ def check_parameters(
     where: str,
     vocab_size: int | None = None,
 ) -> None:
-    """Raises CheckpointError, naming the first, for a parameter that is missing or has another
-    shape than `wanted`.
+    """Raise CheckpointError for the first parameter that is missing or has the wrong shape.
 
-    What has `vocab_size` rows may have more of them: they pad the vocabulary.
+    Tensors with `vocab_size` rows may have more rows, which pad the vocabulary.
     """
     for key, shape in wanted.items():
         if key not in tensors:
             raise CheckpointError(f"{where} lacks {key}, which its arguments call for")
         found = tensors[key].shape
-        padded = shape[0] == vocab_size and found[0] > shape[0] and found[1:] == shape[1:]
-        if found != shape and not padded:
+        is_padded = shape[0] == vocab_size and found[0] > shape[0] and found[1:] == shape[1:]
+        if found != shape and not is_padded:
             raise CheckpointError(
                 f"{where}: {key} has shape {found}, its arguments make it {shape}"
             )
 
 
 def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> None:
-    """Every trained parameter has all of its optimizer state, of its shape, or none has any.
+    """Raise CheckpointError unless all trained parameters have complete optimizer state, or none.
 
-    Raises CheckpointError naming what is missing or of another shape.
+    The message names states that are missing or have another shape than their parameter.
     """
     found = optimizer_states(tensors)
     states = complete_states(found) if found else ()
@@ -143,40 +140,43 @@ def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> N
             )
 
 
-def resolved(config: TransformerConfig) -> dict[str, Any]:
-    """Every argument that decides the model, as it has it: also those that the files do not
-    mention.
-    """
+def resolve_arguments(config: TransformerConfig) -> dict[str, Any]:
+    """Return every argument that defines the model, including those that the files do not state."""
     values = {field.name: getattr(config, field.name) for field in select_architecture_fields()}
     return values | {"group_query_attention": config.query_groups != config.num_attention_heads}
 
 
 def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
-    """Every parameter of the whole model by its key, as its layers define it.
+    """Return every parameter of the whole model, as its layers define it.
 
-    They are built on the meta device; the layers of a kind (dense, with experts) are alike, so one
-    of each is enough. Raises ValueError for impossible sizes.
+    Raises ValueError for impossible sizes.
     """
-    # Building all layers of a large model takes minutes, even on the meta device.
+    # Building all layers of a large model takes minutes, even on the meta device. Layers of a kind
+    # (dense, with experts) have the same parameters, so one of each is enough.
     pattern = config.moe_layer_pattern
     first = {kind: pattern.index(kind) for kind in set(pattern)}
     try:
         models = {kind: _parameters_with_layer(config, number) for kind, number in first.items()}
     except RuntimeError as error:  # more elements than 64 bits can count
         raise ValueError(f"no model has these sizes: {error}") from error
-    outside = models[pattern[0]]
-    layers = {kind: [p for p in models[kind] if _LAYER.match(p.name)] for kind in models}
-    begin = outside.index(layers[pattern[0]][0])
-    outside[begin : begin + len(layers[pattern[0]])] = [
-        dataclasses.replace(parameter, name=_LAYER.sub(f"decoder.layers.{number}.", parameter.name))
-        for number, kind in enumerate(pattern)
-        for parameter in layers[kind]
-    ]
-    return outside
+    # Parameters before and after the layers are the same in each; replace the layer between them.
+    parameters = models[pattern[0]]
+    layers: dict[int, list[ParamSpec]] = {}
+    for kind, of_model in models.items():
+        layers[kind] = [parameter for parameter in of_model if _LAYER.match(parameter.name)]
+    one_layer = layers[pattern[0]]
+    begin = parameters.index(one_layer[0])
+    all_layers = []
+    for number, kind in enumerate(pattern):
+        prefix = f"decoder.layers.{number}."
+        for parameter in layers[kind]:
+            name = _LAYER.sub(prefix, parameter.name)
+            all_layers.append(dataclasses.replace(parameter, name=name))
+    return parameters[:begin] + all_layers + parameters[begin + len(one_layer) :]
 
 
 def _parameters_with_layer(config: TransformerConfig, number: int) -> list[ParamSpec]:
-    """Those of a model whose only layer is that one."""
+    """Return the parameters of a model whose only layer is number `number`."""
     layers = range(number, number + 1)
     model = GPTModel(
         config, layers=layers, rng=TensorParallelRng(0, 0), device=torch.device("meta")
@@ -189,11 +189,11 @@ def _parameters_with_layer(config: TransformerConfig, number: int) -> list[Param
 
 
 def model_tensors(config: TransformerConfig) -> dict[str, Shape]:
-    """Key and global shape of every parameter, in the order of the model."""
+    """Return key and global shape of every parameter, in the order of the model."""
     return {parameter.name: parameter.shape for parameter in model_parameters(config)}
 
 
-# How stages may differ: Megatron-LM's argument -> that of `pipeline_layer_ranges`.
+# Uneven pipeline stages: Megatron-LM's argument -> parameter of `pipeline_layer_ranges`.
 SPLITS = {
     "decoder_first_pipeline_num_layers": "first_stage_layers",
     "decoder_last_pipeline_num_layers": "last_stage_layers",
@@ -205,11 +205,11 @@ SPLITS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the model-parallel axes and where the layers stand: [stage][chunk]."""
+    """Sizes of the model-parallel axes, and the layers of each [stage][chunk]."""
 
     parallel: ParallelConfig
     stages: tuple[tuple[range, ...], ...]
-    splits: Mapping[str, Any]  # those of SPLITS that are in use
+    splits: Mapping[str, Any]  # the arguments of SPLITS that are set
 
     @classmethod
     def of(
@@ -221,7 +221,10 @@ class Layout:
         args: Mapping[str, Any] | None = None,
         experts: tuple[int, int | None] = (1, None),
     ) -> Layout:
-        """`args` may hold SPLITS, among others; `experts` is (ep, etp). ValueError where nothing splits like that."""
+        """Return a layout; `args` may contain SPLITS, and `experts` is (ep, etp).
+
+        Raises ValueError if the model cannot be split like that.
+        """
         RANKS(tp * pp, f"{tp} x {pp} ranks")
         ep, etp = experts
         RANKS(ep * (etp or tp), f"{ep} x {etp or tp} ranks of experts")
@@ -239,18 +242,25 @@ class Layout:
 
     @classmethod
     def from_args(cls, args: Mapping[str, Any]) -> Layout:
-        """The layout that a Megatron-LM Namespace records."""
-        kinds = ("tensor", "pipeline", "virtual_pipeline")
-        tp, pp, vpp = (args.get(f"{kind}_model_parallel_size") or 1 for kind in kinds)
-        ep, etp = (args.get(f"expert_{axis}_parallel_size") for axis in ("model", "tensor"))
-        experts = (ep or 1, etp) if (args.get("num_experts") or 0) > 1 else (1, None)
+        """Return the layout in the arguments of Megatron-LM."""
+        tp = args.get("tensor_model_parallel_size") or 1
+        pp = args.get("pipeline_model_parallel_size") or 1
+        vpp = args.get("virtual_pipeline_model_parallel_size") or 1
+        experts: tuple[int, int | None] = (1, None)
+        if (args.get("num_experts") or 0) > 1:
+            ep = args.get("expert_model_parallel_size") or 1
+            experts = (ep, args.get("expert_tensor_parallel_size"))
         return cls.of(args["num_layers"], tp, pp, vpp, args, experts)
 
     def arguments(self) -> dict[str, Any]:
-        """What `from_args` reads: a layout in Megatron-LM's arguments."""
+        """Return the layout in Megatron-LM's arguments, the inverse of `from_args`."""
         parallel = self.parallel
-        chunks = self.parallel.vpp_size if self.parallel.vpp_size > 1 else None
-        return {
+        chunks = parallel.vpp_size if parallel.vpp_size > 1 else None
+        splits: dict[str, Any] = {}
+        for name in SPLITS:
+            default = False if name.startswith("account_") else None
+            splits[name] = self.splits.get(name, default)
+        return splits | {
             "tensor_model_parallel_size": parallel.tp_size,
             "context_parallel_size": 1,
             "expert_tensor_parallel_size": parallel.etp_size,
@@ -260,10 +270,6 @@ class Layout:
             "virtual_pipeline_model_parallel_size": chunks,
             "num_layers_per_virtual_pipeline_stage": None,
             "num_virtual_stages_per_pipeline_rank": chunks,
-            **{
-                name: self.splits.get(name, False if name.startswith("account_") else None)
-                for name in SPLITS
-            },
         }
 
     @property
@@ -276,9 +282,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class LocalBox:
-    """Elements from `start` of the row-major local tensor are the box at `offset` of the global
-    one.
-    """
+    """A box of the global tensor whose elements are contiguous in the local one, from `start` on."""
 
     offset: Shape
     shape: Shape
@@ -287,7 +291,7 @@ class LocalBox:
 
 @dataclass(frozen=True)
 class LocalParameter(ParamSpec):
-    """A parameter of one rank's chunk; `name` is Megatron-LM's, with the chunk's own layer numbers."""
+    """A parameter of one rank's chunk. `name` is Megatron-LM's, with the chunk's layer numbers."""
 
     key: str
     global_shape: Shape
@@ -303,13 +307,12 @@ def rank_parameters(
     expert_rank: tuple[int, int] | None = None,
     args: Mapping[str, Any] | None = None,
 ) -> list[list[LocalParameter]]:
-    """The parameters of every chunk of a rank, in module order; each expert by itself.
+    """Return the parameters of every chunk of a rank, in module order, experts one by one.
 
-    `expert_rank` is its (etp, ep), by default that of a run whose experts are split as its dense layers are. `args` are
-    those of a run of Megatron-LM: names, order and shapes are then those of its modules.
+    `expert_rank` is (etp, ep); by default experts are split like dense layers. With the `args` of a
+    run of Megatron-LM, names, order and shapes are those of its modules.
     """
-    # The ranks of dense layers do not depend on how experts are spread, so they need no world with
-    # room for both.
+    # Ranks of dense layers do not depend on the layout of experts, so their world has no such axes.
     dense = replace(layout.parallel, expert_model_parallel_size=1, expert_tensor_parallel_size=None)
     world = dense.tp_size * dense.pp_size
     ps = ParallelState.for_rank(dense, world, tp_rank + dense.tp_size * pp_rank)
@@ -332,46 +335,45 @@ def rank_parameters(
             device=torch.device("meta"),
         )
         chunks.append(_parameters_of(model))
-    return (
-        chunks
-        if args is None
-        else [_in_modules(parameters, args, tp_rank) for parameters in chunks]
-    )
+    if args is None:
+        return chunks
+    return [_arrange_as_modules(parameters, args, tp_rank) for parameters in chunks]
 
 
 def _parameters_of(model: GPTModel) -> list[LocalParameter]:
-    entries = {
-        entry.local: entry
-        for entry in model.sharded_state_dict().values()
-        if isinstance(entry, ShardedTensor)
-    }
-    parameters = [
-        LocalParameter(
-            name,
-            tuple(param.shape),
-            param_info(param),
-            entries[param].key,
-            entries[param].global_shape,
-            tuple(
-                LocalBox(b.offset, b.shape, int(b.tensor.storage_offset()))
-                for b in entries[param].boxes
-            ),
+    """Return the parameters of a chunk, experts one by one."""
+    entries: dict[Any, ShardedTensor] = {}
+    for entry in model.sharded_state_dict().values():
+        if isinstance(entry, ShardedTensor):
+            entries[entry.local] = entry
+    parameters = []
+    for name, param in model.named_parameters():
+        entry = entries[param]
+        boxes = tuple(
+            LocalBox(box.offset, box.shape, int(box.tensor.storage_offset())) for box in entry.boxes
         )
-        for name, param in model.named_parameters()
-    ]
+        parameters.append(
+            LocalParameter(
+                name, tuple(param.shape), param_info(param), entry.key, entry.global_shape, boxes
+            )
+        )
     result: list[LocalParameter] = []
-    for module, group in itertools.groupby(
-        parameters, lambda p: p.info.sharding.is_expert and p.name.split(".linear_fc")[0]
-    ):
+    # Both projections of a module's experts are taken together.
+    for module, group in itertools.groupby(parameters, _experts_module):
         members = list(group)
-        result += members if not module else _each_expert(members, str(module))
+        result += members if module is None else _split_experts(members, module)
     return result
 
 
-def _each_expert(projections: Sequence[LocalParameter], module: str) -> list[LocalParameter]:
-    """The parameters of a rank's experts, expert by expert, under the names of Megatron-LM's
-    modules.
-    """
+def _experts_module(parameter: LocalParameter) -> str | None:
+    """Return the module of a parameter of experts; None for all others."""
+    if not parameter.info.sharding.is_expert:
+        return None
+    return parameter.name.split(".linear_fc")[0]
+
+
+def _split_experts(projections: Sequence[LocalParameter], module: str) -> list[LocalParameter]:
+    """Return the parameters of a rank's experts one by one, under Megatron-LM's names."""
     result = []
     for expert in range(projections[0].shape[0]):
         for parameter in projections:
@@ -379,22 +381,22 @@ def _each_expert(projections: Sequence[LocalParameter], module: str) -> list[Loc
             name = f"{module}.local_experts.{expert}.{parameter.name.removeprefix(module + '.')}"
             boxes = []
             for box in parameter.boxes:
-                inside = expert * numel - box.start  # the first element of this expert, in the box
-                if box.shape[0] > 1 or box.start // numel == expert:
-                    offset = (
-                        box.offset[0] + max(inside, 0) // math.prod(box.shape[1:]),
-                        *box.offset[1:],
-                    )
-                    boxes.append(LocalBox(offset, (1, *box.shape[1:]), max(-inside, 0)))
+                has_expert = box.shape[0] > 1 or box.start // numel == expert
+                if not has_expert:
+                    continue
+                inside = expert * numel - box.start  # first element of this expert in the box
+                first = box.offset[0] + max(inside, 0) // math.prod(box.shape[1:])
+                offset = (first, *box.offset[1:])
+                boxes.append(LocalBox(offset, (1, *box.shape[1:]), max(-inside, 0)))
             shape = parameter.shape[1:]
             result.append(replace(parameter, name=name, shape=shape, boxes=tuple(boxes)))
     return result
 
 
-# Norms by their names in Megatron-core's local modules and, as part of the projection that follows,
-# in ours and Transformer Engine's. Those that no single projection follows (before experts, before
-# latent attention) stand by themselves in all of them, but Megatron-core writes that before experts
-# under the fused name from local modules.
+# Name of a norm in Megatron-core's local modules -> its name in ours and Transformer Engine's, where
+# it is part of the projection that follows. Norms without a single following projection (before
+# experts, before latent attention) have a module of their own everywhere, but Megatron-core's local
+# modules write the one before experts under the fused name.
 _NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -403,9 +405,10 @@ _NORMS = {
 }
 
 
-def norm_key(name: str, names: Container[str]) -> str:
-    """The key of a norm's parameter that goes by either of its names; others are their own.
-    `names`: all weights.
+def find_norm_key(name: str, names: Container[str]) -> str:
+    """Return the key of a norm's parameter that has either of its names; others are unchanged.
+
+    `names` contains the names of all weights.
     """
     for local, fused in _NORMS.items():
         before, found, part = name.partition("." + local if "." + local in name else "." + fused)
@@ -415,27 +418,26 @@ def norm_key(name: str, names: Container[str]) -> str:
     return name
 
 
-def local_name(name: str) -> str:
-    """The name of a parameter in Megatron-core's local modules, which have no fused norms."""
+def make_local_name(name: str) -> str:
+    """Return the name of a parameter in Megatron-core's local modules, without fused norms."""
     for local, fused in _NORMS.items():
         name = name.replace("." + fused, "." + local)
     return name
 
 
-def _in_modules(
+def _arrange_as_modules(
     parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp: int
 ) -> list[LocalParameter]:
-    """A chunk's parameters of rank `tp` by the names, in the order and of the shapes that the
-    modules of a Megatron-LM run with these arguments had: ours, which are Transformer Engine's, or
-    Megatron-core's local ones.
+    """Return a chunk's parameters of rank `tp` with names, order and shapes of Megatron-LM's modules.
 
-    These have the norm before attention in front of linear_proj, those within latent attention
-    behind its projections, and what its queries, keys and values come from split over TP, too.
+    Ours are those of Transformer Engine. Megatron-core's local modules differ: the norm before
+    attention precedes linear_proj, norms within latent attention follow its projections, and the
+    inputs of its queries, keys and values are split over TP, too.
     """
     if args.get("transformer_impl", "transformer_engine") != "local":
         return list(parameters)
     tp_size = args.get("tensor_model_parallel_size") or 1
-    renamed = [replace(parameter, name=local_name(parameter.name)) for parameter in parameters]
+    renamed = [replace(parameter, name=make_local_name(parameter.name)) for parameter in parameters]
     place: dict[str, float] = {parameter.name: index for index, parameter in enumerate(renamed)}
 
     def order(parameter: LocalParameter) -> float:
@@ -466,7 +468,7 @@ def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParamet
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What one model-parallel rank holds of a checkpoint. Bytes are as stored."""
+    """The part of a checkpoint that one model-parallel rank loads. Bytes are as stored."""
 
     tp: int
     pp: int
@@ -475,20 +477,20 @@ class RankLoad:
     parts: dict[str, dict[str, int]]  # bytes of weights and optimizer, by part of the model
 
     def nbytes(self, kind: str) -> int:
-        """Of the optimizer those of the whole rank: its replicas share them with the distributed
-        optimizer.
+        """Return the bytes of "weights" or "optimizer" of the rank.
+
+        With the distributed optimizer its replicas share those of the optimizer.
         """
         return sum(part[kind] for part in self.parts.values())
 
 
 def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
-    """What every model-parallel rank of `layout` reads of `source`, TP fastest.
+    """Return the part of `source` that each model-parallel rank of `layout` reads, TP fastest.
 
-    Raises ValueError where the model cannot be split like that, or the checkpoint lacks what the
-    model needs.
+    Raises ValueError if the model cannot be split like that, or the checkpoint is incomplete.
     """
     config = model_config(
-        source.args, vocabulary_rows(source.tensors, source.description), source.description
+        source.args, read_vocabulary_rows(source.tensors, source.description), source.description
     )
     plans = []
     for tp, pp in layout.ranks:
@@ -497,34 +499,32 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
             source.tensors, {p.key: p.global_shape for p in parameters}, source.description
         )
         parts: dict[str, dict[str, int]] = {}
-        numels = [sum(math.prod(box.shape) for box in parameter.boxes) for parameter in parameters]
-        for parameter, numel in zip(parameters, numels, strict=True):
-            part = parts.setdefault(part_of(parameter.key), {"weights": 0, "optimizer": 0})
+        total = 0
+        for parameter in parameters:
+            numel = sum(math.prod(box.shape) for box in parameter.boxes)
+            total += numel
+            part = parts.setdefault(name_model_part(parameter.key), {"weights": 0, "optimizer": 0})
             part["weights"] += numel * source.tensors[parameter.key].dtype.itemsize
-            states = [
-                source.tensors.get(optimizer_key(state, parameter.key))
-                for state in OPTIMIZER_STATES
-            ]
-            part["optimizer"] += sum(
-                numel * state.dtype.itemsize for state in states if state is not None
-            )
-        plans.append(RankLoad(tp, pp, layout.stages[pp], sum(numels), parts))
+            for state in OPTIMIZER_STATES:
+                info = source.tensors.get(optimizer_key(state, parameter.key))
+                if info is not None:
+                    part["optimizer"] += numel * info.dtype.itemsize
+        plans.append(RankLoad(tp, pp, layout.stages[pp], total, parts))
     return plans
 
 
-def part_of(key: str) -> str:
-    """The part of the model that a tensor of this name belongs to, for people: `layer 3`,
-    `embedding`.
-    """
+def name_model_part(key: str) -> str:
+    """Return a readable name for the part of the model that has this tensor, e.g. `layer 3`."""
     name, _ = split_key(key)
     layer = re.match(r"decoder\.layers\.(\d+)\.", name)
     if layer is not None:
         return f"layer {layer[1]}"
-    named = {
+    parts = {
         "embedding": "embedding",
         "output_layer": "output layer",
         "decoder.final_layernorm": "final norm",
     }
-    return next(
-        (text for prefix, text in named.items() if name.startswith(prefix)), name.split(".")[0]
-    )
+    for prefix, part in parts.items():
+        if name.startswith(prefix):
+            return part
+    return name.split(".")[0]

@@ -1,10 +1,10 @@
-"""Tensors in files: which rows and regions of them lie where, and how several formats write them.
+"""Tensors in files: location of their rows and regions, and writers that formats share.
 
-A row map lists runs of rows in the order of the model. Of two query groups with q, k and v in a
-tensor each, the model has q0 k0 v0 q1 k1 v1, so that the runs come from tensors 0 1 2 0 1 2; gate
-above up is a run from each of two tensors, or, where their rows alternate in one, two runs of every
-second row; a tensor as it is has one run. Columns are never moved, so a box of rows and columns
-needs these rows alone. One description is read in both directions.
+A row map lists runs of rows in the order of the model. Examples: with two query groups and q, k and
+v in a tensor each, the model has q0 k0 v0 q1 k1 v1, so runs come from tensors 0 1 2 0 1 2. Gate and
+up are a run from each of two tensors, or, if their rows alternate in one tensor, two runs of every
+second row. An unchanged tensor has one run. Columns are never moved, so a box of rows and columns
+needs only its own rows. One description serves reading and writing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 ReadRegion = Callable[[Shape, Shape], torch.Tensor]  # (offset inside the piece, extent) -> tensor
 ReadFlat = Callable[[int, int], torch.Tensor]  # (first element, count) -> 1-D tensor
 
-_BLOCK = 32 << 20  # bytes of a tensor that are read at once to be written
+_BLOCK = 32 << 20  # bytes of a tensor that are read at once for writing
 _SMALL_GAP = 4096  # elements between two rows that are read together
 
 
 class RowRun(NamedTuple):
-    """`rows` rows from row `start` of stored tensor number `source`, each `step` rows after the one before."""
+    """`rows` rows of stored tensor number `source`: every `step`-th row from row `start` on."""
 
     source: int
     start: int
@@ -51,44 +51,50 @@ class RowRun(NamedTuple):
     step: int = 1
 
     @property
-    def places(self) -> slice:
+    def stored_slice(self) -> slice:
+        """Slice of the stored tensor."""
         return slice(self.start, self.start + (self.rows - 1) * self.step + 1, self.step)
 
 
 RowMap = tuple[RowRun, ...]
 
 
-def as_is(rows: int) -> RowMap:
-    return stacked(rows, 1)
+def map_unchanged(rows: int) -> RowMap:
+    """Return the map of one stored tensor with the rows of the model."""
+    return map_stacked(rows, 1)
 
 
-def stacked(rows: int, count: int) -> RowMap:
-    """`count` stored tensors of `rows` rows each, one above the other."""
+def map_stacked(rows: int, count: int) -> RowMap:
+    """Return the map of `count` stored tensors of `rows` rows each, in order."""
     return tuple(RowRun(source, 0, rows) for source in range(count))
 
 
-def alternating(rows: int, count: int) -> RowMap:
-    """One stored tensor of `count * rows` rows, of which every `count`-th ones are one above the
-    other in the model.
+def map_alternating(rows: int, count: int) -> RowMap:
+    """Return the map of one stored tensor of `count * rows` rows.
+
+    The model has its rows 0, `count`, 2 `count`, ... first, then 1, `count` + 1, ... and so on.
     """
     return tuple(RowRun(0, start, rows, count) for start in range(count))
 
 
-def qkv_apart(heads: int, groups: int, head_dim: int) -> RowMap:
-    """Stored q, k and v; per group of the model: its query heads, its key, its value."""
+def map_separate_qkv(heads: int, groups: int, head_dim: int) -> RowMap:
+    """Return the map of three stored tensors q, k and v.
+
+    The model has query heads, key and value of each group in turn.
+    """
     each = (heads // groups * head_dim, head_dim, head_dim)
-    return tuple(
-        RowRun(source, group * rows, rows)
-        for group in range(groups)
-        for source, rows in enumerate(each)
-    )
+    runs = []
+    for group in range(groups):
+        for source, rows in enumerate(each):
+            runs.append(RowRun(source, group * rows, rows))
+    return tuple(runs)
 
 
-def qkv_blocks(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap:
-    """One stored tensor of `blocks` blocks, each [q; k; v] of its share of the groups.
+def map_fused_qkv(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap:
+    """Return the map of one stored tensor of `blocks` blocks, each [q; k; v] of some groups.
 
-    One block: the fused projection of GPT-2. TP blocks: what Megatron-DeepSpeed writes since
-    December 2024.
+    The fused projection of GPT-2 has one block. Megatron-DeepSpeed has written one per
+    tensor-parallel rank since December 2024.
     """
     if groups % blocks:
         raise ValueError(f"{groups} query groups do not divide into {blocks} blocks of q, k and v")
@@ -104,16 +110,16 @@ def qkv_blocks(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap:
     return tuple(runs)
 
 
-def stored_rows(row_map: RowMap) -> list[int]:
-    """Number of rows of every stored tensor."""
+def count_stored_rows(row_map: RowMap) -> list[int]:
+    """Return the number of rows of every stored tensor."""
     rows = [0] * (1 + max(run.source for run in row_map))
     for run in row_map:
         rows[run.source] += run.rows
     return rows
 
 
-def cut(row_map: RowMap, start: int, stop: int) -> Iterator[RowRun]:
-    """The runs that hold the model rows `[start, stop)`, in the order of the model."""
+def cut_runs(row_map: RowMap, start: int, stop: int) -> Iterator[RowRun]:
+    """Yield the runs with the model's rows `[start, stop)`, in the order of the model."""
     begin = 0
     for run in row_map:
         first = max(start - begin, 0)
@@ -126,60 +132,62 @@ def cut(row_map: RowMap, start: int, stop: int) -> Iterator[RowRun]:
 def unpack_rows(
     row_map: RowMap, start: int, stop: int, read: Callable[[int, int, int], torch.Tensor]
 ) -> torch.Tensor:
-    """Model rows `[start, stop)`; `read(source, first, count)` gives stored rows."""
-    runs = list(cut(row_map, start, stop))
-    pieces = [read(run.source, run.start, run.places.stop - run.start)[:: run.step] for run in runs]
+    """Return the model's rows `[start, stop)`; `read(source, first, count)` returns stored rows."""
+    runs = list(cut_runs(row_map, start, stop))
+    pieces = []
+    for run in runs:
+        stored = read(run.source, run.start, run.stored_slice.stop - run.start)
+        pieces.append(stored[:: run.step])
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor:
-    """Stored tensor number `source`, from the whole model-space tensor: the inverse of
-    `unpack_rows`.
+    """Return stored tensor number `source` of the whole model-space tensor.
+
+    The inverse of `unpack_rows`.
     """
-    stored = model.new_empty(stored_rows(row_map)[source], *model.shape[1:])
-    for run, piece in zip(row_map, model.split([run.rows for run in row_map]), strict=True):
+    stored = model.new_empty(count_stored_rows(row_map)[source], *model.shape[1:])
+    pieces = model.split([run.rows for run in row_map])
+    for run, piece in zip(row_map, pieces, strict=True):
         if run.source == source:
-            stored[run.places] = piece
+            stored[run.stored_slice] = piece
     return stored
 
 
-def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Equal, where NaNs must be the same NaNs, and zeros have the same sign."""
+def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether tensors are equal bitwise, including the sign of zeros and bits of NaNs."""
     one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (first, second))
     return torch.equal(one, other)
 
 
-def region_of_flat(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
-    """Regions of a row-major tensor of `shape` that begins at element `start` of something 1-D.
+def make_region_reader(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
+    """Return a reader of regions of the row-major tensor at element `start` of 1-D data.
 
-    `read_flat(start, count)` is asked for contiguous elements; small gaps between rows are read, large ones are not.
+    `read_flat(start, count)` reads contiguous elements. Small gaps between rows are read, too; large
+    ones are not.
     """
 
-    def elements(runs: Runs) -> list[torch.Tensor]:
+    def read_runs(runs: Runs) -> list[torch.Tensor]:
         first = start + runs.start
-        length = runs.length
-        stride = runs.stride
-        repeats = runs.repeats
-        if repeats > 1 and runs.gap < _SMALL_GAP:
-            span = read_flat(first, (repeats - 1) * stride + length)
-            return [
-                span.as_strided((repeats, length), (stride, 1), span.storage_offset()).reshape(-1)
-            ]
-        return [read_flat(first + i * stride, length) for i in range(repeats)]
+        if runs.repeats == 1 or runs.gap >= _SMALL_GAP:
+            starts = [first + number * runs.stride for number in range(runs.repeats)]
+            return [read_flat(position, runs.length) for position in starts]
+        span = read_flat(first, (runs.repeats - 1) * runs.stride + runs.length)
+        rows = span.as_strided((runs.repeats, runs.length), (runs.stride, 1), span.storage_offset())
+        return [rows.reshape(-1)]
 
     def read(offset: Shape, extent: Shape) -> torch.Tensor:
-        parts = [
-            part
-            for runs in compute_byte_runs(shape, offset, extent, itemsize=1)
-            for part in elements(runs)
-        ]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(extent)
+        parts: list[torch.Tensor] = []
+        for runs in compute_byte_runs(shape, offset, extent, itemsize=1):
+            parts += read_runs(runs)
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined.reshape(extent)
 
     return read
 
 
 class FilePlace(NamedTuple):
-    """The box at `offset` of extent `shape` goes to byte `position` of `path`, row by row."""
+    """Position in a file of the box at `offset` with extent `shape`: row by row from a byte on."""
 
     offset: Shape
     shape: Shape
@@ -190,40 +198,36 @@ class FilePlace(NamedTuple):
 def write_to_places(
     source: Source, key: str, places: Sequence[FilePlace], progress: Progress
 ) -> None:
-    """Stream the tensor `key`, a few rows at a time, to all of its places. The files exist and are
-    long enough.
-    """
+    """Stream the tensor `key`, a few rows at a time, to existing files that are long enough."""
     info = source.tensors[key]
     for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
-        found = [
-            (place, compute_overlap((offset, shape), (place.offset, place.shape)))
-            for place in places
-        ]
-        wanted = [(place, common) for place, common in found if common is not None]
-        block = source.read(key, offset, shape) if wanted else None
-        for place, common in wanted:
-            assert block is not None
+        block: torch.Tensor | None = None
+        for place in places:
+            common = compute_overlap((offset, shape), (place.offset, place.shape))
+            if common is None:
+                continue
+            if block is None:
+                block = source.read(key, offset, shape)
             part = narrow(block, common.in_first, common.shape).contiguous()
-            # Whole rows of a piece are neighbours in its file: one run, one write.
-            (run,) = compute_byte_runs(
-                place.shape, common.in_second, common.shape, info.dtype.itemsize
-            )
+            # Whole rows of a piece are contiguous in its file: one run, one write.
+            itemsize = info.dtype.itemsize
+            (run,) = compute_byte_runs(place.shape, common.in_second, common.shape, itemsize)
             write_at(place.path, part, place.position + run.start)
             progress(part.nbytes)
 
 
 def make_empty_directory(directory: Path) -> None:
-    """Create `directory`; a directory with anything in it is refused, so that no stale file joins
-    the new ones.
-    """
+    """Create `directory`. Raises ValueError if it has content: stale files would mix with new ones."""
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: choose another target or remove it first")
 
 
 def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
-    """Write at byte `position` of an existing file, which is open only meanwhile: there is no limit
-    on their number.
+    """Write at byte `position` of an existing file.
+
+    The file is closed afterwards, so that a checkpoint may have more files than a process may have
+    open.
     """
     view = view_bytes(tensor.reshape(-1))
     descriptor = os.open(path, os.O_WRONLY)
@@ -232,14 +236,15 @@ def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
             while view:
                 count = os.pwrite(descriptor, view, position)
                 view = view[count:]
-                position = position + count
+                position += count
     finally:
         os.close(descriptor)
 
 
 def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
-    """Write what `torch.load` reads as `value`; returns its slots and where their bytes go, which
-    are zero so far.
+    """Write the file that `torch.load` reads as `value`, with zeros for slots without content.
+
+    Returns these slots with the positions of their bytes.
     """
     layout = lay_out_archive(value)
     with naming(path), path.open("wb") as file:
@@ -254,8 +259,8 @@ def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
     return [(slot, position) for slot, position in layout.places if slot.content is None]
 
 
-def archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:
-    """Files of torch.save below `directory` that are missing or structurally damaged."""
+def find_archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:
+    """Return a message for each file of torch.save that is missing or structurally damaged."""
     faults = []
     for path in paths:
         if not path.is_file():
@@ -269,10 +274,9 @@ def archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:
 
 
 def run_jobs(jobs: Iterable[Callable[[], None]], workers: int) -> None:
-    """Run independent jobs on `workers` threads; the first error stops the rest.
+    """Run independent jobs on `workers` threads. The first error cancels those not yet started.
 
-    Threads are enough: the work is reading, writing and copying, and all three release the
-    interpreter lock.
+    Threads suffice: reading, writing and copying release the interpreter lock.
     """
     if workers <= 1:
         for job in jobs:

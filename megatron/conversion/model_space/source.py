@@ -1,13 +1,13 @@
 """A checkpoint of any format, seen in model space.
 
-Every format has one reader that presents it as a `Source`, and one writer that pulls what it needs
-from a `Source`; so N formats need N adapters and every pair works. Keys, shapes and conventions are
-those of `docs/architecture.md`: one key per layer with its global number, TP-independent shapes,
-optimizer state under `optimizer.state.*`.
+Every format has one reader, which presents it as a `Source`, and one writer, which reads from a
+`Source`; so N formats need N adapters, and every pair works. Keys, shapes and conventions are those
+of `docs/architecture.md`: one key per layer with its global number, TP-independent shapes, optimizer
+state under `optimizer.state.*`.
 
-One table each says what arguments and training states of a checkpoint may be, whatever its format.
-Its limits are those of plausibility: they keep a file of a few bytes from asking for the time and
-memory of a model that nobody has trained. `MEGATRON_MAX_LAYERS`, `MEGATRON_MAX_SIZE` and
+Arguments and training states of all formats are checked by the tables in this module. Their limits
+are plausible values: they prevent a file of a few bytes from requesting the time and memory of a
+model that is larger than any trained one. `MEGATRON_MAX_LAYERS`, `MEGATRON_MAX_SIZE` and
 `MEGATRON_MAX_RANKS` raise them.
 """
 
@@ -40,24 +40,26 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 LAYERS = schema.plausible("LAYERS", 10_000)
 SIZE = schema.plausible("SIZE", 2**31 - 1, low=0)  # of one dimension of a model
-RANKS = schema.plausible("RANKS", 100_000)  # of an axis, or a layout
+RANKS = schema.plausible("RANKS", 100_000)  # of an axis or a layout
 
 
-def scalar(value: Any, where: str) -> Any:
-    """A number, or the tensor of one."""
+def check_scalar(value: Any, where: str) -> Any:
+    """Check a number, or a tensor of one element."""
     if isinstance(value, torch.Tensor | FileTensor) and value.numel() == 1:
         return value
     return schema.number()(value, where)
 
 
-def simple(value: Any, where: str) -> Any:
-    """None, true or false, a number, a text."""
+def _check_plain(value: Any, where: str) -> Any:
+    """Check None, a boolean, a number or a text."""
     if value is None or type(value) is bool:
         return value
-    return text()(value, where) if type(value) is str else schema.number()(value, where)
+    if type(value) is str:
+        return text()(value, where)
+    return schema.number()(value, where)
 
 
-_OF_TYPE: dict[Any, Check] = {
+_CHECKS_BY_TYPE: dict[Any, Check] = {
     int: SIZE,
     float: schema.number(-1e15, 1e15),
     bool: schema.boolean,
@@ -65,23 +67,28 @@ _OF_TYPE: dict[Any, Check] = {
 }
 
 
-def _check_of(kind: Any) -> Check:
-    """For a field of a dataclass: its type, or None."""
-    if kind in _OF_TYPE:
-        return optional(_OF_TYPE[kind])
+def _make_check(kind: Any) -> Check:
+    """Return the check for a field of a dataclass of type `kind`; None is accepted as well."""
+    if kind in _CHECKS_BY_TYPE:
+        return optional(_CHECKS_BY_TYPE[kind])
     if typing.get_origin(kind) is tuple:
         return optional(sequence(schema.integer(-1, 2**31 - 1), 2, least=2))
-    arms = [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
-    if typing.get_origin(kind) is list or len(arms) > 1:
-        one = _check_of(arms[0])  # Megatron-LM stores one value where a list has one
-        return lambda value, where: (
-            sequence(one, 10_000) if isinstance(value, list | tuple) else one
-        )(value, where)
-    return _check_of(arms[0])  # X | None
+    alternatives = [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
+    check_one = _make_check(alternatives[0])
+    if typing.get_origin(kind) is not list and len(alternatives) == 1:  # X | None
+        return check_one
+    check_many = sequence(check_one, 10_000)
+
+    def check_list(value: Any, where: str) -> Any:
+        # Megatron-LM stores one value instead of a list of one.
+        is_list = isinstance(value, list | tuple)
+        return check_many(value, where) if is_list else check_one(value, where)
+
+    return check_list
 
 
 MODEL_ARGUMENTS = {
-    name: _check_of(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()
+    name: _make_check(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()
 } | {
     "num_layers": optional(LAYERS),
     "rotary_base": optional(schema.number(1, 1e15)),
@@ -89,29 +96,26 @@ MODEL_ARGUMENTS = {
 
 
 def _fields(check: Check, names: str) -> dict[str, Check]:
+    """Return optional fields that share a check."""
     return {f"{name}?": optional(check) for name in names.split()}
 
 
 _RUN: dict[str, Check] = {
-    "num_experts?": optional(_check_of(int | list[int])),  # Megatron-DeepSpeed has a list
+    "num_experts?": optional(_make_check(int | list[int])),  # Megatron-DeepSpeed has a list
     "special_tokens?": optional(sequence(text(256), 10_000)),
     **_fields(COUNT, "consumed_train_samples consumed_valid_samples"),
-    **_fields(
-        SIZE, "model_vocab_size seq_length null_tokenizer_eod_id tiktoken_num_special_tokens"
-    ),
-    **_fields(SIZE, "make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets"),
-    **_fields(
-        RANKS,
-        "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
-    ),
-    **_fields(RANKS, "data_parallel_size context_parallel_size"),
-    **_fields(RANKS, "expert_model_parallel_size expert_tensor_parallel_size"),
+    **_fields(SIZE, "model_vocab_size seq_length make_vocab_size_divisible_by"),
+    **_fields(SIZE, "null_tokenizer_eod_id tiktoken_num_special_tokens"),
+    **_fields(SIZE, "ddp_bucket_size ddp_num_buckets"),
+    **_fields(RANKS, "tensor_model_parallel_size pipeline_model_parallel_size"),
+    **_fields(RANKS, "virtual_pipeline_model_parallel_size data_parallel_size"),
+    **_fields(RANKS, "context_parallel_size expert_model_parallel_size"),
+    **_fields(RANKS, "expert_tensor_parallel_size"),
     **_fields(COUNT, "world_size"),
     **_fields(text(), "pipeline_model_parallel_layout"),
     **_fields(LAYERS, "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers"),
-    **_fields(
-        text(), "tokenizer_type tokenizer_model vocab_file merge_file train_data_fingerprint"
-    ),
+    **_fields(text(), "tokenizer_type tokenizer_model vocab_file merge_file"),
+    **_fields(text(), "train_data_fingerprint"),
     **_fields(text(8), "tiktoken_pattern"),
     **_fields(schema.boolean, "legacy_tokenizer"),
 }
@@ -121,34 +125,39 @@ ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()
 _MAX_BETAS = max(rule.NUM_BETAS for rule in UPDATE_RULES.values())
 PARAM_GROUP = record(
     {
-        **_fields(scalar, "step lr max_lr min_lr wd_mult lr_mult weight_decay eps momentum"),
+        **_fields(check_scalar, "step lr max_lr min_lr wd_mult lr_mult weight_decay eps momentum"),
         "betas?": optional(sequence(schema.number(), _MAX_BETAS, least=2)),
         "params?": sequence(anything),
     }
 )
-GRAD_SCALER = record({"scale?": scalar, "growth_tracker?": scalar, "hysteresis_tracker?": scalar})
+GRAD_SCALER = record(
+    {
+        "scale?": check_scalar,
+        "growth_tracker?": check_scalar,
+        "hysteresis_tracker?": check_scalar,
+    }
+)
 
 
-def SCHEDULER(value: Any, where: str) -> Any:  # noqa: N802 (a check like the others)
-    schema.mapping(simple)(value, where)
+def check_scheduler(value: Any, where: str) -> Any:
+    schema.mapping(_check_plain)(value, where)
     return record({"num_steps?": COUNT})(value, where)
 
 
-def _optimizer(value: Any, where: str) -> Any:
-    """Of any variant: one level deeper with half precision or sharding; dense layers and experts
-    apart with EP > 1.
-    """
-    several = isinstance(value, list) or (isinstance(value, dict) and 0 in value)
-    if not several:
-        return _OPTIMIZER(value, where)
-    if isinstance(value, dict):
+def _check_optimizer(value: Any, where: str) -> Any:
+    """Check an optimizer, or several: dense layers and experts have one each with EP > 1."""
+    if isinstance(value, dict) and 0 in value:
         schema.mapping(anything, keys=schema.integer(0, 63))(value, where)
-    sequence(_OPTIMIZER, 64, least=1)(
-        list(value.values()) if isinstance(value, dict) else value, where
-    )
+        parts = list(value.values())
+    elif isinstance(value, list):
+        parts = value
+    else:
+        return _OPTIMIZER(value, where)
+    sequence(_OPTIMIZER, 64, least=1)(parts, where)
     return value
 
 
+# With half precision or sharding the groups are one level deeper, under "optimizer".
 _OPTIMIZER: Check = record(
     {
         "param_groups?": sequence(PARAM_GROUP),
@@ -164,7 +173,7 @@ TRAINING_STATE = record(
         "consumed_valid_samples?": COUNT,
         "num_floating_point_operations_so_far?": schema.number(0),
         "param_groups?": optional(sequence(PARAM_GROUP)),
-        "scheduler?": optional(SCHEDULER),
+        "scheduler?": optional(check_scheduler),
         "grad_scaler?": optional(GRAD_SCALER),
         "rng?": schema.mapping(anything),
     },
@@ -172,28 +181,29 @@ TRAINING_STATE = record(
 )
 
 
-def namespace(value: Any, where: str) -> Any:
+def check_namespace(value: Any, where: str) -> Any:
+    """Check the arguments of a run.
+
+    Enums of other projects are left to the reader that knows them; `model_config` checks the values
+    that it derives from them.
+    """
     if not isinstance(value, argparse.Namespace):
         schema.refuse(where, value, "the arguments of a run (a Namespace)")
-    # Enums of other projects are for the reader that knows them; what it makes of them is checked
-    # in `model_config`.
-    ARGUMENTS(
-        {name: item for name, item in vars(value).items() if not isinstance(item, Placeholder)},
-        where,
-    )
+    known = {name: item for name, item in vars(value).items() if not isinstance(item, Placeholder)}
+    ARGUMENTS(known, where)
     return value
 
 
-# What Megatron-LM and we keep beside tensors: `common.pt`, and every legacy file.
+# Content of `common.pt` and of every legacy file, except tensors.
 COMMON = record(
     {
-        "args?": namespace,
+        "args?": check_namespace,
         "checkpoint_version?": schema.number(0),
         "iteration?": COUNT,
         "num_floating_point_operations_so_far?": schema.number(0),
         "content_metadata?": optional(schema.mapping(anything)),
-        "optimizer?": optional(_optimizer),
-        "opt_param_scheduler?": optional(SCHEDULER),
+        "optimizer?": optional(_check_optimizer),
+        "opt_param_scheduler?": optional(check_scheduler),
     }
 )
 
@@ -201,7 +211,7 @@ Shape = tuple[int, ...]
 
 
 def plain_args(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are plain data, as files of other programs can hold them."""
+    """Return the arguments that are plain data, which files of other programs can contain."""
     return {name: value for name, value in args.items() if _is_plain(value)}
 
 
@@ -225,16 +235,15 @@ def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_other_models(
     args: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]], where: str
 ) -> None:
-    """Raises ValueError that names every argument with which a run was of another kind of model
-    than ours.
+    """Raise ValueError with the arguments of a run that trained another kind of model than ours.
 
-    `known` has the values of our models: compared with ==, 0, 0.0 and False are one. A missing argument is fine.
+    `known` contains the values of our models. A missing argument is accepted. Values are compared
+    with ==, so 0, 0.0 and False are equal.
     """
-    wrong = [
-        f"{name} = {schema.format_value(args[name])}"
-        for name in known
-        if name in args and args[name] not in known[name]
-    ]
+    wrong = []
+    for name, accepted in known.items():
+        if name in args and args[name] not in accepted:
+            wrong.append(f"{name} = {schema.format_value(args[name])}")
     if wrong:
         raise ValueError(f"{where} was trained with {', '.join(wrong)}, which is not supported")
 
@@ -249,12 +258,13 @@ SGD = ("param", *UPDATE_RULES["sgd"].STATE_SETS[0])
 
 
 def optimizer_key(state: str, parameter: str) -> str:
+    """Return the key of a parameter's optimizer state."""
     assert state in OPTIMIZER_STATES, state
     return f"optimizer.state.{state}.{parameter}"
 
 
 def split_key(key: str) -> tuple[str, str | None]:
-    """The parameter that a key belongs to, and its optimizer state; None for the parameter itself."""
+    """Return the parameter of a key, and its optimizer state: None for the parameter itself."""
     if not key.startswith("optimizer.state."):
         return key, None
     state, _, parameter = key.removeprefix("optimizer.state.").partition(".")
@@ -262,9 +272,7 @@ def split_key(key: str) -> tuple[str, str | None]:
 
 
 def optimizer_states(keys: Iterable[str]) -> tuple[str, ...]:
-    """The states that the optimizer of these keys keeps of a parameter; () where there is no
-    optimizer.
-    """
+    """Return the optimizer states of a parameter that `keys` contain, in order."""
     found = {key.split(".", 3)[2] for key in keys if key.startswith("optimizer.state.")}
     return tuple(state for state in OPTIMIZER_STATES if state in found)
 
@@ -280,9 +288,7 @@ def complete_states(found: Iterable[str]) -> tuple[str, ...] | None:
 
 
 def full_precision_key(parameter: str, keys: Container[str]) -> str:
-    """Where the values of `parameter` are in full: its fp32 main parameter if that is among `keys`,
-    else itself.
-    """
+    """Return the key of the fp32 main parameter if it is in `keys`, else `parameter`."""
     main = optimizer_key("param", parameter)
     return main if main in keys else parameter
 
@@ -310,21 +316,20 @@ class TensorInfo:
 
 @dataclass
 class TrainingState:
-    """What a run needs besides tensors. Counters are in iterations and samples; CheckpointError for
-    any other value.
+    """State of a run besides tensors. Raises CheckpointError for values that no run has.
+
+    Counters are in iterations and samples.
     """
 
     iteration: int = 0
     consumed_train_samples: int = 0
     consumed_valid_samples: int = 0
     num_floating_point_operations_so_far: float = 0.0
-    param_groups: list[dict[str, Any]] | None = (
-        None  # Megatron-LM's: group 0 with weight decay, group 1 without
-    )
+    # Megatron-LM's: group 0 with weight decay, group 1 without.
+    param_groups: list[dict[str, Any]] | None = None
     scheduler: dict[str, Any] | None = None  # Megatron-LM's opt_param_scheduler
     grad_scaler: dict[str, Any] | None = None
-    # Read when called, by the key that the object has in torch_dist. Only the same layout can use
-    # it.
+    # Key of the object in torch_dist -> function that reads it. Only the same layout can use it.
     rng: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -332,20 +337,20 @@ class TrainingState:
 
 
 class Source(Protocol):
-    """A checkpoint that can be read piece by piece; nothing is read before `read` but the metadata."""
+    """A checkpoint that can be read piece by piece. Only `read` reads more than metadata."""
 
     description: str  # format and path, for messages
-    args: dict[str, Any]  # model and run arguments by Megatron-LM's names, as far as the files tell
-    training: TrainingState | None  # None: the format (an HF directory) holds weights only
-    unused: list[str]  # names in the files that have no place in model space
+    args: dict[str, Any]  # known model and run arguments under Megatron-LM's names
+    training: TrainingState | None  # None: the format (an HF directory) contains only weights
+    unused: list[str]  # names in the files that have no key in model space
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Model-space key -> global shape and dtype."""
+        """Global shape and dtype of every tensor by its model-space key."""
         ...
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """The box of `key` at `offset` with extent `shape`, on CPU in the stored dtype.
+        """Return the box of `key` at `offset` with extent `shape`, on CPU in the stored dtype.
 
         Raises KeyError for an unknown key, ValueError where the file is damaged.
         """
@@ -353,7 +358,7 @@ class Source(Protocol):
 
 
 def read_whole(source: Source, key: str) -> torch.Tensor:
-    """The whole global tensor `key`."""
+    """Return the whole global tensor `key`."""
     info = source.tensors[key]
     return source.read(key, (0,) * len(info.shape), info.shape)
 
@@ -362,4 +367,4 @@ Progress = Callable[[int], None]  # called with the number of bytes just written
 
 
 def no_progress(nbytes: int) -> None:
-    """The default `Progress`."""
+    """Ignore the progress: the default `Progress`."""

@@ -5,13 +5,13 @@ import torch
 
 from megatron.conversion.model_space.pieces import (
     RowMap,
-    as_is,
-    cut,
+    count_stored_rows,
+    cut_runs,
+    map_fused_qkv,
+    map_separate_qkv,
+    map_stacked,
+    map_unchanged,
     pack_rows,
-    qkv_apart,
-    qkv_blocks,
-    stacked,
-    stored_rows,
     unpack_rows,
 )
 
@@ -27,18 +27,18 @@ K = torch.randn(12, 5)
 V = torch.randn(12, 5)
 TWO_BLOCKS = torch.cat([part.view(2, -1, 5)[half] for half in (0, 1) for part in (Q, K, V)])
 CASES: dict[str, tuple[RowMap, list[torch.Tensor], torch.Tensor]] = {
-    "as is": (as_is(24), [Q], Q),
-    "stacked": (stacked(12, 2), [K, V], torch.cat([K, V])),
-    "apart": (qkv_apart(8, 4, 3), [Q, K, V], interleaved(Q, K, V, 4)),
-    "thirds": (qkv_blocks(8, 4, 3, 1), [torch.cat([Q, K, V])], interleaved(Q, K, V, 4)),
-    "two blocks": (qkv_blocks(8, 4, 3, 2), [TWO_BLOCKS], interleaved(Q, K, V, 4)),
+    "as is": (map_unchanged(24), [Q], Q),
+    "stacked": (map_stacked(12, 2), [K, V], torch.cat([K, V])),
+    "apart": (map_separate_qkv(8, 4, 3), [Q, K, V], interleaved(Q, K, V, 4)),
+    "thirds": (map_fused_qkv(8, 4, 3, 1), [torch.cat([Q, K, V])], interleaved(Q, K, V, 4)),
+    "two blocks": (map_fused_qkv(8, 4, 3, 2), [TWO_BLOCKS], interleaved(Q, K, V, 4)),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_both_directions(name: str) -> None:
     row_map, stored, model = CASES[name]
-    assert stored_rows(row_map) == [len(tensor) for tensor in stored]
+    assert count_stored_rows(row_map) == [len(tensor) for tensor in stored]
 
     def read(source: int, first: int, count: int) -> torch.Tensor:
         assert first >= 0 and count > 0 and first + count <= len(stored[source])
@@ -62,7 +62,7 @@ def test_the_same_a_little_at_a_time(name: str, most: int) -> None:
     written = [torch.full_like(tensor, torch.nan) for tensor in stored]
     for first in range(0, len(model), most):
         rows = model[first : first + most]
-        found = list(cut(row_map, first, first + len(rows)))
+        found = list(cut_runs(row_map, first, first + len(rows)))
         for run, part in zip(found, rows.split([run.rows for run in found]), strict=True):
             target = written[run.source][run.start : run.start + run.rows]
             assert target.isnan().all()
@@ -72,4 +72,4 @@ def test_the_same_a_little_at_a_time(name: str, most: int) -> None:
 
 def test_blocks_must_divide() -> None:
     with pytest.raises(ValueError, match="4 query groups do not divide into 3 blocks"):
-        qkv_blocks(8, 4, 3, 3)
+        map_fused_qkv(8, 4, 3, 3)

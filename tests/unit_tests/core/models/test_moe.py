@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from megatron.conversion.model_space.model import local_name
+from megatron.conversion.model_space.model import make_local_name
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models import GPTModel
 from megatron.core.module import Normal
@@ -79,7 +79,7 @@ class Reference:
         )
 
     def tensor(self, kind, name):
-        name = local_name(name)
+        name = make_local_name(name)
         arrays = self.weights if kind == "weight" else self.arrays
         if "mlp.experts." not in name:
             return torch.from_numpy(arrays[f"{kind}:{name}"])
