@@ -24,7 +24,7 @@ from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
 from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
-from megatron.training.reporting.logging import Interval
+from megatron.training.reporting.intervals import Interval
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what job schedulers send before they kill
 

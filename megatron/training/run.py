@@ -28,8 +28,10 @@ from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.initialize import seed_everything
-from megatron.training.reporting.logging import Writer, reduce_losses
-from megatron.training.reporting.measurements import Timers, model_flops_per_token
+from megatron.training.reporting.intervals import reduce_losses
+from megatron.training.reporting.measurements import model_flops_per_token
+from megatron.training.reporting.profiling import Timers
+from megatron.training.reporting.writers import Writer
 
 
 class Loss(NamedTuple):

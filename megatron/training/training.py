@@ -66,18 +66,14 @@ from megatron.training.planning.summary import (
     summarize,
 )
 from megatron.training.rendezvous import environment_rank
-from megatron.training.reporting.logging import (
-    Iteration,
-    OnDevice,
-    RecordWriter,
-    TrainingLog,
-    Writer,
-    configure_logging,
-    log_line,
-    make_writers,
-    report_line,
+from megatron.training.reporting.console import configure_logging, report_line
+from megatron.training.reporting.intervals import Iteration, OnDevice, TrainingLog
+from megatron.training.reporting.measurements import (
+    compute_params_norm,
+    format_memory_line,
+    measure_memory,
 )
-from megatron.training.reporting.measurements import StepProfiler, memory, memory_line, params_norm
+from megatron.training.reporting.profiling import StepProfiler
 from megatron.training.reporting.run_record import (
     RECORDS,
     RUN_FILE,
@@ -86,6 +82,7 @@ from megatron.training.reporting.run_record import (
     read_record,
     to_json_value,
 )
+from megatron.training.reporting.writers import RecordWriter, Writer, format_log_line, make_writers
 from megatron.training.run import (
     Batch,
     DatasetsProvider,
@@ -241,7 +238,7 @@ def train(run: Run, data: Data) -> None:
             if is_last or iteration == first or is_multiple(iteration, config.logging.log_interval):
                 report_interval(run, log, nan_check)
             if is_multiple(iteration, config.profiling.log_memory_interval):
-                logger.info(memory_line(iteration, run.device))
+                logger.info(format_memory_line(iteration, run.device))
 
             # Evaluate before saving, so that the checkpoint has its validation loss.
             if is_multiple(iteration, training.eval_interval) and not (leave and leave.urgent):
@@ -367,7 +364,7 @@ def iterate(
         OnDevice(
             loss,
             step,
-            params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None,
+            compute_params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None,
             experts,
         ),
     )
@@ -411,7 +408,7 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
         "train_iters": run.train_iters,
         "eta_seconds": interval.seconds_to_go(run.train_iters),
     }
-    report_line(log_line(interval, run.train_iters), event="interval", **fields)
+    report_line(format_log_line(interval, run.train_iters), event="interval", **fields)
     times = run.timers.take()
     if times:
         report_line(
@@ -420,7 +417,7 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
     for writer in run.writers:
         writer.interval(interval)
         if config.log_memory_to_tensorboard:
-            writer.scalars(memory(run.device), interval.last.iteration)
+            writer.scalars(measure_memory(run.device), interval.last.iteration)
         if config.log_timers_to_tensorboard:
             slowest = {
                 f"{name}-time": max(seconds) / len(interval.iterations)

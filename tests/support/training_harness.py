@@ -10,7 +10,7 @@ import torch
 from megatron.training.checkpoint.contents import get_model_state
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import parse_args
-from megatron.training.reporting.logging import Interval
+from megatron.training.reporting.intervals import Interval
 from megatron.training.run import ForwardStep
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.dist_checkpointing.saving.save_thread import SaveThread
 from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention
 from megatron.training.config.options import CheckpointConfig
-from megatron.training.reporting.logging import report_line
+from megatron.training.reporting.console import report_line
 
 logger = logging.getLogger(__name__)
 

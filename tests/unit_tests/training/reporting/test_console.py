@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.training.reporting.logging import EVERY_RANK, configure_logging, report_line
+from megatron.training.reporting.console import EVERY_RANK, configure_logging, report_line
 
 core = logging.getLogger("megatron.core.some_module")
 

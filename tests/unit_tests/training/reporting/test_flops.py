@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.reporting.measurements import attended_keys, model_flops_per_token
+from megatron.training.reporting.measurements import count_attended_keys, model_flops_per_token
 
 GOLDEN = TransformerConfig(
     num_layers=4,
@@ -57,4 +57,4 @@ def test_attended_keys(window, seq):
     )
     left = seq if window is None or window[0] < 0 else min(window[0], seq)
     exact = sum(min(position, left) for position in range(seq)) / seq
-    assert attended_keys(config, seq) == pytest.approx(exact + 0.5, abs=0.5)
+    assert count_attended_keys(config, seq) == pytest.approx(exact + 0.5, abs=0.5)

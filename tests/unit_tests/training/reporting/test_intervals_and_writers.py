@@ -11,13 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelConfig, ParallelState
 from megatron.training.config.options import LoggingConfig
-from megatron.training.reporting.logging import (
-    Iteration,
-    OnDevice,
-    TrainingLog,
-    log_line,
-    make_writers,
-)
+from megatron.training.reporting.intervals import Iteration, OnDevice, TrainingLog
+from megatron.training.reporting.writers import format_log_line, make_writers
 
 CPU = torch.device("cpu")
 
@@ -66,7 +61,7 @@ def test_log_line(pool):
     (interval,) = pool.run(
         interval_of, 1, [(9, 2.0, False), (10, 4.0, False), (11, 7.0, True), (12, math.nan, True)]
     )
-    line = log_line(interval, 100)
+    line = format_log_line(interval, 100)
     for part in (
         "iteration       12/     100 |",
         "consumed samples:           96 |",
@@ -111,7 +106,7 @@ def test_log_line_begins_with_the_fields_of_megatron_lm_in_their_order(pool, flo
     """Scripts that cut Megatron-LM's line by position or by a regular expression work unchanged."""
     (interval,) = pool.run(interval_of, 1, [(12, 2.0, False)])
     interval = dataclasses.replace(interval, flops=flops, seconds=1.0)
-    match = MEGATRON_LM_LINE.match(log_line(interval, 100))
+    match = MEGATRON_LM_LINE.match(format_log_line(interval, 100))
     assert match is not None and match[1] == throughput
 
 

@@ -1,0 +1,64 @@
+"""Messages on standard output: text, or one JSON object per line (--log-format).
+
+Every module logs with `logging.getLogger(__name__)`. Infos and warnings are printed once, by rank
+0; errors, and messages marked with `EVERY_RANK`, by the rank that logs them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from datetime import datetime, timezone
+from typing import Any
+
+from megatron.training.reporting.run_record import to_json_value
+
+logger = logging.getLogger(__name__)
+
+EVERY_RANK = {"every_rank": True}  # logger.info(..., extra=EVERY_RANK)
+
+
+def configure_logging(rank: int, log_format: str = "text") -> None:
+    """Print the messages of this package. A second call replaces the first."""
+    package = logging.getLogger("megatron")
+    for handler in list(package.handlers):
+        if isinstance(handler, _Printer):
+            package.removeHandler(handler)
+    package.addHandler(_Printer(rank, _format_json if log_format == "json" else _format_text))
+    package.setLevel(logging.INFO)
+
+
+def report_line(line: str, **fields: Any) -> None:
+    """Print a measurement: `line` in text, `fields` in JSON."""
+    logger.info("%s", line, extra={"fields": fields})
+
+
+class _Printer(logging.Handler):
+    """Handler that prints to the standard output of the moment, which tests replace."""
+
+    def __init__(self, rank: int, format_record: Callable[[logging.LogRecord], str]) -> None:
+        super().__init__()
+        self._rank = rank
+        self._format_record = format_record
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_for_all = record.levelno >= logging.ERROR or vars(record).get("every_rank")
+        if self._rank == 0 or is_for_all:
+            print(self._format_record(record), flush=True)
+
+
+def _format_text(record: logging.LogRecord) -> str:
+    if "fields" in vars(record):
+        return record.getMessage()
+    level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+    return f" > {level}{record.getMessage()}"
+
+
+def _format_json(record: logging.LogRecord) -> str:
+    fields = vars(record).get("fields")
+    if not fields:
+        fields = {"level": record.levelname.lower(), "message": record.getMessage()}
+    created = datetime.fromtimestamp(record.created, timezone.utc)
+    time = created.isoformat(timespec="milliseconds")
+    return json.dumps(to_json_value({"time": time, **fields}))

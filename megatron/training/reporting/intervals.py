@@ -1,0 +1,233 @@
+"""Metrics of iterations, collected and reduced over ranks for each interval between log lines.
+
+Losses stay on the device until a line is due, so that no iteration waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.optimizer import StepResult
+from megatron.core.parallel_state import ParallelState
+from megatron.core.transformer.moe.router import get_metric_names
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Metrics of one iteration; those from `lm_loss` on are filled in when the device is read."""
+
+    iteration: int
+    consumed_train_samples: int
+    batch_size: int
+    learning_rate: float
+    loss_scale: float
+    lm_loss: float = math.nan
+    grad_norm: float = math.nan
+    skipped: bool = False  # no update, because the gradient was not finite
+    num_zeros_in_grad: float | None = None
+    params_norm: float | None = None
+    # Auxiliary losses and loads of each layer with experts.
+    experts: dict[str, list[float]] = field(default_factory=dict)
+
+
+class OnDevice(NamedTuple):
+    """Metrics of an iteration that are still on the device."""
+
+    # fp32 [numerator, denominator] of this rank's micro-batches on the last stage, zeros elsewhere.
+    loss: torch.Tensor
+    step: StepResult
+    params_norm: torch.Tensor | None = None
+    # This rank's share of the metrics of experts, [metric, layer].
+    experts: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The iterations between two log lines."""
+
+    iterations: Sequence[Iteration]
+    seconds: float  # training time, without evaluations and saves
+    tokens: int
+    flops: float
+    world_size: int
+
+    @property
+    def last(self) -> Iteration:
+        return self.iterations[-1]
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        return self.seconds / len(self.iterations)
+
+    @property
+    def tflops_per_device(self) -> float:
+        return self.flops / self.seconds / self.world_size / 1e12
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def num_nan(self) -> int:
+        return sum(not math.isfinite(it.lm_loss) for it in self.iterations)
+
+    @property
+    def num_skipped(self) -> int:
+        return sum(it.skipped for it in self.iterations)
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean over the iterations that were not skipped, or over all if all were."""
+        losses = [it.lm_loss for it in self.iterations if not it.skipped]
+        if not losses:
+            losses = [it.lm_loss for it in self.iterations]
+        return sum(losses) / len(losses)
+
+    def seconds_to_go(self, train_iters: int) -> float:
+        """Return the time until iteration `train_iters` at this speed, without evaluations and
+        saves.
+        """
+        return max(0, train_iters - self.last.iteration) * self.seconds_per_iteration
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the numbers of a log line by name; times in seconds."""
+        last = self.last
+        return {
+            "iteration": last.iteration,
+            "iterations": len(self.iterations),
+            "consumed_samples": last.consumed_train_samples,
+            "batch_size": last.batch_size,
+            "lm_loss": self.mean_loss,
+            "grad_norm": last.grad_norm,
+            "learning_rate": last.learning_rate,
+            "loss_scale": last.loss_scale,
+            "num_zeros": last.num_zeros_in_grad,
+            "params_norm": last.params_norm,
+            "skipped": self.num_skipped,
+            "nan": self.num_nan,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_per_gpu": self.tflops_per_device,
+        }
+
+
+class TrainingLog:
+    """Collects iterations and returns them an interval at a time.
+
+    Sequence of calls: `record` for each iteration, `paused` around work other than training, and
+    `close_interval`, which is collective, for each interval.
+    """
+
+    def __init__(
+        self,
+        ps: ParallelState,
+        device: torch.device,
+        flops_per_token: float,
+        seq_length: int,
+        model: TransformerConfig | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._ps = ps
+        self._device = device
+        self._model = model
+        self._clock = clock
+        self._seq_length = seq_length
+        self._flops_per_token = flops_per_token
+        self._pending: list[tuple[Iteration, OnDevice]] = []
+        self._excluded = 0.0
+        self._start = self._clock()
+
+    def record(self, iteration: Iteration, on_device: OnDevice) -> None:
+        self._pending.append((iteration, on_device))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time of the block from the interval."""
+        start = self._now()
+        yield
+        self._excluded += self._now() - start
+
+    def close_interval(self) -> Interval:
+        """Return all iterations since the last call, with the same losses on every rank.
+        Collective.
+        """
+        assert self._pending
+        losses = reduce_losses([on_device.loss for _, on_device in self._pending], self._ps)
+        rows = zip(self._pending, losses, self._reduce_expert_metrics(), strict=True)
+        iterations = []
+        for (iteration, on_device), loss, experts in rows:
+            iterations.append(_read_metrics(iteration, on_device, loss, experts))
+        now = self._now()
+        tokens = self._seq_length * sum(it.batch_size for it in iterations)
+        seconds = max(now - self._start - self._excluded, 1e-9)
+        self._pending = []
+        self._excluded = 0.0
+        self._start = now
+        return Interval(
+            iterations, seconds, tokens, tokens * self._flops_per_token, self._ps.world_size
+        )
+
+    def _reduce_expert_metrics(self) -> list[dict[str, list[float]]]:
+        """Return the metrics of the layers with experts for every pending iteration. Collective if
+        there are any.
+        """
+        shares = [
+            on_device.experts for _, on_device in self._pending if on_device.experts is not None
+        ]
+        if not shares or self._model is None:
+            return [{} for _ in self._pending]
+        total = torch.stack(shares)  # [iteration, metric, layer]
+        dist.all_reduce(total)
+        has_experts = torch.tensor(self._model.moe_layer_pattern, dtype=torch.bool)
+        names = get_metric_names(self._model)
+        metrics = []
+        for rows in total.cpu():
+            metrics.append(dict(zip(names, rows[:, has_experts].tolist(), strict=True)))
+        return metrics
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return self._clock()
+
+
+def _read_metrics(
+    iteration: Iteration, on_device: OnDevice, loss: float, experts: dict[str, list[float]]
+) -> Iteration:
+    """Return `iteration` with its metrics from the device; waits for the device."""
+    num_zeros = on_device.step.num_zeros
+    norm = on_device.params_norm
+    return replace(
+        iteration,
+        lm_loss=loss,
+        grad_norm=on_device.step.grad_norm.item(),
+        skipped=bool(on_device.step.skipped.item()),
+        num_zeros_in_grad=None if num_zeros is None else num_zeros.item(),
+        params_norm=None if norm is None else norm.item(),
+        experts=experts,
+    )
+
+
+def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[float]:
+    """Reduce [numerator, denominator] pairs of every rank to losses of the whole batch.
+
+    The last stage has them. Its tensor-parallel ranks have the same values, so only the first of
+    them contributes. Collective.
+    """
+    pairs = torch.stack(list(losses)).to(torch.float64)
+    if not (ps.pp.is_last and ps.tp.is_first):
+        pairs.zero_()
+    dist.all_reduce(pairs)
+    means = []
+    for numerator, denominator in pairs.tolist():
+        means.append(numerator / denominator if denominator else math.nan)
+    return means

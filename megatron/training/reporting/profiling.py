@@ -1,0 +1,180 @@
+"""Timers of the phases of an iteration, and traces of torch's profiler (--profile)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.training.config.options import ProfilingConfig
+from megatron.training.reporting.console import EVERY_RANK
+
+logger = logging.getLogger(__name__)
+
+TITLES = {  # by --timing-log-option
+    "max": "max time across ranks",
+    "minmax": "(min, max) time across ranks",
+    "all": "times across ranks",
+}
+
+
+class Timers:
+    """Timers that accumulate seconds by name; a timer above `level` costs nothing.
+
+    On CUDA an active timer synchronizes the device at both ends, so level 0 lets the device run
+    behind Python. While `traced`, the blocks of all levels are ranges in the profiler's trace.
+    """
+
+    def __init__(self, level: int, option: str, device: torch.device) -> None:
+        self.level = level
+        self._option = option
+        self._device = device
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.traced = False
+
+    @contextmanager
+    def __call__(self, name: str, level: int = 1) -> Iterator[None]:
+        """Time the block under `name`."""
+        with torch.profiler.record_function(name) if self.traced else nullcontext():
+            if level > self.level:
+                yield
+                return
+            start = self._now()
+            yield
+            self._seconds[name] += self._now() - start
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()  # kernels are asynchronous
+        return time.perf_counter()
+
+    def take(self) -> dict[str, list[float]]:
+        """Return the seconds of every rank by name, and reset the timers. Collective if the level
+        is above 0.
+        """
+        if self.level == 0:
+            return {}
+        gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(gathered, dict(self._seconds))
+        self._seconds.clear()
+        names: dict[str, None] = {}
+        for seconds in gathered:
+            names |= dict.fromkeys(seconds)
+        return {name: [seconds.get(name, 0.0) for seconds in gathered] for name in names}
+
+    def report(self, taken: dict[str, list[float]], iterations: int) -> str:
+        """Return log lines for the result of `take`, in milliseconds per iteration."""
+        if not taken:
+            return ""
+        lines = [f"{TITLES[self._option]} (ms):"]
+        for name, seconds in taken.items():
+            milliseconds = [1000 * s / iterations for s in seconds]
+            lines.append(f"    {name + ' ':.<46}: {_format_times(milliseconds, self._option)}")
+        return "\n".join(lines)
+
+
+def _format_times(times: Sequence[float], option: str) -> str:
+    """Format the times of all ranks as --timing-log-option specifies."""
+    if option == "max":
+        return f"{max(times):.2f}"
+    if option == "minmax":
+        return f"({min(times):.2f}, {max(times):.2f})"
+    return "  ".join(f"rank {rank}: {time:.2f}" for rank, time in enumerate(times))
+
+
+class StepProfiler:
+    """Writer of a trace of the iterations that the flags select.
+
+    Sequence of calls, on any rank: `before` each iteration; leaving the context ends a trace that
+    is still open. The phases of an iteration are ranges of the trace, under the names of the
+    timers.
+    """
+
+    def __init__(
+        self, config: ProfilingConfig, tensorboard_dir: str | None, rank: int, timers: Timers
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._timers = timers
+        self._directory = Path(config.profile_dir or tensorboard_dir or "profile")
+        self._requested = config.profile and rank in (config.profile_ranks or [0])
+        self._profiler: profile | None = None
+        self._first = 0
+        self._last = 0
+        if self._requested:
+            _check_writable(self._directory)
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def before(self, iteration: int) -> None:
+        """Start the trace before its first iteration, and end it after its last."""
+        if self._profiler is not None and iteration >= self._config.profile_step_end:
+            self._finish(iteration - 1)
+        first = self._config.profile_step_start
+        if self._requested and first <= iteration < self._config.profile_step_end:
+            self._start(iteration)
+        self._last = iteration
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if self._profiler is not None:
+            self._finish(self._last)
+        elif self._requested and kind is None:
+            window = f"{self._config.profile_step_start} to {self._config.profile_step_end - 1}"
+            logger.warning(
+                f"rank {self._rank} trained none of iterations {window}: no trace", extra=EVERY_RANK
+            )
+
+    def _start(self, iteration: int) -> None:
+        self._requested = False
+        self._first = iteration
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profiler.start()
+        self._timers.traced = True
+
+    def _finish(self, last: int) -> None:
+        assert self._profiler is not None
+        self._profiler.stop()
+        self._timers.traced = False
+        name = f"rank_{self._rank}_iterations_{self._first}_to_{last}"
+        # TensorBoard finds traces by this suffix.
+        trace = self._directory / f"{name}.pt.trace.json"
+        self._profiler.export_chrome_trace(str(trace))
+        sort_key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = self._profiler.key_averages().table(sort_by=sort_key, row_limit=40)
+        (self._directory / f"{name}.txt").write_text(table)
+        logger.info(
+            f"rank {self._rank}: trace of iterations {self._first} to {last} in {trace}",
+            extra=EVERY_RANK,
+        )
+        self._profiler = None
+
+
+def _check_writable(directory: Path) -> None:
+    """Raise ValueError, before training, if no trace can be written to the directory."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError("it is not writable")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(
+            f"--profile: no traces in {directory}: {reason}; give another --profile-dir"
+        ) from None

@@ -1,0 +1,211 @@
+"""Destinations of metrics: the log line, TensorBoard, Weights & Biases, and the record of the run.
+
+Used on rank 0 only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any, Protocol
+
+from megatron.core.transformer.moe.router import LOAD
+from megatron.training.config.options import LoggingConfig
+from megatron.training.reporting.intervals import Interval, Iteration
+from megatron.training.reporting.run_record import RunRecord
+
+
+class Writer(Protocol):
+    """A destination of metrics."""
+
+    def interval(self, interval: Interval) -> None:
+        """Write the metrics of an interval."""
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        """Write points at an iteration, optionally also over the consumed training samples."""
+
+    def close(self) -> None:
+        """Write what is buffered."""
+
+
+def make_writers(config: LoggingConfig, save: str | None, args: dict[str, Any]) -> list[Writer]:
+    """Return the writers that `config` requests."""
+    writers: list[Writer] = []
+    if config.tensorboard_dir is not None:
+        writers.append(TensorBoardWriter(config, args))
+    if config.wandb_project is not None:
+        writers.append(WandbWriter(config, save, args))
+    return writers
+
+
+# The log line.
+
+
+def format_throughput(tflops: float) -> str:
+    """Format with one decimal, or three significant digits below 10; never with an exponent."""
+    if tflops >= 10:
+        return f"{tflops:.1f}"
+    magnitude = math.floor(math.log10(tflops)) if tflops > 0 else 0
+    return f"{tflops:.{2 - magnitude}f}"
+
+
+def format_log_line(interval: Interval, train_iters: int) -> str:
+    """Return the log line of an interval: Megatron-LM's fields in its order, then our own."""
+    last = interval.last
+    parts = [
+        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {last.consumed_train_samples:12d}",
+        f"elapsed time per iteration (ms): {1000 * interval.seconds_per_iteration:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {format_throughput(interval.tflops_per_device)}",
+        f"learning rate: {last.learning_rate:.6E}",
+        f"global batch size: {last.batch_size:5d}",
+        f"lm loss: {interval.mean_loss:.6E}",
+    ]
+    for name, values in last.experts.items():
+        if name != LOAD:
+            parts.append(f"{name}: {_mean(values):.6E}")
+    parts.append(f"loss scale: {last.loss_scale:.1f}")
+    parts.append(f"grad norm: {last.grad_norm:.3f}")
+    if last.num_zeros_in_grad is not None:
+        parts.append(f"num zeros: {last.num_zeros_in_grad:.0f}")
+    if last.params_norm is not None:
+        parts.append(f"params norm: {last.params_norm:.3f}")
+    parts.append(f"number of skipped iterations: {interval.num_skipped:3d}")
+    parts.append(f"number of nan iterations: {interval.num_nan:3d}")
+
+    # Fields that Megatron-LM does not have come last: scripts cut its line by position.
+    remaining = timedelta(seconds=round(interval.seconds_to_go(train_iters)))
+    parts.append(f"tokens/s: {interval.tokens_per_second:.0f}")
+    parts.append(f"ETA: {remaining}")
+    return " | ".join(parts) + " |"
+
+
+# Scalars.
+
+
+def iteration_scalars(iteration: Iteration) -> dict[str, float]:
+    """Return the scalars of an iteration under Megatron-LM's names."""
+    values: dict[str, float | None] = {
+        "lm loss": iteration.lm_loss,
+        "learning-rate": iteration.learning_rate,
+        "batch-size": iteration.batch_size,
+        "loss-scale": iteration.loss_scale,
+        "grad-norm": iteration.grad_norm,
+        "num-zeros": iteration.num_zeros_in_grad,
+        "params-norm": iteration.params_norm,
+    }
+    for name, of_layers in iteration.experts.items():
+        values[name if name != LOAD else "moe/max-load-over-mean"] = _mean(of_layers)
+        for index, value in enumerate(of_layers):
+            values[f"moe/{name}_layer_{index}"] = value
+    return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def throughput_scalars(interval: Interval) -> dict[str, float]:
+    """Return the speed of an interval."""
+    return {
+        "iteration-time": interval.seconds_per_iteration,
+        "throughput": interval.tflops_per_device,
+        "tokens-per-second": interval.tokens_per_second,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+# Writers.
+
+
+class RecordWriter:
+    """Writes measurements to the record of the run."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+
+    def interval(self, interval: Interval) -> None:
+        self._record.write("interval", **interval.as_fields())
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        self._record.write("point", iteration=iteration, values=values)
+
+    def close(self) -> None:
+        pass  # every line is written at once
+
+
+class TensorBoardWriter:
+    """Writes scalars under Megatron-LM's names, over iterations and (`... vs samples`) over
+    consumed samples.
+    """
+
+    def __init__(self, config: LoggingConfig, args: dict[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here: it takes half a second to import
+
+        self._every = config.tensorboard_log_interval
+        self._writer = SummaryWriter(
+            log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size
+        )
+        for name, value in args.items():
+            self._writer.add_text(name, str(value))
+
+    def interval(self, interval: Interval) -> None:
+        for iteration in interval.iterations:
+            if iteration.iteration % self._every == 0:
+                self.scalars(
+                    iteration_scalars(iteration),
+                    iteration.iteration,
+                    iteration.consumed_train_samples,
+                )
+        last = interval.last
+        self.scalars(
+            {"world-size": interval.world_size}, last.iteration, last.consumed_train_samples
+        )
+        self.scalars(throughput_scalars(interval), last.iteration)
+        self._writer.flush()
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, iteration)
+            if samples is not None:
+                self._writer.add_scalar(f"{name} vs samples", value, samples)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """Writes the scalars of TensorBoard to a project of Weights & Biases."""
+
+    def __init__(self, config: LoggingConfig, save: str | None, args: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ValueError("--wandb-project needs the package wandb: pip install wandb") from None
+        directory = config.wandb_save_dir or os.path.join(save or ".", "wandb")
+        os.makedirs(directory, exist_ok=True)
+        self._every = config.tensorboard_log_interval
+        self._run = wandb.init(
+            project=config.wandb_project,
+            name=config.wandb_exp_name,
+            entity=config.wandb_entity,
+            dir=directory,
+            config=args,
+        )
+
+    def interval(self, interval: Interval) -> None:
+        for iteration in interval.iterations:
+            is_last = iteration is interval.last
+            if not is_last and iteration.iteration % self._every != 0:
+                continue
+            values = iteration_scalars(iteration)
+            if is_last:
+                values |= throughput_scalars(interval)
+            self.scalars(values, iteration.iteration)
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        self._run.log(values, step=iteration)
+
+    def close(self) -> None:
+        self._run.finish()
