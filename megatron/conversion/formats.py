@@ -285,7 +285,8 @@ def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto"
         if root.is_dir():
             contents = ", ".join(sorted(path.name for path in root.iterdir())[:8])
         raise NoCheckpointError(
-            f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); it holds: {contents}"
+            f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); it holds: "
+            f"{contents}"
         )
     if found.note is not None:
         logger.warning(found.note)

@@ -87,7 +87,7 @@ def parse_size(text: str | int) -> int:
         size = int(float(number) * base ** " KMGT".index(unit or " "))
     if size <= 0:
         raise ValueError(
-            f"--max-shard-size {text!r} is not a size: use a number with KB, MB, GB, KiB, MiB or GiB, "
-            "for example 5GB"
+            f"--max-shard-size {text!r} is not a size: use a number with KB, MB, GB, KiB, MiB or "
+            "GiB, for example 5GB"
         )
     return size

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import megatron.conversion.convert as loading
+import megatron.conversion.loading as loading
 from megatron.conversion.convert import convert
 from megatron.conversion.options import WriteOptions
 from megatron.training.checkpoint import contents

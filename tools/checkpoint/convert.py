@@ -5,9 +5,9 @@ optimizer included.
     python tools/checkpoint/convert.py --saver legacy --load-dir run/checkpoints --save-dir old \\
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 4
 
-One process, no GPU, no torchrun. The source's format and the model's arguments are found in the
-files; what these lack is given as the flags of training (--num-attention-heads 16
---position-embedding-type rope ...).
+Runs in one process, without a GPU and without torchrun. The source's format and the model's
+arguments are found in the files. Arguments that the files lack are given as the flags of training
+(--num-attention-heads 16 --position-embedding-type rope ...).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from megatron.conversion.formats import FORMATS
 from megatron.conversion.options import (
@@ -41,69 +41,124 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.conversion import convert as conversion
-else:  # a command line is judged without torch
+else:  # errors in the command line are reported before torch is imported
     torch, conversion = map(lazy_module, ("torch", "megatron.conversion.convert"))
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
-ALL = " ".join(FORMATS)
-AS_SOURCE = "default: as the source"
 
-
-def positive(text: str) -> int:
-    """The type of sizes and numbers: 0 would say nothing."""
-    if (value := int(text)) < 1:
+def parse_positive(text: str) -> int:
+    """Return a size or a number of the command line."""
+    value = int(text)
+    if value < 1:
         raise argparse.ArgumentTypeError(f"{value} must be at least 1")
     return value
 
 
-INT = {"type": positive}
-SWITCH = {"action": "store_true"}
-QKV_BLOCKS = "order q, k and v for Megatron-DeepSpeed since December 2024 at the target's TP size"
-WHOSE_MODULES = "whose modules of Megatron-LM the files are for; default: as the source, else transformer_engine"
-# Flag -> the field of Options that it sets, the savers that it says something to, its help, and how
-# it is parsed.
-TARGET_FLAGS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "--target-tensor-parallel-size": ("tensor_parallel", "legacy universal", AS_SOURCE, INT),
-    "--target-pipeline-parallel-size": ("pipeline_parallel", "legacy", AS_SOURCE, INT),
-    "--target-virtual-pipeline-parallel-size": ("virtual_pipeline_parallel", "legacy", "model chunks per stage", INT),
-    "--target-expert-model-parallel-size": ("expert_parallel", "legacy", AS_SOURCE, INT),
-    "--target-expert-tensor-parallel-size": ("expert_tensor_parallel", "legacy", AS_SOURCE, INT),
-    "--dtype": ("dtype", ALL, "of the weights; default: as the source", {"choices": [*DTYPES]}),
-    "--save-optim-sidecar": ("optim_sidecar", "hf", "keep the optimizer beside the model", SWITCH),
-    "--max-shard-size": ("max_shard_size", "hf", "largest file; default: 5GB", {}),
-    "--true-vocab-size": ("vocab_size", "hf universal", "tokens to keep", INT),
-    "--tokenizer": ("tokenizer", "hf", "tokenizer to put beside the model", {"type": Path}),
-    "--universal-style": (
-        "universal_style", "universal", "style of names; default: by the model", {"choices": UNIVERSAL_STYLES},
-    ),
-    "--target-qkv-blocks": ("qkv_blocks", "universal", QKV_BLOCKS, SWITCH),
-    "--target-transformer-impl": (
-        "transformer_impl", "legacy torch_dist", WHOSE_MODULES, {"choices": ["local", "transformer_engine"]},
-    ),
-    "--stacked-layers": ("stacked_layers", "torch_dist", "one tensor for all layers, not one per layer", SWITCH),
-    "--workers": ("workers", ALL, "files written at once", {"type": positive, "default": 2}),
-}  # fmt: skip
+class TargetFlag(NamedTuple):
+    """A flag that describes the target."""
+
+    option: str  # field of WriteOptions
+    help: str
+    savers: tuple[str, ...] = tuple(FORMATS)  # formats that the flag has an effect on
+    kind: Callable[[str], Any] | None = str  # how the value is parsed; None: the flag has no value
+    choices: tuple[str, ...] | None = None
+    default: Any = None
+
+    @property
+    def full_help(self) -> str:
+        """Return the help text with the formats that the flag is for."""
+        if len(self.savers) == len(FORMATS):
+            return self.help
+        return f"for {', '.join(self.savers)}: {self.help}"
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Options of the conversion, and the model's arguments that were given."""
+TARGET_FLAGS = {
+    "--target-tensor-parallel-size": TargetFlag(
+        "tensor_parallel",
+        "tensor-parallel size of the target; default: as the source",
+        ("legacy", "universal"),
+        parse_positive,
+    ),
+    "--target-pipeline-parallel-size": TargetFlag(
+        "pipeline_parallel",
+        "pipeline-parallel size of the target; default: as the source",
+        ("legacy",),
+        parse_positive,
+    ),
+    "--target-virtual-pipeline-parallel-size": TargetFlag(
+        "virtual_pipeline_parallel", "model chunks per stage", ("legacy",), parse_positive
+    ),
+    "--target-expert-model-parallel-size": TargetFlag(
+        "expert_parallel",
+        "expert-parallel size of the target; default: as the source",
+        ("legacy",),
+        parse_positive,
+    ),
+    "--target-expert-tensor-parallel-size": TargetFlag(
+        "expert_tensor_parallel",
+        "expert-tensor-parallel size of the target; default: as the source",
+        ("legacy",),
+        parse_positive,
+    ),
+    "--dtype": TargetFlag(
+        "dtype", "dtype of the weights; default: as the source", choices=tuple(DTYPES)
+    ),
+    "--save-optim-sidecar": TargetFlag(
+        "optim_sidecar", "store the optimizer next to the model", ("hf",), None
+    ),
+    "--max-shard-size": TargetFlag(
+        "max_shard_size", "maximum size of a weight file; default: 5GB", ("hf",)
+    ),
+    "--true-vocab-size": TargetFlag(
+        "vocab_size", "number of tokens to keep", ("hf", "universal"), parse_positive
+    ),
+    "--tokenizer": TargetFlag("tokenizer", "tokenizer to store next to the model", ("hf",), Path),
+    "--universal-style": TargetFlag(
+        "universal_style",
+        "style of parameter names; default: depends on the model",
+        ("universal",),
+        choices=UNIVERSAL_STYLES,
+    ),
+    "--target-qkv-blocks": TargetFlag(
+        "qkv_blocks",
+        "order q, k and v as Megatron-DeepSpeed since December 2024 does at the target's TP size",
+        ("universal",),
+        None,
+    ),
+    "--target-transformer-impl": TargetFlag(
+        "transformer_impl",
+        "implementation of Megatron-LM's modules that the files are for; default: as the source, "
+        "else transformer_engine",
+        ("legacy", "torch_dist"),
+        choices=("local", "transformer_engine"),
+    ),
+    "--stacked-layers": TargetFlag(
+        "stacked_layers",
+        "write one tensor for all layers instead of one per layer",
+        ("torch_dist",),
+        None,
+    ),
+    "--workers": TargetFlag(
+        "workers", "number of files written at once", kind=parse_positive, default=2
+    ),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the tool's own flags."""
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add(
-        "--load-dir",
-        type=path_of,
-        required=True,
-        help="a run's --save directory, an iteration, or a model",
-    )
-    add("--save-dir", type=path_of, required=True, help="where the result goes; must not exist")
+
+    # Source.
+    source_help = "a run's --save directory, an iteration, or a model"
+    add("--load-dir", type=path_of, required=True, help=source_help)
     add("--loader", choices=["auto", *FORMATS], default="auto", help="format of the source")
-    add("--saver", choices=[*FORMATS], required=True, help="format of the result")
     add("--ckpt-step", type=int, help="iteration to convert; default: the newest")
     add("--no-optim", action="store_true", help="leave the optimizer state out")
     add(
@@ -111,92 +166,108 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="fields of config.json that change nothing",
+        help="fields of config.json to ignore because they do not change the model",
     )
     add(
         "--universal-qkv-layout",
         choices=QKV_LAYOUTS,
-        help="of a universal source; default: what its arguments tell",
+        help="QKV layout of a universal source; default: as its arguments imply",
     )
-    for flag, (_, savers, text, how) in TARGET_FLAGS.items():
-        add(flag, help=text if savers == ALL else f"for {savers.replace(' ', ', ')}: {text}", **how)
-    add("--overwrite", action="store_true", help="replace an existing --save-dir")
     add("--follow-links", action="store_true", help="follow links that leave --load-dir")
     add(
         "--no-verify-source",
         action="store_true",
         help="do not compare the blocks that are read with the source's checksums (checksums.bin)",
     )
+
+    # Target.
+    add("--save-dir", type=path_of, required=True, help="directory of the result; must not exist")
+    add("--saver", choices=[*FORMATS], required=True, help="format of the result")
+    for name, flag in TARGET_FLAGS.items():
+        if flag.kind is None:
+            add(name, action="store_true", help=flag.full_help)
+        else:
+            add(
+                name,
+                type=flag.kind,
+                choices=flag.choices,
+                default=flag.default,
+                help=flag.full_help,
+            )
+    add("--overwrite", action="store_true", help="replace an existing --save-dir")
     add(
         "--verify-target",
         "--verify",
         action="store_true",
         help="read the result back and compare it with the source, tensor by tensor",
     )
-    args, rest = parser.parse_known_args(argv)
+    return parser
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Return the options of the conversion, and the model's arguments on the command line."""
+    args, rest = make_parser().parse_known_args(argv)
     if args.follow_links:
         allow_links()
-    given, ignored = parse_flags(
-        FlagParser({"model": TransformerConfig, "layout": ParallelConfig}), rest
-    )
+    sections = {"model": TransformerConfig, "layout": ParallelConfig}
+    given, ignored = parse_flags(FlagParser(sections), rest)
     if ignored:
         raise ValueError(f"{', '.join(ignored)}: no effect on a conversion")
     return args, given
 
 
-def given_for_target(args: argparse.Namespace) -> dict[str, Any]:
-    """Flags of TARGET_FLAGS that were given."""
-    values = {flag: vars(args)[flag[2:].replace("-", "_")] for flag in TARGET_FLAGS}
-    return {flag: value for flag, value in values.items() if value}
+def get_target_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the target flags on the command line with their values."""
+    values = {name: vars(args)[name[2:].replace("-", "_")] for name in TARGET_FLAGS}
+    return {name: value for name, value in values.items() if value}
 
 
-def without_effect(args: argparse.Namespace) -> list[str]:
-    """Flags that were given, and mean nothing to the saver."""
-    meant = {flag: TARGET_FLAGS[flag][1].split() for flag in given_for_target(args)}
-    return [
-        f"{flag} (for {', '.join(savers)})"
-        for flag, savers in meant.items()
-        if args.saver not in savers
-    ]
+def list_flags_without_effect(args: argparse.Namespace) -> list[str]:
+    """Return the target flags on the command line that do not apply to the target's format."""
+    lines = []
+    for name in get_target_values(args):
+        savers = TARGET_FLAGS[name].savers
+        if args.saver not in savers:
+            lines.append(f"{name} (for {', '.join(savers)})")
+    return lines
 
 
 def run(
     args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
 ) -> conversion.ConversionReport:
-    parsed: dict[str, Callable[[str], Any]] = {
-        "--dtype": lambda name: getattr(torch, DTYPES[name]),
-        "--max-shard-size": parse_size,
-    }
-    told = given_for_target(args).items()
-    fields = {
-        TARGET_FLAGS[flag][0]: parsed[flag](value) if flag in parsed else value
-        for flag, value in told
-    }
-    options = WriteOptions(**fields, optimizer=not args.no_optim, note=note)
+    """Convert as the command line specifies."""
+    fields = {}
+    for name, value in get_target_values(args).items():
+        if name == "--dtype":
+            value = getattr(torch, DTYPES[value])
+        elif name == "--max-shard-size":
+            value = parse_size(value)
+        fields[TARGET_FLAGS[name].option] = value
     read_options = ReadOptions(
-        given,
-        tuple(args.hf_ignore_fields),
-        args.universal_qkv_layout,
+        args=given,
+        ignored_fields=tuple(args.hf_ignore_fields),
+        qkv_layout=args.universal_qkv_layout,
         optimizer=not args.no_optim,
         verify=False if args.no_verify_source else None,
     )
-    what = (
-        args.load_dir,
-        args.save_dir,
-        args.saver,
-        args.loader,
-        args.ckpt_step,
-        read_options,
-        options,
-    )
     with ProgressBar(f"-> {args.saver}") as progress:
         return conversion.convert(
-            *what, args.overwrite, args.verify_target, progress.add, progress.restart
+            args.load_dir,
+            args.save_dir,
+            args.saver,
+            loader=args.loader,
+            step=args.ckpt_step,
+            read_options=read_options,
+            options=WriteOptions(**fields, optimizer=not args.no_optim, note=note),
+            overwrite=args.overwrite,
+            verify=args.verify_target,
+            progress=progress.add,
+            starting=progress.restart,
         )
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """What was written so far is removed on the way out, which a second Ctrl-C does not cut short."""
+    """Exit, which removes what was written so far; a second Ctrl-C does not interrupt that."""
     for each in STOPPING:
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)
@@ -221,7 +292,7 @@ def main() -> None:
     print_line(f"-> {outcome.target} ({args.saver}, {outcome.num_tensors} tensors)")
     for text in notes:
         print_line(f"   {text}")
-    for name in without_effect(args):
+    for name in list_flags_without_effect(args):
         print_line(f"   no effect: {name}")
     for name in outcome.not_carried:
         print_line(f"   not carried: {name}")

@@ -201,7 +201,7 @@ def sum_sizes(tensors: Mapping[str, TensorInfo | StoredTensor]) -> dict[str, Any
 def collect_torch_dist_facts(path: Path, metadata: CheckpointMetadata) -> dict[str, Any]:
     common = load_common(path, names=True)
     if not common:  # newer Megatron-LM keeps it in a shard, which needs torch
-        common = torch_dist.stored_common(torch_dist.Reader(path), path)
+        common = torch_dist.read_common(torch_dist.Reader(path), path)
     args = common.get("args", {})
     if isinstance(args, argparse.Namespace):
         args = vars(args)

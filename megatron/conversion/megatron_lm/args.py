@@ -111,8 +111,8 @@ def read_arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     version = common.get("checkpoint_version", CHECKPOINT_VERSION)
     if version < CHECKPOINT_VERSION:
         raise CheckpointError(
-            f"{where}: checkpoint version {version} has another order of QKV rows. Load and save it with a "
-            f"Megatron-LM that writes version {CHECKPOINT_VERSION}."
+            f"{where}: checkpoint version {version} has another order of QKV rows. Load and save "
+            f"it with a Megatron-LM that writes version {CHECKPOINT_VERSION}."
         )
     args = {name: _make_plain(value) for name, value in vars(common["args"]).items()}
     required = ("num_layers", "hidden_size", "num_attention_heads")

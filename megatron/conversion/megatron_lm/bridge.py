@@ -1,9 +1,8 @@
-"""Megatron-Bridge's checkpoints: torch_dist, with `run_config.yaml` and `train_state.pt` in place
-of the arguments.
+"""Megatron-Bridge's checkpoints: torch_dist with `run_config.yaml` and `train_state.pt`.
 
-Bridge builds its model from a configuration of Megatron-core, so most names of the `model:` section
-are arguments of Megatron-LM; a few differ. (Source: Megatron-Bridge 0.6.2, checked against a file
-of it.)
+These two files replace the arguments of Megatron-LM. Bridge builds its model from a configuration of
+Megatron-core, so most names in the `model:` section are arguments of Megatron-LM; a few differ.
+(Source: Megatron-Bridge 0.6.2, checked against one of its files.)
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _RENAMED = {
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
-# Settings without a counterpart among the arguments -> the only values that are our model.
+# Settings without a counterpart among the arguments -> the supported values.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "use_mup": (False, None),
     "heterogeneous_block_specs": (False, None),
@@ -50,11 +49,10 @@ _TRAIN_STATE = mapping(check_scalar)
 _MAX_CONFIG_BYTES = 256 * 1024  # a file of Bridge 0.6.2 has 20 kB
 
 
-def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
-    """`common` with the arguments and counters that Megatron-LM would have put there.
+def read_bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `common` with the arguments and counters that Megatron-LM would have stored in it.
 
-    Raises CheckpointError for files that are damaged or of another kind, ValueError for a model
-    that we do not have.
+    Raises CheckpointError for damaged or malformed files, ValueError for an unsupported model.
     """
     path = directory / RUN_CONFIG
     try:
@@ -63,8 +61,8 @@ def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {error}") from error
     mapping(anything)(config, str(path))
     model = mapping(anything, keys=text(256))(config.get("model"), f"{path}: model")
-    counters = _counters(directory / TRAIN_STATE)
-    args = _arguments(model, str(path)) | _training_arguments(config, directory)
+    counters = _read_counters(directory / TRAIN_STATE)
+    args = _convert_model(model, str(path)) | _convert_training(config, directory)
     args["consumed_train_samples"] = counters.get("consumed_train_samples", 0)
     args["consumed_valid_samples"] = counters.get("consumed_valid_samples", 0)
     return {
@@ -77,15 +75,20 @@ def bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _counters(path: Path) -> dict[str, Any]:
-    """Numbers of steps and samples: scalars, each a tensor of its own."""
+def _read_counters(path: Path) -> dict[str, Any]:
+    """Return the numbers of steps and samples, which are stored as scalar tensors."""
     if not path.is_file():
         return {}
     stored = _TRAIN_STATE(safe_load(path), str(path))
-    return {name: value.item() for name, value in stored.items() if isinstance(value, torch.Tensor)}
+    counters = {}
+    for name, value in stored.items():
+        if isinstance(value, torch.Tensor):
+            counters[name] = value.item()
+    return counters
 
 
-def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _convert_model(model: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the model section as arguments of Megatron-LM."""
     refuse_other_models(model, _REQUIRED, where)
     # The only nested values that are arguments.
     lists = ("window_size", "window_attn_skip_freq", "moe_layer_freq")
@@ -93,35 +96,36 @@ def _arguments(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     args = {_RENAMED.get(name, name): value for name, value in plain_args(flat).items()}
     heads = args.get("num_attention_heads")
     groups = args.get("num_query_groups")
-    spec = _target(model.get("transformer_layer_spec"))
+    spec = _get_target(model.get("transformer_layer_spec"))
     return args | {
-        **_activation(model, where),
+        **_convert_activation(model, where),
         "group_query_attention": groups is not None and groups != heads,
         "untie_embeddings_and_output_weights": not model.get(
             "share_embeddings_and_output_weights", True
         ),
         "max_position_embeddings": model.get("seq_length"),
-        "params_dtype": _dtype(model, where),
+        "params_dtype": _read_dtype(model, where),
         "transformer_impl": "local" if "local" in spec else "transformer_engine",
     }
 
 
 def _is_flat(value: Any, is_list: bool) -> bool:
+    """Return whether the value is a scalar, or with `is_list` possibly a list of scalars."""
     items = value if is_list and isinstance(value, list) else [value]
     return not any(isinstance(item, dict | list) for item in items)
 
 
-def _activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = _target(model.get("activation_func"))
+def _convert_activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the arguments of the activation; raise ValueError for an unsupported one."""
+    function = _get_target(model.get("activation_func"))
     gated = bool(model.get("gated_linear_unit"))
     if (function, gated) not in _ACTIVATIONS:
         kind = "gated " if gated else ""
         raise ValueError(
             f"{where} is of a model that is not supported here: its activation is {kind}{function}"
         )
-    approximate = isinstance(model["activation_func"], Mapping) and model["activation_func"].get(
-        "approximate"
-    )
+    setting = model["activation_func"]
+    approximate = setting.get("approximate") if isinstance(setting, Mapping) else None
     return {
         "swiglu": gated,
         "bias_gelu_fusion": bool(model.get("bias_activation_fusion")) and not gated,
@@ -129,34 +133,32 @@ def _activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _dtype(model: Mapping[str, Any], where: str) -> torch.dtype:
-    name = _target(model.get("params_dtype")).removeprefix("torch.")
+def _read_dtype(model: Mapping[str, Any], where: str) -> torch.dtype:
+    """Return the dtype of the weights; raise ValueError for an unsupported one."""
+    name = _get_target(model.get("params_dtype")).removeprefix("torch.")
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:
         raise ValueError(
-            f"{where}: weights of {name or 'an unknown type'} are not supported: only {', '.join(known)}"
+            f"{where}: weights of {name or 'an unknown type'} are not supported: only "
+            f"{', '.join(known)}"
         )
     return known[name]
 
 
-def _training_arguments(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """What of the other sections has a name among the arguments; the tokenizer is the one beside
-    the weights.
-    """
-    sections = [config.get(name) for name in ("rng", "tokenizer", "train", "ddp", "optimizer")]
-    known = {
-        name: value
-        for section in sections
-        if isinstance(section, Mapping)
-        for name, value in section.items()
-    }
+def _convert_training(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the other sections as arguments; the tokenizer is the one next to the weights."""
+    known: dict[str, Any] = {}
+    for name in ("rng", "tokenizer", "train", "ddp", "optimizer"):
+        section = config.get(name)
+        if isinstance(section, Mapping):
+            known |= section
     args = plain_args({name: known[name] for name in _TRAINING if name in known})
     if args.get("tokenizer_type") == "HuggingFaceTokenizer" and (directory / _TOKENIZER).is_dir():
         args["tokenizer_model"] = str(directory / _TOKENIZER)
     return args
 
 
-def _target(value: Any) -> str:
-    """The object that a value of the configuration stands for."""
+def _get_target(value: Any) -> str:
+    """Return the name of the object that a value refers to."""
     named = value.get("_target_") if isinstance(value, Mapping) else value
     return named if isinstance(named, str) else ""

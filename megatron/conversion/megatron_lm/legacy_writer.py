@@ -1,7 +1,7 @@
-"""Writes a `Source` as a Megatron-LM legacy iteration directory, for any TP, PP, VPP, EP and ETP.
+"""Writer for Megatron-LM's legacy iteration directories, for any TP, PP, VPP, EP and ETP.
 
-Where every byte of every file goes is known before the first is read. So the tensors are streamed:
-each is read once, a few rows at a time, and every rank's part is written to its place.
+The place of every byte in every file is known before the first tensor is read. So tensors are
+streamed: each is read once, a few rows at a time, and every rank's part is written to its place.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megatron.conversion.megatron_lm.args import (
 from megatron.conversion.megatron_lm.generators import build_initial_rng_state, rng_key
 from megatron.conversion.megatron_lm.legacy_files import MegatronRank, compute_minimum_world_size
 from megatron.conversion.megatron_lm.optimizer_state import (
-    bucket_size_of,
-    by_optimizer,
+    compute_bucket_size,
     plan_buckets,
+    split_by_optimizer,
 )
 from megatron.conversion.model_space.model import (
     Layout,
@@ -60,7 +60,7 @@ _WITH_EXTRA_STATE = (
     "linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
 )  # fmt: skip
-# defaults of Megatron-LM
+# Defaults of Megatron-LM.
 _DIVISIBLE_BY = 128
 _SEED = 1234
 
@@ -74,39 +74,36 @@ def write_legacy(
     workers: int = 1,
     progress: Progress = no_progress,
 ) -> list[str]:
-    """Write `directory` (an iteration), which appears when it is complete; returns what could not
-    be carried.
+    """Write `directory` (an iteration), which appears once it is complete.
 
-    The optimizer is written as the run had it: sharded (`distrib_optim.pt`) with the distributed
-    optimizer, numbered states without. Rows that pad the vocabulary, and gaps in the flat buffers,
-    are zero. Raises ValueError where the model cannot be split like that.
+    The optimizer has the form of the run: sharded (`distrib_optim.pt`) with the distributed
+    optimizer, numbered states without. Rows that pad the vocabulary, and gaps in flat buffers, are
+    zero. Returns what could not be carried over. Raises ValueError if the model cannot be split.
     """
-    args = _target_args(source, layout)
+    args = _make_target_args(source, layout)
     contents = _Contents(source, args)
     ranks = MegatronRank.list_all(layout.parallel, args["world_size"])
     _check_directories(layout, ranks)
     pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
     pending.mkdir(parents=True)
     try:
+        # Lay out every file first, so that a tensor of several ranks is read once.
         places: dict[str, list[FilePlace]] = defaultdict(list)
         for rank in ranks:
             folder = pending / rank.directory(layout.parallel)
             folder.mkdir()
-            for name, content in contents.of_rank(layout, rank).items():
+            for name, content in contents.build_files(layout, rank).items():
                 path = folder / name
                 for slot, position in write_archive(path, content):
-                    for key, box, start in contents.held.get(slot, ()):
+                    for key, box, start in contents.sources.get(slot, ()):
                         place = position + start * slot.dtype.itemsize
                         places[key].append(FilePlace(box.offset, box.shape, path, place))
-        # Only now is every file laid out, and a tensor that several ranks hold is read once.
         assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
-        run_jobs(
-            [
-                partial(write_to_places, source, key, wanted, progress)
-                for key, wanted in places.items()
-            ],
-            workers,
-        )
+
+        jobs = []
+        for key, wanted in places.items():
+            jobs.append(partial(write_to_places, source, key, wanted, progress))
+        run_jobs(jobs, workers)
         fsync_tree(pending)
         put_in_place(pending, directory)
     except BaseException:
@@ -116,198 +113,215 @@ def write_legacy(
 
 
 def _check_directories(layout: Layout, ranks: Sequence[MegatronRank]) -> None:
-    """Directories are named after (tp, pp, ep): each must be one rank's, and all dense ranks must
-    have one.
+    """Raise ValueError unless each directory belongs to one rank, and each dense rank has one.
+
+    Directories are named after (tp, pp, ep).
     """
-    named = {rank.directory(layout.parallel) for rank in ranks}
-    dense = {rank[:2] for rank in ranks}
-    if len(named) < len(ranks) or dense < set(layout.ranks):
+    names = {rank.directory(layout.parallel) for rank in ranks}
+    dense = {(rank.tp, rank.pp) for rank in ranks}
+    if len(names) < len(ranks) or dense < set(layout.ranks):
         tp = layout.parallel.tp_size
         etp = layout.parallel.etp_size
         ep = layout.parallel.ep_size
         raise ValueError(
-            f"TP {tp} with expert tensor parallelism {etp} and expert parallelism {ep}: Megatron-LM's legacy files "
-            f"have no place for all of these ranks. Take expert tensor parallelism {tp}"
+            f"TP {tp} with expert tensor parallelism {etp} and expert parallelism {ep}: "
+            "Megatron-LM's legacy files have no place for all of these ranks. Take expert tensor "
+            f"parallelism {tp}"
         )
 
 
-def _target_args(source: Source, layout: Layout) -> dict[str, Any]:
-    """The source's arguments, but for what the layout decides."""
+def _make_target_args(source: Source, layout: Layout) -> dict[str, Any]:
+    """Return the source's arguments with those that the layout determines."""
     vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
     divisible_by = int(source.args.get("make_vocab_size_divisible_by") or _DIVISIBLE_BY)
     tp = layout.parallel.tp_size
     pp = layout.parallel.pp_size
     args = dict(source.args)
     args.setdefault("use_distributed_optimizer", True)
-    least = compute_minimum_world_size(layout.parallel)
+
+    # Keep the number of replicas if the experts fit.
+    minimum = compute_minimum_world_size(layout.parallel)
     replicas = int(args.get("data_parallel_size") or 1)
-    world = tp * pp * replicas if tp * pp * replicas % least == 0 else least
-    placed = layout.arguments()
-    if (
-        "pipeline_model_parallel_layout" not in args
-        and placed["pipeline_model_parallel_layout"] is None
-    ):
-        del placed["pipeline_model_parallel_layout"]  # releases before 0.13 do not have it
-    return (
-        args
-        | placed
-        | {
-            "world_size": world,
-            **({"data_parallel_size": world // (tp * pp)} if layout.parallel.ep_size > 1 else {}),
-            "make_vocab_size_divisible_by": divisible_by,
-            "padded_vocab_size": compute_padded_vocab_size(vocab_size, divisible_by, tp),
-            "model_vocab_size": vocab_size,
-            "ckpt_format": "torch",
-            "use_dist_ckpt": False,
-        }
-    )
+    world_size = tp * pp * replicas
+    if world_size % minimum != 0:
+        world_size = minimum
+
+    by_layout = layout.arguments()
+    stage_layout = "pipeline_model_parallel_layout"
+    if stage_layout not in args and by_layout[stage_layout] is None:
+        del by_layout[stage_layout]  # releases before 0.13 do not have it
+    args |= by_layout
+    args["world_size"] = world_size
+    if layout.parallel.ep_size > 1:
+        args["data_parallel_size"] = world_size // (tp * pp)
+    args["make_vocab_size_divisible_by"] = divisible_by
+    args["padded_vocab_size"] = compute_padded_vocab_size(vocab_size, divisible_by, tp)
+    args["model_vocab_size"] = vocab_size
+    args["ckpt_format"] = "torch"
+    args["use_dist_ckpt"] = False
+    return args
 
 
 class _Contents:
-    """What the files of a rank hold, with slots in place of tensors.
+    """The contents of each rank's files, with slots instead of tensors.
 
-    `held` says what goes into a slot: boxes of the tensor `key`, from element `start` of the slot.
+    `sources` maps a slot to the tensors stored in it: boxes of the tensor `key`, from element
+    `start` of the slot.
     """
 
     def __init__(self, source: Source, args: dict[str, Any]) -> None:
         self._source = source
         self._args = args
         self._config = model_config(args, args["model_vocab_size"], source.description)
-        self.held: dict[TensorSlot, list[tuple[str, LocalBox, int]]] = defaultdict(list)
-        self.implied: set[str] = (
-            set()
-        )  # main parameters that the format leaves out: they are the weights
+        self.sources: dict[TensorSlot, list[tuple[str, LocalBox, int]]] = defaultdict(list)
+        self.implied: set[str] = set()  # main parameters that are the weights, and not stored
         self.not_carried: list[str] = []
 
-    def of_rank(self, layout: Layout, rank: MegatronRank) -> dict[str, Any]:
-        """By file name."""
+    def build_files(self, layout: Layout, rank: MegatronRank) -> dict[str, Any]:
+        """Return the contents of a rank's files by name."""
         args = self._args
-        training = self._source.training
+        source = self._source
+        training = source.training
         divisible_by = args["make_vocab_size_divisible_by"]
         chunks = rank_parameters(
             self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert, args
         )
+
+        # Model and generators.
         content = build_common_state(argparse.Namespace(**args), training, torch_dist=False)
         for index, parameters in enumerate(chunks):
-            content["model" if len(chunks) == 1 else f"model{index}"] = self._model(parameters)
+            name = "model" if len(chunks) == 1 else f"model{index}"
+            content[name] = self._build_model(parameters)
         files: dict[str, Any] = {MODEL_FILE: content}
         if training is not None:
-            content["rng_state"] = self._generators(training, layout, rank)
-        if not optimizer_states(self._source.tensors):
+            content["rng_state"] = self._build_generators(training, layout, rank)
+        if not optimizer_states(source.tensors):
             return files
+
+        # Optimizer: one, or with expert parallelism one for dense layers and one for experts.
         if training is None or training.param_groups is None:
             raise ValueError(
-                f"{self._source.description} has the state of an optimizer, but not its parameter groups (learning "
-                "rate, betas), which legacy files need: leave it out (--no-optim)"
+                f"{source.description} has the state of an optimizer, but not its parameter "
+                "groups (learning rate, betas), which legacy files need: leave it out (--no-optim)"
             )
         content["opt_param_scheduler"] = training.scheduler
-        kinds = by_optimizer(chunks, rank.expert is not None)
-        optimizers = [
-            split_by_expert_optimizer({"optimizer": {"param_groups": training.param_groups}}, args)
-        ]
-        if rank.expert is not None:  # an optimizer for dense layers, one for experts
+        has_expert_optimizer = rank.expert is not None
+        by_optimizer = split_by_optimizer(chunks, has_expert_optimizer)
+        optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
+        optimizers: list[dict[str, Any]] = [split_by_expert_optimizer(optimizer, args)]
+        if has_expert_optimizer:
             optimizers = list(optimizers[0].values())
         if args["use_distributed_optimizer"]:
-            buffers: list[Any] = [self._buffers(kind, rank.pp) for kind in kinds]
+            buffers: list[Any] = [self._build_buffers(own, rank.pp) for own in by_optimizer]
             if not rank.dense_optimizer:
                 buffers[0] = None
-            files[OPTIMIZER_FILE] = buffers if len(kinds) == 2 else buffers[0]
+            files[OPTIMIZER_FILE] = buffers if has_expert_optimizer else buffers[0]
         else:
-            groups = [optimizer["optimizer"]["param_groups"] for optimizer in optimizers]
-            optimizers = [self._numbered(*kind) for kind in zip(groups, kinds, strict=True)]
+            numbered = []
+            for state, own in zip(optimizers, by_optimizer, strict=True):
+                numbered.append(self._build_numbered(state["optimizer"]["param_groups"], own))
+            optimizers = numbered
         if training.grad_scaler is not None:
             scaler = build_grad_scaler(training.grad_scaler)
-            optimizers = [optimizer | {"grad_scaler": scaler} for optimizer in optimizers]
-        content["optimizer"] = optimizers if len(kinds) == 2 else optimizers[0]
-        COMMON(content, self._source.description)  # the schema of the reader
+            optimizers = [state | {"grad_scaler": scaler} for state in optimizers]
+        content["optimizer"] = optimizers if has_expert_optimizer else optimizers[0]
+        COMMON(content, source.description)  # the schema of the reader
         return files
 
-    def _model(self, parameters: list[LocalParameter]) -> OrderedDict[str, TensorSlot | None]:
-        """Local tensors by Megatron-LM's names, with the empty extra states where its modules have
-        them.
-        """
+    def _build_model(self, parameters: list[LocalParameter]) -> OrderedDict[str, TensorSlot | None]:
+        """Return local tensors by Megatron-LM's names, with the empty extra states of its modules."""
         model: OrderedDict[str, TensorSlot | None] = OrderedDict()
-        for position, parameter in enumerate(parameters):
-            model[parameter.name] = self._slot(parameter.key, parameter)
-            module = parameter.name.rpartition(".")[0]
-            following = parameters[position + 1].name if position + 1 < len(parameters) else ""
-            if module.endswith(_WITH_EXTRA_STATE) and following.rpartition(".")[0] != module:
+        modules = [parameter.name.rpartition(".")[0] for parameter in parameters]
+        for parameter, module, following in zip(
+            parameters, modules, [*modules[1:], ""], strict=True
+        ):
+            model[parameter.name] = self._make_slot(parameter.key, parameter)
+            is_last_of_module = following != module
+            if module.endswith(_WITH_EXTRA_STATE) and is_last_of_module:
                 model[f"{module}._extra_state"] = None
-        if any(parameter.name.startswith("decoder.final_layernorm") for parameter in parameters):
+        if any(module == "decoder.final_layernorm" for module in modules):
             model.setdefault("output_layer._extra_state", None)
         return model
 
-    def _slot(self, key: str, parameter: LocalParameter) -> TensorSlot:
+    def _make_slot(self, key: str, parameter: LocalParameter) -> TensorSlot:
+        """Return a slot for a tensor of the parameter's local shape."""
         slot = TensorSlot(self._source.tensors[key].dtype, parameter.shape)
-        self._hold(slot, key, parameter, 0)
+        self._assign(slot, key, parameter, 0)
         return slot
 
-    def _hold(self, slot: TensorSlot, key: str, parameter: LocalParameter, first: int) -> None:
-        """The local elements of `parameter` lie in the slot from element `first`."""
-        self.held[slot] += [(key, box, first + box.start) for box in parameter.boxes]
+    def _assign(self, slot: TensorSlot, key: str, parameter: LocalParameter, first: int) -> None:
+        """Store the local elements of `key` in the slot, from element `first` on."""
+        for box in parameter.boxes:
+            self.sources[slot].append((key, box, first + box.start))
 
-    def _buffers(self, chunks: Chunks, pp: int) -> dict[Any, Any]:
-        """`distrib_optim.pt`: the flat optimizer state of every chunk."""
+    def _build_buffers(self, chunks: Chunks, pp: int) -> dict[Any, Any]:
+        """Return the contents of `distrib_optim.pt`: the flat optimizer state of each chunk."""
+        tensors = self._source.tensors
         content: dict[Any, Any] = {"buckets_coalesced": True}
         num_parameters = sum(parameter.numel for parameters in chunks for parameter in parameters)
         for index, parameters in enumerate(chunks):
             if not parameters:
                 continue
-            placed, sizes = plan_buckets(
-                parameters, bucket_size_of(self._args, pp, index, num_parameters)
-            )
+            bucket_size = compute_bucket_size(self._args, pp, index, num_parameters)
+            placed, sizes = plan_buckets(parameters, bucket_size)
             states: dict[str, Any] = {}
-            for state in optimizer_states(self._source.tensors):
-                states[state] = TensorSlot(torch.float32, (sum(sizes),))
+            for state in optimizer_states(tensors):
+                slot = TensorSlot(torch.float32, (sum(sizes),))
                 for parameter, bucket, start in placed:
                     first = sum(sizes[:bucket]) + start
-                    self._hold(states[state], optimizer_key(state, parameter.key), parameter, first)
-            dtypes = (self._source.tensors[parameters[0].key].dtype, torch.float32)
-            content[index] = {dtypes: states | {"numel_unpadded": sum(sizes)}}
+                    self._assign(slot, optimizer_key(state, parameter.key), parameter, first)
+                states[state] = slot
+            states["numel_unpadded"] = sum(sizes)
+            dtypes = (tensors[parameters[0].key].dtype, torch.float32)
+            content[index] = {dtypes: states}
         return content
 
-    def _numbered(self, param_groups: list[dict[str, Any]], chunks: Chunks) -> dict[str, Any]:
-        """torch's own form: parameters with weight decay first, then those without."""
-        everything = [parameter for parameters in chunks for parameter in parameters]
-        members = [
-            [p for p in everything if p.group.weight_decay is decayed] for decayed in (True, False)
-        ]
+    def _build_numbered(self, param_groups: list[dict[str, Any]], chunks: Chunks) -> dict[str, Any]:
+        """Return the state in torch's own form: parameters are numbered, with weight decay first."""
+        tensors = self._source.tensors
+        parameters = [parameter for chunk in chunks for parameter in chunk]
+        decayed = [p for p in parameters if p.group.weight_decay]
+        others = [p for p in parameters if not p.group.weight_decay]
+        self._check_groups(param_groups, has_others=bool(others))
+
         state: dict[int, dict[str, TensorSlot]] = {}
         groups = []
-        decays = [float(group.get("wd_mult", 1.0)) > 0 for group in param_groups]
-        if decays != [True, False][: len(decays)] or (members[1] and len(decays) < 2):
-            raise ValueError(
-                f"{self._source.description}: the optimizer has groups of wd_mult "
-                f"{[group.get('wd_mult') for group in param_groups]}; legacy files have one with weight decay and one "
-                "without: leave it out (--no-optim), or write torch_dist"
-            )
-        for group, parameters in zip(
-            param_groups, members, strict=False
-        ):  # the second may be empty, and not there
-            groups.append(group | {"params": list(range(len(state), len(state) + len(parameters)))})
-            for parameter in parameters:
-                state[len(state)] = {
-                    name: self._slot(optimizer_key(name, parameter.key), parameter)
-                    for name in optimizer_states(self._source.tensors)
-                    if name != "param"
-                }
+        # The second group may be missing.
+        for group, members in zip(param_groups, (decayed, others), strict=False):
+            numbers = list(range(len(state), len(state) + len(members)))
+            groups.append(group | {"params": numbers})
+            for number, parameter in zip(numbers, members, strict=True):
+                state[number] = {}
+                for name in optimizer_states(tensors):
+                    if name != "param":
+                        key = optimizer_key(name, parameter.key)
+                        state[number][name] = self._make_slot(key, parameter)
         inner = {"state": state, "param_groups": groups}
-        main_keys = {optimizer_key("param", parameter.key) for parameter in everything}
-        if self._source.tensors[everything[0].key].dtype == torch.float32:
-            self.implied |= main_keys
+
+        if tensors[parameters[0].key].dtype == torch.float32:
+            self.implied |= {optimizer_key("param", parameter.key) for parameter in parameters}
             return inner
-        main = [
-            [self._slot(optimizer_key("param", p.key), p) for p in parameters]
-            for parameters in members
-        ]
+        main = []
+        for members in (decayed, others):
+            main.append([self._make_slot(optimizer_key("param", p.key), p) for p in members])
         return {"optimizer": inner, "fp32_from_fp16_params": main}
 
-    def _generators(
+    def _check_groups(self, param_groups: list[dict[str, Any]], has_others: bool) -> None:
+        """Raise ValueError unless the groups are one with weight decay and one without."""
+        decays = [float(group.get("wd_mult", 1.0)) > 0 for group in param_groups]
+        is_known = decays in ([True], [True, False], [])
+        if is_known and (len(decays) == 2 or not has_others):
+            return
+        raise ValueError(
+            f"{self._source.description}: the optimizer has groups of wd_mult "
+            f"{[group.get('wd_mult') for group in param_groups]}; legacy files have one with "
+            "weight decay and one without: leave it out (--no-optim), or write torch_dist"
+        )
+
+    def _build_generators(
         self, training: TrainingState, layout: Layout, rank: MegatronRank
     ) -> list[dict[str, Any]]:
-        """Those of the source if it had them for this rank of this layout, else as a run begins
-        with its seed.
-        """
+        """Return the source's generators for this rank and layout, or initial ones without them."""
         key = rng_key((rank.tp, rank.pp), layout.parallel)
         if key in training.rng and rank.expert is None:
             state: list[dict[str, Any]] = training.rng[key]()
@@ -316,4 +330,4 @@ class _Contents:
         note = f"random number generators of another layout (they begin anew from seed {seed})"
         if note not in self.not_carried:
             self.not_carried.append(note)
-        return build_initial_rng_state(seed, *rank[:3])
+        return build_initial_rng_state(seed, rank.tp, rank.pp, rank.expert)

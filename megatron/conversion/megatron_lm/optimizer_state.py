@@ -1,10 +1,9 @@
-"""The optimizer state in Megatron-LM's checkpoints: what must hold of it, and how its flat buffers
-are filled.
+"""The optimizer state in Megatron-LM's checkpoints: flat buffers, and checks of main parameters.
 
-A buffer of the distributed optimizer holds a chunk's parameters in reverse module order, each at a
-multiple of 64 elements, in buckets. Positions here are relative to the concatenation of the buckets
-without the padding at their ends, as the files have them. (Source: Megatron-LM core 0.12 to 0.20,
-checked against files of 0.16.1.)
+A buffer of the distributed optimizer contains a chunk's parameters in reverse module order, each at
+a multiple of 64 elements, in buckets. Positions here are relative to the concatenated buckets
+without the padding at their ends, as in the files. (Source: Megatron-LM core 0.12 to 0.20, checked
+against files of 0.16.1.)
 """
 
 from __future__ import annotations
@@ -37,50 +36,57 @@ from megatron.core.optimizer import UPDATE_RULES
 if TYPE_CHECKING:
     from megatron.conversion.model_space.model import LocalParameter
 
-_SAMPLE = 256  # elements compared per piece
 ALIGNMENT = 64  # elements
-_DEFAULT_BUCKET = 40_000_000
-_DEFAULT_BUCKET_PER_RANK = 1_000_000
+_DEFAULT_BUCKET = 40_000_000  # elements
+_DEFAULT_BUCKET_PER_RANK = 1_000_000  # elements
+_SAMPLE = 256  # elements compared at each end of a piece
+
+Placed = tuple[
+    "LocalParameter", int, int
+]  # a parameter, its bucket, its first element in the bucket
 
 
-def by_optimizer(
-    chunks: Sequence[Sequence[LocalParameter]], apart: bool
+def split_by_optimizer(
+    chunks: Sequence[Sequence[LocalParameter]], has_expert_optimizer: bool
 ) -> list[list[list[LocalParameter]]]:
-    """The trained parameters of a rank's chunks by their optimizer: that of all, or of dense layers
-    and of experts.
+    """Return the trained parameters of a rank's chunks for each optimizer.
+
+    With `has_expert_optimizer` these are one for dense layers and one for experts.
     """
-    kinds = ({False}, {True}) if apart else ({False, True},)
-    return [
-        [
-            [p for p in chunk if p.info.trained and p.info.sharding.is_expert in kind]
-            for chunk in chunks
-        ]
-        for kind in kinds
-    ]
 
+    def select(kinds: set[bool]) -> list[list[LocalParameter]]:
+        selected = []
+        for chunk in chunks:
+            trained = [parameter for parameter in chunk if parameter.info.trained]
+            selected.append([p for p in trained if p.info.sharding.is_expert in kinds])
+        return selected
 
-Placed = tuple["LocalParameter", int, int]  # a parameter begins in this bucket, at this element
+    if has_expert_optimizer:
+        return [select({False}), select({True})]
+    return [select({False, True})]
 
 
 def plan_buckets(
     parameters: Sequence[LocalParameter], bucket_size: int | None
 ) -> tuple[list[Placed], list[int]]:
-    """Where each parameter lies, and the unpadded size of each bucket; `bucket_size` None: no
-    limit.
+    """Return the place of each parameter, and the unpadded size of each bucket.
+
+    A bucket is closed once it has `bucket_size` elements; None means no limit.
     """
     placed: list[Placed] = []
     sizes: list[int] = []
-    end = 0  # of the last parameter, in the open bucket
+    end = 0  # of the last parameter in the open bucket
     for parameter in reversed(parameters):
         start = round_up(end, ALIGNMENT)
-        # The tied embedding is reduced separately, so Megatron-LM closes the bucket before it and
+        # Megatron-LM reduces the tied embedding separately, so it closes the bucket before and
         # after it.
         if parameter.info.shared_embedding and start > 0:
             sizes.append(start)
             start = 0
         end = start + parameter.numel
         placed.append((parameter, len(sizes), start))
-        if parameter.info.shared_embedding or (bucket_size is not None and end >= bucket_size):
+        is_full = bucket_size is not None and end >= bucket_size
+        if parameter.info.shared_embedding or is_full:
             sizes.append(end)
             end = 0
     if end:
@@ -91,53 +97,52 @@ def plan_buckets(
 def fit_buckets(
     parameters: Sequence[LocalParameter], sizes: Sequence[int], where: str
 ) -> list[Placed]:
-    """Where each parameter lies, given the unpadded sizes of the buckets.
+    """Return the place of each parameter, given the unpadded sizes of the buckets.
 
-    The sizes show where the buckets were closed, whatever rule closed them. Raises ValueError if
-    they do not fit.
+    The sizes show where the buckets were closed, by any rule. Raises ValueError if they do not fit.
     """
     placed: list[Placed] = []
-    # end of the last parameter in the open bucket
     bucket = 0
-    end = 0
+    end = 0  # of the last parameter in the open bucket
     for parameter in reversed(parameters):
         start = round_up(end, ALIGNMENT)
-        if (
-            end and bucket < len(sizes) and sizes[bucket] in (end, start)
-        ):  # `start` where a tied one closed it
-            bucket = bucket + 1
+        # A bucket before a tied embedding ends at `start`, others at `end`.
+        if end and bucket < len(sizes) and sizes[bucket] in (end, start):
+            bucket += 1
             start = 0
         end = start + parameter.numel
         if bucket >= len(sizes) or end > sizes[bucket]:
             raise ValueError(
-                f"{where}: buckets of {list(sizes)} elements do not fit the model that the arguments describe "
-                f"(at {parameter.name} {list(parameter.shape)})"
+                f"{where}: buckets of {list(sizes)} elements do not fit the model that the "
+                f"arguments describe (at {parameter.name} {list(parameter.shape)})"
             )
         placed.append((parameter, bucket, start))
     if bucket + 1 != len(sizes) or end != sizes[bucket]:
         raise ValueError(
-            f"{where}: buckets of {list(sizes)} elements hold more than the model that the arguments describe, which "
-            f"ends at element {end} of bucket {bucket}"
+            f"{where}: buckets of {list(sizes)} elements hold more than the model that the "
+            f"arguments describe, which ends at element {end} of bucket {bucket}"
         )
     return placed
 
 
-def bucket_size_of(
+def compute_bucket_size(
     args: Mapping[str, Any], pp_rank: int, chunk: int, num_parameters: int
 ) -> int | None:
-    """Elements after which a run with these arguments closed its buckets; None: one bucket.
+    """Return the number of elements after which a run with these arguments closed its buckets.
 
-    `num_parameters` counts the elements of all chunks of the rank.
+    `num_parameters` counts the elements of all chunks of the rank. None means a single bucket.
     """
-    bucketed = args.get("overlap_grad_reduce") and not args.get(
-        "overlap_param_gather_with_optimizer_step"
-    )
-    if not bucketed or pp_rank > 0 or chunk > 0:
+    is_bucketed = args.get("overlap_grad_reduce")
+    if args.get("overlap_param_gather_with_optimizer_step"):
+        is_bucketed = False
+    if not is_bucketed or pp_rank > 0 or chunk > 0:
         return None
     if args.get("ddp_num_buckets"):
         return num_parameters // int(args["ddp_num_buckets"])
+    if args.get("ddp_bucket_size"):
+        return int(args["ddp_bucket_size"])
     replicas = (args.get("data_parallel_size") or 1) * (args.get("context_parallel_size") or 1)
-    return args.get("ddp_bucket_size") or max(_DEFAULT_BUCKET, _DEFAULT_BUCKET_PER_RANK * replicas)
+    return max(_DEFAULT_BUCKET, _DEFAULT_BUCKET_PER_RANK * replicas)
 
 
 def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], where: str) -> None:
@@ -147,12 +152,12 @@ def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], wher
     """
     optimizer = args.get("optimizer") or "adam"
     rule = UPDATE_RULES.get(optimizer)
-    strange = sorted(set(names) - {*OPTIMIZER_STATES})
-    if rule is None or not rule.IS_CONVERTIBLE or strange:
-        what = f" ({', '.join(strange)})" if strange else ""
+    unknown = sorted(set(names) - {*OPTIMIZER_STATES})
+    if rule is None or not rule.IS_CONVERTIBLE or unknown:
+        listed = f" ({', '.join(unknown)})" if unknown else ""
         raise CheckpointError(
-            f"{where}: the optimizer is {optimizer}, whose state{what} is not supported: leave it out (--no-optim of "
-            "convert.py, --no-load-optim of a run)"
+            f"{where}: the optimizer is {optimizer}, whose state{listed} is not supported: leave "
+            "it out (--no-optim of convert.py, --no-load-optim of a run)"
         )
 
 
@@ -168,13 +173,13 @@ def has_optimizer(
 
 
 class PieceTable:
-    """The pieces that weights and optimizer state are stored in, by key; where several hold the
-    same elements the first is read. Main parameters, rounded, must be the weights, to the bit.
+    """The stored pieces of weights and optimizer state, by key.
 
-    This proves that flat buffers were cut where they had been joined: a buffer does not record
-    which element belongs to which parameter, and Megatron-core up to 0.19.2 shifts the parameters
-    of fully_reshardable state behind a padded bucket. Training would continue with the moments of
-    other parameters.
+    If several pieces contain the same elements, the first is read. A main parameter, rounded, must
+    be bitwise equal to its weight. This proves that flat buffers were cut where they had been
+    joined: a buffer does not record which element belongs to which parameter, and Megatron-core up
+    to 0.19.2 shifts the parameters of fully_reshardable state after a padded bucket. Training would
+    continue with the moments of other parameters.
     """
 
     def __init__(self, where: str) -> None:
@@ -186,13 +191,15 @@ class PieceTable:
     def add(
         self, key: str, info: TensorInfo, offset: Shape, shape: Shape, read: ReadRegion
     ) -> None:
-        """A piece, any region of which `read` gives. Raises ValueError when pieces disagree about
-        the tensor.
+        """Add a piece; `read` returns any region of it.
+
+        Raises ValueError if the piece disagrees with an earlier one about the tensor.
         """
         known = self.tensors.setdefault(key, info)
         if known != info:
             raise ValueError(
-                f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in another"
+                f"{key}: {known.dtype} {known.shape} in one file, {info.dtype} {info.shape} in "
+                "another"
             )
         self._pieces.setdefault(key, {}).setdefault((offset, shape), read)
 
@@ -204,18 +211,11 @@ class PieceTable:
         read_flat: ReadFlat,
         first: int,
     ) -> None:
-        """What a rank holds of a parameter, or of a state of it: its local elements in a row from
-        element `first`.
-        """
+        """Add a rank's part of a parameter or of its state: contiguous elements from `first` on."""
         info = TensorInfo(parameter.global_shape, dtype)
         for box in parameter.boxes:
-            self.add(
-                key,
-                info,
-                box.offset,
-                box.shape,
-                make_region_reader(read_flat, first + box.start, box.shape),
-            )
+            region = make_region_reader(read_flat, first + box.start, box.shape)
+            self.add(key, info, box.offset, box.shape, region)
 
     def complete(self, has_optimizer: bool) -> None:
         """Add implied main parameters, and check both ends of every stored one.
@@ -235,15 +235,18 @@ class PieceTable:
 
     def _check_ends(self, main: str) -> None:
         for first, extent in self._pieces[main]:
-            if extent:
-                shape = (1,) * (len(extent) - 1) + (min(_SAMPLE, extent[-1]),)
-                end = tuple(o + n - m for o, n, m in zip(first, extent, shape, strict=True))
-                for offset in sorted({first, end}):
-                    self.read(main, offset, shape)
+            if not extent:
+                continue
+            shape = (1,) * (len(extent) - 1) + (min(_SAMPLE, extent[-1]),)
+            last = tuple(o + n - m for o, n, m in zip(first, extent, shape, strict=True))
+            for offset in sorted({first, last}):
+                self.read(main, offset, shape)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """The box of `key`. Raises KeyError for an unknown key, ValueError where no piece holds an
-        element, CheckpointError where a main parameter is not the weight.
+        """Return the box of `key`.
+
+        Raises KeyError for an unknown key, ValueError if no piece contains an element, and
+        CheckpointError if a main parameter differs from its weight.
         """
         value = self._paste(key, offset, shape)
         parameter, state = split_key(key)
@@ -252,16 +255,19 @@ class PieceTable:
         weight = self._paste(parameter, offset, shape)
         if not is_bitwise_equal(value.to(weight.dtype), weight):
             raise CheckpointError(
-                f"{self._where}: the main parameter of {parameter} at {offset} is not the stored weight, so the "
-                "optimizer state is that of other parameters. Either Megatron-core wrote it wrongly (its "
-                "fully_reshardable form, up to 0.19.2, where buckets end in padding), or flat buffers were filled by "
-                "other arguments than the stored ones. Take the weights alone (--no-optim of convert.py, "
-                "--no-load-optim of a run), or another save of that run (--ckpt-format torch, or torch_dist without "
-                "--dist-ckpt-optim-fully-reshardable)"
+                f"{self._where}: the main parameter of {parameter} at {offset} is not the stored "
+                "weight, so the optimizer state is that of other parameters. Either "
+                "Megatron-core wrote it wrongly (its fully_reshardable form, up to 0.19.2, where "
+                "buckets end in padding), or flat buffers were filled by other arguments than "
+                "the stored ones. Take the weights alone (--no-optim of convert.py, "
+                "--no-load-optim of a run), or another save of that run (--ckpt-format torch, or "
+                "torch_dist without --dist-ckpt-optim-fully-reshardable)"
             )
         return value
 
     def _paste(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return the box, assembled from all pieces that overlap it."""
+        dtype = self.tensors[key].dtype
         whole: torch.Tensor | None = None
         found = 0
         for piece, read in self._pieces[key].items():
@@ -269,15 +275,15 @@ class PieceTable:
             if common is None:
                 continue
             part = read(common.in_first, common.shape)
-            # Most boxes lie within one piece, and need no copy.
-            if common.shape == shape:
+            if common.shape == shape:  # most boxes are inside one piece and need no copy
                 return part
             if whole is None:
-                whole = torch.empty(shape, dtype=self.tensors[key].dtype)
+                whole = torch.empty(shape, dtype=dtype)
             narrow(whole, common.in_second, common.shape).copy_(part)
             found += part.numel()
         if found != math.prod(shape):
             raise ValueError(
-                f"{key}: of the box at {offset} of shape {shape} the files hold {found} of {math.prod(shape)} elements"
+                f"{key}: of the box at {offset} of shape {shape} the files hold {found} of "
+                f"{math.prod(shape)} elements"
             )
-        return torch.empty(shape, dtype=self.tensors[key].dtype) if whole is None else whole
+        return torch.empty(shape, dtype=dtype) if whole is None else whole

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron.conversion.convert import load_from_source
 from megatron.conversion.formats import is_extra_state
+from megatron.conversion.loading import load_from_source
 from megatron.conversion.megatron_lm.torch_dist import RunCheckpoint
 from megatron.conversion.model_space.source import Source, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject

@@ -212,7 +212,7 @@ def test_a_directory_of_another_format_than_told_is_named(tmp_path):
     first_checkpoint(tmp_path / "run")
     for loader in ("legacy", "universal"):
         with pytest.raises(
-            ValueError, match="is no (legacy|DeepSpeed universal) checkpoint: it has no"
+            ValueError, match="is not a (legacy|DeepSpeed universal) checkpoint: it has no"
         ):
             convert(tmp_path / "run" / "iter_0000007", tmp_path / "out", "hf", loader=loader)
 

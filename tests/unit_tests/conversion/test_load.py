@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.conversion.convert import load_from_source
+from megatron.conversion.loading import load_from_source
 from megatron.core.dist_checkpointing import ShardedTensor
 from tests.support.memory_source import GPT_ARGS, random_source
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.conversion.convert import convert, load_from_source, open_checkpoint
+from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.loading import load_from_source
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import Layout

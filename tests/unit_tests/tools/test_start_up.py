@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.conversion.convert import READERS, WRITERS
-from megatron.conversion.deepspeed import files
+from megatron.conversion.deepspeed import names
 from megatron.conversion.formats import FORMATS
 from megatron.conversion.options import UNIVERSAL_STYLES
 from megatron.core import dist_checkpointing
@@ -81,7 +81,7 @@ def test_other_formats_need_torch():
 
 
 def test_choices_are_those_of_the_tables():
-    assert [*READERS] == [*WRITERS] == [*FORMATS] and [*files.STYLES] == [*UNIVERSAL_STYLES]
+    assert [*READERS] == [*WRITERS] == [*FORMATS] and [*names.STYLES] == [*UNIVERSAL_STYLES]
 
 
 def test_sizes_of_dtypes_follow_from_their_names():

@@ -431,7 +431,7 @@ def test_damaged_directories(written: Path, tmp_path: Path) -> None:
     (written / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(ValueError, match="it has no mp_rank_00_model_states.pt"):
         opened(written)
-    with pytest.raises(ValueError, match="is no DeepSpeed universal checkpoint"):
+    with pytest.raises(ValueError, match="is not a DeepSpeed universal checkpoint"):
         opened(tmp_path)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.megatron_lm.args import read_arguments
@@ -167,7 +168,7 @@ def test_plain_dcp_reads_what_we_write(tmp_path):
     write_torch_dist(source, tmp_path / "out", files=3)
     expected = read_all(source)
     state = {key: torch.empty_like(value) for key, value in expected.items()}
-    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "out")
+    dcp.load(state, checkpoint_id=tmp_path / "out")
     assert_same(state, expected)
 
 
@@ -280,7 +281,11 @@ def test_a_step_of_a_tensor_is_a_number(tmp_path: Path) -> None:
             torch.tensor(1.0),
             r"has \[\] as embedding\.word_embeddings\.weight",
         ),
-        ("decoder.layers.mlp.linear_fc1.weight", torch.tensor(1.0), "the arguments say 2 layers"),
+        (
+            "decoder.layers.mlp.linear_fc1.weight",
+            torch.tensor(1.0),
+            "the arguments specify 2 layers",
+        ),
         (
             "optimizer.state.step.output_layer.weight",
             torch.ones(67, 32),

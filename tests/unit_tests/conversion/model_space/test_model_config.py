@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron.conversion.deepspeed.files import parts_without_place
+from megatron.conversion.deepspeed.training_state import list_unsupported_parts
 from megatron.conversion.model_space.model import (
     Layout,
     model_config,
@@ -200,7 +200,7 @@ def test_what_megatron_deepspeed_lacks_is_not_written_as_its_model(option: str) 
     with pytest.raises(
         ValueError, match=f"--{option.replace('_', '-')}: Megatron-DeepSpeed has no such model"
     ):
-        parts_without_place(config)
+        list_unsupported_parts(config)
 
 
 @pytest.mark.parametrize(

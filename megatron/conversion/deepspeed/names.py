@@ -1,0 +1,145 @@
+"""Names of parameters in universal checkpoints.
+
+There are three styles, those of the programs that train them. A pipeline numbers its stages:
+Megatron-DeepSpeed has 0 cast, 1 embedding, 2.. layers, final norm, head; BigScience's fork (BLOOM)
+has two transpositions around the layers. Without a pipeline the names are those of the module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Names within a layer and within the embedding: model space -> universal.
+_IN_LAYER = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.linear_qkv.": "self_attention.query_key_value.",
+    "self_attention.q_layernorm.": "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.": "self_attention.k_layernorm.",
+    "self_attention.linear_proj.": "self_attention.dense.",
+    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
+    "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
+}
+_IN_EMBEDDING = {
+    "embedding.word_embeddings.": "word_embeddings.",
+    "embedding.position_embeddings.": "position_embeddings.",
+    "embedding.word_embeddings_layernorm.": "word_embeddings.norm.",
+}
+_FINAL_NORM = "decoder.final_layernorm."
+_HEAD = "output_layer.weight"
+_KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias)")
+
+
+class Style(NamedTuple):
+    """Naming scheme of a program; `{n}` is the number of a layer or of a stage after the layers."""
+
+    first_layer: int  # number of layer 0
+    gap: int  # numbers without parameters between the last layer and the final norm
+    tied_embedding: str = "tied_modules.embed."
+    untied_embedding: str = "1."
+    layer: str = "{n}."
+    final_norm: str = "{n}."
+    head: str = "{n}.lm_head.weight"
+
+    def make_name(self, key: str, num_layers: int, tied: bool) -> str:
+        """Return the universal name of model-space `key`.
+
+        Raises ValueError for a tensor that these programs do not have.
+        """
+        end = self.first_layer + num_layers + self.gap
+        match = _KEY.fullmatch(key)
+        number, module, kind = match.groups() if match else (None, key, "")
+        if number is not None and module in _IN_LAYER:
+            layer = self.layer.format(n=self.first_layer + int(number))
+            return layer + _IN_LAYER[module] + kind
+        if module in _IN_EMBEDDING:
+            embedding = self.tied_embedding if tied else self.untied_embedding
+            return embedding + _IN_EMBEDDING[module] + kind
+        if module == _FINAL_NORM:
+            return self.final_norm.format(n=end) + kind
+        if key == _HEAD:
+            return self.head.format(n=end + 1)
+        raise ValueError(
+            f"universal checkpoints have no name for {key}, nor for any parameter of "
+            "--num-experts, --multi-latent-attention and norms after a block: write torch_dist, "
+            "legacy or hf"
+        )
+
+
+STYLES = {
+    "pipeline": Style(2, 0),
+    "bigscience": Style(3, 1),
+    "no-pipeline": Style(
+        0,
+        0,
+        "language_model.embedding.",
+        "language_model.embedding.",
+        "language_model.encoder.layers.{n}.",
+        "language_model.encoder.final_layernorm.",
+        "language_model.output_layer.weight",
+    ),
+}
+
+_FIRST_NORM = re.compile(r"(?:language_model\.encoder\.layers\.)?(\d+)\.input_layernorm\.weight")
+
+
+def map_to_model_space(names: Sequence[str], description: str) -> dict[str, str]:
+    """Return model-space key -> universal name.
+
+    Layers are counted from the smallest number that has an input norm. Raises ValueError for names
+    of another kind of model, and for layers with gaps.
+    """
+    plain = {name: name.removeprefix("module.") for name in names}
+
+    # Layer numbers.
+    layers = set()
+    for name in plain.values():
+        match = _FIRST_NORM.fullmatch(name)
+        if match is not None:
+            layers.add(int(match[1]))
+    if not layers:
+        raise ValueError(
+            f"{description} has no layers with the names of Megatron-DeepSpeed "
+            "(N.input_layernorm.weight)"
+        )
+    first = min(layers)
+    if layers != set(range(first, first + len(layers))):
+        raise ValueError(
+            f"{description}: layers {sorted(layers)} have gaps: the directory is incomplete"
+        )
+
+    # Every name that any style gives to a parameter.
+    known: dict[str, str] = {}
+    for style in STYLES.values():
+        shifted = style._replace(first_layer=first)
+        for tied in (True, False):
+            for key in _list_keys(len(layers)):
+                known[shifted.make_name(key, len(layers), tied)] = key
+
+    unknown = [name for name in names if plain[name] not in known]
+    if unknown:
+        raise ValueError(
+            f"{description}: {', '.join(unknown)} are not parameters of a GPT that is supported "
+            "here"
+        )
+    found = {known[plain[name]]: name for name in names}
+    duplicates = [name for name in names if found[known[plain[name]]] != name]
+    if duplicates:
+        raise ValueError(
+            f"{description}: {', '.join(duplicates)} and other names are the same parameters of a "
+            "GPT"
+        )
+    return found
+
+
+def _list_keys(num_layers: int) -> list[str]:
+    """Return every model-space key that universal checkpoints have a name for."""
+    modules = [*_IN_EMBEDDING, _FINAL_NORM]
+    for layer in range(num_layers):
+        modules += [f"decoder.layers.{layer}.{module}" for module in _IN_LAYER]
+    keys = [_HEAD]
+    for module in modules:
+        keys += [f"{module}weight", f"{module}bias"]
+    return keys

@@ -1,0 +1,286 @@
+"""Arguments and training state of DeepSpeed's programs, converted to ours and back.
+
+Megatron-DeepSpeed and BigScience's fork descend from older Megatron-LM: most of their arguments have
+the same names, a few differ or are missing, and a few describe models that are not supported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.conversion.model_space.source import (
+    TrainingState,
+    plain_args,
+    plain_numbers,
+    refuse_other_models,
+)
+from megatron.core.dist_checkpointing.format.safe_globals import Placeholder
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Their argument -> the supported values.
+_REQUIRED = {
+    "apply_residual_connection_post_layernorm": (False, None),
+    "glu_activation": (None,),
+    "num_experts": ([1], None),
+    "onnx_safe": (None,),
+}
+# The change of Megatron-DeepSpeed that brought blocks of q, k and v also brought this option.
+BLOCKS_MARK = "ds_sequence_parallel_fpdt"
+_RENAMED = {
+    "layernorm_epsilon": "norm_epsilon",
+    "embed_layernorm": "embedding_layernorm",
+    "rope_theta": "rotary_base",
+}
+_NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+_POSITION_TYPES = {
+    1: "rope",
+    2: "learned_absolute",
+    3: "alibi",
+}  # PositionEmbeddingType of BigScience's fork
+_SCHEDULE = (
+    "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "start_wd", "end_wd",
+    "wd_incr_style", "wd_incr_steps", "init_lr", "wsd_decay_steps", "wsd_decay_style",
+)  # fmt: skip
+_RENAMED_SCHEDULE = {name: f"lr_{name}" for name in ("warmup_steps", "decay_steps", "decay_style")}
+_BY_TOKENS = ("lr_decay_tokens", "decay_tokens")
+
+
+# ---- Arguments ----
+
+
+def read_args(namespace: Mapping[str, Any], description: str) -> dict[str, Any]:
+    """Return their arguments under our names, without values that are not plain data."""
+    refuse_other_models(namespace, _REQUIRED, description)
+    args = {_RENAMED.get(name, name): value for name, value in plain_args(namespace).items()}
+    args["num_experts"] = None  # their [1] is Megatron-LM's None
+    args["position_embedding_type"] = _read_position_type(namespace)
+    normalization = args.get("normalization", "layernorm")
+    args["normalization"] = _NORMS.get(normalization, normalization)
+    if args.get("num_key_value_heads") is not None:
+        args["num_query_groups"] = args["num_key_value_heads"]
+        args["group_query_attention"] = args["num_query_groups"] != args.get("num_attention_heads")
+    return args
+
+
+def _read_position_type(namespace: Mapping[str, Any]) -> str:
+    kind = namespace.get("position_embedding_type")
+    if isinstance(kind, Placeholder):  # an enum of BigScience's fork
+        if kind.args not in [(number,) for number in _POSITION_TYPES]:
+            raise ValueError(f"position_embedding_type {kind} is not supported")
+        return _POSITION_TYPES[kind.args[0]]
+    if kind is not None:
+        return str(kind)
+    if namespace.get("use_rotary_position_embeddings"):
+        return "rope"
+    return "learned_absolute" if namespace.get("add_position_embedding", True) else "none"
+
+
+def build_args(
+    config: TransformerConfig, args: Mapping[str, Any], training: TrainingState, blocks: int | None
+) -> argparse.Namespace:
+    """Return all arguments under our names and under theirs.
+
+    They include the consumed samples, without which their data would start over. `blocks` is the
+    number of [q; k; v] blocks, if any; they are marked as their writers do.
+    """
+    position = config.position_embedding_type
+    norms = {ours: theirs for theirs, ours in _NORMS.items()}
+    theirs: dict[str, Any] = {
+        "num_key_value_heads": config.query_groups,
+        "add_position_embedding": position == "learned_absolute",
+        "use_rotary_position_embeddings": position == "rope",
+        "rope_theta": config.rotary_base,
+        "normalization": norms[config.normalization],
+        "layernorm_epsilon": config.norm_epsilon,
+        "embed_layernorm": config.embedding_layernorm,
+        "tensor_model_parallel_size": blocks or 1,
+        "pipeline_model_parallel_size": 1,
+        "iteration": training.iteration,
+        "consumed_train_samples": training.consumed_train_samples,
+        "consumed_valid_samples": training.consumed_valid_samples,
+    }
+    if args.get("vocab_size") is not None:
+        # The tokenizer's size; the model's is recorded with the vocabulary.
+        theirs["vocab_size"] = args["vocab_size"]
+    result = {**plain_args(args), **dataclasses.asdict(config), **theirs}
+    result.pop(BLOCKS_MARK, None)  # of the source
+    if blocks:
+        result[BLOCKS_MARK] = False
+    return argparse.Namespace(**result)
+
+
+_WITHOUT_FORM = (
+    "quick_geglu", "geglu", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "norm_placement",
+    "qk_layernorm_across_heads", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
+    "scale_embeddings", "window_attn_skip_freq", "softmax_type",
+)  # fmt: skip
+
+
+def list_unsupported_parts(config: TransformerConfig) -> list[str]:
+    """Return a line for each part of the model that their programs lack.
+
+    The files contain these parts, but only a reader that knows them computes the same. Raises
+    ValueError if the files cannot represent the model.
+    """
+    defaults = TransformerConfig.__dataclass_fields__
+    for name in _WITHOUT_FORM:
+        if getattr(config, name) != defaults[name].default:
+            raise ValueError(
+                f"--{name.replace('_', '-')}: Megatron-DeepSpeed has no such model to write this "
+                "one as"
+            )
+    has_rope = config.position_embedding_type == "rope"
+    parts = {
+        "window_size": config.window_size is not None,
+        "use_rope_scaling": config.use_rope_scaling,
+        "rope_type": has_rope and config.rope_type == "yarn",
+        "qk_layernorm": config.qk_layernorm,
+        "add_qkv_bias": config.has_qkv_bias and not config.add_bias_linear,
+    }
+    note = "Megatron-DeepSpeed has no such model; other readers need to know"
+    return [f"{name}: {note}" for name, is_used in parts.items() if is_used]
+
+
+# ---- Training state ----
+
+
+def read_training(
+    state: Mapping[str, Any],
+    optimizer: Mapping[str, Any] | None,
+    step: int,
+    args: Mapping[str, Any],
+) -> TrainingState:
+    """Return the training state.
+
+    It comes from a model-state file, `optimizer_state.pt` (missing in BLOOM-era directories) and
+    Adam's step.
+    """
+    scheduler = _read_scheduler(state.get("lr_scheduler"), args)
+    samples = args.get("consumed_train_samples") or state.get("global_samples") or 0
+    operations = state.get("num_floating_point_operations_so_far") or 0.0
+    groups = state.get("megatron_param_groups")
+    return TrainingState(
+        iteration=state.get("iteration") or state.get("global_steps") or 0,
+        consumed_train_samples=samples,
+        consumed_valid_samples=args.get("consumed_valid_samples") or 0,
+        num_floating_point_operations_so_far=float(operations),
+        grad_scaler=plain_numbers(state.get("grad_scaler") or {}) or None,
+        param_groups=groups or _read_groups(optimizer, scheduler, step, args),
+        scheduler=scheduler,
+    )
+
+
+def _read_scheduler(
+    state: Mapping[str, Any] | None, args: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return Megatron-LM's schedule, or None for one that counts tokens (see `list_lost_state`)."""
+    if not state or any(state.get(name) for name in _BY_TOKENS):
+        return None
+    stored = {_RENAMED_SCHEDULE.get(name, name): value for name, value in state.items()}
+    # BigScience's fork has no schedule for the weight decay.
+    weight_decay = args.get("weight_decay", 0.0)
+    schedule = {
+        "start_wd": weight_decay,
+        "end_wd": weight_decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": stored.get("lr_decay_steps"),
+    }
+    schedule |= stored
+    return {name: schedule[name] for name in _SCHEDULE if name in schedule}
+
+
+def _read_groups(
+    optimizer: Mapping[str, Any] | None,
+    scheduler: Mapping[str, Any] | None,
+    step: int,
+    args: Mapping[str, Any],
+) -> list[dict[str, Any]] | None:
+    """Return Megatron-LM's two groups, with and without weight decay.
+
+    BigScience's fork splits the first one in two. Values that the groups lack come from the schedule
+    and the arguments.
+    """
+    if optimizer is None and "lr" not in args:
+        return None
+    schedule = scheduler or {}
+    stored = [] if optimizer is None else list(optimizer["param_groups"])
+    defaults = {
+        "lr": args.get("lr"),
+        "betas": (args.get("adam_beta1", 0.9), args.get("adam_beta2", 0.999)),
+        "eps": args.get("adam_eps", 1e-8),
+        "weight_decay": schedule.get("end_wd", args.get("weight_decay", 0.01)),
+        "lr_mult": 1.0,
+    }
+    result = []
+    for decays in (True, False):
+        matching = [group for group in stored if _has_weight_decay(group) == decays]
+        known = matching[0] if matching else {}
+        group: dict[str, Any] = {
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "bias_correction": True,
+            "step": step,
+            "max_lr": schedule.get("max_lr", args.get("lr")),
+            "min_lr": schedule.get("min_lr", args.get("min_lr")),
+        }
+        group |= {name: known.get(name, value) for name, value in defaults.items()}
+        group["betas"] = tuple(group["betas"])
+        if not decays:
+            group["weight_decay"] = 0.0
+        group["wd_mult"] = float(decays)
+        result.append(group)
+    return result
+
+
+def _has_weight_decay(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("wd_mult", 1.0) and group.get("weight_decay"))
+
+
+def build_groups(training: TrainingState, counts: tuple[int, int]) -> list[dict[str, Any]]:
+    """Return DeepSpeed's parameter groups, `counts` of them with and without weight decay.
+
+    Its loader copies every key.
+    """
+    copied = ("lr", "betas", "eps", "weight_decay", "lr_mult")
+    result = []
+    for index in range(sum(counts)):
+        is_decayed = index < counts[0]
+        group: dict[str, Any] = {
+            "name": "wd_no_scale_lr" if is_decayed else "no_wd_no_scale_lr",
+            "wd_mult": float(is_decayed),
+            "lr_mult": 1.0,
+        }
+        for known in training.param_groups or []:
+            if bool(known.get("wd_mult", 1.0)) == is_decayed:
+                group |= {name: known[name] for name in copied if known.get(name) is not None}
+        group["params"] = [index]
+        result.append(group)
+    return result
+
+
+def build_scheduler(
+    training: TrainingState, tokens: int, bigscience: bool
+) -> dict[str, Any] | None:
+    """Return the schedule with the token counts of Megatron-LM's descendants.
+
+    BigScience's fork uses older names.
+    """
+    if training.scheduler is None:
+        return None
+    state = {name: training.scheduler[name] for name in _SCHEDULE if name in training.scheduler}
+    if bigscience:
+        older = {new: name for name, new in _RENAMED_SCHEDULE.items()}
+        state = {older.get(name, name): value for name, value in state.items()}
+        return state | {"warmup_tokens": 0, "num_tokens": tokens}
+    return state | {"lr_warmup_tokens": None, "num_tokens": tokens, "lr_decay_tokens": None}
+
+
+def list_lost_state(state: Mapping[str, Any]) -> list[str]:
+    """Return the names of state in a model-state file that a `Source` cannot hold."""
+    names = ("rng_state", "random_rng_state", "data_sampler", "random_ltd")
+    lost = [name for name in names if state.get(name)]
+    scheduler = state.get("lr_scheduler") or {}
+    return lost + [f"lr_scheduler.{name}" for name in _BY_TOKENS if scheduler.get(name)]
