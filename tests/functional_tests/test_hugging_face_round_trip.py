@@ -1,6 +1,4 @@
-"""From training to transformers and back: the same next tokens, and a fine-tune that starts at the
-same loss.
-"""
+"""From training to transformers and back: same next tokens, and same loss of a fine-tune."""
 
 import json
 import shlex
@@ -27,7 +25,7 @@ SAVED_BY = {"llama": "tp2_pp2", "gpt2": "dp2_distributed_optimizer"}
 
 @pytest.fixture(scope="module", params=MODELS)
 def trained(request, pool, tmp_path_factory):
-    """Name of the model, the run's directory and the model's."""
+    """Return the name of the model, the directory of the run, and that of its export."""
     root = tmp_path_factory.mktemp(request.param)
     world_size, layout = LAYOUTS[SAVED_BY[request.param]]
     pool.run(train, world_size, f"{RUN} {MODELS[request.param]} {layout} --save {root / 'run'}")
@@ -36,9 +34,7 @@ def trained(request, pool, tmp_path_factory):
 
 
 def generate(rank, world_size, flags):
-    """Greedy continuations of the prompts by the training program's own model, and the logits of
-    their last tokens.
-    """
+    """Return greedy continuations of the prompts by our model, and the logits of the last tokens."""
     config = parse_args(shlex.split(COMMON + flags), world_size)
     run = pretrain(config, model_provider, datasets_provider, forward_step)
     (model,) = run.chunks
@@ -110,7 +106,7 @@ def truncated_weights(directory):
 
 @pytest.mark.parametrize("damage", [truncated_config, unknown_field, truncated_weights])
 def test_damaged_model_is_rejected(pool, trained, tmp_path, damage):
-    """Not even beside --save, where a directory without a checkpoint means a new run."""
+    """It is not taken for an empty --save directory, which would start a new run."""
     model, _, hf = trained
     shutil.copytree(hf, tmp_path / "hf")
     reason = damage(tmp_path / "hf")
@@ -121,9 +117,7 @@ def test_damaged_model_is_rejected(pool, trained, tmp_path, damage):
 
 
 def test_fine_tuning_ignores_the_sidecar(pool, trained, tmp_path):
-    """The weights may have been changed since: it belongs to a run that goes on, which then is
-    told.
-    """
+    """The weights may have changed since the export: the sidecar serves runs that continue."""
     model, run, hf = trained
     convert(run, tmp_path / "hf", "hf", options=WriteOptions(optim_sidecar=True))
     path = tmp_path / "hf/model.safetensors"

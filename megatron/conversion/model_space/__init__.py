@@ -1,1 +1,1 @@
-"""A checkpoint of any format as named global tensors, and what a model and a layout need of them."""
+"""A checkpoint of any format as named global tensors, and the parts that models and layouts need."""

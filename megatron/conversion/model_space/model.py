@@ -455,15 +455,17 @@ def _arrange_as_modules(
 
 
 def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParameter:
+    """Return the share of a replicated parameter's rows that local modules give to one of `size`."""
     if parameter.shape[0] % size:
         raise ValueError(
-            f"{parameter.key} has {parameter.shape[0]} rows, which {size} ranks cannot split evenly as Megatron-core's "
-            "local modules do: give --target-transformer-impl transformer_engine, or another tensor-parallel size"
+            f"{parameter.key} has {parameter.shape[0]} rows, which {size} ranks cannot split evenly "
+            "as Megatron-core's local modules do: give --target-transformer-impl "
+            "transformer_engine, or another tensor-parallel size"
         )
-    (box,), shape = parameter.boxes, (parameter.shape[0] // size, *parameter.shape[1:])
-    return replace(
-        parameter, shape=shape, boxes=(replace(box, offset=(rank * shape[0], 0), shape=shape),)
-    )
+    (box,) = parameter.boxes
+    shape = (parameter.shape[0] // size, *parameter.shape[1:])
+    share = replace(box, offset=(rank * shape[0], 0), shape=shape)
+    return replace(parameter, shape=shape, boxes=(share,))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""Families of models: what transformers saves computes the same here, and what we write computes
-the same there.
-"""
+"""Models of transformers compute the same here, and exported models compute the same there."""
 
 import dataclasses
 import json
@@ -21,20 +19,43 @@ from megatron.core.models import GPTModel
 from tests.support.memory_source import random_source
 
 SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32, "num_experts_per_tok": 2, "initializer_range": 0.2,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
 QWEN = SIZES | {"moe_intermediate_size": 20, "num_experts": 4}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8, "beta_fast": 1.5,
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 1.5,
     "beta_slow": 0.25,
-}  # fmt: skip
+}
 LATENT = SIZES | {
-    "num_key_value_heads": 4, "moe_intermediate_size": 20, "n_routed_experts": 8, "n_shared_experts": 2,
-    "first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
-    "v_head_dim": 12, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.0,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.0,
+}
 WHOLE_QUERIES = {
     "q_lora_rank": None,
     "v_head_dim": 20,
@@ -93,7 +114,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model of each kind as transformers saves it, and its logits."""
+    """Save a model of each kind with transformers, and compute its logits."""
     result = {}
     tokens = torch.randint(0, 96, (2, 32), generator=torch.Generator().manual_seed(5))
     for name, config in MODELS.items():
@@ -135,7 +156,7 @@ def logits_of(source, tokens):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_transformers(saved, name):
+def test_logits_equal_transformers(saved, name):
     tokens, models = saved
     directory, _, expected = models[name]
     source = open_checkpoint(directory)
@@ -146,8 +167,11 @@ def test_logits_of_transformers(saved, name):
 @pytest.mark.parametrize(
     "name", [name for name in MODELS if not name.startswith(("mixtral", "qwen"))]
 )
-def test_gradients_of_transformers(saved, tmp_path, name):
-    """Of every parameter; those of transformers are read as if they were a model's weights."""
+def test_gradients_equal_transformers(saved, tmp_path, name):
+    """Compare the gradient of every parameter.
+
+    Those of transformers are read as if they were the weights of a model.
+    """
     tokens, models = saved
     directory, theirs, _ = models[name]
     theirs.zero_grad()
@@ -174,10 +198,8 @@ def test_gradients_of_transformers(saved, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_there_and_back(saved, tmp_path, name):
-    """To torch_dist and legacy files, and to a directory that transformers loads: the same weights
-    bit for bit.
-    """
+def test_conversion_chain_keeps_weights_bitwise(saved, tmp_path, name):
+    """Convert to torch_dist and legacy files, and to a directory that transformers loads."""
     tokens, models = saved
     directory, _, expected = models[name]
     source = open_checkpoint(directory)
@@ -205,8 +227,8 @@ def test_there_and_back(saved, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-def test_experts_in_one_tensor(saved, tmp_path, name):
-    """As transformers 5 has them in memory: a tensor for each projection of all experts."""
+def test_fused_experts_are_read(saved, tmp_path, name):
+    """Read experts as transformers 5 has them in memory: one tensor per projection."""
     _, models = saved
     directory, model, _ = models[name]
     save_file(
@@ -226,7 +248,7 @@ def test_experts_in_one_tensor(saved, tmp_path, name):
     assert torch.equal(read_whole(source, key)[1:3, 3:-1, 2:9], fused.read(key, *box))
 
 
-def test_universal_checkpoints_have_no_experts(saved, tmp_path):
+def test_experts_cannot_be_written_as_universal(saved, tmp_path):
     _, models = saved
     with pytest.raises(
         ValueError, match="universal checkpoints have no name for decoder.* of --num-experts"
@@ -235,7 +257,7 @@ def test_universal_checkpoints_have_no_experts(saved, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_family_cannot_express(saved, tmp_path):
+def test_families_refuse_models_they_cannot_express(saved, tmp_path):
     _, models = saved
     directory = models["mixtral"][0]
     config = model_config(open_checkpoint(directory).args, 96, "a model")
@@ -258,10 +280,8 @@ def test_what_a_family_cannot_express(saved, tmp_path):
             open_checkpoint(tmp_path)
 
 
-def test_biases_of_experts_are_not_lost(saved, tmp_path):
-    """Qwen3-MoE has none, whatever its attention has: other models are refused before anything is
-    written.
-    """
+def test_biases_without_a_place_must_be_zero(saved, tmp_path):
+    """Qwen3-MoE has no biases outside attention: other models are refused before writing."""
     _, models = saved
     args = open_checkpoint(models["qwen3_moe"][0]).args | {"add_bias_linear": True}
     source = random_source(args, 96, optimizer=False)
@@ -289,8 +309,8 @@ def test_biases_of_experts_are_not_lost(saved, tmp_path):
 @pytest.mark.parametrize(
     "name", ["self_attn.q_proj.bias", "mlp.router.bias", "mlp.experts.gate_up_proj_bias"]
 )
-def test_biases_that_a_model_always_has_are_not_zero(saved, tmp_path, name):
-    """gpt-oss has no switch for them, though its config.json may lack the one of other families."""
+def test_missing_biases_of_gpt_oss_are_refused(saved, tmp_path, name):
+    """gpt-oss always has biases, even if config.json lacks the switch of other families."""
     _, models = saved
     directory = models["gpt_oss"][0]
     key = f"model.layers.1.{name}"
@@ -304,10 +324,8 @@ def test_biases_that_a_model_always_has_are_not_zero(saved, tmp_path, name):
         open_checkpoint(tmp_path)
 
 
-def test_the_bias_that_follows_the_load_stays_in_full_precision(saved, tmp_path):
-    """Rounded, it would choose other experts. It has no optimizer state, and the sidecar asks for
-    none.
-    """
+def test_router_bias_stays_in_full_precision(saved, tmp_path):
+    """A rounded bias would choose other experts. It has no optimizer state."""
     _, models = saved
     source = random_source(open_checkpoint(models["deepseek_v3"][0]).args, 96)
     bias = "decoder.layers.1.mlp.router.expert_bias"

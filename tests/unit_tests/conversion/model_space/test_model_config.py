@@ -1,4 +1,4 @@
-"""The model that arguments describe: its tensors, and when two spellings are the same model."""
+"""The model that arguments describe: its tensors, and spellings of the same model."""
 
 import dataclasses
 
@@ -66,7 +66,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tensors_of_a_model(name: str) -> None:
+def test_tensors_of_models(name: str) -> None:
     args, layer, others = MODELS[name]
     expected = others | {
         f"decoder.layers.{i}.{key}": shape for i in range(2) for key, shape in layer.items()
@@ -75,7 +75,7 @@ def test_tensors_of_a_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("args", [LLAMA_ARGS, BLOOM_ARGS, GPT_ARGS | {"qk_layernorm": True}])
-def test_one_layer_stands_for_all(args: dict) -> None:
+def test_layers_of_a_kind_have_the_same_parameters(args: dict) -> None:
     config = model_config(args, 67, "test")
     state = GPTModel(config).sharded_state_dict()
     assert list(model_tensors(config).items()) == [
@@ -83,7 +83,7 @@ def test_one_layer_stands_for_all(args: dict) -> None:
     ]
 
 
-def test_sizes_that_no_model_has() -> None:
+def test_impossible_sizes_are_refused() -> None:
     huge = {
         "hidden_size": 2**31 - 1,
         "num_attention_heads": 1,
@@ -94,10 +94,8 @@ def test_sizes_that_no_model_has() -> None:
         model_tensors(model_config(GPT_ARGS | huge, 2**31 - 1, "demo"))
 
 
-def test_a_parameter_says_how_it_is_split() -> None:
-    """Over tensor parallelism and into optimizer groups, as DeepSpeed's files and Megatron-LM's
-    buffers need it.
-    """
+def test_sharding_of_parameters() -> None:
+    """Compare with the rules of DeepSpeed's and Megatron-LM's files."""
     parameters = model_parameters(model_config(LLAMA_ARGS | {"num_layers": 1}, 67, "test"))
     layer = {p.name.removeprefix("decoder.layers.0."): p for p in parameters}
     assert {name: layer[name].info.sharding.dim for name in LLAMA_LAYER} == {
@@ -115,10 +113,8 @@ def test_a_parameter_says_how_it_is_split() -> None:
     assert vocabulary == {"embedding.word_embeddings.weight", "output_layer.weight"}
 
 
-def test_every_field_of_the_model_says_what_it_decides() -> None:
-    """A field that decides nothing changes neither the weights nor what they compute once they are
-    trained.
-    """
+def test_every_field_declares_its_effect() -> None:
+    """Fields without effect change neither the weights nor the logits."""
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert names - {field.name for field in select_architecture_fields()} == {
         "vocab_size",  # the tokenizer's, or the rows of the stored embedding
@@ -166,7 +162,7 @@ def test_every_field_of_the_model_says_what_it_decides() -> None:
     }
 
 
-def test_spelling_does_not_matter() -> None:
+def test_spellings_of_the_same_model_are_equal() -> None:
     def same(a: dict, b: dict) -> bool:
         return compute_model_signature(model_config(a, 67, "a")) == compute_model_signature(
             model_config(b, 67, "b")
@@ -184,7 +180,7 @@ def test_spelling_does_not_matter() -> None:
     assert same(GPT_ARGS, GPT_ARGS | {"bias_gelu_fusion": False, "openai_gelu": True})
 
 
-def test_missing_arguments_are_asked_for() -> None:
+def test_missing_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="demo lacks hidden_size: give --hidden-size"):
         model_config({"num_layers": 2, "num_attention_heads": 4}, 67, "demo")
     learned = {name: value for name, value in GPT_ARGS.items() if name != "max_position_embeddings"}
@@ -193,7 +189,7 @@ def test_missing_arguments_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("option", ["quick_geglu", "rotary_interleaved"])
-def test_what_megatron_deepspeed_lacks_is_not_written_as_its_model(option: str) -> None:
+def test_models_unknown_to_megatron_deepspeed_are_refused(option: str) -> None:
     config = model_config(
         LLAMA_ARGS | {"swiglu": option != "quick_geglu", option: True}, 67, "demo"
     )
@@ -214,8 +210,8 @@ def test_what_megatron_deepspeed_lacks_is_not_written_as_its_model(option: str) 
         {},
     ],
 )
-def test_splits_of_the_pipeline_are_in_the_arguments(splits: dict) -> None:
-    """Files that are cut by rank are read with the layout that their arguments record."""
+def test_uneven_pipeline_stages_are_in_the_arguments(splits: dict) -> None:
+    """Files per rank are read with the layout that their arguments record."""
     layout = Layout.of(6 if splits else 8, 2, 2, 2, splits)
     again = Layout.from_args(
         {"num_layers": sum(map(len, sum(layout.stages, ()))), **layout.arguments()}

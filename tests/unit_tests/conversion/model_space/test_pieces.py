@@ -1,4 +1,4 @@
-"""Row maps against the same thing written with views."""
+"""Row maps compared with the same operations on views."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[RowMap, list[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_both_directions(name: str) -> None:
+def test_row_maps_invert(name: str) -> None:
     row_map, stored, model = CASES[name]
     assert count_stored_rows(row_map) == [len(tensor) for tensor in stored]
 
@@ -56,8 +56,8 @@ def test_both_directions(name: str) -> None:
 
 @pytest.mark.parametrize("most", [1, 5, 7, 1000])
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_a_little_at_a_time(name: str, most: int) -> None:
-    """What a writer does: blocks of model rows, cut into runs of stored rows."""
+def test_blocks_of_rows_equal_the_whole(name: str, most: int) -> None:
+    """Write blocks of the model's rows, cut into runs of stored rows."""
     row_map, stored, model = CASES[name]
     written = [torch.full_like(tensor, torch.nan) for tensor in stored]
     for first in range(0, len(model), most):
@@ -70,6 +70,6 @@ def test_the_same_a_little_at_a_time(name: str, most: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(written, stored, strict=True))
 
 
-def test_blocks_must_divide() -> None:
+def test_blocks_must_divide_groups() -> None:
     with pytest.raises(ValueError, match="4 query groups do not divide into 3 blocks"):
         map_fused_qkv(8, 4, 3, 3)

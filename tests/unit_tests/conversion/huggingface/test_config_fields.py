@@ -22,17 +22,35 @@ from tests.unit_tests.conversion.huggingface.test_random_configs import (
 )
 
 SIZES = {
-    "vocab_size": 67, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32, "initializer_range": 0.2, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
 EXPERTS = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}
 DEEPSEEK = SIZES | {
-    "num_key_value_heads": 4, "moe_intermediate_size": 20, "n_routed_experts": 8, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
 YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "original_max_position_embeddings": 8}
 MOE_ARGS = LLAMA_ARGS | {
     "num_layers": 4,

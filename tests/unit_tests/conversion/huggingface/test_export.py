@@ -1,6 +1,4 @@
-"""What an export keeps: main parameters, the optimizer in its sidecar, tokenizers; and what it
-refuses.
-"""
+"""Exports: main parameters, the sidecar of the optimizer, tokenizers, and refused models."""
 
 import dataclasses
 import json
@@ -55,9 +53,7 @@ def assert_same_source(found: Source, wanted: Source) -> None:
 def test_sidecar_restores_everything(
     args: dict, precision: str, dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
-    """Whatever the dtype of the exported weights, the way back gives weights, optimizer and run to
-    the bit.
-    """
+    """Weights, optimizer and run come back bitwise, for any dtype of the exported weights."""
     source = random_source(args | {"bf16": precision == "bf16", "lr": 0.003})
     options = WriteOptions(optim_sidecar=True, dtype=dtype, max_shard_size=20_000)
     assert write_huggingface(source, tmp_path / "hf", options) == []
@@ -67,8 +63,8 @@ def test_sidecar_restores_everything(
     assert back.args.items() >= source.args.items()
 
 
-def test_sidecar_of_weights_that_are_their_own_main_parameters(tmp_path: Path) -> None:
-    """An fp32 run without main parameters, exported in bf16: the fp32 weights are kept beside."""
+def test_sidecar_keeps_fp32_weights_without_main_parameters(tmp_path: Path) -> None:
+    """An fp32 run without main parameters, exported in bf16, keeps its fp32 weights."""
     source = random_source(LLAMA_ARGS)
     source.values = {key: value for key, value in source.values.items() if "state.param" not in key}
     write_huggingface(
@@ -117,7 +113,7 @@ def test_incomplete_sidecar_is_refused(tmp_path: Path) -> None:
 
 
 def test_main_parameters_are_cast_once(tmp_path: Path) -> None:
-    """An fp32 export of a bf16 run has the fp32 main parameters, not the widened weights."""
+    """An fp32 export of a bf16 run contains the fp32 main parameters, not widened weights."""
     source = random_source(LLAMA_ARGS | {"bf16": True})
     lost = write_huggingface(source, tmp_path / "hf", WriteOptions(dtype=torch.float32))
     assert len(lost) == 1 and "--save-optim-sidecar" in lost[0]
@@ -140,8 +136,8 @@ def test_vocabulary_is_cropped(tmp_path: Path) -> None:
         write_huggingface(source, tmp_path / "more", WriteOptions(vocab_size=97))
 
 
-def test_more_files_than_can_be_open(tmp_path: Path) -> None:
-    """A large model in small shards: none is kept open."""
+def test_shards_may_exceed_the_limit_of_open_files(tmp_path: Path) -> None:
+    """Export a model in more shards than a process may have open."""
     source = random_source(LLAMA_ARGS, optimizer=False)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, limits[1]))
@@ -153,7 +149,7 @@ def test_more_files_than_can_be_open(tmp_path: Path) -> None:
     assert_same_source(HuggingFaceSource(tmp_path / "hf"), source)
 
 
-def test_files_are_readable_and_none_is_left_over(tmp_path: Path) -> None:
+def test_files_are_readable_and_temporary_files_are_removed(tmp_path: Path) -> None:
     write_huggingface(random_source(GPT_ARGS), tmp_path / "hf", SIDECAR)
     files = sorted(path for path in (tmp_path / "hf").rglob("*") if path.is_file())
     names = [str(path.relative_to(tmp_path / "hf")) for path in files]
@@ -184,9 +180,7 @@ def test_files_are_readable_and_none_is_left_over(tmp_path: Path) -> None:
         ({"window_size": (7, 2)}, r"no window_size = \(7, 2\)"),
     ],
 )
-def test_models_that_transformers_lacks_are_refused(
-    change: dict, reason: str, tmp_path: Path
-) -> None:
+def test_models_without_a_family_are_refused(change: dict, reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"none of the supported models .*{reason}"):
         write_huggingface(random_source(LLAMA_ARGS | change), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
@@ -209,9 +203,7 @@ def test_models_that_transformers_lacks_are_refused(
         ({"add_bias_linear": True, "use_rope_scaling": True}, "llama"),
     ],
 )
-def test_the_family_is_chosen_by_what_the_model_computes(
-    change: dict, family: str, tmp_path: Path
-) -> None:
+def test_family_is_chosen_by_the_model(change: dict, family: str, tmp_path: Path) -> None:
     source = random_source(LLAMA_ARGS | change, optimizer=False)
     write_huggingface(source, tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(
@@ -250,7 +242,7 @@ def test_incomplete_sources_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "hf").exists()
 
 
-def test_an_interrupted_export_is_no_model(tmp_path: Path) -> None:
+def test_interrupted_export_has_no_config(tmp_path: Path) -> None:
     class Failing(MemorySource):
         def read(self, key, offset, shape):
             if key.endswith("decoder.final_layernorm.weight"):
@@ -263,7 +255,7 @@ def test_an_interrupted_export_is_no_model(tmp_path: Path) -> None:
     assert list((tmp_path / "hf").iterdir()) == []
 
 
-def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
+def test_hugging_face_tokenizer_is_copied(tmp_path: Path) -> None:
     source = HuggingFaceSource(LLAMA_GOLDEN)
     write_huggingface(source, tmp_path / "hf", WriteOptions(trusted=(LLAMA_GOLDEN,)))
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
@@ -287,7 +279,9 @@ def test_hugging_face_tokenizer_travels_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_tokenizer_travels_along(prefix: bool, tmp_path: Path) -> None:
+def test_sentencepiece_tokenizer_splits_text_alike_in_transformers(
+    prefix: bool, tmp_path: Path
+) -> None:
     processor = train_sentencepiece(
         tmp_path,
         normalization_rule_name="identity",
@@ -318,7 +312,7 @@ def test_sentencepiece_tokenizer_travels_along(prefix: bool, tmp_path: Path) -> 
         assert tokenizer.decode(processor.encode(text)) == processor.decode(processor.encode(text))
 
 
-def test_a_normalizing_sentencepiece_model_is_named(tmp_path: Path) -> None:
+def test_normalizing_sentencepiece_model_is_reported(tmp_path: Path) -> None:
     processor = train_sentencepiece(tmp_path)
     args = LLAMA_ARGS | {"tokenizer_model": str(tmp_path / "t.model")}
     source = random_source(args, vocab_size=processor.vocab_size(), optimizer=False)
@@ -361,7 +355,7 @@ def train_sentencepiece(directory: Path, **options: Any) -> sentencepiece.Senten
     return sentencepiece.SentencePieceProcessor(model_file=str(directory / "t.model"))
 
 
-def test_gpt2_tokenizer_travels_along(tmp_path: Path) -> None:
+def test_gpt2_tokenizer_is_copied(tmp_path: Path) -> None:
     vocab = {"<|endoftext|>": 66} | {chr(97 + i): i for i in range(26)} | {"ab": 26}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")

@@ -1,4 +1,4 @@
-"""Directories as they are found on the hub, and directories that must be refused."""
+"""Imports of directories as found on the hub, and of directories that must be refused."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def gpt2(tmp_path: Path) -> Path:
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
-    """Change fields of config.json; None removes one."""
+    """Change fields of config.json; None removes a field."""
     config = json.loads((directory / "config.json").read_text()) | changes
     (directory / "config.json").write_text(
         json.dumps({k: v for k, v in config.items() if v is not None})
@@ -52,9 +52,7 @@ def edit_weights(directory: Path, rename: Any = None, **changes: torch.Tensor) -
 
 
 def test_names_without_prefix_and_buffers(gpt2: Path) -> None:
-    """The original GPT-2 on the hub: names of the base model, masks stored as buffers, a copy of
-    the tied head.
-    """
+    """Read the original GPT-2: names without prefix, masks as buffers, a copy of the tied head."""
     whole = read_whole(HuggingFaceSource(gpt2), "decoder.layers.1.mlp.linear_fc1.weight")
     embedding = load_file(gpt2 / "model.safetensors")["transformer.wte.weight"]
     extra = {
@@ -84,7 +82,7 @@ def test_names_without_prefix_and_buffers(gpt2: Path) -> None:
         HuggingFaceSource(gpt2)
 
 
-def test_weights_of_old_repositories(gpt2: Path) -> None:
+def test_pytorch_model_bin_is_read(gpt2: Path) -> None:
     source = HuggingFaceSource(gpt2)
     expected = {key: read_whole(source, key) for key in source.tensors}
     torch.save(load_file(gpt2 / "model.safetensors"), gpt2 / "pytorch_model.bin")
@@ -107,7 +105,7 @@ def test_a_pickle_that_runs_code_is_refused(gpt2: Path) -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3"])
 def test_attention_bias_without_mlp_bias(family: str, tmp_path: Path) -> None:
-    """The model has both biases or none: the missing ones are zero, and can be left out again."""
+    """The model has both biases or none: missing biases are zero."""
     fields = {
         "vocab_size": 67,
         "hidden_size": 32,
@@ -144,7 +142,7 @@ def test_attention_bias_without_mlp_bias(family: str, tmp_path: Path) -> None:
         )
 
 
-def test_q_k_v_of_different_dtypes_are_promoted(llama: Path) -> None:
+def test_different_dtypes_of_q_k_v_are_promoted(llama: Path) -> None:
     name = "model.layers.0.self_attn.v_proj.weight"
     edit_weights(llama, **{name: load_file(llama / "model.safetensors")[name].bfloat16()})
     source = HuggingFaceSource(llama)
@@ -152,7 +150,7 @@ def test_q_k_v_of_different_dtypes_are_promoted(llama: Path) -> None:
     assert source.tensors[key].dtype == torch.float32 == read_whole(source, key).dtype
 
 
-def test_precision(llama: Path, tmp_path: Path) -> None:
+def test_dtype_of_config_or_weights(llama: Path, tmp_path: Path) -> None:
     assert not HuggingFaceSource(llama).args["bf16"]
     write_huggingface(
         HuggingFaceSource(llama), tmp_path / "bf16", WriteOptions(dtype=torch.bfloat16)
@@ -261,7 +259,7 @@ def test_gpt2_configs_that_are_refused(fields: dict[str, Any], reason: str, gpt2
         HuggingFaceSource(gpt2)
 
 
-def test_windows(tmp_path: Path) -> None:
+def test_windows_round_trip(tmp_path: Path) -> None:
     qwen = LLAMA_ARGS | {"add_qkv_bias": True, "window_size": (7, 0)}
     write_huggingface(random_source(qwen, optimizer=False), tmp_path / "qwen2")
     config = json.loads((tmp_path / "qwen2" / "config.json").read_text())
@@ -278,7 +276,7 @@ def test_windows(tmp_path: Path) -> None:
         HuggingFaceSource(tmp_path / "qwen2")
 
 
-def test_what_the_user_gives_wins(llama: Path) -> None:
+def test_arguments_of_the_user_take_precedence(llama: Path) -> None:
     edit_config(llama, num_hidden_layers=None, logit_scale=1.0)
     source = HuggingFaceSource(llama, ReadOptions({"num_layers": 1}, ("logit_scale",)))
     assert source.args["num_layers"] == 1
@@ -317,8 +315,8 @@ def test_damaged_directories(llama: Path, tmp_path: Path) -> None:
     assert not is_huggingface(tmp_path)
 
 
-def test_matrices_of_8_bits_with_scales(tmp_path: Path) -> None:
-    """As DeepSeek-V3's, from any box; blocks at the edges are smaller."""
+def test_fp8_matrices_are_dequantized(tmp_path: Path) -> None:
+    """Read any box of matrices like DeepSeek-V3's; blocks at the edges are smaller."""
     write_huggingface(
         random_source(LLAMA_ARGS | {"bf16": True, "ffn_hidden_size": 40}, optimizer=False), tmp_path
     )
@@ -376,10 +374,10 @@ def test_matrices_of_8_bits_with_scales(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_quantized_weights_are_refused(
+def test_other_quantization_is_refused(
     change: Any, ignored: tuple[str, ...], reason: str, llama: Path
 ) -> None:
-    """Without their scales they would be read as a different model."""
+    """Without their scales the weights would be another model."""
     name = "model.layers.1.mlp.up_proj.weight"
     edit_weights(
         llama,
@@ -390,10 +388,8 @@ def test_other_quantized_weights_are_refused(
         HuggingFaceSource(llama, ReadOptions(ignored_fields=ignored))
 
 
-def test_a_run_is_compared_with_all_that_decides_the_model(llama: Path) -> None:
-    """Also with what config.json has no field for: softcapping in a run that loads a Llama is other
-    mathematics.
-    """
+def test_all_architecture_fields_of_a_run_are_compared(llama: Path) -> None:
+    """Fields that config.json does not have are compared, too, e.g. softcapping."""
     source = HuggingFaceSource(llama)
     assert {field.name for field in select_architecture_fields()} <= source.args.keys()
     flags = source.args | {"attn_logit_softcapping": 30.0}

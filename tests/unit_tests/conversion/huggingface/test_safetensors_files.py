@@ -1,4 +1,4 @@
-"""Our reader and writer of safetensors against the library."""
+"""Our reader and writer of safetensors compared with the library."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ TENSORS = {
 }
 
 
-def test_reads_what_the_library_writes(tmp_path: Path) -> None:
+def test_files_of_the_library_are_read(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "a.safetensors")
     stored = open_safetensors(tmp_path / "a.safetensors")
     assert {name: t[:2] for name, t in stored.items()} == {
@@ -33,7 +33,7 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
         assert whole.dtype == tensor.dtype and torch.equal(whole.float(), tensor.float())
 
 
-def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+def test_library_reads_our_files(tmp_path: Path) -> None:
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in TENSORS.items()}
     with SafetensorsWriter(tmp_path / "b.safetensors", infos) as writer:
         for name, tensor in TENSORS.items():
@@ -53,7 +53,7 @@ def test_rows_are_written_in_any_order(tmp_path: Path) -> None:
     assert all(torch.equal(found[name].float(), TENSORS[name].float()) for name in infos)
 
 
-def test_a_file_with_a_hole_is_not_closed(tmp_path: Path) -> None:
+def test_closing_an_incomplete_file_fails(tmp_path: Path) -> None:
     infos = {"x": TensorInfo((5, 3), torch.float32), "y": TensorInfo((2,), torch.int64)}
     hole = pytest.raises(AssertionError, match=r"36 bytes of .*d\.safetensors were not written")
     with hole, SafetensorsWriter(tmp_path / "d.safetensors", infos) as writer:
@@ -62,7 +62,7 @@ def test_a_file_with_a_hole_is_not_closed(tmp_path: Path) -> None:
         writer.write("y", torch.arange(2))
 
 
-def test_rows_of_another_shape_or_place_are_not_written(tmp_path: Path) -> None:
+def test_rows_of_the_wrong_shape_or_position_are_refused(tmp_path: Path) -> None:
     writer = SafetensorsWriter(tmp_path / "d.safetensors", {"x": TensorInfo((4, 3), torch.float32)})
     for rows, first in ((torch.ones(2, 3), 3), (torch.ones(2, 4), 0), (torch.ones(2, 3).half(), 0)):
         with pytest.raises(AssertionError):
@@ -72,7 +72,7 @@ def test_rows_of_another_shape_or_place_are_not_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 20])
-def test_boxes(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boxes_equal_slices(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safetensors_files, "_BLOCK", block)
     save_file(TENSORS, tmp_path / "a.safetensors")
     stored = open_safetensors(tmp_path / "a.safetensors")
@@ -82,7 +82,7 @@ def test_boxes(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(stored["long"].read((3,), (2,)), TENSORS["long"][3:5])
 
 
-def test_sizes() -> None:
+def test_parse_size() -> None:
     assert [parse_size(s) for s in ("5GB", "1.5MB", "2 KiB", "77")] == [
         5 * 10**9,
         1_500_000,

@@ -1,6 +1,4 @@
-"""Configurations with the fields of well-known published models: read as a whole, and of the
-published size.
-"""
+"""config.json files with the fields of well-known published models, and the published sizes."""
 
 import math
 from typing import Any
@@ -31,22 +29,60 @@ LLAMA_LIKE = COMMON | {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-DEEPSEEK_V2 = {  # as the Lite model's
-    "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "auto_map": {},
-    "aux_loss_alpha": 0.001, "bos_token_id": 100000, "eos_token_id": 100001, "ep_size": 1, "first_k_dense_replace": 1,
-    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 10944,
-    "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v2", "moe_intermediate_size": 1408,
-    "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
-    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
-    "pretraining_tp": 1, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+DEEPSEEK_V2 = {  # the Lite model
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 1408,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "pretraining_tp": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06,
     "rope_scaling": {
-        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
-        "original_max_position_embeddings": 4096, "type": "yarn",
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
     },
-    "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
-    "tie_word_embeddings": False, "topk_group": 1, "topk_method": "greedy", "torch_dtype": "bfloat16",
-    "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 102400,
-}  # fmt: skip
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 102400,
+}
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "GPT-2": (
         124_439_808,
@@ -362,12 +398,12 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "topk_method": "noaux_tc",
             "vocab_size": 129280,
         },
-    ),  # fmt: skip
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models(name: str) -> None:
+def test_published_configs_give_the_published_sizes(name: str) -> None:
     size, hf = PUBLISHED[name]
     family = find_family(hf)
     config = model_config(family.read_config(hf, {}), hf["vocab_size"], name)
@@ -383,7 +419,7 @@ def test_published_models(name: str) -> None:
     assert compute_model_signature(again) == compute_model_signature(config)
 
 
-def test_what_the_fields_say() -> None:
+def test_fields_of_published_configs() -> None:
     def read(name: str) -> dict[str, Any]:
         return find_family(PUBLISHED[name][1]).read_config(PUBLISHED[name][1], {})
 
@@ -417,9 +453,13 @@ def test_what_the_fields_say() -> None:
 
 
 DEEPSEEK = {
-    "model_type": "deepseek_v3", "vocab_size": 96, "num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 48,
+    "model_type": "deepseek_v3",
+    "vocab_size": 96,
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
     "num_attention_heads": 4,
-}  # fmt: skip
+}
 SOME_SCALE = {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0}
 
 
@@ -454,7 +494,7 @@ SOME_SCALE = {"type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0}
         ),
     ],
 )
-def test_fields_that_cannot_be_meant(
+def test_unsupported_values_are_refused(
     model: dict[str, Any], fields: dict[str, Any], message: str
 ) -> None:
     hf = model | fields
@@ -462,7 +502,7 @@ def test_fields_that_cannot_be_meant(
         find_family(hf).read_config(hf, {})
 
 
-def test_null_is_none_or_the_default() -> None:
+def test_null_means_none_or_the_default() -> None:
     nulls = dict.fromkeys(
         ("n_group", "n_shared_experts", "routed_scaling_factor", "first_k_dense_replace")
     )

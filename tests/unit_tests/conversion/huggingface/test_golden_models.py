@@ -1,4 +1,4 @@
-"""Hugging Face directories, both ways, against transformers itself."""
+"""Golden models and models of transformers: imported, exported and compared."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def logits(directory: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_golden_logits(name: str) -> None:
-    """The model in model space computes the golden logits."""
+    """Compute the golden logits with the imported weights."""
     tokens = torch.from_numpy(np.load(GOLDEN / name / "input_ids.npy"))
     expected = torch.from_numpy(np.load(GOLDEN / name / "logits.npy"))
     source = HuggingFaceSource(GOLDEN / name)
@@ -63,7 +63,7 @@ def test_golden_logits_on_two_tensor_parallel_ranks(pool: DistributedPool) -> No
 
 
 def test_golden_logits_with_sinks() -> None:
-    """Of gpt-oss, which the reference does not know."""
+    """Compare gpt-oss with the model itself: the reference forward has no sinks."""
     tokens, expected = (
         torch.from_numpy(np.load(GOLDEN / f"gpt_oss/{name}.npy"))
         for name in ("input_ids", "logits")
@@ -75,9 +75,7 @@ def test_golden_logits_with_sinks() -> None:
 
 @pytest.mark.parametrize("name", (*MODELS, "gpt_oss"))
 def test_golden_round_trip(name: str, tmp_path: Path) -> None:
-    """Imported and exported again: the same tensors, the same logits, the same configuration to
-    transformers.
-    """
+    """Import and export again: same tensors, logits, and configuration."""
     assert is_huggingface(GOLDEN / name)
     source = HuggingFaceSource(GOLDEN / name)
     assert source.unused == [] and source.training is None
@@ -99,7 +97,7 @@ def meaning(directory: Path) -> dict[str, Any]:
 
 
 def test_both_generations_of_config(tmp_path: Path) -> None:
-    """The fields of 4.x and of 5.x mean the same."""
+    """Fields of transformers 4.x and 5.x have the same meaning."""
     for path in (GOLDEN / "llama").iterdir():
         shutil.copy(path, tmp_path)
     new = HuggingFaceSource(tmp_path).args
@@ -197,9 +195,7 @@ MATRIX = {
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory written by transformers for every row of MATRIX; every parameter is random, in
-    three shards.
-    """
+    """Save a model with random parameters, norms and biases included, for every row of MATRIX."""
     root = tmp_path_factory.mktemp("matrix")
     for number, (name, (family, fields)) in enumerate(MATRIX.items()):
         torch.manual_seed(number)
@@ -212,10 +208,10 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", MATRIX)
-def test_matrix(name: str, matrix: dict[str, Path], tmp_path: Path) -> None:
-    """transformers -> model space (same logits in an independent forward) -> transformers (same
-    tensors and logits).
-    """
+def test_models_of_transformers_round_trip(
+    name: str, matrix: dict[str, Path], tmp_path: Path
+) -> None:
+    """Import (same logits in an independent forward) and export (same tensors and logits)."""
     original = matrix[name]
     tokens = torch.randint(131, (2, 29), generator=torch.Generator().manual_seed(3))
     source = HuggingFaceSource(original)
@@ -232,7 +228,7 @@ def test_matrix(name: str, matrix: dict[str, Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-head-dim", "gpt2", "qwen3-window"])
-def test_boxes_are_pieces_of_the_whole(name: str, matrix: dict[str, Path]) -> None:
+def test_boxes_equal_slices_of_the_tensor(name: str, matrix: dict[str, Path]) -> None:
     source = HuggingFaceSource(matrix[name])
     random = np.random.default_rng(0)
     for key, info in source.tensors.items():
