@@ -1,7 +1,9 @@
-"""Pretrain a GPT: `torchrun --nproc-per-node N pretrain_gpt.py FLAGS`, or plain `python` for one
-process.
+"""Pretrain a GPT model.
 
-Four functions say what is trained and on what; `pretrain` does the rest.
+    torchrun --nproc-per-node N pretrain_gpt.py FLAGS
+
+Plain `python` starts one process. Four functions define the model, the data and the loss; `pretrain`
+does the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from megatron.training.training import pretrain
 
 
 def model_provider(config: Config, place: ChunkSpec) -> MegatronModule:
-    """One pipeline chunk of the model."""
+    """Build one pipeline chunk of the model."""
     return GPTModel(
         config.model,
         layers=place.layers,
@@ -47,7 +49,7 @@ def model_provider(config: Config, place: ChunkSpec) -> MegatronModule:
 def datasets_provider(
     config: Config, num_samples: tuple[int, int, int], tokenizer: Tokenizer
 ) -> Datasets:
-    """Train, validation and test samples."""
+    """Build the training, validation and test samples."""
     assert config.model.vocab_size is not None
     fim = (
         FillInTheMiddle(config.data, tokenizer)
@@ -58,13 +60,14 @@ def datasets_provider(
 
 
 def loss_func(losses: Tensor, loss_mask: Tensor) -> Loss:
-    """Sum of the losses [b, s] where the mask is 1, and the number of such tokens."""
+    """Return the sum of the losses [b, s] where the mask is 1, and the number of such tokens."""
     return Loss((losses * loss_mask).sum(), loss_mask.sum())
 
 
 def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None) -> Tensor | Loss:
-    """One micro-batch through one chunk: the next activation [s, b, h], or the loss on the last
-    stage.
+    """Run one micro-batch through one chunk.
+
+    Returns the next activation [s, b, h], or the loss on the last stage.
     """
     output = chunk(
         batch.get("tokens"),
@@ -77,7 +80,9 @@ def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None)
 
 
 def main() -> None:
-    if "--dry-run" in sys.argv:  # before anything else: it needs no process group
+    """Parse the command line and train; with --dry-run print a plan of the run instead."""
+    # A dry run starts no process group, so it comes before anything else.
+    if "--dry-run" in sys.argv:
         with errors_explained_once(status=2):
             print(dry_run(sys.argv[1:], model_provider))
         return
@@ -86,8 +91,8 @@ def main() -> None:
         world_size = environment_world_size()
         config = parse_args(argv, world_size, read_checkpoint_args(argv, world_size))
         pretrain(config, model_provider, datasets_provider, forward_step)
-        # Without torchrun rank 0 hosts the store, in which other ranks may still look up how the
-        # last save ended.
+        # Without torchrun rank 0 hosts the store, from which other ranks may still read the outcome
+        # of the last save.
         dist.barrier()
     dist.destroy_process_group()
 

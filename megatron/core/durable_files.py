@@ -1,7 +1,7 @@
-"""Files and directories that appear whole or not at all, and survive a crash of the machine once
-they have a name.
+"""Files and directories that appear whole or not at all, and survive a crash of the machine.
 
-The only place that writes a temporary file, flushes it, renames it and flushes the directory.
+This is the only module that writes a temporary file, flushes it, renames it and flushes the
+directory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPLACED = ".replaced-"  # prefix of a directory between the two renames of `put
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Errors inside the block name `path`: an OSError of a file descriptor does not."""
+    """Add `path` to errors of the block: an OSError for a file descriptor has no file name."""
     try:
         yield
     except OSError as error:
@@ -50,10 +50,8 @@ def fsync_directory(directory: str | os.PathLike[str]) -> None:
         with naming(directory):
             os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # some network file systems cannot, and need not
+        # Some network file systems do not support this, and do not need it.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(descriptor)
@@ -68,22 +66,21 @@ def fsync_tree(directory: Path) -> None:
 
 
 def temporary_name(path: str | os.PathLike[str]) -> Path:
-    """A name beside `path` that no other process on any node uses and that no reader takes for a
-    data file.
+    """Return a name next to `path` that is unique among the processes of all nodes.
+
+    Readers do not take it for a data file.
     """
-    return Path(
-        f"{os.fspath(path)}.tmp-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    )
+    unique = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return Path(f"{os.fspath(path)}.tmp-{unique}")
 
 
 @contextlib.contextmanager
 def committed(path: str | os.PathLike[str], replace: bool = True) -> Iterator[Path]:
-    """A temporary path to write to; the file is flushed and takes the name `path` only if the block
-    ends well.
+    """Yield a temporary file; if the block ends without an error, it is renamed to `path`.
 
-    Its name is durable after `fsync_directory`. Without `replace` an older file of that name is
-    kept: where many nodes write equal files at once, readers of a network file system lose a mapped
-    file when another node replaces it.
+    The file is flushed before. The name is durable after `fsync_directory`. Without `replace` an
+    older file of that name is kept: if many nodes write equal files at once, readers on a network
+    file system lose a mapped file when another node replaces it.
     """
     temporary = temporary_name(path)
     create_file(temporary).close()
@@ -93,19 +90,19 @@ def committed(path: str | os.PathLike[str], replace: bool = True) -> Iterator[Pa
         if replace:
             os.replace(temporary, path)
         else:
-            _name_unless_taken(temporary, path)
+            _rename_unless_taken(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
 
 
-def _name_unless_taken(temporary: Path, path: str | os.PathLike[str]) -> None:
+def _rename_unless_taken(temporary: Path, path: str | os.PathLike[str]) -> None:
     try:
-        os.link(temporary, path)  # unlike a rename, this fails when the name is taken
+        os.link(temporary, path)  # unlike a rename, this fails if the name is taken
     except FileExistsError:
         pass
-    except OSError:  # no hard links on this file system
+    except OSError:  # this file system has no hard links
         os.replace(temporary, path)
         return
     temporary.unlink()
@@ -137,7 +134,7 @@ def write_flushed(path: Path, *parts: bytes) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """`path` has either its old content or all of the new one, whenever the machine stops."""
+    """Replace a file: whenever the machine stops, it has its old or all of its new content."""
     with committed(path) as temporary:
         temporary.write_bytes(content)
     fsync_directory(path.parent)
@@ -155,11 +152,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def put_in_place(pending: Path, directory: Path) -> None:
-    """Rename the finished directory `pending` to `directory`, durably; what was there is removed
-    afterwards.
+    """Rename the finished directory `pending` to `directory`, durably, and remove the old one.
 
-    The old directory waits beside `pending` under a name with the prefix `REPLACED`. An error or
-    interruption between the two renames puts it back; after a crash there `restore_replaced` does.
+    Between the two renames, the old directory is next to `pending` under a name with the prefix
+    `REPLACED`. An error or interruption in between gives it its name back; after a crash,
+    `restore_replaced` does.
     """
     old = pending.with_name(f"{REPLACED}{directory.name}")
     try:
@@ -176,8 +173,9 @@ def put_in_place(pending: Path, directory: Path) -> None:
 
 
 def restore_replaced(path: Path, root: Path) -> bool:
-    """Give `path`, which a crash inside `put_in_place` left, its name in `root` again if nothing
-    has taken it.
+    """Give `path`, left by a crash inside `put_in_place`, its name in `root` again.
+
+    Returns whether that was possible: another directory may have the name.
     """
     original = root / path.name.removeprefix(REPLACED)
     if original.exists():
@@ -188,7 +186,7 @@ def restore_replaced(path: Path, root: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or link if there is one, or as much of a directory as possible."""
+    """Remove a file or link if it exists, or as much of a directory as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -196,8 +194,9 @@ def remove(path: Path) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove a directory that others may still be writing to: under another name first, so that
-    nothing can join it.
+    """Remove a directory to which other processes may still be writing.
+
+    It is renamed first, so that no file can be added while it is removed.
     """
     aside = directory.with_name(f"{DISCARDED}{directory.name}-{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
@@ -208,11 +207,12 @@ def discard(directory: Path) -> None:
 
 
 def check_free_space(directory: Path, needed: int) -> None:
-    """Raises OSError(ENOSPC) when the file system of `directory` has less than `needed` bytes left
-    for us.
-    """
+    """Raise OSError(ENOSPC) if this user has fewer than `needed` bytes left in the file system."""
     usage = os.statvfs(directory)
     free = usage.f_bavail * usage.f_frsize
     if usage.f_blocks and free < needed:
-        text = f"No space left: the checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
-        raise OSError(errno.ENOSPC, text, str(directory))
+        reason = (
+            f"No space left: the checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are "
+            "free"
+        )
+        raise OSError(errno.ENOSPC, reason, str(directory))

@@ -1,10 +1,9 @@
-"""Object storage: `s3://bucket/prefix`, `gs://` and `az://` as paths, through `obstore` (extra
-`object-storage`).
+"""Object storage: `s3://bucket/prefix`, `gs://` and `az://` as paths, via `obstore`.
 
-An object appears whole when its upload ends, so nothing is renamed and nothing flushed. Conditional
-requests decide between writers: `create` succeeds for one of them, `replace` only for who has seen
-the last version. Credentials and endpoints come from the environment, as the clouds' own tools read
-them (docs/storage.md).
+`obstore` is installed by the extra `object-storage`. An object appears whole when its upload ends,
+so there are no renames and no flushes. Conditional requests decide between writers: `create`
+succeeds for one of them, `replace` only for a writer that has seen the last version. Credentials
+and endpoints come from the environment variables of the clouds' own tools (docs/storage.md).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PART_SIZE = 8 << 20  # bytes of one request of an upload or a download
 _MAX_PARTS = 9000  # of one upload; the clouds take 10,000
 _MAX_WHOLE = 1 << 30  # bytes of an object that is read by one request
 _MAX_LISTED = 10**7  # objects below one directory
-_CONCURRENCY = 8  # parts of one object that are under way at once
+_CONCURRENCY = 8  # parts of one object that are sent at once
 
 
 class ConflictError(OSError):
@@ -40,36 +39,33 @@ class ConflictError(OSError):
 
 
 class Version(NamedTuple):
-    """The content of an object, and what `replace` needs to know that it is still the same."""
+    """The content of an object, and the version that `replace` requires."""
 
     content: bytes
     e_tag: str
 
 
 def request_deadline() -> float:
-    """Seconds that one request may take; with all its repetitions an operation may take four times
-    as long.
+    """Return the seconds that one request may take.
+
+    With all its repetitions, an operation may take four times as long.
     """
     text = os.environ.get("MEGATRON_STORAGE_DEADLINE", "60")
-    try:
-        if (seconds := float(text)) > 0:
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if seconds > 0:
             return seconds
-    except ValueError:
-        pass
     raise ValueError(f"MEGATRON_STORAGE_DEADLINE={text!r} must be a positive number of seconds")
 
 
-def _config(root: str) -> dict[str, Any]:
-    """What the environment leaves open.
+def _choose_defaults(root: str) -> dict[str, Any]:
+    """Return defaults for settings that the environment does not specify.
 
-    A signature over SHA-256 of all that is sent costs five times the CPU time of sending it (1.0 of
-    1.2 s per GB). Under https, whose messages are authenticated, it protects nothing more; under
-    http it is all that there is.
+    Signing the SHA-256 of all data costs five times the CPU time of sending it (1.0 of 1.2 s per
+    GB). Messages of https are authenticated without it; with http it is the only protection.
     """
-    endpoints = (
-        os.environ.get(name, "")
-        for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
-    )
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
+    endpoints = [os.environ.get(name, "") for name in names]
     unprotected = any(endpoint.startswith("http:") for endpoint in endpoints)
     if not root.startswith("s3:") or unprotected or "AWS_UNSIGNED_PAYLOAD" in os.environ:
         return {}
@@ -102,7 +98,7 @@ class ObjectStore:
         options: dict[str, Any] = {
             "client_options": client,
             "retry_config": retries,
-            "config": _config(root),
+            "config": _choose_defaults(root),
         }
         try:
             self._store: Any = store.from_url(root, **options)
@@ -110,16 +106,16 @@ class ObjectStore:
             raise ValueError(f"{root} cannot be used: {first_line(error)}") from error
 
     def put(self, key: str, content: bytes) -> None:
-        """Whatever was there before is replaced."""
+        """Write an object unconditionally."""
         with self.errors(key):
             self._api.put(self._store, key, content, use_multipart=False)
 
     def create(self, key: str, content: bytes) -> str:
-        """Only if it does not exist, else ConflictError; returns its e_tag."""
+        """Write an object that does not exist yet, and return its e_tag. Else ConflictError."""
         return self._put_if(key, content, "create")
 
     def replace(self, key: str, content: bytes, e_tag: str) -> str:
-        """Only if it is still the version `e_tag`, else ConflictError; returns the new one."""
+        """Replace the version `e_tag` of an object, and return the new one. Else ConflictError."""
         try:
             return self._put_if(key, content, {"e_tag": e_tag})
         except ConflictError:
@@ -132,14 +128,11 @@ class ObjectStore:
     def _put_if(self, key: str, content: bytes, mode: Any) -> str:
         try:
             with self.errors(key):
-                return str(
-                    self._api.put(self._store, key, content, mode=mode, use_multipart=False)[
-                        "e_tag"
-                    ]
-                )
+                answer = self._api.put(self._store, key, content, mode=mode, use_multipart=False)
+                return str(answer["e_tag"])
         except ConflictError:
-            # The answer to a request that succeeded may be lost; repeated, the request meets its
-            # own object. Every content says who wrote it, so equal content is ours.
+            # The answer to a successful request may be lost; the repeated request then finds its
+            # own object. All contents name their writer, so equal content is ours.
             with contextlib.suppress(FileNotFoundError):
                 found = self.read(key)
                 if found.content == content:
@@ -147,14 +140,16 @@ class ObjectStore:
             raise
 
     def read(self, key: str) -> Version:
+        """Read a whole object of at most 1 GiB."""
         with self.errors(key):
             answer = self._api.get(self._store, key)
-            if (size := int(answer.meta["size"])) > _MAX_WHOLE:
+            size = int(answer.meta["size"])
+            if size > _MAX_WHOLE:
                 raise OSError(errno.EFBIG, f"{size} bytes, at most {_MAX_WHOLE} are read", key)
             return Version(bytes(answer.bytes()), str(answer.meta["e_tag"]))
 
     def get_range(self, key: str, start: int, length: int) -> obstore.Bytes:
-        """Fewer bytes where the object ends before."""
+        """Read a range of an object; fewer bytes if the object ends before."""
         with self.errors(key):
             return self._api.get_range(self._store, key, start=start, length=length)
 
@@ -163,7 +158,7 @@ class ObjectStore:
             return int(self._api.head(self._store, key)["size"])
 
     def version(self, key: str) -> str | None:
-        """What `replace` needs; None if there is no such object."""
+        """Return the e_tag that `replace` requires; None if the object does not exist."""
         try:
             with self.errors(key):
                 return str(self._api.head(self._store, key)["e_tag"])
@@ -171,7 +166,7 @@ class ObjectStore:
             return None
 
     def upload(self, key: str, size: int) -> Upload:
-        """An object of `size` bytes that is sent while it is made."""
+        """Begin to upload an object of `size` bytes in parts."""
         part = max(PART_SIZE, -(-size // _MAX_PARTS))
         with self.errors(key):
             writer = self._api.open_writer(
@@ -204,7 +199,7 @@ class ObjectStore:
             return self._run_in_time(collect, prefix)
 
     def _run_in_time(self, collect: Callable[[], Coroutine[Any, Any, T]], prefix: str) -> T:
-        """Run a listing. A server that never sends the last page must not keep us forever."""
+        """Run a listing with a time limit, because a server might never send the last page."""
         seconds = 4 * request_deadline()
 
         async def run() -> T:
@@ -220,19 +215,19 @@ class ObjectStore:
                 raise OSError(errno.ETIMEDOUT, text, where) from error
 
     def delete(self, keys: list[str]) -> None:
-        """Those that there are."""
+        """Delete objects; missing ones are ignored."""
         try:
             with self.errors(keys[0] if keys else ""):
                 self._api.delete(self._store, keys)
-        except (
-            FileNotFoundError
-        ):  # Google's and Azure's stores stop at the first one that is missing
+        except FileNotFoundError:
+            # The stores of Google and Azure stop at the first missing object.
             for key in keys:
                 with contextlib.suppress(FileNotFoundError), self.errors(key):
                     self._api.delete(self._store, key)
 
     @contextlib.contextmanager
     def errors(self, key: str) -> Iterator[None]:
+        """Turn errors of `obstore` into OSErrors that name the object."""
         kinds = self._api.exceptions
         where = f"{self._root}/{key}"
         try:
@@ -250,7 +245,7 @@ class ObjectStore:
 
 
 class Upload:
-    """An object that grows; it appears at `close`. One that is dropped instead never does."""
+    """An upload in progress. The object appears at `close`; without it, it never appears."""
 
     def __init__(self, store: ObjectStore, key: str, writer: Any) -> None:
         self._writer = writer
@@ -266,7 +261,7 @@ class Upload:
 
 
 def first_line(error: BaseException) -> str:
-    """Of libraries whose errors go on for pages."""
+    """Return the first line of an error: those of some libraries are pages long."""
     return str(error).partition("\n")[0][:300]
 
 
@@ -276,8 +271,9 @@ def _open_store(root: str, pid: int) -> ObjectStore:
 
 
 def check_conditional_requests(directory: ObjectPath) -> None:
-    """Raises ValueError for a store that ignores conditions: two writers would overwrite each
-    other's checkpoints.
+    """Raise ValueError for a store that ignores the conditions of requests.
+
+    Two writers would overwrite each other's checkpoints there.
     """
     store = directory.store
     key = (directory / f".probe-{secrets.token_hex(8)}").key
@@ -311,10 +307,10 @@ class _Stat(NamedTuple):
 
 
 class ObjectPath(type(Path())):  # type: ignore[misc]
-    """A path in object storage, with as much of `pathlib.Path` as readers of checkpoints use.
+    """A path in object storage, with those methods of `pathlib.Path` that readers use.
 
-    It is a Path so that a checkpoint's directory has one type. Where a path of this machine's file
-    system is needed (`open`, `os.rename`, `shutil`), ValueError says that there is none.
+    It is a Path so that the directory of a checkpoint has one type. Functions that require a path
+    in the local file system (`open`, `os.rename`, `shutil`) raise ValueError.
     """
 
     __slots__ = ()
@@ -327,12 +323,13 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
 
     def __fspath__(self) -> str:
         raise ValueError(
-            f"{self}: this needs a directory of a file system; object storage is for torch_dist checkpoints"
+            f"{self}: this requires a directory of a file system; object storage is for "
+            "torch_dist checkpoints"
         )
 
     @property
     def bucket(self) -> str:
-        """Scheme and bucket."""
+        """The scheme and the bucket."""
         return f"{self.parts[0]}//{self.parts[1]}"
 
     @property
@@ -341,7 +338,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
 
     @property
     def store(self) -> ObjectStore:
-        """Opened late and once for each process: it has threads, which a fork leaves behind."""
+        """The store, opened once per process: it has threads, which do not survive a fork."""
         return _open_store(self.bucket, os.getpid())
 
     def resolve(self, strict: bool = False) -> ObjectPath:
@@ -368,14 +365,14 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return False
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Directories are there as soon as something is in them."""
+        """Do nothing: a directory exists as soon as it contains an object."""
 
     def iterdir(self) -> Any:
         directories, objects = self.store.children(self.key)
         return (self / key.rpartition("/")[2] for key in directories + objects)
 
     def glob(self, pattern: str) -> Any:  # type: ignore[override]
-        """Patterns without `**`."""
+        """Yield the paths that match a pattern without `**`."""
         first, _, rest = pattern.partition("/")
         for path in self.iterdir():
             if fnmatch.fnmatchcase(path.name, first):
@@ -392,7 +389,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
 
 
 def path_of(name: str | os.PathLike[str]) -> Path:
-    """What a flag or an argument names: a directory, or a place in object storage."""
+    """Return the path of a directory, or in object storage, that a flag or argument specifies."""
     if isinstance(name, Path):
         return name
     text = os.fspath(name)

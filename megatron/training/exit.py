@@ -1,10 +1,9 @@
-"""When a run saves and when it ends: flags, signals and clocks, a failed save, a loss that is no
-longer finite.
+"""When a run saves and when it ends: flags, signals, clocks, failed saves and non-finite losses.
 
-All ranks must save and exit at the same iteration, but a signal may reach one rank only, clocks
-differ, and a rank may notice alone that a save failed. So the ranks exchange votes and act on their
-maximum, if a flag needs it. The votes of an iteration are counted after the next one, so that
-nobody waits for the exchange.
+All ranks must save and exit at the same iteration, but a signal may reach only one rank, clocks
+differ, and one rank may be the first to notice that a save has failed. If a flag requires it, the
+ranks exchange votes and act on their maximum. The votes of an iteration are counted after the next
+one, so that no rank waits for the exchange.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
 from megatron.training.reporting.intervals import Interval
 
-EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # what job schedulers send before they kill
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # sent by job schedulers before they kill
 
 
 @contextmanager
 def exit_signals(wanted: bool) -> Iterator[list[signal.Signals]]:
-    """The exit signals that come inside the block, in order, if `wanted`: they are remembered and
-    do not terminate.
+    """Record the exit signals that arrive inside the block, in order, instead of terminating.
 
-    torchrun passes SIGTERM to its workers and kills them 30 seconds later; Slurm sends SIGUSR1
-    (`--signal`) ahead of the time limit.
+    Without `wanted`, signals are handled as usual. torchrun passes SIGTERM to its workers and kills
+    them 30 seconds later; Slurm sends SIGUSR1 (`--signal`) before the time limit.
     """
     received: list[signal.Signals] = []
 
@@ -51,14 +49,14 @@ def exit_signals(wanted: bool) -> Iterator[list[signal.Signals]]:
 
 
 class Exit(NamedTuple):
-    """Why a run ends early."""
+    """The reason for which a run ends early."""
 
     reason: str
     urgent: bool = False  # the scheduler is about to kill the run: save at once
 
 
 class SaveAndExit(NamedTuple):
-    """The same on every rank."""
+    """The decision after an iteration; the same on every rank."""
 
     save: bool
     save_locally: bool
@@ -66,6 +64,8 @@ class SaveAndExit(NamedTuple):
 
 
 class _Votes(NamedTuple):
+    """The votes of one rank, or their maxima over all ranks."""
+
     signal: int = 0  # its number
     late: int = 0
     save: int = 0
@@ -73,9 +73,10 @@ class _Votes(NamedTuple):
 
 
 class SaveAndExitPolicy:
-    """Call `after` once per iteration on all ranks, `finish` after the last.
+    """Decides after every iteration whether to save and whether to exit.
 
-    `clock` gives the time in seconds; --exit-duration-in-mins counts from `started`.
+    Call `after` once per iteration on all ranks, and `finish` after the last. `clock` returns the
+    time in seconds; --exit-duration-in-mins counts from `started`.
     """
 
     def __init__(
@@ -107,34 +108,34 @@ class SaveAndExitPolicy:
             or checkpoint.save_interval_secs is not None
             or self._may_fail
         )
-        self._exchange: Callable[[], _Votes] | None = None  # under way
+        self._exchange: Callable[[], _Votes] | None = None  # in progress
 
     def after(self, iteration: int, seconds: float = 0.0) -> SaveAndExit:
-        """What to do after `iteration`, which took `seconds`. Signals and timers take effect one
-        iteration later.
+        """Decide whether to save and exit after `iteration`, which took `seconds`.
 
-        Raises SaveFailedError on all ranks together if a save behind training has failed
-        (--exit-on-save-failure).
+        Signals and timers take effect one iteration later. Raises SaveFailedError on all ranks
+        together if a background save has failed (--exit-on-save-failure).
         """
         votes = self.finish()
         if votes.failed:
             self._saver.stop()
-        leave = self._leave(iteration, votes)
+        leave = self._find_exit(iteration, votes)
         save = bool(votes.save) or is_multiple(iteration, self._checkpoint.save_interval)
         if save:
             self._last_save = self._clock()
         if self._needs_votes and leave is None:
-            self._exchange = start_maxima(self._votes(seconds), self._device)
+            self._exchange = start_vote(self._make_votes(seconds), self._device)
         locally = is_multiple(iteration, self._checkpoint.non_persistent_save_interval)
         return SaveAndExit(save, locally and not save, leave)
 
     def finish(self) -> _Votes:
-        """Complete the last exchange, which other ranks may be waiting in."""
+        """Complete the last exchange, for which other ranks may be waiting."""
         exchange = self._exchange
         self._exchange = None
         return _Votes() if exchange is None else exchange()
 
-    def _leave(self, iteration: int, votes: _Votes) -> Exit | None:
+    def _find_exit(self, iteration: int, votes: _Votes) -> Exit | None:
+        """Return the reason to exit after `iteration`, if any."""
         training = self._training
         if votes.signal:
             return Exit(f"{signal.Signals(votes.signal).name} was received", urgent=True)
@@ -149,7 +150,8 @@ class SaveAndExitPolicy:
             )
         return None
 
-    def _votes(self, seconds: float) -> _Votes:
+    def _make_votes(self, seconds: float) -> _Votes:
+        """Return this rank's votes; the last iteration took `seconds`."""
         now = self._clock()
         minutes = self._training.exit_duration_in_mins
         since_save = now - self._last_save
@@ -164,12 +166,10 @@ class SaveAndExitPolicy:
         )
 
 
-def start_maxima(votes: _Votes, device: torch.device) -> Callable[[], _Votes]:
-    """Begin to exchange the votes of all ranks; the function that is returned waits for their
-    maxima.
-    """
+def start_vote(votes: _Votes, device: torch.device) -> Callable[[], _Votes]:
+    """Begin to exchange votes. Returns a function that waits for the maxima over all ranks."""
     if dist.get_backend() == "nccl":
-        # Queued behind the work of the device and copied back without waiting for it.
+        # Queued after the work of the device and copied back without waiting for it.
         on_device = torch.tensor(votes, dtype=torch.int32, device=device)
         dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
         copied = start_copy(on_device)
@@ -177,16 +177,17 @@ def start_maxima(votes: _Votes, device: torch.device) -> Callable[[], _Votes]:
     on_host = torch.tensor(votes, dtype=torch.int32)
     work = dist.all_reduce(on_host, op=dist.ReduceOp.MAX, async_op=True)
 
-    def maxima() -> _Votes:
+    def wait_for_maxima() -> _Votes:
         work.wait()
         return _Votes(*on_host.tolist())
 
-    return maxima
+    return wait_for_maxima
 
 
 def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy a small tensor to the host; the function that is returned does not wait for
-    newer work.
+    """Begin to copy a small tensor to the host.
+
+    Returns a function that waits for the copy, but not for work that was queued after it.
     """
     if tensor.device.type != "cuda":
         return lambda: tensor
@@ -203,7 +204,7 @@ def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def is_multiple(iteration: int, interval: int | None) -> bool:
-    """Whether something that is due every `interval` iterations (None or 0: never) is due now."""
+    """Return whether something with this interval is due; None and 0 mean never."""
     return bool(interval) and iteration % interval == 0  # type: ignore[operator]
 
 
@@ -212,9 +213,9 @@ class NotFiniteError(ValueError):
 
 
 class NanCheck:
-    """Checks every iteration one iteration later, so that the host never waits for the device.
+    """Checks losses and gradients one iteration later, so that the host never waits for the device.
 
-    The optimizer leaves out every update whose gradient norm is not finite, so nothing is damaged
+    The optimizer skips every update whose gradient norm is not finite, so nothing is damaged
     in the meantime. With a dynamic loss scale an overflow of the gradient is expected; a loss that
     is not finite is not.
     """
@@ -232,16 +233,17 @@ class NanCheck:
             self._last = iteration, loss, step, start_copy(step.skipped)
 
     def finish(self) -> None:
-        """Check what is still unchecked. Raises NotFiniteError on every rank that names the ranks
-        where it began.
+        """Check the last submitted iteration, if any.
+
+        Raises NotFiniteError on every rank, naming the ranks with a loss that is not finite.
         """
         if self._last is None:
             return
-        (iteration, loss, step, skipped), self._last = self._last, None
+        iteration, loss, step, skipped = self._last
+        self._last = None
         if not skipped():  # the same on all ranks: the norm is over all gradients
             return
-        # The norm says that something is wrong on all ranks; only the ranks with the loss can say
-        # where it began.
+        # The norm is the same on all ranks; only the loss shows on which ranks the problem began.
         finite = bool(torch.isfinite(loss).all())
         places: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(

@@ -1,6 +1,4 @@
-"""What a run consists of, how it is built, how far it is, and one global batch through it, to train
-or to evaluate.
-"""
+"""The state of a run, how it is built, and one global batch through it, to train or to evaluate."""
 
 from __future__ import annotations
 
@@ -35,18 +33,18 @@ from megatron.training.reporting.writers import Writer
 
 
 class Loss(NamedTuple):
-    """What the last stage returns for a micro-batch."""
+    """The loss of a micro-batch, from the last pipeline stage."""
 
     total: Tensor
     """Sum of the losses of all tokens that count; differentiable, fp32 scalar."""
     num_tokens: Tensor
-    """How many that are; a scalar."""
+    """Number of these tokens; scalar."""
 
 
 Batch = dict[str, Tensor]
 
 ForwardStep = Callable[[MegatronModule, Batch, Tensor | None], Tensor | Loss]
-"""(model chunk, micro-batch, activation of the stage before) -> activation, or the `Loss` on the last stage.
+"""(model chunk, micro-batch, activation of the previous stage) -> activation, or `Loss` on the last.
 
 The micro-batch is empty on chunks that need no data.
 """
@@ -55,12 +53,12 @@ The micro-batch is empty on chunks that need no data.
 Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]  # train, valid, test
 
 DatasetsProvider = Callable[[Config, tuple[int, int, int], Tokenizer], Datasets]
-"""Builds the splits with at least so many samples; None where none are wanted."""
+"""(config, minimum numbers of samples, tokenizer) -> splits; None for a split without samples."""
 
 
 @dataclass
 class TrainState:
-    """How far the run is."""
+    """The position of the run in its training schedule."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -70,7 +68,7 @@ class TrainState:
 
 @dataclass
 class Run:
-    """Everything that training, evaluation and checkpoints work on."""
+    """Model, optimizer, schedules and position: the objects that every part of training uses."""
 
     config: Config
     ps: ParallelState
@@ -85,21 +83,18 @@ class Run:
     vocab_size: int  # of the model, without padding
     flops_per_token: float
     saver: CheckpointSaver
-    clock: Callable[[], float] = (
-        time.monotonic
-    )  # that of --save-interval-secs and --exit-duration-in-mins
+    # The clock of --save-interval-secs and --exit-duration-in-mins.
+    clock: Callable[[], float] = time.monotonic
     started: float = field(default_factory=time.monotonic)  # when the program began, by `clock`
     loaded: str | None = None  # the checkpoint that it continues from
     loading_seconds: float = 0.0
     exit_reason: str | None = None  # why it ended early
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation
-    train_data_fingerprint: str | None = (
-        None  # decides the order of samples; None until the data is built or loaded
-    )
+    # Identifies the order of samples; None until the data is built or a checkpoint is loaded.
+    train_data_fingerprint: str | None = None
     state: TrainState = field(default_factory=TrainState)
-    writers: list[Writer] = field(
-        default_factory=list
-    )  # where measurements go besides the log; empty but on rank 0
+    # Where metrics go in addition to the log; empty except on rank 0.
+    writers: list[Writer] = field(default_factory=list)
 
     @property
     def is_complete(self) -> bool:
@@ -123,14 +118,16 @@ class Run:
 
     @property
     def learning_rate(self) -> float:
-        """That of the parameters without one of their own."""
+        """The learning rate of the parameters without a decoupled one."""
         return next(
             group["lr"] for group in self.optimizer.param_groups if not group["is_decoupled_lr"]
         )
 
     def needs_batch(self, chunk: int) -> bool:
-        """Tokens enter at the first layer, labels at the loss; attention needs to know the
-        documents everywhere.
+        """Return whether a chunk needs the data of a micro-batch.
+
+        The first chunk needs tokens, the last one labels; with --reset-attention-mask every chunk
+        needs the positions of documents.
         """
         at_an_end = self.ps.is_first_chunk(chunk) or self.ps.is_last_chunk(chunk)
         return at_an_end or self.config.data.reset_attention_mask
@@ -145,15 +142,14 @@ def build_run(
     *,
     random_weights: bool = True,
 ) -> Run:
-    """Model (of `config.model.vocab_size` tokens), optimizer, schedules, initialised from the seed;
-    no data.
+    """Build the model (of `config.model.vocab_size` tokens), optimizer and schedules, without data.
 
-    Without `random_weights` they are zero: a load that must bring all of them comes next.
+    Weights are initialized from the seed. Without `random_weights` they are zero: the caller loads
+    a checkpoint that contains all of them.
     """
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
-    # Weights depend on the seed and their names alone; these generators are for what follows, such
-    # as dropout.
+    # Weights depend only on the seed and their names; these generators are for dropout, for example.
     rng = TensorParallelRng(0, ps.tp.rank, device)
     seed_everything(config.training.seed, ps, rng)
     tokens = config.data.seq_length // config.parallel.cp_size * config.training.micro_batch_size
@@ -191,8 +187,9 @@ def build_chunks(
     model_provider: ModelProvider,
     seed: int | None,
 ) -> list[DistributedDataParallel]:
-    """This rank's pipeline chunks, initialised from `seed`, on the device, gradients reduced over
-    data parallelism.
+    """Build this rank's pipeline chunks on the device, wrapped for data parallelism.
+
+    Weights are initialized from `seed`, and are zero if it is None.
     """
     if config.distributed.compile:
         check_compiler(rng.device)
@@ -200,8 +197,8 @@ def build_chunks(
     for place in make_chunk_specs(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, place)
         chunk.initialize(seed)
-        # Moves the parameters into one buffer, so it must come after they are initialised and
-        # before they are compiled.
+        # Moves the parameters into one buffer, so it must follow their initialization and precede
+        # their compilation.
         chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp))
         if config.distributed.compile:
             compile_layers(chunks[-1])
@@ -209,17 +206,17 @@ def build_chunks(
 
 
 class MicrobatchFeed:
-    """The micro-batches of one iteration on the device: each is fetched once and kept until its
-    last chunk used it.
+    """The micro-batches of one iteration on the device.
 
-    `documents` stay on the host: where they begin and end decides what attention launches, and the device, asked for
-    it, would first have to finish all that it was given.
+    Each is fetched once and kept until its last chunk has used it. `documents` stay on the host:
+    the kernels that attention launches depend on their boundaries, and reading these back from the
+    device would wait for all of its queued work.
     """
 
     def __init__(
         self, batches: Iterator[Batch] | None, device: torch.device, users: Sequence[int]
     ) -> None:
-        """`users`: the chunks that need any of a batch."""
+        """`users` are the chunks that need data of a micro-batch, in order."""
         self._batches = batches
         self._device = device
         self._users = users
@@ -228,9 +225,8 @@ class MicrobatchFeed:
     def __call__(self, chunk: int, microbatch: int) -> Batch:
         if chunk not in self._users:
             return {}
-        if (
-            chunk == self._users[0]
-        ):  # the chunks see micro-batches in the same order, the first one before the others
+        # All chunks process micro-batches in the same order, the first chunk before the others.
+        if chunk == self._users[0]:
             assert self._batches is not None
             batch = next(self._batches)
             self._held[microbatch] = {
@@ -243,15 +239,14 @@ class MicrobatchFeed:
 def forward_backward(
     run: Run, batches: Iterator[Batch] | None, num_microbatches: int, forward_only: bool = False
 ) -> Tensor:
-    """Forward (and backward) of `num_microbatches` micro-batches; gradients accumulate in the
-    chunks' buffers.
+    """Run `num_microbatches` micro-batches forward and backward; gradients accumulate in buffers.
 
-    Returns fp32 [numerator, denominator] of the loss as this rank saw it, zeros but on the last
-    stage: the sum over micro-batches of their mean loss and the number of micro-batches, or with
-    --calculate-per-token-loss the sum over tokens and their number. Under context parallelism, too,
-    it is the sum over tokens that is reported, because a rank sees only a part of each sequence;
-    what is minimized without that flag are the means of the parts, as in Megatron-LM. Nothing is
-    read back from the device.
+    Returns fp32 [numerator, denominator] of this rank's loss, zeros except on the last stage: the
+    sum over micro-batches of their mean loss and the number of micro-batches, or with
+    --calculate-per-token-loss the sum over tokens and their number. Under context parallelism a
+    rank sees only a part of each sequence, so the sum over tokens is reported without the flag,
+    too; training then minimizes the means of the parts, as in Megatron-LM. The host does not wait
+    for the device.
     """
     totals = torch.zeros(2, dtype=torch.float32, device=run.device)
     users = [chunk for chunk in range(len(run.chunks)) if run.needs_batch(chunk)]
@@ -284,8 +279,9 @@ def forward_backward(
 
 
 def start_step(run: Run, num_microbatches: int) -> None:
-    """Auxiliary losses are means over micro-batches and replicas, as the loss is; ranks of CP have
-    shares of them.
+    """Set the scale of the experts' auxiliary losses for one iteration.
+
+    They are means over micro-batches and replicas, like the loss; ranks of CP compute shares.
     """
     per_token = run.config.training.calculate_per_token_loss
     scale = run.optimizer.loss_scale * (1.0 if per_token else run.ps.cp.size / num_microbatches)
@@ -294,8 +290,9 @@ def start_step(run: Run, num_microbatches: int) -> None:
 
 
 def measure_experts(run: Run, num_microbatches: int) -> Tensor | None:
-    """This rank's share of the auxiliary losses by layer; the expert bias follows the load. After
-    the reductions.
+    """Update the expert biases, and return this rank's share of the auxiliary losses by layer.
+
+    Call it after the reductions. None for a model without experts.
     """
     if not run.config.model.has_experts:
         return None
@@ -305,7 +302,10 @@ def measure_experts(run: Run, num_microbatches: int) -> Tensor | None:
 
 
 def activation_shape(run: Run) -> tuple[int, int, int]:
-    """[s/cp, b, h] between stages, [s/(cp tp), b, h] under sequence parallelism."""
+    """Return the shape of activations between stages.
+
+    [s / cp, b, h], under sequence parallelism [s / (cp tp), b, h].
+    """
     sequence = run.config.data.seq_length // run.ps.cp.size
     if run.config.parallel.sequence_parallel:
         sequence //= run.ps.tp.size
@@ -331,9 +331,8 @@ def _make_forward_step(
         reported = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
         totals.add_(torch.stack(reported).detach())
         # The scale keeps small fp16 gradients from underflow; the optimizer divides by it.
-        if (
-            per_token
-        ):  # the gradients are divided by the number of tokens of the global batch at the end
+        if per_token:
+            # The gradients are divided by the number of tokens of the global batch at the end.
             return total * loss_scale
         return mean * (loss_scale / num_microbatches)
 
@@ -341,9 +340,9 @@ def _make_forward_step(
 
 
 def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
-    """Mean loss over --eval-iters global batches; the same on every rank. Collective.
+    """Return the mean loss over --eval-iters global batches, the same on every rank. Collective.
 
-    Dropout is off, and no random number is drawn, so training is not disturbed.
+    Dropout is off and no random number is drawn, so that training is not affected.
     """
     for chunk in run.chunks:
         chunk.eval()

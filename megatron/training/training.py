@@ -1,6 +1,7 @@
 """Pretraining: initialize, build, load, train, save.
 
-`pretrain` is the life of a run, `train` its loop, `train_step` one iteration; the rest reports, evaluates and saves.
+`pretrain` is the whole run, `train` its loop and `train_step` one optimizer step. The other
+functions evaluate, save and report.
 """
 
 from __future__ import annotations
@@ -105,14 +106,15 @@ def pretrain(
     writers: Sequence[Writer] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> Run:
-    """The whole life of a run; `writers` get its measurements besides those that the flags ask for.
+    """Run a training job from start to end, and return its final state.
 
-    `clock` gives the time, in seconds, for --save-interval-secs and --exit-duration-in-mins.
+    `writers` receive its metrics in addition to those that the flags request. `clock` returns the
+    time in seconds for --save-interval-secs and --exit-duration-in-mins.
 
-    Raises ValueError for what the user can correct, the same on every rank that can see it.
+    Raises ValueError for errors that the user can correct, the same on every rank that detects it.
     """
-    # Initialize. What can fail on one rank alone fails before the ranks meet: otherwise the others
-    # would wait for it.
+    # Initialize. Steps that can fail on one rank only come before the process group is created:
+    # otherwise the other ranks would wait for it.
     started = clock()
     configure_logging(environment_rank(), config.logging.log_format)
     tokenizer = build_tokenizer(config.tokenizer)
@@ -148,8 +150,7 @@ def pretrain(
     # Train, evaluate, save.
     with reporting(run, model_provider, writers) as record_start, interrupts_explained(run):
         if save is not None:
-            # Only now, when nothing is left that could fail: it ends a run that is still saving to
-            # the same directory.
+            # As late as possible, because it ends a run that is still saving to the directory.
             generation = take_save_directory(save, job, tier)
             if newest_saved(save) != newest:
                 # The run that has lost the directory has committed a checkpoint in the meantime.
@@ -201,9 +202,7 @@ def own_save_directory(
 
 
 def train(run: Run, data: Data) -> None:
-    """Iterate until the run is complete or there is a reason to end it early; log, evaluate and
-    save on the way.
-    """
+    """Train until the run is complete or must end early; log, evaluate and save on the way."""
     config = run.config
     training = run.config.training
     log = TrainingLog(run.ps, run.device, run.flops_per_token, config.data.seq_length, config.model)
@@ -225,8 +224,7 @@ def train(run: Run, data: Data) -> None:
             signals, training, config.checkpoint, run.saver, run.device, run.started, run.clock
         )
         while leave is None and not run.is_complete:
-            # One optimizer step. The host does not wait for the device: it reads no number of this
-            # iteration.
+            # One optimizer step. The host does not wait for the device.
             began = run.clock()
             profiler.before(run.state.iteration + 1)
             iterate(run, data.train.batches, log, nan_check)
@@ -234,7 +232,7 @@ def train(run: Run, data: Data) -> None:
             save, save_locally, leave = policy.after(iteration, run.clock() - began)
             is_last = leave is not None or run.is_complete
 
-            # Report first: the line must not be lost with an evaluation or a save that fails.
+            # Report first, so that the line is not lost if evaluation or saving fails.
             if is_last or iteration == first or is_multiple(iteration, config.logging.log_interval):
                 report_interval(run, log, nan_check)
             if is_multiple(iteration, config.profiling.log_memory_interval):
@@ -251,11 +249,10 @@ def train(run: Run, data: Data) -> None:
             run.saver.after_iteration()
             report_saves(run)
             if training.manual_gc and is_multiple(iteration, training.manual_gc_interval):
-                # at the same iterations on all ranks, so that none waits for another's
+                # At the same iterations on all ranks, so that they pause together.
                 gc.collect()
 
-        # What still runs behind training: the last check, the last exchange between ranks, the last
-        # save.
+        # Drain background work: the last NaN check, the last vote and the last save.
         nan_check.finish()
         policy.finish()
         run.saver.close()
@@ -267,9 +264,7 @@ def train(run: Run, data: Data) -> None:
 
 @contextmanager
 def _saver_closed(saver: CheckpointSaver) -> Iterator[None]:
-    """A run that stops on all ranks together completes the save under way, and cleans up after a
-    failed one.
-    """
+    """Finish the save in progress if the run stops on all ranks together."""
     try:
         yield
     except (NotFiniteError, SaveFailedError):
@@ -279,7 +274,7 @@ def _saver_closed(saver: CheckpointSaver) -> Iterator[None]:
 
 @contextmanager
 def _garbage_collection(manual: bool) -> Iterator[None]:
-    """With `manual`, Python collects only where the loop says (--manual-gc)."""
+    """Disable automatic garbage collection inside the block if `manual` (--manual-gc)."""
     if manual:
         gc.disable()
     try:
@@ -291,8 +286,9 @@ def _garbage_collection(manual: bool) -> Iterator[None]:
 def save_if_finite(
     run: Run, log: TrainingLog, nan_check: NanCheck, locally: bool = False, last: bool = False
 ) -> None:
-    """Save, unless the last loss was not finite. Only a save that training waits for anyway waits
-    for the device.
+    """Save, unless the last loss was not finite.
+
+    The timers of the log are paused for a synchronous save, which also waits for the device.
     """
     config = run.config.checkpoint
     since = time.perf_counter()
@@ -340,7 +336,7 @@ def save_converted(run: Run) -> None:
 def iterate(
     run: Run, batches: Iterator[Batch] | None, log: TrainingLog, nan_check: NanCheck
 ) -> None:
-    """One optimizer step, and everything that counts it."""
+    """Run one optimizer step, and update the counters and the log."""
     state = run.state
     batch_size = run.batches.global_batch_size_at(state.consumed_train_samples)
     loss_scale = run.optimizer.loss_scale
@@ -373,10 +369,10 @@ def iterate(
 def train_step(
     run: Run, batches: Iterator[Batch] | None, num_microbatches: int
 ) -> tuple[torch.Tensor, StepResult, torch.Tensor | None]:
-    """Gradients of one global batch, their reductions, the update, the schedule.
+    """Compute the gradients of one global batch, reduce them, and update weights and schedule.
 
-    Returns this rank's [numerator, denominator] of the loss, what the optimizer says, and in a
-    model with experts what is measured of them; all stay on the device.
+    Returns this rank's [numerator, denominator] of the loss, the result of the optimizer, and the
+    metrics of experts, if any. All of them stay on the device.
     """
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
@@ -389,19 +385,18 @@ def train_step(
         finalize_model_grads(run.chunks, run.ps, loss[1] if per_token else None)
         experts = measure_experts(run, num_microbatches)
     with run.timers("optimizer"):
-        # The only place where a save behind training holds it up: nothing else changes the tensors
-        # that are copied.
+        # The only place where a background save delays training: the optimizer changes the tensors
+        # that are being copied.
         run.saver.before_update()
         step = run.optimizer.step(run.config.logging.log_num_zeros_in_grad)
-    # An overflow under a dynamic loss scale is retried with other data, not with another learning
-    # rate.
+    # After an overflow under a dynamic loss scale, the next batch uses the same learning rate.
     if not step.held_back:
         run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
     return loss, step, experts
 
 
 def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
-    """The line of the log and the points of all iterations since the last one. Collective."""
+    """Log the iterations since the last call, and send their metrics to the writers. Collective."""
     interval = log.close_interval()
     config = run.config.logging
     fields = interval.as_fields() | {
@@ -428,14 +423,14 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
 
 
 def report_saves(run: Run) -> None:
-    """Points of the saves that were committed since the last call."""
+    """Send the metrics of the saves that were committed since the last call to the writers."""
     for iteration, points in run.saver.take_committed():
         for writer in run.writers:
             writer.scalars(points, iteration)
 
 
 def evaluate_split(run: Run, split: Split, name: str) -> None:
-    """The loss of one split, where there is data for it and --eval-iters asks for it."""
+    """Evaluate one split and report its loss, if it has data and --eval-iters is positive."""
     config = run.config
     iteration = run.state.iteration
     if not (config.training.eval_iters and split.exists):
@@ -457,9 +452,7 @@ def evaluate_split(run: Run, split: Split, name: str) -> None:
 
 
 def evaluate_at_the_end(run: Run, data: Data) -> None:
-    """The validation loss of the last iteration, unless training has just measured it, and the test
-    loss.
-    """
+    """Evaluate the test split, and the validation split unless training has just done that."""
     if run.validated is None or run.validated[0] != run.state.iteration:
         evaluate_split(run, data.valid, "validation")
     evaluate_split(run, data.test, "test")
@@ -517,14 +510,14 @@ def reporting(
 
 
 def _report_goodput(run: Run, save: Path) -> None:
-    """Where the time of all starts went (--goodput)."""
+    """Report how the time of all starts was spent (--goodput)."""
     try:
         spent = compute_goodput(read_record(save))
     except (
         OSError,
         ValueError,
         LookupError,
-    ) as error:  # the record is for people: a gap in it must not fail a run
+    ) as error:  # a gap in the record must not end the run
         logger.warning(
             f"--goodput: the record in {save / RECORDS} cannot be read ({type(error).__name__}: {error})"
         )
@@ -566,8 +559,9 @@ def _record_start(run: Run, record: RunRecord | None, topics: dict[str, str]) ->
             write_json(save / RUN_FILE, content)
         else:
             run.saver.generation.publish(RUN_FILE, encode_json(content))
-        for left in save.glob(f"{RUN_FILE}.tmp-*"):  # of a start that was killed while it wrote
-            left.unlink(missing_ok=True)
+        # Temporary files of a start that was killed.
+        for path in save.glob(f"{RUN_FILE}.tmp-*"):
+            path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning(f"{RUN_FILE} could not be written: {error}")
     record.write("start", **start)

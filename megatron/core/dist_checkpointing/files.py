@@ -1,6 +1,4 @@
-"""Names in a directory of checkpoints: the files of a checkpoint, the tracker, what unfinished
-saves leave.
-"""
+"""File names of a checkpoint and of a directory of checkpoints, and the clean-up after crashes."""
 
 from __future__ import annotations
 
@@ -23,9 +21,9 @@ from megatron.core.durable_files import (
 )
 from megatron.core.object_storage import ObjectPath, path_of
 
-RUN = ".run"  # its random content names the run that is saved here, for what the nodes keep of it
+RUN = ".run"  # its random content identifies the run for its checkpoints on the disks of nodes
 TRACKER = "latest_checkpointed_iteration.txt"
-CLAIM = ".claim"  # who saves, or has saved, a checkpoint in object storage
+CLAIM = ".claim"  # names the writer of a checkpoint in object storage
 METADATA = ".metadata"
 METADATA_JSON = "metadata.json"
 COMMON = "common.pt"
@@ -36,13 +34,12 @@ BACKEND = {
     "common_backend_version": 1,
 }
 _PENDING = ".saving-"
-_DELETING = ".deleting-"
+# Prefixes of names that a crashed start has left.
+_LEFTOVERS = (_PENDING, ".deleting-", ".probe-", DISCARDED, f"{TRACKER}.tmp")
 
 
 def write_tracker(save_directory: str | os.PathLike[str], iteration: int | str) -> None:
-    """Name the latest checkpoint of `save_directory`; to be called when it is committed, never
-    before.
-    """
+    """Name the latest checkpoint, durably; call it after that is committed, never before."""
     _write_whole(path_of(save_directory) / TRACKER, str(iteration).encode())
 
 
@@ -54,9 +51,9 @@ def _write_whole(path: Path, content: bytes) -> None:
 
 
 def run_name(save_directory: Path) -> str:
-    """A name for the run that is saved to this directory, made by its owner at the first start.
+    """Return a name for the run that is saved to this directory, created at its first start.
 
-    A copy of the directory is another run, and so is one that was emptied.
+    A copy of the directory is another run, and so is a directory that was emptied.
     """
     path = save_directory / RUN
     if not path.is_file():
@@ -66,8 +63,9 @@ def run_name(save_directory: Path) -> str:
 
 
 def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
-    """The iteration that the tracker names, "release", or None without a tracker. A garbled one is
-    a ValueError.
+    """Return the iteration that the tracker names, "release", or None without a tracker.
+
+    Raises CheckpointError for any other content.
     """
     path = path_of(save_directory) / TRACKER
     try:
@@ -84,7 +82,7 @@ def read_tracker(save_directory: str | os.PathLike[str]) -> int | str | None:
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
-    """Whether `directory` holds a committed torch_dist checkpoint (its files are not looked into)."""
+    """Return whether `directory` is a committed torch_dist checkpoint, by its file names alone."""
     path = path_of(directory)
     if isinstance(path, ObjectPath) and read_commit(path) is None:
         return False
@@ -102,10 +100,10 @@ _FILE = (schema.COUNT, schema.text(16))
 
 
 def encode_commit(save_id: str, sums: Mapping[str, tuple[int, bytes]]) -> bytes:
-    """The `metadata.json` of a checkpoint in object storage: of each file, size and xxh3_64 of its
-    blocks' hashes.
+    """Return the content of `metadata.json` for a checkpoint in object storage.
 
-    `sums` are `FileChecksums` by name.
+    It contains the size of each file and the xxh3_64 of its blocks' hashes. `sums` are
+    `FileChecksums` by name.
     """
     listed = {
         name: (size, xxhash.xxh3_64_hexdigest(blocks)) for name, (size, blocks) in sums.items()
@@ -114,10 +112,10 @@ def encode_commit(save_id: str, sums: Mapping[str, tuple[int, bytes]]) -> bytes:
 
 
 def read_commit(directory: ObjectPath) -> dict[str, tuple[int, str]] | None:
-    """Size and hash of the files of a committed checkpoint; None if it is not committed, or was
-    revoked.
+    """Return size and hash of the files of a committed checkpoint.
 
-    Empty for a checkpoint that was written to a file system and copied.
+    None if it is not committed, or was revoked. Empty for a checkpoint that was written to a file
+    system and copied.
     """
     where = f"{directory / METADATA_JSON}"
     try:
@@ -134,37 +132,33 @@ def read_commit(directory: ObjectPath) -> dict[str, tuple[int, str]] | None:
 
 
 def pending_directory(directory: Path, save_id: str) -> Path:
-    """Where the checkpoint grows before it gets its name by one rename."""
+    """Return where the checkpoint is written before it gets its name by one rename."""
     return directory.with_name(f"{_PENDING}{directory.name}-{save_id}")
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove what crashed saves of the checkpoint `directory` left beside it. No save of it may be
-    running.
-    """
+    """Remove the files of crashed saves of the checkpoint `directory`; none may be running."""
     for path in directory.parent.glob(f"{_PENDING}{glob.escape(directory.name)}-*"):
         discard(path)
 
 
 def clean_up(save_directory: str | os.PathLike[str]) -> list[str]:
-    """Remove what crashed saves left in `save_directory`; returns the removed names. No save may be
-    running.
+    """Remove the files of crashed saves in `save_directory`; none may be running.
 
-    A crash between the two renames that replace a checkpoint left the old one under another name:
-    it gets its name back.
+    A crash between the two renames that replace a checkpoint leaves the old one under another name:
+    it gets its name back. Returns the removed names.
     """
     root = path_of(save_directory)
     removed = []
-    if (
-        isinstance(root, ObjectPath) or not root.is_dir()
-    ):  # in object storage, taking a generation has done it
+    # In object storage, taking a generation has removed them.
+    if isinstance(root, ObjectPath) or not root.is_dir():
         return []
     for path in sorted(root.iterdir()):
         if path.name.startswith(REPLACED):
             # A link could make any directory look like a checkpoint of this run.
             if not path.is_symlink() and restore_replaced(path, root):
                 continue
-        elif not path.name.startswith((_PENDING, _DELETING, DISCARDED, TRACKER + ".tmp")):
+        elif not path.name.startswith(_LEFTOVERS):
             continue
         discard(path)
         removed.append(path.name)

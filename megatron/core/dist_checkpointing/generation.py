@@ -118,8 +118,8 @@ class Generation:
         while True:
             generation = cls(root, number, token, content, known)
             generation._claim()
-            # Whoever looks after it has claimed sees everyone who claimed before: of two starts at
-            # the same moment, at least one sees the other.
+            # A start that lists the generations after its claim sees all earlier claims: of two
+            # simultaneous starts, at least one sees the other.
             newest = find_newest(root)
             if newest is None or newest <= generation.id:
                 break

@@ -1,1 +1,1 @@
-"""What a run saves, where, when it is removed, and what a load takes from it."""
+"""Checkpoints of a run: contents, saving, retention, ownership and loading."""

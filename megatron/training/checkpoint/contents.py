@@ -83,7 +83,7 @@ def get_common_state(run: Run) -> dict[str, Any]:
         common["opt_param_scheduler"] = run.scheduler.state_dict()
     if run.validated is not None and run.validated[0] == state.iteration:
         common[VALIDATION_LOSS] = run.validated[1]
-    # Loads apply this schema, so a save must fail rather than write what cannot be loaded.
+    # Loads apply this schema, so a save must fail rather than write an unloadable checkpoint.
     return COMMON(common, "the state of the run")
 
 

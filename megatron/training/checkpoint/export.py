@@ -1,7 +1,7 @@
 """Write checkpoints in other formats than torch_dist: Megatron-LM's legacy files, Hugging Face.
 
-The files of these formats do not contain what one rank holds. So all ranks write torch_dist, and
-rank 0 rewrites it in the other format, tensor by tensor, before the directory gets its name.
+Files of these formats contain parts of several ranks. So all ranks write torch_dist, and rank 0
+rewrites it in the other format, tensor by tensor, before the directory gets its name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ownership of --save: who may take over the directory, and what it already contains.
+"""Ownership of --save: which start may take over the directory of checkpoints.
 
 A start takes ownership at the last possible moment: after the checkpoint is loaded and the data is
 built, before the first iteration. A start that fails before has changed nothing, and a run that is
@@ -38,7 +38,7 @@ _SHOWN_HOSTS = 8  # in an error message
 
 
 class Job(NamedTuple):
-    """What the launcher tells this process about the job that it belongs to.
+    """The job of this process, as far as the launcher identifies it.
 
     `launchers` identify the processes of torchrun, which stay the same when it restarts the job:
     many jobs have the same `run_id`, such as torchrun's default "none".
@@ -177,7 +177,7 @@ def _create_probe(root: Path) -> Path | None:
 
 
 def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
-    """Raise ValueError unless all ranks see what rank 0 has created; `seen` is (host, sees it)."""
+    """Raise ValueError unless all ranks see what rank 0 has created; `seen` is (host, is it visible)."""
     blind = defaultdict(list)
     for rank, (host, sees) in enumerate(seen):
         if not sees:
@@ -276,7 +276,7 @@ def newest_saved(root: Path | None) -> str | None:
 
 
 def open_local_tier(config: CheckpointConfig, save: Path | None) -> LocalTier | None:
-    """Return where the nodes keep checkpoints of `save` on their own disks. Collective.
+    """Return the checkpoints of `save` on the disks of the nodes. Collective.
 
     None without --non-persistent-ckpt-type, and for a run that saves nothing.
     """

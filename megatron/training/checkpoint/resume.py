@@ -63,7 +63,7 @@ def _load(run: Run, start: Start) -> None:
     source = start.source
     began = time.perf_counter()
 
-    # Decide what to load, and check that it fits before anything changes.
+    # Select the parts to load, and check that they fit before anything changes.
     stored_args = normalize_stored_args(source.args)
     for warning in check_same_model(run.config.flags(), stored_args, source.description):
         logger.warning(warning)
@@ -188,7 +188,7 @@ def _is_skipped(key: str, with_optimizer: bool, stored: Collection[str]) -> bool
 def _restore_position(
     run: Run, training: TrainingState, fingerprint: str | None, with_optimizer: bool
 ) -> None:
-    """Restore iteration and consumed samples, which decide what data comes next, and the schedule."""
+    """Restore iteration and consumed samples, which determine the next data, and the schedule."""
     run.state = TrainState(
         training.iteration,
         training.consumed_train_samples,

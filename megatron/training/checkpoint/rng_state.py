@@ -66,8 +66,8 @@ def set_rng_state(state: Any, rng: TensorParallelRng) -> list[str]:
     """Restore the generators of this process; returns those that do not fit and are left alone.
 
     The states of a GPU (16 bytes) and of a CPU (5,056 bytes) are not interchangeable. Raises
-    CheckpointError for an invalid state: NumPy and PyTorch do not validate what they are given, and
-    NumPy reads out of bounds.
+    CheckpointError for an invalid state: NumPy and PyTorch do not validate it themselves, and NumPy
+    reads out of bounds.
     """
     try:
         return _restore(state, rng)

@@ -55,7 +55,7 @@ _SHOWN = 5  # checkpoints in a message
 class Start(NamedTuple):
     """The checkpoint that a run begins with.
 
-    `lineage` is what the checkpoints of the run descend from; its branch is empty if the run begins
+    The checkpoints of the run descend from `lineage`; its branch is empty if the run begins
     a new one. `continues` is true if the run goes on from its own checkpoint although the flags
     name another one: flags that change what is loaded then do not apply.
     """
@@ -70,7 +70,7 @@ class Start(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """What rank 0 has decided. `extends_branch`: the run continues a branch that is in --save."""
+    """The decision of rank 0. With `extends_branch`, the run continues a branch in --save."""
 
     found: CheckpointRef | LocalCheckpointInfo
     weights_only: bool = False
@@ -121,7 +121,7 @@ def find_start(
 
 
 def _base_lineage(choice: _Choice, directory: Path) -> Lineage:
-    """Return what the checkpoints of the run descend from."""
+    """Return the lineage from which the checkpoints of the run descend."""
     if not choice.extends_branch:
         return Lineage((), choice.origin)
     lineage = read_lineage(directory)
@@ -153,7 +153,7 @@ def _open_local(
 
 
 def is_restart_idiom(config: CheckpointConfig) -> bool:
-    """Return whether --load and --save mean: continue from the newest checkpoint of this run."""
+    """Return whether --load and --save request the newest checkpoint of this run."""
     if config.finetune or config.ckpt_step is not None:
         return False
     return _is_same_directory(config)
@@ -229,8 +229,8 @@ class _Chooser:
         if not is_restart_idiom(self._config):
             logger.warning(
                 f"restart of job {self._job.run_id}: continuing from {_describe(found)}, which an "
-                "earlier start of this job has saved, whatever --load, --ckpt-step and --finetune "
-                "name"
+                "earlier start of this job has saved, and not from the checkpoint that --load, "
+                "--ckpt-step and --finetune name"
             )
         return _Choice(found, extends_branch=True, continues=True)
 
@@ -263,8 +263,8 @@ class _Chooser:
         if self._held and self._held[0].order > _order(saved):
             found = self._held[0]
         logger.warning(
-            f"continuing from {_describe(found)}: this run began with {named.directory}, as the "
-            "flags say, and has saved newer checkpoints since. To begin again from there, add "
+            f"continuing from {_describe(found)}: this run began with {named.directory}, which the "
+            "flags name, and has saved newer checkpoints since. To begin again from there, add "
             "--override-existing-run"
         )
         return _Choice(found, extends_branch=True, continues=True)
@@ -280,7 +280,7 @@ class _Chooser:
         return found, config.finetune
 
     def _find_first(self) -> tuple[CheckpointRef | None, bool]:
-        """Return what a run starts from whose --load contains no checkpoint."""
+        """Return the checkpoint for the first start of a run, whose --load contains none yet."""
         config = self._config
         if config.pretrained_checkpoint is not None:
             found = find_checkpoint(config.pretrained_checkpoint)
@@ -342,8 +342,8 @@ def _list_later(root: Path, iteration: int) -> str:
 def _check_random_weights(config: CheckpointConfig, directory: Path) -> None:
     """Check that a run whose --load contains no checkpoint may start from random weights.
 
-    Scripts for Megatron-LM name a --load before anything is saved, so this is a warning if nothing
-    requires a checkpoint, and normal for the restart idiom.
+    Scripts for Megatron-LM name a --load before anything is saved, so this is a warning unless a
+    flag requires a checkpoint, and normal for the restart idiom.
     """
     if config.exit_on_missing_checkpoint:
         raise ValueError(f"--load {directory} holds no checkpoint (--exit-on-missing-checkpoint)")
@@ -377,11 +377,10 @@ def _check_random_weights(config: CheckpointConfig, directory: Path) -> None:
 
 
 def stored_vocab_size(start: Start | None) -> int | None:
-    """Vocabulary size of the model in the checkpoint to load; None if there is none, or it does not
-    say.
+    """Return the vocabulary size of the model in the checkpoint to load, None if it is unknown.
 
-    Megatron-LM trains the rows that pad its vocabulary, and its softmax counts them: they are part
-    of its model.
+    Megatron-LM trains the rows that pad its vocabulary, and its softmax includes them, so that they
+    are part of its model.
     """
     if start is None:
         return None
@@ -390,10 +389,9 @@ def stored_vocab_size(start: Start | None) -> int | None:
 
 
 def adopt_end_of_document(config: Config, start: Start | None) -> bool:
-    """NullTokenizer ends documents with the token of the run that is loaded, unless
-    --null-tokenizer-eod-id says.
+    """Let NullTokenizer end documents with the token of the loaded run.
 
-    Returns whether that changes the tokenizer.
+    --null-tokenizer-eod-id overrides that. Returns whether the tokenizer has changed.
     """
     flags = config.tokenizer
     if start is None or flags.kind != "NullTokenizer" or flags.null_tokenizer_eod_id is not None:

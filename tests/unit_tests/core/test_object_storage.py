@@ -63,7 +63,9 @@ def test_other_addresses_are_refused(name):
 
 
 def test_what_needs_a_file_system_says_so(server):
-    with pytest.raises(ValueError, match="s3://bucket/x: this needs a directory of a file system"):
+    with pytest.raises(
+        ValueError, match="s3://bucket/x: this requires a directory of a file system"
+    ):
         path_of("s3://bucket/x").open()
 
 

@@ -1,19 +1,18 @@
-"""Checkpoints in object storage: the same generations and the same saves as in a file system,
-without rename.
+"""Checkpoints in object storage: the generations and saves of a file system, without renames.
 
-The objects of a checkpoint have their final names at once. The order: `.claim`; data files, whose
-names carry the id of the save, so that no two saves share one; `checksums.bin`, `common.pt`,
-`.metadata`; and last `metadata.json` with size and xxh3 of every file. Readers trust that alone.
+The objects of a checkpoint have their final names at once. They are written in this order:
+`.claim`; data files, whose names contain the id of the save, so that no two saves share one;
+`checksums.bin`, `common.pt`, `.metadata`; and last `metadata.json` with size and xxh3 of every
+file. Readers trust only that file.
 
-It is written by one conditional request: `metadata.json` either does not exist or is a note that an
-earlier save was revoked. A start creates the object `.generation-0000007-<token>`, and then revokes
+It is written by one conditional request: before, `metadata.json` either does not exist or is a note
+that an earlier save was revoked. A start creates the object `.generation-0000007-<token>`, and then revokes
 every save that has claimed its directory (`iter_*/.claim`) and is not committed: the note takes the
-name that its commit needs. The owner claims first, then writes, then looks whether
-it is still the owner, and then commits. So an old owner whose claim came before the takeover finds
-the note, and one whose claim came after it finds the new generation: no clock decides, however long
-it was stopped. Whatever has a name that another save may use, too, is written in three steps: read
-the version, check the generation, replace that version. Nothing but data files, whose names belong
-to one save, is ever deleted below a directory that may be saved to again.
+name that its commit needs. The owner claims first, then writes, then checks that it is still the
+owner, and then commits. So an old owner that has claimed before the takeover finds the note, and one
+that claims after it finds the new generation. No clock is involved, however long the old owner was
+suspended. Objects with names that another save may use, too, are written in three steps: read the
+version, check the generation, replace that version.
 """
 
 from __future__ import annotations
@@ -150,9 +149,7 @@ class ObjectGeneration(Generation):
 
 
 class ShardUpload(Shard):
-    """One multipart upload. Pieces may come in another order than they are sent; those that come
-    early are copied.
-    """
+    """A multipart upload. Pieces that are written before their turn are copied and wait."""
 
     def __init__(self, path: ObjectPath, size: int) -> None:
         super().__init__(size)
@@ -162,9 +159,8 @@ class ShardUpload(Shard):
         self._lock = threading.Lock()
 
     def _write(self, offset: int, view: memoryview, length: int) -> None:
-        with (
-            self._lock
-        ):  # one thread of the few that there are sends; what waits here is bounded by their number
+        # One of the writer threads sends; their number bounds the pieces that wait.
+        with self._lock:
             if offset != self._position:
                 self._early[offset] = bytes(view[:length])
                 return
@@ -181,8 +177,10 @@ class ShardUpload(Shard):
 
 
 class ObjectCheckpoint(PendingCheckpoint):
-    """Without a generation (tools), the claim alone decides: a directory that anything lies in is
-    refused.
+    """A checkpoint that is being written to object storage.
+
+    Without a generation (tools), only the claim decides: a directory that contains a claim is an
+    error.
     """
 
     directory: ObjectPath
@@ -191,7 +189,8 @@ class ObjectCheckpoint(PendingCheckpoint):
         self, directory: ObjectPath, save_id: str, generation: Generation | None = None
     ) -> None:
         super().__init__(directory, save_id, generation, directory)
-        self._claimed = self._committing = False
+        self._claimed = False
+        self._committing = False
         self._revocation: str | None = None  # version of the note that the commit replaces
 
     def begin(self, nbytes: int) -> None:
@@ -209,23 +208,23 @@ class ObjectCheckpoint(PendingCheckpoint):
             self.generation.restore()
             put_checked(self.directory, CLAIM, content, self.generation.check)
             if self.directory.store.version((self.directory / METADATA_JSON).key) is not None:
-                # An earlier save, whole or not: of a branch that was left, or of a start that is
-                # gone.
+                # An earlier save, complete or not, of another branch or of an earlier start.
                 self._revocation = revoke(self.directory, self.generation.check)
         else:
             try:
                 store.create(claim.key, content)
             except ConflictError as error:
-                raise CheckpointError(self._refusal(claim)) from error
+                raise CheckpointError(self._explain_conflict(claim)) from error
         self._claimed = True
 
-    def _refusal(self, claim: Path) -> str:
+    def _explain_conflict(self, claim: Path) -> str:
         if read_commit(self.directory) is not None:
-            return (
-                f"{self.directory} holds a checkpoint already: give another place, or delete that"
-            )
+            return f"{self.directory} holds a checkpoint already: give another path, or delete that"
         owner = claim.read_text()[:300]
-        return f"{self.directory} is being written by {owner}. If that is gone, delete {claim} and try again"
+        return (
+            f"{self.directory} is being written by {owner}. If that program has ended, delete "
+            f"{claim} and try again"
+        )
 
     def name_of(self, name: str) -> str:
         stem, dot, ending = name.rpartition(".")
@@ -242,7 +241,7 @@ class ObjectCheckpoint(PendingCheckpoint):
             put_checked(self.directory, name, content, self.generation.check)
 
     def finish(self, sums: Mapping[str, FileChecksums]) -> None:
-        """Objects are durable when their upload has ended."""
+        """Do nothing: objects are durable when their upload has ended."""
 
     def commit(
         self,
@@ -254,9 +253,7 @@ class ObjectCheckpoint(PendingCheckpoint):
         progress: Progress = lambda nbytes: None,
     ) -> None:
         if rewrite is not None:
-            raise CheckpointError(
-                f"{self.directory}: object storage holds torch_dist checkpoints alone"
-            )
+            raise CheckpointError(f"{self.directory}: object storage is for torch_dist checkpoints")
         contents: dict[str, Sequence[bytes]] = {COMMON: [common], METADATA: metadata}
         contents |= {name: [content] for name, content in extra_files.items()}
         ours = encode_checksum_records(
@@ -283,30 +280,25 @@ class ObjectCheckpoint(PendingCheckpoint):
         return metadata.is_file() and read_json(metadata).get("save_id") == self.save_id
 
     def abandon(self) -> None:
-        with contextlib.suppress(
-            OSError, SupersededError
-        ):  # what stays is removed by the next start
+        # The next start removes the objects that are left after an error.
+        with contextlib.suppress(OSError, SupersededError):
             if not self._claimed:
                 return
-            if self._committing and self.generation is not None:
-                revoke(
-                    self.directory, self.generation.check
-                )  # the commit that failed may still arrive
-            elif self.generation is not None:
-                mine = [
-                    key
-                    for key in self.directory.store.sizes(self.directory.key)
-                    if f"-{self.save_id}." in key
-                ]
-                self.directory.store.delete(mine)
-            else:
+            if self.generation is None:
                 remove_objects(self.directory)
+            elif self._committing:
+                # The request that seems to have failed may still arrive.
+                revoke(self.directory, self.generation.check)
+            else:
+                keys = self.directory.store.sizes(self.directory.key)
+                ours = [key for key in keys if f"-{self.save_id}." in key]
+                self.directory.store.delete(ours)
 
 
 def pending_checkpoint(
     directory: Path, save_id: str, generation: Generation | None
 ) -> PendingCheckpoint:
-    """A checkpoint that will be `directory`, wherever that is."""
+    """Return a checkpoint to be written to `directory`, of a file system or object storage."""
     if isinstance(directory, ObjectPath):
         return ObjectCheckpoint(directory, save_id, generation)
     return PendingCheckpoint(directory, save_id, generation)
@@ -322,48 +314,47 @@ def take_generation(root: Path, owner: dict[str, Any], above: int = 0) -> Genera
 def put_checked(directory: ObjectPath, name: str, content: bytes, check: Callable[[], None]) -> str:
     """Write an object that other saves have written, or may write; returns its version.
 
-    `check` raises SupersededError if another start has taken over. If that happens after the check, the new owner's
-    version is another one, and this request is refused.
+    `check` raises SupersededError if another start has taken over. After a takeover that follows
+    the check, the object has another version, and the request fails.
     """
     store = directory.store
     key = (directory / name).key
     while True:
         e_tag = store.version(key)
         check()
-        with contextlib.suppress(
-            ConflictError, FileNotFoundError
-        ):  # somebody has just written or removed it
-            return (
-                store.create(key, content) if e_tag is None else store.replace(key, content, e_tag)
-            )
+        # Try again if another process has just written or removed it.
+        with contextlib.suppress(ConflictError, FileNotFoundError):
+            if e_tag is None:
+                return store.create(key, content)
+            return store.replace(key, content, e_tag)
 
 
 def revoke(directory: ObjectPath, check: Callable[[], None], committed: bool = True) -> str | None:
-    """Make sure that no save of `directory` under way can commit, and remove its data; with
-    `committed`, also what is committed there, otherwise None is returned for that.
+    """Prevent the save of `directory` in progress from committing, and delete its data.
 
-    Returns the version of the note in `metadata.json` that says so; the next commit replaces it.
+    With `committed`, a committed checkpoint is revoked, too; without it, None is returned for one.
+    Returns the version of the note in `metadata.json`, which the next commit replaces.
     """
     store = directory.store
     key = (directory / METADATA_JSON).key
-    note = json.dumps(
-        {"revoked": secrets.token_hex(8)}
-    ).encode()  # never twice the same: neither is its version
+    # A random content gives every note another version.
+    note = json.dumps({"revoked": secrets.token_hex(8)}).encode()
     while True:
         e_tag = store.version(key)
         if not committed and read_commit(directory) is not None:
             return None
-        doomed = [data for data in store.sizes(directory.key) if data.endswith(".distcp")]
+        data_files = [name for name in store.sizes(directory.key) if name.endswith(".distcp")]
         check()
         with contextlib.suppress(ConflictError, FileNotFoundError):
-            e_tag = store.create(key, note) if e_tag is None else store.replace(key, note, e_tag)
-            store.delete(doomed)
-            return e_tag
+            version = store.create(key, note) if e_tag is None else store.replace(key, note, e_tag)
+            store.delete(data_files)
+            return version
 
 
 def remove_objects(directory: Path) -> None:
-    """All of them, the claim last."""
+    """Delete all objects of `directory`, the claim last."""
     assert isinstance(directory, ObjectPath)
-    doomed = list(directory.store.sizes(directory.key))
-    directory.store.delete([key for key in doomed if not key.endswith(f"/{CLAIM}")])
-    directory.store.delete([key for key in doomed if key.endswith(f"/{CLAIM}")])
+    keys = list(directory.store.sizes(directory.key))
+    claims = [key for key in keys if key.endswith(f"/{CLAIM}")]
+    directory.store.delete([key for key in keys if key not in claims])
+    directory.store.delete(claims)
