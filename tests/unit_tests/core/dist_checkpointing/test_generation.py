@@ -20,11 +20,11 @@ from megatron.core.dist_checkpointing import (
     SupersededError,
     clean_up,
     is_complete,
-    on_branch,
     read_lineage,
     read_tracker,
 )
 from megatron.core.dist_checkpointing.generation import read_current_owner
+from megatron.core.dist_checkpointing.lineage import on_branch
 from megatron.core.durable_files import put_in_place
 
 STOPPED = '''

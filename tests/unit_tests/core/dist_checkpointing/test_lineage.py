@@ -5,10 +5,11 @@ import os
 
 import pytest
 
-from megatron.core.dist_checkpointing import Lineage, Segment, on_branch, read_lineage
+from megatron.core.dist_checkpointing import Lineage, Segment, read_lineage
 from megatron.core.dist_checkpointing.lineage import (
     Origin,
     identify_checkpoint,
+    on_branch,
     read_parent,
 )
 
