@@ -33,9 +33,9 @@ def flag(
     `find_range_problems`.
 
     Fields of the model specify what they decide (`decides`): "shapes" (keys and shapes of the
-    weights) or "mathematics" (what the same weights compute). The field matters only `when` other
-    fields have the given values. `meaning` names the property to compare instead of the field, if
-    the same model has more than one spelling.
+    weights) or "mathematics" (the function that the same weights compute). The field matters only
+    `when` other fields have the given values. `meaning` names the property to compare instead of
+    the field, if the same model has more than one spelling.
     """
     metadata = {
         "flags": names,

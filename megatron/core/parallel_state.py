@@ -9,8 +9,8 @@ Experts are split over separate axes through the same ranks of a stage::
 
     rank = etp + ETP * (ep + EP * (edp + EDP * pp))
 
-`ParallelState` is built once and passed down; layers take a single `Axis`. There are no module
-globals.
+`ParallelState` is built once and passed down, instead of module globals; layers take a single
+`Axis`.
 """
 
 from __future__ import annotations
@@ -254,8 +254,8 @@ class ParallelState:
 
     Ranks of `dp` read different samples; ranks of `cp` have different parts of the same samples. All
     of them have the same parameters, so gradients are reduced and optimizer shards distributed over
-    `dp_cp`, their product (CP varies fastest). As there is no communication over `dp` alone, it has
-    no group of its own; with a CP size of 1 it is `dp_cp`. `model` is TP x PP of one replica, for
+    `dp_cp`, their product (CP varies fastest). Communication never uses `dp` alone, so it has no
+    group of its own; with a CP size of 1 it is `dp_cp`. `model` is TP x PP of one replica, for
     reductions over a whole model. `embedding` consists of the first and the last stage, for tied
     embeddings; it has size 1 on the stages in between.
 

@@ -52,7 +52,7 @@ class BlendedDataset:
         limits = lengths if weights is None else None
         description = {
             "class": "BlendedDataset",
-            "weights": [float(weight).hex() for weight in self.weights],
+            "weights": [float(weight).hex() for weight in self.weights],  # exact
             "limits": limits,
             "size": self.size,
         }
@@ -75,6 +75,7 @@ class BlendedDataset:
 
     def _check_members(self, lengths: list[int]) -> None:
         """Raise ValueError if the blend draws more samples of a member than it has."""
+        # Rounding of weights can require slightly more samples than a member was built with.
         drawn = np.bincount(self.dataset_index, minlength=len(lengths))
         for member, (count, length) in enumerate(zip(drawn.tolist(), lengths, strict=True)):
             if count > length:

@@ -49,6 +49,7 @@ def parse_blend(values: Sequence[str], flag: str) -> Blend:
                 f"{flag}: weight {value} of {' '.join(values)!r} must be positive and finite; to "
                 "exclude a path, leave it out"
             )
+    # Normalize, so that weights may be given as percentages or token counts.
     weights = [number for number in numbers if number is not None]
     total = sum(weights)
     return Blend(tuple(values[1::2]), tuple(weight / total for weight in weights))

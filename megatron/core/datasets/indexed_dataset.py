@@ -71,7 +71,9 @@ class IndexedDataset:
         _check_tokens_file(self.prefix, self.dtype, self.lengths, self.offsets)
         # The file is open as long as the dataset exists.
         self._file = open(f"{self.prefix}.bin", "rb", buffering=0)  # noqa: SIM115
-        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if use_mmap else None
+        self._map: mmap.mmap | None = None
+        if use_mmap:
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def __len__(self) -> int:
         return len(self.lengths)

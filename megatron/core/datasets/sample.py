@@ -31,7 +31,10 @@ class Dataset(Protocol):
 
 def make_generator(seed: int, split: Split, index: int) -> np.random.RandomState:
     """Return the generator of sample `index`, independent of the samples read before it."""
-    return np.random.RandomState([seed, SPLITS.index(split), index & 0xFFFFFFFF, index >> 32])
+    # Seeds are 32-bit words, so a 64-bit sample number needs two of them.
+    low = index & 0xFFFFFFFF
+    high = index >> 32
+    return np.random.RandomState([seed, SPLITS.index(split), low, high])
 
 
 def finish_sample(text: np.ndarray, config: GPTDatasetConfig, eod: int) -> Sample:
@@ -41,6 +44,7 @@ def finish_sample(text: np.ndarray, config: GPTDatasetConfig, eod: int) -> Sampl
     also `documents` [s], the number of the document of each position: attention is restricted to
     equal numbers, in 1/s of the memory of a mask.
     """
+    # Position i predicts token i + 1.
     if config.add_extra_token_to_sequence:
         tokens = text[:-1].copy()
         labels = text[1:].copy()

@@ -172,6 +172,7 @@ class DistributedDataParallel(MegatronModule):
 
         Without --overlap-param-gather, wait for them.
         """
+        # Buckets are in backward order.
         for bucket in reversed(self.buckets):
             bucket.start_param_gather()
         if not self.config.overlap_param_gather:
@@ -210,9 +211,11 @@ class DistributedDataParallel(MegatronModule):
         assert bucket.params_complete, (
             "a parameter was used before it was gathered: its module was not called"
         )
+        # Accumulate in `main_grad`, in fp32 by default, and free autograd's tensor at once.
         if param.grad is not None:
             param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
             param.grad = None
+        # In the last backward pass, start the reduction of each bucket that is now complete.
         if self.require_sync and self.config.overlap_grad_reduce:
             assert param in bucket.missing, (
                 "a parameter got a second gradient after it was counted as complete"

@@ -237,7 +237,7 @@ class Bucket:
         assert self._dp.group is not None and not self._grad_works
         group = self._dp.group
         whole = self.grad_data
-        if self.is_sharded and whole.device.type == "cpu":
+        if self.is_sharded and whole.device.type == "cpu":  # gloo
             self._grad_works = _start_shard_by_shard(dist.reduce, whole, self._dp)
         elif self.is_sharded:
             self._grad_works = [
@@ -332,6 +332,7 @@ class ParamAndGradBuffer:
         plans = plan_buffer(specs, bucket_size, shard.size)
         first = named_params[0][1]
         numel = plans[-1].stop
+        # Zeros, because the gaps between parameters take part in norms and updates.
         self.param_data = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self.is_fp8 = specs[0].info.fp8 is not None
         self.grad_data = torch.zeros(numel, dtype=grad_dtype, device=first.device)
@@ -340,6 +341,7 @@ class ParamAndGradBuffer:
             params = [by_name[span.spec.name] for span in plan.spans]
             param_data = self.param_data[plan.start : plan.stop]
             grad_data = self.grad_data[plan.start : plan.stop]
+            # Move each parameter into the buffer; the module keeps using the same nn.Parameter.
             for span, param in zip(plan.spans, params, strict=True):
                 view = param_data[span.start : span.stop].view(span.spec.shape)
                 view.copy_(param.detach())

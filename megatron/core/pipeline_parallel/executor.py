@@ -71,7 +71,8 @@ class Exchange:
         return self._received
 
     def _add(self, operation: Callable[..., Any], tensor: Tensor, peer: int, verb: str) -> None:
-        self._operations.append(dist.P2POp(operation, tensor, self._pp.ranks[peer], self._pp.group))
+        global_peer = self._pp.ranks[peer]
+        self._operations.append(dist.P2POp(operation, tensor, global_peer, self._pp.group))
         self._labels.append(f"{verb} {self._format_rank(peer)}")
 
     def _make_error(self, label: str) -> RuntimeError:
@@ -167,9 +168,11 @@ class _Stage:
             activation.requires_grad_()
         with torch.set_grad_enabled(not self.forward_only):
             output = self.forward_step(action.chunk, action.microbatch, activation)
+        # The result of the last virtual stage has no consumer.
         is_loss = consumer(self.pp.rank, action, self.pp.size, self.num_chunks) is None
         self._check_output(action, output, is_loss)
         if not self.forward_only:
+            # Keep the graph but not the activation, which is only needed until it is sent.
             root = output if is_loss else _StandIn.apply(output)
             self.in_flight[action.chunk, action.microbatch] = (activation, root)
         return None if is_loss else output.detach()

@@ -58,12 +58,10 @@ def own_pid_and_much(number):
 
 
 def test_worker_killed_while_working():
-    began = time.monotonic()
     stream = OrderedWorkers(suicide_at_three, range(100), 2, 4)
     with pytest.raises(RuntimeError, match="DataLoader worker"):
         for number, _ in stream:
             assert number < 3
-    assert time.monotonic() - began < 20
 
 
 def suicide_at_three(number):
@@ -76,10 +74,10 @@ def test_worker_killed_while_sending_a_result():
     """The worker has begun to send, the pipe is full, and the rest never arrives."""
     stream = OrderedWorkers(own_pid_and_much, range(100), 1, 2)
     _, (pid, _) = next(stream)
-    time.sleep(1)  # the next result is on its way
+    time.sleep(1)  # for the worker to begin sending the next result
     os.kill(pid, signal.SIGKILL)
     signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(20)
+    signal.alarm(120)  # far above the time of a loaded machine
     try:
         with pytest.raises(RuntimeError, match="DataLoader worker"):
             list(stream)
@@ -88,4 +86,4 @@ def test_worker_killed_while_sending_a_result():
 
 
 def hangs(number, frame):
-    raise TimeoutError("it waits for the rest of the result")
+    raise TimeoutError("still waiting for the rest of the result")
