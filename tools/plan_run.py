@@ -1,12 +1,12 @@
-"""What a run will need, before it is started: memory, checkpoint bytes, pipeline bubble and traffic
-of every stage.
+"""Plan a run before it is started: memory, checkpoint bytes, pipeline bubble and traffic of every
+stage.
 
     python tools/plan_run.py --world-size 8 --device-memory-gb 80 FLAGS      FLAGS: those of pretrain_gpt.py
     LAUNCH="python tools/plan_run.py --world-size 8 --device-memory-gb 80" bash examples/one_node_8_gpus.sh
 
-With --json the same, in bytes, for programs; with --plot PNG as a picture (schedule and memory).
-The vocabulary is that of --vocab-size, else of the tokenizer, which then must be there. Exit status
-1: it does not fit.
+--json prints the plan in bytes, for programs; --plot PNG draws the schedule and the memory. The
+vocabulary size is --vocab-size, or that of the tokenizer, whose files are needed only then. The exit
+status is 1 if the run does not fit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import flag_parser, make_config, use_stored_args
 from megatron.training.config.run_config import Config
 from megatron.training.planning.pictures import draw_plan
-from megatron.training.planning.run_plan import RunPlan, plan_run
+from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
 from megatron.training.planning.summary import format_plan, set_planned_vocab_size
 from megatron.training.reporting.run_record import RecordedLaunch, compute_goodput, read_record
 from pretrain_gpt import model_provider
@@ -45,15 +45,16 @@ ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
 
 
 MTBF_HELP = (
-    "propose save intervals for a failure every H hours, and one that loses a node with its replicas every H2 (10 H), "
-    "from the costs in --measured"
+    "propose save intervals for a failure every H hours, and one that loses a node with its "
+    "replicas every H2 hours (default: 10 H), from the costs in --measured"
 )
 
 
-def save_interval(cost: float, mtbf: float) -> float:
-    """Seconds of training between saves that lose least, if a save costs `cost` seconds and the
-    mean time between failures is `mtbf` seconds (J. T. Daly, A higher order estimate of the optimum
-    checkpoint interval, 2006).
+def find_best_interval(cost: float, mtbf: float) -> float:
+    """Return the seconds of training between saves that lose the least time.
+
+    A save costs `cost` seconds and the mean time between failures is `mtbf` seconds (J. T. Daly, A
+    higher order estimate of the optimum checkpoint interval, 2006).
     """
     if cost >= 2 * mtbf:
         return mtbf
@@ -61,55 +62,61 @@ def save_interval(cost: float, mtbf: float) -> float:
     return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-def save_intervals(starts: Sequence[RecordedLaunch], mtbf_hours: Sequence[float]) -> list[str]:
-    """A line for each tier that saved in these starts: the interval that loses least, in Daly's
-    approximation.
+def propose_save_intervals(
+    launches: Sequence[RecordedLaunch], mtbf_hours: Sequence[float]
+) -> list[str]:
+    """Return a line for each tier that saved in these launches, with its best interval.
 
-    A save costs what it blocked training; it cannot be due again before it has ended.
+    The cost of a save is the time that it blocked training; the next one cannot start before it
+    ends.
     """
-    rows = [row for start in starts for row in start.intervals]
-    iterations = sum(row["iterations"] for row in rows)
-    if not iterations:
+    rows = [row for launch in launches for row in launch.intervals]
+    num_iterations = sum(row["iterations"] for row in rows)
+    if not num_iterations:
         raise ValueError("--measured: this run has recorded no iterations")
-    iteration = sum(row["seconds"] for row in rows) / iterations
-    spent = compute_goodput(starts)
+    iteration = sum(row["seconds"] for row in rows) / num_iterations
+    spent = compute_goodput(launches)
+    restart = (spent["loading"] + spent["starting"]) / len(launches)
+
+    local = _find_save_times(launches, "local-")
+    persistent = _find_save_times(launches, "")
+    # Local checkpoints survive most failures; the persistent tier is for the others.
+    any_failure = mtbf_hours[0]
+    lost_nodes = mtbf_hours[1] if len(mtbf_hours) > 1 else 10 * any_failure
+    tiers = [
+        ("--non-persistent-save-interval", local, any_failure),
+        ("--save-interval", persistent, lost_nodes if local else any_failure),
+    ]
     lines = []
-    restart = (spent["loading"] + spent["starting"]) / len(starts)
-    local = [
-        row["values"]
-        for start in starts
-        for row in start.points
-        if "local-save-total-time" in row["values"]
-    ]
-    persistent = [
-        row["values"]
-        for start in starts
-        for row in start.points
-        if "save-total-time" in row["values"]
-    ]
-    hours = [*mtbf_hours, 10 * mtbf_hours[0]][
-        :2
-    ]  # of (any failure, one that the local tier does not survive)
-    for flag_name, saves, prefix, every in (
-        ("--non-persistent-save-interval", local, "local-", hours[0]),
-        ("--save-interval", persistent, "", hours[1] if local else hours[0]),
-    ):
-        if saves:
-            blocked, total = (
-                median(row[f"{prefix}save-{name}-time"] for row in saves)
-                for name in ("blocking", "total")
-            )
-            seconds = max(save_interval(blocked, 3600 * every), total)
-            lines.append(
-                f"{flag_name} {max(1, round(seconds / iteration))}: every {seconds:.0f} s, for a failure every "
-                f"{every:g} h; a save blocks {blocked:.3f} s and takes {total:.1f} s, an iteration {iteration:.3f} s, "
-                f"a restart {restart:.0f} s"
-            )
+    for flag_name, saves, hours in tiers:
+        if not saves:
+            continue
+        blocked = median(blocking for blocking, _ in saves)
+        total = median(total for _, total in saves)
+        seconds = max(find_best_interval(blocked, 3600 * hours), total)
+        num_between = max(1, round(seconds / iteration)) if iteration else 1
+        lines.append(
+            f"{flag_name} {num_between}: every {seconds:.0f} s, for a failure every {hours:g} h; "
+            f"a save blocks {blocked:.3f} s and takes {total:.1f} s, an iteration "
+            f"{iteration:.3f} s, a restart {restart:.0f} s"
+        )
     return lines
 
 
+def _find_save_times(launches: Sequence[RecordedLaunch], tier: str) -> list[tuple[float, float]]:
+    """Return the (blocking, total) seconds of each save of a tier, by the prefix of its metrics."""
+    times = []
+    for launch in launches:
+        for row in launch.points:
+            blocking = row["values"].get(f"{tier}save-blocking-time")
+            total = row["values"].get(f"{tier}save-total-time")
+            if blocking is not None and total is not None:
+                times.append((max(0.0, blocking), max(0.0, total)))
+    return times
+
+
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
-    """Our own options, and those of the run by field name."""
+    """Return the options of this tool, and the given flags of the run by field name."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -121,7 +128,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
         "--reserve-gb",
         type=float,
         default=4.0,
-        help="what CUDA, NCCL and gaps of the allocator take of it (default: 4)",
+        help="memory for CUDA, NCCL and gaps of the allocator (default: 4)",
     )
     parser.add_argument("--mtbf-hours", type=float, nargs="+", metavar=("H", "H2"), help=MTBF_HELP)
     parser.add_argument(
@@ -153,35 +160,39 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Given]:
 
 
 def make_plan(given: Given, world_size: int) -> tuple[Config, RunPlan]:
-    """The configuration of `given` flags and its plan; ValueError if there can be no such run."""
+    """Return the configuration for the given flags and its plan. Raises ValueError if such a run is
+    impossible.
+    """
     config = make_config(given, world_size)
     set_planned_vocab_size(config)
     return config, plan_run(config, world_size, model_provider)
 
 
-def alternatives(given: Given, world_size: int, needed: int) -> list[tuple[str, int]]:
-    """Flags that change one thing and make the run need less than `needed` bytes on its fullest
-    rank, and how much.
+def find_alternatives(given: Given, world_size: int, needed: int) -> list[tuple[str, int]]:
+    """Return single changes of flags that reduce the bytes on the fullest rank below `needed`, and
+    the bytes.
     """
-    axes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
-    sizes = {name: given.get(name, 1) * 2 for name in axes}
-    changes = ALTERNATIVES + [
-        (f"--{name.replace('_', '-')} {size}", {name: size}) for name, size in sizes.items()
-    ]
-    plans = []
+    changes = list(ALTERNATIVES)
+    for axis in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel"):
+        size = 2 * given.get(f"{axis}_size", 1)
+        changes.append((f"--{axis.replace('_', '-')}-size {size}", {f"{axis}_size": size}))
+    found = []
     for flags, change in changes:
-        if not change.items() <= given.items():
-            with contextlib.suppress(ValueError):  # not possible with this model or number of ranks
-                plans.append((flags, make_plan(given | change, world_size)[1].largest))
-    return [(flags, size) for flags, size in plans if size < needed]
+        if change.items() <= given.items():
+            continue
+        with contextlib.suppress(ValueError):  # impossible with this model or number of ranks
+            _, plan = make_plan(given | change, world_size)
+            if plan.largest < needed:
+                found.append((flags, plan.largest))
+    return found
 
 
-def gb(count: float) -> str:
+def format_gb(count: float) -> str:
     return f"{count / 1e9:.2f}"
 
 
-def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
-    """The plan as plain values."""
+def make_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
+    """Return the plan as plain values."""
     parallel = config.parallel
     return {
         "world_size": world_size,
@@ -195,70 +206,72 @@ def as_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "bubble": plan.bubble,
         "notes": config.notes,
-        "stages": [
-            {
-                field.name: getattr(stage, field.name)
-                for field in fields(stage)
-                if field.name != "ps"
-            }
-            | {
-                "stage": stage.ps.pp.rank,
-                "memory": asdict(stage.memory) | {"total": stage.memory.total},
-            }
-            | {
-                "traffic": {
-                    name: asdict(axis) | {"wire": axis.wire} for name, axis in stage.traffic.items()
-                }
-            }
-            for stage in plan.stages
-        ],
+        "stages": [make_stage_json(stage) for stage in plan.stages],
     }
 
 
-def verdict(needed: int, available: float, reserve: float) -> str:
+def make_stage_json(stage: StagePlan) -> dict[str, Any]:
+    """Return the plan of a stage as plain values."""
+    values = {
+        field.name: getattr(stage, field.name) for field in fields(stage) if field.name != "ps"
+    }
+    values["stage"] = stage.ps.pp.rank
+    values["memory"] = asdict(stage.memory) | {"total": stage.memory.total}
+    values["traffic"] = {
+        name: asdict(axis) | {"wire": axis.wire} for name, axis in stage.traffic.items()
+    }
+    return values
+
+
+def format_verdict(needed: int, available: float, reserve: float) -> str:
     word = "fits" if needed + reserve <= available else "WILL NOT FIT"
-    return f"{word}: {gb(needed)} GB and a reserve of {gb(reserve)} GB, of {gb(available)} GB"
+    return f"{word}: {format_gb(needed)} GB and a reserve of {format_gb(reserve)} GB, of {format_gb(available)} GB"
 
 
 def main(argv: Sequence[str]) -> int:
     options, given = parse(argv)
     world_size = options.world_size
-    limited = options.device_memory_gb is not None
-    config, plan = make_plan(given, world_size)
-    needed = plan.largest
-    available = (options.device_memory_gb or 0) * 1e9
     reserve = options.reserve_gb * 1e9
-    fits = not limited or needed + reserve <= available
+    config, plan = make_plan(given, world_size)
     intervals = []
     if options.mtbf_hours is not None:
-        if options.measured is None or min(options.mtbf_hours) <= 0 or len(options.mtbf_hours) > 2:
+        hours = options.mtbf_hours
+        if options.measured is None or min(hours) <= 0 or len(hours) > 2:
             raise ValueError(
-                "--mtbf-hours takes one or two positive numbers, and --measured, the --save of a run"
+                "--mtbf-hours takes one or two positive numbers, and requires --measured, the "
+                "--save directory of a run"
             )
-        intervals = save_intervals(read_record(options.measured), options.mtbf_hours)
-    better = [] if fits else alternatives(given, world_size, needed)
+        intervals = propose_save_intervals(read_record(options.measured), hours)
+
+    # Compare with the memory of a device.
+    available = None if options.device_memory_gb is None else options.device_memory_gb * 1e9
+    fits = available is None or plan.largest + reserve <= available
+    better = [] if fits else find_alternatives(given, world_size, plan.largest)
     if options.plot is not None:
-        draw_plan(plan, options.plot, available if limited else None, reserve if limited else 0.0)
+        draw_plan(plan, options.plot, available, 0.0 if available is None else reserve)
+
     if options.json:
-        ways = [
-            {"flags": flags, "memory": size, "fits": size + reserve <= available}
-            for flags, size in better
-        ]
-        answer: dict[str, Any] = {"fits": fits, "alternatives": ways} if limited else {}
-        answer |= {"save_intervals": intervals} if intervals else {}
-        print_json(as_json(config, plan, world_size) | answer, indent=2)
+        values = make_json(config, plan, world_size)
+        if available is not None:
+            values["fits"] = fits
+            values["alternatives"] = [
+                {"flags": flags, "memory": size, "fits": size + reserve <= available}
+                for flags, size in better
+            ]
+        if intervals:
+            values["save_intervals"] = intervals
+        print_json(values, indent=2)
         return 0 if fits else 1
-    for line in format_plan(config, world_size, plan).split("\n"):
-        print_line(line)
+
+    lines = format_plan(config, world_size, plan).split("\n")
     if intervals:
-        print_line()
-    for line in intervals:
+        lines += ["", *intervals]
+    if available is not None:
+        lines += ["", format_verdict(plan.largest, available, reserve)]
+        for flags, size in better:
+            lines.append(f"  with {flags}: {format_verdict(size, available, reserve)}")
+    for line in lines:
         print_line(line)
-    if limited:
-        print_line()
-        print_line(verdict(needed, available, reserve))
-    for flags, size in better:
-        print_line(f"  with {flags}: {verdict(size, available, reserve)}")
     return 0 if fits else 1
 
 

@@ -1,7 +1,6 @@
-"""The data of a run: how many samples of each split, and which of them each replica gets, as
-micro-batches.
+"""Data of a run: the number of samples of each split, and the micro-batches of each replica.
 
-The stream of samples is a function of consumed samples and seed alone. Micro-batch m of an
+The stream of samples depends only on the consumed samples and the seed. Micro-batch m of an
 iteration takes the next micro_batch_size * DP samples of the stream, replica r the r-th part of
 them, so data-parallel size, micro-batch and global batch may change between runs without loss or
 repetition.
@@ -31,9 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Split:
-    """One split: whether it has data, and this rank's iterator; None on ranks whose chunks need no
-    data.
-    """
+    """One split of the data. `batches` is this rank's iterator, or None if its chunks need no data."""
 
     exists: bool
     batches: DataIterator | None
@@ -55,14 +52,15 @@ class Data:
 
 
 def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Data:
-    """Build the datasets on the ranks that need them, positioned where the run stands. Collective.
+    """Build the datasets on the ranks that need them, starting after the consumed samples.
+    Collective.
 
-    Rank 0 holds the first layer, so it always needs data, and knows which splits there are.
+    Rank 0 has the first layer, so it always needs data and knows which splits exist.
     """
 
     def build(verify: bool) -> Datasets:
         data = replace(run.config.data, verify_index_cache=verify)
-        return provider(replace(run.config, data=data), num_samples(run), tokenizer)
+        return provider(replace(run.config, data=data), count_samples(run), tokenizer)
 
     needs_data = any(run.needs_batch(chunk) for chunk in range(len(run.chunks)))
     datasets = one_rank_per_node_first(build, needs_data) or (None, None, None)
@@ -70,51 +68,59 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
     exists: list[list[bool]] = [[dataset is not None for dataset in datasets]]
     dist.broadcast_object_list(exists, src=0)
     consumed = (run.state.consumed_train_samples, run.state.consumed_valid_samples, 0)
-    splits = zip(exists[0], datasets, consumed, strict=True)
-    return Data(*(Split(there, _iterator(run, dataset, start)) for there, dataset, start in splits))
+    splits = []
+    for split_exists, dataset, start in zip(exists[0], datasets, consumed, strict=True):
+        splits.append(Split(split_exists, _make_iterator(run, dataset, start)))
+    return Data(*splits)
 
 
 def one_rank_per_node_first(build: Callable[[bool], Datasets], needs_data: bool) -> Datasets | None:
-    """`build(True)` on one rank of each node, which builds and verifies index caches; `build(False)` on the others.
+    """Call `build(True)` on one rank of each node, to build and verify index caches, and then
+    `build(False)` on the other ranks, to map them.
 
-    These begin when all nodes are ready, and map what was built. None where no data is needed.
-    Collective.
+    Returns None on ranks that need no data. Collective.
     """
     places: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
     mine = (socket.gethostname(), needs_data)
     dist.all_gather_object(places, mine)
-    # The first rank of each node that needs data: hosts, not ranks, decide who shares a page cache.
+    # The first rank on each host that needs data: ranks of a host share the page cache.
     first = needs_data and places.index(mine) == dist.get_rank()
     try:
         datasets = build(True) if first else None
-    finally:  # also after an error: the others meet it by themselves
+    finally:  # also after an error, which the others then meet themselves
         dist.barrier()
     return build(False) if needs_data and not first else datasets
 
 
-def num_samples(run: Run) -> tuple[int, int, int]:
-    """Samples of (train, valid, test) that the whole run needs, from its beginning to its end."""
+def count_samples(run: Run) -> tuple[int, int, int]:
+    """Return the samples of (train, valid, test) that the whole run needs, from the beginning."""
     training = run.config.training
     state = run.state
     remaining = max(0, run.train_iters - state.iteration)
     train = training.train_samples or run.batches.consumed_after(
         remaining, state.consumed_train_samples
     )
-    every = training.eval_interval
-    evaluations = 1 + (run.train_iters // every - state.iteration // every if every else 0)
+    if training.skip_train:
+        train = 0
+
+    # Remaining evaluations on the validation set, and the one at the end.
+    interval = training.eval_interval
+    num_evaluations = 1
+    if interval:
+        num_evaluations += run.train_iters // interval - state.iteration // interval
     per_evaluation = training.eval_iters * run.eval_batch_size
-    valid = state.consumed_valid_samples + evaluations * per_evaluation if per_evaluation else 0
-    return 0 if training.skip_train else train, valid, per_evaluation
+    valid = 0
+    if per_evaluation:
+        valid = state.consumed_valid_samples + num_evaluations * per_evaluation
+    return train, valid, per_evaluation
 
 
 def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
-    """Warn if samples come in another order than in the run that is resumed."""
+    """Warn if the order of samples differs from that of the resumed run."""
     if train is None:
         return
-    if run.state.consumed_train_samples and run.train_data_fingerprint not in (
-        None,
-        train.fingerprint,
-    ):
+    is_same = run.train_data_fingerprint in (None, train.fingerprint)
+    if run.state.consumed_train_samples and not is_same:
         logger.warning(
             "the training data or its order differs from the checkpoint's: some of the "
             f"{run.state.consumed_train_samples} samples consumed so far may be repeated and others skipped"
@@ -122,7 +128,7 @@ def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
     run.train_data_fingerprint = train.fingerprint
 
 
-def _iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIterator | None:
+def _make_iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIterator | None:
     if dataset is None:
         return None
     return DataIterator(
@@ -137,11 +143,16 @@ def _iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIterator 
     )
 
 
-Stream = Callable[[int, int], list[int]]  # the samples at positions [start, stop)
+Stream = Callable[[int, int], list[int]]
+"""Function from positions [start, stop) to sample numbers."""
+
+
+def _read_in_order(start: int, stop: int) -> list[int]:
+    return list(range(start, stop))
 
 
 class CyclicStream:
-    """Position p holds entry p mod N of a permutation that seed and epoch (p div N) decide."""
+    """Endless stream: position p is entry p mod N of a permutation for the seed and epoch p div N."""
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples
@@ -161,7 +172,7 @@ class CyclicStream:
         return np.random.RandomState([self.seed, epoch]).permutation(self.num_samples)
 
 
-def microbatches(
+def iterate_microbatches(
     stream: Stream,
     end: int | None,
     consumed_samples: int,
@@ -169,9 +180,9 @@ def microbatches(
     dp_rank: int,
     dp_size: int,
 ) -> Iterator[list[int]]:
-    """Lists of sample numbers, one per micro-batch of one replica, from `consumed_samples` on.
+    """Yield the sample numbers of each micro-batch of one replica, from `consumed_samples` on.
 
-    A stream with an `end` is left where not all replicas would get a whole micro-batch.
+    Stops before `end` if not all replicas would get a whole micro-batch.
     """
     step = micro_batch_size * dp_size
     start = consumed_samples
@@ -181,19 +192,21 @@ def microbatches(
         start += step
 
 
-def _read(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
-    """Arrays [micro-batch, ...] of these samples."""
+def _read_samples(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
+    """Return arrays [micro-batch, ...] of these samples."""
     samples = [dataset[number] for number in numbers]
     return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
 class DataIterator:
-    """Micro-batches of one replica, on the CPU: tokens, labels, position_ids int64 and loss_mask
-    fp32 [mbs, s], and documents int64 [mbs, s] with --reset-attention-mask. Context-parallel ranks
-    keep their parts, but all of documents.
+    """Iterator over the micro-batches of one replica, on the CPU.
 
-    Its worker processes start with the first batch and end with `close`, with the iterator, or with
-    the process. Raises ValueError when the data is used up.
+    A batch has tokens, labels, position_ids (int64) and loss_mask (fp32) [mbs, s], and documents
+    (int64) [mbs, s] with --reset-attention-mask. Context-parallel ranks get their parts, but all of
+    documents.
+
+    Worker processes start with the first batch and end with `close`, with the iterator, or with the
+    process. Raises ValueError when the data is exhausted.
     """
 
     def __init__(
@@ -209,16 +222,16 @@ class DataIterator:
     ) -> None:
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
         cyclic = config.dataloader_type == "cyclic"
-        stream: Stream = (
-            CyclicStream(len(dataset), config.seed) if cyclic else lambda a, b: list(range(a, b))
-        )
-        self._place = (consumed_samples, micro_batch_size, dp_rank, dp_size)
+        stream: Stream = _read_in_order
+        if cyclic:
+            stream = CyclicStream(len(dataset), config.seed)
+        self._position = (consumed_samples, micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
         self.cp = cp
         self.pin_memory = pin_memory
-        numbers = microbatches(stream, None if cyclic else len(dataset), *self._place)
+        numbers = iterate_microbatches(stream, None if cyclic else len(dataset), *self._position)
         self._batches = OrderedWorkers(
-            functools.partial(_read, dataset), numbers, config.num_workers
+            functools.partial(_read_samples, dataset), numbers, config.num_workers
         )
 
     def __iter__(self) -> DataIterator:
@@ -228,24 +241,23 @@ class DataIterator:
         try:
             _, arrays = next(self._batches)
         except StopIteration:
-            raise ValueError(self._exhausted()) from None
+            raise ValueError(self._explain_exhausted()) from None
         batch = self.cp.select_local(
             {key: torch.from_numpy(array) for key, array in arrays.items()}
         )
-        return (
-            {key: tensor.pin_memory() for key, tensor in batch.items()}
-            if self.pin_memory
-            else batch
-        )
+        if self.pin_memory:
+            batch = {key: tensor.pin_memory() for key, tensor in batch.items()}
+        return batch
 
     def close(self) -> None:
         """End the worker processes."""
         self._batches.close()
 
-    def _exhausted(self) -> str:
-        consumed_samples, micro_batch_size, _, dp_size = self._place
+    def _explain_exhausted(self) -> str:
+        consumed_samples, micro_batch_size, _, dp_size = self._position
         return (
-            f"the data is exhausted: of {len(self.dataset)} samples, {consumed_samples} were consumed before "
-            f"this run, and no micro-batch of {micro_batch_size} for each of {dp_size} replicas is "
-            "left. Build a larger dataset (--train-iters, --train-samples) or use --dataloader-type cyclic"
+            f"the data is exhausted: of {len(self.dataset)} samples, {consumed_samples} were "
+            f"consumed before this run, and no micro-batch of {micro_batch_size} for each of "
+            f"{dp_size} replicas is left. Build a larger dataset (--train-iters, --train-samples) "
+            "or use --dataloader-type cyclic"
         )

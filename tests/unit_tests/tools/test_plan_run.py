@@ -143,9 +143,9 @@ def test_the_save_interval_loses_least(cost, mtbf):
     """
     waste = lambda seconds: math.expm1((seconds + cost) / mtbf) * mtbf / seconds  # noqa: E731
     best = min(
-        (tool.save_interval(cost, mtbf) * 1.01**step for step in range(-300, 300)), key=waste
+        (tool.find_best_interval(cost, mtbf) * 1.01**step for step in range(-300, 300)), key=waste
     )
-    assert tool.save_interval(cost, mtbf) == pytest.approx(best, rel=0.02)
+    assert tool.find_best_interval(cost, mtbf) == pytest.approx(best, rel=0.02)
 
 
 def test_intervals_come_from_what_a_run_has_measured(tmp_path, capsys):
@@ -160,7 +160,7 @@ def test_intervals_come_from_what_a_run_has_measured(tmp_path, capsys):
         record.write("point", iteration=10, values=times)
     assert tool.main([*LLAMA_8B, "--mtbf-hours", "2", "--measured", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    seconds = tool.save_interval(0.05, 7200)
+    seconds = tool.find_best_interval(0.05, 7200)
     assert (
         f"--non-persistent-save-interval {round(seconds / 0.5)}: every {seconds:.0f} s, for a failure every 2 h"
         in text
