@@ -1,10 +1,9 @@
-"""Named global tensors, and the boxes of them that a rank holds: axis-aligned pieces by offset and
-shape.
+"""Named global tensors, and the boxes of them that a rank holds.
 
-Every piece of training state is a named global tensor; a rank holds a list of *boxes* of it, each
-an offset and a live view of local memory. TP, PP, DP and ZeRO are only different tilings, so
-nothing here knows about any of them. Overlapping, narrowing, cutting into rows, runs of bytes,
-tiling: each is here once, as a pure function.
+Every piece of training state is a named global tensor. A rank holds a list of *boxes* of it, i.e.,
+axis-aligned pieces: each is an offset and a live view of local memory. TP, PP, DP and ZeRO are only
+different tilings, so this module does not depend on them. It has one pure function for each
+operation on boxes: overlap, narrow, cut into rows, list runs of bytes, check a tiling.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Extent = tuple[Shape, Shape]  # offset and shape of a box
 
 
 class Overlap(NamedTuple):
-    """What two boxes have in common: its offset in each of them, and its shape."""
+    """The common part of two boxes: its offset in each of them, and its shape."""
 
     in_first: Shape
     in_second: Shape
@@ -37,27 +36,27 @@ class Overlap(NamedTuple):
 
 
 def compute_overlap(first: Extent, second: Extent) -> Overlap | None:
-    """The common part of two boxes of one tensor; None if it has no element."""
+    """Return the common part of two boxes of one tensor, or None if it is empty."""
     low = tuple(map(max, first[0], second[0]))
-    high = (min(a + n, b + m) for a, n, b, m in zip(*first, *second, strict=True))
-    shape = tuple(h - lo for lo, h in zip(low, high, strict=True))
+    high = map(min, to_absolute(*first), to_absolute(*second))
+    shape = to_relative(tuple(high), low)
     if min(shape, default=1) <= 0:
         return None
     return Overlap(to_relative(low, first[0]), to_relative(low, second[0]), shape)
 
 
 def to_relative(offset: Shape, origin: Shape) -> Shape:
-    """`offset` as seen from `origin`."""
+    """Return `offset` relative to `origin`."""
     return tuple(a - b for a, b in zip(offset, origin, strict=True))
 
 
 def to_absolute(offset: Shape, origin: Shape) -> Shape:
-    """The inverse of `relative`."""
+    """Return `offset` plus `origin`, the inverse of `to_relative`."""
     return tuple(a + b for a, b in zip(offset, origin, strict=True))
 
 
 def narrow(tensor: torch.Tensor, offset: Shape, shape: Shape) -> torch.Tensor:
-    """The box of `tensor` as a view."""
+    """Return a box of `tensor` as a view."""
     for axis, (start, extent) in enumerate(zip(offset, shape, strict=True)):
         if extent != tensor.shape[axis]:
             tensor = tensor.narrow(axis, start, extent)
@@ -65,23 +64,29 @@ def narrow(tensor: torch.Tensor, offset: Shape, shape: Shape) -> torch.Tensor:
 
 
 def find_row_axis(shape: Shape) -> int | None:
-    """The first axis with more than one index. Index ranges of it are contiguous in a row-major
-    tensor: its rows.
+    """Return the first axis with more than one index, or None if there is none.
+
+    Its indices are called rows. Ranges of rows are contiguous in a row-major tensor.
     """
-    return next((axis for axis, extent in enumerate(shape) if extent > 1), None)
+    for axis, extent in enumerate(shape):
+        if extent > 1:
+            return axis
+    return None
 
 
 def locate_rows(shape: Shape, first: int, count: int) -> Extent:
-    """Rows `[first, first + count)` of a tensor of `shape`; a tensor of one element has one row."""
+    """Return rows `[first, first + count)` of a tensor; a tensor of one element has one row."""
+    offset = [0] * len(shape)
+    extent = list(shape)
     axis = find_row_axis(shape)
-    offset = tuple(first if i == axis else 0 for i in range(len(shape)))
-    return offset, tuple(count if i == axis else extent for i, extent in enumerate(shape))
+    if axis is not None:
+        offset[axis] = first
+        extent[axis] = count
+    return tuple(offset), tuple(extent)
 
 
 def cut_rows(shape: Shape, itemsize: int, nbytes: int) -> Iterator[Extent]:
-    """A tensor of `shape` as consecutive runs of whole rows of about `nbytes` each, at least one
-    row.
-    """
+    """Cut a tensor into consecutive runs of whole rows of about `nbytes` each, at least one row."""
     axis = find_row_axis(shape)
     rows = 1 if axis is None else shape[axis]
     step = max(1, rows * nbytes // max(1, math.prod(shape) * itemsize))
@@ -103,19 +108,19 @@ class Runs(NamedTuple):
 
 
 def compute_byte_runs(whole: Shape, offset: Shape, shape: Shape, itemsize: int) -> list[Runs]:
-    """The bytes of the box at `offset` of `shape` inside a row-major tensor of shape `whole`, in
-    order.
-    """
+    """List the bytes of a box inside a row-major tensor of shape `whole`, in order."""
     if not shape:
         return [Runs(0, itemsize, itemsize, 1)]
     strides = [math.prod(whole[i + 1 :]) * itemsize for i in range(len(shape))]
     start = sum(o * s for o, s in zip(offset, strides, strict=True))
-    axis = len(shape) - 1  # all axes behind it are whole, so an index range of it is contiguous
+    # Find the last axis that the box does not span: a range of its indices is contiguous.
+    axis = len(shape) - 1
     while axis > 0 and shape[axis] == whole[axis]:
         axis -= 1
     length = shape[axis] * strides[axis]
     if axis == 0:
         return [Runs(start, length, length, 1)]
+    # One entry for each index of the axes before the innermost strided one
     outer = [start]
     for i in range(axis - 1):
         outer = [base + j * strides[i] for base in outer for j in range(shape[i])]
@@ -131,34 +136,34 @@ def split_flat_range(
     each contiguous in `data`: partial rows at the two ends, recursively, and whole rows between.
     """
     stop = start + data.numel()
-    assert data.dim() == 1 and 0 <= start <= stop <= math.prod(shape), (
-        shape,
-        start,
-        tuple(data.shape),
-    )
+    is_inside = 0 <= start <= stop <= math.prod(shape)
+    assert data.dim() == 1 and is_inside, (shape, start, tuple(data.shape))
     if start == stop:
         return
     if len(shape) <= 1:
         yield (start,) * len(shape), data.view((stop - start,) * len(shape))
         return
-    row = math.prod(shape[1:])
-    # rows of the first and the last element
-    first = start // row
-    last = (stop - 1) // row
-    head = first if start % row or stop < (first + 1) * row else None
-    tail = last if stop % row and last != head else None
-    if head is not None:
-        part = data[: min(stop, (head + 1) * row) - start]
-        for offset, view in split_flat_range(shape[1:], start - head * row, part):
-            yield (head, *offset), view.unsqueeze(0)
-    middle = range(first + (head is not None), last + 1 - (tail is not None or last == head))
-    if len(middle):
-        part = data[middle.start * row - start : middle.stop * row - start]
-        yield (middle.start,) + (0,) * (len(shape) - 1), part.view(len(middle), *shape[1:])
-    if tail is not None:
-        part = data[tail * row - start :]
-        for offset, view in split_flat_range(shape[1:], 0, part):
-            yield (tail, *offset), view.unsqueeze(0)
+    row_size = math.prod(shape[1:])
+    first_whole = -(-start // row_size)  # first row that begins inside of the range
+    last_whole = stop // row_size  # first row that does not end inside of the range
+    if first_whole > last_whole:  # the range is part of one row
+        row = last_whole
+        for offset, view in split_flat_range(shape[1:], start - row * row_size, data):
+            yield (row, *offset), view.unsqueeze(0)
+        return
+    # Partial row at the start
+    head = data[: first_whole * row_size - start]
+    for offset, view in split_flat_range(shape[1:], row_size - head.numel(), head):
+        yield (first_whole - 1, *offset), view.unsqueeze(0)
+    # Whole rows
+    if first_whole < last_whole:
+        whole = data[head.numel() : last_whole * row_size - start]
+        offset = (first_whole,) + (0,) * (len(shape) - 1)
+        yield offset, whole.view(last_whole - first_whole, *shape[1:])
+    # Partial row at the end
+    tail = data[last_whole * row_size - start :]
+    for offset, view in split_flat_range(shape[1:], 0, tail):
+        yield (last_whole, *offset), view.unsqueeze(0)
 
 
 @dataclass(frozen=True)
@@ -178,31 +183,37 @@ class BoxTable:
         return len(self.offset)
 
     def overlaps(self, offset: Shape, shape: Shape) -> Iterator[tuple[int, Overlap]]:
-        """(number, overlap) for every box of the table that meets the given one, which is the second of the overlap."""
+        """Yield (number, overlap) of each box of the table that overlaps the given box.
+
+        The given box is the second one of the overlap.
+        """
         if 0 in shape:
             return
         start = np.array(offset, dtype=np.int64)
         low = np.maximum(self.offset, start)
         extent = np.minimum(self.offset + self.shape, start + np.array(shape, dtype=np.int64)) - low
         hits = np.flatnonzero((extent > 0).all(axis=1))
-        places = (low[hits] - self.offset[hits], low[hits] - start, extent[hits])
-        for number, *rows in zip(hits.tolist(), *(place.tolist() for place in places), strict=True):
-            yield number, Overlap(*map(tuple, rows))
+        in_first = (low[hits] - self.offset[hits]).tolist()
+        in_second = (low[hits] - start).tolist()
+        shapes = extent[hits].tolist()
+        for number, first, second, common in zip(
+            hits.tolist(), in_first, in_second, shapes, strict=True
+        ):
+            yield number, Overlap(tuple(first), tuple(second), tuple(common))
 
     def find_gap_or_overlap(self, whole: Shape) -> str | None:
-        """None if the boxes cover every element of `whole` exactly once; else where the first hole
-        or overlap is.
+        """Return None if the boxes tile `whole`, else describe the first gap or overlap.
 
-        Exact and linear in the number of boxes: how often each element is covered is a function on
-        the grid, and its mixed difference lives on the corners of the boxes, +1 or -1 each. Two
-        such functions are equal if these differences are, and at the first corner (in row-major
-        order) where they differ so do the functions, by that amount.
+        Exact, and linear in the number of boxes. How often each element is covered is a function
+        on the grid. Its mixed difference is nonzero only at corners of boxes, where it is +1 or -1
+        per box. Two functions are equal if their differences are. At the first corner in row-major
+        order where the differences are unequal, the functions differ by the same amount.
         """
         if 0 in whole:
             return None
         if len(self) == 1 and tuple(self.shape[0].tolist()) == whole and not self.offset.any():
             return None
-        grid = tuple(extent + 1 for extent in whole)  # of corners
+        grid = tuple(extent + 1 for extent in whole)  # number of corners
         if math.prod(grid) >= 1 << 63:
             return "it has more elements than 64 bits can number"
         strides = np.array(
@@ -210,7 +221,7 @@ class BoxTable:
         )
         offset = np.concatenate([self.offset, np.zeros((1, len(whole)), dtype=np.int64)])
         shape = np.concatenate([self.shape, np.array([whole], dtype=np.int64)])
-        sign = np.append(np.ones(len(self)), -1)  # the whole is taken away again
+        sign = np.append(np.ones(len(self)), -1)  # subtract the whole tensor
         corners = []
         signs = []
         for upper in product((0, 1), repeat=len(whole)):
@@ -222,18 +233,16 @@ class BoxTable:
         if not len(wrong):
             return None
         place = tuple(int(i) for i in np.unravel_index(distinct[wrong[0]], grid))
-        return (
-            f"element {place} is held by no rank"
-            if counts[wrong[0]] < 0
-            else f"different boxes overlap at {place}"
-        )
+        if counts[wrong[0]] < 0:
+            return f"element {place} is held by no rank"
+        return f"different boxes overlap at {place}"
 
 
 @dataclass(frozen=True)
 class Box:
     """An axis-aligned piece of a global tensor: `tensor` is a live view of the data at `offset`.
 
-    Its shape is the extent of the box (same number of dimensions as the global tensor).
+    The shape of `tensor` is the shape of the box, with as many dimensions as the global tensor.
     """
 
     offset: Shape
@@ -259,9 +268,8 @@ class ShardedTensor:
     dtype: torch.dtype
     boxes: tuple[Box, ...]
     local: torch.Tensor | None = None
-    read: Callable[[Shape, Shape], torch.Tensor] | None = (
-        None  # of a `lazy` one: (offset, extent) -> values
-    )
+    # Reads (offset, shape) of a `lazy` tensor.
+    read: Callable[[Shape, Shape], torch.Tensor] | None = None
 
     @classmethod
     def lazy(
@@ -271,21 +279,22 @@ class ShardedTensor:
         dtype: torch.dtype,
         read: Callable[[Shape, Shape], torch.Tensor],
     ) -> ShardedTensor:
-        """A whole tensor that is not in memory: a save reads it a few rows at a time, from several
-        threads.
+        """Make a whole tensor that is not in memory.
+
+        A save reads it a few rows at a time, from several threads.
         """
         meta = torch.empty(shape, dtype=dtype, device="meta")
         return cls(key, shape, dtype, (Box((0,) * len(shape), meta),), read=read)
 
     @classmethod
     def replicated(cls, key: str, tensor: torch.Tensor) -> ShardedTensor:
-        """Every rank that has this key has the whole tensor."""
+        """Make a tensor of which every rank that has this key has a replica."""
         shape = tuple(tensor.shape)
         return cls(key, shape, tensor.dtype, (Box((0,) * len(shape), tensor.detach()),), tensor)
 
     @classmethod
     def split(cls, key: str, tensor: torch.Tensor, dim: int, rank: int, size: int) -> ShardedTensor:
-        """Equal parts along `dim`: part `rank` of `size` is `tensor`."""
+        """Make a tensor split evenly along `dim`: part `rank` of `size` is `tensor`."""
         shape = list(tensor.shape)
         offset = [0] * len(shape)
         offset[dim] = rank * shape[dim]
@@ -293,11 +302,11 @@ class ShardedTensor:
         return cls(key, tuple(shape), tensor.dtype, (Box(tuple(offset), tensor.detach()),), tensor)
 
     def flat_range(self, key: str, start: int, data: torch.Tensor) -> ShardedTensor:
-        """State that belongs to local elements `[start, start + len(data))` of this parameter.
+        """Return optimizer state for local elements `[start, start + len(data))` of a parameter.
 
-        `data` (1-D, contiguous) holds one value per element of the row-major local tensor: a ZeRO-1 shard of main
-        parameters or moments. The result has the parameter's global shape and views `data`; nothing
-        is copied.
+        `data` (1-D, contiguous) is a ZeRO-1 shard of main parameters or moments: one value per
+        element of the row-major local tensor. The result has the global shape of the parameter and
+        views `data` without a copy.
         """
         boxes: list[Box] = []
         box_start = 0
@@ -315,8 +324,9 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class ShardedObject:
-    """A small Python value of plain types stored under its own key (RNG state, schedule); equal
-    keys are replicas.
+    """A small Python value of plain types under its own key (e.g., RNG state, schedule).
+
+    Ranks with the same key hold replicas.
     """
 
     key: str

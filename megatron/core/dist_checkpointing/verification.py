@@ -1,4 +1,4 @@
-"""Checking a whole checkpoint: completeness, coverage, checksums."""
+"""Verifies a whole checkpoint: completeness, coverage, checksums."""
 
 from __future__ import annotations
 
@@ -35,15 +35,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _READ_SIZE = 8 * checksums.BLOCK_SIZE
-INTEGRITY = "integrity.json"  # Megatron-LM's --verify-integrity: a hash of every file beside it
+INTEGRITY = "integrity.json"  # hashes of all files, for Megatron-LM's --verify-integrity
 _INTEGRITY = schema.record({"algorithm?": schema.text(), "files": schema.mapping(schema.text())})
 
 
 @dataclass
 class VerifyReport:
-    """What `verify` found. Without checksums (`has_checksums` False) content cannot be vouched for,
-    only structure.
-    """
+    """Result of `verify`. Without checksums (`has_checksums` False), only structure is verified."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # odd but harmless
@@ -64,12 +62,11 @@ def verify(
     workers: int = 4,
     progress: Callable[[int], None] = lambda count: None,
 ) -> VerifyReport:
-    """Check everything: files present and whole, every tensor tiled exactly by its chunks, every
-    checksum.
+    """Verify that all files are complete, all tensors are tiled, and all checksums match.
 
-    Reads the whole checkpoint, `progress` gets the number of bytes read since its last call.
-    Problems are collected, one line each with the file or key; nothing is raised for a damaged
-    checkpoint.
+    Reads the whole checkpoint; `progress` is called with the number of bytes read since its last
+    call. Problems are collected, one line each with the file or key. A damaged checkpoint does not
+    raise an error.
     """
     path = path_of(directory)
     report = VerifyReport()
@@ -104,16 +101,15 @@ def verify(
 
 
 def find_missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
-    """Files of a checkpoint that are not there, or shorter than when it was committed; content is
-    not read.
+    """List files that are missing or shorter than at the commit, without reading their content.
 
-    Checkpoints of other programs carry no list of their files: what `.metadata` speaks of is looked
-    for.
+    Checkpoints of other programs do not contain a list of files; the files that `.metadata` refers
+    to are checked instead.
     """
     path = path_of(directory)
     problems = []
     if isinstance(path, ObjectPath) and (listed := read_commit(path)) != {}:
-        return _object_faults(path, listed)
+        return _find_object_problems(path, listed)
     # Checksums list the exact sizes; `.metadata` alone says how far each file is used.
     if checksums.find_checksums(path) is not None:
         exact = True
@@ -132,10 +128,12 @@ def find_missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     return problems
 
 
-def _object_faults(path: ObjectPath, listed: Mapping[str, tuple[int, str]] | None) -> list[str]:
-    """Against what `metadata.json` lists: sizes of all objects, and the content of the small ones."""
+def _find_object_problems(
+    path: ObjectPath, listed: Mapping[str, tuple[int, str]] | None
+) -> list[str]:
+    """Compare sizes of all objects, and content of small ones, with `metadata.json`."""
     if listed is None:
-        return [f"{METADATA_JSON} does not say that it was committed"]
+        return [f"{METADATA_JSON} does not record a commit"]
     problems = []
     there = path.store.sizes(path.key)
     for name, (expected, digest) in listed.items():
@@ -150,12 +148,12 @@ def _object_faults(path: ObjectPath, listed: Mapping[str, tuple[int, str]] | Non
             with schema.open_file(path / name) as file:
                 sums = checksums.compute_checksums(file.read_whole())
             if xxhash.xxh3_64_hexdigest(sums.blocks) != digest:
-                problems.append(f"{name} is not what {METADATA_JSON} vouches for")
+                problems.append(f"{name} does not match the hash in {METADATA_JSON}")
     return problems
 
 
-def _collected(report: VerifyReport, check: Callable[[], T]) -> T | None:
-    """The result of `check`, or None: an error of it is a problem, and the checks behind it go on."""
+def _collect_problems(report: VerifyReport, check: Callable[[], T]) -> T | None:
+    """Return the result of `check`; if it fails, record the problem and return None."""
     try:
         return check()
     except schema.CheckpointError as error:
@@ -163,25 +161,25 @@ def _collected(report: VerifyReport, check: Callable[[], T]) -> T | None:
         return None
 
 
-def _tiling_fault(tensor: StoredTensor) -> str | None:
+def _find_tiling_problem(tensor: StoredTensor) -> str | None:
     return tensor.chunks.find_gap_or_overlap(tensor.shape)
 
 
 def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | None:
-    """Everything that can be known without reading the shards."""
-    metadata = _collected(report, lambda: read_metadata(path))
+    """Check everything that does not require reading the shards."""
+    metadata = _collect_problems(report, lambda: read_metadata(path))
     if (path / METADATA_JSON).exists():
-        _collected(report, lambda: schema.read_json(path / METADATA_JSON))
+        _collect_problems(report, lambda: schema.read_json(path / METADATA_JSON))
     else:
         report.notes.append(f"{path / METADATA_JSON}: missing (a plain DCP checkpoint)")
     if (path / COMMON).exists():
-        _collected(report, lambda: safe_load(path / COMMON, mmap=False))
+        _collect_problems(report, lambda: safe_load(path / COMMON, mmap=False))
     if metadata is None:
         return None
     report.tensors = len(metadata.tensors)
     report.objects = len(metadata.objects)
     for key, tensor in metadata.tensors.items():
-        fault = _collected(report, partial(_tiling_fault, tensor))
+        fault = _collect_problems(report, partial(_find_tiling_problem, tensor))
         if fault is not None:
             report.problems.append(f"{path / METADATA}: {key} {tensor.shape}: {fault}")
     for name, size in sorted(metadata.file_sizes().items()):
@@ -211,7 +209,7 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
 
 
 def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int], None]) -> None:
-    """The hashes that Megatron-LM wrote."""
+    """Check the hashes that Megatron-LM wrote."""
     try:
         manifest = _INTEGRITY(schema.read_json(path / INTEGRITY), str(path / INTEGRITY))
         names = [schema.file_name(name, str(path / INTEGRITY)) for name in manifest["files"]]
@@ -225,10 +223,10 @@ def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int],
         return
     for name in names:
         try:
-            found = _collected(report, partial(_sha256, path / name, progress))
+            found = _collect_problems(report, partial(_sha256, path / name, progress))
             if found not in (None, manifest["files"][name]):
                 report.problems.append(
-                    f"{path / name}: damaged: its content is not what {INTEGRITY} vouches for"
+                    f"{path / name}: damaged: its content does not match the hash in {INTEGRITY}"
                 )
         except OSError as error:
             report.problems.append(
@@ -250,10 +248,9 @@ def find_integrity_problems(directory: str | os.PathLike[str]) -> list[str]:
 def write_integrity(
     directory: str | os.PathLike[str], progress: Callable[[int], None] = lambda count: None
 ) -> Path:
-    """Write the list of hashes that Megatron-LM's --verify-integrity checks at a load; returns its
-    path.
+    """Write the hashes that Megatron-LM's --verify-integrity checks at a load; return the path.
 
-    It vouches for the files as they are now: `verify` first.
+    The hashes are those of the current content, so call `verify` first.
     """
     path = path_of(directory)
     names = sorted(
@@ -277,7 +274,7 @@ def _sha256(path: Path, progress: Callable[[int], None]) -> str:
 def _check_content(
     path: Path, expected: checksums.FileChecksums, progress: Callable[[int], None]
 ) -> list[str]:
-    """The checksums of one whole file; damaged ranges are merged."""
+    """Verify the checksums of one file; consecutive damaged blocks are one problem."""
     problems = []
     try:
         with schema.open_file(path) as file:
@@ -314,7 +311,7 @@ def _check_content(
 
 
 def compute_verify_size(directory: str | os.PathLike[str]) -> int:
-    """How much `verify` is going to read."""
+    """Return the bytes that `verify` will read."""
     try:
         return sum(file.size for file in checksums.read_checksums(path_of(directory)).values())
     except schema.CheckpointError:
@@ -322,9 +319,9 @@ def compute_verify_size(directory: str | os.PathLike[str]) -> int:
 
 
 def compute_digest(slices: Iterable[torch.Tensor]) -> str:
-    """xxh3_128 of a tensor's bytes in row-major order, which no layout and no format changes.
+    """Return the xxh3_128 of a tensor's bytes in row-major order, for any layout and format.
 
-    `slices` are its rows in turn, so that a large tensor need not be in memory.
+    `slices` are its rows in order, so that a large tensor need not be in memory.
     """
     digest = xxhash.xxh3_128()
     for part in slices:

@@ -270,7 +270,7 @@ def test_verify_writes_the_hashes_of_megatron_lm(run, capsys):
     capsys.readouterr()
     code, report = json_of(capsys, "verify", run)
     assert code == 1 and any(
-        "not what integrity.json vouches for" in problem for problem in report["problems"]
+        "does not match the hash in integrity.json" in problem for problem in report["problems"]
     )
     (directory / "integrity.json").unlink()
     assert main(["verify", str(run), "--write-integrity-json"]) == 1

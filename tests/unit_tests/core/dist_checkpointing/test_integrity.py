@@ -286,7 +286,7 @@ def test_the_hashes_of_megatron_lm_are_checked(pristine, tmp_path):
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     assert verify(directory).problems == [
-        f"{shard}: damaged: its content is not what integrity.json vouches for"
+        f"{shard}: damaged: its content does not match the hash in integrity.json"
     ]
     shard.unlink()
     assert any(

@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.format.metadata_index import (
     BYTES,
     STORAGE_META,
     encode_metadata,
-    tensor_properties,
+    encode_tensor_properties,
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import BoxTable
@@ -93,7 +93,7 @@ def test_our_reader_gets_back_what_was_written():
 def test_objects_of_dcp_are_those_it_makes(dtype):
     """We write them by name, without importing DCP; the running version makes the same ones."""
     objects = {
-        tensor_properties(dtype): dcp.TensorProperties(dtype=getattr(torch, dtype)),
+        encode_tensor_properties(dtype): dcp.TensorProperties(dtype=getattr(torch, dtype)),
         BYTES: dcp.BytesStorageMetadata(),
         STORAGE_META: dcp.StorageMeta(),
     }
