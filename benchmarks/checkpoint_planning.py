@@ -176,7 +176,9 @@ def simulate(name: str, world: int, workers: int) -> None:
     before = peak_memory()
     plan, planning = timed(lambda: make_plan(specs))
     placed, laying_out = timed(lambda: place_items(plan, workers))
-    results, cutting = timed(lambda: [pickle.dumps(placed.of_rank(rank)) for rank in range(world)])
+    results, cutting = timed(
+        lambda: [pickle.dumps(placed.select_rank(rank)) for rank in range(world)]
+    )
     metadata, collecting = timed(placed.metadata)
     encoded, encoding = timed(lambda: encode_metadata(metadata))
     planned = peak_memory()

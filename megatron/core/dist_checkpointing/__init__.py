@@ -1,9 +1,10 @@
 # ruff: noqa: F401 (re-exported)
 """Distributed checkpoints of named global tensors, independent of the layout that wrote them.
 
-Saving is four verbs: plan (once), stage, write, finalize; `save` runs them in a row, `AsyncSaver`
-the last two behind training. Loading fills any other tiling of the same tensors in place. Files are
-plain DCP, so that `torch.distributed.checkpoint` alone can read them; see docs/checkpointing.md.
+Saving has four steps: plan (once), stage, write, commit. `save` runs them synchronously,
+`AsyncSaver` runs the last two in the background. Loading fills any other tiling of the same tensors
+in place. Files are plain DCP, so that `torch.distributed.checkpoint` alone can read them; see
+docs/checkpointing.md.
 """
 
 from typing import TYPE_CHECKING

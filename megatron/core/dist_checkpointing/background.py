@@ -1,8 +1,8 @@
-"""What works behind training: threads, and host memory that is allocated once.
+"""Background work: threads, and host memory that is allocated once.
 
-Threads are enough: copies, hashes and writes of large buffers release the interpreter lock, so the
-training thread is held up for microseconds; there is no process that could die, leak or be forked,
-and no shared memory.
+Threads suffice: copies, hashes and writes of large buffers release the interpreter lock, so they
+delay the training thread by microseconds. Neither another process, which could die or leak, nor
+shared memory is needed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ _HOST_REGISTER_PORTABLE = 1
 
 
 def same_cuda_device() -> Callable[[], None]:
-    """To be called first in a new thread: has it use the CUDA device that is current here, now.
+    """Return a function that selects the current CUDA device of this thread in a new thread.
 
-    A thread begins with device 0, where every local rank would open a context of its own (hundreds
-    of MB).
+    A thread begins with device 0, where every local rank would open a context (hundreds of MB).
     """
     if not torch.cuda.is_initialized():
         return lambda: None
@@ -35,10 +34,10 @@ def same_cuda_device() -> Callable[[], None]:
 
 
 class Workers:
-    """Daemon threads that run tasks in the order of submission; the process never waits for them at
-    exit.
+    """Daemon threads that run tasks in the order of submission.
 
-    They work on the CUDA device of the thread that makes them.
+    The process does not wait for them at exit. They use the CUDA device of the thread that creates
+    them.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -72,12 +71,13 @@ class Workers:
                 future.set_result(task())
             except BaseException as error:
                 future.set_exception(error)
-            del entry, future, task  # an idle thread keeps nothing alive
+            del entry, future, task  # an idle thread must not keep objects alive
 
 
 class Slot(NamedTuple):
-    """The same memory in the forms that copies and writes need; `frame` has a page before it, for a
-    header.
+    """Views of the same memory for copies and writes.
+
+    `frame` includes the page before it, for a header.
     """
 
     address: int
@@ -87,9 +87,7 @@ class Slot(NamedTuple):
 
 
 class StagingBuffer:
-    """Page-aligned host memory in slots; with `pinned` it is registered with CUDA for asynchronous
-    copies.
-    """
+    """Page-aligned host memory in slots; `pinned` registers it with CUDA for asynchronous copies."""
 
     def __init__(self, num_slots: int, pinned: bool) -> None:
         stride = PAGE + SLOT_SIZE
@@ -123,7 +121,7 @@ class StagingBuffer:
         ]
 
     def touch(self) -> None:
-        """Have the pages mapped now: the first write to a page costs more than many later ones."""
+        """Map the pages now: the first write to a page costs more than many later ones."""
         for slot in self.slots:
             ctypes.memset(slot.address, 0, SLOT_SIZE)
 

@@ -1,6 +1,4 @@
-"""Loading in place, at any layout; what a load asks for against what there is, and what becomes of
-the difference.
-"""
+"""Loading in place, at any layout, and the comparison of requested keys with stored ones."""
 
 from __future__ import annotations
 
@@ -52,10 +50,10 @@ RETURN = "return"
 IGNORE = "ignore"
 
 
-# What is done about keys that are asked for but not stored ("unexpected"), and about the others
-# ("missing").
+# Reactions to keys that are requested but not stored ("unexpected"), and to keys that are stored but
+# not requested ("missing").
 STRICTNESS = {
-    "assume_ok_unexpected": (RAISE, IGNORE),  # nothing is assumed here: it costs nothing to check
+    "assume_ok_unexpected": (RAISE, IGNORE),  # checked here, since that is cheap
     "log_unexpected": (LOG, IGNORE),
     "log_all": (LOG, LOG),
     "raise_unexpected": (RAISE, IGNORE),
@@ -69,26 +67,27 @@ STRICTNESS = {
 
 @dataclass
 class LoadReport:
-    """What a load brought besides the tensors. `unexpected` and `missing` keys are filled by
-    return_* strictness.
+    """Result of a load besides the tensors.
+
+    `unexpected` and `missing` are set with the return_* values of strictness.
     """
 
     objects: dict[str, Any] = field(default_factory=dict)  # by key of the ShardedObject
-    unexpected: list[str] = field(
-        default_factory=list
-    )  # asked for, not in the checkpoint: left as they were
-    missing: list[str] = field(default_factory=list)  # in the checkpoint, asked for by no rank
+    # Requested but not in the checkpoint: their tensors are unchanged.
+    unexpected: list[str] = field(default_factory=list)
+    # In the checkpoint, but requested by no rank.
+    missing: list[str] = field(default_factory=list)
     bytes_needed: int = 0
     bytes_read: int = 0
     seconds: float = 0.0
 
 
 class Contents(Protocol):
-    """What there is to load."""
+    """Tensors and objects of a checkpoint."""
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """By key: something with the global `shape`."""
+        """Return the tensors by key; values have the global `shape`."""
         ...
 
     @property
@@ -96,8 +95,9 @@ class Contents(Protocol):
 
 
 class BoxReader(Protocol):
-    """Where a load reads from: a `Reader`, or a checkpoint of another format. Errors are
-    ValueErrors.
+    """Source of a load: a `Reader`, or a checkpoint of another format.
+
+    Its errors are ValueErrors.
     """
 
     bytes_needed: int
@@ -154,7 +154,10 @@ def fill(
     workers: int = 4,
     parallelization_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
-    """`load` from what is open already, whatever its format; `where` names it in messages. A collective."""
+    """Load from a source that is open already, of any format. Collective.
+
+    `where` names it in messages; see `load` for the other arguments.
+    """
     if strictness not in STRICTNESS:
         raise ValueError(f"strictness {strictness!r} is none of {', '.join(STRICTNESS)}")
     started = time.perf_counter()
@@ -169,7 +172,7 @@ def fill(
         merged = _merge_comparisons(comparisons, reader.metadata, skip, where)
         return [_apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
 
-    # An error of one rank is told to all before any of them waits for another one's share.
+    # All ranks learn of an error of any rank before they wait for the share of another one.
     spec, comparison = coordination.run_on_all(compare)
     report: LoadReport = coordination.gather_compute_scatter(comparison, report_of)
     shares = _share_reading(reader, spec, parallelization_group)
@@ -186,8 +189,9 @@ def fill(
 
 
 def _check_apart(state: ShardedStateDict) -> None:
-    """No memory is filled from two keys: threads would race for it. (Only contiguous boxes are
-    looked at.)
+    """Assert that no memory is filled from two keys, for which threads would race.
+
+    Only contiguous boxes are checked.
     """
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key)
@@ -206,7 +210,7 @@ def _boxes_of(state: ShardedStateDict) -> BoxOf:
 
 
 def _view_of(item: Item, boxes: BoxOf) -> torch.Tensor:
-    """The rows of the local box that `item` means."""
+    """Return the rows of the local box that `item` selects."""
     return narrow(
         boxes[item.key, item.box].tensor.detach(), to_relative(item.offset, item.box), item.shape
     )
@@ -219,7 +223,7 @@ def _read_local(
     shares: list[list[Item]],
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
-    """Read into this rank's boxes: of the shared ones its own share only, all others whole."""
+    """Read this rank's share of shared boxes, and all other boxes completely."""
     boxes = _boxes_of(state)
     shared = {(item.key, item.box) for share in shares for item in share}
     alone = [
@@ -237,18 +241,16 @@ def _read_local(
 def _share_reading(
     reader: BoxReader, spec: LocalSpec, group: dist.ProcessGroup | None
 ) -> list[list[Item]]:
-    """Which rows of the boxes that every rank of `group` wants each rank reads; the same answer on
-    every rank.
+    """Return the rows that each rank of `group` reads of shared boxes. Collective.
 
-    Data-parallel replicas hold equal boxes of the weights: each reads an equal share of these,
-    which are then gathered. What one rank alone wants (its optimizer shard) it reads by itself;
-    empty without a group. A collective. Ranks exchange a digest for each box, not the boxes: a
-    replica has tens of thousands of them.
+    Data-parallel replicas have equal boxes of the weights: each reads an equal share of these, which
+    are then gathered. Boxes of one rank only (optimizer shards) are not shared. Returns the same
+    shares on every rank, [] without a group. Ranks exchange a digest per box instead of the boxes,
+    because a replica has tens of thousands of them.
     """
     if group is None or dist.get_world_size(group) == 1:
         return []
-    # Sorted: the ranks must number their boxes alike, and each holds them in the order of its own
-    # model.
+    # Sorted, so that all ranks number their boxes equally: their models may have another order.
     boxes = sorted(
         Item(tensor.key, tensor.dtype, offset, offset, shape)
         for tensor in spec.tensors
@@ -256,12 +258,9 @@ def _share_reading(
         for offset, shape in tensor.boxes
     )
     digests = [xxhash.xxh3_128_digest(repr(item).encode()) for item in boxes]
-    everywhere = set.intersection(
-        *(
-            {packed[i : i + _DIGEST_SIZE] for i in range(0, len(packed), _DIGEST_SIZE)}
-            for packed in Coordination.of(group).all_gather(b"".join(digests))
-        )
-    )
+    everywhere = set(digests)
+    for packed in Coordination.of(group).all_gather(b"".join(digests)):
+        everywhere &= {packed[i : i + _DIGEST_SIZE] for i in range(0, len(packed), _DIGEST_SIZE)}
     shared = [item for item, digest in zip(boxes, digests, strict=True) if digest in everywhere]
     return share_evenly(shared, dist.get_world_size(group))
 
@@ -269,9 +268,7 @@ def _share_reading(
 def _all_gather_shares(
     shares: list[list[Item]], boxes: BoxOf, group: dist.ProcessGroup | None
 ) -> None:
-    """Every rank has read its share into its boxes; afterwards every rank has all of them. A
-    collective of `group`.
-    """
+    """Gather the shares that the ranks of `group` have read, in place. Collective."""
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
@@ -280,8 +277,7 @@ def _all_gather_shares(
     part = max(1, min(longest, _LARGEST_PART, _ROUND_BYTES // size))
     mine = torch.empty(part, dtype=torch.uint8, device=device)
     received = torch.empty(size, part, dtype=torch.uint8, device=device)
-    # Rounds of bounded size: gathering whole shares at once would need the replicas' memory a
-    # second time.
+    # Rounds of bounded size: gathering whole shares at once would double the memory of a replica.
     for start in range(0, longest, part):
         _copy_bytes(views[rank], start, mine)
         dist.all_gather(list(received.unbind()), mine, group=group)
@@ -293,7 +289,7 @@ def _all_gather_shares(
 def _copy_bytes(
     tensors: list[torch.Tensor], start: int, buffer: torch.Tensor, fill: bool = False
 ) -> None:
-    """The bytes from `start` on of tensors as one sequence, into `buffer`; with `fill` from it."""
+    """Copy bytes of concatenated tensors, from `start` on, to `buffer`; with `fill` from it."""
     position = 0
     for tensor in tensors:
         first = max(start, position)
@@ -312,17 +308,18 @@ def _copy_bytes(
 
 
 class _KeyComparison(NamedTuple):
-    """What one rank asks for against the checkpoint. Small at any scale: rank 0 merges those of all
-    ranks.
+    """Comparison of one rank's keys with the checkpoint.
+
+    It is small at any scale, because rank 0 merges those of all ranks.
     """
 
     wrong: list[str]  # lines about keys whose shape or kind differs
     unexpected: list[str]
-    requested: bytes  # a bit for each key of the checkpoint, in sorted order: this rank asks for it
+    requested: bytes  # a bit per key of the checkpoint, in sorted order: requested by this rank
 
 
 def _compare_keys(spec: LocalSpec, contents: Contents) -> _KeyComparison:
-    """What this rank asks for against the checkpoint."""
+    """Compare the keys that this rank requests with the checkpoint."""
     shapes: dict[str, tuple[int, ...] | None] = {
         tensor.key: tensor.shape for tensor in spec.tensors
     }
@@ -336,7 +333,7 @@ def _compare_keys(spec: LocalSpec, contents: Contents) -> _KeyComparison:
         elif shape is not None and key in contents.tensors and contents.tensors[key].shape != shape:
             wrong.append(f"{key}: {contents.tensors[key].shape} in the checkpoint, {shape} here")
     stored = _stored_keys(contents)
-    # Bits, because rank 0 gets this from every rank, and a large model has tens of thousands of
+    # Bits, because rank 0 receives them from every rank, and a large model has tens of thousands of
     # keys.
     requested = np.packbits(
         np.fromiter((key in shapes for key in stored), dtype=bool, count=len(stored))
@@ -350,7 +347,7 @@ def _merge_comparisons(
     skip: Callable[[str], bool],
     where: str,
 ) -> LoadReport:
-    """The comparisons of all ranks as one. Raises CheckpointError if any shape or kind differs."""
+    """Merge the comparisons of all ranks. Raises CheckpointError if a shape or kind differs."""
     wrong = sorted({line for comparison in comparisons for line in comparison.wrong})
     if wrong:
         raise CheckpointError(f"{where}: does not fit this model:\n  " + abbreviate(wrong, 50))
@@ -360,9 +357,10 @@ def _merge_comparisons(
     )
     stored = _stored_keys(contents)
     requested = np.unpackbits(np.bitwise_or.reduce(by_rank, axis=0), count=len(stored))
-    missing = [
-        key for key, asked in zip(stored, requested, strict=True) if not asked and not skip(key)
-    ]
+    missing = []
+    for key, is_requested in zip(stored, requested, strict=True):
+        if not is_requested and not skip(key):
+            missing.append(key)
     return LoadReport(unexpected=unexpected, missing=missing)
 
 
@@ -373,11 +371,10 @@ def _stored_keys(contents: Contents) -> list[str]:
 def _apply_strictness(
     report: LoadReport, strictness: str, contents: Contents, where: str
 ) -> LoadReport:
-    """Raise or log as `strictness` says; what is left is for the caller."""
+    """Raise or log according to `strictness`; return the keys that are left to the caller."""
     stored = _stored_keys(contents)
-    unexpected = [_with_near(key, stored) for key in report.unexpected[:200]] + report.unexpected[
-        200:
-    ]
+    unexpected = [_suggest_similar(key, stored) for key in report.unexpected[:200]]
+    unexpected += report.unexpected[200:]
     titles = ("asked for but not in the checkpoint", "in the checkpoint but asked for by no rank")
     raised = []
     left = []
@@ -394,6 +391,6 @@ def _apply_strictness(
     return LoadReport(unexpected=left[0], missing=left[1])
 
 
-def _with_near(key: str, stored: list[str]) -> str:
+def _suggest_similar(key: str, stored: list[str]) -> str:
     near = difflib.get_close_matches(key, stored, n=2, cutoff=0.75)
     return f"{key} (there is {' and '.join(near)})" if near else key

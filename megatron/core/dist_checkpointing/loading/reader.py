@@ -48,7 +48,7 @@ class Request(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What one chunk gives to one target: its box at `in_chunk`, of the target's shape."""
+    """The part of one chunk for one target: the box at `in_chunk`, of the target's shape."""
 
     chunk: StoredChunk
     in_chunk: Shape
@@ -82,15 +82,16 @@ class Reader:
         self._data_offsets: dict[Location, int | None] = {}
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        """The box of `key` at `offset` of extent `shape`, on CPU, in the stored dtype. KeyError for
-        an unknown key.
+        """Return the box of `key` at `offset` with `shape`, on the CPU, in the stored dtype.
+
+        Raises KeyError for an unknown key.
         """
         target = torch.empty(shape, dtype=self.metadata.tensors[key].dtype)
         self.read_into([Request(key, offset, target)])
         return target
 
     def read_object(self, key: str) -> Any:
-        """The object stored under `key`. Raises KeyError for no such key."""
+        """Return the object stored under `key`. Raises KeyError for an unknown key."""
         location = self.metadata.objects[key]
         path = self._path(location.file)
         with _ShardReader(self, path) as shard:
@@ -101,15 +102,16 @@ class Reader:
         return value[0]
 
     def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
-        """Fill all targets. The boxes must lie in their tensors. Raises CheckpointError naming a
-        damaged file.
+        """Fill all targets, whose boxes must be inside their tensors.
+
+        Raises CheckpointError that names a damaged file.
         """
         by_file: dict[str, list[_Piece]] = defaultdict(list)
         for request in requests:
             for piece in self._pieces(request):
                 by_file[piece.chunk.location.file].append(piece)
-        # A task reads one file from front to back: the disk sees few long reads, whatever order was
-        # asked for.
+        # A task reads one file from front to back, so that the disk receives few long reads,
+        # independent of the order of the requests.
         batches = [batch for pieces in by_file.values() for batch in _batches(pieces)]
         if workers == 1 or len(batches) == 1:
             for batch in batches:
@@ -131,8 +133,8 @@ class Reader:
             region = narrow(target, in_target, shape)
             found += region.numel()
             yield _Piece(stored.chunks[number], in_chunk, stored.dtype, region)
-        # Chunks of a tensor do not overlap, so these elements are as many as asked for only if none
-        # is missing.
+        # Chunks of a tensor do not overlap, so the number of elements is right only if none is
+        # missing.
         if found != target.numel():
             raise CheckpointError(
                 f"{self.directory / METADATA}: {request.key}: the box at {request.offset} of shape "
@@ -150,7 +152,7 @@ class Reader:
 
 
 def _batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
-    """Pieces of one file in the order of the file, about `_BATCH` bytes together."""
+    """Yield batches of about `_BATCH` bytes of the pieces of one file, sorted by position."""
     batch: list[_Piece] = []
     size = 0
     for piece in sorted(pieces, key=lambda piece: piece.chunk.location.position):
@@ -216,8 +218,9 @@ class _ShardReader:
         return buffer
 
     def fill(self, piece: _Piece) -> None:
-        """Read the piece into its target, directly where the target is plain memory of the same
-        dtype.
+        """Read the piece into its target.
+
+        Reads directly where the target is contiguous CPU memory of the same dtype.
         """
         target = piece.target
         data = self._data_offset(piece.chunk, piece.dtype)
@@ -255,11 +258,10 @@ class _ShardReader:
             self._read_into(buffer[i * length : (i + 1) * length], start + i * stride)
 
     def _read_through(self, buffer: memoryview, runs: Runs, start: int) -> None:
-        """Take the runs, and the small gaps between them, from the page cache; the runs are copied
-        once.
+        """Read the runs together with the small gaps between them, via a mapping of the file.
 
-        Against a read per run this is 2.5 times as fast from the page cache, and 10 times from a
-        disk.
+        Compared with one read per run this is 2.5 times as fast from the page cache, and 10 times
+        from a disk. The runs are copied once.
         """
         step = max(1, _SPAN // runs.stride)
         kept = np.frombuffer(buffer, dtype=np.uint8).reshape(runs.repeats, runs.length)
@@ -314,10 +316,11 @@ class _ShardReader:
         return result
 
     def _data_offset(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
-        """Where in the file the raw bytes of the chunk begin; None if its item holds them in
-        another order.
+        """Return where in the file the raw bytes of the chunk begin.
+
+        Returns None if its item has them in another order.
         """
-        # Without a lock: two threads may look it up at once, and find the same.
+        # No lock is needed: two threads that look it up at once find the same.
         known = self._reader._data_offsets
         location = chunk.location
         if location not in known:
@@ -330,7 +333,7 @@ class _ShardReader:
         return known[location]
 
     def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
-        """In an archive that `torch.save` has written, whose records may be in any order."""
+        """Return the position of the data in an archive of `torch.save`, with records in any order."""
         _, position, length = chunk.location
         tensor = open_archive(self._file, position, length, self._item_name(chunk))
         if isinstance(tensor, FileTensor) and (tensor.dtype, tensor.shape) == (dtype, chunk.shape):

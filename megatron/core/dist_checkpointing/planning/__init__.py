@@ -1,3 +1,1 @@
-"""Who writes which box where: worked out together once, then cached while the structure is
-constant.
-"""
+"""Which rank writes which box to which file: planned once, cached while the structure is constant."""

@@ -1,6 +1,4 @@
-"""The few collectives that planning and loading need; with one process and no process group they do
-nothing.
-"""
+"""The collectives of planning and loading; in a single process without process group they are local."""
 
 from __future__ import annotations
 
@@ -18,8 +16,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Coordination:
-    """Rank and size in `group`; rank 0 coordinates. A gloo group keeps pickled objects off the
-    device.
+    """Rank and size in `group`; rank 0 coordinates.
+
+    Objects are exchanged on the CPU if the group uses gloo.
     """
 
     group: dist.ProcessGroup | None
@@ -28,7 +27,10 @@ class Coordination:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Coordination:
-        """`None` is the default group, or a single process if torch.distributed is not initialized."""
+        """Return the coordination of `group`.
+
+        None is the default group, or a single process if torch.distributed is not initialized.
+        """
         if group is None and not dist.is_initialized():
             return cls(None, 0, 1)
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
@@ -38,7 +40,7 @@ class Coordination:
         return self.rank == 0
 
     def all_true(self, value: bool) -> bool:
-        """Whether `value` is true on every rank: one all-reduce of one number."""
+        """Return whether `value` is true on every rank, via an all-reduce of one number."""
         if self.size == 1:
             return value
         flag = torch.tensor([int(value)], dtype=torch.int32, device=self._device())
@@ -53,8 +55,9 @@ class Coordination:
         return values
 
     def run_on_rank0(self, function: Callable[[], T]) -> T:
-        """The result of `function()` on rank 0, on all ranks; a ValueError or OSError of it is
-        raised on all.
+        """Return the result of `function()`, computed on rank 0, on all ranks.
+
+        Its ValueError or OSError is raised on all ranks.
         """
         answer: list[Any] = [None]
         if self.is_coordinator:
@@ -70,8 +73,9 @@ class Coordination:
         return result
 
     def gather_compute_scatter(self, value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
-        """Rank 0 computes `function(values of all ranks)`, one result per rank; an error of it is
-        raised everywhere.
+        """Return this rank's entry of `function(values of all ranks)`, computed on rank 0.
+
+        Its CheckpointError is raised on all ranks.
         """
         values = self._gather(value)
         results: list[Any] | None = None
@@ -87,9 +91,8 @@ class Coordination:
         return result
 
     def raise_on_all(self, error: Exception | None) -> None:
-        """If any rank has an error, raise on all ranks, naming the ranks; otherwise return on all."""
-        # Nearly always none has: that costs one number. What the errors say is exchanged only if
-        # there are some.
+        """Raise CheckpointError on all ranks, naming the failed ones, if any rank has an error."""
+        # Without errors, the usual case, only one number is exchanged.
         if self.all_true(error is None):
             return
         texts = self.all_gather(None if error is None else f"{error}")
@@ -97,18 +100,16 @@ class Coordination:
         if self.size == 1 and error is not None:
             raise error
         reasons = dict.fromkeys(failed.values())  # distinct, in order
-        by_reason = [
-            (reason, [rank for rank, text in failed.items() if text == reason])
-            for reason in reasons
-        ]
-        message = "\n".join(
-            f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason
-        )
-        raise CheckpointError(message) from error
+        lines = []
+        for reason in reasons:
+            ranks = [str(rank) for rank, text in failed.items() if text == reason]
+            lines.append(f"rank {', '.join(ranks)}: {reason}")
+        raise CheckpointError("\n".join(lines)) from error
 
     def run_on_all(self, function: Callable[[], T]) -> T:
-        """The result of `function()` on this rank; where it raises a ValueError on any, it does on
-        all.
+        """Return the result of `function()` on this rank.
+
+        If it raises a ValueError on any rank, all ranks raise CheckpointError.
         """
         result: list[T] = []
         error: ValueError | None = None

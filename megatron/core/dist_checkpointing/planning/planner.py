@@ -1,8 +1,8 @@
-"""Who writes which box: pure functions from what every rank holds to what every rank writes.
+"""Which rank writes which box: pure functions from the local states to a plan for all ranks.
 
-`describe` and `pack` (on every rank) -> `make_plan` (on one) -> one `RankPlan` per rank. No communication, no tensors.
-At 16,384 ranks there are millions of boxes, so the plan of all of them is made of arrays, a row per
-box.
+`describe` and `pack` (on every rank) -> `make_plan` (on rank 0) -> one `RankPlan` per rank. There is
+no communication, and no tensor is touched. At 16,384 ranks there are millions of boxes, so the plan
+of all of them consists of arrays with a row per box.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TensorType = tuple[str, Shape, torch.dtype]  # key, global shape, dtype
 
 
 class TensorSpec(NamedTuple):
-    """What one rank holds of one tensor."""
+    """The boxes of one tensor on one rank."""
 
     key: str
     shape: Shape
@@ -42,25 +42,24 @@ class TensorSpec(NamedTuple):
 
 
 class LocalSpec(NamedTuple):
-    """What one rank holds; a plan holds as long as all of these stay the same."""
+    """The structure of one rank's state; a plan is valid while it is unchanged on every rank."""
 
     tensors: tuple[TensorSpec, ...]
     objects: tuple[str, ...]
 
 
 class PackedSpec(NamedTuple):
-    """A `LocalSpec` on its way to the rank that plans."""
+    """A `LocalSpec` as compact arrays, to be sent to rank 0."""
 
     tensors: tuple[TensorType, ...]
     objects: tuple[str, ...]
     counts: np.ndarray  # boxes of each tensor
-    boxes: (
-        np.ndarray
-    )  # [boxes, 2, dimensions]: offset and shape; missing dimensions at the end are 0 and 1
+    # [boxes, 2, dimensions]: offset and shape; missing dimensions at the end are 0 and 1.
+    boxes: np.ndarray
 
 
 class Item(NamedTuple):
-    """The box at `offset` of `shape`, some rows of this rank's box at `box`."""
+    """The box at `offset` of `shape`, a range of rows of this rank's box at `box`."""
 
     key: str
     dtype: torch.dtype
@@ -72,14 +71,15 @@ class Item(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def rows(self, first: int, count: int) -> Item:
+    def select_rows(self, first: int, count: int) -> Item:
         offset, shape = locate_rows(self.shape, first, count)
         return self._replace(offset=to_absolute(self.offset, offset), shape=shape)
 
 
 class RankPlan(NamedTuple):
-    """What one rank writes: rows `[first, first + count)` of its box number `box`, at `position` of
-    file `file`.
+    """The part of the plan for one rank.
+
+    Each item is rows `[first, first + count)` of its box number `box`, at `position` of file `file`.
     """
 
     items: np.ndarray  # [items, 5]: box, first, count, file, position
@@ -87,7 +87,7 @@ class RankPlan(NamedTuple):
 
 
 def describe(state: ShardedStateDict) -> LocalSpec:
-    """The structure of `state`. Raises CheckpointError for a tensor that contradicts itself."""
+    """Return the structure of `state`. Raises CheckpointError for an inconsistent tensor."""
     tensors = []
     objects = []
     for name, entry in state.items():
@@ -105,23 +105,16 @@ def describe(state: ShardedStateDict) -> LocalSpec:
                 raise CheckpointError(
                     f"{entry.key}: a box is {box.tensor.dtype}, the tensor {entry.dtype}"
                 )
-            outside = len(box.offset) != len(entry.global_shape) or len(shape) != len(
-                entry.global_shape
-            )
-            if outside or any(
-                o + n > g for o, n, g in zip(box.offset, shape, entry.global_shape, strict=True)
-            ):
+            if not _is_inside(box.offset, shape, entry.global_shape):
                 raise CheckpointError(
-                    f"{entry.key}: the box at {box.offset} of shape {shape} does not lie in {entry.global_shape}"
+                    f"{entry.key}: the box at {box.offset} of shape {shape} is not inside "
+                    f"{entry.global_shape}"
                 )
             if 0 not in shape or 0 in entry.global_shape:
                 boxes.append((box.offset, shape))
         tensors.append(TensorSpec(entry.key, entry.global_shape, entry.dtype, tuple(boxes)))
-    twice = [
-        key
-        for key, count in Counter([tensor.key for tensor in tensors] + objects).items()
-        if count > 1
-    ]
+    counts = Counter([tensor.key for tensor in tensors] + objects)
+    twice = [key for key, count in counts.items() if count > 1]
     if twice:
         raise CheckpointError(
             f"one rank holds several entries with the same key: {abbreviate(twice, 10, ', ')}"
@@ -129,13 +122,20 @@ def describe(state: ShardedStateDict) -> LocalSpec:
     return LocalSpec(tuple(tensors), tuple(objects))
 
 
+def _is_inside(offset: Shape, shape: Shape, whole: Shape) -> bool:
+    if not len(offset) == len(shape) == len(whole):
+        return False
+    return all(o + n <= w for o, n, w in zip(offset, shape, whole, strict=True))
+
+
 def pack(spec: LocalSpec) -> PackedSpec:
+    """Convert a spec to arrays in which all boxes have the same number of dimensions."""
     dims = max((len(tensor.shape) for tensor in spec.tensors), default=0)
-    extents = [
-        (offset + (0,) * (dims - len(shape)), shape + (1,) * (dims - len(shape)))
-        for tensor in spec.tensors
-        for offset, shape in tensor.boxes
-    ]
+    extents = []
+    for tensor in spec.tensors:
+        missing = dims - len(tensor.shape)
+        for offset, shape in tensor.boxes:
+            extents.append((offset + (0,) * missing, shape + (1,) * missing))
     boxes = np.array(extents, dtype=np.int64).reshape(len(extents), 2, dims)
     if boxes.max(initial=0) < 1 << 31:
         boxes = boxes.astype(np.int32)  # to send less
@@ -145,7 +145,7 @@ def pack(spec: LocalSpec) -> PackedSpec:
 
 @dataclass
 class Rows:
-    """Rows of boxes that are written, one line each, in the order of the ranks and of their boxes."""
+    """Columns of the plan: one line per range of rows to write, sorted by rank and box."""
 
     rank: np.ndarray
     box: np.ndarray  # number among the rank's boxes
@@ -158,7 +158,7 @@ class Rows:
 
 @dataclass
 class SavePlan:
-    """What all ranks write."""
+    """The plan for all ranks: `rows` of `tensors`, and the keys of `objects` by rank."""
 
     tensors: list[TensorType]
     objects: list[list[str]]  # by rank
@@ -166,40 +166,40 @@ class SavePlan:
 
     @property
     def nbytes(self) -> np.ndarray:
-        """Of every line."""
+        """Bytes of each line of `rows`."""
         itemsize = np.array([dtype.itemsize for _, _, dtype in self.tensors], dtype=np.int64)
         return self.rows.shape.prod(axis=1) * itemsize[self.rows.tensor]
 
     @property
     def loads(self) -> list[int]:
         """Bytes that each rank writes."""
-        return _sums(self.rows.rank, self.nbytes, len(self.objects)).tolist()
+        return _sum_by_group(self.rows.rank, self.nbytes, len(self.objects)).tolist()
 
     def extents(self) -> Iterator[tuple[str, Extent]]:
-        """Key and box of every line."""
-        for tensor, *extent in zip(
-            self.rows.tensor, self.rows.offset.tolist(), self.rows.shape.tolist(), strict=True
-        ):
-            key, shape, _ = self.tensors[tensor]
-            offset, extents = (tuple(numbers[: len(shape)]) for numbers in extent)
-            yield key, (offset, extents)
+        """Yield key and box (offset, shape) of each line of `rows`."""
+        offsets = self.rows.offset.tolist()
+        shapes = self.rows.shape.tolist()
+        for number, offset, extent in zip(self.rows.tensor, offsets, shapes, strict=True):
+            key, shape, _ = self.tensors[number]
+            dims = len(shape)
+            yield key, (tuple(offset[:dims]), tuple(extent[:dims]))
 
 
 def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SavePlan:
-    """Every box is written exactly once, by one of the ranks that hold it.
+    """Assign every box to exactly one of the ranks that have it.
 
-    Boxes that several ranks hold are shared out so that all ranks write about the same number of
-    bytes (`fully_parallel`; large boxes are cut by rows), otherwise the lowest of these ranks
-    writes them. Raises CheckpointError naming the keys whose shapes or dtypes differ between ranks
-    or whose boxes do not tile them.
+    With `fully_parallel` replicated boxes are distributed so that all ranks write about the same
+    number of bytes; large boxes are cut by rows. Otherwise the lowest rank that has a box writes it.
+    Raises CheckpointError that names the keys whose shapes or dtypes differ between ranks or whose
+    boxes do not tile them.
     """
-    # Phase 1: one line for every box of every rank, and which lines are the same box.
-    held = _Held.of(specs)
-    order, starts = _replicas(held)
+    # Phase 1: list the boxes of all ranks, and find replicas.
+    held = _BoxColumns.collect(specs)
+    order, starts = _group_replicas(held)
     _check_coverage(held, order[starts])
-    # Phase 2: for every box the rank that writes it, or the ranks that share its rows.
-    line, first, count = _choose(held, order, starts, fully_parallel, len(specs))
-    # Phase 3: a line for every run of rows that is written.
+    # Phase 2: choose the rank that writes each box, or the ranks that share its rows.
+    line, first, count = _choose_writers(held, order, starts, fully_parallel, len(specs))
+    # Phase 3: make a line for each range of rows that is written.
     offset = held.offset[line]
     shape = held.shape[line]
     part = np.flatnonzero(count != held.rows[line])
@@ -216,8 +216,8 @@ def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SaveP
 
 
 @dataclass
-class _Held:
-    """All boxes of all ranks, a line each, in the order of the ranks and of their boxes."""
+class _BoxColumns:
+    """All boxes of all ranks: one line per box, sorted by rank and box."""
 
     tensors: list[TensorType]
     rank: np.ndarray
@@ -230,7 +230,8 @@ class _Held:
     rows: np.ndarray
 
     @classmethod
-    def of(cls, specs: Sequence[PackedSpec]) -> _Held:
+    def collect(cls, specs: Sequence[PackedSpec]) -> _BoxColumns:
+        """Concatenate the boxes of all ranks. Raises CheckpointError if their tensors conflict."""
         numbers: dict[TensorType, int] = {}
         per_rank = [
             [numbers.setdefault(tensor, len(numbers)) for tensor in spec.tensors] for spec in specs
@@ -239,13 +240,15 @@ class _Held:
         objects = {key for spec in specs for key in spec.objects}
         keys = {key for key, _, _ in tensors}
         if len(keys) < len(tensors) or keys & objects:
-            raise CheckpointError(_conflicts(specs))
+            raise CheckpointError(_describe_conflicts(specs))
         dims = max(1, *(spec.boxes.shape[2] for spec in specs))
         owner = [
             np.repeat(np.array(n, dtype=np.int64), s.counts)
             for n, s in zip(per_rank, specs, strict=True)
         ]
-        boxes = np.concatenate([_padded(spec.boxes, dims) for spec in specs]).astype(np.int64)
+        boxes = np.concatenate([_pad_dimensions(spec.boxes, dims) for spec in specs]).astype(
+            np.int64
+        )
         offset = boxes[:, 0]
         shape = boxes[:, 1]
         tensor = np.concatenate(owner)
@@ -268,16 +271,14 @@ class _Held:
         )
 
     def places(self) -> np.ndarray:
-        """For every box a number that says where it begins: ascending by tensor, then row-major."""
+        """Return `number_places` of all boxes."""
         return number_places(self.tensors, self.tensor, self.offset)
 
 
 def number_places(
     tensors: Sequence[TensorType], tensor: np.ndarray, offset: np.ndarray
 ) -> np.ndarray:
-    """For boxes of `tensors` a number that says where each begins: ascending by tensor, then
-    row-major.
-    """
+    """Number the first element of each box: tensors in order, elements row-major."""
     strides = []
     base = []
     position = 0
@@ -291,7 +292,7 @@ def number_places(
     return np.array(base, dtype=np.int64)[tensor] + (offset * steps).sum(axis=1)
 
 
-def _padded(boxes: np.ndarray, dims: int) -> np.ndarray:
+def _pad_dimensions(boxes: np.ndarray, dims: int) -> np.ndarray:
     missing = dims - boxes.shape[2]
     if not missing:
         return boxes
@@ -299,9 +300,10 @@ def _padded(boxes: np.ndarray, dims: int) -> np.ndarray:
     return np.concatenate([boxes, ends], axis=2)
 
 
-def _replicas(held: _Held) -> tuple[np.ndarray, np.ndarray]:
-    """Lines in the order of places, and where in it a new box begins; the lines of one box are in
-    rank order.
+def _group_replicas(held: _BoxColumns) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lines sorted by place, and the indices in this order where a new box begins.
+
+    The lines of one box are in rank order.
     """
     places = held.places()
     order = np.argsort(places, kind="stable")
@@ -320,8 +322,8 @@ def _replicas(held: _Held) -> tuple[np.ndarray, np.ndarray]:
     return order, np.flatnonzero(new)
 
 
-def _check_coverage(held: _Held, distinct: np.ndarray) -> None:
-    """`distinct` boxes, in the order of the tensors, tile these."""
+def _check_coverage(held: _BoxColumns, distinct: np.ndarray) -> None:
+    """Raise CheckpointError unless the `distinct` boxes, sorted by tensor, tile the tensors."""
     ends = np.searchsorted(held.tensor[distinct], np.arange(len(held.tensors) + 1))
     problems = []
     for number, (key, shape, _) in enumerate(held.tensors):
@@ -334,8 +336,8 @@ def _check_coverage(held: _Held, distinct: np.ndarray) -> None:
         raise CheckpointError("boxes do not tile\n  " + abbreviate(problems))
 
 
-def _conflicts(specs: Sequence[PackedSpec]) -> str:
-    """Which keys differ in shape or dtype, or are a tensor here and an object there."""
+def _describe_conflicts(specs: Sequence[PackedSpec]) -> str:
+    """Return a message about keys whose shape, dtype or kind differs between ranks."""
     first: dict[str, tuple[TensorType, int]] = {}
     objects: dict[str, int] = {}
     conflicts: dict[str, str] = {}
@@ -355,26 +357,23 @@ def _conflicts(specs: Sequence[PackedSpec]) -> str:
     return "ranks disagree about\n  " + abbreviate(list(conflicts.values()))
 
 
-def _choose(
-    held: _Held, order: np.ndarray, starts: np.ndarray, fully_parallel: bool, world: int
+def _choose_writers(
+    held: _BoxColumns, order: np.ndarray, starts: np.ndarray, fully_parallel: bool, world: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Which lines are written, and which of their rows, in the order of the lines: (line, first,
-    count).
-    """
+    """Return the lines to write and their rows, sorted by line: (line, first, count)."""
     counts = np.diff(starts, append=len(order))
-    # What one rank alone holds (its optimizer shard) leaves no choice; it counts as load before
-    # replicas are shared.
+    # Boxes on one rank only (optimizer shards) have a fixed writer: count them before replicated
+    # boxes are distributed.
     alone = order[starts[(counts == 1) | (not fully_parallel)]]
-    loads = _sums(held.rank[alone], held.nbytes[alone], world).tolist()
-    shared: dict[bytes, list[np.ndarray]] = defaultdict(
-        list
-    )  # lines of each box, by the ranks that hold it
+    loads = _sum_by_group(held.rank[alone], held.nbytes[alone], world).tolist()
+    # Lines of each replicated box, by the ranks that have it.
+    shared: dict[bytes, list[np.ndarray]] = defaultdict(list)
     several = np.flatnonzero(counts > 1) if fully_parallel else ()
     for number in several:
         lines = order[starts[number] : starts[number] + counts[number]]
         shared[held.rank[lines].tobytes()].append(lines)
     cut = []
-    # Small groups first: they have the least choice; the larger ones then level out what is left.
+    # Assign small replica groups first; larger groups then balance the remaining load.
     by_ranks = [
         (np.frombuffer(ranks, dtype=held.rank.dtype).tolist(), boxes)
         for ranks, boxes in shared.items()
@@ -382,8 +381,9 @@ def _choose(
     for group, boxes in sorted(by_ranks, key=lambda entry: (len(entry[0]), entry[0])):
         heads = [lines[0] for lines in boxes]
         sizes = list(zip(held.rows[heads].tolist(), held.nbytes[heads].tolist(), strict=True))
-        shares = _level([loads[rank] for rank in group], sum(nbytes for _, nbytes in sizes))
-        for member, box, start, rows in _share_out(shares, sizes):
+        total = sum(nbytes for _, nbytes in sizes)
+        shares = _level_loads([loads[rank] for rank in group], total)
+        for member, box, start, rows in _cut_into_shares(shares, sizes):
             cut.append((boxes[box][member], start, rows))
             loads[group[member]] += rows * (sizes[box][1] // sizes[box][0])
     whole = np.stack([alone, np.zeros_like(alone), held.rows[alone]], axis=1)
@@ -393,28 +393,25 @@ def _choose(
 
 
 def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Split boxes that all of `size` ranks hold into one share per rank, equal in bytes up to a
-    row.
-    """
-    sizes = [
-        (1 if (axis := find_row_axis(item.shape)) is None else item.shape[axis], item.nbytes)
-        for item in items
-    ]
+    """Split boxes that all `size` ranks have into one share per rank, equal in bytes up to a row."""
+    sizes = []
+    for item in items:
+        axis = find_row_axis(item.shape)
+        rows = 1 if axis is None else item.shape[axis]
+        sizes.append((rows, item.nbytes))
+    total = sum(nbytes for _, nbytes in sizes)
     shares: list[list[Item]] = [[] for _ in range(size)]
-    for rank, number, first, count in _share_out(
-        _level([0] * size, sum(nbytes for _, nbytes in sizes)), sizes
-    ):
-        shares[rank].append(items[number].rows(first, count))
+    for rank, number, first, count in _cut_into_shares(_level_loads([0] * size, total), sizes):
+        shares[rank].append(items[number].select_rows(first, count))
     return shares
 
 
-def _level(loads: list[int], total: int) -> list[int]:
-    """How many of `total` bytes each rank takes so that the loads become as level as possible."""
+def _level_loads(loads: list[int], total: int) -> list[int]:
+    """Return the part of `total` bytes that each rank takes so that loads become equal."""
     order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
     filled = total
     count = 0
-    # Pour `total` over the loads like water: the lowest ranks fill up to one level, the others get
-    # nothing.
+    # The ranks with the lowest loads are filled up to a common level, the others get no bytes.
     for index in order:
         if count and filled <= loads[index] * count:
             break
@@ -428,11 +425,10 @@ def _level(loads: list[int], total: int) -> list[int]:
     return shares
 
 
-def _share_out(
+def _cut_into_shares(
     shares: list[int], sizes: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Walk over boxes of (rows, bytes) as one sequence of bytes and cut it, at rows, where a share
-    is reached.
+    """Cut a sequence of boxes (rows, bytes) into shares of the given bytes, between rows.
 
     Yields (number of the share, number of the box, first row, count).
     """
@@ -445,8 +441,7 @@ def _share_out(
         while done < rows:
             take = rows - done
             if current < len(due) - 1 and row_bytes:
-                # As many rows as come nearest to the share: rounding down would leave all
-                # remainders to the last one.
+                # Round to the nearest row: rounding down would add all remainders to the last share.
                 take = min(take, -(-(2 * left - row_bytes) // (2 * row_bytes)))
             if take > 0:
                 yield due[current][0], number, done, take
@@ -458,12 +453,12 @@ def _share_out(
     assert current < len(due)
 
 
-def _sums(group: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """The sum of the values of each group; exact up to 2^53."""
+def _sum_by_group(group: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
+    """Return the sum of the values of each group; exact up to 2^53."""
     return np.bincount(group, weights=values, minlength=size).astype(np.int64)
 
 
 def abbreviate(lines: Sequence[str], limit: int = 20, between: str = "\n  ") -> str:
-    """The first of many lines, and how many more there are."""
+    """Join the first `limit` lines, and append the number of the others."""
     more = f" ... and {len(lines) - limit} more" if len(lines) > limit else ""
     return between.join(lines[:limit]) + more

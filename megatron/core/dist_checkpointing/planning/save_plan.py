@@ -1,8 +1,7 @@
-"""Where every byte of all files goes: worked out once, and used for every save of the same
-structure.
+"""The position of every byte in all data files, planned once for all saves of one structure.
 
-`__{rank}_{n}.distcp` for n < workers hold the tensors, `__{rank}_{workers}.distcp` the objects, whose lengths may
-change from save to save.
+`__{rank}_{n}.distcp` for n < workers contain the tensors, `__{rank}_{workers}.distcp` the objects,
+whose lengths may change from save to save.
 """
 
 from __future__ import annotations
@@ -46,8 +45,9 @@ from megatron.core.dist_checkpointing.planning.planner import (
 
 
 class PlacedItem(NamedTuple):
-    """An item at `position` of its file; `data` is where its raw bytes begin, `end` where the next
-    item may.
+    """An item at `position` of its file.
+
+    Its raw bytes begin at `data`, and the next item may begin at `end`.
     """
 
     item: Item
@@ -81,9 +81,7 @@ class FileLayout(NamedTuple):
 
 @dataclass
 class PlacedPlan:
-    """A plan and, for each of its lines, the file (`rank * workers + n`), the position in it and
-    the length.
-    """
+    """A plan with the file (`rank * workers + n`), position and length of each line."""
 
     plan: SavePlan
     workers: int
@@ -93,18 +91,19 @@ class PlacedPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all files with tensors."""
-        return int(_aligned(self.length).sum())
+        """Bytes of all files with tensors."""
+        return int(_align(self.length).sum())
 
-    def of_rank(self, rank: int) -> RankPlan:
+    def select_rank(self, rank: int) -> RankPlan:
+        """Return the part of the plan for one rank."""
         rows = self.plan.rows
         mine = slice(*np.searchsorted(rows.rank, [rank, rank + 1]))
         file = self.file[mine] - rank * self.workers
         columns = (rows.box[mine], rows.first[mine], rows.count[mine], file, self.position[mine])
         return RankPlan(np.stack(columns, axis=1), self.plan.objects[rank])
 
-    def metadata(self) -> CheckpointMetadata:
-        """That of the tensors; objects are added when their lengths are known."""
+    def build_metadata(self) -> CheckpointMetadata:
+        """Return the metadata of the tensors; objects are added once their lengths are known."""
         rows = self.plan.rows
         tensors = self.plan.tensors
         used, file = np.unique(self.file, return_inverse=True)
@@ -132,12 +131,11 @@ def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
     """Spread the items of every rank over at most `workers` files of about equal size."""
     rank = plan.rows.rank
     nbytes = plan.nbytes
-    file = rank * workers + _spread(rank, nbytes, workers)
-    length = nbytes + _envelope_sizes(plan)
-    # Positions are a running sum over all files, from which every file's first one is taken away
-    # again.
+    file = rank * workers + _spread_over_files(rank, nbytes, workers)
+    length = nbytes + _compute_envelope_sizes(plan)
+    # Positions are a running sum over all files, minus the position where each file begins.
     order = np.argsort(file, kind="stable")
-    ends = np.cumsum(_aligned(length)[order])
+    ends = np.cumsum(_align(length)[order])
     begins = np.concatenate([[0], ends[:-1]])
     new = np.flatnonzero(np.diff(file[order], prepend=-1))
     position = np.empty_like(ends)
@@ -145,10 +143,8 @@ def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
     return PlacedPlan(plan, workers, file, position, length)
 
 
-def _spread(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
-    """The file of each item among its rank's: the largest first, each into the file that is the
-    smallest so far.
-    """
+def _spread_over_files(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
+    """Return the file of each item: largest items first, each into its rank's smallest file."""
     by_size = np.lexsort((-nbytes, rank))
     first = np.searchsorted(rank, rank)  # of the same rank
     turn = np.empty_like(first)
@@ -161,14 +157,13 @@ def _spread(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
         items = in_turn[start:stop]
         smallest = sizes[rank[items]].argmin(axis=1)
         file[items] = smallest
-        sizes[rank[items], smallest] += (
-            nbytes[items] + 1024
-        )  # about its envelope: many small items fill a file, too
+        # 1024 bytes are about an envelope: many small items fill a file, too.
+        sizes[rank[items], smallest] += nbytes[items] + 1024
     return file
 
 
-def _envelope_sizes(plan: SavePlan) -> np.ndarray:
-    """Bytes around the raw data of each item, which depend on its dtype and shape."""
+def _compute_envelope_sizes(plan: SavePlan) -> np.ndarray:
+    """Return the bytes around the raw data of each item, which depend on dtype and shape."""
     dtypes = list(dict.fromkeys(dtype for _, _, dtype in plan.tensors))
     kinds = np.array(
         [[dtypes.index(dtype), len(shape)] for _, shape, dtype in plan.tensors], dtype=np.int64
@@ -187,17 +182,17 @@ def _envelope_sizes(plan: SavePlan) -> np.ndarray:
     return np.array(sizes, dtype=np.int64)[kind]
 
 
-def _aligned(length: np.ndarray) -> np.ndarray:
+def _align(length: np.ndarray) -> np.ndarray:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
-def files_of(spec: LocalSpec, plan: RankPlan, rank: int) -> list[FileLayout]:
-    """The files that a rank writes."""
+def build_file_layouts(spec: LocalSpec, plan: RankPlan, rank: int) -> list[FileLayout]:
+    """Return the files that a rank writes."""
     boxes = [(tensor, extent) for tensor in spec.tensors for extent in tensor.boxes]
     files: dict[int, list[PlacedItem]] = {}
     for box, first, count, file, position in plan.items.tolist():
         tensor, (offset, shape) = boxes[box]
-        item = Item(tensor.key, tensor.dtype, offset, offset, shape).rows(first, count)
+        item = Item(tensor.key, tensor.dtype, offset, offset, shape).select_rows(first, count)
         files.setdefault(file, []).append(PlacedItem(item, position))
     return [FileLayout(file_name(rank, file), items) for file, items in sorted(files.items())]
 
@@ -212,7 +207,7 @@ class SourceRange(NamedTuple):
 
 
 class FileChunk(NamedTuple):
-    """`length` bytes at `offset` of file number `file`: what one slot holds."""
+    """`length` bytes at `offset` of file number `file`: the content of one slot."""
 
     file: int
     offset: int
@@ -221,10 +216,10 @@ class FileChunk(NamedTuple):
 
 
 class FilePlan:
-    """The files of one rank as pieces that are staged and written one by one.
+    """The files of one rank as chunks that are staged and written one by one.
 
-    Source numbers: item number `i` (over all files) has prefix `3 i`, raw data `3 i + 1`, suffix `3
-    i + 2`.
+    Source numbers: item number `i` (over all files) has prefix `3 i`, raw data `3 i + 1`, suffix
+    `3 i + 2`.
     """
 
     def __init__(self, files: list[FileLayout]) -> None:
@@ -232,7 +227,7 @@ class FilePlan:
         self.chunks = cut_chunks(files)
         placed = [item for file in files for item in file.items]
         self.items = [item.item for item in placed]
-        # Constant bytes before and behind the raw data of each item, made once for all saves.
+        # Constant bytes before and after the raw data of each item, encoded once for all saves.
         self.envelopes = [
             (
                 item.envelope.prefix,
@@ -247,7 +242,7 @@ class FilePlan:
 
 
 def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
-    """The slots' worth of all files, in the order in which they are staged and written."""
+    """Cut all files into chunks of a slot's size, in the order of staging and writing."""
     per_file: list[list[FileChunk]] = []
     source = 0
     for number, file in enumerate(files):
@@ -263,15 +258,13 @@ def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
                 start = end
                 source = source + 1
         per_file.append(chunks)
-    # Files advance side by side: each keeps a writer busy.
+    # Interleave the files, so that each of them keeps a writer busy.
     rounds = max(map(len, per_file), default=0)
     return [chunks[i] for i in range(rounds) for chunks in per_file if i < len(chunks)]
 
 
 def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> None:
-    """Spread bytes `[start, end)` of a file, which are all of `source`, over the chunks they fall
-    into.
-    """
+    """Add bytes `[start, end)` of a file, which are all of `source`, to their chunks."""
     position = start
     while position < end:
         chunk = chunks[position // SLOT_SIZE]
@@ -282,7 +275,10 @@ def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> No
 
 @dataclass
 class MetadataCache:
-    """`.metadata` of a plan on rank 0: pickled again only when the place of an object or the name of a file changes."""
+    """`.metadata` of a plan, on rank 0.
+
+    It is encoded again only when the location of an object or the name of a file changes.
+    """
 
     tensors: CheckpointMetadata
     _encoded: tuple[object, Sequence[bytes]] | None = None
@@ -290,9 +286,11 @@ class MetadataCache:
     def encode(
         self, objects: list[bytes], name_of: Callable[[str], str] = lambda name: name
     ) -> Sequence[bytes]:
-        """With the lines of all ranks that say where their objects are (`SaveBarrier.collect`).
+        """Return the content of `.metadata`, in parts.
 
-        `name_of` renames the files of tensors; those of the objects in the lines have been renamed.
+        `objects` are the lines of all ranks with the locations of their objects
+        (`SaveBarrier.collect`). `name_of` renames the files of tensors; those in the lines have
+        been renamed.
         """
         made_for = (objects, name_of("a.b"))
         encoded = self._encoded
@@ -306,16 +304,16 @@ class MetadataCache:
                 made_for,
                 encode_metadata(replace(rename_files(self.tensors, name_of), objects=places)),
             )
-            self._encoded = (
-                encoded  # of the last save; one may be copied elsewhere at the same time
-            )
+            # Assigned at once: another thread may encode for a copy of the checkpoint.
+            self._encoded = encoded
         return encoded[1]
 
 
 @dataclass
 class PreparedPlan:
-    """What this rank does in every save; `nonce` is common to all ranks, `total_bytes` counts all
-    ranks' tensors.
+    """This rank's part of a plan, reused for every save.
+
+    `nonce` is common to all ranks; `total_bytes` counts the tensors of all ranks.
     """
 
     spec: LocalSpec
@@ -327,10 +325,9 @@ class PreparedPlan:
 
 
 class Planner:
-    """Makes the plan and keeps it as long as the structure of the state is the same on every rank.
+    """Plans saves, and caches the plan while the structure of the state is unchanged on all ranks.
 
-    Whether it is costs an all-reduce of one number for each save, nothing with
-    `assume_constant_structure`.
+    This check is an all-reduce of one number per save; `assume_constant_structure` skips it.
     """
 
     def __init__(
@@ -347,21 +344,22 @@ class Planner:
         self._plan: PreparedPlan | None = None
 
     def plan_for(self, state: ShardedStateDict) -> PreparedPlan:
-        """A collective. Raises CheckpointError on every rank if the state of any rank is
-        contradictory.
+        """Return the plan for `state`. Collective.
+
+        Raises CheckpointError on every rank if the state of any rank is inconsistent.
         """
-        spec = _describe(state)
+        spec = _try_describe(state)
         plan = self._plan
         if plan is not None and self._assume_constant_structure:
             if spec != plan.spec:
                 raise _structure_error(spec, plan.spec)
             return plan
         if not self._coordination.all_true(plan is not None and spec == plan.spec):
-            self._plan = plan = self._plan_together(spec)
+            self._plan = plan = self._plan_on_rank0(spec)
         assert plan is not None
         return plan
 
-    def _plan_together(self, spec: LocalSpec | CheckpointError) -> PreparedPlan:
+    def _plan_on_rank0(self, spec: LocalSpec | CheckpointError) -> PreparedPlan:
         metadata: MetadataCache | None = None
 
         def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[RankPlan, str, int]]:
@@ -375,19 +373,19 @@ class Planner:
             if wrong:
                 raise CheckpointError("\n".join(wrong))
             placed = place_items(make_plan(good, self._fully_parallel), self._workers)
-            metadata = MetadataCache(placed.metadata())
+            metadata = MetadataCache(placed.build_metadata())
             nonce = secrets.token_hex(4)
-            return [(placed.of_rank(rank), nonce, placed.nbytes) for rank in range(len(good))]
+            return [(placed.select_rank(rank), nonce, placed.nbytes) for rank in range(len(good))]
 
         packed = spec if isinstance(spec, CheckpointError) else pack(spec)
         mine, nonce, total = self._coordination.gather_compute_scatter(packed, plan)
         assert isinstance(spec, LocalSpec)
-        files = FilePlan(files_of(spec, mine, self._coordination.rank))
+        files = FilePlan(build_file_layouts(spec, mine, self._coordination.rank))
         return PreparedPlan(spec, mine, nonce, total, files, metadata)
 
 
-def _describe(state: ShardedStateDict) -> LocalSpec | CheckpointError:
-    """An error is a value here: it is raised on all ranks together."""
+def _try_describe(state: ShardedStateDict) -> LocalSpec | CheckpointError:
+    """Return an error instead of raising it: all ranks must take part in the collective."""
     try:
         return describe(state)
     except CheckpointError as error:
@@ -400,5 +398,6 @@ def _structure_error(spec: LocalSpec | CheckpointError, before: LocalSpec) -> Ch
     tensors = {tensor.key for tensor in set(spec.tensors) ^ set(before.tensors)}
     changed = sorted(tensors | (set(spec.objects) ^ set(before.objects)))
     return CheckpointError(
-        f"the structure was said to be constant, but it has changed since the last save: {', '.join(changed[:10])}"
+        f"assume_constant_structure: the structure has changed since the last save: "
+        f"{', '.join(changed[:10])}"
     )

@@ -1,7 +1,7 @@
-"""Saving in four verbs, of which only the first two touch the training thread.
+"""Saving in four steps, of which only the first two involve the training thread.
 
-* **plan** (`prepare`, or the first `save`): all ranks describe what they hold, rank 0 decides who writes what. A
-  collective; kept as long as the structure stays the same.
+* **plan** (`prepare`, or the first `save`): all ranks describe their state, rank 0 assigns a writer
+  to every box. Collective; the plan is cached while the structure is unchanged.
 * **stage**: live tensors are copied into host buffers, in the background. `wait_staged` returns when that is done: call
   it before anything changes the tensors, which is the optimizer step. Objects and `common` are copied before `save`
   returns. No file is touched before, and none on the training thread.
@@ -10,9 +10,9 @@
 
 A save that fails is reported (`poll`, `finish`), its files are removed, and training can go on.
 
-What was saved to the nodes' own disks is not staged again for the place where all nodes find it
-(`CheckpointCopier`): every rank reads back the files that it has just written, through a few megabytes of
-host memory, while training and later local saves go on.
+`CheckpointCopier` copies node-local checkpoints to the shared directory: every rank reads back the
+files that it has just written, via a few megabytes of host memory, while training and later local
+saves continue.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from megatron.core.object_storage import path_of
 
 
 class AsyncSaver(SaveThread):
-    """Saves checkpoints of one state again and again. All ranks of `group` make the same calls in
-    the same order.
+    """Saves checkpoints of one state repeatedly.
 
-    `fully_parallel` shares out the writing of what several ranks hold; each rank writes `workers` files at once;
-    `staging_mem_limit` (bytes) caps the host buffers: below the size of a rank's share the snapshot takes as long as
-    the writing. Leaving a `with` block by an exception cancels the save under way.
+    All ranks of `group` make the same calls in the same order. `fully_parallel` distributes the
+    writing of replicated boxes. Each rank writes `workers` files at once. `staging_mem_limit` (bytes)
+    limits the host buffers: below the size of a rank's share, the snapshot takes as long as writing.
+    Leaving a `with` block by an exception cancels the save in progress.
     """
 
     def __init__(
@@ -92,8 +92,9 @@ class AsyncSaver(SaveThread):
         )  # while one copies and hashes, another one writes
 
     def prepare(self, state: ShardedStateDict) -> None:
-        """Plan and allocate ahead of the first save, so that it costs no more than the others. A
-        collective.
+        """Plan and allocate before the first save, which then costs as much as the others.
+
+        Collective.
         """
         plan = self._planner.plan_for(state)
         tensors = [entry for entry in state.values() if not isinstance(entry, ShardedObject)]
@@ -139,8 +140,8 @@ class AsyncSaver(SaveThread):
         hooks = Hooks(before_writing, rewrite, extra_files or {}, on_commit)
         current = SaveHandle(plan, self._make_barrier(save_id), grows, hooks, started)
         self._start(current)
-        # Whatever stops this rank, the other ranks must hear of it: the save goes on and fails on
-        # all together.
+        # If this rank fails, the others must learn of it: continue, so that the save fails on every
+        # rank.
         current.failure = CheckpointError("interrupted")
         try:
             current.common, current.transfer = self._take_snapshot(plan, state, common)
@@ -153,8 +154,9 @@ class AsyncSaver(SaveThread):
         return current
 
     def wait_staged(self) -> None:
-        """Return when the tensors of the last save may change. On CUDA the current stream waits,
-        not the host.
+        """Return once the tensors of the last save may change.
+
+        On CUDA the current stream waits, not the host.
         """
         current = self._current
         if current is None or current.transfer is None or current.done():
@@ -172,7 +174,7 @@ class AsyncSaver(SaveThread):
             current.device_wait = events
 
     def close(self) -> None:
-        """Finish, end the threads and give the buffers back."""
+        """Finish, end the threads and free the buffers."""
         super().close()
         self._pool.close()
         if self._buffer is not None:
@@ -190,8 +192,9 @@ class AsyncSaver(SaveThread):
     def _take_snapshot(
         self, plan: PreparedPlan, state: ShardedStateDict, common: dict[str, Any]
     ) -> tuple[bytes, StageAndWrite]:
-        """What must be done before `save` returns: the content of common.pt, and what brings the
-        rest.
+        """Copy objects and `common` before `save` returns.
+
+        Returns the content of common.pt, and the transfer of everything else.
         """
         archive = common_archive(common) if self._coordination.is_coordinator else b""
         mine = set(plan.plan.objects)
@@ -210,12 +213,12 @@ class AsyncSaver(SaveThread):
         return archive, StageAndWrite(plan.files, sources, objects, stream, self._pool, slots)
 
     def _slots(self, plan: PreparedPlan, pinned: bool, touch: bool = False) -> list:
-        """The staging slots, allocated when the plan needs more than there are."""
+        """Return the staging slots; allocates them if the plan needs more."""
         needed = max(1, min(len(plan.files.chunks), self._max_slots or len(plan.files.chunks)))
         if self._buffer is None or len(self._buffer.slots) < needed:
             if self._buffer is not None:
                 self._buffer.close()
-                self._buffer = None  # if there is no memory for the next one
+                self._buffer = None  # in case the allocation below fails
             self._buffer = StagingBuffer(needed, pinned)
             if touch:
                 self._buffer.touch()
@@ -223,8 +226,9 @@ class AsyncSaver(SaveThread):
 
 
 def staging_for_waiting(workers: int) -> int:
-    """Bytes of host buffers that keep `workers` writers busy: room for all pieces pays only where
-    nobody waits.
+    """Return the bytes of host buffers that keep `workers` writers busy.
+
+    Staging the whole shard only helps asynchronous saves.
     """
     return 8 * workers * SLOT_SIZE
 
@@ -242,10 +246,10 @@ def save(
     timeout: float = 600.0,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> SaveReport:
-    """The same verbs in a row: returns on every rank when the checkpoint is committed.
+    """Save synchronously: return on every rank once the checkpoint is committed.
 
-    Raises CheckpointError on every rank if it is not; nothing of it is left then, and a checkpoint
-    that `directory` held before is as it was.
+    Raises CheckpointError on every rank if the save fails. No file of it is left then, and an
+    earlier checkpoint in `directory` is unchanged.
     """
     with AsyncSaver(
         group,
@@ -263,8 +267,9 @@ def save(
 
 
 class CheckpointCopier(SaveThread):
-    """Copies local checkpoints, one after the other. All ranks make the same calls in the same
-    order.
+    """Copies node-local checkpoints to a shared directory, one at a time.
+
+    All ranks make the same calls in the same order.
     """
 
     def __init__(self, *, workers: int = 2, timeout: float = 600.0) -> None:
@@ -284,16 +289,16 @@ class CheckpointCopier(SaveThread):
         extra_files: Mapping[str, bytes] | None = None,
         on_commit: Callable[[], None] = lambda: None,
     ) -> SaveHandle:
-        """Begin to copy the save `local` to `directory` when it has ended; waits for the copy
-        before this one.
+        """Begin to copy the save `local` to `directory` once it has ended.
 
-        If `local` fails, so does this. The other arguments are those of `AsyncSaver.save`.
+        Waits for the previous copy. If `local` fails, so does the copy. The other arguments are
+        those of `AsyncSaver.save`.
         """
         self._wait_for_current()
         started = time.perf_counter()
         checkpoint = local.pending
         assert isinstance(checkpoint, LocalCheckpoint)
-        # Both saves talk over one store: a path of its own keeps their keys apart.
+        # Both saves use one store: the suffix keeps their keys apart.
         barrier = self._make_barrier(f"{checkpoint.save_id}/copy")
         pending = pending_checkpoint(directory, checkpoint.save_id, generation)
         hooks = Hooks(before_writing, None, extra_files or {}, on_commit)
@@ -316,7 +321,7 @@ class CheckpointCopier(SaveThread):
 
 
 class _FromDisk(StageAndWrite):
-    """Reads the data files of `checkpoint` that the save `local` writes on this rank."""
+    """Transfer of the data files of `checkpoint` that the save `local` writes on this rank."""
 
     def __init__(
         self,
@@ -331,7 +336,7 @@ class _FromDisk(StageAndWrite):
         self._checkpoint = checkpoint
 
     def begin(self) -> None:
-        """Wait until they are there."""
+        """Wait until the files are complete."""
         error = self._local.wait().error
         if error is not None:
             raise CheckpointError(f"there is no local checkpoint to copy: {error}")
@@ -344,9 +349,9 @@ class _FromDisk(StageAndWrite):
 
     def write(self, target: PendingCheckpoint, progress: Progress) -> dict[str, FileChecksums]:
         sums = super().write(target, progress)
-        self.staged_at = 0.0  # nothing live was staged
-        # What was written is what was read, so the hashes of the local save tell whether the disk
-        # has damaged it.
+        self.staged_at = 0.0  # no live tensor was staged
+        # The same bytes were read and written: comparing them with the hashes of the local save
+        # detects damage on the disk.
         for name, expected in self._checkpoint.data_files().items():
             if sums[target.name_of(name)] != expected:
                 path = self._checkpoint.directory / name

@@ -25,8 +25,9 @@ _MODE = 0o666  # less the umask, as for every file that `open` creates
 
 
 class Shard:
-    """A data file of known size, written in aligned pieces by any thread, with a hash of every
-    block on the way.
+    """A data file of known size, written in aligned pieces by any thread.
+
+    Every block is hashed before it is written.
     """
 
     def __init__(self, size: int) -> None:
@@ -34,14 +35,14 @@ class Shard:
         self._digests = bytearray(-(-size // BLOCK_SIZE) * DIGEST_SIZE)
 
     def write(self, offset: int, slot: Slot, length: int) -> None:
-        """Write the first `length` bytes of `slot`, which may be used again afterwards."""
+        """Write the first `length` bytes of `slot`, which may be reused afterwards."""
         digests = hash_blocks(slot.view[:length])
         first = offset // BLOCK_SIZE * DIGEST_SIZE
         self._digests[first : first + len(digests)] = digests
         self._write(offset, slot.view, length)
 
     def close(self, durable: bool) -> FileChecksums:
-        """Make it durable, or give it up."""
+        """Close the file and return its checksums; without `durable` it is given up."""
         self._close(durable)
         return FileChecksums(self._size, bytes(self._digests))
 
@@ -53,7 +54,10 @@ class Shard:
 
 
 class ShardFile(Shard):
-    """In a file system; past its end, the rest of the last page of a slot is zeroed."""
+    """A shard in a file system.
+
+    Direct writes have whole pages: the rest of the last page is zeroed, and cut off by `close`.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
         super().__init__(size)
@@ -88,7 +92,7 @@ class ShardFile(Shard):
                     self._leave_direct()  # a short write left us unaligned
 
     def _leave_direct(self) -> None:
-        """Some file systems accept direct files and refuse direct writes: go on with buffered ones."""
+        """Continue with buffered writes: some file systems open direct files but refuse to write them."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
         self._direct = False

@@ -1,7 +1,7 @@
 """Snapshot of the state: from live tensors into host buffers that are allocated once and used for
 every save.
 
-The buffer holds images of the files as they will be on disk, in slots of `SLOT_SIZE` bytes:
+The buffer contains images of the files as they will be on disk, in slots of `SLOT_SIZE` bytes:
 page-aligned and sized in whole pages, so that they can be written past the page cache. With fewer
 slots than the files need, slots are used again as soon as they are written
 (`--ckpt-staging-mem-limit`).
@@ -91,7 +91,7 @@ class DeviceSource(LiveSource):
 
 
 class LazySource:
-    """The bytes of an item that is read while it is staged, whole rows at a time."""
+    """The bytes of an item that is read while it is staged, in whole rows."""
 
     def __init__(self, read: Callable[[Shape, Shape], torch.Tensor], item: Item) -> None:
         self._read = read
@@ -103,7 +103,7 @@ class LazySource:
         row = item.nbytes // (1 if axis is None else item.shape[axis])
         first = part.start // row
         last = -(-(part.start + part.length) // row)
-        rows = item.rows(first, last - first)
+        rows = item.select_rows(first, last - first)
         values = self._read(rows.offset, rows.shape).contiguous().view(-1).view(torch.uint8)
         skipped = part.start - first * row
         slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
@@ -113,7 +113,7 @@ ByteSource = bytes | LiveSource | LazySource
 
 
 def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
-    """All sources in the numbering of `FilePlan`, over the live tensors of `state`."""
+    """Return all sources, numbered as in `FilePlan`, over the live tensors of `state`."""
     tensors = {entry.key: entry for entry in state.values() if isinstance(entry, ShardedTensor)}
     boxes = {(key, box.offset): box for key, entry in tensors.items() for box in entry.boxes}
     sources: list[ByteSource] = []
@@ -139,7 +139,7 @@ class ObjectFile(NamedTuple):
 
 
 def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> ObjectFile:
-    """`__{rank}_{workers}.distcp`; one object under several keys is stored once.
+    """Return `__{rank}_{workers}.distcp`; one object with several keys is stored once.
 
     Raises CheckpointError for a value that could not be read back.
     """
@@ -160,7 +160,10 @@ def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> Ob
 
 
 def common_archive(common: dict[str, Any]) -> bytes:
-    """The content of `common.pt`. Raises CheckpointError for a value that could not be read back."""
+    """Return the content of `common.pt`.
+
+    Raises CheckpointError for a value that could not be read back.
+    """
     buffer = io.BytesIO()
     torch.save(common, buffer)
     safe_load(buffer.getvalue(), where="common", placeholders=False)
@@ -168,10 +171,10 @@ def common_archive(common: dict[str, Any]) -> bytes:
 
 
 class StageAndWrite:
-    """Brings the data files of this rank into a checkpoint, from `sources`.
+    """Transfer of this rank's data from `sources` to the data files of a checkpoint.
 
-    `begin` allocates the slots and fills as many as there are; it touches no file. `abort` follows if `write` is not
-    called or has failed. `staged` is set when the live tensors are not needed any more.
+    `begin` allocates the slots and fills them; it touches no file. Call `abort` if `write` is not
+    called or has failed. `staged` is set once the live tensors are not needed any more.
     """
 
     def __init__(
@@ -210,14 +213,13 @@ class StageAndWrite:
         self._slots = self._make_slots()
         if not self._chunks:
             self._finish_staging()
-        with (
-            self._lock
-        ):  # all copies stand in the queue before the first write, which waits for its file
+        # Queue all copies before the first write, because writes block until their file is open.
+        with self._lock:
             for index in range(min(len(self._slots), len(self._chunks))):
                 self._futures.append(self._pool.submit(partial(self._stage, index)))
 
     def write(self, target: PendingCheckpoint, progress: Progress) -> dict[str, FileChecksums]:
-        """Returns the checksums when all files are durable in `target`. Raises the first error."""
+        """Write all files durably to `target` and return their checksums. Raises the first error."""
         self._progress = progress
         for file in self._files:
             self._open.append(target.open_shard(target.name_of(file.name), file.size))
@@ -227,7 +229,7 @@ class StageAndWrite:
             name = target.name_of(self.objects.name)
             target.write_file(name, self.objects.content)
             result[name] = compute_checksums(self.objects.content)
-        for future in self._futures:  # those included that others submit meanwhile
+        for future in self._futures:  # tasks append further ones while this runs
             future.result()
         if self.on_device and not self.waited_for:
             self._check_unmodified()  # copies on the device may have been overtaken by changes
@@ -236,9 +238,8 @@ class StageAndWrite:
         shards = self._open
         self._open = []
         closing = [self._pool.submit(partial(shard.close, durable=True)) for shard in shards]
-        sums = [
-            future.exception() or future.result() for future in closing
-        ]  # every file is closed before any error
+        # Close every file before raising any error.
+        sums = [future.exception() or future.result() for future in closing]
         for file, checksums in zip(self._files, sums, strict=True):
             if isinstance(checksums, BaseException):
                 raise checksums
@@ -247,20 +248,20 @@ class StageAndWrite:
         return result
 
     def abort(self) -> None:
-        """Let the tasks under way run out, and close all files."""
+        """Wait for the running tasks, and close all files."""
         self.cancel()
         self._files_are_open.set()
-        for future in self._futures:  # tasks append others while this runs
+        for future in self._futures:  # tasks append further ones while this runs
             future.exception()
         shards = self._open
         self._open = []
         for shard in shards:
-            with contextlib.suppress(OSError):  # a network file system tells of earlier writes here
+            with contextlib.suppress(OSError):  # a network file system reports earlier writes here
                 shard.close(durable=False)
         self.staged.set()
 
     def cancel(self) -> None:
-        """From any thread: `write` raises as soon as the pieces under way are done."""
+        """Make `write` raise once the running tasks are done; callable from any thread."""
         self._failed = True
 
     def _stage(self, index: int) -> None:
@@ -270,7 +271,7 @@ class StageAndWrite:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._fill(self._chunks[index], self._slots[index % len(self._slots)])
             if self._stream is not None:
-                copied = self._stream.record_event()  # tells the writer when the slot is filled
+                copied = self._stream.record_event()  # reached once the slot is filled
         with self._lock:
             self._unstaged -= 1
             last = self._unstaged == 0
@@ -280,7 +281,7 @@ class StageAndWrite:
             self._futures.append(self._pool.submit(partial(self._write, index, copied)))
 
     def _fill(self, chunk: FileChunk, slot: Slot) -> None:
-        """On a device the copies only queue up here."""
+        """Fill a slot; copies from a device are only queued here."""
         for part in chunk.parts:
             source = self._sources[part.source]
             if isinstance(source, bytes):
@@ -319,7 +320,7 @@ class StageAndWrite:
             copied.synchronize()
         self._open[chunk.file].write(chunk.offset, slot, chunk.length)
         self._progress(chunk.length)
-        # The slot is free again: the next chunk that belongs into it is staged by this thread.
+        # The slot is free again: this thread stages the next chunk for it.
         following = index + len(self._slots)
         if following < len(self._chunks):
             self._stage(following)

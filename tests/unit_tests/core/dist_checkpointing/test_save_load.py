@@ -276,7 +276,7 @@ def conflicting_save(rank, size, directory, kind):
         ("shape", "w: (4, 4) torch.float32 on rank 0, (4, 5) torch.float32 on rank 1"),
         ("dtype", "torch.float32 on rank 0, (4, 4) torch.float64 on rank 1"),
         ("hole", "w (8, 4): different boxes overlap at (2, 0)"),
-        ("local", "rank 1: w: the box at (0, 0) of shape (4, 4) does not lie in (3, 4)"),
+        ("local", "rank 1: w: the box at (0, 0) of shape (4, 4) is not inside (3, 4)"),
         ("object", "o: its pickle names posix.system"),
     ],
 )
@@ -309,6 +309,17 @@ def test_a_save_replaces_a_checkpoint_of_the_same_name(tmp_path):
     load(state, tmp_path / "c")
     assert state["w"].local[0] == 2 and load_common(tmp_path / "c") == {"value": 2.0}
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o027])
+def test_all_files_have_the_mode_that_the_umask_allows(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        save(state_of(w=torch.ones(10)), tmp_path / "c", common={})
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "c").iterdir()}
+    assert set(modes.values()) == {0o666 & ~umask}, modes
 
 
 def test_random_boxes_equal_slices(tmp_path):

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.mapping import Box, BoxTable, ShardedObjec
 from megatron.core.dist_checkpointing.planning.planner import (
     LocalSpec,
     TensorSpec,
-    _level,
+    _level_loads,
     describe,
     pack,
 )
@@ -97,7 +97,7 @@ def test_level_is_water_filling(loads, total):
     expected = list(loads)
     for _ in range(total):
         expected[expected.index(min(expected))] += 1
-    result = [load + share for load, share in zip(loads, _level(loads, total), strict=True)]
+    result = [load + share for load, share in zip(loads, _level_loads(loads, total), strict=True)]
     assert sorted(result) == sorted(expected)
     assert all(new >= old for new, old in zip(result, loads, strict=True))
 
@@ -168,7 +168,7 @@ def test_every_conflict_is_named():
 
 def test_describe_checks_the_local_state():
     tensor = torch.zeros(4, 2)
-    with pytest.raises(CheckpointError, match="does not lie in"):
+    with pytest.raises(CheckpointError, match="is not inside"):
         describe({"w": ShardedTensor("w", (5, 2), tensor.dtype, (Box((2, 0), tensor),))})
     with pytest.raises(CheckpointError, match="a box is torch.float32, the tensor torch.bfloat16"):
         describe({"w": ShardedTensor("w", (4, 2), torch.bfloat16, (Box((0, 0), tensor),))})
