@@ -123,21 +123,23 @@ def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> N
             f"{where}: {', '.join(found)} are not the state of one optimizer: leave it out "
             "(--no-optim of convert.py, --no-load-optim of a run)"
         )
-    parameters = [key for key in tensors if not key.startswith("optimizer.") and is_trained(key)]
-    wanted = {
-        optimizer_key(state, key): tensors[key].shape for key in parameters for state in states
-    }
-    missing = [key for key in wanted if key not in tensors]
+    missing = []
+    for parameter, info in tensors.items():
+        if parameter.startswith("optimizer.") or not is_trained(parameter):
+            continue
+        for state in states:
+            key = optimizer_key(state, parameter)
+            if key not in tensors:
+                missing.append(key)
+            elif tensors[key].shape != info.shape:
+                raise CheckpointError(
+                    f"{where}: {key} has shape {tensors[key].shape}, its parameter {info.shape}"
+                )
     if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointError(
-            f"{where}: optimizer state is missing: {', '.join(missing[:3])}{more}"
-        )
-    for key, shape in wanted.items():
-        if tensors[key].shape != shape:
-            raise CheckpointError(
-                f"{where}: {key} has shape {tensors[key].shape}, its parameter {shape}"
-            )
+        listed = ", ".join(missing[:3])
+        if len(missing) > 3:
+            listed += f" and {len(missing) - 3} more"
+        raise CheckpointError(f"{where}: optimizer state is missing: {listed}")
 
 
 def resolve_arguments(config: TransformerConfig) -> dict[str, Any]:
@@ -230,13 +232,13 @@ class Layout:
         RANKS(ep * (etp or tp), f"{ep} x {etp or tp} ranks of experts")
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
-        of_experts: dict[str, Any] = {
-            "expert_model_parallel_size": ep,
-            "expert_tensor_parallel_size": etp,
-        }
-        parallel = replace(parallel, **of_experts)
-        splits = {name: args[name] for name in SPLITS if args.get(name)} if args else {}
-        rules: dict[str, Any] = {SPLITS[name]: value for name, value in splits.items()}
+        parallel = replace(parallel, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+        splits: dict[str, Any] = {}
+        rules: dict[str, Any] = {}
+        for name, rule in SPLITS.items():
+            if args and args.get(name):
+                splits[name] = args[name]
+                rules[rule] = args[name]
         stages = pipeline_layer_ranges(num_layers, pp, vpp, **rules)
         return cls(parallel, tuple(tuple(chunks) for chunks in stages), splits)
 
@@ -260,7 +262,7 @@ class Layout:
         for name in SPLITS:
             default = False if name.startswith("account_") else None
             splits[name] = self.splits.get(name, default)
-        return splits | {
+        arguments: dict[str, Any] = {
             "tensor_model_parallel_size": parallel.tp_size,
             "context_parallel_size": 1,
             "expert_tensor_parallel_size": parallel.etp_size,
@@ -271,6 +273,7 @@ class Layout:
             "num_layers_per_virtual_pipeline_stage": None,
             "num_virtual_stages_per_pipeline_rank": chunks,
         }
+        return arguments | splits
 
     @property
     def ranks(self) -> list[tuple[int, int]]:
@@ -319,8 +322,9 @@ def rank_parameters(
     etp = Axis(tp_rank, dense.tp_size)
     ep = Axis()
     if expert_rank is not None:
-        sizes = layout.parallel.etp_size, layout.parallel.ep_size
-        etp, ep = (Axis(rank, size) for rank, size in zip(expert_rank, sizes, strict=True))
+        etp_rank, ep_rank = expert_rank
+        etp = Axis(etp_rank, layout.parallel.etp_size)
+        ep = Axis(ep_rank, layout.parallel.ep_size)
     chunks = []
     for index, layers in enumerate(layout.stages[pp_rank]):
         model = GPTModel(
@@ -411,10 +415,14 @@ def find_norm_key(name: str, names: Container[str]) -> str:
     `names` contains the names of all weights.
     """
     for local, fused in _NORMS.items():
-        before, found, part = name.partition("." + local if "." + local in name else "." + fused)
-        if found:
-            projection = f"{before}.{fused}".replace(".layer_norm_", ".weight")
-            return f"{before}.{fused if projection in names else local}{part}"
+        separator = f".{local}" if f".{local}" in name else f".{fused}"
+        before, found, part = name.partition(separator)
+        if not found:
+            continue
+        # The norm is fused if the projection that follows is in the model.
+        projection = f"{before}.{fused}".replace(".layer_norm_", ".weight")
+        own_name = fused if projection in names else local
+        return f"{before}.{own_name}{part}"
     return name
 
 
@@ -437,21 +445,30 @@ def _arrange_as_modules(
     if args.get("transformer_impl", "transformer_engine") != "local":
         return list(parameters)
     tp_size = args.get("tensor_model_parallel_size") or 1
-    renamed = [replace(parameter, name=make_local_name(parameter.name)) for parameter in parameters]
-    place: dict[str, float] = {parameter.name: index for index, parameter in enumerate(renamed)}
+    renamed: list[LocalParameter] = []
+    position: dict[str, float] = {}
+    for parameter in parameters:
+        name = make_local_name(parameter.name)
+        position[name] = len(renamed)
+        renamed.append(replace(parameter, name=name))
 
-    def order(parameter: LocalParameter) -> float:
-        before, norm, _ = parameter.name.partition("input_layernorm.")
-        if norm:
-            return place[f"{before}self_attention.linear_proj.weight"] - 0.5
-        before, norm, _ = parameter.name.partition("_layernorm.")
+    def get_position(parameter: LocalParameter) -> float:
+        before, is_input_norm, _ = parameter.name.partition("input_layernorm.")
+        if is_input_norm:
+            return position[f"{before}self_attention.linear_proj.weight"] - 0.5
+        before, is_norm, _ = parameter.name.partition("_layernorm.")
         latent = f"{before.rpartition('.')[0]}.linear_kv_up_proj.weight"
-        if norm and latent in place:
-            return place[latent] + (0.25 if before.endswith(".q") else 0.5)
-        return place[parameter.name]
+        if is_norm and latent in position:
+            # Queries before keys and values.
+            return position[latent] + (0.25 if before.endswith(".q") else 0.5)
+        return position[parameter.name]
 
-    renamed.sort(key=order)
-    return [_split_rows(p, tp, tp_size) if "_down_proj." in p.name else p for p in renamed]
+    arranged = []
+    for parameter in sorted(renamed, key=get_position):
+        if "_down_proj." in parameter.name:
+            parameter = _split_rows(parameter, tp, tp_size)
+        arranged.append(parameter)
+    return arranged
 
 
 def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParameter:
@@ -491,15 +508,15 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
 
     Raises ValueError if the model cannot be split like that, or the checkpoint is incomplete.
     """
-    config = model_config(
-        source.args, read_vocabulary_rows(source.tensors, source.description), source.description
-    )
+    rows = read_vocabulary_rows(source.tensors, source.description)
+    config = model_config(source.args, rows, source.description)
     plans = []
     for tp, pp in layout.ranks:
-        parameters = [p for chunk in rank_parameters(config, layout, tp, pp) for p in chunk]
-        check_parameters(
-            source.tensors, {p.key: p.global_shape for p in parameters}, source.description
-        )
+        parameters: list[LocalParameter] = []
+        for chunk in rank_parameters(config, layout, tp, pp):
+            parameters += chunk
+        shapes = {parameter.key: parameter.global_shape for parameter in parameters}
+        check_parameters(source.tensors, shapes, source.description)
         parts: dict[str, dict[str, int]] = {}
         total = 0
         for parameter in parameters:
