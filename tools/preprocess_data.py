@@ -171,7 +171,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
         for key, builder in builders.items():
             if builder.num_documents == 0:
                 raise ValueError(
-                    f"no document of {len(paths)} files has any token of {key!r}: no files are written"
+                    f"no document of {len(paths)} files has any token of {key!r}: no files are "
+                    "written"
                 )
 
     progress.print()

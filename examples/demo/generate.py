@@ -22,7 +22,8 @@ def main() -> None:
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=args.tokenizer)
     model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=False).eval()
     print(
-        f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, says:"
+        f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M "
+        "parameters, says:"
     )
     for text in args.prompt:
         prompt = torch.tensor([tokenizer.encode(text)])

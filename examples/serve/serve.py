@@ -1,9 +1,9 @@
-"""Serve a Hugging Face directory over HTTP: POST {"prompt": "..."} answers {"text": "..."}.
+"""Serve a Hugging Face model directory over HTTP: POST {"prompt": "..."} returns {"text": "..."}.
 
-An example for one machine: requests are answered one after the other, by whoever can reach the
-port. Idle clients are cut off, bodies and answers are bounded, and a name in `Host` that is not
-ours is refused, so that no web page in a browser on this machine can ask. There is no
-authentication: what faces a network belongs behind a proxy that has it.
+An example for one machine. Requests are handled one at a time. Idle clients are disconnected, and
+the sizes of requests and answers are bounded. Requests with an unknown `Host` are rejected, so that
+web pages in a browser on this machine cannot send any. There is no authentication: use a proxy
+with authentication to serve a network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 MAX_BODY = 1 << 20  # bytes
 MAX_NEW_TOKENS = 4096
 MAX_CONNECTIONS = 32
-SECONDS = 30  # that a client may stay silent
+IDLE_SECONDS = 30  # after which a client is disconnected
 
 
 class Generator:
@@ -37,7 +37,7 @@ class Generator:
     def __call__(
         self, prompt: str, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0
     ) -> str:
-        """What follows `prompt`; the most likely tokens at temperature 0."""
+        """Return the continuation of `prompt`; greedy at temperature 0."""
         inputs = torch.tensor([self.tokenizer.encode(prompt)], device=self.device)
         sampling: dict[str, Any] = (
             {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
@@ -53,8 +53,8 @@ class Generator:
         return self.tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True)
 
 
-def checked(body: bytes) -> dict[str, Any]:
-    """The arguments of a request. Raises ValueError that says what is wrong with them."""
+def check_request(body: bytes) -> dict[str, Any]:
+    """Return the arguments of a request. Raises ValueError that explains invalid ones."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
@@ -74,7 +74,7 @@ def checked(body: bytes) -> dict[str, Any]:
         if name == "prompt":
             continue
         if name not in limits:
-            raise ValueError(f"known are prompt, {', '.join(limits)}")
+            raise ValueError(f"{name} is not one of prompt, {', '.join(limits)}")
         kind, low, high = limits[name]
         if type(value) not in (int, kind) or not low <= value <= high:
             raise ValueError(f"{name} must be from {low} to {high}")
@@ -82,7 +82,7 @@ def checked(body: bytes) -> dict[str, Any]:
 
 
 class Server(ThreadingHTTPServer):
-    """A thread per connection, of which there are not too many."""
+    """HTTP server with one thread per connection, for at most `MAX_CONNECTIONS`."""
 
     daemon_threads = True
 
@@ -90,10 +90,10 @@ class Server(ThreadingHTTPServer):
         super().__init__(address, Handler)
         self.generate = generate
         self.hosts = {name.lower() for name in hosts}
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._free_connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
+        if self._free_connections.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
@@ -102,26 +102,26 @@ class Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._free_connections.release()
 
     def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Ignore clients that disconnect."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    timeout = SECONDS  # of every read and write
+    timeout = IDLE_SECONDS  # of every read and write
     server: Server
 
     def do_POST(self) -> None:
         name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         length = self.headers.get("Content-Length", "")
         if name.lower() not in self.server.hosts:
-            self._answer(403, {"error": "another Host is asked for"})
+            self._answer(403, {"error": "unknown Host"})
         elif not length.isascii() or not length.isdigit() or int(length[:10]) > MAX_BODY:
             self._answer(413, {"error": f"give Content-Length, at most {MAX_BODY}"})
         else:
             try:
-                arguments = checked(self.rfile.read(int(length)))
+                arguments = check_request(self.rfile.read(int(length)))
             except ValueError as error:
                 self._answer(400, {"error": str(error)})
                 return
@@ -142,11 +142,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="Hugging Face directory")
-    parser.add_argument("--tokenizer", help="directory of its tokenizer; default: the same")
-    parser.add_argument("--host", default="127.0.0.1", help="127.0.0.1: this machine only")
-    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    parser.add_argument("--tokenizer", help="directory of the tokenizer (default: the model)")
     parser.add_argument(
-        "--allowed-host", action="append", default=[], help="another name by which clients may ask"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1, this machine only)",
+    )
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one")
+    parser.add_argument(
+        "--allowed-host", action="append", default=[], help="additional Host name to accept"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()

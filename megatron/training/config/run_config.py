@@ -34,7 +34,7 @@ from megatron.training.data.tokenizer import TokenizerConfig
 
 
 def _titled(title: str) -> Any:
-    """A part of `Config`, by its title in --help."""
+    """Return a field of `Config` with its title in --help."""
     return field(metadata={"title": title})
 
 
@@ -56,34 +56,36 @@ class Config:
     ddp: DistributedDataParallelConfig = _titled("Data parallelism")
     distributed: DistributedConfig = _titled("Processes")
     profiling: ProfilingConfig = _titled("Profiling")
-    notes: list[str] = field(default_factory=list)  # what was changed or dropped, logged once
+    notes: list[str] = field(default_factory=list)  # changed or ignored flags, logged once
 
     def flags(self) -> dict[str, Any]:
-        """Every option by its field name, as it holds after all rules."""
+        """Return every option by its field name, after all rules are applied."""
         parts = [getattr(self, attribute) for attribute, _ in SECTIONS.values()]
         return {f.name: getattr(part, f.name) for part in parts for f in flag_fields(type(part))}
 
     def set_vocab_size(self, tokenizer_vocab_size: int, stored: int | None = None) -> int:
-        """Number of tokens of the model: the tokenizer's, or more if --vocab-size or the checkpoint
-        to load says so.
+        """Set and return the number of tokens of the model: the tokenizer's, or more if
+        --vocab-size or the checkpoint (`stored`) requires it.
         """
         given = self.tokenizer.vocab_size
         if given is None or self.tokenizer.kind == "NullTokenizer":
             given = tokenizer_vocab_size
         if given < tokenizer_vocab_size:
             raise ValueError(
-                f"--vocab-size {given} is less than the {tokenizer_vocab_size} tokens of the tokenizer"
+                f"--vocab-size {given} is less than the {tokenizer_vocab_size} tokens of the "
+                "tokenizer"
             )
         if stored is not None and stored > given:
             self.notes.append(
-                f"the model of the checkpoint has {stored} tokens, {stored - given} more than the tokenizer"
+                f"the model of the checkpoint has {stored} tokens, {stored - given} more than the "
+                "tokenizer"
             )
             given = stored
         self.model = dataclasses.replace(self.model, vocab_size=given)
         return given
 
     def batch_schedule(self, dp_size: int) -> BatchSchedule:
-        """Global batch size and micro-batches at any point of the run."""
+        """Return the global batch size and number of micro-batches over the run."""
         training = self.training
         size = training.global_batch_size
         if size is None:
@@ -99,7 +101,7 @@ class Config:
         )
 
     def schedule(self) -> Schedule:
-        """Learning rate and weight decay over the run."""
+        """Return learning rate and weight decay over the run."""
         training = self.training
         assert training.global_batch_size is not None
         return make_schedule(
@@ -111,7 +113,7 @@ class Config:
         )
 
     def layer_ranges(self) -> list[list[range]]:
-        """Global layer numbers by [stage][chunk]."""
+        """Return global layer numbers by [stage][chunk]."""
         return pipeline_layer_ranges(
             self.model.num_layers,
             self.parallel.pp_size,
@@ -125,7 +127,7 @@ class Config:
 
 
 ModelProvider = Callable[[Config, ChunkSpec], MegatronModule]
-"""Builds one pipeline chunk, not yet initialised."""
+"""Function that builds one pipeline chunk, without initializing it."""
 
 _TYPES = get_type_hints(Config)
 SECTIONS: dict[str, tuple[str, type]] = {  # title in --help -> attribute of Config and its type

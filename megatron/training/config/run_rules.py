@@ -1,24 +1,19 @@
-"""Which flags fit together. Every rule yields what is wrong: the values, the reason, and the way
-out.
-"""
+"""Rules between flags. Each rule yields its problems: values, reason and fix."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.optimizer import UPDATE_RULES
 from megatron.core.pipeline_parallel import check_group_size, groups_fit
-
-if TYPE_CHECKING:
-    from megatron.training.config.run_config import Config
+from megatron.training.config.run_config import Config
 
 
 def _not_divisible(sizes: Mapping[str, int], by: str, divisor: int) -> Iterator[str]:
-    """A line for each of `sizes` (name to value) that is no multiple of `divisor`."""
+    """Yield a problem for each of `sizes` (by flag) that is not a multiple of `divisor`."""
     for name, value in sizes.items():
         if value % max(divisor, 1):
             yield f"{name} {value} is not divisible by {by} {divisor}: change one of them"
@@ -27,15 +22,18 @@ def _not_divisible(sizes: Mapping[str, int], by: str, divisor: int) -> Iterator[
 def _check_length(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
     if training.train_iters is not None and training.train_samples is not None:
-        yield f"--train-iters {training.train_iters} and --train-samples {training.train_samples} exclude each other"
+        yield (
+            f"--train-iters {training.train_iters} and --train-samples {training.train_samples} "
+            "are mutually exclusive"
+        )
     if training.train_iters is None and training.train_samples is None:
-        yield "set --train-iters or --train-samples, the length of the run"
+        yield "--train-iters or --train-samples must be given: the length of the run"
     if training.step_batch_size_schedule is not None:
         for name in ("global_batch_size", "rampup_batch_size"):
             if getattr(training, name) is not None:
-                yield f"--step-batch-size-schedule and --{name.replace('_', '-')} exclude each other"
+                yield f"--step-batch-size-schedule and --{name.replace('_', '-')} are mutually exclusive"
     if training.train_iters is not None and training.rampup_batch_size is not None:
-        yield "--rampup-batch-size needs --train-samples: iterations grow with it"
+        yield "--rampup-batch-size requires --train-samples: the samples per iteration change"
 
 
 def _check_positions(config: Config, world_size: int) -> Iterator[str]:
@@ -68,10 +66,11 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
     length = config.data.seq_length
     cp_size = parallel.cp_size
     tp_size = parallel.tp_size
-    ways = parallel.cp_comm_type
-    if len(ways) not in (1, model.num_layers):
+    comm_types = parallel.cp_comm_type
+    if len(comm_types) not in (1, model.num_layers):
         yield (
-            f"--cp-comm-type {' '.join(ways)} has {len(ways)} values, --num-layers is {model.num_layers}: give one for "
+            f"--cp-comm-type {' '.join(comm_types)} has {len(comm_types)} values, --num-layers is "
+            f"{model.num_layers}: give one for "
             "all layers, or one for each"
         )
     if cp_size <= 1:
@@ -79,40 +78,46 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
     context = f"--context-parallel-size {cp_size}"
     if length % (2 * cp_size):
         yield (
-            f"--seq-length {length} is not divisible by 2 x {context} = {2 * cp_size}: a rank holds two chunks of a "
+            f"--seq-length {length} is not divisible by 2 x {context} = {2 * cp_size}: a rank "
+            "holds two chunks of a "
             "sequence. Change one of them"
         )
     elif parallel.sequence_parallel and length % (cp_size * tp_size):
         yield (
-            f"--seq-length {length} is not divisible by {context} x --tensor-model-parallel-size {tp_size} = "
-            f"{cp_size * tp_size}, as --sequence-parallel needs it: change the length, or leave out --sequence-parallel"
+            f"--seq-length {length} is not divisible by {context} x --tensor-model-parallel-size "
+            f"{tp_size} = "
+            f"{cp_size * tp_size}, as --sequence-parallel needs it: change the length, or leave "
+            "out --sequence-parallel"
         )
-    if "a2a" in ways and model.query_groups % (tp_size * cp_size):
+    if "a2a" in comm_types and model.query_groups % (tp_size * cp_size):
         kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
         yield (
             f"--cp-comm-type a2a splits heads: {kind} {model.query_groups} is not divisible by "
-            f"--tensor-model-parallel-size {tp_size} x {context} = {tp_size * cp_size}. Use --cp-comm-type p2p or "
+            f"--tensor-model-parallel-size {tp_size} x {context} = {tp_size * cp_size}. Use "
+            "--cp-comm-type p2p or "
             "all_gather, or smaller sizes"
         )
-    in_blocks = [way for way in ways if way != "a2a"]
+    in_blocks = [comm_type for comm_type in comm_types if comm_type != "a2a"]
     if in_blocks and model.attention_dropout:
         yield (
-            f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type {in_blocks[0]}: "
-            "attention is computed in blocks, by kernels without dropout. Give --attention-dropout 0, or "
+            f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type "
+            f"{in_blocks[0]}: "
+            "attention is computed in blocks, by kernels without dropout. Use --attention-dropout "
+            "0, or "
             "--cp-comm-type a2a"
         )
 
 
 def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
-    """What Transformer Engine cannot do: its attention over ranks of p2p and all_gather among it."""
+    """Check what Transformer Engine does not support, e.g. in its attention with p2p and all_gather."""
     model = config.model
     parallel = config.parallel
     if model.transformer_impl == "local":
         return
     if model.tp_comm_overlap and parallel.tp_size > 1 and not parallel.sequence_parallel:
-        yield "--tp-comm-overlap needs --sequence-parallel: all-gathers and reduce-scatters are what it overlaps"
+        yield "--tp-comm-overlap requires --sequence-parallel, whose all-gathers and reduce-scatters it overlaps"
     if model.fp8_param_gather and not config.ddp.use_distributed_optimizer:
-        yield "--fp8-param-gather needs --use-distributed-optimizer, whose gather it is"
+        yield "--fp8-param-gather requires --use-distributed-optimizer, whose all-gather it changes"
     if parallel.cp_size == 1 or len(parallel.cp_comm_type) not in (1, model.num_layers):
         return
     of_layers = [
@@ -128,8 +133,9 @@ def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
     }.items():
         if refused:
             yield (
-                f"{flag_name} with --cp-comm-type {refused[0]} needs --transformer-impl local; with "
-                "transformer_engine take --cp-comm-type a2a"
+                f"{flag_name} with --cp-comm-type {refused[0]} requires --transformer-impl local; "
+                "with "
+                "transformer_engine use --cp-comm-type a2a"
             )
 
 
@@ -138,7 +144,7 @@ def _check_experts(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     if not model.has_experts:
         if parallel.ep_size > 1:
-            yield f"--expert-model-parallel-size {parallel.ep_size} needs --num-experts: the model has no experts"
+            yield f"--expert-model-parallel-size {parallel.ep_size} requires --num-experts: the model has no experts"
         return
     width = model.moe_ffn_size
     shared = model.moe_shared_expert_intermediate_size or 0
@@ -155,14 +161,15 @@ def _check_experts(config: Config, world_size: int) -> Iterator[str]:
     )
     if parallel.tp_size > 1 and not parallel.sequence_parallel:
         yield (
-            f"--num-experts with --tensor-model-parallel-size {parallel.tp_size} needs --sequence-parallel: every rank "
-            "routes tokens of its own"
+            f"--num-experts with --tensor-model-parallel-size {parallel.tp_size} requires "
+            "--sequence-parallel: every rank "
+            "routes its own tokens"
         )
     parallel.edp_size(world_size)
 
 
 def _check_batches(config: Config, world_size: int) -> Iterator[str]:
-    """Every size that a ramp-up reaches must suit the interleaved schedule."""
+    """Check every batch size of a ramp-up against the interleaved schedule."""
     training = config.training
     pp_size = config.parallel.pp_size
     dp_size = config.parallel.dp_size(world_size)
@@ -176,8 +183,10 @@ def _check_batches(config: Config, world_size: int) -> Iterator[str]:
     wrong = [size for size, count in counts.items() if not groups_fit(count, pp_size, group_size)]
     if wrong:
         yield (
-            f"the interleaved schedule runs micro-batches in groups of {group_size}, the last one of at least "
-            f"{pp_size}, the number of pipeline stages, but a global batch of {' or '.join(map(str, wrong[:3]))} / "
+            f"the interleaved schedule runs micro-batches in groups of {group_size}, the last one "
+            "of at least "
+            f"{pp_size}, the number of pipeline stages, but a global batch of "
+            f"{' or '.join(map(str, wrong[:3]))} / "
             f"({training.micro_batch_size} per micro-batch x {dp_size} replicas) has "
             f"{' or '.join(str(counts[size]) for size in wrong[:3])}"
         )
@@ -189,18 +198,19 @@ def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
     size = training.eval_global_batch_size
     if size is not None and (size < 1 or size % (training.micro_batch_size * dp_size)):
         yield (
-            f"--eval-global-batch-size {size} is not a multiple of micro-batch size {training.micro_batch_size} x "
+            f"--eval-global-batch-size {size} is not a multiple of micro-batch size "
+            f"{training.micro_batch_size} x "
             f"data-parallel size {dp_size}"
         )
 
 
 def _check_gradients(config: Config, world_size: int) -> Iterator[str]:
     if config.ddp.grad_reduce_in_bf16 and config.model.params_dtype != torch.bfloat16:
-        yield "--grad-reduce-in-bf16 needs --bf16: gradients of an fp32 or fp16 model are reduced in fp32"
+        yield "--grad-reduce-in-bf16 requires --bf16: gradients of an fp32 or fp16 model are reduced in fp32"
 
 
 def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
-    """The schedules of the optimizer are made once, to have their rules checked."""
+    """Check the schedules of the optimizer by building them."""
     training = config.training
     if config.optimizer.lr is None:
         yield "--lr must be given"
@@ -211,12 +221,12 @@ def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_layers(config: Config, world_size: int) -> Iterator[str]:
-    config.layer_ranges()  # raises when the layers cannot be split
+    config.layer_ranges()  # raises ValueError if the layers cannot be split
     yield from ()
 
 
 def save_notes(config: Config) -> list[str]:
-    """What the user may not expect of these flags together."""
+    """Return notes about combinations of flags that do less than a user may expect."""
     checkpoint = config.checkpoint
     eval_interval = config.training.eval_interval
     notes = []
@@ -231,12 +241,13 @@ def save_notes(config: Config) -> list[str]:
         f"--{name.replace('_', '-')}" for name in whens if getattr(checkpoint, name) is not None
     ]
     if given and checkpoint.save is None:
-        notes.append(f"nothing is saved: {', '.join(given)} without --save")
+        notes.append(f"no checkpoints are saved: {', '.join(given)} without --save")
     if checkpoint.keep_best_n is not None and checkpoint.save_interval and eval_interval:
         common = math.lcm(checkpoint.save_interval, eval_interval)
         if common > checkpoint.save_interval:
             notes.append(
-                f"--keep-best-n: of checkpoints every {checkpoint.save_interval} iterations and evaluations every "
+                f"--keep-best-n: of checkpoints every {checkpoint.save_interval} iterations and "
+                "evaluations every "
                 f"{eval_interval}, only those every {common} have a validation loss"
             )
     return notes
@@ -254,7 +265,8 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
         config.training.eval_iters and config.training.eval_interval
     ):
         yield (
-            f"--keep-best-n {checkpoint.keep_best_n} compares validation losses: give --eval-interval (one that meets "
+            f"--keep-best-n {checkpoint.keep_best_n} compares validation losses: give "
+            "--eval-interval (one that meets "
             "the saved iterations) and --eval-iters"
         )
     if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
@@ -294,12 +306,14 @@ def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
     interval = checkpoint.non_persistent_save_interval
     if kind in ("global", "in_memory"):
         yield (
-            f"--non-persistent-ckpt-type {kind} is not supported: use local, or for global a shorter --save-interval "
+            f"--non-persistent-ckpt-type {kind} is not supported: use local, or for global a "
+            "shorter --save-interval "
             "with --keep-last-n"
         )
     if checkpoint.replication and (kind is None or checkpoint.replication_factor < 2):
         yield (
-            f"--replication with --replication-factor {checkpoint.replication_factor} needs a factor of at least 2 and "
+            f"--replication with --replication-factor {checkpoint.replication_factor} needs a "
+            "factor of at least 2 and "
             "--non-persistent-ckpt-type local"
         )
     needed = {
@@ -315,8 +329,7 @@ def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
         yield f"--non-persistent-ckpt-type {kind} needs --ckpt-format torch_dist"
 
 
-# The rules between the parts: each yields what is wrong (or raises ValueError), and names the parts
-# that it needs.
+# The rules, each with the parts of `Config` that it needs. A rule yields problems or raises ValueError.
 CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_length, "training"),
     (_check_positions, "model data"),

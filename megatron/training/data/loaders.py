@@ -123,7 +123,8 @@ def _compare_fingerprints(run: Run, train: Dataset | None) -> None:
     if run.state.consumed_train_samples and not is_same:
         logger.warning(
             "the training data or its order differs from the checkpoint's: some of the "
-            f"{run.state.consumed_train_samples} samples consumed so far may be repeated and others skipped"
+            f"{run.state.consumed_train_samples} samples consumed so far may be repeated and "
+            "others skipped"
         )
     run.train_data_fingerprint = train.fingerprint
 

@@ -112,7 +112,8 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """Build the tokenizer that the flags select. Raises ValueError if a flag or file is missing."""
     if config.tokenizer_type is None and config.vocab_file is None and config.merge_file is None:
         raise ValueError(
-            "no tokenizer: give --tokenizer-type, or --vocab-file and --merge-file for GPT2BPETokenizer"
+            "no tokenizer: give --tokenizer-type, or --vocab-file and --merge-file for "
+            "GPT2BPETokenizer"
         )
     return TOKENIZERS[config.kind](config)
 

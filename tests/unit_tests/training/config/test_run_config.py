@@ -97,7 +97,7 @@ CONTEXT = "--context-parallel-size"
         (
             f"{CONTEXT} 2",
             2,
-            r"--attention-dropout 0.1 .*Give --attention-dropout 0, or --cp-comm-type a2a",
+            r"--attention-dropout 0.1 .*Use --attention-dropout 0, or --cp-comm-type a2a",
         ),
         (f"{CONTEXT} 2 --cp-comm-type ring", 2, r"--cp-comm-type.*ring"),
         (f"{CONTEXT} 0", 1, "--context-parallel-size must be positive, got 0"),
@@ -155,7 +155,7 @@ def test_models_that_cannot_be(flags, message):
 
 def test_saves_that_will_not_happen_are_pointed_out():
     assert config("--save-interval 2 --keep-last-n 1").notes == [
-        "nothing is saved: --save-interval, --keep-last-n without --save"
+        "no checkpoints are saved: --save-interval, --keep-last-n without --save"
     ]
     best = "--save x --keep-best-n 1 --eval-interval 6 --save-interval"
     (note,) = config(f"{best} 4").notes
@@ -195,7 +195,8 @@ def test_a_schedule_of_steps_and_the_batch_of_evaluations():
     parsed = config("--step-batch-size-schedule 0:4,160:8 --eval-global-batch-size 2")
     assert [parsed.batch_schedule(1).global_batch_size_at(n) for n in (0, 9, 10)] == [4, 4, 8]
     with pytest.raises(
-        ValueError, match="--step-batch-size-schedule and --global-batch-size exclude each other"
+        ValueError,
+        match="--step-batch-size-schedule and --global-batch-size are mutually exclusive",
     ):
         config("--step-batch-size-schedule 0:4 --global-batch-size 4")
     with pytest.raises(
