@@ -34,7 +34,7 @@ def fresh_stores(monkeypatch):
     object_storage._open_store.cache_clear()
 
 
-def test_a_path_is_a_value():
+def test_paths_compare_and_pickle_like_values():
     path = path_of("s3://bucket/run")
     assert isinstance(path, ObjectPath) and str(path) == "s3://bucket/run"
     below = path / "iter_0000001" / ".metadata"
@@ -57,19 +57,19 @@ def test_a_path_is_a_value():
 
 
 @pytest.mark.parametrize("name", ["http://bucket/run", "s3://", "s3:///"])
-def test_other_addresses_are_refused(name):
+def test_other_addresses_are_errors(name):
     with pytest.raises(ValueError, match="s3://bucket/prefix"):
         path_of(name)
 
 
-def test_what_needs_a_file_system_says_so(server):
+def test_file_system_functions_raise_an_error(server):
     with pytest.raises(
         ValueError, match="s3://bucket/x: this requires a directory of a file system"
     ):
         path_of("s3://bucket/x").open()
 
 
-def test_requests(server):
+def test_conditional_requests_and_listings(server):
     root = path_of("s3://bucket/requests")
     store = root.store
     assert not root.exists() and list(root.iterdir()) == []
@@ -96,7 +96,7 @@ def test_requests(server):
     assert store.sizes("requests") == {"requests/a/y": 10}
 
 
-def test_an_upload_appears_when_it_is_closed(server):
+def test_upload_appears_when_it_is_closed(server):
     path = path_of("s3://bucket/upload")
     content = bytes(range(256)) * 50_000
     upload = path.store.upload(path.key, len(content))
@@ -111,7 +111,7 @@ def test_an_upload_appears_when_it_is_closed(server):
     assert not path_of("s3://bucket/dropped").exists()
 
 
-def test_a_lost_answer_does_not_lose_the_write(server):
+def test_lost_answer_does_not_lose_the_write(server):
     """The request is repeated and meets the object that it has made itself."""
     lost = []
 
@@ -130,7 +130,7 @@ def test_a_lost_answer_does_not_lose_the_write(server):
         assert lost and store.read("lost").content == b"mine again"
 
 
-def test_errors_of_the_server_are_repeated(server):
+def test_requests_are_repeated_after_server_errors(server):
     refused = []
 
     def fault(method, path, headers):
@@ -143,7 +143,7 @@ def test_errors_of_the_server_are_repeated(server):
         assert store.read("repeated").content == b"1" and len(refused) == 6
 
 
-def test_a_store_that_ignores_conditions_is_refused(server):
+def test_store_that_ignores_conditions_is_an_error(server):
     with (
         FaultyProxy(server, lambda *request: "strip"),
         pytest.raises(ValueError, match=r"127\.0\.0\.1:\d+ ignores"),
@@ -155,7 +155,7 @@ def test_a_store_that_ignores_conditions_is_refused(server):
     assert root.store.sizes("probe") == {}, "nothing is left"
 
 
-def test_a_store_that_compares_tags_without_quotes(server):
+def test_store_that_compares_tags_without_quotes(server):
     with FaultyProxy(server, lambda *request: "quotes"):
         root = path_of("s3://bucket/quotes")
         check_conditional_requests(root)
@@ -166,12 +166,12 @@ def test_a_store_that_compares_tags_without_quotes(server):
         assert root.store.read("quotes/a") == (b"2", second)
 
 
-def test_no_bucket_is_one_clear_error(server):
+def test_missing_bucket_is_one_error(server):
     with pytest.raises(ValueError, match="checkpoints cannot be saved to s3://nowhere/run"):
         check_conditional_requests(path_of("s3://nowhere/run"))
 
 
-def test_a_missing_object_keeps_no_other_from_being_deleted(monkeypatch):
+def test_missing_object_does_not_stop_deletion(monkeypatch):
     """Google's protocol has a request for each, and its client stops at the first 404."""
     stored = {"a", "b", "d"}
 
@@ -209,9 +209,7 @@ def test_a_missing_object_keeps_no_other_from_being_deleted(monkeypatch):
         ({"AWS_ENDPOINT_URL": "https://ceph.cluster", "AWS_UNSIGNED_PAYLOAD": "false"}, False),
     ],
 )
-def test_the_data_itself_is_signed_where_nothing_else_protects_it(
-    server, monkeypatch, environment, ours
-):
+def test_payload_is_signed_without_https(server, monkeypatch, environment, ours):
     """What the environment says is not overruled."""
     for name, value in environment.items():
         if value is None:
@@ -229,7 +227,7 @@ def test_the_data_itself_is_signed_where_nothing_else_protects_it(
     assert (opened[0].config.get("unsigned_payload") == "true") is ours
 
 
-def test_an_unsigned_upload_arrives(server, monkeypatch):
+def test_unsigned_upload_is_accepted(server, monkeypatch):
     monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", "true")
     hashes = set()
     with FaultyProxy(

@@ -1,6 +1,4 @@
-"""Layers share what is compiled: the compiler keeps few versions of a function, and deep models
-have many layers.
-"""
+"""`--compile`: all layers of a model share their compiled functions."""
 
 import pytest
 import torch
@@ -13,8 +11,9 @@ from tests.support.torch_versions import of_current_torch
 
 
 def count_graphs(num_layers, monkeypatch):
-    """How many graphs a forward and backward pass has compiled; the compiler behind torch.compile
-    only counts.
+    """Return the number of graphs that a forward and backward pass compiles.
+
+    The compiler of torch.compile is replaced by one that counts.
     """
     torch.compiler.reset()
     graphs = []
@@ -49,14 +48,14 @@ def count_graphs(num_layers, monkeypatch):
 
 
 @of_current_torch
-def test_twelve_layers_compile_as_much_as_two(monkeypatch):
+def test_number_of_compilations_does_not_grow_with_layers(monkeypatch):
     assert 0 < count_graphs(12, monkeypatch) == count_graphs(2, monkeypatch)
 
 
 @pytest.mark.parametrize(
     "options", [{"swiglu": True}, {"quick_geglu": True, "activation_func_clamp_value": 7.0}]
 )
-def test_all_layers_have_one_activation(options):
+def test_layers_share_one_activation_function(options):
     """Older torch compiles anew for every function that it has not seen."""
     configs = [
         TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **options)

@@ -1,4 +1,4 @@
-"""Threads, device, seeds."""
+"""Threads, device and seeds of a rank."""
 
 import os
 import random
@@ -33,7 +33,7 @@ GOLDEN = ROOT / "tests/golden" / "megatron_lm"
 MEGATRON_LM = GOLDEN / "mcore_0.16.1/llama_fp32_tp2pp2/torch_dist_fully_reshardable/iter_0000005"
 
 
-def test_threads(monkeypatch):
+def test_number_of_threads(monkeypatch):
     cores = len(os.sched_getaffinity(0))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -46,7 +46,7 @@ def test_threads(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
-def test_devices_that_are_not_there():
+def test_missing_devices_are_errors():
     assert choose_device(DistributedConfig()) == torch.device("cpu")
     with pytest.raises(ValueError, match="--device cuda"):
         choose_device(DistributedConfig(device="cuda"))
@@ -54,7 +54,7 @@ def test_devices_that_are_not_there():
         choose_device(DistributedConfig(distributed_backend="nccl"))
 
 
-def test_how_bf16_products_add_up(monkeypatch):
+def test_precision_of_bf16_matrix_products(monkeypatch):
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -89,7 +89,7 @@ def test_device_of_a_local_rank(monkeypatch, devices, local_rank, backend, index
         assert choose_device(config) == torch.device("cuda", index)
 
 
-def test_tf32_is_what_the_flag_says():
+def test_tf32_follows_the_flag():
     ranks = ParallelConfig()
     for wanted in (True, False):
         initialize(DistributedConfig(tf32=wanted, device="cpu"), ranks)
@@ -98,7 +98,7 @@ def test_tf32_is_what_the_flag_says():
 
 
 def draws(rank, world_size=8, seed=1, iteration=0):
-    """What a rank of TP2 x DP2 x PP2 draws outside and inside tensor-parallel regions."""
+    """Draw numbers outside and inside tensor-parallel regions on a rank of TP2 x DP2 x PP2."""
     ps = ParallelState.for_rank(ParallelConfig(2, 2), world_size, rank)
     rng = TensorParallelRng(0, ps.tp.rank)
     seed_everything(seed, ps, rng, iteration)
@@ -107,7 +107,7 @@ def draws(rank, world_size=8, seed=1, iteration=0):
         return outside, torch.rand(2).tolist()
 
 
-def test_ranks_draw_alike_only_where_they_must():
+def test_ranks_draw_equal_numbers_only_within_a_replica():
     outside = [draws(rank)[0] for rank in range(8)]
     inside = [draws(rank)[1] for rank in range(8)]
     for rank in range(0, 8, 2):  # the tensor-parallel pairs
@@ -119,7 +119,7 @@ def test_ranks_draw_alike_only_where_they_must():
     assert draws(3) == draws(3) != draws(3, seed=2) != draws(3, iteration=5)
 
 
-def test_state_of_the_generators_is_restored():
+def test_generator_states_are_restored():
     rng = TensorParallelRng(7, 0)
     state = get_rng_state(rng)
 
@@ -134,13 +134,13 @@ def test_state_of_the_generators_is_restored():
     assert draw() == first
 
 
-def test_key_of_the_generators_tells_place_and_layout():
+def test_generator_key_contains_coordinates_and_layout():
     ps = ParallelState.for_rank(ParallelConfig(2, 2), 8, 5)
     assert rng_key(ps) == "rng_state/shard_1.1.0_2.2.2"
     assert megatron_rng_key((1, 0), ParallelConfig(4, 2)) == "rng_state/shard_0.1_2.4"
 
 
-def test_generators_for_megatron_have_its_form():
+def test_megatron_generators_have_its_form():
     ps = ParallelState.for_rank(ParallelConfig(2, 2), 4, 3)
     (theirs,) = Reader(MEGATRON_LM).read_object(megatron_rng_key((1, 1), ParallelConfig(2, 2)))
     random.seed(5)

@@ -1,6 +1,4 @@
-"""Every start of a job finds its own ranks, whatever earlier starts left in the store that they
-share.
-"""
+"""Rendezvous: starts of a job share a store, but do not find entries of earlier starts."""
 
 import threading
 from datetime import timedelta
@@ -12,7 +10,7 @@ from megatron.training.rendezvous import store_of_this_start
 
 
 def meet(server, ranks):
-    """What each rank reads of the others' places."""
+    """Return the entries that each rank reads of the others."""
     found = {}
 
     def join(rank):
@@ -32,7 +30,7 @@ def meet(server, ranks):
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_starts_do_not_mix(world_size):
+def test_starts_use_separate_prefixes(world_size):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for start in range(4):
         size = max(1, world_size - start)  # some restarts have fewer ranks
@@ -40,8 +38,8 @@ def test_starts_do_not_mix(world_size):
         assert meet(server, ranks) == {rank: ranks for rank in range(size)}
 
 
-def test_a_rank_that_died_before_it_came():
-    """Its hello stays; rank 0 answers it in vain and goes on until the living have come."""
+def test_request_of_a_dead_rank_is_ignored():
+    """Rank 0 replies to it, and continues until all living ranks have joined."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server.set("request/1", "a word that nobody waits for")
     assert meet(server, ["a", "b"]) == {0: ["a", "b"], 1: ["a", "b"]}

@@ -1,6 +1,4 @@
-"""One owner of a directory of checkpoints: processes that were stopped, and come back after another
-has taken over.
-"""
+"""Fencing: a directory of checkpoints has one owner, even if earlier owners are suspended."""
 
 import json
 import os
@@ -50,7 +48,7 @@ def run(root, name, iterations, remove=None):
     return reports
 
 def stop_at(event, source, target, nth):
-    """The process stops itself right before the call that is named."""
+    """Suspend this process right before the `nth` call of `event` with these paths."""
     count = 0
     def hook(name, args):
         nonlocal count
@@ -100,8 +98,8 @@ MOMENTS = {
 }
 
 
-def test_a_process_that_was_stopped_changes_nothing_when_it_comes_back(tmp_path):
-    """Stopped at a known place of its third save, continued when a successor has saved 25 and 60."""
+def test_suspended_process_changes_nothing_after_a_takeover(tmp_path):
+    """Suspend a process during its third save, and continue it after a successor has saved."""
     command = [sys.executable, "-c", STOPPED, str(tmp_path), json.dumps(list(MOMENTS.values()))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
@@ -126,7 +124,7 @@ def test_a_process_that_was_stopped_changes_nothing_when_it_comes_back(tmp_path)
         assert [path.name for path in owner.iterdir()] == ["owner.json"], moment
 
 
-def test_many_starts_at_once_leave_one_owner(tmp_path):
+def test_simultaneous_starts_leave_one_owner(tmp_path):
     with ThreadPoolExecutor(8) as threads:
         taken = list(
             threads.map(lambda number: Generation.take(tmp_path, {"pid": number}), range(8))
@@ -146,7 +144,7 @@ def test_many_starts_at_once_leave_one_owner(tmp_path):
     ]
 
 
-def test_what_a_removal_could_not_finish_goes_with_the_next(tmp_path):
+def test_unfinished_removal_is_completed_by_the_next(tmp_path):
     generation = Generation.take(tmp_path, {})
     directories = [tmp_path / "iter_0000001", tmp_path / "iter_0000002"]
     for directory in directories:
@@ -156,8 +154,8 @@ def test_what_a_removal_could_not_finish_goes_with_the_next(tmp_path):
     assert path.is_dir() and not left.exists() and not directories[0].exists()
 
 
-def test_a_slow_start_takes_no_number_that_others_have_left_behind(tmp_path, monkeypatch):
-    """It has read the numbers, and then two others start before it makes its claim."""
+def test_slow_start_does_not_reuse_a_number(tmp_path, monkeypatch):
+    """Two other starts take generations between its listing and its claim."""
     faster = []
     make = Path.mkdir
 
@@ -172,14 +170,14 @@ def test_a_slow_start_takes_no_number_that_others_have_left_behind(tmp_path, mon
     assert [generation.is_current() for generation in (*faster, slow)] == [False, False, True]
 
 
-def test_generations_go_on_from_the_checkpoints_where_a_directory_was_copied(tmp_path):
+def test_numbers_continue_from_copied_checkpoints(tmp_path):
     checkpoint = tmp_path / "iter_0000060"
     checkpoint.mkdir()
     (checkpoint / "lineage.json").write_bytes(Lineage((Segment(3, 40), Segment(7, 60))).encode(50))
     assert Generation.take(tmp_path, {}).number == 8
 
 
-def test_the_checkpoint_that_was_being_replaced_is_put_back(tmp_path):
+def test_checkpoint_that_was_being_replaced_is_restored(tmp_path):
     old = Generation.take(tmp_path, {})
     (old.directory / ".replaced-iter_0000005").mkdir()
     (old.directory / ".replaced-iter_0000006").mkdir()
@@ -193,7 +191,7 @@ def test_the_checkpoint_that_was_being_replaced_is_put_back(tmp_path):
     ]
 
 
-def test_the_newest_is_the_newest_of_the_branch(tmp_path):
+def test_branch_determines_the_newest_checkpoint(tmp_path):
     """Generation 1 saved up to 10, 2 went back to 4 and saved 5 and 6, 3 went on from there."""
     first = {number: Lineage((Segment(1, number),)) for number in (2, 4, 8, 10)}
     second = {number: first[4].descend(Segment(2, number)) for number in (5, 6)}
@@ -268,7 +266,7 @@ def test_removed_generation_is_created_again(tmp_path, caplog):
 
 
 def test_generation_is_not_created_in_the_directory_of_another_run(tmp_path):
-    """A mirror without hidden files was put in place of the directory."""
+    """The directory was replaced by a mirror without hidden files."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     old = Generation.take(tmp_path / "a", {})
@@ -307,7 +305,7 @@ def test_directory_of_an_older_version_is_taken_over(tmp_path):
     assert generation.number == 8 and not old.exists()
 
 
-def test_owner_file_that_is_a_pipe_is_not_waited_for(tmp_path):
+def test_pipe_as_owner_file_is_not_read(tmp_path):
     directory = tmp_path / ".generation-0000007-ab"
     directory.mkdir()
     os.mkfifo(directory / "owner.json")
@@ -344,7 +342,7 @@ class Start:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_history_lets_an_older_start_remove_what_a_newer_one_saved(tmp_path, seed):
+def test_older_starts_never_change_checkpoints_of_the_newest(tmp_path, seed):
     """Starts are suspended, and the directory is renamed, removed, restored or cleaned meanwhile."""
     rng = random.Random(seed)
     root = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""What is kept, and that a crash in the middle of a removal costs nothing."""
+"""Retention rules, and crashes in the middle of a removal."""
 
 import math
 import os
@@ -53,7 +53,7 @@ def test_newest_is_kept_although_a_copy_has_a_higher_number(tmp_path):
     assert found is not None and found.directory.name == "iter_0000008"
 
 
-def test_newest_is_kept_whatever_number_others_have():
+def test_higher_numbers_do_not_supersede_the_newest():
     rules = CheckpointConfig(keep_last_n=1)
     assert select_superseded([2, 9999], 8, rules, {}) == [2]
 
@@ -78,14 +78,12 @@ def test_newest_is_kept_whatever_number_others_have():
         (CheckpointConfig(keep_best_n=1, keep_last_n=2), [1, 2, 3, 4], {1: 1.0, 4: 0.5}, [1, 2]),
     ],
 )
-def test_rules(rules, saved, losses, deleted):
+def test_rules_select_superseded_checkpoints(rules, saved, losses, deleted):
     assert select_superseded(saved, saved[-1], rules, losses) == deleted
 
 
-def test_any_history():
-    """Over random policies and runs: every rule is obeyed after each save, and nothing is deleted
-    without reason.
-    """
+def test_rules_hold_for_random_runs():
+    """Every rule holds after each save, and no other checkpoint is removed."""
     rng = random.Random(0)
     for _ in range(300):
         some = lambda top: rng.choice([None, rng.randint(1, top)])  # noqa: E731
@@ -121,16 +119,14 @@ def test_any_history():
 
 
 def start(root, after=None):
-    """A start of a job that goes on from the checkpoint of iteration `after`: its generation and
-    lineage so far.
-    """
+    """Start a job from the checkpoint of iteration `after`; returns its generation and lineage."""
     root.mkdir(exist_ok=True)
     base = None if after is None else read_lineage(CheckpointDirectory(root).path(after))
     return Generation.take(root, {"pid": os.getpid()}), base
 
 
 def make(job, iteration, loss=None):
-    """Save as the run does; returns the lineage of the checkpoint."""
+    """Save a checkpoint as a run does, and return its lineage."""
     generation, base = job
     segment = generation.segment(iteration)
     lineage = Lineage((segment,)) if base is None else base.descend(segment)
@@ -160,7 +156,7 @@ def visible(root):
     return sorted(path.name for path in root.iterdir() if not path.name.startswith(".generation-"))
 
 
-def test_losses_come_from_the_files(tmp_path):
+def test_losses_are_read_from_checkpoints(tmp_path):
     job = start(tmp_path)
     for iteration, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0)):
         lineage = make(job, iteration, loss)
@@ -175,7 +171,7 @@ def test_losses_come_from_the_files(tmp_path):
     ]
 
 
-def test_what_is_no_checkpoint_is_left_alone(tmp_path):
+def test_other_directories_are_left_alone(tmp_path):
     job = start(tmp_path)
     for iteration in (1, 2):
         lineage = make(job, iteration)
@@ -188,10 +184,8 @@ def test_what_is_no_checkpoint_is_left_alone(tmp_path):
     }
 
 
-def test_a_branch_that_was_left_neither_counts_nor_goes(tmp_path):
-    """Saved 2, 4, 6, 8, 10; went back to 4, and saved 5 and 6 again: the old 6 was replaced, 8 and
-    10 are abandoned.
-    """
+def test_abandoned_branch_is_neither_counted_nor_removed(tmp_path):
+    """Save 2, 4, 6, 8, 10; return to 4 and save 5 and 6: 8 and 10 are of an abandoned branch."""
     first = start(tmp_path)
     for iteration in (2, 4, 6, 8, 10):
         make(first, iteration)
@@ -209,7 +203,7 @@ def test_a_branch_that_was_left_neither_counts_nor_goes(tmp_path):
     assert CheckpointDirectory(tmp_path).list_iterations() == [6, 8, 9, 10]
 
 
-def test_checkpoints_without_lineage_count_up_to_where_the_run_went_on(tmp_path):
+def test_checkpoints_without_lineage_count_up_to_the_loaded_one(tmp_path):
     for iteration in (1, 2, 3):
         directory = CheckpointDirectory(tmp_path).path(iteration) / "mp_rank_00_000"
         directory.mkdir(parents=True)
@@ -233,8 +227,9 @@ EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "open", "os.truncate
 
 
 def killed_at(event_number, action):
-    """Run `action` in a child that is killed at its n-th change of the file system; whether it came
-    that far.
+    """Run `action` in a child that is killed at its n-th change of the file system.
+
+    Returns whether there were that many changes.
     """
     child = os.fork()
     if child == 0:
@@ -255,10 +250,8 @@ def killed_at(event_number, action):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
-def test_killed_at_every_step(tmp_path):
-    """Take over, save, commit, move the tracker, put aside, remove: always a complete newest
-    checkpoint, and nothing that only looks like one.
-    """
+def test_kill_at_every_step_leaves_a_complete_newest_checkpoint(tmp_path):
+    """Kill a start at every change of the file system: takeover, save, commit, removal."""
     rules = CheckpointConfig(keep_last_n=1)
 
     def next_one():

@@ -1,6 +1,4 @@
-"""Checkpoints in object storage: committed by one request, fenced by generations, whole after any
-crash and fault.
-"""
+"""Checkpoints in object storage: commits, fencing, crashes and faults of the server."""
 
 import json
 import math
@@ -72,7 +70,7 @@ def save_one(directory, seed, generation=None, **options):
         ).wait()
 
 
-def test_saved_behind_training_and_read_at_another_layout(root, pool):
+def test_async_save_is_loaded_at_another_layout(root, pool):
     generation = take_generation(root, {"host": "here"})
     with AsyncSaver() as saver:
         for seed in range(3):
@@ -101,7 +99,7 @@ def test_saved_behind_training_and_read_at_another_layout(root, pool):
     assert_sharded(root / "sharded", 2, 7.0)
 
 
-def test_copied_from_the_own_disk(root, tmp_path):
+def test_local_checkpoint_is_copied_by_the_owner_only(root, tmp_path):
     """An owner that is superseded in the meantime commits nothing."""
     generation = take_generation(root, {})
     training = Training(1, ROWS)
@@ -123,7 +121,7 @@ def test_copied_from_the_own_disk(root, tmp_path):
 
 
 def save_sharded(rank, world_size, directory, environment):
-    """The workers are older than the server, whose address is in the environment."""
+    """Save from a worker, which was started before the server and needs its address."""
     with mock.patch.dict(
         os.environ, {name: value for name, value in environment.items() if name.startswith("AWS_")}
     ):
@@ -132,7 +130,7 @@ def save_sharded(rank, world_size, directory, environment):
         object_storage._open_store.cache_clear()
 
 
-def test_the_commit_vouches_for_every_file(root):
+def test_commit_lists_size_and_hash_of_every_file(root):
     directory = root / "c"
     assert save_one(directory, 1).error is None
     listed = json.loads((directory / "metadata.json").read_text())["files"]
@@ -154,7 +152,7 @@ def test_the_commit_vouches_for_every_file(root):
     assert verify(directory).ok
 
 
-def test_a_rival_without_a_generation_is_refused(root):
+def test_claimed_directory_is_an_error_without_a_generation(root):
     assert save_one(root / "c", 1).error is None
     assert "holds a checkpoint already" in save_one(root / "c", 2).error
     assert_holds(root / "c", 1, ROWS)
@@ -165,9 +163,7 @@ def test_a_rival_without_a_generation_is_refused(root):
 
 
 class Gate:
-    """Holds a request of `ObjectStore` back, right before it is sent, if `chosen(method, key)` says
-    so.
-    """
+    """Delays a request of `ObjectStore`, right before it is sent, if `chosen(method, key)`."""
 
     def __init__(self, monkeypatch, chosen):
         self.reached = threading.Event()
@@ -189,10 +185,8 @@ class Gate:
 
 @pytest.mark.parametrize("ending", [".claim", "delete", ".metadata", "metadata.json"])
 @pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
-def test_an_old_owner_changes_nothing_wherever_it_stops(root, monkeypatch, ending, again):
-    """It stops before a request, another start takes over and saves the same iteration, and then it
-    goes on.
-    """
+def test_suspended_owner_changes_nothing_at_any_request(root, monkeypatch, ending, again):
+    """Delay a request until another start has taken over and saved the same iteration."""
     directory = root / "iter_0000004"
     old = take_generation(root, {"host": "old"})
     if again:  # the place was taken before: by another branch, say
@@ -217,7 +211,7 @@ def test_an_old_owner_changes_nothing_wherever_it_stops(root, monkeypatch, endin
     assert verify(directory).ok and find_missing_or_truncated(directory) == []
 
 
-def test_an_old_owner_that_claims_late_does_not_commit(root, monkeypatch):
+def test_claim_after_a_takeover_does_not_commit(root, monkeypatch):
     old = take_generation(root, {"host": "old"})
     gate = Gate(monkeypatch, lambda name, key: key.endswith("/.claim"))
     reports = []
@@ -232,7 +226,7 @@ def test_an_old_owner_that_claims_late_does_not_commit(root, monkeypatch):
     assert reports[0].superseded and not is_complete(root / "iter_0000004")
 
 
-def test_starts_at_the_same_moment_get_different_generations(root):
+def test_simultaneous_starts_get_different_generations(root):
     taken = []
     threads = [
         threading.Thread(target=lambda: taken.append(take_generation(root, {}))) for _ in range(6)
@@ -246,8 +240,8 @@ def test_starts_at_the_same_moment_get_different_generations(root):
     assert [generation for generation in taken if generation.is_current()] == [newest]
 
 
-def test_a_slow_start_does_not_take_a_number_that_was_removed_meanwhile(root, monkeypatch):
-    """It has seen no generation; then others take 1 and 2, and the second removes the first."""
+def test_slow_start_does_not_reuse_a_removed_number(root, monkeypatch):
+    """After its listing, others take generations 1 and 2, and the second removes the first."""
     look = object_commit.find_newest
 
     def look_before_the_others(root):
@@ -261,7 +255,7 @@ def test_a_slow_start_does_not_take_a_number_that_was_removed_meanwhile(root, mo
     assert generation.number == 3 and generation.is_current()
 
 
-def test_a_removed_checkpoint_stops_being_one_first(root, monkeypatch):
+def test_removal_revokes_the_checkpoint_first(root, monkeypatch):
     generation = take_generation(root, {})
     assert save_one(root / "iter_0000001", 1, generation).error is None
     (aside,) = generation.put_aside([root / "iter_0000001"])
@@ -270,10 +264,8 @@ def test_a_removed_checkpoint_stops_being_one_first(root, monkeypatch):
     assert not aside.exists()
 
 
-def test_retention_keeps_what_its_rules_say(root):
-    """Of a branch: a checkpoint of another one neither counts nor goes. Nothing but claims is left
-    of the removed.
-    """
+def test_retention_follows_its_rules(root):
+    """Checkpoints of another branch are neither counted nor removed."""
     assert save_one(root / "iter_0000009", 9).error is None  # by no start of this run
     generation = take_generation(root, {"host": "here"})
     retention = Retention(CheckpointConfig(keep_last_n=2, save_retain_interval=4), generation)
@@ -305,8 +297,8 @@ def test_retention_keeps_what_its_rules_say(root):
     ]
 
 
-def test_an_upload_that_fails_fails_the_save_and_leaves_nothing(root, server, monkeypatch):
-    """The store refuses every part of the data for longer than requests are repeated."""
+def test_failed_upload_fails_the_save_and_is_cleaned_up(root, server, monkeypatch):
+    """The store rejects all data for longer than requests are repeated."""
     generation = take_generation(root, {})
     monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "0.5")
     with FaultyProxy(
@@ -328,7 +320,7 @@ def test_an_upload_that_fails_fails_the_save_and_leaves_nothing(root, server, mo
 
 
 def save_in_an_outage(rank, world_size, root, generation, environment):
-    """It ends when rank 0 has heard that its save failed."""
+    """Save on one rank while the store rejects requests."""
     with mock.patch.dict(os.environ, environment):
         object_storage._open_store.cache_clear()
         ours = object_commit.ObjectGeneration(path_of(root), *generation)
@@ -341,10 +333,8 @@ def save_in_an_outage(rank, world_size, root, generation, environment):
     return report.error
 
 
-def test_every_rank_hears_of_an_outage_and_nothing_is_left(root, server, pool):
-    """From the first of the small files on the store refuses everything, also to say who owns the
-    directory.
-    """
+def test_outage_is_reported_on_every_rank_and_cleaned_up(root, server, pool):
+    """The store rejects everything from the first small file on, also reads of the owner."""
     outage = threading.Event()
 
     def fault(method, path, headers):
@@ -364,10 +354,8 @@ def test_every_rank_hears_of_an_outage_and_nothing_is_left(root, server, pool):
 
 
 @pytest.mark.parametrize("repeatedly", [False, True])
-def test_an_answer_lost_after_the_commit(root, server, monkeypatch, repeatedly):
-    """Lost once, it is read back; with the server gone as well, the save may fail, but what it
-    committed is whole.
-    """
+def test_lost_answer_after_the_commit(root, server, monkeypatch, repeatedly):
+    """A lost answer is read back. Without the server the save may fail, but not be damaged."""
     monkeypatch.setenv("MEGATRON_STORAGE_DEADLINE", "2" if repeatedly else "60")
     lost = []
     broken = threading.Event()
@@ -472,9 +460,7 @@ print(last)
 
 
 def run_kills(root, starts):
-    """Every second start meets another one that still runs: the older is superseded, the newer
-    killed.
-    """
+    """Kill every second start after it has superseded another one that is still running."""
     command = [sys.executable, "-c", WRITERS, str(root), str(starts)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     assert result.returncode == 0, result.stderr
@@ -484,16 +470,16 @@ def run_kills(root, starts):
     assert len(whole) <= 4, "what is superfluous is removed"
 
 
-def test_killed_and_superseded_at_any_moment(root):
+def test_random_kills_and_takeovers(root):
     run_kills(root, 4)
 
 
 @pytest.mark.slow
-def test_killed_and_superseded_at_any_moment_often(root):
+def test_many_random_kills_and_takeovers(root):
     run_kills(root, 120)
 
 
-def test_loading_counts_what_it_reads(root):
+def test_load_reports_the_bytes_read(root):
     assert save_one(root / "c", 3).error is None
     part = torch.zeros(10, 20)
     whole = Training(3, ROWS).weight

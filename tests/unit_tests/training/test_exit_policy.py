@@ -1,4 +1,4 @@
-"""Ranks save and end together, whichever of them got the signal or whose clock is ahead."""
+"""Ranks save and exit together, although a signal reaches one of them and clocks differ."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def one_rank_is_signalled(rank, world_size):
         return before.leave, decide.after(2).leave, decide.after(3).leave
 
 
-def test_a_signal_on_one_rank_ends_all_at_the_same_iteration(pool):
+def test_signal_on_one_rank_ends_all_at_the_same_iteration(pool):
     signalled = Exit("SIGTERM was received", urgent=True)
     assert pool.run(one_rank_is_signalled, 2) == [(None, None, signalled)] * 2
 
@@ -59,7 +59,7 @@ def time_is_up_on_one_rank(rank, world_size):
     return decide.after(1).leave, decide.after(2).leave
 
 
-def test_a_time_limit_on_one_rank_ends_all(pool):
+def test_time_limit_on_one_rank_ends_all(pool):
     for first, second in pool.run(time_is_up_on_one_rank, 2):
         assert first is None
         assert second.urgent and "--exit-duration-in-mins" in second.reason
@@ -78,8 +78,8 @@ def the_save_takes_long(rank, world_size):
     return [leave is not None for leave in left]
 
 
-def test_the_last_save_has_its_place_in_the_time_limit(pool):
-    """59.5 s for the save and two iterations: 0.4 s fit into a minute, 0.6 s do not."""
+def test_time_limit_includes_the_last_save(pool):
+    """The save takes 59.5 s: two iterations of 0.2 s fit into a minute, two of 0.3 s do not."""
     assert pool.run(the_save_takes_long, 2) == [[False, False, False, False, True]] * 2
 
 
@@ -97,7 +97,7 @@ def clocks_that_differ(rank, world_size):
     return saved
 
 
-def test_saves_by_the_clock_are_the_same_everywhere(pool):
+def test_timed_saves_are_due_on_all_ranks_together(pool):
     """Due on rank 0 half a second, four iterations, after the last save; seen by both one iteration
     later.
     """
@@ -106,7 +106,7 @@ def test_saves_by_the_clock_are_the_same_everywhere(pool):
     assert [iteration for iteration, save in enumerate(first, 1) if save] == [6, 11, 16]
 
 
-def test_a_save_by_iteration_starts_the_clock_anew(pool):
+def test_save_by_iteration_resets_the_clock(pool):
     assert pool.run(both_rules, 1) == [[False, True, False, False, True]]
 
 
@@ -142,13 +142,13 @@ def a_save_fails_behind_training(rank, world_size):
     return first, str(error.value)
 
 
-def test_all_stop_when_one_knows_that_a_save_failed(pool):
+def test_all_ranks_stop_when_one_reports_a_failed_save(pool):
     (first, other_rank), (second, own) = pool.run(a_save_fails_behind_training, 2)
     assert first is second is None and own == "the disk is full" and "another rank" in other_rank
 
 
 @pytest.mark.parametrize("interval", [1, 4])
-def test_intervals_need_no_communication(interval):
+def test_intervals_do_not_communicate(interval):
     assert not torch.distributed.is_initialized()
     decide = decisions(
         TrainingConfig(exit_interval=interval), CheckpointConfig(save="x", save_interval=3)

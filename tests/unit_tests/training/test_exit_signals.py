@@ -1,4 +1,4 @@
-"""Exit signals are remembered, not died from."""
+"""Exit signals are recorded instead of ending the process."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import signal
 from megatron.training.exit import exit_signals
 
 
-def test_handlers_return_at_the_end():
+def test_previous_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
     with exit_signals(True) as signals:
         assert signal.getsignal(signal.SIGTERM) != before
