@@ -37,12 +37,12 @@ class Sharding:
 
     @property
     def is_split(self) -> bool:
-        """Whether the parameter is split over TP (ETP for experts), which may have a single rank."""
+        """Return whether the parameter is split over TP (ETP for experts), which may have a single rank."""
         return self.dim is not None
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is replicated over the expert-data-parallel ranks instead of the DP ranks."""
+        """Return whether it is replicated over the expert-data-parallel ranks instead of the DP ranks."""
         return self.ep is not None
 
     def split_dim_of_matrix(self, num_dims: int) -> int | None:
@@ -98,7 +98,7 @@ class Sharding:
         return (Box(tuple(offset), local),) if len(local) else ()
 
     def _has_scattered_rows(self) -> bool:
-        """Whether the local rows come from separate places of the global tensor."""
+        """Return whether the local rows come from separate places of the global tensor."""
         if self.axis.size == 1:
             return False
         is_row_of_expert = self.is_expert and self.dim == 1

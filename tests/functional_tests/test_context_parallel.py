@@ -1,4 +1,4 @@
-"""Runs whose sequences are split: the losses of whole ones, the same samples, the same checkpoints."""
+"""Runs with split sequences have the losses, samples and checkpoints of runs with whole ones."""
 
 import shlex
 
@@ -55,7 +55,7 @@ def of_one_process(pool):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_per_token_loss_is_exact_with_documents_and_masks(pool, of_one_process, way):
-    """Each rank has another number of tokens that count; training and validation do not see it."""
+    """Ranks have different numbers of unmasked tokens, which must not affect any loss."""
     flags, expected = of_one_process
     world_size, layout = WAYS[way]
     got = numbers(pool.run(train, world_size, f"{flags} {layout}")[0].measured)
@@ -64,7 +64,7 @@ def test_per_token_loss_is_exact_with_documents_and_masks(pool, of_one_process, 
 
 
 def mean_of_both_parts(chunk, batch, activation):
-    """The mean over two ranks' positions of the means there."""
+    """Return the mean of the mean losses over the positions of two ranks."""
     losses = chunk(
         batch["tokens"], batch["position_ids"], labels=batch["labels"], documents=batch["documents"]
     )
@@ -85,8 +85,9 @@ def train_on_both_parts(rank, world_size, flags):
 
 
 def test_default_loss_averages_the_means_of_ranks(pool):
-    """As in Megatron-LM: a token counts more where a rank has fewer of them. The log has the mean
-    over all tokens.
+    """Tokens have more weight on a rank with fewer of them, as in Megatron-LM.
+
+    The log contains the mean over all tokens.
     """
     flags = f"{DOCUMENTS} {MODELS['llama']} "
     (expected,) = pool.run(train_on_both_parts, 1, flags)
@@ -98,7 +99,7 @@ def test_default_loss_averages_the_means_of_ranks(pool):
 
 
 def train_and_record(rank, world_size, flags):
-    """(dp rank, cp rank, tokens and positions [2, samples, s/cp] that this rank trained on)"""
+    """Return DP rank, CP rank, and the tokens and positions of this rank, `[2, samples, s/cp]`."""
     seen = []
 
     def recording_forward_step(chunk, batch, activation):
@@ -118,9 +119,7 @@ def test_ranks_of_a_replica_read_the_same_samples(pool):
 
 
 def test_random_numbers_continue_bitwise(pool, tmp_path):
-    """Dropout draws other numbers on every rank, and goes on with them after a load; at CP 1 the
-    state is the same.
-    """
+    """The random numbers of dropout differ between ranks, and continue after a load."""
     flags = (
         f"--mock-data --train-iters 4 {MODELS['llama']} --hidden-dropout 0.2 {LAYOUTS['cp2'][1]}"
     )

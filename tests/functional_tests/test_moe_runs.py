@@ -1,6 +1,4 @@
-"""Models with experts: on every layout, from every form and back, they go on along the curve of
-Megatron-LM.
-"""
+"""Runs with experts match the losses of Megatron-LM in every layout and checkpoint format."""
 
 import shlex
 
@@ -86,24 +84,24 @@ LATENT_LAYOUTS = {
 ALWAYS = {"single", "ep2", "tp2_ep2_etp2", "pp2_ep2_recomputed"}
 
 
-def some(rows, always):
-    """Parameters, of which those that are not among `always` are slow."""
-    return [
-        row
-        if row in always
-        else pytest.param(*([row] if isinstance(row, str) else row), marks=pytest.mark.slow)
-        for row in rows
-    ]
+def mark_slow(rows, always):
+    """Return test parameters; those that are not in `always` are marked as slow."""
+    params = []
+    for row in rows:
+        values = [row] if isinstance(row, str) else row
+        marks = [] if row in always else [pytest.mark.slow]
+        params.append(pytest.param(*values, marks=marks))
+    return params
 
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
-    """Checkpoints of Megatron-LM by model and name."""
+    """Return the function that unpacks a checkpoint of Megatron-LM by model and name."""
     return lambda model, name: unpacked(tmp_path_factory, f"megatron_moe/{model}/{name}")
 
 
 def flags_of(model: str) -> list[str]:
-    """The model's own command line, without paths and layout."""
+    """Return the command line of the golden model without paths and layout."""
     kept = []
     skip = False
     for word in shlex.split((GOLDEN / "megatron_moe" / model / "flags.txt").read_text()):
@@ -128,7 +126,7 @@ def train(rank, world_size, model, flags):
 
 
 def golden(model):
-    """Iteration -> what Megatron-LM's log says."""
+    """Return the values in Megatron-LM's log by iteration."""
     rows = {}
     for line in (GOLDEN / "megatron_moe" / model / "loss.txt").read_text().splitlines():
         if line.startswith("iter="):
@@ -165,15 +163,17 @@ MIXTRAL = "mixtral_fp32"
 DEEPSEEK = "deepseek_fp32"
 
 
-@pytest.mark.parametrize("layout", some(LAYOUTS, ALWAYS))
+@pytest.mark.parametrize("layout", mark_slow(LAYOUTS, ALWAYS))
 def test_losses_match_megatron_at_every_layout(pool, tmp_path, archives, layout):
     """Losses, gradient norms and the auxiliary losses of every layer."""
     from_the_start(pool, tmp_path, archives, MIXTRAL, layout)
 
 
-@pytest.mark.parametrize("layout", some([*LAYOUTS, *LATENT_LAYOUTS], {"tp2_ep2_etp1", "cp2_a2a"}))
+@pytest.mark.parametrize(
+    "layout", mark_slow([*LAYOUTS, *LATENT_LAYOUTS], {"tp2_ep2_etp1", "cp2_a2a"})
+)
 def test_latent_attention_losses_match_megatron(pool, tmp_path, archives, layout):
-    """With groups of experts and their bias, a shared expert, and a dense first layer."""
+    """The model also has groups of experts, an expert bias, a shared expert and a dense layer."""
     from_the_start(pool, tmp_path, archives, DEEPSEEK, layout)
 
 
@@ -184,7 +184,7 @@ def from_the_start(pool, tmp_path, archives, model, layout):
 
 
 def test_muon_orthogonalizes_whole_expert_matrices(pool, tmp_path):
-    """ETP2 goes on along the curve of one process, which is not Adam's."""
+    """The losses with ETP2 are those of one process, and differ from Adam's."""
     muon = f"--optimizer muon --muon-extra-scale-factor 0.2 --train-iters 3 --data-cache-path {tmp_path}"
     (expected,), split = (
         pool.run(train, n, MIXTRAL, f"{f} {muon}") for n, f in ((1, ZERO), LAYOUTS["tp2"])
@@ -194,9 +194,9 @@ def test_muon_orthogonalizes_whole_expert_matrices(pool, tmp_path):
     assert adam[1][-1] != pytest.approx(expected[1][-1], abs=1e-3)
 
 
-@pytest.mark.parametrize("layout", some(["single", "ep2"], {"ep2"}))
+@pytest.mark.parametrize("layout", mark_slow(["single", "ep2"], {"ep2"}))
 def test_bf16_losses_match_megatron(pool, tmp_path, archives, layout):
-    """With a gated shared expert and the z-loss."""
+    """The model also has a gated shared expert and the z-loss."""
     model = "qwen2moe_bf16"
     tolerance = 2e-3
     processes, flags = LAYOUTS[layout]
@@ -225,9 +225,9 @@ CHAIN = [
 ]
 
 
-@pytest.mark.parametrize("model,saved,loaded", some(CHAIN, CHAIN[:2]))
+@pytest.mark.parametrize("model,saved,loaded", mark_slow(CHAIN, CHAIN[:2]))
 def test_runs_with_experts_resume_at_another_layout(pool, tmp_path, archives, model, saved, loaded):
-    """Bit for bit in model space, optimizer included; then along the same curve."""
+    """Weights and optimizer state are bitwise equal, and the losses continue."""
     start = f"--load {archives(model, 'initial')} --finetune --no-load-optim --no-load-rng"
     cache = f"--data-cache-path {tmp_path / 'cache'}"
     processes, flags = LAYOUTS[saved]
@@ -244,9 +244,9 @@ def test_runs_with_experts_resume_at_another_layout(pool, tmp_path, archives, mo
     check(model, pool.run(train, processes, model, load), first=6)
 
 
-@pytest.mark.parametrize("layout", some(["ep2", "tp2_ep2_etp2"], {"ep2"}))
+@pytest.mark.parametrize("layout", mark_slow(["ep2", "tp2_ep2_etp2"], {"ep2"}))
 def test_legacy_files_of_a_run_with_experts(pool, tmp_path, archives, layout):
-    """`mp_rank_TT_EEE`, with an optimizer for dense layers and one for experts: the run goes on from them."""
+    """The files `mp_rank_TT_EEE` have one optimizer for dense layers and one for experts."""
     start = f"--load {archives(MIXTRAL, 'initial')} --finetune --no-load-optim --no-load-rng"
     cache, (processes, flags) = f"--data-cache-path {tmp_path / 'cache'}", LAYOUTS[layout]
     save = f"--save {tmp_path / 'saved'} --save-interval 5 --exit-interval 5 --ckpt-format torch"
@@ -270,7 +270,7 @@ FORMS = [
     (DEEPSEEK, "ep2_dp_reshardable", "tp2_ep2_etp2"),
     (DEEPSEEK, "single_fully_reshardable", "cp2_ep2"),
 ]
-# The layout that wrote the files: its generators have the keys of this rank.
+# The layout of the files: the random states of its ranks have the keys of this rank.
 OWN_LAYOUT = [
     (MIXTRAL, "ep2_dp_reshardable", "ep2"),
     (DEEPSEEK, "tp2ep2etp1_dp_reshardable", "tp2_ep2_etp1"),
@@ -286,14 +286,14 @@ OWN_LAYOUT = [
 ]
 
 
-@pytest.mark.parametrize("model,form,layout", some(OWN_LAYOUT, OWN_LAYOUT[:2]))
+@pytest.mark.parametrize("model,form,layout", mark_slow(OWN_LAYOUT, OWN_LAYOUT[:2]))
 def test_megatrons_runs_resume_at_their_own_layout(pool, tmp_path, archives, model, form, layout):
     processes, flags = LAYOUTS[layout]
     load = f"--load {archives(model, form)} --data-cache-path {tmp_path}"
     check(model, pool.run(train, processes, model, f"{flags} {load}"), first=6)
 
 
-@pytest.mark.parametrize("model,form,layout", some(FORMS, FORMS[:3]))
+@pytest.mark.parametrize("model,form,layout", mark_slow(FORMS, FORMS[:3]))
 def test_megatrons_checkpoints_resume_at_other_layouts(
     pool, tmp_path, archives, model, form, layout
 ):
@@ -305,7 +305,7 @@ def test_megatrons_checkpoints_resume_at_other_layouts(
     check(model, pool.run(train, processes, model, f"{flags} {load}"), first=6)
 
 
-# What the golden models leave out: a dense layer, groups, the bias of the router, losses by
+# Options that the golden models do not have: a dense layer, groups, the bias of the router, losses by
 # sequence, loss by token.
 OTHER = (
     "--moe-layer-freq [0]+[1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
@@ -329,7 +329,7 @@ CURVES += [
 CURVES += [(GPT_OSS, "pp2_ep2_recomputed")]
 
 
-@pytest.mark.parametrize("options,layout", some(CURVES, CURVES[:2]))
+@pytest.mark.parametrize("options,layout", mark_slow(CURVES, CURVES[:2]))
 def test_layout_equivalence_with_every_option(pool, tmp_path, options, layout):
     """From one seed, saved on one process after five iterations; at the layout from there and from
     the start.

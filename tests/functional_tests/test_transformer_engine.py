@@ -1,6 +1,4 @@
-"""The wiring of Transformer Engine, tried with a stand-in (tests/te_stand_in): local curves and
-checkpoints.
-"""
+"""Runs with a stand-in for Transformer Engine (tests/te_stand_in) equal runs with local layers."""
 
 import functools
 import importlib
@@ -57,17 +55,17 @@ WAYS = {  # processes, model, flags
 
 
 def train_with_stand_in(rank, world_size, flags):
-    """`train`, and what the modules were told: (number of calls, what was said in them)."""
+    """Train; return the outcome, the arguments of all calls of modules, and the fp8 state."""
     if STAND_IN not in sys.path:
         sys.path.insert(0, STAND_IN)
     te = importlib.import_module("transformer_engine.pytorch")
     te.forget()
     outcome = train(rank, world_size, flags)
-    return outcome, [told for _, told in te.CALLS], te_state(te)
+    return outcome, [told for _, told in te.CALLS], get_fp8_state(te)
 
 
-def te_state(te):
-    """The scales of the first module that computed in fp8."""
+def get_fp8_state(te):
+    """Return scales and histories of the first module that computed in fp8."""
     states = [module.fp8_meta["scaling_fwd"] for module, told in te.CALLS if told["fp8"]]
     return (states[0].scale.tolist(), states[0].amax_history.tolist()) if states else None
 
@@ -109,9 +107,10 @@ def test_losses_match_the_local_backend(pool, way):
 
 
 def test_run_changes_its_backend_by_load_alone(pool, tmp_path):
-    """Local, then Transformer Engine at another layout, and back: the curve of one run.
+    """Switch from local layers to Transformer Engine in another layout and back.
 
-    A legacy checkpoint has the names of its modules.
+    The losses are those of a single run. A legacy checkpoint has the names of the modules of
+    Transformer Engine.
     """
     model = f"--mock-data {MODELS['llama']} --train-iters 6 "
     steps = []
@@ -136,22 +135,20 @@ FP8 = f"{TE} --bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-comp
 
 @pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout):
-    """The same losses, bit for bit, after a resume at the same layout; other recipes take the
-    weights alone.
-    """
+    """Losses are bitwise equal after a resume in the same layout; other recipes load weights only."""
     model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS[layout][1]} "
     flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 3 "
     straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
     assert scales[0] is not None and scales[0][0][0] > 1.0 and len(scales[0][1]) == 4
     in_fp8 = [call["fp8"] for call in told[0]]
-    assert 0 < sum(in_fp8) < len(in_fp8)  # the first and the last layer are not
+    assert 0 < sum(in_fp8) < len(in_fp8)  # except for the first and the last layer
     steps = [call["first"] for call in told[0] if call["fp8"]]
-    assert steps.count(True) * 4 == len(steps)  # weights are rounded in one micro-batch of four
+    assert steps.count(True) * 4 == len(steps)  # weights are quantized in one micro-batch of four
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     stored = read_metadata(tmp_path / "iter_0000003").objects
     assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in stored
 
-    convert(tmp_path, tmp_path / "converted", "legacy")  # whatever computed it
+    convert(tmp_path, tmp_path / "converted", "legacy")  # works without Transformer Engine
 
     def resumed(more):
         tracker.write_text("3")
@@ -165,9 +162,7 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout):
 
 
 def test_recomputed_attention_does_not_change_fp8_state(pool):
-    """It has no tensor in fp8: scales and histories are those of a run that keeps it, after as many
-    reductions.
-    """
+    """Core attention does not use fp8, so recomputing it must not advance the histories."""
     flags = f"{DATA} {MODELS['llama']} {FP8} "
     ((kept, _, scales),) = pool.run(train_with_stand_in, 1, flags)
     ((again, _, same_scales),) = pool.run(
@@ -177,7 +172,7 @@ def test_recomputed_attention_does_not_change_fp8_state(pool):
 
 
 def test_loss_and_rope_kernels_match_local(pool):
-    """At TP2, where the vocabulary has padding."""
+    """The layout is TP2, where the vocabulary has padding."""
     flags = f"{DATA} {MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --make-vocab-size-divisible-by 64 "
     fused = f"{TE} --cross-entropy-loss-fusion --cross-entropy-fusion-impl te --apply-rope-fusion "
     expected = local(pool, 2, flags)[0].measured
@@ -195,8 +190,8 @@ def user_buffers(rank, world_size, flags):
     }
 
 
-def groups_of_one(rank, world_size, first_layer):
-    """What is made while a stage is built whose weights are all in bf16, or not."""
+def list_created_groups(rank, world_size, first_layer):
+    """Return the process groups created by a stage whose only layer is in bf16 (0) or fp8 (1)."""
     sys.path.insert(0, STAND_IN)
     config = TransformerConfig(
         4, 32, 4, bf16=True, transformer_impl="transformer_engine", fp8="hybrid", fp8_param_gather=True,
@@ -211,8 +206,8 @@ def groups_of_one(rank, world_size, first_layer):
 
 
 def test_single_rank_groups_are_created_collectively(pool):
-    """NCCL splits them off the world's communicator, where every rank must take part."""
-    assert pool.run(groups_of_one, 1, 0) == pool.run(groups_of_one, 1, 1) == [[[0]]]
+    """NCCL splits them off the communicator of the world, in which every rank must participate."""
+    assert pool.run(list_created_groups, 1, 0) == pool.run(list_created_groups, 1, 1) == [[[0]]]
 
 
 def test_user_buffers_are_initialized(pool, tmp_path):
@@ -221,17 +216,12 @@ def test_user_buffers_are_initialized(pool, tmp_path):
     flags = f"{MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --mock-data --train-iters 4 {FP8} --first-last-layers-bf16 "
     overlap = "--tp-comm-overlap --no-tp-comm-bulk-dgrad --tp-comm-bootstrap-backend gloo --tp-comm-overlap-cfg "
     (made, told), (other, _) = pool.run(user_buffers, 2, f"{flags} {overlap} {config}")
-    assert made == other  # in the same order, too
+    assert made == other  # including the order
     shape, tp_size, modes, dtype, ub_cfgs, backend = made
     assert (shape, tp_size, dtype, backend) == ([32, 32], 2, torch.bfloat16, "gloo")
     assert ub_cfgs == {"qkv_fprop": {"method": "ring_exchange"}} and modes == ["NONE", "FP8"]
-    overlaps = (
-        True,
-        True,
-        False,
-        False,
-        True,
-    )  # all-gather, reduce-scatter, not its dgrad; bulk wgrad, not dgrad
+    # all-gather, reduce-scatter, reduce-scatter of dgrad, bulk dgrad, bulk wgrad
+    overlaps = (True, True, False, False, True)
     assert told == {(name, overlaps) for name in ("qkv", "proj", "fc1", "fc2")}
 
 
@@ -240,8 +230,8 @@ FP8_WEIGHTS = (
 )
 
 
-def stored(directory, step):
-    """The tensors of a checkpoint, whole."""
+def read_tensors(directory, step):
+    """Return all tensors of a checkpoint."""
     source = open_checkpoint(directory / f"iter_{step:07d}")
     return {
         key: source.read(key, (0,) * len(info.shape), info.shape)
@@ -253,7 +243,10 @@ def stored(directory, step):
     "more", ["", pytest.param(f"{EXPERTS} --ffn-hidden-size 48", marks=pytest.mark.slow)]
 )
 def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
-    """--fp8-param-gather: losses of fp8, a bitwise resume; and from and to bf16, with the optimizer and without."""
+    """A run with --fp8-param-gather resumes bitwise, and can switch to bf16 and back.
+
+    It also loads weights without the optimizer.
+    """
     model = f"--mock-data --train-iters 6 {MODELS['llama']} {more} "
     save = f"--save {tmp_path} --save-interval 3 "
     (straight, told, scales), _ = pool.run(train_with_stand_in, 2, f"{model} {FP8_WEIGHTS} {save}")
@@ -262,7 +255,7 @@ def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
     assert straight.measured.losses == pytest.approx(plain.measured.losses, abs=0.03)
     assert straight.measured.params_norms == pytest.approx(plain.measured.params_norms, rel=1e-2)
 
-    tensors = stored(tmp_path, 3)
+    tensors = read_tensors(tmp_path, 3)
     for key in [key for key in tensors if f"optimizer.state.param.{key}" in tensors]:
         assert torch.equal(tensors[key], tensors[f"optimizer.state.param.{key}"].bfloat16()), key
 
@@ -288,13 +281,12 @@ def test_fp8_weights_are_saved_from_main_parameters(pool, tmp_path, more):
     (expected,) = pool.run(train, 1, f"{model} --bf16 --load {tmp_path} --finetune")
     assert weights.measured.losses == pytest.approx(expected.measured.losses, abs=0.03)
     large = f"{model} {FP8_WEIGHTS} --load {tmp_path} --finetune --init-method-std 0.5"
-    other = pool.run(train_with_stand_in, 2, large)[0][
-        0
-    ]  # first values that are gone leave nothing in the scales
+    # Replaced initial values do not affect the scales.
+    other = pool.run(train_with_stand_in, 2, large)[0][0]
     assert other.measured.losses == weights.measured.losses
 
 
-def test_without_transformer_engine_the_error_says_how_to_install_it(monkeypatch):
+def test_missing_transformer_engine_is_reported_with_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     monkeypatch.delitem(
         sys.modules, "megatron.core.transformer.transformer_engine.layers", raising=False

@@ -143,8 +143,8 @@ class ColumnParallelLinear(MegatronModule):
     `[s, b, out/tp]`.
 
     If the layer is `replicated`, every rank has all rows and applies them to its own input: `[s, b,
-    in]` to `[s, b, out]`, or `[s/tp, b, in]` to `[s/tp, b, out]` with `sequence_parallel`. There
-    are no collectives then.
+    in]` to `[s, b, out]`, or `[s/tp, b, in]` to `[s/tp, b, out]` with `sequence_parallel`. This
+    does not need collectives.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Differentiable collectives of tensor, sequence and context parallelism.
 
-Every function takes the `Axis` and does nothing on an axis of size 1. Forward and backward pass are
+Every function takes the `Axis`, and returns its input on an axis of size 1. Forward and backward pass are
 conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et al. 2022):
 
     function                     forward                       backward

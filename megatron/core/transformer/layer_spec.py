@@ -71,7 +71,7 @@ class FP8StateMixin:
 
 
 def noop(*_: Any) -> None:
-    """Do nothing."""
+    """Return without any effect."""
 
 
 _LOCAL_CROSS_ENTROPIES = {"native": linear_cross_entropy}
@@ -144,7 +144,7 @@ class LayerSpec:
     ) -> RowParallelLinear:
         """Make the last projection of a branch, which returns to the residual stream.
 
-        With `normed` it includes the norm of its output, if --norm-placement asks for one.
+        With `normed` it includes the norm of its output, if --norm-placement requires one.
         """
         output_norm = None
         if normed and config.norm_placement != "pre":

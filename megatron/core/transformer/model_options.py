@@ -284,7 +284,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
 
     @property
     def attends_in_blocks(self) -> bool:
-        """Whether attention needs a score modification that torch's SDPA does not support.
+        """Return whether attention needs a score modification that torch's SDPA does not support.
 
         Then `blockwise_attention` computes it.
         """
@@ -319,7 +319,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP is gated; gate and up projection are stacked in one matrix."""
+        """Return whether the MLP is gated; gate and up projection are stacked in one matrix."""
         return self.swiglu or self.quick_geglu or self.geglu
 
     @property
@@ -338,7 +338,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
 
     @property
     def tanh_gelu(self) -> bool:
-        """Whether GELU is the tanh approximation.
+        """Return whether GELU is the tanh approximation.
 
         Megatron-LM uses it where GELU is fused with a bias, and the exact function elsewhere.
         """

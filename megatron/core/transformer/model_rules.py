@@ -127,8 +127,8 @@ def _check_low_precision(config: ModelOptions) -> Iterator[str]:
         yield f"{flag} and --fp4-format {config.fp4} are mutually exclusive"
     if config.fp4 is not None and config.has_experts:
         yield (
-            f"--fp4-format {config.fp4} does not support experts: there are no grouped nvfp4 "
-            "kernels; use --fp8-format"
+            f"--fp4-format {config.fp4} does not support experts: grouped nvfp4 kernels do not "
+            "exist; use --fp8-format"
         )
 
 

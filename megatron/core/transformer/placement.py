@@ -84,9 +84,10 @@ class ContextParallel:
         return local
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """With a2a, exchange positions for heads: `[s/cp, b, groups, ...]` to `[s, b, groups/cp, ...]`.
+        """Exchange positions for heads with a2a, otherwise return `x`.
 
-        The positions of the result are in their original order.
+        `[s/cp, b, groups, ...]` becomes `[s, b, groups/cp, ...]`, with positions in their original
+        order.
         """
         size = self.head_axis.size
         if size == 1:

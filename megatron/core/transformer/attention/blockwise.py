@@ -3,7 +3,7 @@
 A block contains the keys of one rank. It yields its output and the log-sum-exp of its scores, from
 which blocks are merged into exact attention (Liu et al. 2023, "Ring Attention with Blockwise
 Transformers"; Dao et al. 2022). The local keys come first, while those of other ranks are in
-transit. Nothing of other ranks is kept for the backward pass: keys and values are exchanged again,
+transit. No data of other ranks is kept for the backward pass: keys and values are exchanged again,
 and their gradients return in the same way.
 """
 

@@ -327,7 +327,9 @@ def _compute_capped_scores(
     for start in range(0, num_queries, step):
         rows = slice(start, min(start + step, num_queries))
         columns = slice(0, rows.stop if block.causal else num_keys)
-        product = _split_groups(query[:, :, rows], key) @ key[:, :, None, columns].mT
+        group_query = _split_groups(query[:, :, rows], key)  # [b, g, q/g, rows, d]
+        group_key = key[:, :, None, columns]  # [b, g, 1, columns, d]
+        product = group_query @ group_key.mT
         tanh = product.float().mul_(scale / cap).tanh_()
         scores = tanh * cap
         if block.causal:
@@ -353,7 +355,8 @@ def _attend_with_softcap(
     for rows, columns, scores, _ in _compute_capped_scores(query, key, block, scoring):
         row_lse = scores.logsumexp(-1)  # [b, groups, queries per group, rows]
         probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_().to(value.dtype)
-        out[:, :, rows] = (probabilities @ value[:, :, None, columns]).flatten(1, 2)
+        group_value = value[:, :, None, columns]  # [b, g, 1, columns, d]
+        out[:, :, rows] = (probabilities @ group_value).flatten(1, 2)
         lse[:, :, rows] = row_lse.flatten(1, 2)
     return out, lse
 
@@ -384,12 +387,17 @@ def _attend_with_softcap_backward(
         row_dout = _split_groups(dout[:, :, rows], key)
         row_lse = _split_groups(lse[:, :, rows], key).unsqueeze(-1)
         row_expected = _split_groups(expected[:, :, rows], key).unsqueeze(-1)
+        group_key = key[:, :, None, columns]  # [b, groups, 1, columns, d]
+        group_value = value[:, :, None, columns]
 
+        # Through the product of probabilities and values
         probabilities = scores.sub_(row_lse).exp_()
         dvalue[:, :, columns] += (probabilities.to(row_dout.dtype).mT @ row_dout).sum(2)
-        dprobabilities = (row_dout @ value[:, :, None, columns].mT).float()
+        dprobabilities = (row_dout @ group_value.mT).float()
+        # Through softmax and softcap
         dscores = dprobabilities.sub_(row_expected).mul_(probabilities)
         dproduct = dscores.mul_(1 - tanh.square_()).mul_(scale).to(query.dtype)
-        dquery[:, :, rows] = (dproduct @ key[:, :, None, columns]).flatten(1, 2)
+        # Through the product of queries and keys
+        dquery[:, :, rows] = (dproduct @ group_key).flatten(1, 2)
         dkey[:, :, columns] += (dproduct.mT @ row_query).sum(2)
     return dquery, dkey.to(key.dtype), dvalue.to(value.dtype)

@@ -51,7 +51,7 @@ class AttentionMask:
 
     @property
     def is_causal(self) -> bool:
-        """Whether causal order is the only restriction besides documents."""
+        """Return whether causal order is the only restriction besides documents."""
         return self.window is None and self.slopes is None
 
     def find_documents(self, documents: Tensor) -> tuple[Document, ...]:

@@ -128,7 +128,7 @@ class RotaryTables:
         """
         self._cp = cp
         self._kernel = kernel
-        # Computed on first use: building a model on the meta device allocates nothing, even if an
+        # Computed on first use: building a model on the meta device does not allocate memory, even if an
         # untrusted config.json has a huge head width.
         self._make_frequencies = partial(compute_rotary_frequencies, config, width, base)
         self._interleaved = interleaved

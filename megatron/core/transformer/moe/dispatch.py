@@ -89,10 +89,14 @@ def dispatch_by_all_gather(
     is_local = (local_index >= 0) & (local_index < num_local)
     if routing.kept is not None:
         is_local &= gather_from_sequence(routing.kept.byte(), axes.all).bool()
+    # Choices of experts on other ranks are left out.
     keys = local_index.masked_fill(~is_local, num_local)
-    own = Permutation(keys, num_local, complete=False)
-    outputs = experts(own.gather(tokens), own.gather(probs.reshape(-1, 1)), own.counts)
-    return reduce_scatter_to_sequence(own.combine(outputs, len(tokens)), axes.all)
+    permutation = Permutation(keys, num_local, complete=False)
+    rows = permutation.gather(tokens)
+    row_probs = permutation.gather(probs.reshape(-1, 1))
+    outputs = experts(rows, row_probs, permutation.counts)
+    partial_sums = permutation.combine(outputs, len(tokens))  # [t of all ranks, h]
+    return reduce_scatter_to_sequence(partial_sums, axes.all)
 
 
 DISPATCHERS: dict[str, Dispatcher] = {

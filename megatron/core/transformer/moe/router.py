@@ -43,8 +43,8 @@ class Routing:
     probs: Tensor
     """`[t, k]` weights of their outputs."""
     kept: Tensor | None
-    """`[t, k]`, False where the token exceeds the capacity of the expert; None if nothing is
-    dropped.
+    """`[t, k]`, False where the token exceeds the capacity of the expert; None if no token
+    is dropped.
     """
 
 
@@ -153,12 +153,13 @@ class TopKRouter(MegatronModule):
             names.append(LOSS_NAMES[kind])
             coefficients.append(coefficient)
         if config.moe_z_loss_coeff:
-            z_loss = torch.logsumexp(logits.float(), dim=-1).square().mean() / self.axes.token_ranks
+            log_sums = torch.logsumexp(logits.float(), dim=-1)  # [t]
+            z_loss = log_sums.square().mean() / self.axes.token_ranks
             losses.append(config.moe_z_loss_coeff * z_loss)
             names.append(Z_LOSS)
             coefficients.append(config.moe_z_loss_coeff)
 
-        # Dropped choices are counted for an additional expert at the end.
+        # Number of tokens per expert; dropped choices count for an additional expert at the end.
         used = experts if kept is None else experts.masked_fill(~kept, self.num_experts)
         used = used.view(-1)
         loads = used.new_zeros(self.num_experts + 1).scatter_add_(0, used, torch.ones_like(used))
@@ -312,7 +313,8 @@ def compute_loss_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
 
 def _count_choices(experts: Tensor, num_experts: int, batch: int) -> Tensor:
     """Count the choices of each expert per sequence: `[s * b, k]` -> `[b, experts]` fp32."""
-    by_sequence = experts.view(-1, batch, experts.shape[1]).transpose(0, 1).reshape(batch, -1)
+    by_position = experts.view(-1, batch, experts.shape[1])  # [s, b, k]
+    by_sequence = by_position.transpose(0, 1).reshape(batch, -1)  # [b, s * k]
     counts = by_sequence.new_zeros(batch, num_experts)
     counts.scatter_add_(1, by_sequence, torch.ones_like(by_sequence))
     return counts.float()

@@ -1,5 +1,5 @@
-"""The same seed is the same model under every split: initial weights bitwise, losses and gradients
-to rounding.
+"""A seed defines the same model in every layout: equal weights, and losses and gradients up to
+rounding.
 """
 
 import pytest
@@ -106,33 +106,33 @@ def batch():
     return tokens[:, :-1], torch.arange(SEQ).expand(BATCH, SEQ), tokens[:, 1:]
 
 
-def place(box):
+def get_slices(box):
     return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
 
 
-def as_boxes(model, of_gradients=False):
-    """[(key, global shape, place, values)] of all boxes, or of the gradients of the same elements."""
+def list_boxes(model, of_gradients=False):
+    """Return (key, global shape, slices, values) of all boxes, or of their gradients."""
     rows = []
     for key, entry in model.sharded_state_dict().items():
         tensor = entry.local
-        source = (
-            entry.flat_range(key, 0, tensor.grad.reshape(-1)).boxes if of_gradients else entry.boxes
-        )
-        rows += [(key, entry.global_shape, place(box), box.tensor.clone()) for box in source]
+        if of_gradients:
+            entry = entry.flat_range(key, 0, tensor.grad.reshape(-1))
+        for box in entry.boxes:
+            rows.append((key, entry.global_shape, get_slices(box), box.tensor.clone()))
     return rows
 
 
-def pasted(rows):
-    """Global tensors; where boxes of several ranks meet they must be equal (asserted to rounding)."""
+def assemble(rows):
+    """Return the global tensors; where boxes overlap they must be equal up to rounding."""
     whole = {}
-    for key, shape, where, values in rows:
+    for key, shape, slices, values in rows:
         target = whole.setdefault(key, torch.full(shape, float("nan")))
-        known = target[where]
+        known = target[slices]
         replica = ~known.isnan()
         torch.testing.assert_close(
             values[replica], known[replica], msg=lambda m, key=key: f"{key}: {m}"
         )
-        target[where] = values
+        target[slices] = values
     assert not any(tensor.isnan().any() for tensor in whole.values())
     return whole
 
@@ -140,23 +140,21 @@ def pasted(rows):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tp,pp", [(2, 1), (1, 2), (2, 2)])
 def test_initial_weights_do_not_depend_on_the_layout(name, tp, pp):
-    expected = pasted(as_boxes(build(name, ParallelState.for_rank(ParallelConfig()))))
+    expected = assemble(list_boxes(build(name, ParallelState.for_rank(ParallelConfig()))))
     rows = []
     for rank in range(tp * pp):
         ps = ParallelState.for_rank(ParallelConfig(tp, pp), tp * pp, rank)
         layers = range(ps.pp.rank * 4 // pp, (ps.pp.rank + 1) * 4 // pp)
-        rows += as_boxes(build(name, ps, layers, ps.pp.is_first, ps.pp.is_last))
-    got = pasted(rows)
+        rows += list_boxes(build(name, ps, layers, ps.pp.is_first, ps.pp.is_last))
+    got = assemble(rows)
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[key], expected[key]) for key in expected)
 
 
-def loss_and_gradients(rank, world_size, name, tp, sequence_parallel, multiple=4):
-    ps = (
-        ParallelState.create(ParallelConfig(tp, 1))
-        if world_size > 1
-        else ParallelState.for_rank(ParallelConfig())
-    )
+def compute_loss_and_gradients(rank, world_size, name, tp, sequence_parallel, multiple=4):
+    ps = ParallelState.for_rank(ParallelConfig())
+    if world_size > 1:
+        ps = ParallelState.create(ParallelConfig(tp, 1))
     model = build(name, ps, sequence_parallel=sequence_parallel, multiple=multiple)
     tokens, positions, labels = batch()
     logits = model(tokens, positions).detach()
@@ -165,27 +163,27 @@ def loss_and_gradients(rank, world_size, name, tp, sequence_parallel, multiple=4
     for param in model.parameters():
         if param_info(param).partial_grad and world_size > 1:
             torch.distributed.all_reduce(param.grad, group=ps.tp.group)
-    return loss.detach(), logits, as_boxes(model, of_gradients=True)
+    return loss.detach(), logits, list_boxes(model, of_gradients=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("multiple", [4, 64])  # with 64, all rows of the second rank are padding
+@pytest.mark.parametrize("multiple", [4, 64])  # with 64 the second rank has padding only
 def test_tensor_parallel_equals_dense(pool, name, sequence_parallel, multiple):
-    expected_loss, expected_logits, expected = loss_and_gradients(0, 1, name, 1, False)
-    results = pool.run(loss_and_gradients, 2, name, 2, sequence_parallel, multiple)
+    expected_loss, expected_logits, expected = compute_loss_and_gradients(0, 1, name, 1, False)
+    results = pool.run(compute_loss_and_gradients, 2, name, 2, sequence_parallel, multiple)
     for loss, logits, _ in results:
         torch.testing.assert_close(loss, expected_loss, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(logits, expected_logits, atol=1e-6, rtol=1e-6)
-    got = pasted([row for result in results for row in result[2]])
-    expected = pasted(expected)
+    got = assemble([row for result in results for row in result[2]])
+    expected = assemble(expected)
     for key in expected:
         torch.testing.assert_close(
             got[key], expected[key], atol=1e-6, rtol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
         )
 
 
-def test_padding_of_the_vocabulary_never_changes_the_loss():
+def test_vocabulary_padding_does_not_change_the_loss():
     config = TransformerConfig(**LLAMA)
     losses = []
     for multiple in (1, 8, 128):
@@ -214,8 +212,8 @@ RECOMPUTE = [
     "experts",
     [{}, {"num_experts": 4, "moe_router_topk": 2, "moe_layer_freq": 2, "add_bias_linear": False}],
 )
-def test_recomputation_is_bitwise_the_same_also_with_dropout(recompute, experts):
-    def gradients(**changes):
+def test_recomputation_is_bitwise_equal_with_dropout(recompute, experts):
+    def compute_gradients(**changes):
         ps = ParallelState.for_rank(ParallelConfig())
         model = build("gpt2", ps, hidden_dropout=0.2, attention_dropout=0.1, **experts, **changes)
         torch.manual_seed(9)
@@ -223,30 +221,29 @@ def test_recomputation_is_bitwise_the_same_also_with_dropout(recompute, experts)
         model(tokens, positions, labels=labels).mean().backward()
         return [param.grad for param in model.parameters()], torch.rand(3)
 
-    (expected, expected_random), (got, got_random) = gradients(), gradients(**recompute)
+    expected, expected_random = compute_gradients()
+    got, got_random = compute_gradients(**recompute)
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    assert torch.equal(expected_random, got_random), (
-        "the generator goes on as without recomputation"
-    )
+    # Recomputation does not advance the generator.
+    assert torch.equal(expected_random, got_random)
 
 
-def dropped_stream(rank, world_size, sequence_parallel):
+def apply_dropout(rank, world_size, sequence_parallel):
     ps = ParallelState.create(ParallelConfig(2, 1))
-    layer = build(
-        "gpt2", ps, sequence_parallel=sequence_parallel, hidden_dropout=0.5
-    ).decoder.layers[0]
+    model = build("gpt2", ps, sequence_parallel=sequence_parallel, hidden_dropout=0.5)
+    layer = model.decoder.layers[0]
     torch.manual_seed(4)
     return layer._apply_dropout(torch.ones(8, 2, 32))
 
 
-def test_dropout_is_equal_where_replicated_and_different_where_split(pool):
-    first, second = pool.run(dropped_stream, 2, False)
+def test_dropout_differs_between_tp_ranks_only_under_sequence_parallelism(pool):
+    first, second = pool.run(apply_dropout, 2, False)
     assert torch.equal(first, second)
-    first, second = pool.run(dropped_stream, 2, True)
+    first, second = pool.run(apply_dropout, 2, True)
     assert not torch.equal(first, second)
 
 
-def test_main_grad_accumulates_what_autograd_would_return():
+def test_gradients_are_added_to_main_grad():
     model = build("llama", ParallelState.for_rank(ParallelConfig()))
     tokens, positions, labels = batch()
     model(tokens, positions, labels=labels).mean().backward()

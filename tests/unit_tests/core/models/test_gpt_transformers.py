@@ -1,4 +1,4 @@
-"""The same weights give the logits of `transformers`, for random small models of several families."""
+"""Logits and gradients equal those of `transformers` for small random models of several families."""
 
 import pytest
 import torch
@@ -50,23 +50,24 @@ LLAMA3_ROPE = {
 }
 
 
-def rope(**parameters):
-    """The rope settings in the spelling of the installed generation of transformers."""
+def make_rope_settings(**parameters):
+    """Return the rope settings in the format of the installed version of transformers."""
     if int(transformers.__version__.split(".")[0]) >= 5:
         return {"rope_parameters": parameters}
-    theta = parameters.pop("rope_theta")
-    return {
-        "rope_theta": theta,
-        **({"rope_scaling": parameters} if parameters["rope_type"] != "default" else {}),
-    }
+    settings = {"rope_theta": parameters.pop("rope_theta")}
+    if parameters["rope_type"] != "default":
+        settings["rope_scaling"] = parameters
+    return settings
 
 
-HALF_ROTATED = rope(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+HALF_ROTATED = make_rope_settings(
+    rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5
+)
 
 CASES = {
     "llama": (transformers.LlamaConfig(**LLAMA), OURS_LLAMA),
     "llama3_rope": (
-        transformers.LlamaConfig(**LLAMA, **rope(**LLAMA3_ROPE)),
+        transformers.LlamaConfig(**LLAMA, **make_rope_settings(**LLAMA3_ROPE)),
         {
             **OURS_LLAMA,
             "use_rope_scaling": True,
@@ -147,14 +148,14 @@ CASES = {
 }
 
 
-def interleaved(q, k, v, groups, head_dim):
-    """Rows of q, k and v in our order: per group its query heads, key, value."""
+def interleave_qkv(q, k, v, groups, head_dim):
+    """Return the rows of q, k and v in our order: per group its query heads, key, value."""
     parts = [x.view(groups, -1, head_dim, *x.shape[1:]) for x in (q, k, v)]
     return torch.cat(parts, 1).flatten(0, 2)
 
 
-def llama_weights(hf, config):
-    """Our keys -> tensors, from a Llama-like state dict."""
+def convert_llama_weights(hf, config):
+    """Return tensors by our keys from a state dict like that of Llama."""
     groups = config.query_groups
     d = config.head_dim
     weights = {
@@ -181,12 +182,12 @@ def llama_weights(hf, config):
                     weights[f"{ours}{name}.layer_norm_{kind}"] = norm
             if attention + f"q_proj.{kind}" in hf:
                 q, k, v = (hf[attention + f"{name}_proj.{kind}"] for name in "qkv")
-                weights[ours + f"self_attention.linear_qkv.{kind}"] = interleaved(
+                weights[ours + f"self_attention.linear_qkv.{kind}"] = interleave_qkv(
                     q, k, v, groups, d
                 )
             if attention + f"qkv_proj.{kind}" in hf:
                 rows = (config.num_attention_heads * d, groups * d, groups * d)
-                qkv = interleaved(*hf[attention + f"qkv_proj.{kind}"].split(rows), groups, d)
+                qkv = interleave_qkv(*hf[attention + f"qkv_proj.{kind}"].split(rows), groups, d)
                 weights[ours + f"self_attention.linear_qkv.{kind}"] = qkv
             if attention + f"o_proj.{kind}" in hf:
                 weights[ours + f"self_attention.linear_proj.{kind}"] = hf[
@@ -195,7 +196,7 @@ def llama_weights(hf, config):
             if mlp + f"gate_proj.{kind}" in hf:
                 gate_up = [hf[mlp + f"{name}_proj.{kind}"] for name in ("gate", "up")]
                 weights[ours + f"mlp.linear_fc1.{kind}"] = torch.cat(gate_up)
-            for name in ("gate_up_proj", "up_proj"):  # stacked already, or without a gate
+            for name in ("gate_up_proj", "up_proj"):  # stacked already, or not gated
                 if mlp + f"{name}.{kind}" in hf:
                     weights.setdefault(ours + f"mlp.linear_fc1.{kind}", hf[mlp + f"{name}.{kind}"])
             if mlp + f"down_proj.{kind}" in hf:
@@ -208,7 +209,7 @@ def llama_weights(hf, config):
     return weights
 
 
-def gpt2_weights(hf, config):
+def convert_gpt2_weights(hf, config):
     names = {
         "ln_1": "self_attention.linear_qkv.layer_norm_",
         "ln_2": "mlp.linear_fc1.layer_norm_",
@@ -228,14 +229,14 @@ def gpt2_weights(hf, config):
             for kind in ("weight", "bias"):
                 tensor = hf[f"transformer.h.{layer}.{theirs}.{kind}"].t()  # Conv1D is [in, out]
                 if theirs == "attn.c_attn":
-                    tensor = interleaved(
+                    tensor = interleave_qkv(
                         *tensor.chunk(3), config.num_attention_heads, config.head_dim
                     )
                 weights[f"decoder.layers.{layer}.{ours}{kind}"] = tensor
     return weights
 
 
-def bloom_weights(hf, config):
+def convert_bloom_weights(hf, config):
     names = {
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
         "post_attention_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -267,15 +268,19 @@ def test_logits_and_gradients_equal_transformers(name):
     ).eval()
     with torch.no_grad():
         for param in hf.parameters():
-            param.normal_(0.0, 0.2)  # also norms and biases, so that every one of them matters
+            param.normal_(
+                0.0, 0.2
+            )  # including norms and biases, so that each of them has an effect
 
     config = TransformerConfig(**ours)
     model = GPTModel(config, make_vocab_size_divisible_by=16)
     model.initialize(seed=0)
-    mapping = (
-        gpt2_weights if "gpt2" in name else bloom_weights if "bloom" in name else llama_weights
-    )
-    weights = mapping(hf.state_dict(), config)
+    convert = convert_llama_weights
+    if "gpt2" in name:
+        convert = convert_gpt2_weights
+    elif "bloom" in name:
+        convert = convert_bloom_weights
+    weights = convert(hf.state_dict(), config)
     state = model.sharded_state_dict()
     assert state.keys() == weights.keys()
     for key, entry in state.items():
@@ -300,7 +305,7 @@ def test_logits_and_gradients_equal_transformers(name):
     gradients = {n: p.grad for n, p in hf.named_parameters()}
     if hf_config.tie_word_embeddings:
         gradients.setdefault("lm_head.weight", None)
-    for key, expected_gradient in mapping(gradients, config).items():
+    for key, expected_gradient in convert(gradients, config).items():
         entry = state[key]
         got = entry.local.grad[: entry.global_shape[0]]
         torch.testing.assert_close(

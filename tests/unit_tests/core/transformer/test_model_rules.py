@@ -1,0 +1,36 @@
+"""Contradictory options of a model are rejected with the reason."""
+
+import pytest
+
+from tests.unit_tests.core.transformer.tiny_moe import make_config
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"moe_router_topk": 5}, "--moe-router-topk 5 must be between 1 and --num-experts 4"),
+        ({"moe_router_topk": 1}, "--moe-router-topk 1 needs --moe-router-pre-softmax"),
+        ({"moe_layer_freq": [0, 1, 1]}, "must have a 0 or a 1 for each of the --num-layers 2"),
+        (
+            {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8},
+            "shared experts do not have biases",
+        ),
+        ({"moe_router_enable_expert_bias": True}, "needs --moe-router-score-function sigmoid"),
+        ({"moe_shared_expert_gate": True}, "needs --moe-shared-expert-intermediate-size"),
+        ({"moe_router_num_groups": 3, "moe_router_group_topk": 2}, "must divide --num-experts 4"),
+        ({"moe_router_num_groups": 2}, "must be given together"),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+            "must have one value for each",
+        ),
+        ({"moe_pad_expert_input_to_capacity": True}, "needs --moe-expert-capacity-factor"),
+        ({"moe_expert_capacity_factor": 0.0}, "must be positive, got 0.0"),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            "sinkhorn does not support --moe-aux-loss-coeff",
+        ),
+    ],
+)
+def test_contradictory_expert_options_are_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(**options)
