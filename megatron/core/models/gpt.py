@@ -83,7 +83,7 @@ class GPTEmbedding(MegatronModule):
             self.position_embeddings = PositionEmbedding(config, place)
         self.word_embeddings_layernorm = None
         if config.embedding_layernorm:
-            norm = select_layer_spec(config).hidden_norm(config, place)
+            norm = select_layer_spec(config).make_hidden_norm(config, place)
             self.word_embeddings_layernorm = norm
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class OutputLayer(MegatronModule):
         self.sequence_parallel = place.sequence_parallel
         self.vocab_size = config.vocab_size
         self.tied_copy = tied_copy
-        self.cross_entropy = select_layer_spec(config).cross_entropy(config)
+        self.cross_entropy = select_layer_spec(config).select_cross_entropy(config)
         self.softcap = config.final_logit_softcapping
         self.weight = None
         if own_weight:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.parallel_state import Axis
-from megatron.core.tensor_parallel.layers import find_local_rows, linear_weight_grad
+from megatron.core.tensor_parallel.layers import compute_linear_weight_grad, find_local_rows
 from megatron.core.tensor_parallel.mappings import (
     Pending,
     start_all_reduce,
@@ -76,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         largest = logits.amax(-1).float()
         if tp.size > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp.group)
-        total, predicted = _exponentiate(logits, largest, columns)
+        total, predicted = _compute_exponentials(logits, largest, columns)
         # Labels of other ranks; a rank with padding only would contribute -inf.
         predicted.masked_fill_(is_elsewhere, 0.0)
         if tp.size > 1:
@@ -121,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         reduced = reduce(dx, tp)
         # Phase 4: dW, while that is in progress
         x = gather.wait().reshape(-1, hidden.shape[-1])
-        dw = linear_weight_grad(ctx.weight, dlogits, x)
+        dw = compute_linear_weight_grad(ctx.weight, dlogits, x)
         return reduced.wait(), dw, None, None, None, None, None
 
 
@@ -137,7 +137,9 @@ def _split_into_chunks(logits: Tensor) -> range:
     return range(0, rows, max(1, chunk_elements // max(1, columns)))
 
 
-def _exponentiate(logits: Tensor, largest: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_exponentials(
+    logits: Tensor, largest: Tensor, columns: Tensor
+) -> tuple[Tensor, Tensor]:
     """Overwrite each logit x with e^(x - largest).
 
     Returns their sum and x - largest at `columns`, both `[n]` fp32.

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 
-def linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+def compute_linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """Compute `dW = dy^T x` for `dy [n, out]` and `x [n, in]`.
 
     Returns None if the parameter has `main_grad`, to which it is then added.
@@ -51,7 +51,7 @@ def linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     return None
 
 
-def embedding_weight_grad(weight: Tensor, rows: Tensor, dy: Tensor) -> Tensor | None:
+def compute_embedding_weight_grad(weight: Tensor, rows: Tensor, dy: Tensor) -> Tensor | None:
     """Compute the sum of `dy [n, h]` for each row, given the looked-up `rows [n]`.
 
     Returns None if the parameter has `main_grad`, to which it is then added.
@@ -122,7 +122,7 @@ class _Linear(torch.autograd.Function):
         dw = None
         db = None
         if ctx.needs_input_grad[1]:
-            dw = linear_weight_grad(ctx.weight, dy2d, x2d)
+            dw = compute_linear_weight_grad(ctx.weight, dy2d, x2d)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             db = dy2d.sum(0)
         dx = pending_dx.wait() if pending_dx is not None else None
@@ -271,7 +271,7 @@ class _Embedding(torch.autograd.Function):
         if ctx.split:
             rows, is_elsewhere = find_local_rows(rows, ctx.first_row, ctx.weight.shape[0])
             dy2d = dy2d.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-        return None, embedding_weight_grad(ctx.weight, rows, dy2d), None, None
+        return None, compute_embedding_weight_grad(ctx.weight, rows, dy2d), None, None
 
 
 def find_local_rows(tokens: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:

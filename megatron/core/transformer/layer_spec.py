@@ -105,7 +105,7 @@ class LayerSpec:
     start_step: Callable[[], None] = noop
     """Called before the first micro-batch of a step, since the weights may have changed."""
 
-    def projection_in(
+    def make_input_projection(
         self,
         config: TransformerConfig,
         place: Placement,
@@ -139,7 +139,7 @@ class LayerSpec:
             device=place.device,
         )
 
-    def projection_out(
+    def make_output_projection(
         self, config: TransformerConfig, place: Placement, inputs: int, *, normed: bool = True
     ) -> RowParallelLinear:
         """Make the last projection of a branch, which returns to the residual stream.
@@ -148,7 +148,7 @@ class LayerSpec:
         """
         output_norm = None
         if normed and config.norm_placement != "pre":
-            output_norm = self.hidden_norm(config, place)
+            output_norm = self.make_hidden_norm(config, place)
         return self.row(
             inputs,
             config.hidden_size,
@@ -161,7 +161,7 @@ class LayerSpec:
             device=place.device,
         )
 
-    def hidden_norm(self, config: TransformerConfig, place: Placement) -> Norm:
+    def make_hidden_norm(self, config: TransformerConfig, place: Placement) -> Norm:
         """Make a norm of the residual stream.
 
         Under sequence parallelism each TP rank normalizes a part of the sequence.
@@ -170,7 +170,7 @@ class LayerSpec:
             config, config.hidden_size, partial_grad=place.sequence_parallel, device=place.device
         )
 
-    def cross_entropy(self, config: TransformerConfig) -> Callable[..., Tensor]:
+    def select_cross_entropy(self, config: TransformerConfig) -> Callable[..., Tensor]:
         """Return the function that computes output layer and loss."""
         if config.cross_entropy_loss_fusion:
             return self.cross_entropies[config.cross_entropy_fusion_impl]

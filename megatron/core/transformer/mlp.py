@@ -37,7 +37,7 @@ class MLP(MegatronModule):
         num_blocks = 2 if config.gated else 1
         ffn_size = ffn_size or config.ffn_size
         self.activation = get_activation(config)
-        self.linear_fc1 = spec.projection_in(
+        self.linear_fc1 = spec.make_input_projection(
             config,
             place,
             config.hidden_size,
@@ -46,7 +46,9 @@ class MLP(MegatronModule):
             normed=not shared_expert and config.norm_placement != "post",
             num_blocks=num_blocks,
         )
-        self.linear_fc2 = spec.projection_out(config, place, ffn_size, normed=not shared_expert)
+        self.linear_fc2 = spec.make_output_projection(
+            config, place, ffn_size, normed=not shared_expert
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the output of the branch, `[s, b, h]` (or `[s/tp, b, h]`) as its input."""

@@ -99,7 +99,7 @@ def _check_backend(config: ModelOptions) -> Iterator[str]:
 def _find_options_without_local_kernels(config: ModelOptions) -> Iterator[str]:
     options = []
     if config.low_precision is not None:
-        options.append(_low_precision_flag(config))
+        options.append(_format_low_precision_flag(config))
     if config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te":
         options.append("--cross-entropy-fusion-impl te")
     if config.apply_rope_fusion:
@@ -108,14 +108,14 @@ def _find_options_without_local_kernels(config: ModelOptions) -> Iterator[str]:
         yield f"{option} needs --transformer-impl transformer_engine, which has the kernels"
 
 
-def _low_precision_flag(config: ModelOptions) -> str:
+def _format_low_precision_flag(config: ModelOptions) -> str:
     if config.fp8 is not None:
         return f"--fp8-format {config.fp8}"
     return f"--fp4-format {config.fp4}"
 
 
 def _check_low_precision(config: ModelOptions) -> Iterator[str]:
-    flag = _low_precision_flag(config)
+    flag = _format_low_precision_flag(config)
     dtype = "fp8" if config.fp8 is not None else "fp4"
     if not config.bf16:
         yield f"{flag} needs --bf16: everything that is not in {dtype} is in bfloat16"

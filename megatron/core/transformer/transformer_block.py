@@ -46,7 +46,7 @@ class TransformerLayer(MegatronModule):
         self.input_layernorm = None
         self.self_attention: Attention
         if config.multi_latent_attention:
-            self.input_layernorm = spec.hidden_norm(config, place)
+            self.input_layernorm = spec.make_hidden_norm(config, place)
             self.self_attention = MultiLatentAttention(config, place, number=number)
         else:
             self.self_attention = SelfAttention(config, place, number=number)
@@ -55,7 +55,7 @@ class TransformerLayer(MegatronModule):
         self.pre_mlp_layernorm = None
         self.mlp: MLP | MoELayer
         if config.moe_layer_pattern[number]:
-            self.pre_mlp_layernorm = spec.hidden_norm(config, place)
+            self.pre_mlp_layernorm = spec.make_hidden_norm(config, place)
             self.mlp = MoELayer(config, place, layer_number=number)
         else:
             self.mlp = MLP(config, place)
@@ -143,7 +143,7 @@ class TransformerBlock(MegatronModule):
         self._share_tables(by_number)
         self.layers = nn.ModuleList(by_number.values())
         self.precision = self.spec.precision(config, stage, by_number)
-        self.final_layernorm = self.spec.hidden_norm(config, place) if post_process else None
+        self.final_layernorm = self.spec.make_hidden_norm(config, place) if post_process else None
 
     def _share_tables(self, by_number: dict[int, TransformerLayer]) -> None:
         """Let all layers of a kind use the tables of the first one."""

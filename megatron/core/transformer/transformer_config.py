@@ -26,7 +26,7 @@ class TransformerConfig(ModelOptions):
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // self.num_attention_heads
         if self.ffn_hidden_size is None:
-            self.ffn_hidden_size = self._default_ffn_size()
+            self.ffn_hidden_size = self._compute_default_ffn_size()
         if not self.group_query_attention:
             self.num_query_groups = self.num_attention_heads
         elif self.num_query_groups is None:
@@ -43,7 +43,7 @@ class TransformerConfig(ModelOptions):
         if self.rope_type is None:
             self.rope_type = "yarn" if self.multi_latent_attention else "rope"
 
-    def _default_ffn_size(self) -> int:
+    def _compute_default_ffn_size(self) -> int:
         if self.swiglu:
             # A gated MLP has three matrices: as many parameters as two of width 4 * hidden_size.
             return int(4 * self.hidden_size * 2 / 3 / 64) * 64
@@ -101,11 +101,11 @@ def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
     For example, the rotary base has an effect only with rotary position embeddings. `values` are
     those of a `TransformerConfig` or the arguments of a checkpoint, which may lack fields.
     """
-    conditions = _derive_conditions(values) | dict(values)
+    conditions = _find_conditions(values) | dict(values)
     return all(conditions[name] == value for name, value in field.metadata["when"].items())
 
 
-def _derive_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
+def _find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the conditions in `when` of fields that are not fields themselves."""
     has_experts = (values.get("num_experts") or 0) > 1
     freq = values.get("moe_layer_freq", 1)

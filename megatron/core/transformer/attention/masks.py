@@ -84,7 +84,7 @@ class AttentionMask:
         if documents is None:
             return mask
         documents = documents.to(device, non_blocking=True)
-        is_foreign = _differ(documents, documents)
+        is_foreign = _compare_documents(documents, documents)
         if mask.dtype == torch.bool:
             return mask & ~is_foreign
         return mask.masked_fill(is_foreign, -torch.inf)
@@ -123,7 +123,9 @@ class AttentionMask:
             return static_block
         row_documents = documents[:, rows.to(documents.device)].to(device, non_blocking=True)
         column_documents = documents[:, columns.to(documents.device)].to(device, non_blocking=True)
-        return static_block.masked_fill(_differ(row_documents, column_documents), invisible)
+        return static_block.masked_fill(
+            _compare_documents(row_documents, column_documents), invisible
+        )
 
     def _make_static_mask(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the mask without documents of queries and keys at these positions."""
@@ -151,6 +153,6 @@ def _find_documents(documents: Tensor) -> tuple[Document, ...]:
     return tuple(slices)
 
 
-def _differ(queries: Tensor, keys: Tensor) -> Tensor:
+def _compare_documents(queries: Tensor, keys: Tensor) -> Tensor:
     """Return whether queries and keys are of different documents: `[b, 1, queries, keys]`."""
     return (queries.unsqueeze(2) != keys.unsqueeze(1)).unsqueeze(1)

@@ -61,8 +61,8 @@ class SelfAttention(Attention):
         )
         self.queries_per_group = config.num_attention_heads // config.query_groups
         width = config.num_attention_heads * head_dim
-        self.linear_proj = spec.projection_out(config, place, width)
-        self.linear_qkv = spec.projection_in(
+        self.linear_proj = spec.make_output_projection(config, place, width)
+        self.linear_qkv = spec.make_input_projection(
             config,
             place,
             config.hidden_size,
@@ -160,7 +160,7 @@ class MultiLatentAttention(Attention):
         self.heads = divide(heads, place.tp.size, "attention heads over the tensor-parallel ranks")
 
         # Output projection, and the projections of queries
-        self.linear_proj = spec.projection_out(config, place, heads * config.v_head_dim)
+        self.linear_proj = spec.make_output_projection(config, place, heads * config.v_head_dim)
         query_size = heads * config.qk_width
         if config.q_lora_rank is None:
             self.linear_q_proj = self._make_up_projection(
@@ -190,7 +190,7 @@ class MultiLatentAttention(Attention):
     def _make_up_projection(self, inputs: int, outputs: int, normed: bool) -> ColumnParallelLinear:
         """Make a projection to heads, with the norm of its input if `normed`."""
         spec = select_layer_spec(self.config)
-        return spec.projection_in(
+        return spec.make_input_projection(
             self.config, self.place, inputs, outputs, bias=False, normed=normed
         )
 
@@ -200,7 +200,7 @@ class MultiLatentAttention(Attention):
         Under sequence parallelism each TP rank projects its part of the sequence.
         """
         config = self.config
-        return select_layer_spec(config).projection_in(
+        return select_layer_spec(config).make_input_projection(
             config,
             self.place,
             config.hidden_size,

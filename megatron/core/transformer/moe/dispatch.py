@@ -178,20 +178,20 @@ class Permutation:
         return _Combine.apply(copies, self, num_rows)
 
     def _gather_rows(self, rows: Tensor) -> Tensor:
-        return rows.index_select(0, self._order // self._copies_per_row(len(rows)))
+        return rows.index_select(0, self._order // self._count_copies_per_row(len(rows)))
 
     def _sum_copies(self, copies: Tensor, num_rows: int) -> Tensor:
         if not self.complete:
             # The last row is the contribution of copies that are left out.
             copies = torch.cat([copies, copies.new_zeros(1, copies.shape[1])])
-        per_row = self._copies_per_row(num_rows)
+        per_row = self._count_copies_per_row(num_rows)
         if per_row == 1:
             return copies.index_select(0, self._position)
         # Sums in fp32, without materializing `copies[position]`.
         positions = self._position.view(num_rows, per_row)
         return F.embedding_bag(positions, copies, mode="sum")
 
-    def _copies_per_row(self, num_rows: int) -> int:
+    def _count_copies_per_row(self, num_rows: int) -> int:
         """Return c, or 1 if the rank has no rows."""
         return len(self._position) // num_rows if num_rows else 1
 

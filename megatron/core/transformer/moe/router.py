@@ -188,13 +188,13 @@ class TopKRouter(MegatronModule):
             total = _sum_over_axes(counts.sum(0), *self.axes.everyone)
             # The mean over the micro-batches of all replicas, and of the step so far.
             total = total * (self.axes.token_ranks / self.axes.all_ranks)
-            products = (scores.sum(0) * self._average_over_microbatches(total)).sum()
+            products = (scores.sum(0) * self._compute_mean_over_microbatches(total)).sum()
         else:
             total = _sum_over_axes(counts.sum(0), *self.axes.tokens)
             products = (scores.sum(0) * total).sum()
         return products * (self.num_experts / (self.config.moe_router_topk * num_tokens**2))
 
-    def _average_over_microbatches(self, counts: Tensor) -> Tensor:
+    def _compute_mean_over_microbatches(self, counts: Tensor) -> Tensor:
         """Return the mean of the `counts` of this step so far."""
         if self._global_counts is not None:
             counts = self._global_counts + counts
