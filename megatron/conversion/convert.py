@@ -83,7 +83,7 @@ def open_found(found: CheckpointRef, read_options: ReadOptions | None = None) ->
 
 
 def _require_checksums(found: CheckpointRef) -> None:
-    """Raise CheckpointError unless what is read from the checkpoint can be verified.
+    """Raise CheckpointError unless the checkpoint contains checksums.
 
     Blocks are compared with `checksums.bin` when they are read. Megatron-LM's `integrity.json` has
     a hash of each file, so all files are read here, on rank 0 only.
@@ -128,7 +128,7 @@ def _write_legacy(
     return _write_iteration(source, root, write)
 
 
-# Each returns what could not be carried over.
+# Each returns a note for each part that is lost.
 WRITERS: dict[str, Callable[[Source, Path, WriteOptions, Progress], list[str]]] = {
     "torch_dist": _write_torch_dist,
     "legacy": _write_legacy,
@@ -196,7 +196,7 @@ class ConversionReport:
     source: str
     target: Path
     num_tensors: int
-    not_carried: list[str]  # what the target format cannot hold
+    not_carried: list[str]  # parts that the target format cannot hold
     verified: int | None  # number of tensors compared with the source
 
 
@@ -218,7 +218,7 @@ def convert(
     The target appears complete or not at all. With `verify` it is read back and compared with the
     source. `starting` receives the number of bytes to write and then the number to compare. Raises
     ValueError for an existing target without `overwrite`, an unreadable source, or a format that
-    cannot hold the model; nothing is left in that case.
+    cannot hold the model; partial results are removed.
     """
     options = options or WriteOptions()
     source = open_checkpoint(load_dir, loader, step, read_options)

@@ -17,7 +17,7 @@ QKV_LAYOUTS = ("groups", "tp-blocks")  # of universal checkpoints
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Read options: facts missing from the files, and what to read."""
+    """Read options: facts missing from the files, and the parts to read."""
 
     args: Mapping[str, Any] = field(default_factory=dict)
     """Arguments under Megatron-LM's names. They override those in the files."""

@@ -267,7 +267,7 @@ def run(
 
 
 def stop(number: int, frame: object) -> NoReturn:
-    """Exit, which removes what was written so far; a second Ctrl-C does not interrupt that."""
+    """Exit, which removes the partial result; a second Ctrl-C does not interrupt that."""
     for each in STOPPING:
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)

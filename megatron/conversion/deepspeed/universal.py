@@ -159,7 +159,7 @@ class UniversalSource:
         blocks = sizes.get("tp_degree") or self.args.get("tensor_model_parallel_size")
         if not blocks:
             raise ValueError(
-                f"{self.description} does not say how many ranks split q, k and v: give "
+                f"{self.description} does not record how many ranks split q, k and v: give "
                 "--tensor-model-parallel-size"
             )
         return int(blocks)
@@ -177,7 +177,7 @@ def _find_vocab_size(files: UniversalFiles, given: Mapping[str, Any]) -> int:
         entry = files.read_entry(WORD_EMBEDDINGS, "param")
         if not (isinstance(entry, dict) and entry.get("vocab_tensor")):
             raise ValueError(
-                f"{files.description} does not tell tokens from padding: give --vocab-size (rows: "
+                f"{files.description} does not separate tokens from padding: give --vocab-size (rows: "
                 f"{rows})"
             )
         wanted = rows
@@ -224,9 +224,7 @@ def _infer_args(files: UniversalFiles, given: Mapping[str, Any]) -> dict[str, An
         inferred["max_position_embeddings"] = shapes[_POSITIONS][0]
     elif "position_embedding_type" not in given:
         flag = flag_name("position_embedding_type")
-        raise ValueError(
-            f"{files.description} does not say how positions enter the model: give {flag}"
-        )
+        raise ValueError(f"{files.description} does not record the position embedding: give {flag}")
     return inferred
 
 
@@ -269,7 +267,7 @@ def write_universal(
     options: WriteOptions | None = None,
     progress: Progress = no_progress,
 ) -> list[str]:
-    """Write `source` to the empty `directory`; return what could not be carried over.
+    """Write `source` to the empty `directory`; return a note for each lost part.
 
     `latest_universal` is written last. A source without an optimizer gets an initial optimizer state,
     which DeepSpeed's loader requires. Raises ValueError before anything is written for a model that

@@ -125,7 +125,7 @@ class LegacySource:
         is_sharded = with_optimizer and _has_sharded_optimizer(list(folders.values()))
         for rank, content in files.items():
             folder = folders[rank]
-            # The layers determine what the rank contains. The file determines the order of its
+            # The layers determine the parameters of the rank. The file determines the order of its
             # parameters: flat optimizer buffers were filled in the order of the modules.
             chunks = rank_parameters(
                 self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert, self.args

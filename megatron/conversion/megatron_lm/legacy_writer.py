@@ -78,7 +78,7 @@ def write_legacy(
 
     The optimizer has the form of the run: sharded (`distrib_optim.pt`) with the distributed
     optimizer, numbered states without. Rows that pad the vocabulary, and gaps in flat buffers, are
-    zero. Returns what could not be carried over. Raises ValueError if the model cannot be split.
+    zero. Returns a note for each part that is lost. Raises ValueError if the model cannot be split.
     """
     args = _make_target_args(source, layout)
     contents = _Contents(source, args)
@@ -98,7 +98,7 @@ def write_legacy(
                     for key, box, start in contents.sources.get(slot, ()):
                         place = position + start * slot.dtype.itemsize
                         places[key].append(FilePlace(box.offset, box.shape, path, place))
-        assert places.keys() | contents.implied == source.tensors.keys(), "every tensor has a place"
+        assert places.keys() | contents.implied == source.tensors.keys(), "a tensor is not written"
 
         jobs = []
         for key, wanted in places.items():
@@ -327,7 +327,7 @@ class _Contents:
             state: list[dict[str, Any]] = training.rng[key]()
             return state
         seed = int(self._args.get("seed") or _SEED)
-        note = f"random number generators of another layout (they begin anew from seed {seed})"
+        note = f"random number generators of another layout (they start again from seed {seed})"
         if note not in self.not_carried:
             self.not_carried.append(note)
         return build_initial_rng_state(seed, rank.tp, rank.pp, rank.expert)

@@ -1,4 +1,4 @@
-"""`tools/checkpoint/convert.py` in this process: a process of its own costs seconds of imports."""
+"""Run `tools/checkpoint/convert.py` in this process, which saves seconds of imports."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from tools.checkpoint import convert
 
 
 def run_convert(*words: object) -> subprocess.CompletedProcess[str]:
-    """What the tool says and how it ends with these words on its command line."""
+    """Return the output and the exit status of the tool for this command line."""
     out = io.StringIO()
     err = io.StringIO()
     status = 0

@@ -1,4 +1,4 @@
-"""Our GPTModel, filled from a checkpoint box by box as any rank of any layout would be."""
+"""Our GPTModel, filled from a checkpoint box by box, as a rank of any layout does."""
 
 import torch
 
@@ -10,6 +10,7 @@ from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
 
 
 def fill(model: GPTModel, source: Source, main: bool = False) -> None:
+    """Copy the weights, or with `main` the main parameters, into the model."""
     for param in model.parameters():
         torch.nn.init.zeros_(param)  # rows of padding, which no box covers
     for key, entry in model.sharded_state_dict().items():
@@ -23,7 +24,7 @@ def fill(model: GPTModel, source: Source, main: bool = False) -> None:
 def chunk(
     source: Source, stage: int = 0, stages: int = 1, tp: Axis | None = None, main: bool = False
 ) -> GPTModel:
-    """Pipeline stage `stage` of `stages`, in fp32."""
+    """Return pipeline stage `stage` of `stages` in fp32."""
     config = model_config(
         source.args | {"bf16": False}, source.tensors[WORD_EMBEDDINGS].shape[0], source.description
     )
@@ -43,6 +44,7 @@ def chunk(
 def model_logits(
     source: Source, tokens: torch.Tensor, stages: int = 1, main: bool = False
 ) -> torch.Tensor:
+    """Return the logits, computed stage by stage."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     hidden = None
     for stage in range(stages):
@@ -55,7 +57,7 @@ def model_logits(
 def tensor_parallel_logits(
     rank: int, world_size: int, source: Source, tokens: torch.Tensor
 ) -> torch.Tensor:
-    """For the pool: the logits as one of `world_size` tensor-parallel ranks sees them."""
+    """Return the logits on one of `world_size` tensor-parallel ranks; runs in the pool."""
     state = ParallelState.create(ParallelConfig(tensor_model_parallel_size=world_size))
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     return chunk(source, tp=state.tp)(tokens, positions)

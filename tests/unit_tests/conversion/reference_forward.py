@@ -1,4 +1,4 @@
-"""The forward pass of a checkpoint in model space, written plainly from the definitions, in fp64."""
+"""A plain fp64 forward pass of a checkpoint in model space, written from the definitions."""
 
 import math
 
@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def reference_logits(source: Source, tokens: torch.Tensor, main: bool = False) -> torch.Tensor:
-    """Logits [b, s, vocab] for `tokens` [b, s], of the weights or of the main parameters."""
+    """Return logits [b, s, vocab] for `tokens` [b, s], from the weights or main parameters."""
     config = model_config(source.args, source.tensors[WORD_EMBEDDINGS].shape[0], source.description)
     keys = [key for key in source.tensors if not key.startswith("optimizer.")]
     return _Forward(

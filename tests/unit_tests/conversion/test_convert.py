@@ -1,6 +1,4 @@
-"""The converter as a user runs it: every pair, a chain through all formats, and what must be
-refused.
-"""
+"""Conversion between all pairs of formats, a chain through all, and refused conversions."""
 
 import itertools
 import os
@@ -26,9 +24,7 @@ LAYOUT = WriteOptions(tensor_parallel=2, pipeline_parallel=2, optim_sidecar=True
 
 @pytest.fixture(autouse=True)
 def without_fsync(monkeypatch):
-    """Nothing crashes here, and nearly all of the time of a tiny conversion is waiting for the
-    disk.
-    """
+    """Skip fsync: these tests do not crash, and tiny conversions mostly wait for the disk."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
@@ -46,7 +42,9 @@ def first_checkpoint(root: Path, args=LLAMA_ARGS, **changes):
 
 @pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("source_format,target_format", list(itertools.product(FORMATS, FORMATS)))
-def test_every_pair_carries_weights_and_optimizer(tmp_path, source_format, target_format, args):
+def test_every_pair_of_formats_keeps_weights_and_optimizer(
+    tmp_path, source_format, target_format, args
+):
     source = first_checkpoint(tmp_path / "run", args)
     convert(
         tmp_path / "run", tmp_path / "a", source_format, options=WriteOptions(optim_sidecar=True)
@@ -97,7 +95,7 @@ def test_without_optimizer_and_in_another_dtype(tmp_path):
 
 @pytest.mark.parametrize("sidecar", [False, True])
 @pytest.mark.parametrize("saver", FORMATS)
-def test_progress_reaches_what_was_announced(tmp_path, saver, sidecar):
+def test_progress_reaches_the_estimated_bytes(tmp_path, saver, sidecar):
     write_torch_dist(random_source(LLAMA_ARGS | {"bf16": True}, vocab_size=4000), tmp_path / "run")
     announced = []
     written = []
@@ -114,7 +112,7 @@ def test_progress_reaches_what_was_announced(tmp_path, saver, sidecar):
     assert abs(sum(written) - announced[0]) < 0.05 * announced[0]
 
 
-def test_existing_target_is_kept_unless_told_otherwise(tmp_path):
+def test_existing_target_requires_overwrite(tmp_path):
     first_checkpoint(tmp_path / "run")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/precious").write_text("x")
@@ -141,7 +139,7 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, saver, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
-def test_two_conversions_to_one_target_do_not_mix(tmp_path):
+def test_concurrent_conversion_to_one_target_is_refused(tmp_path):
     first_checkpoint(tmp_path / "run")
     refused = []
 
@@ -157,7 +155,7 @@ def test_two_conversions_to_one_target_do_not_mix(tmp_path):
     assert refused and sorted(os.listdir(tmp_path)) == ["out", "run"]
 
 
-def test_sources_that_are_none(tmp_path):
+def test_invalid_sources_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no such directory"):
         convert(tmp_path / "nothing", tmp_path / "out", "hf")
     (tmp_path / "empty").mkdir()
@@ -169,7 +167,7 @@ def test_sources_that_are_none(tmp_path):
     assert sorted(READABLE) == sorted(WRITERS)
 
 
-def test_checksums_of_earlier_releases_are_compared_as_well(tmp_path):
+def test_checksums_of_earlier_releases_are_verified(tmp_path):
     first_checkpoint(tmp_path / "run")
     with_older_checksums(tmp_path / "run" / "iter_0000007")
     assert (
@@ -208,7 +206,7 @@ def test_damaged_source_is_refused(tmp_path):
     convert(tmp_path / "run", tmp_path / "out", "hf", read_options=ReadOptions(verify=False))
 
 
-def test_a_directory_of_another_format_than_told_is_named(tmp_path):
+def test_wrong_loader_is_refused(tmp_path):
     first_checkpoint(tmp_path / "run")
     for loader in ("legacy", "universal"):
         with pytest.raises(
@@ -217,7 +215,7 @@ def test_a_directory_of_another_format_than_told_is_named(tmp_path):
             convert(tmp_path / "run" / "iter_0000007", tmp_path / "out", "hf", loader=loader)
 
 
-def test_values_that_are_no_numbers_are_compared_too(tmp_path):
+def test_nan_values_are_compared_bitwise(tmp_path):
     source = random_source(LLAMA_ARGS, optimizer=False)
     source.values["output_layer.weight"][0, 0] = float("nan")
     write_torch_dist(source, tmp_path / "run")
@@ -229,10 +227,8 @@ def test_values_that_are_no_numbers_are_compared_too(tmp_path):
 @pytest.mark.parametrize(
     "groups,distributed", [(None, True), (None, False), ([1.0], False), ([1.0, 1.0, 0.0], False)]
 )
-def test_an_optimizer_that_legacy_files_have_no_groups_for(tmp_path, groups, distributed):
-    """Without groups there is no optimizer there; of others than two none may be lost or taken for
-    another.
-    """
+def test_legacy_refuses_unsupported_parameter_groups(tmp_path, groups, distributed):
+    """Missing groups, and groups other than one with and one without weight decay."""
     source = random_source(GPT_ARGS | {"use_distributed_optimizer": distributed})
     group = source.training.param_groups[0]
     source.training.param_groups = groups and [group | {"wd_mult": decay} for decay in groups]

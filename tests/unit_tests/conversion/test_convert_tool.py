@@ -1,4 +1,4 @@
-"""`tools/checkpoint/convert.py` on the command line."""
+"""The command line of `tools/checkpoint/convert.py`."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_from_universal_to_hugging_face(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--num-attention-heads", "4"]])
-def test_arguments_that_the_files_lack(flags: list[str], tmp_path: Path) -> None:
+def test_missing_arguments_are_given_as_flags(flags: list[str], tmp_path: Path) -> None:
     write_universal(random_source(GPT_ARGS), tmp_path / "in")
     found = require_checkpoint(tmp_path / "in").directory
     state = torch.load(found / "mp_rank_00_model_states.pt", weights_only=False)
@@ -69,7 +69,7 @@ def test_arguments_that_the_files_lack(flags: list[str], tmp_path: Path) -> None
         assert not (tmp_path / "out").exists()
 
 
-def test_options_for_both_ends(tmp_path: Path) -> None:
+def test_source_and_target_options(tmp_path: Path) -> None:
     source = random_source(GPT_ARGS, optimizer=False)
     write_huggingface(source, tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -103,14 +103,14 @@ def test_options_for_both_ends(tmp_path: Path) -> None:
     assert not torch.equal(read_whole(open_checkpoint(tmp_path / "hf2"), QKV), source.values[QKV])
 
 
-def test_unknown_flags_are_named(tmp_path: Path) -> None:
+def test_unknown_flags_are_refused(tmp_path: Path) -> None:
     said = run(
         "--saver", "hf", "--load-dir", tmp_path, "--save-dir", tmp_path / "x", "--num-layer", "2"
     )
     assert "--num-layer" in said and "--num-layers" in said
 
 
-def test_options_for_other_formats_are_named(tmp_path: Path) -> None:
+def test_flags_without_effect_are_reported(tmp_path: Path) -> None:
     write_huggingface(random_source(GPT_ARGS, optimizer=False), tmp_path / "hf")
     flags = ["--max-shard-size", "1GB", "--target-pipeline-parallel-size", "2"]
     said = run(
@@ -126,7 +126,7 @@ def test_options_for_other_formats_are_named(tmp_path: Path) -> None:
     assert "no effect: --target-pipeline-parallel-size (for legacy)" in said
 
 
-def test_steps_of_a_universal_root(tmp_path: Path) -> None:
+def test_ckpt_step_selects_a_universal_directory(tmp_path: Path) -> None:
     write_universal(random_source(GPT_ARGS), tmp_path / "in", WriteOptions())
     assert (
         open_checkpoint(tmp_path / "in", step=7).tensors == open_checkpoint(tmp_path / "in").tensors
@@ -138,6 +138,6 @@ def test_steps_of_a_universal_root(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flag", ["--target-tensor-parallel-size", "--true-vocab-size", "--workers"]
 )
-def test_zero_is_no_default(flag: str) -> None:
+def test_zero_sizes_are_refused(flag: str) -> None:
     done = run_convert("--load-dir", "a", "--save-dir", "b", "--saver", "legacy", flag, "0")
     assert done.returncode and f"argument {flag}: 0 must be at least 1" in done.stderr

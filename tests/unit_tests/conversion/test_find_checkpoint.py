@@ -1,6 +1,4 @@
-"""Which checkpoint is loaded: the one asked for, the tracker's, or the newest complete one; in
-every format.
-"""
+"""Which checkpoint a path means: the requested, the tracker's, or the newest complete one."""
 
 import dataclasses
 import shutil
@@ -28,9 +26,7 @@ TRACKERS = ("latest_checkpointed_iteration.txt", "latest_universal")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By format: a directory with checkpoints of iterations 5 and 10, and a tracker that names the
-    latter.
-    """
+    """By format: a directory with iterations 5 and 10, and a tracker that names the latter."""
     roots = {}
     for name in ("torch_dist", "legacy", "universal"):
         roots[name] = tmp_path_factory.mktemp(name)
@@ -54,7 +50,7 @@ def run(request, runs, tmp_path):
     return request.param, root, old, new
 
 
-def test_names(tmp_path):
+def test_names_of_iteration_directories(tmp_path):
     assert CheckpointDirectory("run").path(12).as_posix() == "run/iter_0000012"
     assert iteration_in_name(CheckpointDirectory("run").path(12)) == 12
     for name in ("iter_0000007", "iter_notes", "iter_0000003"):
@@ -62,14 +58,14 @@ def test_names(tmp_path):
     assert CheckpointDirectory(tmp_path).list_iterations() == [3, 7]
 
 
-def test_nothing_there(tmp_path):
+def test_empty_directory_has_no_checkpoint(tmp_path):
     assert find_checkpoint(tmp_path) is None
     assert find_checkpoint(tmp_path / "absent") is None
     CheckpointDirectory(tmp_path).path(3).mkdir()
     assert find_checkpoint(tmp_path) is None, "an empty directory holds nothing that could be lost"
 
 
-def test_the_tracker_decides(run):
+def test_tracker_names_the_checkpoint(run):
     form, root, old, new = run
     assert find_checkpoint(root) == CheckpointRef(new, form)
     write_tracker(root, 5)
@@ -77,12 +73,12 @@ def test_the_tracker_decides(run):
     assert find_checkpoint(root) == CheckpointRef(old, form)
 
 
-def test_a_checkpoint_itself(run):
+def test_checkpoint_directory_is_found_directly(run):
     form, _, old, _ = run
     assert find_checkpoint(old) == CheckpointRef(old, form)
 
 
-def test_a_step_rules_over_the_tracker(run):
+def test_ckpt_step_overrides_the_tracker(run):
     form, root, old, _ = run
     assert find_checkpoint(root, 5) == CheckpointRef(old, form)
     with pytest.raises(
@@ -92,7 +88,7 @@ def test_a_step_rules_over_the_tracker(run):
 
 
 @pytest.mark.parametrize("tracker", [None, b"", b"\xff\x00garbage", b"../../etc", b"20"])
-def test_without_a_tracker_that_can_be_followed_the_newest_one_counts(run, tracker):
+def test_unusable_tracker_falls_back_to_the_newest(run, tracker):
     form, root, _, new = run
     for name in TRACKERS:
         if (root / name).exists() and tracker is not None:
@@ -108,10 +104,8 @@ def test_without_a_tracker_that_can_be_followed_the_newest_one_counts(run, track
     )
 
 
-def test_every_missing_or_truncated_file_is_found_out(run):
-    """What is said to be whole can be opened and read; else the checkpoint before stands in, and
-    the note says why.
-    """
+def test_every_missing_or_truncated_file_is_detected(run):
+    """A checkpoint reported as complete can be read; otherwise the previous one is used."""
     form, root, old, new = run
     found_out = 0
     for number, path in enumerate(sorted(path for path in new.rglob("*") if path.is_file())):
@@ -141,8 +135,8 @@ def test_every_missing_or_truncated_file_is_found_out(run):
     assert found_out >= (1 if form == "universal" else 3) * len(list(new.rglob(needed[form])))
 
 
-def test_checkpoints_none_of_which_is_whole(run):
-    """To start from scratch would overwrite them."""
+def test_only_damaged_checkpoints_are_an_error(run):
+    """Training from scratch would overwrite them."""
     _, root, old, new = run
     for name in TRACKERS:
         (root / name).unlink(missing_ok=True)
@@ -158,7 +152,7 @@ def test_checkpoints_none_of_which_is_whole(run):
         find_checkpoint(root)
 
 
-def test_a_release(tmp_path):
+def test_release_directory_is_found(tmp_path):
     source = dataclasses.replace(random_source(GPT_ARGS), training=None)
     WRITERS["torch_dist"](source, tmp_path, WriteOptions(), no_progress)
     assert find_checkpoint(tmp_path) == CheckpointRef(tmp_path / "release", "torch_dist")
@@ -172,7 +166,7 @@ def test_a_release(tmp_path):
         find_checkpoint(tmp_path)
 
 
-def test_the_converter_takes_what_training_takes(run, caplog, tmp_path):
+def test_converter_and_training_find_the_same_checkpoint(run, caplog, tmp_path):
     form, root, old, new = run
     for name in TRACKERS:
         (root / name).unlink(missing_ok=True)
@@ -182,7 +176,7 @@ def test_the_converter_takes_what_training_takes(run, caplog, tmp_path):
     assert open_checkpoint(tmp_path / "hf", "hf").training is None and form in FORMATS
 
 
-def test_numbers_in_other_scripts_are_no_iterations(tmp_path):
+def test_non_ascii_digits_are_not_iterations(tmp_path):
     for name in ("iter_0000003", "iter_\u00b2", "iter_\u0663"):
         (tmp_path / name).mkdir()
     assert CheckpointDirectory(tmp_path).list_iterations() == [3]

@@ -1,4 +1,4 @@
-"""The one engine of loading, over a checkpoint of any format."""
+"""Loading from a checkpoint of any format."""
 
 import pytest
 import torch
@@ -51,14 +51,14 @@ def test_every_strictness(caplog):
         ) == (strictness == "log_all")
 
 
-def test_another_shape_is_an_error_however_lenient():
+def test_other_shape_is_an_error_for_every_strictness():
     wanted = {PRESENT: ShardedTensor.replicated(PRESENT, torch.zeros(31))}
     with pytest.raises(ValueError, match=rf"{PRESENT}: \(32,\) in the checkpoint, \(31,\) here"):
         load_from_source(wanted, random_source(GPT_ARGS), strictness="ignore_all")
 
 
-def test_one_memory_has_one_source():
-    """The defect of bf16 checkpoints in fp32 runs: two keys for one tensor, filled in any order."""
+def test_shared_memory_requires_one_key():
+    """Two keys for one tensor of an fp32 run would be read in arbitrary order."""
     tensor = torch.zeros(32)
     other = "optimizer.state.param." + PRESENT
     wanted = {key: ShardedTensor.replicated(key, tensor) for key in (PRESENT, other)}

@@ -1,6 +1,4 @@
-"""Main parameters that are not the weights: refused with the reason, at the opening or while
-reading.
-"""
+"""Main parameters: consistent with the weights, never missing, and the loss scaler next to them."""
 
 from pathlib import Path
 
@@ -28,9 +26,7 @@ KEY = "decoder.layers.1.mlp.linear_fc1.weight"  # 96 x 32
 
 
 def defective(rows: slice) -> MemorySource:
-    """As Megatron-core leaves it behind a padded bucket: weights right, these rows of a main
-    parameter shifted.
-    """
+    """Return a source with shifted rows of a main parameter, as Megatron-core can write it."""
     source = random_source(LLAMA_ARGS | {"bf16": True, "use_distributed_optimizer": True})
     main = source.values[f"optimizer.state.param.{KEY}"]
     main[rows] = main[rows].roll(64)
@@ -45,7 +41,7 @@ def write(source: Source, form: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "legacy"])
-def test_a_shift_of_the_whole_tensor_is_seen_at_the_opening(tmp_path: Path, form: str) -> None:
+def test_shifted_tensor_is_refused_on_open(tmp_path: Path, form: str) -> None:
     write(defective(slice(None)), form, tmp_path / "run")
     with pytest.raises(
         CheckpointError, match=rf"main parameter of {KEY} at \(0, 0\) is not the stored weight"
@@ -53,7 +49,7 @@ def test_a_shift_of_the_whole_tensor_is_seen_at_the_opening(tmp_path: Path, form
         open_checkpoint(tmp_path / "run")
 
 
-def test_a_run_refuses_it_and_takes_the_weights_alone(tmp_path: Path) -> None:
+def test_run_refuses_shifted_optimizer_and_loads_weights_only(tmp_path: Path) -> None:
     write_legacy(defective(slice(None)), tmp_path / "iter_0000007", Layout.of(2, 2, 1))
     write_tracker(tmp_path, 7)
     with pytest.raises(CheckpointError, match="--no-load-optim of a run"):
@@ -65,7 +61,7 @@ def test_a_run_refuses_it_and_takes_the_weights_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("saver", ["torch_dist", "legacy", "hf", "universal"])
 @pytest.mark.parametrize("form", ["torch_dist", "legacy"])
-def test_a_shift_in_the_middle_is_seen_while_reading(tmp_path: Path, form: str, saver: str) -> None:
+def test_shifted_rows_are_refused_on_read(tmp_path: Path, form: str, saver: str) -> None:
     write(defective(slice(20, 24)), form, tmp_path / "run")
     with pytest.raises(
         CheckpointError, match=r"--no-optim .* another save of that run \(--ckpt-format torch"
@@ -74,7 +70,7 @@ def test_a_shift_in_the_middle_is_seen_while_reading(tmp_path: Path, form: str, 
     assert not (tmp_path / "out").exists()
 
 
-def test_the_way_out_takes_the_weights_from_the_weights(tmp_path: Path) -> None:
+def test_no_optim_reads_the_stored_weights(tmp_path: Path) -> None:
     source = defective(slice(20, 24))
     write_torch_dist(source, tmp_path / "run")
     convert(
@@ -92,7 +88,7 @@ def test_the_way_out_takes_the_weights_from_the_weights(tmp_path: Path) -> None:
 # --use-layer-wise-distributed-optimizer in 0.19.
 @pytest.mark.parametrize("optimizer", ["lion", "soap", "muon", "dist_muon"])
 @pytest.mark.parametrize("form", ["torch_dist", "legacy"])
-def test_optimizers_that_are_not_ours_are_refused_by_name(
+def test_unsupported_optimizers_are_refused_by_name(
     tmp_path: Path, form: str, optimizer: str
 ) -> None:
     args = {"optimizer": optimizer, "use_distributed_optimizer": False}

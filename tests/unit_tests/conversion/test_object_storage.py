@@ -1,4 +1,4 @@
-"""Tools and the search for a checkpoint at addresses of object storage."""
+"""Conversion and checkpoint lookup in object storage."""
 
 from pathlib import Path
 
@@ -25,14 +25,14 @@ def converted():
     object_storage._open_store.cache_clear()
 
 
-def test_there_and_back(converted, tmp_path, capsys):
+def test_round_trip_through_object_storage(converted, tmp_path, capsys):
     convert(converted, tmp_path / "back", "legacy")
     assert main(["diff", str(SOURCE), str(tmp_path / "back")]) == 0
     assert main(["verify", str(converted)]) == 0
     assert "s3://bucket/model/iter_" in capsys.readouterr().out
 
 
-def test_the_newest_commit_is_found_whatever_the_tracker_says(converted):
+def test_newest_commit_overrides_the_tracker(converted):
     store = converted.store
     found = find_checkpoint(str(converted))
     tracker = f"{converted.key}/latest_checkpointed_iteration.txt"
@@ -59,16 +59,16 @@ def test_the_newest_commit_is_found_whatever_the_tracker_says(converted):
         ("torch_dist", True, "nothing is replaced there"),
     ],
 )
-def test_what_cannot_be_is_one_clear_error(converted, saver, overwrite, message):
+def test_unsupported_targets_are_refused(converted, saver, overwrite, message):
     with pytest.raises(ValueError, match=message):
         convert(SOURCE, path_of("s3://bucket/new"), saver, overwrite=overwrite)
     assert not path_of("s3://bucket/new").exists()
 
 
-def test_an_existing_target_is_kept(converted):
+def test_existing_target_is_refused(converted):
     with pytest.raises(ValueError, match="s3://bucket/model exists"):
         convert(SOURCE, converted, "torch_dist")
 
 
-def test_a_plain_path_is_one(tmp_path):
+def test_plain_path_is_a_path(tmp_path):
     assert path_of(str(tmp_path)) == tmp_path and type(path_of("a")) is type(Path("a"))

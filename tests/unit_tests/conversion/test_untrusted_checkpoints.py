@@ -1,6 +1,4 @@
-"""A stranger's checkpoint names paths: none of them leads a conversion out of the directories that
-the user gave.
-"""
+"""Paths in an untrusted checkpoint never leave the directories that the user named."""
 
 import json
 import os
@@ -42,8 +40,8 @@ def edit(path: Path, change) -> None:
     "iteration", ["VICTIM", "../../victim", -1, 2**70, float("nan"), 1.5, True, None, [1]]
 )
 @pytest.mark.parametrize("saver", ["torch_dist", "legacy", "universal"])
-def test_an_iteration_is_no_path(iteration, saver: str, model: Path, tmp_path: Path) -> None:
-    """It became the directory that is replaced: what stood there was deleted."""
+def test_iteration_must_not_be_a_path(iteration, saver: str, model: Path, tmp_path: Path) -> None:
+    """It named the directory to be replaced, whose files were deleted."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "precious").write_text("data")
@@ -67,13 +65,13 @@ def test_an_iteration_is_no_path(iteration, saver: str, model: Path, tmp_path: P
         {"num_floating_point_operations_so_far": 1e400},
     ],
 )
-def test_counters_are_checked_whatever_the_format(counters: dict) -> None:
+def test_counters_are_checked_in_every_format(counters: dict) -> None:
     with pytest.raises(CheckpointError, match="the training state: .* must be a"):
         TrainingState(**counters)
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/dev/zero", "..", "", "a\nb", 7, None])
-def test_files_are_named_not_pathed(name, model: Path, tmp_path: Path) -> None:
+def test_file_names_must_not_be_paths(name, model: Path, tmp_path: Path) -> None:
     (model / "model.safetensors").rename(tmp_path / "outside.safetensors")
     tensors = {"lm_head.weight": name}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
@@ -83,7 +81,7 @@ def test_files_are_named_not_pathed(name, model: Path, tmp_path: Path) -> None:
         convert(model, tmp_path / "out", "torch_dist")
 
 
-def test_links_stay_in_the_directory_or_in_the_cache(model: Path, tmp_path: Path) -> None:
+def test_links_must_stay_in_the_directory_or_cache(model: Path, tmp_path: Path) -> None:
     tensors = safetensors.torch.load_file(model / "model.safetensors")
     weight_map = dict.fromkeys(tensors, "shard.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -103,12 +101,10 @@ def test_links_stay_in_the_directory_or_in_the_cache(model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["../model", "/etc", ".", "a/b"])
-def test_a_universal_directory_names_one_of_its_own(
+def test_latest_universal_must_name_a_subdirectory(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A name that leads elsewhere is not followed: the newest checkpoint in the directory itself is
-    taken.
-    """
+    """Another name is not followed: the newest checkpoint in the directory is used."""
     write_universal(random_source(LLAMA_ARGS), tmp_path / "universal")
     (tmp_path / "universal/latest_universal").write_text(name)
     convert(tmp_path / "universal", tmp_path / "out", "torch_dist")
@@ -120,8 +116,8 @@ def test_a_universal_directory_names_one_of_its_own(
 
 
 @pytest.mark.parametrize("name", ["state.json", "optimizer.safetensors", "../x", "/dev/zero"])
-def test_a_pipe_or_a_device_is_not_waited_for(name: str, model: Path, tmp_path: Path) -> None:
-    """In a thread of its own, which may be left behind: it would wait for ever."""
+def test_pipes_and_devices_are_refused(name: str, model: Path, tmp_path: Path) -> None:
+    """Runs in a thread, which would otherwise wait forever."""
     state = model / "megatron_state/state.json"
     if name == "state.json":
         state.unlink()
@@ -151,9 +147,7 @@ def test_a_pipe_or_a_device_is_not_waited_for(name: str, model: Path, tmp_path: 
 def exported(
     tmp_path: Path, args: dict, options: WriteOptions | None = None
 ) -> tuple[set[str], list[str]]:
-    """Files of the model that a run with these arguments is exported to, and what could not be
-    carried.
-    """
+    """Return the exported files of a run with these arguments, and the notes."""
     source = random_source(LLAMA_ARGS | args, optimizer=False)
     write_torch_dist(source, tmp_path / "run")
     outcome = convert(tmp_path / "run", tmp_path / "out", "hf", options=options)
@@ -161,8 +155,8 @@ def exported(
 
 
 @pytest.mark.parametrize("kind", ["tokenizer_model", "vocab_file", "directory"])
-def test_secrets_do_not_leave_with_a_model(kind: str, tmp_path: Path) -> None:
-    """The checkpoint names the user's files as its tokenizer."""
+def test_user_files_are_not_exported_as_tokenizer(kind: str, tmp_path: Path) -> None:
+    """The checkpoint names files of the user as its tokenizer."""
     home = tmp_path / "home"
     home.mkdir()
     for name in ("id_rsa", "merges.txt", "vocab.json", "tokenizer.json", "chat_template.jinja"):
@@ -177,13 +171,13 @@ def test_secrets_do_not_leave_with_a_model(kind: str, tmp_path: Path) -> None:
     assert lost and all("outside of its directory; give --tokenizer" in line for line in lost)
 
 
-def test_a_confirmed_path_must_hold_what_it_claims(tmp_path: Path) -> None:
+def test_confirmed_tokenizer_path_must_be_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "id_rsa").write_text(SECRET)
     files, lost = exported(tmp_path, {}, WriteOptions(tokenizer=tmp_path / "id_rsa"))
     assert "tokenizer.model" not in files and "is not a SentencePiece model" in lost[0]
 
 
-def test_a_confirmed_directory_gives_what_is_a_tokenizer_and_tells_it(tmp_path: Path) -> None:
+def test_only_tokenizer_files_are_copied_and_reported(tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
@@ -208,7 +202,7 @@ def test_links_out_of_a_tokenizer_are_refused(tmp_path: Path) -> None:
 # Planted links, sizes, headers, names.
 
 
-def test_a_planted_link_is_not_emptied(model: Path, tmp_path: Path) -> None:
+def test_target_of_a_planted_link_is_kept(model: Path, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "precious").write_text("data")
@@ -235,10 +229,10 @@ def test_a_planted_link_is_not_emptied(model: Path, tmp_path: Path) -> None:
         ("vocab_size", -1, "a whole number"),
     ],
 )
-def test_sizes_are_plausible(
+def test_implausible_sizes_are_refused(
     field: str, value: int, wanted: str, model: Path, tmp_path: Path
 ) -> None:
-    """A loop over 10^8 layers ended for want of memory."""
+    """A loop over 10^8 layers would run out of memory."""
     edit(model / "config.json", lambda config: config.update({field: value}))
     with pytest.raises(
         CheckpointError, match=rf"config\.json: {field} is {value}, but must be {wanted}"
@@ -246,7 +240,7 @@ def test_sizes_are_plausible(
         convert(model, tmp_path / "out", "torch_dist")
 
 
-def test_who_needs_more_raises_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_limits_can_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = plausible("RANKS", 10)
     with pytest.raises(
         CheckpointError, match="here is 11, but must be at most 10 .*MEGATRON_MAX_RANKS raises"

@@ -1,4 +1,4 @@
-"""DeepSpeed universal checkpoints, both ways."""
+"""Reading and writing DeepSpeed universal checkpoints."""
 
 import argparse
 import csv
@@ -50,7 +50,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at(root: Path) -> Path:
-    """The directory that `latest_universal` in `root` names, or `root`."""
+    """Return the directory named in `latest_universal` in `root`, or `root`."""
     return root / (read_latest(root) or "")
 
 
@@ -65,10 +65,8 @@ def array(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_golden_logits(name: str, golden: Path) -> None:
-    """Names, layers, order of q, k and v, vocabulary and arguments are understood: the logits are
-    the golden ones.
-    """
+def test_golden_checkpoint_gives_the_golden_logits(name: str, golden: Path) -> None:
+    """Covers names, layers, the order of q, k and v, the vocabulary and the arguments."""
     source = opened(golden / name)
     tokens = array(golden / name / "input_ids.npy")
     expected = array(golden / name / "logits.npy")
@@ -88,10 +86,8 @@ def test_golden_logits_on_two_tensor_parallel_ranks(golden: Path, pool: Distribu
 @pytest.mark.parametrize(
     ("name", "rows"), [(SETS[0], 256), (SETS[1], 256), ("bloom_bf16_tp2_pp2", 288)]
 )
-def test_golden_resume(name: str, rows: int, golden: Path) -> None:
-    """Weights, both moments, the step, the groups and the learning rate go on as in the original
-    run.
-    """
+def test_training_continues_as_in_the_original_run(name: str, rows: int, golden: Path) -> None:
+    """Covers weights, both moments, the step, the groups and the learning rate."""
     source = opened(golden / name, {"vocab_size": rows})
     model = chunk(source, main=True)
     assert source.training is not None and source.training.param_groups is not None
@@ -113,7 +109,7 @@ def test_golden_resume(name: str, rows: int, golden: Path) -> None:
 
 
 def adamw(model: torch.nn.Module, source: Source) -> torch.optim.AdamW:
-    """torch's optimizer in the state of a checkpoint."""
+    """Return torch's optimizer with the state of a checkpoint."""
     assert source.training is not None and source.training.param_groups is not None
     decay, no_decay = source.training.param_groups
     keys = {entry.local: key for key, entry in model.sharded_state_dict().items()}  # type: ignore[operator]
@@ -135,7 +131,7 @@ def adamw(model: torch.nn.Module, source: Source) -> torch.optim.AdamW:
     return optimizer
 
 
-def test_training_state(golden: Path) -> None:
+def test_training_state_of_golden_checkpoints(golden: Path) -> None:
     training = opened(golden / "gpt_fp32_tp2_pp2").training
     assert (
         training is not None
@@ -155,10 +151,8 @@ def test_training_state(golden: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_golden_round_trip(name: str, golden: Path, tmp_path: Path) -> None:
-    """Every parameter file that we write holds what the original holds, apart from what is known to
-    differ.
-    """
+def test_written_files_equal_the_original_files(name: str, golden: Path, tmp_path: Path) -> None:
+    """Every parameter file is equal except for known differences."""
     rows = {"bloom_bf16_tp2_pp2": 288}.get(name)
     source = opened(golden / name, {"vocab_size": rows} if rows else None)
     style = "no-pipeline" if "nopipe" in name else None
@@ -238,8 +232,10 @@ ROUND_TRIPS = {
 
 @pytest.mark.parametrize("name", ROUND_TRIPS)
 @pytest.mark.parametrize("style", [None, "no-pipeline"])
-def test_round_trip(name: str, style: str | None, tmp_path: Path) -> None:
-    """Tensors, run and mathematics come back, whatever the model."""
+def test_round_trip_keeps_tensors_and_training_state(
+    name: str, style: str | None, tmp_path: Path
+) -> None:
+    """Covers models of every style of names."""
     if name == "bloom" and style is not None:
         pytest.skip("Megatron-DeepSpeed has no such model")
     source = random_source(ROUND_TRIPS[name] | {"lr": 3e-3})
@@ -259,7 +255,7 @@ def test_round_trip(name: str, style: str | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["pipeline", "bigscience"])
-def test_schedule_survives_whole(tmp_path: Path, style: str) -> None:
+def test_schedule_is_kept_completely(tmp_path: Path, style: str) -> None:
     """Including the fields that the schedules of DeepSpeed's programs do not have."""
     source = random_source(GPT_ARGS)
     assert source.training is not None and source.training.scheduler is not None
@@ -274,7 +270,7 @@ def test_schedule_survives_whole(tmp_path: Path, style: str) -> None:
     assert training is not None and training.scheduler == source.training.scheduler
 
 
-def test_foreign_models_and_missing_optimizers_are_named(tmp_path: Path) -> None:
+def test_unsupported_models_and_missing_optimizers_are_refused(tmp_path: Path) -> None:
     args = ROUND_TRIPS["llama-everything"]
     notes = write_universal(random_source(args, optimizer=False), tmp_path / "out")
     for part in (
@@ -290,8 +286,8 @@ def test_foreign_models_and_missing_optimizers_are_named(tmp_path: Path) -> None
     assert back.training is not None and back.training.iteration == 0
 
 
-def test_blocks_of_q_k_and_v(tmp_path: Path) -> None:
-    """The layout is taken from the arguments, and can be named."""
+def test_qkv_block_layout(tmp_path: Path) -> None:
+    """The layout follows from the arguments, or from --universal-qkv-layout."""
     source = random_source(GPT_ARGS)
     write_universal(source, tmp_path / "out", WriteOptions(2, qkv_blocks=True))
     assert torch.equal(read_whole(opened(tmp_path / "out"), QKV), source.values[QKV])
@@ -319,13 +315,13 @@ def edit(path: Path, change: Any) -> None:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    """A plain GPT as universal checkpoint; returns the inner directory."""
+    """Write a plain GPT as a universal checkpoint; return the inner directory."""
     write_universal(random_source(GPT_ARGS), tmp_path / "written")
     return at(tmp_path / "written")
 
 
-def test_directory_without_arguments(written: Path) -> None:
-    """What shapes and names give away is not asked for; the rest is, by flag."""
+def test_directory_without_arguments_requires_flags(written: Path) -> None:
+    """Arguments that shapes and names imply are inferred, the others are flags."""
     expected = opened(written)
     edit(
         written / "mp_rank_00_model_states.pt",
@@ -348,14 +344,14 @@ def test_directory_without_arguments(written: Path) -> None:
 
     edit(written / "zero" / "tied_modules.embed.word_embeddings.weight" / "fp32.pt", unmark)
     with pytest.raises(
-        ValueError, match=r"does not tell tokens from padding: give --vocab-size \(rows: 67\)"
+        ValueError, match=r"does not separate tokens from padding: give --vocab-size \(rows: 67\)"
     ):
         opened(written, {"num_attention_heads": 4})
     shorter = opened(written, {"num_attention_heads": 4, "vocab_size": 60})
     assert shorter.tensors[WORD_EMBEDDINGS].shape == (60, 32)
 
 
-def test_positions_are_asked_for(tmp_path: Path) -> None:
+def test_position_embedding_type_is_required(tmp_path: Path) -> None:
     write_universal(random_source(LLAMA_ARGS), tmp_path / "out")
     found = at(tmp_path / "out")
     edit(
@@ -380,7 +376,7 @@ def test_flat_tensors_of_zero_3(written: Path) -> None:
     assert torch.equal(part, values[QKV][7:18, 3:8])
 
 
-def test_damaged_directories(written: Path, tmp_path: Path) -> None:
+def test_damaged_directories_are_refused(written: Path, tmp_path: Path) -> None:
     zero = written / "zero"
     moment = zero / "2.input_layernorm.weight" / "exp_avg.pt"
     moment.rename(tmp_path / "moment")
@@ -470,7 +466,7 @@ def test_bloom_to_transformers(golden: Path, tmp_path: Path) -> None:
         )
 
 
-def test_yarn_is_named_as_what_other_readers_lack(tmp_path: Path) -> None:
+def test_yarn_is_reported_as_unsupported_by_other_readers(tmp_path: Path) -> None:
     yarn = LLAMA_ARGS | {"rope_type": "yarn", "rotary_scaling_factor": 4.0}
     lost = [
         write_universal(random_source(args), tmp_path / str(n))
@@ -482,7 +478,7 @@ def test_yarn_is_named_as_what_other_readers_lack(tmp_path: Path) -> None:
     ]
 
 
-def test_a_model_without_form_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_unsupported_model_is_refused_before_writing(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="--rotary-interleaved: Megatron-DeepSpeed has no such model"
     ):
@@ -490,7 +486,7 @@ def test_a_model_without_form_is_refused_before_anything_is_written(tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
+def test_interrupted_write_is_not_a_checkpoint(tmp_path: Path) -> None:
     class Failing(MemorySource):
         def read(self, key, offset, shape):
             if key.endswith("exp_avg_sq.decoder.final_layernorm.weight"):
@@ -505,8 +501,8 @@ def test_an_interrupted_write_is_no_checkpoint(tmp_path: Path) -> None:
     )
 
 
-def test_names_and_sizes_that_cannot_be(written: Path) -> None:
-    """More heads than columns; two names of one parameter; an embedding that is no matrix."""
+def test_impossible_names_and_sizes_are_refused(written: Path) -> None:
+    """More heads than columns, two names of one parameter, an embedding that is not a matrix."""
 
     def too_many(state: dict) -> dict:
         del state["args"]

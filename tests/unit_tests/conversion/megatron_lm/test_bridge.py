@@ -1,6 +1,4 @@
-"""Checkpoints of Megatron-Bridge: the arguments are found in its configuration, and nothing else is
-taken for one.
-"""
+"""Checkpoints of Megatron-Bridge, whose arguments are in `run_config.yaml`."""
 
 import contextlib
 import itertools
@@ -23,7 +21,7 @@ CONFIG = "iter_0000000/run_config.yaml"
 
 
 def changed(tmp_path: Path, **model: object) -> Path:
-    """The golden checkpoint with other settings of its model."""
+    """Return a copy of the golden checkpoint with other settings of its model."""
     root = tmp_path / "bridge"
     shutil.copytree(GOLDEN / "checkpoint", root)
     config = yaml.safe_load((root / CONFIG).read_text())
@@ -32,7 +30,7 @@ def changed(tmp_path: Path, **model: object) -> Path:
     return root
 
 
-def test_it_is_the_hugging_face_model_that_bridge_began_with(tmp_path: Path) -> None:
+def test_bridge_checkpoint_equals_the_imported_hugging_face_model(tmp_path: Path) -> None:
     source = open_checkpoint(GOLDEN / "checkpoint")
     model = open_checkpoint(GOLDEN / "hf")
     assert source.tensors == model.tensors and source.unused == []
@@ -47,7 +45,7 @@ def test_it_is_the_hugging_face_model_that_bridge_began_with(tmp_path: Path) -> 
     ).read_bytes()
 
 
-def test_counters_are_those_of_the_train_state(tmp_path: Path) -> None:
+def test_counters_come_from_train_state(tmp_path: Path) -> None:
     root = changed(tmp_path)
     counters = {"step": 7, "consumed_train_samples": 56, "consumed_valid_samples": 8}
     torch.save(
@@ -63,8 +61,8 @@ def test_counters_are_those_of_the_train_state(tmp_path: Path) -> None:
     ) == (7, 56, 8)
 
 
-def test_patterns_of_layers_are_lists(tmp_path: Path) -> None:
-    """In the configuration they are lists; the patterns that are known to be the golden model are."""
+def test_layer_patterns_are_lists(tmp_path: Path) -> None:
+    """Patterns that describe the golden model are accepted, others are refused."""
     windows = {"window_size": [3, 0], "window_attn_skip_freq": [0, 1, 0, 1]}
     source = open_checkpoint(changed(tmp_path, moe_layer_freq=[0, 0, 0, 0], **windows))
     assert source.args["moe_layer_freq"] == [0, 0, 0, 0] and source.args["window_size"] == (3, 0)
@@ -96,7 +94,7 @@ def test_patterns_of_layers_are_lists(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_models_are_refused_by_name(
+def test_unsupported_models_are_refused(
     tmp_path: Path, name: str, value: object, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

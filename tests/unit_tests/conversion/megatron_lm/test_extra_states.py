@@ -1,6 +1,4 @@
-"""The empty entries for Megatron-core: all that Megatron-LM's own checkpoints have, and Transformer
-Engine's.
-"""
+"""The empty extra states that Megatron-core requires."""
 
 import re
 
@@ -18,7 +16,7 @@ CASE = GOLDEN / "mcore_0.16.1/llama_fp32_tp2pp2/torch_dist_fully_reshardable/ite
 TRANSFORMER_ENGINE = r".*\.core_attention|decoder\.final_layernorm"
 
 
-def test_every_entry_of_megatron_lm_is_there():
+def test_extra_states_contain_those_of_megatron_lm():
     stacked = r"decoder\.layers\.(.*)\._extra_state/shard_(\d+)_\d+"
     theirs = {
         f"decoder.layers.{match[2]}.{match[1]}._extra_state/shard_0_1"
@@ -36,7 +34,7 @@ def test_every_entry_of_megatron_lm_is_there():
     assert all(is_extra_state(key) for key in ours)
 
 
-def test_norms_of_queries_and_keys_have_one_optimizer_tensors_have_none():
+def test_qk_norms_have_extra_states_and_optimizer_tensors_do_not():
     keys = [
         "decoder.layers.7.self_attention.q_layernorm.weight",
         "decoder.layers.7.mlp.linear_fc1.layer_norm_weight",
@@ -47,7 +45,7 @@ def test_norms_of_queries_and_keys_have_one_optimizer_tensors_have_none():
     assert entry.value.numel() == 0
 
 
-def test_a_converted_checkpoint_says_what_it_holds(tmp_path):
+def test_arguments_announce_optimizer_and_generators(tmp_path):
     source = TorchDistSource(CASE)
     write_torch_dist(source, tmp_path / "whole")
     assert (
@@ -62,7 +60,7 @@ def test_a_converted_checkpoint_says_what_it_holds(tmp_path):
     assert (args.no_save_optim, args.no_save_rng) == (True, True)
 
 
-def test_one_object_under_many_keys_takes_the_room_of_one(tmp_path):
+def test_shared_object_is_stored_once(tmp_path):
     keys = [f"decoder.layers.{n}.mlp.linear_fc{k}.weight" for n in range(50) for k in (1, 2)]
     state = dict(build_extra_states(keys)) | {"rng": ShardedObject("rng", {"seed": 1})}
     save(state, tmp_path / "c", common={})

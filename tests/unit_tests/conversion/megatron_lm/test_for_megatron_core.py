@@ -1,6 +1,4 @@
-"""What Megatron-core and Megatron-Bridge ask of our files beyond the tensors: arguments, names,
-stacked layers.
-"""
+"""Requirements of Megatron-core and Megatron-Bridge on files besides their tensors."""
 
 import re
 from pathlib import Path
@@ -32,7 +30,7 @@ READ_BY_BRIDGE = (
 
 
 @pytest.mark.parametrize("args", [LLAMA_ARGS | {"bf16": True}, GPT_ARGS], ids=["llama", "gpt2"])
-def test_a_converted_checkpoint_has_the_arguments_that_bridge_reads(
+def test_converted_checkpoint_has_the_arguments_that_bridge_reads(
     tmp_path: Path, args: dict
 ) -> None:
     write_torch_dist(random_source(args), tmp_path / "run")
@@ -47,15 +45,13 @@ def test_a_converted_checkpoint_has_the_arguments_that_bridge_reads(
     assert not stored["no_persist_layer_norm"]
 
 
-def test_local_layers_have_norms_that_do_not_persist(tmp_path: Path) -> None:
-    """megatron-core's local layers without Apex refuse the others, so Bridge could not build the
-    model.
-    """
+def test_local_layers_disable_persistent_norms(tmp_path: Path) -> None:
+    """Without Apex, Megatron-core's local layers refuse persistent norms."""
     write_torch_dist(random_source(LLAMA_ARGS | {"transformer_impl": "local"}), tmp_path / "run")
     assert vars(load_common(tmp_path / "run")["args"])["no_persist_layer_norm"]
 
 
-def test_so_has_one_of_a_run() -> None:
+def test_checkpoint_of_a_run_has_the_arguments_that_bridge_reads() -> None:
     flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
     flags += "--micro-batch-size 1 --lr 1 --train-iters 1 --tokenizer-type NullTokenizer --vocab-size 60 --mock-data"
     stored = vars(
@@ -64,8 +60,8 @@ def test_so_has_one_of_a_run() -> None:
     assert [name for name in READ_BY_BRIDGE if name not in stored] == []
 
 
-def test_stacked_layers_are_those_that_megatron_core_writes(tmp_path: Path) -> None:
-    """Same keys, shapes and objects as its own file of this state, generators aside."""
+def test_stacked_layers_equal_those_of_megatron_core(tmp_path: Path) -> None:
+    """Same keys, shapes and objects as in its own file of this state, except generators."""
     theirs = GOLDEN / "torch_dist_fully_reshardable"
     convert(
         GOLDEN / "legacy",
@@ -90,7 +86,7 @@ def test_stacked_layers_are_those_that_megatron_core_writes(tmp_path: Path) -> N
     )
 
 
-def test_legacy_names_are_those_of_the_chosen_modules(tmp_path: Path) -> None:
+def test_legacy_names_follow_the_transformer_implementation(tmp_path: Path) -> None:
     golden = "iter_0000005/mp_rank_01_000/model_optim_rng.pt"
     convert(
         GOLDEN / "legacy",
@@ -115,7 +111,7 @@ def test_legacy_names_are_those_of_the_chosen_modules(tmp_path: Path) -> None:
     assert all(torch.equal(back[name], first[name]) for name in first if first[name] is not None)
 
 
-def test_a_checkpoint_of_megatron_fsdp_is_refused_by_name(tmp_path: Path) -> None:
+def test_megatron_fsdp_checkpoint_is_refused(tmp_path: Path) -> None:
     state = {"model.module.decoder.layers.0.mlp.linear_fc1.weight_w": torch.ones(4, 4)}
     dcp.save(state, checkpoint_id=tmp_path / "fsdp")
     with pytest.raises(

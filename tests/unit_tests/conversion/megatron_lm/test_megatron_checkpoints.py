@@ -1,6 +1,4 @@
-"""Checkpoints that Megatron-LM wrote: all forms of one state agree bitwise, and what we write is
-what it would have.
-"""
+"""Checkpoints of Megatron-LM: all forms of a state are equal, and our files equal its own."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -40,7 +38,7 @@ def legacy_sibling(iteration: Path) -> Path:
 
 
 @pytest.mark.parametrize("directory", TORCH_DIST, ids=IDS)
-def test_every_form_of_one_state_is_the_same_in_model_space(directory):
+def test_all_forms_of_a_state_are_equal_in_model_space(directory):
     stored = TorchDistSource(directory)
     legacy = LegacySource(legacy_sibling(directory))
     assert_same(read_all(stored), read_all(legacy))
@@ -52,7 +50,7 @@ def test_every_form_of_one_state_is_the_same_in_model_space(directory):
 
 
 @pytest.mark.parametrize("directory", TORCH_DIST, ids=IDS)
-def test_the_legacy_directory_we_write_is_the_one_megatron_wrote(directory, tmp_path):
+def test_written_legacy_directory_equals_megatrons(directory, tmp_path):
     source = TorchDistSource(directory)
     write_legacy(source, tmp_path / "out", Layout.from_args(source.args))
     theirs = sorted(legacy_sibling(directory).rglob("*.pt"))
@@ -85,7 +83,7 @@ def test_the_legacy_directory_we_write_is_the_one_megatron_wrote(directory, tmp_
         ({"layernorm_epsilon": 1e-6, "norm_epsilon": 1e-7}, 1e-7),
     ],
 )
-def test_epsilon_of_the_norms_has_an_older_name(stored, expected):
+def test_older_name_of_norm_epsilon_is_read(stored, expected):
     args = Namespace(num_layers=1, hidden_size=8, num_attention_heads=2, **stored)
     assert (
         read_arguments({"args": args, "checkpoint_version": 3.0}, "here")["norm_epsilon"]
@@ -94,7 +92,7 @@ def test_epsilon_of_the_norms_has_an_older_name(stored, expected):
 
 
 def own_generators(source, folder):
-    """The two siblings were saved one after the other, and the counters in between moved on."""
+    """Return the generators of this form: its sibling was saved later, after they had advanced."""
     tp = int(folder[8:10])
     pp = int(folder[11:] or 0)
     sizes = source.args["pipeline_model_parallel_size"], source.args["tensor_model_parallel_size"]
@@ -106,9 +104,7 @@ def seeds(state):
 
 
 def comparable(args):
-    """Without what the two sibling runs were told differently, and the enums of Megatron-LM, which
-    we keep as text.
-    """
+    """Return the arguments without those that differ between the sibling runs, and enums."""
     own = {
         "save",
         "ckpt_format",
@@ -122,7 +118,7 @@ def comparable(args):
 
 
 def assert_equal(expected, got, where):
-    """Same structure, same order of names in a model, same bits."""
+    """Compare structure, the order of names in a model, and bits."""
     assert type(expected) is type(got) or isinstance(expected, dict), where
     if isinstance(expected, torch.Tensor):
         assert expected.dtype == got.dtype and torch.equal(expected, got), where
@@ -143,7 +139,7 @@ def assert_equal(expected, got, where):
 
 
 def by_weight_decay(groups):
-    """0.12 has its two groups in either order; they are matched by their factors."""
+    """Sort the groups by weight decay; 0.12 has them in either order."""
     return sorted(groups, key=lambda group: -group["wd_mult"])
 
 
@@ -151,7 +147,7 @@ def by_weight_decay(groups):
 @pytest.mark.parametrize(
     "case", ["llama_fp32_tp2pp2", "gpt2_fp32_tp2pp2", "llama_bf16_tp2_nodistopt"]
 )
-def test_reshaped_and_back(case, tp, pp, vpp, tmp_path):
+def test_resharding_round_trip_is_bitwise(case, tp, pp, vpp, tmp_path):
     source = LegacySource(GOLDEN / "mcore_0.16.1" / case / "legacy/iter_0000005")
     expected = read_all(source)
     write_legacy(source, tmp_path / "reshaped", Layout.of(4, tp, pp, vpp))
@@ -172,7 +168,7 @@ def test_plain_dcp_reads_what_we_write(tmp_path):
     assert_same(state, expected)
 
 
-def test_boxes_across_pieces():
+def test_read_box_across_pieces():
     source = TorchDistSource(
         GOLDEN / "mcore_0.12.0/llama_fp32_tp2pp2/torch_dist_fully_sharded_model_space/iter_0000005"
     )
@@ -190,7 +186,7 @@ def test_boxes_across_pieces():
         source.read("no.such.tensor", (0,), (1,))
 
 
-def test_damaged_legacy_directories_are_explained(tmp_path):
+def test_damaged_legacy_directories_are_refused(tmp_path):
     source = LegacySource(GOLDEN / "mcore_0.16.1/llama_fp32_tp2pp2/legacy/iter_0000005")
     write_legacy(source, tmp_path / "c", Layout.of(4, 2, 1))
     (tmp_path / "c/mp_rank_01/model_optim_rng.pt").rename(tmp_path / "moved.pt")
@@ -202,7 +198,7 @@ def test_damaged_legacy_directories_are_explained(tmp_path):
         LegacySource(tmp_path / "c")
 
 
-def test_impossible_target_layout():
+def test_impossible_target_layout_is_refused():
     source = LegacySource(GOLDEN / "mcore_0.16.1/llama_fp32_tp2pp2/legacy/iter_0000005")
     with pytest.raises(ValueError, match="not divisible"):
         write_legacy(source, Path("/nowhere"), Layout.of(source.args["num_layers"], 4, 1))
@@ -242,7 +238,7 @@ LEGACY_DAMAGE = [
 
 
 @pytest.mark.parametrize("number", range(len(LEGACY_DAMAGE)))
-def test_legacy_files_of_another_form_are_named(tmp_path: Path, number: int) -> None:
+def test_malformed_legacy_files_are_refused(tmp_path: Path, number: int) -> None:
     change, message = LEGACY_DAMAGE[number]
     write_legacy(
         random_source(LLAMA_ARGS | {"use_distributed_optimizer": False}),
@@ -257,7 +253,7 @@ def test_legacy_files_of_another_form_are_named(tmp_path: Path, number: int) -> 
         open_checkpoint(tmp_path / "run")
 
 
-def test_a_step_of_a_tensor_is_a_number(tmp_path: Path) -> None:
+def test_tensor_step_becomes_a_number(tmp_path: Path) -> None:
     """Some optimizers of torch count in tensors."""
     write_legacy(
         random_source(LLAMA_ARGS | {"use_distributed_optimizer": False}),
@@ -298,7 +294,7 @@ def test_a_step_of_a_tensor_is_a_number(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_tensors_of_another_form_are_named(
+def test_malformed_tensors_are_refused(
     tmp_path: Path, key: str, value: torch.Tensor, message: str
 ) -> None:
     source = random_source(LLAMA_ARGS, optimizer=False)

@@ -1,6 +1,4 @@
-"""Models with experts in the files of Megatron-LM: every form holds the same state, and what we
-write is theirs.
-"""
+"""Models with experts in Megatron-LM's files: all forms are equal, and our files equal its own."""
 
 import dataclasses
 import math
@@ -52,10 +50,8 @@ SIBLINGS = [
 
 
 @pytest.mark.parametrize("form,other", SIBLINGS)
-def test_every_form_of_one_state_is_the_same_in_model_space(archive, form, other):
-    """Experts in a buffer of their own or among the dense layers, transposed over ETP or whole, in
-    any file.
-    """
+def test_all_forms_of_a_state_are_equal_in_model_space(archive, form, other):
+    """Experts in a separate or a shared buffer, transposed over ETP or whole, in any file."""
     one = open_checkpoint(archive(form))
     two = open_checkpoint(archive(other))
     assert len(one.tensors) == 4 * WEIGHTS and one.unused == two.unused == []
@@ -72,8 +68,8 @@ def test_every_form_of_one_state_is_the_same_in_model_space(archive, form, other
     assert (one.training.iteration, one.training.consumed_train_samples) == (5, 40)
 
 
-def test_a_lost_file_of_an_expert_rank_is_a_fault(archive, tmp_path):
-    """The directories of ranks are then named after their experts, too."""
+def test_lost_file_of_an_expert_rank_is_reported(archive, tmp_path):
+    """Directories are named after the expert rank as well."""
     whole = require_checkpoint(archive("tp2ep2etp2_legacy")).directory
     assert find_problem(whole) is None
     shutil.copytree(whole, tmp_path / "run")
@@ -82,7 +78,7 @@ def test_a_lost_file_of_an_expert_rank_is_a_fault(archive, tmp_path):
     assert f"{lost.name}/model_optim_rng.pt is missing" in find_problem(tmp_path / "run")
 
 
-def test_without_the_distributed_optimizer(archive):
+def test_read_without_distributed_optimizer(archive):
     """Numbered states of dense layers and of experts, each counted from 0."""
     source = open_checkpoint(archive("ep2_nodistopt_legacy"))
     assert len(source.tensors) == 4 * WEIGHTS and source.unused == []
@@ -104,10 +100,8 @@ THEIR_FILES = [
 
 
 @pytest.mark.parametrize("form,legacy,count", THEIR_FILES)
-def test_the_legacy_files_we_write_are_megatrons(tmp_path_factory, tmp_path, form, legacy, count):
-    """Bit for bit, in its order of modules and of the flat optimizer state, expert by expert, rank
-    by rank.
-    """
+def test_written_legacy_files_equal_megatrons(tmp_path_factory, tmp_path, form, legacy, count):
+    """Bitwise, in its order of modules and of flat optimizer state, for every rank."""
     source = open_checkpoint(unpacked(tmp_path_factory, f"megatron_moe/{form}"))
     write_legacy(source, tmp_path / "out", Layout.from_args(source.args))
     theirs = sorted(unpacked(tmp_path_factory, f"megatron_moe/{legacy}").rglob("*.pt"))
@@ -128,10 +122,8 @@ def test_the_legacy_files_we_write_are_megatrons(tmp_path_factory, tmp_path, for
 @pytest.mark.parametrize(
     "model,form", [("mixtral_fp32", "ep2_te_norm_keys"), ("deepseek_fp32", "ep2_dp_reshardable")]
 )
-def test_what_megatron_core_asks_for_beside_weights(tmp_path_factory, tmp_path, model, form):
-    """An empty entry for each expert, of stacked layers and others; with EP 2 an optimizer of its
-    own for experts.
-    """
+def test_extra_states_and_expert_optimizer_are_written(tmp_path_factory, tmp_path, model, form):
+    """An empty entry for each expert; with EP 2 a separate optimizer for experts."""
     root = unpacked(tmp_path_factory, f"megatron_moe/{model}/{form}")
     source = open_checkpoint(root)
     stored = root / "iter_0000005"
@@ -147,8 +139,8 @@ def test_what_megatron_core_asks_for_beside_weights(tmp_path_factory, tmp_path, 
         assert written == load_common(stored)["optimizer"]
 
 
-def test_a_run_of_an_earlier_version_goes_on(archive, tmp_path):
-    """It had another key for the norm before experts."""
+def test_run_of_an_earlier_version_is_read(archive, tmp_path):
+    """It used another key for the norm before experts."""
     write_torch_dist(open_checkpoint(archive("single_fully_reshardable")), tmp_path / "now")
     now = open_checkpoint(tmp_path / "now", read_options=ReadOptions(as_saved=True))
     assert isinstance(now, RunCheckpoint)
@@ -167,7 +159,7 @@ def test_a_run_of_an_earlier_version_goes_on(archive, tmp_path):
     )
 
 
-def test_the_plan_of_a_load_counts_every_expert(archive):
+def test_load_plan_counts_every_expert(archive):
     source = open_checkpoint(archive("single_legacy"))
     weights = [info for key, info in source.tensors.items() if not key.startswith("optimizer.")]
     (whole,) = plan_load(source, Layout.of(2, 1, 1))
@@ -177,10 +169,8 @@ def test_the_plan_of_a_load_counts_every_expert(archive):
     assert all(half.parameters < whole.parameters - experts // 2 for half in halves)
 
 
-def test_with_its_optimizer_beside_a_model_of_transformers(archive, tmp_path):
-    """Mixtral by another name: the width of the dense layers that it does not have is none of its
-    shape.
-    """
+def test_sidecar_of_a_mixtral_round_trip(archive, tmp_path):
+    """The unused width of dense layers does not count as a difference of shape."""
     source = open_checkpoint(archive("tp2ep2etp2_legacy"))
     convert(
         archive("tp2ep2etp2_legacy"),
@@ -195,8 +185,8 @@ def test_with_its_optimizer_beside_a_model_of_transformers(archive, tmp_path):
 @pytest.mark.parametrize(
     "tp,pp,ep,etp", [(1, 1, 1, None), (2, 1, 1, None), (1, 2, 1, None), (2, 2, 4, 1)]
 )
-def test_reshaped_and_back(archive, tmp_path, tp, pp, ep, etp):
-    """Of a run with EP 2 and ETP 2: legacy files at other layouts, then torch_dist."""
+def test_resharding_round_trip_is_bitwise(archive, tmp_path, tp, pp, ep, etp):
+    """From EP 2 and ETP 2 to legacy files at other layouts, then torch_dist."""
     source = open_checkpoint(archive("tp2ep2etp2_dp_reshardable"))
     expected = read_all(source)
     write_legacy(source, tmp_path / "iter_0000005", Layout.of(2, tp, pp, experts=(ep, etp)))
@@ -207,8 +197,8 @@ def test_reshaped_and_back(archive, tmp_path, tp, pp, ep, etp):
     assert_same(read_all(open_checkpoint(tmp_path / "torch_dist/iter_0000005")), expected)
 
 
-def test_layouts_that_legacy_files_have_no_names_for(archive, tmp_path):
-    """Two ranks of one (tp, pp, ep), or a rank of the dense layers that writes nothing."""
+def test_layouts_without_unique_directories_are_refused(archive, tmp_path):
+    """Two ranks of one (tp, pp, ep), or a dense rank that writes no directory."""
     source = open_checkpoint(archive("single_legacy"))
     for tp, ep, etp in ((1, 2, 2), (4, 2, 1)):
         with pytest.raises(
@@ -219,10 +209,8 @@ def test_layouts_that_legacy_files_have_no_names_for(archive, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_experts_of_the_legacy_grouped_gemm(archive, tmp_path):
-    """All experts of a rank in one tensor, a row of matrices that are transposed; their optimizer
-    is refused.
-    """
+def test_legacy_grouped_gemm_experts_are_read(archive, tmp_path):
+    """One tensor for all experts of a rank, each transposed; their optimizer is refused."""
     plain = open_checkpoint(archive("single_legacy"))
     for etp in (1, 2):
         directory = tmp_path / f"etp{etp}" / "iter_0000005"
@@ -267,8 +255,8 @@ def test_experts_of_the_legacy_grouped_gemm(archive, tmp_path):
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_the_optimizer_of_experts_with_biases(tmp_path, distributed):
-    """As in gpt-oss: theirs has a group without weight decay, too, in the files of EP 2."""
+def test_experts_with_biases_have_two_parameter_groups(tmp_path, distributed):
+    """As in gpt-oss, with EP 2."""
     sizes = {"num_experts": 4, "moe_ffn_hidden_size": 24, "use_distributed_optimizer": distributed}
     source = random_source(LLAMA_ARGS | sizes | {"add_bias_linear": True})
     assert "decoder.layers.0.mlp.experts.experts.linear_fc1.bias" in source.values
@@ -282,8 +270,8 @@ def test_the_optimizer_of_experts_with_biases(tmp_path, distributed):
     assert {group["is_expert_parallel"] for group in dense["optimizer"]["param_groups"]} == {False}
 
 
-def test_rows_that_local_modules_cannot_split(tmp_path_factory, tmp_path):
-    """What latent attention's keys come from is split over TP there: no row may be left out."""
+def test_rows_that_local_modules_cannot_split_are_refused(tmp_path_factory, tmp_path):
+    """Their latent attention splits the key inputs over TP, so no row may be dropped."""
     source = open_checkpoint(unpacked(tmp_path_factory, "megatron_moe/deepseek_fp32/pp2ep2_legacy"))
     layout = Layout.of(source.args["num_layers"], 2, 1, experts=(1, None))
     source.args |= {"transformer_impl": "local", "tensor_model_parallel_size": 2}

@@ -1,4 +1,4 @@
-"""Every command of docs/converting.md does what it says, on a small model."""
+"""Every command in docs/converting.md works on a small model."""
 
 import re
 import shlex
@@ -44,7 +44,7 @@ def sources(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", list(commands()))
-def test_worked_commands(command, sources, tmp_path, monkeypatch):
+def test_documented_commands_work(command, sources, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args, given = parse(shlex.split(command))
     form = SOURCES[str(args.load_dir)]
@@ -57,13 +57,13 @@ def test_worked_commands(command, sources, tmp_path, monkeypatch):
         assert result.args["pipeline_model_parallel_size"] == args.target_pipeline_parallel_size
 
 
-def test_the_page_shows_every_format_as_source_and_target():
+def test_every_format_is_documented_as_source_and_target():
     parsed = [parse(shlex.split(command))[0] for command in commands()]
     assert {args.saver for args in parsed} == set(WRITERS)
     assert {SOURCES[str(args.load_dir)] for args in parsed} == set(WRITERS)
 
 
-def test_the_page_names_every_option(capsys):
+def test_every_option_is_documented(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     options = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))

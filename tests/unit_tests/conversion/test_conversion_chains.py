@@ -1,9 +1,4 @@
-"""Closure: start -> X -> Y -> Hugging Face is start -> Hugging Face bit for bit, for all formats X
-and Y.
-
-All four formats hold the optimizer (Hugging Face beside the model), so a start that has one keeps
-it.
-"""
+"""Conversion chains: start -> X -> Y -> Hugging Face equals start -> Hugging Face bitwise."""
 
 import json
 import os
@@ -36,19 +31,12 @@ STARTS = [
 
 @pytest.fixture(autouse=True)
 def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing crashes here, and nearly all of the time of a tiny conversion is waiting for the
-    disk.
-    """
+    """Skip fsync: these tests do not crash, and tiny conversions mostly wait for the disk."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def assert_same_export(expected: Path, found: Path) -> None:
-    """The same files to the byte; of the state beside them the training state (arguments grow on
-    the way).
-
-    Not the tokenizer's and its special tokens: a path elsewhere that a checkpoint names on the way
-    is not followed.
-    """
+    """Compare all files bytewise except the sidecar's arguments and the tokenizer."""
     names = _files(expected)
     assert names == _files(found), found
     for name in names:
@@ -69,7 +57,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_every_chain_ends_where_the_direct_way_ends(start: Path, tmp_path: Path) -> None:
+def test_chain_equals_direct_conversion(start: Path, tmp_path: Path) -> None:
     if start.suffix == ".xz":
         with tarfile.open(start) as archive:
             archive.extractall(tmp_path, filter="data")

@@ -1,6 +1,4 @@
-"""Conversions that cannot succeed: one message that names the file, the source as it was, no half
-result.
-"""
+"""Failing conversions: one message that names the file, an intact source, no partial result."""
 
 import json
 import os
@@ -63,7 +61,7 @@ def broken_config(directory):
 
 
 def only(directory, pattern):
-    """The largest of them."""
+    """Return the largest matching file."""
     return max(directory.rglob(pattern), key=lambda path: path.stat().st_size)
 
 
@@ -98,7 +96,7 @@ CASES = [(form, number) for form, damages in DAMAGES.items() for number in range
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """One checkpoint in every format; more than a megabyte each."""
+    """One checkpoint in every format, each larger than a megabyte."""
     root = tmp_path_factory.mktemp("sources")
     source = random_source(LLAMA_ARGS, vocab_size=4000)
     write_torch_dist(source, root / "torch_dist" / "iter_0000007", files=2)
@@ -110,7 +108,7 @@ def sources(tmp_path_factory):
 
 
 def content(directory):
-    """Names, modes and bytes of everything below."""
+    """Return names, modes and bytes of all files in the directory."""
     return {
         str(path.relative_to(directory)): (
             path.stat().st_mode,
@@ -121,14 +119,14 @@ def content(directory):
 
 
 def process(code, *words):
-    """What Python says that runs `code` with these words: for what ends or stops a process."""
+    """Run `code` in a Python process of its own, for tests that end or stop it."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *map(str, words)]
     return subprocess.run(command, text=True, capture_output=True, env=environment, timeout=120)
 
 
 @pytest.mark.parametrize("form,number", CASES, ids=[f"{form}-{number}" for form, number in CASES])
-def test_damaged_sources(sources, tmp_path, form, number):
+def test_damaged_source_is_refused_by_name(sources, tmp_path, form, number):
     shutil.copytree(sources / form, tmp_path / "source")
     reason = DAMAGES[form][number](tmp_path / "source")
     before = content(tmp_path / "source")
@@ -140,7 +138,7 @@ def test_damaged_sources(sources, tmp_path, form, number):
 
 
 @pytest.mark.parametrize("saver", FORMATS)
-def test_a_full_disk(sources, disk, saver):
+def test_full_disk_leaves_no_partial_result(sources, disk, saver):
     disk.mount("size=768k")
     form = "legacy" if saver == "torch_dist" else "torch_dist"
     before = content(sources / form)
@@ -157,8 +155,8 @@ def test_a_full_disk(sources, disk, saver):
 
 
 @pytest.mark.parametrize("saver", FORMATS)
-def test_a_file_that_cannot_grow(sources, tmp_path, saver):
-    """A quota, where no file system can be mounted."""
+def test_quota_leaves_no_partial_result(sources, tmp_path, saver):
+    """A limit of the file size, for machines without permission to mount a file system."""
     form = "legacy" if saver == "torch_dist" else "torch_dist"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
@@ -197,7 +195,7 @@ convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], progress=progress, ov
 @pytest.mark.parametrize(
     "saver,existing", [*((saver, False) for saver in FORMATS), ("torch_dist", True), ("hf", True)]
 )
-def test_killed_midway_and_run_again(sources, tmp_path, saver, existing):
+def test_killed_conversion_can_be_repeated(sources, tmp_path, saver, existing):
     form = "legacy" if saver == "torch_dist" else "torch_dist"
     target = tmp_path / "target"
     if existing:
@@ -238,8 +236,8 @@ main()
     "saver,how",
     [("torch_dist", "SIGTERM"), ("legacy", "SIGINT"), ("hf", "SIGINT"), ("universal", "SIGTERM")],
 )
-def test_stopped_midway_it_cleans_up(sources, tmp_path, saver, how):
-    """By one signal after the other, as of somebody who is in a hurry."""
+def test_stopped_conversion_removes_its_files(sources, tmp_path, saver, how):
+    """Repeated signals do not interrupt the clean-up."""
     form = "legacy" if saver == "torch_dist" else "torch_dist"
     before = content(sources / form)
     code = STOPPED.format(saver=saver, signal=how)
@@ -254,7 +252,7 @@ def test_stopped_midway_it_cleans_up(sources, tmp_path, saver, how):
 
 
 @pytest.mark.parametrize("when", [0, 1], ids=["first", "second"])
-def test_stopped_between_the_renames_the_old_target_is_back(sources, tmp_path, monkeypatch, when):
+def test_stop_between_renames_restores_the_old_target(sources, tmp_path, monkeypatch, when):
     shutil.copytree(sources / "universal", tmp_path / "target")
     old = content(tmp_path / "target")
     rename = os.replace
@@ -275,15 +273,15 @@ def test_stopped_between_the_renames_the_old_target_is_back(sources, tmp_path, m
     assert os.listdir(tmp_path) == ["target"]
 
 
-def test_what_an_earlier_replacement_left_is_no_obstacle(sources, tmp_path):
-    """Killed between the renames and the removal of what was replaced."""
+def test_leftovers_of_a_replacement_are_removed(sources, tmp_path):
+    """From a conversion killed between the renames and the removal of the old target."""
     shutil.copytree(sources / "hf", tmp_path / ".replaced-target")
     shutil.copytree(sources / "hf", tmp_path / "target")
     convert(sources / "legacy", tmp_path / "target", "hf", overwrite=True)
     assert os.listdir(tmp_path) == ["target"]
 
 
-def test_an_existing_target_is_kept(sources, tmp_path):
+def test_failed_conversion_keeps_the_existing_target(sources, tmp_path):
     (tmp_path / "target").mkdir()
     (tmp_path / "target/precious").write_text("x")
     said = run_convert(
