@@ -41,7 +41,7 @@ MAX_BAD_LINES_PRINTED = 10
 
 @dataclass
 class PreprocessConfig:
-    """What to read, how to split it into documents, and where to write the tokens."""
+    """Input, its documents, and output."""
 
     input: list[str] | None = flag(None)
     """Files or patterns ('corpus/**/*.txt', in quotes), read in this order; the files that match a

@@ -4,8 +4,8 @@ checkpoints.
     python tools/report.py RUN [--output RUN/report.html] [--verify]
 
 RUN is a --save directory. The data come from the record of the run (`runs/` in it) and from the
-checkpoints themselves. --verify reads all checkpoints and compares their checksums. The page loads
-nothing over the network.
+checkpoints themselves. --verify reads all checkpoints and compares their checksums. The page needs
+no network.
 """
 
 from __future__ import annotations

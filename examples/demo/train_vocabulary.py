@@ -11,7 +11,8 @@ from pathlib import Path
 import sentencepiece
 
 
-def lines(corpus: Path, megabytes: float) -> Iterator[str]:
+def read_lines(corpus: Path, megabytes: float) -> Iterator[str]:
+    """Yield the lines of the documents, up to this much text."""
     size = 0
     with corpus.open(encoding="utf-8") as file:
         for row in file:
@@ -27,12 +28,12 @@ def main() -> None:
     parser.add_argument("corpus", type=Path, help="JSONL corpus")
     parser.add_argument("output", type=Path, help="model file to write, ending in .model")
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--megabytes", type=float, default=2.0, help="how much text to train on")
+    parser.add_argument("--megabytes", type=float, default=2.0, help="size of the text to train on")
     args = parser.parse_args()
 
     temporary = args.output.with_suffix(".tmp")
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines(args.corpus, args.megabytes),
+        sentence_iterator=read_lines(args.corpus, args.megabytes),
         model_prefix=str(temporary),
         vocab_size=args.vocab_size,
         model_type="bpe",

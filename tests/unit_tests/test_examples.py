@@ -28,7 +28,7 @@ def slurm(directory: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_the_parser_takes_every_flag(script, tmp_path):
+def test_parser_accepts_every_flag_of_the_examples(script, tmp_path):
     launch = launched(["bash", script], tmp_path, **slurm(tmp_path))
     assert launch.world_size == SCRIPTS[script]
     config = parse_args(launch.flags, launch.world_size)
@@ -36,7 +36,7 @@ def test_the_parser_takes_every_flag(script, tmp_path):
     assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / "run/checkpoints")
 
 
-def test_a_local_disk_adds_a_tier(tmp_path):
+def test_local_disk_adds_a_checkpoint_tier(tmp_path):
     launch = launched(
         ["bash", "examples/slurm/pretrain.sbatch"],
         tmp_path,
@@ -70,7 +70,7 @@ def test_kubernetes(tmp_path):
 
 
 @pytest.mark.parametrize(("reached", "requeued"), [(None, True), ("100", True), ("200000", False)])
-def test_slurm_requeues_what_is_not_complete(tmp_path, reached, requeued):
+def test_slurm_requeues_incomplete_runs(tmp_path, reached, requeued):
     if reached is not None:
         (tmp_path / "run/checkpoints").mkdir(parents=True)
         (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").write_text(reached)
@@ -83,7 +83,7 @@ def test_slurm_requeues_what_is_not_complete(tmp_path, reached, requeued):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_models_have_the_size_they_say(name):
+def test_models_have_the_documented_size(name):
     lines = (ROOT / f"examples/models/{name}.args").read_text().splitlines()
     flags = [word for line in lines if not line.startswith("#") for word in line.split()]
     model = parse_args([*flags, "--lr", "1", "--train-iters", "1", "--mock-data"], 1).model

@@ -252,7 +252,7 @@ class FlagParser:
         return line
 
     def _resolve_other_names(self, argv: Sequence[str], line: CommandLine) -> None:
-        """Replace aliases in `line.given` by the flags that they stand for."""
+        """Replace aliases in `line.given` by the flags that they abbreviate."""
         for name in dict.fromkeys(word.partition("=")[0] for word in argv):
             other = self.other_names.get(name)
             if other is None:

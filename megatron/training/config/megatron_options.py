@@ -141,7 +141,7 @@ def judge_options(options: Iterable[tuple[str, list[str]]], line: CommandLine) -
         option = MEGATRON_OPTIONS.get(name)
         spelled = " ".join([name, *words])
         if option is None and base_name(name) in _SWITCHES:
-            # A spelling that Megatron-LM lacks (--no-x where it has only --x) changes nothing.
+            # A spelling that Megatron-LM lacks (--no-x where it has only --x) has no effect.
             line.ignored.append(name)
         elif option is None:
             unknown.append(name)
@@ -180,7 +180,7 @@ def _explain(option: MegatronOption) -> str:
 
 
 def _has_no_effect(option: MegatronOption, words: list[str]) -> bool:
-    """Whether the row says so, or the value requests what Megatron-LM does by default."""
+    """Whether an option has no effect: by its row, or because its value is Megatron-LM's default."""
     if option.here == "no effect" and not option.harmless:
         return True
     if len(words) != 1:

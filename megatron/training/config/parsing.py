@@ -1,7 +1,7 @@
 """From a command line to a checked `Config`.
 
-Nothing here starts a process group or opens a checkpoint, so that every mistake in the flags is
-reported at once, before any rank waits for another.
+No process group is started and no checkpoint is opened, so that all mistakes in the flags are
+reported together, before any rank waits for another.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def parse_args(
 ) -> Config:
     """Return the configuration of a run of `world_size` processes; --help exits the program.
 
-    With --use-checkpoint-args pass what `checkpoint_args.read_checkpoint_args` returned as
-    `stored_args`. Raises ValueError that lists all problems, one per line, each with its fix.
+    With --use-checkpoint-args, `stored_args` is the result of
+    `checkpoint_args.read_checkpoint_args`. Raises ValueError that lists all problems, one per line, each with its fix.
     """
     line = flag_parser().parse(argv)
     notes = []

@@ -109,7 +109,7 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
-    """Check what Transformer Engine does not support, e.g. in its attention with p2p and all_gather."""
+    """Check the restrictions of Transformer Engine, e.g. of its attention over p2p and all_gather."""
     model = config.model
     parallel = config.parallel
     if model.transformer_impl == "local":

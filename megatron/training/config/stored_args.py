@@ -27,7 +27,7 @@ TOKENIZER_FIELDS = (
 def normalize_stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a checkpoint with the values that the flags would have here.
 
-    Megatron-LM stores some arguments that its own code ignores or that mean something else.
+    Some stored arguments of Megatron-LM are ignored or interpreted differently by its own code.
     """
     known = dict(args)
     uses_groups = known.get("group_query_attention", True)

@@ -53,7 +53,7 @@ class EncodedChunk:
 
 
 class WorkerLimits:
-    """Limits of processor time and memory for each document, and what each worker works on.
+    """Limits of processor time and memory for each document, and the current document of each worker.
 
     Created by the main process, used by forked workers.
     """
@@ -254,7 +254,7 @@ class DocumentEncoder:
             ) from None
 
     def _tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text. Raises ValueError, whatever the library raises."""
+        """Return the ids of a text. Raises ValueError for any error of the library."""
         try:
             return self.tokenizer.tokenize(text)
         except ValueError:

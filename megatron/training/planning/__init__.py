@@ -1,1 +1,1 @@
-"""What a run will need (memory, bubble, traffic), worked out from its flags without running it."""
+"""Requirements of a run (memory, bubble, traffic), computed from its flags without running it."""

@@ -204,7 +204,7 @@ def _draw_kinds(axes: Any, shares: Shares, kinds: Sequence[str]) -> None:
 
 def _draw_parts(axes: Any, shares: Shares, parts: Sequence[str]) -> Any:
     """Draw a heat map of the bytes by part of the model and column; returns the image."""
-    megabytes = np.full((len(parts), len(shares)), np.nan)  # white where there is nothing
+    megabytes = np.full((len(parts), len(shares)), np.nan)  # NaN is drawn white
     for x, column in enumerate(shares.values()):
         for y, part in enumerate(parts):
             size = sum(column.get(part, {}).values())
@@ -220,7 +220,7 @@ def _draw_parts(axes: Any, shares: Shares, parts: Sequence[str]) -> Any:
 
 
 def _order_of_part(part: str) -> tuple[int, int, str]:
-    """Return a sort key: embedding, layers by number, what follows them, objects."""
+    """Return a sort key: embedding, layers by number, final norm, output layer, objects."""
     first = {"embedding": 0, "layer": 1, "final norm": 2, "output layer": 3}
     word, _, number = part.rpartition(" ")
     if word == "layer":

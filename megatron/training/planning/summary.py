@@ -27,7 +27,7 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     """
     is_launched = "WORLD_SIZE" in os.environ
     world_size = environment_world_size() if is_launched else replica_size(argv)
-    # This process reads the checkpoint alone: a dry run has no process group, whatever it plans.
+    # This process reads the checkpoint alone: a dry run has no process group.
     config = parse_args(argv, world_size, read_checkpoint_args(argv))
     set_planned_vocab_size(config)
     return format_plan(config, world_size, plan_run(config, world_size, model_provider))

@@ -1,4 +1,4 @@
-"""Bytes that a rank communicates per step, counted from what the layers send.
+"""Bytes that a rank communicates per step, counted from the messages of the layers.
 
 Per micro-batch and layer there are two all-reduces over TP in forward and two in backward (Shoeybi
 et al. 2019). With sequence parallelism, each becomes an all-gather and a reduce-scatter, and the

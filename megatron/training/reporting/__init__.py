@@ -1,1 +1,1 @@
-"""What a run reports: the log, TensorBoard, timers, traces, memory."""
+"""Reporting of a run: log, TensorBoard, record, timers, traces, memory."""

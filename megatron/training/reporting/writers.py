@@ -27,7 +27,7 @@ class Writer(Protocol):
         """Write points at an iteration, optionally also over the consumed training samples."""
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Flush and close the destination."""
 
 
 def make_writers(config: LoggingConfig, save: str | None, args: dict[str, Any]) -> list[Writer]:

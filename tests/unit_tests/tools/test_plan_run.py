@@ -44,7 +44,7 @@ def test_known_sizes(capsys):
     assert topics["bubble"] == "9.9 % of a step"  # 7 / (64 + 7)
 
 
-def test_what_does_not_fit_comes_with_ways_out(capsys):
+def test_runs_that_do_not_fit_list_alternatives(capsys):
     arguments = [
         "--world-size",
         "8",
@@ -62,7 +62,7 @@ def test_what_does_not_fit_comes_with_ways_out(capsys):
     assert "\nfits: " in capsys.readouterr().out
 
 
-def test_the_reserve_counts(capsys):
+def test_reserve_is_subtracted_from_the_device_memory(capsys):
     arguments = [
         "--device-memory-gb",
         "80",
@@ -76,14 +76,14 @@ def test_the_reserve_counts(capsys):
     assert "a reserve of 60.00 GB" in capsys.readouterr().out
 
 
-def test_mistakes_are_those_of_the_training_program():
+def test_errors_are_those_of_the_training_program():
     with pytest.raises(ValueError, match="world size 8 is not a multiple of tensor"):
         tool.main(["--world-size", "8", *LLAMA_8B, "--tensor-model-parallel-size", "3"])
     with pytest.raises(ValueError, match="unknown flag --num-layer"):
         tool.main(["--num-layer", "4"])
 
 
-def test_json_says_what_the_table_says(capsys):
+def test_json_equals_the_table(capsys):
     arguments = [
         "--world-size",
         "8",
@@ -117,7 +117,7 @@ def test_json_says_what_the_table_says(capsys):
     assert [stage["passes_in_flight"] for stage in answer["stages"]] == [2, 1]
 
 
-def test_json_lists_ways_out(capsys):
+def test_json_lists_alternatives(capsys):
     arguments = ["--json", "--world-size", "8", "--device-memory-gb", "80", *LLAMA_8B]
     assert tool.main([*arguments, "--tensor-model-parallel-size", "2"]) == 1
     answer = json.loads(capsys.readouterr().out)
@@ -130,14 +130,14 @@ def test_json_lists_ways_out(capsys):
     assert ways["--use-distributed-optimizer"]["fits"]
 
 
-def test_notes_of_the_flags_are_told(capsys):
+def test_notes_are_printed(capsys):
     arguments = ["--world-size", "8", *LLAMA_8B, "--sequence-parallel"]
     assert tool.main(arguments) == 0
     assert "note: --sequence-parallel is off" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("cost", "mtbf"), [(0.01, 3600.0), (5.0, 10800.0), (60.0, 3600.0)])
-def test_the_save_interval_loses_least(cost, mtbf):
+def test_save_interval_minimizes_lost_time(cost, mtbf):
     """Against the expected time per second of training of an exponential failure law, searched by
     hand.
     """
@@ -148,7 +148,7 @@ def test_the_save_interval_loses_least(cost, mtbf):
     assert tool.find_best_interval(cost, mtbf) == pytest.approx(best, rel=0.02)
 
 
-def test_intervals_come_from_what_a_run_has_measured(tmp_path, capsys):
+def test_save_intervals_from_a_recorded_run(tmp_path, capsys):
     """A local save that blocks 0.05 s and a failure every 2 h; a persistent one takes longer than
     its best interval.
     """

@@ -158,7 +158,7 @@ def test_plain_text(tmp_path, kind, expected):
     assert documents_of(tmp_path / "out_text_document") == expected
 
 
-def test_text_of_documents_is_kept_as_it_is(tmp_path):
+def test_whitespace_of_documents_is_kept(tmp_path):
     """Newlines and indentation within a document belong to it."""
     import sentencepiece
 
@@ -215,7 +215,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_errors_name_file_and_line_and_leave_nothing(tmp_path, name, workers):
+def test_errors_name_file_and_line_and_leave_no_files(tmp_path, name, workers):
     line, message = BAD_LINES[name]
     (tmp_path / "in.jsonl").write_bytes(b'{"text": "1"}\n\n' + line + b"\n")
     with pytest.raises(SystemExit, match=f"error: .*{message}"):
@@ -326,7 +326,7 @@ def test_hostile_tokenizers_cost_a_line_each(tmp_path, capsys, monkeypatch, name
     assert documents_of(tmp_path / "out_text_document") == expected
 
 
-def test_bad_arguments(tmp_path):
+def test_invalid_arguments(tmp_path):
     path = write_json(tmp_path / "in.jsonl", [{"text": ""}])
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"1 2 3" * 1000)[:-20])
     cases = [
@@ -389,7 +389,7 @@ def wait_for_progress(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_run_leaves_no_data_set_and_no_process(tmp_path, number):
+def test_interrupted_run_leaves_no_files_and_no_processes(tmp_path, number):
     process = start(tmp_path)
     with open(tmp_path / "pipe.jsonl", "w") as pipe:
         pipe.write('{"text": "1 2 3"}\n' * 300_000)
@@ -409,7 +409,7 @@ def test_an_interrupted_run_leaves_no_data_set_and_no_process(tmp_path, number):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_killed_worker_ends_the_run(tmp_path):
+def test_killed_worker_stops_the_run(tmp_path):
     process = start(tmp_path)
     with open(tmp_path / "pipe.jsonl", "w") as pipe:
         pipe.write('{"text": "1 2 3"}\n' * 300_000)

@@ -89,7 +89,7 @@ def test_goodput(run):
     }
 
 
-def test_facts(run):
+def test_facts_of_launches_and_checkpoints(run):
     facts = report.collect_facts(run, verify_checkpoints=False)
     first, second, _ = facts["launches"]
     assert (
@@ -124,7 +124,7 @@ def test_facts(run):
 @pytest.mark.parametrize(
     ("tracker", "branch"), [("30", "left"), ("40", "current"), ("garbled", "current")]
 )
-def test_the_tracker_says_which_branch_the_run_is_on(run, tracker, branch):
+def test_tracker_selects_the_current_branch(run, tracker, branch):
     (run / "latest_checkpointed_iteration.txt").write_text(tracker)
     rows = {
         row["iteration"]: row
@@ -143,12 +143,12 @@ def test_long_curves_are_averaged(run, monkeypatch):
     ]
 
 
-def test_a_directory_without_a_record_is_an_error(tmp_path):
+def test_directory_without_a_record_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no record of a run"):
         report.collect_facts(tmp_path, verify_checkpoints=False)
 
 
-def test_the_page_asks_for_nothing(run, capsys):
+def test_page_loads_nothing_over_the_network(run, capsys):
     assert report.main([str(run)]) == 0
     html = (run / "report.html").read_text()
     assert "default-src 'none'" in html

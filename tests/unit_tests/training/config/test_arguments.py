@@ -58,7 +58,7 @@ def test_defaults_are_the_dataclass_ones_and_only_given_flags_are_reported():
     assert build(Example, given) == Example(rate=0.5)
 
 
-def test_every_kind_of_value():
+def test_values_of_every_type():
     text = "--num-layers 4 --disable-bias --no-shuffle --tied --kind b --window (128,0) --path x y"
     assert parsed(text) == Example(4, None, False, False, True, "b", (128, 0), ["x", "y"])
     assert parsed("--window=-1,0").window == (-1, 0)
@@ -108,7 +108,7 @@ def test_every_kind_of_value():
         ("--spec x y", r"--spec x y: this option of Megatron-LM is not implemented here"),
     ],
 )
-def test_mistakes_are_explained(text, message):
+def test_errors_contain_reason_and_fix(text, message):
     with pytest.raises(ValueError, match=message):
         parsed(text)
 
@@ -129,12 +129,12 @@ def test_accepted_flags_are_dropped_with_their_values():
 
 
 @pytest.mark.parametrize("text", ["--dist-ckpt-format=zarr", "--DDP-impl x"])
-def test_accepted_flags_must_not_ask_for_something_that_is_missing(text):
+def test_accepted_flags_must_not_request_missing_features(text):
     with pytest.raises(ValueError, match=r"not supported, only "):
         parsed(text)
 
 
-def test_what_asks_for_megatron_lms_default_or_for_details_of_what_is_off_has_no_effect():
+def test_default_values_and_parts_of_disabled_features_have_no_effect():
     parser = FlagParser({"Example": Example})
     words = "--context-parallel-size 1 --mtp-loss-scaling-factor 0.2 --fp8-margin 0 --softmax-type vanilla"
     given, ignored = parse_flags(parser, words.split())
@@ -148,7 +148,7 @@ def test_accepted_flag_without_its_value():
         parsed("--attention-backend --tied")
 
 
-def test_all_mistakes_are_told_at_once_one_a_line():
+def test_all_problems_are_reported_one_per_line():
     with pytest.raises(ValueError) as error:
         parsed("--num-layers four --kind c --num-experts 8 --zzz stray")
     assert len(str(error.value).splitlines()) == 4
@@ -156,13 +156,13 @@ def test_all_mistakes_are_told_at_once_one_a_line():
     assert "stray" not in str(error.value)
 
 
-def test_values_as_scripts_write_them():
+def test_quotes_and_spellings_of_launch_scripts():
     assert parsed("""--kind "'b'" --rate='"0.5"' --paths 'a=b' c""") == Example(
         rate=0.5, kind="b", paths=["a=b", "c"]
     )
 
 
-def test_every_spelling_of_a_switch_means_what_it_says():
+def test_every_spelling_of_a_switch():
     assert parsed("--bias").bias and parsed("--disable-bias --bias").bias
     assert not parsed("--no-bias").bias and not parsed("--disable-bias").bias
     assert parsed("--shuffle").shuffle and not parsed("--disable-shuffle").shuffle

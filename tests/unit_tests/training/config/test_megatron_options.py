@@ -27,7 +27,7 @@ BOOLEANS = [field for field, hint in FIELDS.values() if hint is bool]
 
 
 @pytest.mark.parametrize("field", BOOLEANS, ids=lambda field: field.name)
-def test_the_pair_of_every_boolean(field):
+def test_every_boolean_has_both_spellings(field):
     """Both spellings of every switch, whichever release of Megatron-LM had it; the last one given
     counts.
     """
@@ -41,7 +41,7 @@ def test_the_pair_of_every_boolean(field):
             assert (line.given, line.problems) == ({field.name: value}, []), name
 
 
-def test_the_first_flags_that_every_user_types():
+def test_common_flags():
     line = flag_parser().parse(["--use-dist-ckpt", "--async-save", "--ckpt-fully-parallel-save"])
     assert line.problems == []
     assert line.given == {
@@ -51,7 +51,7 @@ def test_the_first_flags_that_every_user_types():
     }
 
 
-def test_tokens_reach_the_same_experts_by_any_dispatcher():
+def test_dispatcher_aliases():
     line = flag_parser().parse(
         ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep", "--moe-deepep-num-sms", "24"]
     )
@@ -70,7 +70,7 @@ def test_no_option_of_megatron_lm_is_unknown():
         assert line.given or line.ignored or line.problems, name  # none is dropped in silence
 
 
-def test_every_row_of_the_table_is_whole():
+def test_rows_of_the_options_table_are_complete():
     """Flags of ours have no row of options without effect; every feature can be turned on."""
     ours = {name for field, _ in FIELDS.values() for name in option_names(field)}
     for name, option in MEGATRON_OPTIONS.items():
@@ -139,7 +139,7 @@ def _same(ours: object, theirs: str) -> bool:
 @pytest.mark.parametrize(
     ("hidden", "expected"), [(4096, 10880), (6144, 16384), (1024, 2688), (64, 128)]
 )
-def test_the_inner_width_of_swiglu_is_rounded_down(hidden, expected):
+def test_ffn_size_of_swiglu_is_rounded_down(hidden, expected):
     """As Megatron-LM does since 0.10: int((4 * h * 2 / 3) / 64) * 64."""
     config = TransformerConfig(num_layers=1, hidden_size=hidden, num_attention_heads=4, swiglu=True)
     assert config.ffn_hidden_size == expected == int((4 * hidden * 2 / 3) / 64) * 64

@@ -103,7 +103,7 @@ CONTEXT = "--context-parallel-size"
         (f"{CONTEXT} 0", 1, "--context-parallel-size must be positive, got 0"),
     ],
 )
-def test_context_parallelism_that_cannot_run(flags, world, message):
+def test_impossible_context_parallelism(flags, world, message):
     with pytest.raises(ValueError, match=message):
         config(flags, world)
 
@@ -148,12 +148,12 @@ def test_context_parallelism_that_cannot_run(flags, world, message):
         ),
     ],
 )
-def test_models_that_cannot_be(flags, message):
+def test_impossible_models(flags, message):
     with pytest.raises(ValueError, match=message):
         config(flags, 2)
 
 
-def test_saves_that_will_not_happen_are_pointed_out():
+def test_notes_name_saves_that_do_not_happen():
     assert config("--save-interval 2 --keep-last-n 1").notes == [
         "no checkpoints are saved: --save-interval, --keep-last-n without --save"
     ]
@@ -163,7 +163,7 @@ def test_saves_that_will_not_happen_are_pointed_out():
     assert config(f"{best} 6").notes == config(f"{best} 12").notes == []
 
 
-def test_layers_per_virtual_stage_is_another_way_to_say_chunks():
+def test_layers_per_virtual_stage_set_the_number_of_chunks():
     parsed = config(
         "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 2",
         2,
@@ -172,7 +172,7 @@ def test_layers_per_virtual_stage_is_another_way_to_say_chunks():
     assert parsed.layer_ranges() == [[range(0, 1), range(2, 3)], [range(1, 2), range(3, 4)]]
 
 
-def test_every_batch_size_of_a_ramp_must_suit_the_interleaved_schedule():
+def test_batch_sizes_of_a_ramp_up_must_fit_the_interleaved_schedule():
     """Found at the start, not when the ramp gets there: 4 micro-batches fit 2 stages, 5 do not."""
     interleaved = "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --global-batch-size 8"
     flags = f"{BASE.replace('--train-iters 10', '--train-samples 100')} {interleaved}"
@@ -191,7 +191,7 @@ def test_every_batch_size_of_a_ramp_must_suit_the_interleaved_schedule():
         )
 
 
-def test_a_schedule_of_steps_and_the_batch_of_evaluations():
+def test_step_batch_size_schedule_and_evaluation_batch():
     parsed = config("--step-batch-size-schedule 0:4,160:8 --eval-global-batch-size 2")
     assert [parsed.batch_schedule(1).global_batch_size_at(n) for n in (0, 9, 10)] == [4, 4, 8]
     with pytest.raises(
@@ -205,7 +205,7 @@ def test_a_schedule_of_steps_and_the_batch_of_evaluations():
         config("--eval-global-batch-size 3 --micro-batch-size 2")
 
 
-def test_layouts_say_how_many_chunks_there_are():
+def test_pipeline_layout_sets_the_number_of_chunks():
     parsed = config(
         "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL --global-batch-size 2",
         2,
@@ -220,7 +220,7 @@ def test_layouts_say_how_many_chunks_there_are():
         config("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|ttL", 2)
 
 
-def test_all_that_is_wrong_is_told_at_once():
+def test_all_problems_are_reported_together():
     with pytest.raises(ValueError) as error:
         config(
             "--fp16 --bf16 --num-query-groups 3 --group-query-attention --lr-warmup-fraction 2 --zzz "
@@ -313,7 +313,7 @@ def test_impossible_combinations_name_every_number(more, world_size, numbers):
         assert number in str(error.value)
 
 
-def test_heads_that_are_not_grouped_are_one_mistake():
+def test_ungrouped_heads_are_one_problem():
     with pytest.raises(ValueError) as error:
         config("--tensor-model-parallel-size 3", 3)
     assert str(error.value).splitlines()[0] == (
@@ -325,12 +325,12 @@ def test_heads_that_are_not_grouped_are_one_mistake():
 @pytest.mark.parametrize(
     "missing", ["--num-layers 4", "--train-iters 10", "--lr 1e-3", "--seq-length 16", "--mock-data"]
 )
-def test_what_must_be_given(missing):
+def test_required_flags(missing):
     with pytest.raises(ValueError, match=missing.split()[0]):
         parse_args(shlex.split(BASE.replace(missing, "")), 1)
 
 
-def test_no_number_may_be_nan():
+def test_numbers_must_be_finite():
     """It would pass every comparison of the rules, and train a model of NaNs, or with another
     schedule.
     """
@@ -342,7 +342,7 @@ def test_no_number_may_be_nan():
     assert len(numbers) > 50 and accepted == []
 
 
-def test_vocabulary_must_hold_the_tokenizer():
+def test_vocab_size_must_not_be_less_than_the_tokenizers():
     parsed = config()
     parsed.tokenizer.tokenizer_type = "SentencePieceTokenizer"
     with pytest.raises(ValueError, match=r"--vocab-size 63 is less than the 64 tokens"):
@@ -350,7 +350,7 @@ def test_vocabulary_must_hold_the_tokenizer():
     assert parsed.set_vocab_size(60) == 63
 
 
-def test_the_list_of_flags_is_frozen():
+def test_list_of_flags_is_frozen():
     """A flag is an interface: adding, renaming or removing one shows up here (regenerate the file
     on purpose).
     """

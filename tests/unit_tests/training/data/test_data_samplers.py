@@ -99,7 +99,7 @@ def test_training_batches_equal_megatrons(tmp_path, micro_batch_size, dp_size, n
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
-def test_layout_and_batch_may_change_without_loss_or_repetition(kind):
+def test_layout_and_batch_size_can_change_without_loss_or_repetition(kind):
     dataset = Numbers(96)
     config = DataLoaderConfig(kind, num_workers=0, seed=3)
     one_run, _ = consume(dataset, 12, 0, 1, 1, 8, config)
@@ -133,7 +133,7 @@ def test_cyclic_epochs_are_different_permutations():
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_end_of_the_data_is_an_error(num_workers):
+def test_exhausted_data_is_an_error(num_workers):
     iterator = DataIterator(Numbers(10), 3, 2, DataLoaderConfig(num_workers=num_workers), 1, 2)
     assert next(iterator)["tokens"].tolist() == [[5], [6]]
     with pytest.raises(
@@ -143,7 +143,7 @@ def test_the_end_of_the_data_is_an_error(num_workers):
         next(iterator)
 
 
-def test_reading_ahead_leaves_the_generators_alone():
+def test_reading_ahead_does_not_use_the_random_number_generators():
     state = torch.get_rng_state()
     for num_workers in (0, 1):
         iterator = DataIterator(Numbers(10), 0, 2, DataLoaderConfig(num_workers=num_workers))
@@ -152,7 +152,7 @@ def test_reading_ahead_leaves_the_generators_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_error_of_a_sample_reaches_the_training_process():
+def test_errors_of_samples_reach_the_training_process():
     class Broken(Numbers):
         def __getitem__(self, index):
             raise ValueError(f"sample {index} is broken")
@@ -221,7 +221,7 @@ def test_no_worker_outlives_the_training_process(end, code, width):
     assert process.wait(timeout=300) == code
 
 
-def test_bad_options():
+def test_invalid_options():
     line = FlagParser({"": DataLoaderConfig}).parse(["--num-workers", "-1"])
     assert line.problems == ["--num-workers must be at least 0, got -1"]
 

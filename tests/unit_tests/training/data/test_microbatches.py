@@ -16,7 +16,7 @@ def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=Fal
     return BatchSchedule(steps, micro_batch_size, dp_size, decrease_if_needed)
 
 
-def test_constant():
+def test_constant_batch_size():
     schedule = batches(64, 4, 2)
     for consumed in (0, 64, 10**12):
         assert (
@@ -41,7 +41,7 @@ def test_rampup_takes_equal_shares_of_the_samples():
 
 
 @pytest.mark.parametrize("rampup", [None, [8, 8, 300], [32, 8, 300], [8, 4, 0], [4, 28, 1000]])
-def test_iterations_and_samples_are_a_walk(rampup):
+def test_iterations_and_samples_match_a_walk_through_the_run(rampup):
     schedule = batches(32, 2, 2, rampup)
     consumed = 0
     boundaries = [0]
@@ -60,7 +60,7 @@ def test_iterations_and_samples_are_a_walk(rampup):
         )
 
 
-def test_a_long_ramp_is_not_walked_through():
+def test_long_ramp_ups_are_not_walked_through():
     """How many iterations are left is asked in every one of them: here a walk would have 10^15
     steps.
     """
@@ -73,7 +73,7 @@ def test_a_long_ramp_is_not_walked_through():
     assert schedule.iterations_for(10**17) == iterations + (7 * 10**16 - 8) // 32
 
 
-def test_batches_can_be_rounded_down():
+def test_batch_sizes_can_be_rounded_down():
     schedule = batches(40, 3, 2, [10, 10, 90], decrease_if_needed=True)
     assert [schedule.global_batch_size_at(consumed) for consumed in (0, 30, 60, 90)] == [
         6,
@@ -116,7 +116,7 @@ def test_impossible_batches(arguments, message):
         batches(*arguments)
 
 
-def test_steps_count_in_tokens():
+def test_step_schedule_counts_tokens():
     """Megatron-LM's --step-batch-size-schedule: from so many tokens on, so many samples."""
     assert make_token_steps("0:4 1K:8, 1.5k:16", 10) == ((0, 4), (100, 8), (150, 16))
     steps = BatchSchedule(make_token_steps("0:4 1K:8 1.5K:16", 10), 2, 2)
@@ -138,7 +138,7 @@ def test_steps_count_in_tokens():
 
 
 @pytest.mark.parametrize("text", ["0:4 x:8", "10:4", "0:4 0:8", "", "0:4 20:8 10:16"])
-def test_steps_that_cannot_be(text):
+def test_impossible_step_schedules(text):
     with pytest.raises(ValueError, match="--step-batch-size-schedule"):
         make_token_steps(text, 1)
 

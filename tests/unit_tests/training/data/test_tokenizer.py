@@ -162,7 +162,7 @@ def test_legacy_sentencepiece_adds_tokens_that_text_can_name(sentencepiece_model
 RANKS = [bytes([i]) for i in range(256)] + [b"re", b"et", b"ret"]
 
 
-def test_tiktokenizer_in_the_form_of_megatron_lm(tmp_path):
+def test_megatron_lm_tiktokenizer(tmp_path):
     tiktoken = pytest.importorskip("tiktoken")
     rows = [
         {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": ""}
@@ -206,7 +206,7 @@ def test_tiktokenizer_in_the_form_of_megatron_lm(tmp_path):
         build_tokenizer(config)
 
 
-def test_llama3_in_the_form_of_its_authors(tmp_path):
+def test_llama3_tokenizer_of_meta(tmp_path):
     pytest.importorskip("tiktoken")
     model = tmp_path / "tokenizer.model"
     model.write_text(
@@ -231,7 +231,7 @@ def test_llama3_in_the_form_of_its_authors(tmp_path):
         build_tokenizer(TokenizerConfig("Llama3Tokenizer", str(model)))
 
 
-def test_without_the_package_tiktoken(tmp_path, monkeypatch):
+def test_missing_tiktoken_package_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     (tmp_path / "tokenizer.model").write_text("AA== 0\n")
     with pytest.raises(ValueError, match="need the package tiktoken: pip install"):
@@ -260,7 +260,7 @@ def test_added_tokens(gpt2_files, tokenizer_json):
     assert face.tokenize("a<fim>")[-1] == 258
 
 
-def test_names_of_the_hub_need_a_network_or_its_cache(monkeypatch):
+def test_hub_names_require_a_network_or_cache(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         ValueError,
@@ -269,7 +269,7 @@ def test_names_of_the_hub_need_a_network_or_its_cache(monkeypatch):
         build_tokenizer(TokenizerConfig("HuggingFaceTokenizer", "nobody/nothing"))
 
 
-def test_a_type_that_there_is_not():
+def test_unknown_tokenizer_type_is_an_error():
     with pytest.raises(
         ValueError,
         match="--tokenizer-type BertTokenizer: choose one of SentencePieceTokenizer, GPT",
@@ -460,7 +460,7 @@ def test_nested_json_is_an_error(tmp_path, kind):
         build_tokenizer(TokenizerConfig(kind, str(path)))
 
 
-def test_code_of_a_tokenizer_runs_only_if_the_user_says_so(tmp_path):
+def test_tokenizer_code_requires_trust_remote_code(tmp_path):
     """A directory may bring a class along: without a word of the user it is neither run nor asked
     about.
     """

@@ -98,12 +98,12 @@ def saved_bytes(model):
     ids=str,
 )
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_layer_keeps_what_autograd_keeps(changes, bf16):
+def test_layer_bytes_match_autograd(changes, bf16):
     model = config(**changes, bf16=bf16)
     assert memory(model).layer(DENSE) == pytest.approx(saved_bytes(model), rel=0.01)
 
 
-def test_sequence_parallelism_splits_what_tensor_parallelism_leaves():
+def test_sequence_parallelism_halves_all_activations():
     """Korthikanti et al. 2022: with it all of a layer's activations are divided by the number of
     ranks.
     """
@@ -115,7 +115,7 @@ def test_sequence_parallelism_splits_what_tensor_parallelism_leaves():
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_recomputation_keeps_less(bf16):
+def test_recomputation_reduces_kept_bytes(bf16):
     full = {"recompute_granularity": "full", "recompute_num_layers": 2, "bf16": bf16}
     nothing = memory(config(bf16=bf16))
     selective = memory(config(recompute_granularity="selective", bf16=bf16))
@@ -130,7 +130,7 @@ def test_recomputation_keeps_less(bf16):
     )  # a group again
 
 
-def test_layers_of_two_kinds_count_as_what_they_are():
+def test_layers_of_two_kinds_are_counted_separately():
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1, 1, 1]}
     counted = memory(config(**GATED, **experts))
     dense = counted.layer(DENSE)

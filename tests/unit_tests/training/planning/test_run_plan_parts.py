@@ -26,7 +26,7 @@ def planned(flags, world_size):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 12])
-def test_1f1b_holds_a_pass_per_stage_to_come(microbatches):
+def test_1f1b_passes_in_flight(microbatches):
     """Narayanan et al. 2021: stage r of P has at most P - r micro-batches in flight, or all there
     are.
     """
@@ -39,7 +39,7 @@ def test_1f1b_holds_a_pass_per_stage_to_come(microbatches):
     assert plan.bubble == pytest.approx(3 / (microbatches + 3))
 
 
-def test_chunks_buy_a_smaller_bubble_with_memory():
+def test_more_chunks_reduce_the_bubble_and_increase_memory():
     _, plain = planned(PP4 + "--global-batch-size 8", 4)
     _, chunks = planned(PP4 + "--global-batch-size 8 --num-virtual-stages-per-pipeline-rank 2", 4)
     assert chunks.bubble == pytest.approx(3 / (8 * 2 + 3)) and chunks.bubble < plain.bubble
@@ -109,7 +109,7 @@ def test_traffic_of_data_parallelism():
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_sum_is_a_scatter_and_a_gather(sequence_parallel):
+def test_sequence_parallel_traffic(sequence_parallel):
     """Korthikanti et al. 2022: sequence parallelism sends as much, but for the inputs gathered
     again in backward.
     """

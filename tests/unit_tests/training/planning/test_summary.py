@@ -31,7 +31,7 @@ def test_one_stage():
     assert topics["checkpoint"].endswith("not saved: no --save")
 
 
-def test_stages_say_which_ranks_hold_what():
+def test_stages_list_ranks_and_layers():
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 "
     topics = summary(layout + "--decoder-last-pipeline-num-layers 3", 12)
     assert topics["layout"] == "TP 2 x PP 3 x DP 2 on 12 ranks"

@@ -28,7 +28,7 @@ def say_everything():
     report_line(" [now] iteration 3 |", event="interval", iteration=3, lm_loss=math.nan)
 
 
-def test_rank_0_says_everything_once(capsys):
+def test_rank_0_prints_every_message_once(capsys):
     configure_logging(0)
     configure_logging(0)
     say_everything()
@@ -41,7 +41,7 @@ def test_rank_0_says_everything_once(capsys):
     ]
 
 
-def test_other_ranks_say_what_they_alone_know(capsys):
+def test_other_ranks_print_errors_and_marked_messages(capsys):
     configure_logging(1)
     say_everything()
     assert capsys.readouterr().out.splitlines() == [" > my rank alone knows", " > ERROR: an error"]

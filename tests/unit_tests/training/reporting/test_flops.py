@@ -19,13 +19,13 @@ GOLDEN = TransformerConfig(
 )
 
 
-def test_equals_megatron_lm():
+def test_flops_equal_megatron_lm():
     # num_floating_point_operations_so_far in a checkpoint of Megatron-LM 0.16.1 (core_v0.16.1, this
     # model, sequence 64, padded vocabulary 288) after 5 iterations of 8 samples
     assert model_flops_per_token(GOLDEN, 64, 288) * 5 * 8 * 64 == 927989760
 
 
-def test_equals_a_count_of_the_products():
+def test_flops_equal_a_count_of_the_products():
     h = 32
     d = 8
     heads = 4

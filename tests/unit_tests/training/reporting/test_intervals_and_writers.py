@@ -148,5 +148,5 @@ def test_tensorboard(pool, tmp_path):
     } <= tags
 
 
-def test_no_writers_unless_asked_for():
+def test_no_writers_by_default():
     assert make_writers(LoggingConfig(), None, {}) == []

@@ -22,7 +22,7 @@ def record_of(directory, begin, first=0):
     return record
 
 
-def test_starts_come_back_in_order(tmp_path):
+def test_launches_are_ordered_by_time(tmp_path):
     second = record_of(tmp_path, 2000, first=5)
     second.write("interval", iteration=6, **LENGTH, lm_loss=math.nan)
     first = record_of(tmp_path, 1000)
@@ -37,7 +37,7 @@ def test_starts_come_back_in_order(tmp_path):
     }
 
 
-def test_a_torn_line_costs_that_line(tmp_path):
+def test_truncated_lines_are_skipped(tmp_path):
     record = record_of(tmp_path, 1000)
     record.write("interval", iteration=1, **LENGTH, lm_loss=2.5)
     (path,) = (tmp_path / RECORDS).iterdir()
@@ -57,7 +57,7 @@ def _is_json(line):
         return False
 
 
-def test_without_a_place_the_run_goes_on(tmp_path, caplog):
+def test_unwritable_record_does_not_stop_the_run(tmp_path, caplog):
     (tmp_path / RECORDS).write_text("a file in the way")
     with caplog.at_level(logging.WARNING):
         record = record_of(tmp_path, 1000)
