@@ -99,6 +99,23 @@ def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
     assert_same(stored_tensors(root / final), stored_tensors(directory / final))
 
 
+def test_torchrun_restart_continues_although_the_flags_name_an_older_checkpoint(launcher, tmp_path):
+    """torchrun keeps --ckpt-step 3 on the command line when it starts the job again."""
+    world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
+    root = tmp_path / "run"
+    flags = f"{FLAGS} {layout} --save {root} --load {root}"
+    launcher.run(world_size, f"{flags} --exit-interval 6")
+    job = Torchrun(1, world_size, f"{flags} --ckpt-step 3", tmp_path)
+    wait_until(
+        lambda: re.search(r"iteration +13/", job.output()), 2 * DEADLINE, job.output, pause=0.01
+    )
+    job.kill_last_worker()
+    assert job.wait() == [0], job.output()
+    resumed = re.findall(r"> loaded .* at iteration (\d+)", job.output())
+    assert len(resumed) == 2 and int(resumed[0]) == 3 and int(resumed[1]) >= 9, resumed
+    assert "which an earlier start of this job has saved" in job.output()
+
+
 @pytest.mark.parametrize(
     "layouts",
     [

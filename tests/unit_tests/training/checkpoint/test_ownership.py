@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.training.checkpoint.ownership import (
     Job,
     identify_job,
@@ -51,6 +52,14 @@ def test_restart_takes_over_from_the_owner_that_its_first_start_found(tmp_path):
     take_save_directory(tmp_path, OTHER)
     generation = take_save_directory(tmp_path, RESTARTED)  # the first start failed before this
     assert generation.number == 2 and generation.owner["job_id"] != ""
+
+
+def test_generation_exceeds_those_of_checkpoints_on_the_nodes(tmp_path):
+    """A backup of --save was restored, and the nodes have checkpoints of later starts."""
+    tier = LocalTier.create(tmp_path / "node")
+    (tier.root / "iter_0000050-0000007.save-1").mkdir()
+    (tmp_path / "run").mkdir()
+    assert take_save_directory(tmp_path / "run", Job(), tier).number == 8
 
 
 def test_job_is_identified_by_torchrun_or_slurm(monkeypatch):
