@@ -102,7 +102,7 @@ class Replication(NamedTuple):
 
 
 class LocalTier(NamedTuple):
-    """Node-local storage of a run: `root` is its directory on this node.
+    """Node-local storage of a run in directory `root` of this node.
 
     `nodes[r]` is the node of rank r, identified by the lowest rank on it.
     """
@@ -230,7 +230,7 @@ def _create_replication(
 
 
 class LocalSaver:
-    """What all saves to this node share: receivers of replicas, and the checkpoints to keep."""
+    """Shared state of all saves to this node: replica receivers and checkpoints to keep."""
 
     def __init__(self, tier: LocalTier, generation: Generation, kept: str | None) -> None:
         """`kept` is the local checkpoint that this start has loaded."""
@@ -304,7 +304,7 @@ class LocalCheckpoint(PendingCheckpoint):
         return {name: sums for name, sums in self._sums.items() if name.endswith(".distcp")}
 
     def begin(self, nbytes: int) -> None:
-        """Do nothing: free space is checked per node."""
+        """Free space is checked per node."""
 
     def open_shard(self, name: str, size: int) -> ShardFile:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -340,7 +340,7 @@ class LocalCheckpoint(PendingCheckpoint):
                 self.warnings.append(f"no replica on rank {link.target}: {problem}")
 
     def abandon(self) -> None:
-        """Do nothing: `end` removes the directory on every node."""
+        """Leave the removal of the directory to `end`, on every node."""
 
     def is_committed(self) -> bool:
         return False  # only the node of rank 0 has its marker

@@ -98,7 +98,7 @@ class MessageAuthenticator:
             return cls(None)
         content = b"".join(bytes(view_bytes(other)) for other in nonces)
         authenticator = cls(hmac.digest(secret, content, "sha256"))
-        # Equal keys have equal MACs, which tell nothing about the keys.
+        # Equal keys have equal MACs, from which the keys cannot be computed.
         proof = torch.frombuffer(bytearray(authenticator.sign("equal keys")), dtype=torch.uint8)
         proofs = [torch.empty_like(proof) for _ in nonces]
         dist.all_gather(proofs, proof, group=group)
@@ -138,7 +138,7 @@ class ReplicatedShard(ShardFile):
 class ReplicaLink:
     """Connection to one neighbor during one save, for any thread.
 
-    After the first error nothing is sent any more.
+    It stops sending after the first error.
     """
 
     def __init__(

@@ -232,43 +232,38 @@ class _BoxColumns:
     @classmethod
     def collect(cls, specs: Sequence[PackedSpec]) -> _BoxColumns:
         """Concatenate the boxes of all ranks. Raises CheckpointError if their tensors conflict."""
+        # Number the distinct tensors of all ranks.
         numbers: dict[TensorType, int] = {}
-        per_rank = [
-            [numbers.setdefault(tensor, len(numbers)) for tensor in spec.tensors] for spec in specs
-        ]
+        numbers_of_rank = []
+        for spec in specs:
+            ours = [numbers.setdefault(tensor, len(numbers)) for tensor in spec.tensors]
+            numbers_of_rank.append(np.array(ours, dtype=np.int64))
         tensors = list(numbers)
-        objects = {key for spec in specs for key in spec.objects}
         keys = {key for key, _, _ in tensors}
+        objects = {key for spec in specs for key in spec.objects}
         if len(keys) < len(tensors) or keys & objects:
             raise CheckpointError(_describe_conflicts(specs))
+
+        # Concatenate the boxes, and repeat the numbers of rank and tensor for each of them.
         dims = max(1, *(spec.boxes.shape[2] for spec in specs))
-        owner = [
-            np.repeat(np.array(n, dtype=np.int64), s.counts)
-            for n, s in zip(per_rank, specs, strict=True)
-        ]
-        boxes = np.concatenate([_pad_dimensions(spec.boxes, dims) for spec in specs]).astype(
-            np.int64
-        )
+        boxes = np.concatenate([_pad_dimensions(spec.boxes, dims) for spec in specs])
+        boxes = boxes.astype(np.int64)
         offset = boxes[:, 0]
         shape = boxes[:, 1]
-        tensor = np.concatenate(owner)
-        itemsize = np.array([dtype.itemsize for _, _, dtype in tensors], dtype=np.int64)
-        axis = (shape > 1).argmax(axis=1)
-        rows = np.maximum(1, shape[np.arange(len(shape)), axis])
         lengths = [len(spec.boxes) for spec in specs]
         rank = np.repeat(np.arange(len(specs)), lengths)
-        box = np.concatenate([np.arange(n) for n in lengths])
-        return cls(
-            tensors,
-            rank,
-            box,
-            tensor,
-            offset,
-            shape,
-            shape.prod(axis=1) * itemsize[tensor],
-            axis,
-            rows,
-        )
+        box = np.concatenate([np.arange(length) for length in lengths])
+        repeated = []
+        for ours_of_rank, spec in zip(numbers_of_rank, specs, strict=True):
+            repeated.append(np.repeat(ours_of_rank, spec.counts))
+        tensor = np.concatenate(repeated)
+
+        # Rows are counted along the first axis that is longer than 1.
+        axis = (shape > 1).argmax(axis=1)
+        rows = np.maximum(1, shape[np.arange(len(shape)), axis])
+        itemsize = np.array([dtype.itemsize for _, _, dtype in tensors], dtype=np.int64)
+        nbytes = shape.prod(axis=1) * itemsize[tensor]
+        return cls(tensors, rank, box, tensor, offset, shape, nbytes, axis, rows)
 
     def places(self) -> np.ndarray:
         """Return `number_places` of all boxes."""
@@ -372,20 +367,21 @@ def _choose_writers(
     for number in several:
         lines = order[starts[number] : starts[number] + counts[number]]
         shared[held.rank[lines].tobytes()].append(lines)
-    cut = []
     # Assign small replica groups first; larger groups then balance the remaining load.
-    by_ranks = [
-        (np.frombuffer(ranks, dtype=held.rank.dtype).tolist(), boxes)
-        for ranks, boxes in shared.items()
-    ]
-    for group, boxes in sorted(by_ranks, key=lambda entry: (len(entry[0]), entry[0])):
+    groups = []
+    for ranks, boxes in shared.items():
+        groups.append((np.frombuffer(ranks, dtype=held.rank.dtype).tolist(), boxes))
+    groups.sort(key=lambda entry: (len(entry[0]), entry[0]))
+    cut = []
+    for group, boxes in groups:
         heads = [lines[0] for lines in boxes]
         sizes = list(zip(held.rows[heads].tolist(), held.nbytes[heads].tolist(), strict=True))
         total = sum(nbytes for _, nbytes in sizes)
         shares = _level_loads([loads[rank] for rank in group], total)
         for member, box, start, rows in _cut_into_shares(shares, sizes):
             cut.append((boxes[box][member], start, rows))
-            loads[group[member]] += rows * (sizes[box][1] // sizes[box][0])
+            row_bytes = sizes[box][1] // sizes[box][0]
+            loads[group[member]] += rows * row_bytes
     whole = np.stack([alone, np.zeros_like(alone), held.rows[alone]], axis=1)
     line, first, count = np.concatenate([whole, np.array(cut, dtype=np.int64).reshape(-1, 3)]).T
     in_order = np.argsort(line, kind="stable")

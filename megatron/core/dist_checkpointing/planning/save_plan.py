@@ -110,15 +110,21 @@ class PlacedPlan:
         files = tuple(
             file_name(number // self.workers, number % self.workers) for number in used.tolist()
         )
+        # Chunks are sorted by tensor, and row-major in each tensor.
         order = np.argsort(number_places(tensors, rows.tensor, rows.offset), kind="stable")
-        columns = [
-            column[order] for column in (rows.offset, rows.shape, file, self.position, self.length)
-        ]
         ends = np.searchsorted(rows.tensor[order], np.arange(len(tensors) + 1))
         result = CheckpointMetadata()
         for number, (key, shape, dtype) in enumerate(tensors):
-            offset, extent, *place = (column[ends[number] : ends[number + 1]] for column in columns)
-            table = ChunkTable(offset[:, : len(shape)], extent[:, : len(shape)], files, *place)
+            lines = order[ends[number] : ends[number + 1]]
+            dims = len(shape)
+            table = ChunkTable(
+                rows.offset[lines, :dims],
+                rows.shape[lines, :dims],
+                files,
+                file[lines],
+                self.position[lines],
+                self.length[lines],
+            )
             result.tensors[key] = StoredTensor(shape, dtype, table)
         return result
 
@@ -364,18 +370,19 @@ class Planner:
 
         def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[RankPlan, str, int]]:
             nonlocal metadata
-            good = [item for item in specs if isinstance(item, PackedSpec)]
-            wrong = [
-                f"rank {rank}: {item}"
-                for rank, item in enumerate(specs)
-                if isinstance(item, CheckpointError)
-            ]
+            wrong = []
+            valid = []
+            for rank, item in enumerate(specs):
+                if isinstance(item, CheckpointError):
+                    wrong.append(f"rank {rank}: {item}")
+                else:
+                    valid.append(item)
             if wrong:
                 raise CheckpointError("\n".join(wrong))
-            placed = place_items(make_plan(good, self._fully_parallel), self._workers)
+            placed = place_items(make_plan(valid, self._fully_parallel), self._workers)
             metadata = MetadataCache(placed.build_metadata())
             nonce = secrets.token_hex(4)
-            return [(placed.select_rank(rank), nonce, placed.nbytes) for rank in range(len(good))]
+            return [(placed.select_rank(rank), nonce, placed.nbytes) for rank in range(len(valid))]
 
         packed = spec if isinstance(spec, CheckpointError) else pack(spec)
         mine, nonce, total = self._coordination.gather_compute_scatter(packed, plan)

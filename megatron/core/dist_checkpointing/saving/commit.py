@@ -140,7 +140,7 @@ class PendingCheckpoint:
                 self.generation.check(failure)
         except SupersededError as superseded:
             return superseded
-        except OSError:  # the storage that failed cannot be asked, either
+        except OSError:  # the storage that failed cannot be read, either
             pass
         return failure
 
