@@ -24,7 +24,7 @@ sys.path[:0] = [str(REPOSITORY / "tests/apex_stand_in/kernels"), str(CHECKOUT), 
 
 
 def check_declarations() -> int:
-    """The stand-ins of compiled functions take what the real ones do."""
+    """Check that the stand-ins of compiled functions have the arguments of the real ones."""
     compiled = importlib.import_module("amp_C")
     count = 0
     text = (CHECKOUT / "csrc/amp_C_frontend.cpp").read_text()

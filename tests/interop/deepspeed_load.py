@@ -26,7 +26,7 @@ EPS = 1e-8
 
 
 class TensorParallelUnit:
-    """What DeepSpeed asks of a model-parallel unit: here all ranks are one tensor-parallel group."""
+    """Model-parallel unit for DeepSpeed: all ranks form one tensor-parallel group."""
 
     def __init__(self) -> None:
         self.alone = next(
@@ -63,7 +63,7 @@ class TensorParallelUnit:
 
 
 def files_of(directory: Path, name: str) -> dict[str, torch.Tensor]:
-    """Slices of this rank: `fp32`, `exp_avg`, `exp_avg_sq`."""
+    """Return the slices of this rank: `fp32`, `exp_avg`, `exp_avg_sq`."""
     folder = directory / "zero" / name
     return {
         state: local_slice(
@@ -103,7 +103,7 @@ def local_slice(name: str, full: torch.Tensor) -> torch.Tensor:
 
 
 class Parameters(torch.nn.Module):
-    """Parameters with arbitrary dotted names, and a loss whose gradient is known."""
+    """A model with arbitrary dotted parameter names and a loss with a known gradient."""
 
     def __init__(self, shapes: dict[str, torch.Size]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Parameters(torch.nn.Module):
 
 
 def gradient(shape: torch.Size) -> torch.Tensor:
-    """Exact in bf16, small enough that nothing is clipped."""
+    """Return a gradient that is exact in bf16 and too small to be clipped."""
     return (torch.arange(shape.numel()).view(shape) % 7 - 3) / 4096.0
 
 
@@ -178,9 +178,7 @@ def main() -> None:
 
 
 def make_engine(model: torch.nn.Module, bf16: bool, num_groups: int) -> deepspeed.DeepSpeedEngine:
-    """Two groups, with and without weight decay; or three, the first one in halves (BigScience's
-    fork).
-    """
+    """Return an engine with two parameter groups, or three as in BigScience's fork."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     half = len(decayed) // 2
@@ -204,7 +202,7 @@ def make_engine(model: torch.nn.Module, bf16: bool, num_groups: int) -> deepspee
 
 
 def stepped(values: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
-    """AdamW, written out."""
+    """Return the parameter after a step of AdamW, computed from its definition."""
     param = values["fp32"]
     grad = gradient(values["fp32"].shape)
     exp_avg = BETAS[0] * values["exp_avg"] + (1 - BETAS[0]) * grad

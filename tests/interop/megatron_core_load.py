@@ -46,7 +46,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.016}  # logits are about 1: 
 
 
 class CpuForCuda(TorchFunctionMode):
-    """megatron-core names the GPU in a few places where it only means "the device of the model"."""
+    """Redirect CUDA devices in megatron-core to the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -88,7 +88,7 @@ def stand_in_for_cuda(
 
 
 def build_model(args: argparse.Namespace, tp: int, ep: int) -> GPTModel:
-    """The model that the arguments in the checkpoint describe."""
+    """Return the model that the arguments in the checkpoint describe."""
     experts: dict[str, Any] = {}
     if args.num_experts:
         experts = {
@@ -147,9 +147,7 @@ def build_model(args: argparse.Namespace, tp: int, ep: int) -> GPTModel:
 def norm_of_any_sequence(
     cls: type, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
 ) -> Any:
-    """The local norm refuses sequence parallelism, which experts under TP > 1 need; nothing is
-    trained here.
-    """
+    """Return a norm for sequence parallelism, which the local norm refuses."""
     return torch.nn.RMSNorm(hidden_size, eps=eps)
 
 
@@ -158,7 +156,7 @@ def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> MegatronOptimizer:
-    """megatron-core's distributed optimizer, with state that only a load can make right."""
+    """Return megatron-core's distributed optimizer with state that only a load can correct."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,  # this and the next are what 0.19 finds its groups by
@@ -181,7 +179,7 @@ def request(
     *,
     is_loading: bool,
 ) -> dict:
-    """The sharded state dict of Megatron-LM's trainer."""
+    """Return the sharded state dict of Megatron-LM's trainer."""
     model_state = model.sharded_state_dict(metadata=metadata)
     state = {"model": model_state}
     state["optimizer"] = optimizer.sharded_state_dict(
@@ -199,7 +197,7 @@ def request(
 
 
 def tensors_of(state: dict) -> list[ShardedTensor]:
-    """All tensors of a sharded state dict, as they are in files."""
+    """Return all tensors of a sharded state dict, as they are in files."""
     apply_factories(state)
     found = []
     stack = [state]
@@ -213,9 +211,7 @@ def tensors_of(state: dict) -> list[ShardedTensor]:
 
 
 def compare(state: dict, expected: dict[str, torch.Tensor]) -> set[str]:
-    """Every shard must be the bits of its place in the global tensor, rows of padding zero. Returns
-    the keys.
-    """
+    """Compare every shard with the global tensor (rows of padding: zero); return the keys."""
     keys = set()
     for shard in tensors_of(state):
         lead = shard.global_offset[: shard.prepend_axis_num]
@@ -238,7 +234,7 @@ def compare(state: dict, expected: dict[str, torch.Tensor]) -> set[str]:
 
 
 def stacked(tensors: dict[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:
-    """The same with one tensor for all layers."""
+    """Return the tensors with one tensor for all layers."""
     result = {key: tensor for key, tensor in tensors.items() if ".layers." not in key}
     for key in tensors:
         if ".layers.0." in key:
@@ -251,7 +247,7 @@ def stacked(tensors: dict[str, torch.Tensor], num_layers: int) -> dict[str, torc
 
 
 def check_groups(optimizer: MegatronOptimizer, stored: list[dict]) -> None:
-    """Parameter groups as in the run, each the group of its weight decay."""
+    """Check that the parameter groups equal those of the run with the same weight decay."""
     by_multiplier = {group["wd_mult"]: group for group in stored}
     for group in optimizer.param_groups:
         want = by_multiplier[group["wd_mult"]]
@@ -262,7 +258,7 @@ def check_groups(optimizer: MegatronOptimizer, stored: list[dict]) -> None:
 
 
 def check_scheduler(optimizer: MegatronOptimizer, stored: dict, expected: dict) -> None:
-    """megatron-core's schedule goes on where ours stopped, at the same learning rate."""
+    """Check that megatron-core's schedule continues at the same learning rate."""
     rates = [group["lr"] for group in optimizer.param_groups]
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -297,7 +293,7 @@ def check_scheduler(optimizer: MegatronOptimizer, stored: dict, expected: dict) 
 
 
 def check_generators(state: dict, expected: list[float]) -> None:
-    """Restored as Megatron-LM's trainer does, those of the CPU draw what comes next in our run."""
+    """Restore the CPU generators as Megatron-LM does; check that they draw our next numbers."""
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"])

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def global_tensors(run: Run) -> dict[str, torch.Tensor]:
-    """All weights and optimizer state by key, put together from the boxes of all ranks."""
+    """Return all weights and optimizer state by key, assembled from all ranks."""
     state = get_model_state(run)
     state |= run.optimizer.sharded_state_dict(state)
     boxes = [
@@ -100,7 +100,7 @@ def global_tensors(run: Run) -> dict[str, torch.Tensor]:
 
 
 def gathered(mine: Any) -> list[Any]:
-    """What every rank gives, in rank order."""
+    """Return the values of all ranks in rank order."""
     result = [None] * dist.get_world_size()
     dist.all_gather_object(result, mine)
     return result
@@ -108,7 +108,7 @@ def gathered(mine: Any) -> list[Any]:
 
 @torch.no_grad()
 def logits(run: Run, tensors: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """What these weights compute in one process."""
+    """Return the logits of these weights, computed in one process."""
     model = GPTModel(run.config.model)
     for key, entry in model.sharded_state_dict().items():
         for box in entry.boxes:

@@ -1,4 +1,4 @@
-"""Run Megatron-LM's own `pretrain_gpt.py` on CPU: does it go on where a checkpoint of ours stopped?
+"""Run Megatron-LM's own `pretrain_gpt.py` on CPU, continuing from a checkpoint of ours.
 
     torchrun --nproc-per-node N megatron_lm_train.py SOURCE LOSSES [flags of pretrain_gpt.py]
 
@@ -27,7 +27,7 @@ from megatron_core_load import CpuForCuda, FusedAdam, stand_in_for_cuda
 
 
 class CpuTrainer(CpuForCuda):
-    """The places where the trainer names the GPU, beside those where megatron-core does."""
+    """Redirect CUDA devices in the trainer to the CPU, like `CpuForCuda` in megatron-core."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -38,7 +38,7 @@ class CpuTrainer(CpuForCuda):
 
 
 class Nothing:
-    """A stream or an event of a device that does everything at once."""
+    """A stream or an event of a synchronous device."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -92,9 +92,7 @@ def replace_cuda() -> None:
 
 
 def leave_out_kernels() -> None:
-    """What is compiled at a start: helpers that the package has compiled already, and kernels for
-    GPUs.
-    """
+    """Skip the compilation of helpers, which the package contains, and of GPU kernels."""
     torch._dynamo.config.disable = True
     triton = MagicMock(is_batch_invariant_mode_enabled=lambda: False)
     sys.modules["megatron.core.transformer.custom_layers.batch_invariant_kernels"] = triton
@@ -104,15 +102,13 @@ def leave_out_kernels() -> None:
 
 
 def load_without_gradients() -> None:
-    """Legacy files of an fp32 model are copied into views of parameters, which its own runs could
-    not do either.
-    """
+    """Load legacy files of an fp32 model: the trainer copies into views of parameters."""
     training = importlib.import_module("megatron.training.training")
     training.load_checkpoint = torch.no_grad()(training.load_checkpoint)
 
 
 def record_losses(path: Path) -> None:
-    """Keep every loss in full: the log rounds them, and its first line counts into the second one."""
+    """Record every loss unrounded; the log's first line also counts into its second."""
     training = importlib.import_module("megatron.training.training")
     training_log = training.training_log
     losses = {}

@@ -1,4 +1,4 @@
-"""What checkpoints need of a store: conditions, uploads, ranges, fencing, removal.
+"""Check the features of an object store: conditions, uploads, ranges, fencing, removal.
 
     python -m tests.interop.object_store_check s3://box/run http://127.0.0.1:9106/box
 
@@ -33,7 +33,7 @@ AZURITE = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFP
 
 
 def create(bucket: str) -> None:
-    """Make the bucket (S3) or container (Azure), as soon as the server answers."""
+    """Create the bucket (S3) or container (Azure) once the server responds."""
     path = urllib.parse.urlparse(bucket).path
     date = formatdate(usegmt=True)
     if "devstoreaccount1" in bucket:

@@ -1,4 +1,4 @@
-"""What we write, loaded by the real peers. No GPU is needed.
+"""Load the files that we write with the real programs of others. No GPU is needed.
 
     make interop                                  all peers, each in a virtual environment of its own
     python tests/interop/run.py deepspeed         one of them
@@ -33,7 +33,7 @@ OURS = Path(sys.executable)
 
 @dataclass(frozen=True)
 class Peer:
-    """`check(python, work)` raises CalledProcessError when the peer does not agree with us."""
+    """A check of a program; `check(python, work)` raises CalledProcessError if it fails."""
 
     packages: tuple[str, ...]
     check: Callable[..., None]
@@ -90,7 +90,7 @@ def check_megatron_core(python: Path, work: Path) -> None:
 
 
 def check_megatron_lm(python: Path, work: Path, source: Path) -> None:
-    """Its training program goes on where ours stopped, along our losses."""
+    """Check that its training program continues our run with our losses."""
     # 258 tokens with the end of a document, which 0.19 counts and 0.16 does not: nobody pads at TP1
     # or TP2.
     vocabulary = ("--vocab-size", 258 if works(python, (3, 12)) else 257)
@@ -139,14 +139,14 @@ def check_megatron_lm(python: Path, work: Path, source: Path) -> None:
 
 
 def logged_losses(directory: Path) -> dict[int, float]:
-    """By iteration, from the record of the run that saved here."""
+    """Return the losses by iteration from the record of the run."""
     (record,) = (directory / "runs").glob("*.jsonl")
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     return {line["iteration"]: line["lm_loss"] for line in lines if line["kind"] == "interval"}
 
 
 def check_transformer_engine(python: Path, work: Path) -> None:
-    """Its Python part needs no environment but ours: every release lies in a folder of its own."""
+    """Check its Python part, which needs no environment but ours."""
     for release in TRANSFORMER_ENGINE:
         folder = work / release
         package = f"transformer_engine=={release}"
@@ -166,7 +166,7 @@ def check_transformer_engine(python: Path, work: Path) -> None:
 
 
 def check_azurite(python: Path, work: Path) -> None:
-    """Microsoft's emulator of Azure Blob Storage, from npm."""
+    """Check Microsoft's emulator of Azure Blob Storage, from npm."""
     folder = ENVIRONMENTS / "azurite-server"
     if not (folder / "node_modules").exists():
         subprocess.run(
@@ -191,7 +191,7 @@ def check_azurite(python: Path, work: Path) -> None:
 
 
 def check_radosgw(python: Path, work: Path) -> None:
-    """Ceph's gateway, from Debian's packages; it takes 10 GB (sparse) and some seconds to start."""
+    """Check Ceph's gateway from Debian's packages; it takes 10 GB (sparse)."""
     try:
         subprocess.run(["bash", str(HERE / "s3_radosgw.sh"), str(work)], check=True)
         keys = {
@@ -219,14 +219,12 @@ def storage(variables: dict[str, str]) -> Iterator[None]:
 
 
 def check_apex(python: Path, work: Path, source: Path) -> None:
-    """Its Python, over stand-ins of its kernels."""
+    """Check its Python part over stand-ins of its kernels."""
     run(OURS, HERE / "apex_check.py", source)
 
 
 def convert_there_and_back(directory: Path, target: Path, *options: str) -> None:
-    """Through legacy files at another layout: the converter's torch_dist must do as well as the
-    training program's.
-    """
+    """Convert through legacy files at another layout and back to torch_dist."""
     target.mkdir()
     shutil.copy(directory / "expected.pt", target)
     convert = (REPOSITORY / "tools" / "checkpoint" / "convert.py", "--load-dir")
@@ -331,10 +329,11 @@ PEERS = {
 
 
 def environment(name: str, peer: Peer) -> Path | None:
-    """The Python of the peer's environment, with its packages installed in the given order; None:
-    there is no Python for them.
+    """Return the Python of the peer's environment, or None without a suitable interpreter.
 
-    The stamp is written last, so one that was cut off is made anew.
+    Packages are installed in the given order.
+
+    The stamp is written last, so an interrupted installation is repeated.
     """
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
@@ -359,7 +358,7 @@ def environment(name: str, peer: Peer) -> Path | None:
 
 
 def checkout(source: str) -> Path:
-    """The sources of a repository at a tag."""
+    """Return the sources of a repository at a tag."""
     repository, tag = source.split("@")
     folder = ENVIRONMENTS / f"{repository}-{tag}"
     if existing := os.environ.get(f"{repository.upper().replace('-', '_')}_SOURCE"):
@@ -381,9 +380,7 @@ def checkout(source: str) -> Path:
 
 
 def interpreter(oldest: tuple[int, int]) -> Path | None:
-    """A Python of at least this version: our own, or the first that starts on the PATH or among
-    pyenv's versions.
-    """
+    """Return a Python of at least this version: our own, or one on the PATH or of pyenv."""
     names = [shutil.which(f"python3.{minor}") for minor in range(oldest[1], oldest[1] + 4)]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(
         "versions/3.*/bin/python3"
@@ -393,9 +390,7 @@ def interpreter(oldest: tuple[int, int]) -> Path | None:
 
 
 def works(python: Path, oldest: tuple[int, int]) -> bool:
-    """Whether it starts, and is new enough. A shim on the PATH may be of a version that is not
-    installed.
-    """
+    """Return whether the interpreter starts and is new enough; a shim may do neither."""
     test = f"import sys; sys.exit(sys.version_info < {oldest})"
     try:
         return subprocess.run([str(python), "-c", test], capture_output=True).returncode == 0

@@ -57,7 +57,7 @@ RECIPES = [
 
 
 class Inert(types.ModuleType):
-    """Has every attribute, can be called, and does nothing."""
+    """An object with every attribute; calls have no effect."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -68,9 +68,7 @@ class Inert(types.ModuleType):
 
 
 class InertFinder(MetaPathFinder, Loader):
-    """For modules with packages of their own that nothing here uses: kernels in Triton, export to
-    ONNX.
-    """
+    """Import hook for unused packages: kernels in Triton, export to ONNX."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         te = "transformer_engine.pytorch."
@@ -115,9 +113,7 @@ class Number(int):
 
 
 def members(path: Path, enumeration: str) -> list[str]:
-    """Names in the Python copy of a compiled enumeration, which newer releases compare with it when
-    imported.
-    """
+    """Return the names of a compiled enumeration, which newer releases compare when imported."""
     if not path.is_file():
         return []
     classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
@@ -166,7 +162,7 @@ def build(impl: str, tp: int, rank: int, **model: Any) -> GPTModel:
 
 
 def check_model(name: str, tp: int) -> int:
-    """Every parameter of every rank; returns how many."""
+    """Check every parameter of every rank; return their number."""
     count = 0
     for rank in range(tp):
         local, engine = (
@@ -213,7 +209,7 @@ def check_engine(owner: nn.Module, tp: int) -> None:
 
 @contextmanager
 def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], int]]) -> Any:
-    """Bind every call of a module's forward pass in place of running it."""
+    """Bind the arguments of every call in a module's forward pass instead of running it."""
     kinds = (
         "Linear",
         "LayerNormLinear",
@@ -278,7 +274,7 @@ def recorded(te: types.ModuleType, calls: set[tuple[str, str, tuple[str, ...], i
 
 
 def check_calls(te: types.ModuleType) -> int:
-    """A forward pass of every model: dense, with documents, a window, ALiBi and experts in fp8."""
+    """Run a forward pass of each model: dense, documents, window, ALiBi, experts in fp8."""
     calls: set[tuple[str, str, tuple[str, ...], int]] = set()
     documents = (torch.arange(16) // 8).expand(2, -1)
     fused = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}
@@ -303,7 +299,7 @@ def check_calls(te: types.ModuleType) -> int:
 
 
 def check_functions(te: types.ModuleType) -> None:
-    """What is called besides modules."""
+    """Check the calls of functions outside of modules."""
     adapter = importlib.import_module("megatron.core.transformer.transformer_engine.layers")
     for options in RECIPES:
         config = TransformerConfig(
@@ -328,7 +324,7 @@ def check_functions(te: types.ModuleType) -> None:
 
 
 class OnTheCPU(TorchFunctionMode):
-    """Scales are made on the device that there is."""
+    """Allocate scales on the available device."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -99,7 +99,7 @@ class LegacySource:
         with_optimizer = read_options is None or read_options.optimizer
         self.description = f"legacy checkpoint {directory}"
 
-        # The arguments in the first file tell which files there are.
+        # The arguments in the first file determine the layout.
         first_file = find_first_legacy_file(directory)
         self.args = read_arguments(open_legacy(first_file), str(first_file))
         self._layout = layout = Layout.from_args(self.args)
