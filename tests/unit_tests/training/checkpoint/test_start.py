@@ -1,0 +1,24 @@
+"""The start of a run whose --load contains no checkpoint yet."""
+
+import pytest
+
+from megatron.training.checkpoint.start import find_start
+from megatron.training.config.options import CheckpointConfig
+
+
+@pytest.mark.parametrize("flag", ["finetune", "no_load_optim", "exit_on_missing_checkpoint"])
+@pytest.mark.parametrize("exists", [False, True])
+def test_flag_that_requires_a_checkpoint_is_an_error_in_an_empty_directory(tmp_path, flag, exists):
+    root = tmp_path / "run"
+    if exists:
+        root.mkdir()
+    config = CheckpointConfig(load=str(root), save=str(root), **{flag: True})
+    with pytest.raises(ValueError, match=f"holds no checkpoint.*--{flag.replace('_', '-')}"):
+        find_start(config, root)
+
+
+def test_first_start_of_a_run_needs_no_checkpoint(tmp_path, caplog):
+    config = CheckpointConfig(load=str(tmp_path), save=str(tmp_path), use_checkpoint_args=True)
+    with caplog.at_level("INFO"):
+        assert find_start(config, tmp_path) is None
+    assert "starting from scratch" in caplog.text
