@@ -319,7 +319,7 @@ def test_missing_transformer_engine_is_reported_with_installation(monkeypatch):
         ),
         (
             f"{TE} --bf16 --fp8-format hybrid --fp8-param-gather",
-            "needs --use-distributed-optimizer",
+            "requires --use-distributed-optimizer",
         ),
         (f"{TE} --bf16 --fp8-param-gather", "--fp8-param-gather needs --fp8-format"),
         (f"{TE} --bf16 --fp8-format e4m3 --fp4-format e2m1", "are mutually exclusive"),
