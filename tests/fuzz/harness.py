@@ -28,6 +28,7 @@ from tests.fuzz.mutations import Mutation, damage
 
 SECONDS = 20  # of processor time for one case, some hundred times what it takes
 MEMORY = 1 << 30  # bytes of address space beyond those of the process at the start
+EXIT_STATUSES: list[int] = []  # of all tools run by `run_main` in this process
 TARGETS = ("to", "data_text_document.bin", "data_text_document.idx", "report.html")
 
 
@@ -84,6 +85,7 @@ def run_main(argv: list[str], main: Callable[[], Any]) -> int:
         status = int(code or 0)
         message = err.getvalue()
         message = message[message.rfind("error: ") :] if "error: " in message else ""
+    EXIT_STATUSES.append(status)
     if status and message:
         check_message(message)
     if "--json" not in argv:
@@ -144,6 +146,18 @@ def run_case(
     unexpected = [path.name for path in out.iterdir() if path.name not in TARGETS]
     if unexpected:
         report(f"{name} {number}: left behind: {unexpected}")
+
+
+def run_intact(name: str, reader: Reader, base: Path, work: Path, report: Callable) -> None:
+    """Run the action on intact files; it must succeed, or the fuzz would test nothing."""
+    for seed in range(3):
+        out = work / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir()
+        EXIT_STATUSES.clear()
+        reader.action(Case(base, base, out, random.Random(seed)))
+        if any(EXIT_STATUSES):
+            report(f"{name}, seed {seed}: exit status {EXIT_STATUSES} for intact files")
 
 
 def find_failures(

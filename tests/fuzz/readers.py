@@ -251,7 +251,7 @@ def report_run(case: Case) -> None:
 PLAN_FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 4 --vocab-size 66 "
-    "--tokenizer-type NullTokenizer --train-iters 12 --lr 1e-3 --world-size 1"
+    "--tokenizer-type NullTokenizer --train-iters 12 --lr 1e-3 --world-size 1 --mock-data"
 )
 
 
@@ -263,9 +263,9 @@ def run_cli(module: object, argv: list[str]) -> None:
 def read_markers(case: Case) -> None:
     """List the checkpoints on the disk of a node, as at every start."""
     tier = LocalTier(case.source, 0, [0], Replication())
-    for name in tier.names():
+    for name in tier.list_checkpoints():
         with contextlib.suppress(OSError):
-            for writer, (size, _) in tier.held(name).items():
+            for writer, (size, _) in tier.find_writers(name).items():
                 assert 0 <= writer < size
 
 

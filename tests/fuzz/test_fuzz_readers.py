@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.harness import find_failures, print_usage, run_case
+from tests.fuzz.harness import find_failures, print_usage, run_case, run_intact
 from tests.fuzz.readers import BASES, READERS, SLOW_BASES
 
 
@@ -17,12 +17,19 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("bases")
 
 
-def check_reader(name: str, bases: Path, tmp_path: Path, numbers: range) -> None:
-    reader = READERS[name]
-    base = bases / reader.base.replace(" ", "_") / "base"
+def build_base(name: str, bases: Path) -> Path:
+    """Return the intact files of a reader, which are built once."""
+    kind = READERS[name].base
+    base = bases / kind.replace(" ", "_") / "base"
     if not base.exists():
         base.parent.mkdir()
-        BASES[reader.base](base)
+        BASES[kind](base)
+    return base
+
+
+def check_reader(name: str, bases: Path, tmp_path: Path, numbers: range) -> None:
+    reader = READERS[name]
+    base = build_base(name, bases)
     work = tmp_path / "work"
 
     def run_all(report):
@@ -32,6 +39,16 @@ def check_reader(name: str, bases: Path, tmp_path: Path, numbers: range) -> None
     failures = find_failures(work, run_all)
     print_usage(name, len(numbers), failures)
     assert not failures, f"{len(failures)} of {len(numbers)}:\n" + "\n".join(failures[:5])
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_intact_files_are_read(name: str, bases: Path, tmp_path: Path) -> None:
+    base = build_base(name, bases)
+    work = tmp_path / "work"
+    failures = find_failures(
+        work, lambda report: run_intact(name, READERS[name], base, work, report)
+    )
+    assert not failures, failures
 
 
 @pytest.mark.parametrize("name", READERS)

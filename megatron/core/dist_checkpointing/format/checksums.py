@@ -153,7 +153,8 @@ def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
             ) from error
         if len(files[name].blocks) != _get_digests_size(file["size"]):
             raise CheckpointError(
-                f"{where}: {name}: {len(files[name].blocks)} bytes of hashes for {file['size']} bytes"
+                f"{where}: {name}: {len(files[name].blocks)} bytes of hashes "
+                f"for {file['size']} bytes"
             )
     return files
 
@@ -174,7 +175,8 @@ def read_checksums(directory: Path) -> dict[str, FileChecksums]:
     path = find_checksums(directory)
     if path is None:
         raise CheckpointError(
-            f"{directory / CHECKSUMS}: missing: the checkpoint was written without checksums, so it cannot be verified"
+            f"{directory / CHECKSUMS}: missing: the checkpoint was written without checksums, "
+            "so it cannot be verified"
         )
     with open_file(path) as file:
         content = file.read_whole()

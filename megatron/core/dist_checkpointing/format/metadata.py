@@ -78,7 +78,8 @@ class StoredTensor:
         dtype = getattr(torch, self.dtype_name, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(
-                f"a tensor of dtype {format_value(self.dtype_name)}, which this version of torch lacks"
+                f"a tensor of dtype {format_value(self.dtype_name)}, "
+                "which this version of torch lacks"
             )
         return dtype
 

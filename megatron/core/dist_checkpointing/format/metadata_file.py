@@ -1,4 +1,4 @@
-"""Reads the `.metadata` of a checkpoint: with our index after the pickle, or as written by any DCP."""
+"""Reads the `.metadata` of a checkpoint, with our index or as written by any version of DCP."""
 
 from __future__ import annotations
 

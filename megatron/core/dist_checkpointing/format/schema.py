@@ -8,7 +8,8 @@ A check is a function `(value, where) -> value` that raises CheckpointError with
 value. A check does not trust the value: it never calls `repr` on a container, so that a structure
 that unfolds without end costs nothing.
 
-    STATE = record({"files": sequence(file_name), "training": record({"iteration": COUNT, "note?": text()})})
+    TRAINING = record({"iteration": COUNT, "note?": text()})
+    STATE = record({"files": sequence(file_name), "training": TRAINING})
     STATE(read_json(path), str(path))
 """
 
@@ -275,8 +276,8 @@ def _open_descriptor(path: str | os.PathLike[str], follow_links: bool) -> int:
     target = None if follow_links else links.find_outside_target(path)
     if target is not None:
         raise CheckpointError(
-            f"{escape_control_chars(str(path))} is a link to {escape_control_chars(target)}, outside "
-            f"of the checkpoint. If you trust it, use --follow-links, or set {links.FOLLOW_LINKS}=1"
+            f"{escape_control_chars(str(path))} is a link to {escape_control_chars(target)}, "
+            f"outside of the checkpoint. If you trust it, use --follow-links, or set {links.FOLLOW_LINKS}=1"
         )
     # Non-blocking: opening a pipe must not wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -356,8 +357,8 @@ class OpenFile:
                 maximum = min(max(maximum, self.measure_directory()), _MAX_SIZE)
         if self.size > maximum:
             raise CheckpointError(
-                f"{escape_control_chars(str(self.path))} has {self.size} bytes, but at most {maximum}"
-                " are plausible: it is damaged or sparse (the environment variable "
+                f"{escape_control_chars(str(self.path))} has {self.size} bytes, but at most "
+                f"{maximum} are plausible: it is damaged or sparse (the environment variable "
                 "MEGATRON_MAX_FILE_SIZE raises the limit)"
             )
 
@@ -436,7 +437,8 @@ def read_regular(
     with open_file(path, follow_links=follow_links) as file:
         if file.size > limit:
             raise CheckpointError(
-                f"{escape_control_chars(str(path))} has {file.size} bytes, more than the {limit} that it may have"
+                f"{escape_control_chars(str(path))} has {file.size} bytes, "
+                f"more than the {limit} that it may have"
             )
         return file.read(0, file.size)
 
@@ -450,7 +452,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(content: bytes, where: str, **options: Any) -> Any:
-    """Parse JSON like `json.loads`. Raises CheckpointError if it is nested deeper than MAX_DEPTH."""
+    """Parse JSON; raise CheckpointError if it is invalid or nested deeper than MAX_DEPTH."""
     try:
         value = json.loads(content, **options)
     except RecursionError as error:

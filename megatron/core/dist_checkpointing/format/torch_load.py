@@ -1,4 +1,4 @@
-"""Loads files of `torch.save` without executing code. Tensors are mapped, read, or left in the file."""
+"""Loads files of `torch.save` without executing code; tensors are mapped, read, or left in place."""
 
 from __future__ import annotations
 
@@ -226,8 +226,8 @@ def _load(
     start = bytes(read(0, 8))
     if start[:4] != b"PK\3\4":
         raise CheckpointError(
-            f"{where}: not a torch.save archive (zip), it starts with {start!r}. Files of torch < 1.6 must "
-            "be saved again with a newer torch."
+            f"{where}: not a torch.save archive (zip), it starts with {start!r}. "
+            "Files of torch < 1.6 must be saved again with a newer torch."
         )
     archive = Archive(read, length, where)
     if "byteorder" in archive.records and archive.read("byteorder") != b"little":

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
-# Bytes. Raw data is aligned relative to the start of its archive, and archives are aligned in files.
+# Bytes. Raw data is aligned in its archive, and archives are aligned in files.
 ALIGNMENT = 64
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")

@@ -254,7 +254,8 @@ class _Unpickler:
             self._odd_keys += 1
             if self._odd_keys > _MAX_ODD_KEYS:
                 raise UnsafePickleError(
-                    f"its dictionaries have more than {_MAX_ODD_KEYS} keys that are not plain values"
+                    f"its dictionaries have more than {_MAX_ODD_KEYS} keys "
+                    "that are not plain values"
                 )
 
     def set_items(self, items: list[Any]) -> None:
@@ -320,16 +321,16 @@ class _Unpickler:
             if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
                 return found
         # Everything else: refused, or an inert placeholder
+        full_name = escape_control_chars(f"{module}.{name}")
         if module.partition(".")[0] in _GUARDED and not is_inert:
             raise UnsafePickleError(
-                f"its pickle names {escape_control_chars(f'{module}.{name}')}, which no checkpoint needs. "
+                f"its pickle names {full_name}, which no checkpoint needs. "
                 "Nothing was executed. "
-                "If you trust the file, load it with torch.load(weights_only=False) and save its plain values again."
+                "If you trust the file, load it with torch.load(weights_only=False) "
+                "and save its plain values again."
             )
         if not self._placeholders:
-            raise UnsafePickleError(
-                f"holds a {escape_control_chars(f'{module}.{name}')}; only plain values can be stored"
-            )
+            raise UnsafePickleError(f"contains a {full_name}; only plain values can be stored")
         return make_placeholder_type(module, name)
 
     def charge_copies(self, values: Iterable[Any]) -> None:
@@ -472,7 +473,7 @@ def unpickle(
 
 
 def check_bounded(root: Any, where: str) -> None:
-    """Raise CheckpointError for containers that contain themselves, are too deep, or unfold too far.
+    """Raise CheckpointError for cyclic or deeply nested containers, and ones that unfold too far.
 
     A list that contains another one twice, which contains a third one twice, and so on, takes 60
     bytes in a pickle, but `repr`, `==`, `json.dumps` and `copy` never finish. Each container is
@@ -499,7 +500,8 @@ def check_bounded(root: Any, where: str) -> None:
     count = [0]
     if size_of(root, 0) > _MAX_UNFOLDED + 8 * count[0]:
         raise CheckpointError(
-            f"{where}: a container contains itself, or unfolds to far more values than are in the file"
+            f"{where}: a container contains itself, "
+            "or unfolds to far more values than are in the file"
         )
 
 

@@ -14,7 +14,7 @@ SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_flat_range_is_tiled_exactly_by_views(shape):
+def test_boxes_of_flat_ranges_tile_them(shape):
     numel = math.prod(shape)
     flat = torch.arange(numel)
     for start, stop in itertools.combinations_with_replacement(range(numel + 1), 2):
@@ -35,8 +35,8 @@ def test_every_flat_range_is_tiled_exactly_by_views(shape):
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 5, 48])
-def test_flat_shards_of_a_fused_parameter_tile_the_global_tensor(shards):
-    """ZeRO shards of every TP rank's [gate; up] together are the global tensor, each element once."""
+def test_zero_shards_of_fused_parameter_tile_global_tensor(shards):
+    """The ZeRO shards of [gate; up] of all TP ranks contain each global element once."""
     tp_size = 2
     reference = torch.arange(16.0 * 3).view(16, 3)
     seen = torch.full((16, 3), -1.0)
@@ -54,7 +54,7 @@ def test_flat_shards_of_a_fused_parameter_tile_the_global_tensor(shards):
     assert torch.equal(seen, reference)
 
 
-def test_vocabulary_padding_is_in_no_box():
+def test_boxes_exclude_vocabulary_padding():
     padded = torch.arange(12.0).view(6, 2)
     tp = Axis(rank=1, size=2)
     last = Sharding(dim=0, axis=tp, num_rows=8).describe("e", padded)

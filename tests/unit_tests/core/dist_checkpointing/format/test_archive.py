@@ -37,7 +37,7 @@ def archive_of(data: bytes) -> Archive:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_torch_reads_the_envelope(dtype, shape):
+def test_torch_loads_envelopes_with_data(dtype, shape):
     numel = torch.Size(shape).numel()
     content = torch.randint(0, 2, (numel * dtype.itemsize,), dtype=torch.uint8)
     expected = content.view(dtype).reshape(shape)
@@ -54,7 +54,7 @@ def test_torch_reads_the_envelope(dtype, shape):
 
 
 @pytest.mark.parametrize("numel", [1, 1000, 100_000])
-def test_records_of_torch_save(numel):
+def test_records_of_torch_save_are_found(numel):
     tensor = torch.arange(numel, dtype=torch.float32)
     buffer = io.BytesIO()
     torch.save(tensor, buffer)
@@ -66,7 +66,7 @@ def test_records_of_torch_save(numel):
 
 
 @pytest.mark.parametrize("padding", [0, 1, 1023, 4000])
-def test_padding_is_invisible(padding):
+def test_padding_does_not_change_the_loaded_value(padding):
     archive = encode_object({"step": 3})
     padded = pad_archive(archive, len(archive) + padding)
     assert len(padded) == len(archive) + padding
@@ -74,14 +74,14 @@ def test_padding_is_invisible(padding):
     assert set(archive_of(padded).records) == set(archive_of(archive).records)
 
 
-def test_every_truncation_is_an_explained_error():
+def test_truncated_archives_give_clear_errors():
     whole = encode_object({"step": torch.arange(10)})
     for length in range(len(whole)):
         with pytest.raises(CheckpointError, match="here"):
             archive_of(whole[:length]).read("data/0")
 
 
-def test_compressed_record_is_refused():
+def test_compressed_records_are_refused():
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("archive/data.pkl", b"x" * 1000)

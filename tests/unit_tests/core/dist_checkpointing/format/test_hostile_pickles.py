@@ -1,7 +1,7 @@
-"""Small pickles that want to hang, crash or fill memory: refused at the cost of reading them.
+"""Pickles that try to hang, crash or exhaust memory are refused within the limits of SECURITY.md.
 
-Each payload runs in a process of its own, whose memory and processor time the kernel bounds: what
-goes wrong there is no exception.
+Each payload runs in a child process with limited memory and processor time, because a failure may
+be a crash rather than an exception.
 """
 
 import io
@@ -30,14 +30,12 @@ PROTO = b"\x80\x04"
 
 
 def doubled(levels: int) -> bytes:
-    """A tuple of two tuples of two tuples ... that are one and the same: hash, repr and == never
-    end.
-    """
+    """Pickle a tuple that contains one tuple twice, and so on: hash, repr and == never finish."""
     return PROTO + b")" + b"".join(b"\x94" + bytes([0x68, n]) * 2 + b"\x86" for n in range(levels))
 
 
 def doubled_lists(levels: int) -> bytes:
-    """The same of lists."""
+    """Pickle lists like `doubled`."""
     return (
         PROTO + b"]\x94" + b"".join(b"]\x94(" + bytes([0x68, n]) * 2 + b"e" for n in range(levels))
     )
@@ -48,7 +46,7 @@ def deep(opcode: bytes, levels: int) -> bytes:
 
 
 def call(module: str, name: str, arguments: bytes) -> bytes:
-    """The value of module.name(arguments); `arguments` leaves one tuple."""
+    """Return the opcodes of module.name(arguments); `arguments` pushes one tuple."""
     return b"c" + f"{module}\n{name}\n".encode() + arguments + b"R"
 
 
@@ -61,7 +59,7 @@ def member(value: bytes) -> bytes:
 
 
 def colliding_ints(count: int) -> bytes:
-    """Their hash is 0."""
+    """Pickle integers with hash 0."""
     items = (n * (2**61 - 1) for n in range(count))
     return b"}(" + b"".join(b"\x8a\x12" + n.to_bytes(18, "little") + b"N" for n in items) + b"u."
 
@@ -146,7 +144,7 @@ def try_to_read(read: Callable[[], object], size: int) -> str:
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_hostile_pickles_cost_nothing(name: str) -> None:
+def test_cost_of_hostile_pickles_is_bounded(name: str) -> None:
     payload = PAYLOADS[name]
     archive = archive_with(payload)
     assert try_to_read(lambda: safe_load(archive), len(payload)) in ("refused", "loaded")
@@ -175,7 +173,7 @@ def test_cost_of_large_hostile_pickles_is_proportional_to_their_size(name: str) 
 def tensor_over(
     record: bytes, shape: bytes, stride: bytes, before: bytes = b"", behind: bytes = b""
 ) -> bytes:
-    """An archive with a tensor over one record, and what its pickle does with that."""
+    """Make an archive whose pickle builds a tensor over one record and uses it."""
     storage = b"(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpuK\x04tQ"
     pickled = b"\x80\x02" + before + b"ctorch._utils\n_rebuild_tensor_v2\n("
     pickled += storage + b"K\x00" + shape + stride + b"\x89}tR" + behind + b"."
@@ -197,9 +195,7 @@ def test_views_of_one_record_are_bounded(tmp_path) -> None:
 
 
 def test_members_that_collide_are_counted_over_all_sets() -> None:
-    """A thousand of them in one set cost milliseconds, in a hundred sets, which take five bytes
-    each, seconds.
-    """
+    """A thousand such members cost milliseconds in one set, but seconds in a hundred sets."""
     hash_0 = b"".join(
         b"\x8a\x12" + (n * (2**61 - 1)).to_bytes(18, "little") + b"\x85" for n in range(1000)
     )
@@ -226,14 +222,14 @@ TENSOR_USES = {
 
 
 @pytest.mark.parametrize("use", TENSOR_USES)
-def test_a_tensor_is_nothing_but_a_value(use: str) -> None:
-    """It may be a mapped one of a terabyte: nothing walks over it, and nothing is set on it."""
+def test_tensors_are_only_used_as_values(use: str) -> None:
+    """A tensor may be a mapped terabyte: it is neither iterated over nor modified."""
     assert safe_load(tensor_over(bytes(16), b"K\x04\x85", b"K\x01\x85")).numel() == 4
     with pytest.raises(CheckpointError, match="pickle: "):
         safe_load(tensor_over(bytes(16), b"K\x04\x85", b"K\x01\x85", *TENSOR_USES[use]))
 
 
-def test_a_record_that_changed_is_noticed() -> None:
+def test_changed_records_are_detected() -> None:
     content = bytearray(archive_with(pickle.dumps({"iteration": 7}, 2)))
     place = content.index(b"iteration")
     content[place] ^= 1
@@ -241,8 +237,8 @@ def test_a_record_that_changed_is_noticed() -> None:
         safe_load(bytes(content))
 
 
-def test_whatever_python_pickles_comes_back() -> None:
-    """In every protocol that checkpoints have: torch.save's is 2."""
+def test_values_pickled_by_python_are_loaded() -> None:
+    """All protocols of checkpoints are supported; torch.save uses 2."""
     values = [
         None, True, 1, -1, 2**31, 2**70, 1.5, "text", "x" * 300, b"bytes", b"y" * 300, bytearray(b"z"), (), (1,),
         (1, 2), (1, 2, 3), tuple(range(9)), [], [1], list(range(2000)), {}, {1: 2}, {n: (n, [n]) for n in range(900)},

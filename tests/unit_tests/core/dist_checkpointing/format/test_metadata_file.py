@@ -45,12 +45,12 @@ def stored(shape, dtype, boxes, places, files=FILES):
 
 
 def written(metadata):
-    """The content of `.metadata`."""
+    """Return the content of `.metadata`."""
     return b"".join(encode_metadata(metadata))
 
 
 def example(files=FILES):
-    """Scalars, empty tensors, many dimensions, numbers of every width, tensors that are cut alike."""
+    """Make scalars, empty tensors, many dimensions, integers of every width, and shared box lists."""
     large = (300_000, 1 << 20)
     rows = [((i * 1000, 0), (1000, 1 << 20)) for i in range(300)]
     result = CheckpointMetadata(
@@ -78,20 +78,20 @@ def example(files=FILES):
 
 
 def plain(metadata):
-    """As plain values."""
+    """Convert metadata to plain values for comparison."""
     tensors = {key: (t.shape, t.dtype, list(t.chunks)) for key, t in metadata.tensors.items()}
     return tensors, metadata.objects, metadata.file_sizes()
 
 
-def test_our_reader_gets_back_what_was_written():
+def test_our_reader_returns_written_metadata():
     assert plain(decode_metadata(written(example()), "here")) == plain(example())
     empty = CheckpointMetadata()
     assert plain(decode_metadata(written(empty), "here")) == plain(empty)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "float8_e4m3fn", "bool"])
-def test_objects_of_dcp_are_those_it_makes(dtype):
-    """We write them by name, without importing DCP; the running version makes the same ones."""
+def test_objects_of_dcp_equal_those_of_the_installed_version(dtype):
+    """They are written by name, without importing DCP."""
     objects = {
         encode_tensor_properties(dtype): dcp.TensorProperties(dtype=getattr(torch, dtype)),
         BYTES: dcp.BytesStorageMetadata(),
@@ -101,8 +101,8 @@ def test_objects_of_dcp_are_those_it_makes(dtype):
         assert pickle.loads(b"\x80\2" + opcodes + b".") == expected
 
 
-def test_a_large_one_comes_in_blocks():
-    """To join many megabytes would hold the interpreter's lock, which the training thread wants."""
+def test_large_metadata_is_encoded_in_blocks():
+    """Joining many megabytes would hold the interpreter's lock and delay the training thread."""
     large = CheckpointMetadata(
         objects={f"rng_state/{rank}": Location("__0_0.distcp", rank, 1) for rank in range(9000)}
     )
@@ -121,8 +121,8 @@ def cut(parts):
     return [whole[: 3 << 19], whole[3 << 19 :]]
 
 
-def test_dcp_gets_the_same():
-    """What plain `pickle` makes of the file, DCP's own classes, against what the index says."""
+def test_dcp_unpickles_the_same_metadata():
+    """Compare the objects that plain `pickle` builds with the content of the index."""
     encoded = written(example())
     read = pickle.load(io.BytesIO(encoded))
     assert (
@@ -162,7 +162,7 @@ def test_dcp_gets_the_same():
     )
 
 
-def test_a_tensor_is_read_without_the_others():
+def test_one_tensor_is_read_without_the_others():
     encoded = written(example())
     read = []
 
@@ -178,13 +178,13 @@ def test_a_tensor_is_read_without_the_others():
     assert 0 < sum(read) < 200
 
 
-def test_tensors_that_are_cut_alike_share_the_list_of_their_boxes():
+def test_tensors_with_equal_boxes_share_their_list():
     read = pickle.loads(written(example()))
     assert read.state_dict_metadata["w"].chunks is read.state_dict_metadata["m"].chunks
     assert len(written(example())) < 100 * 600, "bytes for each of 600 boxes"
 
 
-def test_the_file_is_closed_with_its_last_reader(tmp_path):
+def test_file_is_closed_with_its_last_tensor(tmp_path):
     (tmp_path / ".metadata").write_bytes(written(example()))
     before = len(os.listdir("/proc/self/fd"))
     gc.disable()  # it must not take a collection
@@ -201,14 +201,14 @@ def test_the_file_is_closed_with_its_last_reader(tmp_path):
 
 
 @pytest.mark.parametrize("indexed", [True, False])
-def test_a_file_outside_of_the_checkpoint_is_refused(indexed):
+def test_file_outside_of_the_checkpoint_is_refused(indexed):
     encoded = written(example(files=("__0_0.distcp", "../secret", "__1_0.distcp")))
     with pytest.raises(CheckpointError, match="here.*secret"):
         decode_metadata(encoded if indexed else encoded[:-1], "here")
 
 
 def with_index(encoded, change):
-    """The same pickle with another index."""
+    """Return the same pickle with another index."""
     start, length, _, magic = struct.unpack("<QQQ8s", encoded[-32:])
     index = json.loads(encoded[start : start + length])
     change(index)
@@ -243,14 +243,14 @@ def swap_places(index):
         swap_places,
     ],
 )
-def test_an_index_that_says_anything_else_than_the_pickle_is_refused(change):
+def test_index_that_differs_from_the_pickle_is_refused(change):
     with pytest.raises(CheckpointError, match="here"):
         metadata = decode_metadata(with_index(written(example()), change), "here")
         list(metadata.tensors["w"].chunks)
 
 
-def test_any_changed_byte_is_noticed_or_without_effect():
-    """Of the entries and of the index; what else the pickle says is DCP's alone."""
+def test_changed_bytes_are_detected_or_have_no_effect():
+    """Bytes outside of the entries and the index are only read by DCP."""
     small = CheckpointMetadata(
         {"w": stored((4, 2), torch.float32, [((0, 0), (4, 2))], [(2, 64, 900)])}
     )

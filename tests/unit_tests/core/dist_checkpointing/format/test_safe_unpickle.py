@@ -32,7 +32,7 @@ def saved(value) -> bytes:
 
 
 def archive_with(pickled: bytes) -> bytes:
-    """A torch.save archive whose program is `pickled`."""
+    """Make an archive of torch.save that contains the pickle `pickled`."""
     writer_buffer = io.BytesIO()
     writer = torch._C.PyTorchFileWriter(writer_buffer)
     writer.write_record("data.pkl", pickled, len(pickled))
@@ -83,7 +83,7 @@ HONEST = {
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_honest_values_come_back(name, tmp_path):
+def test_intact_values_are_loaded(name, tmp_path):
     content = saved(HONEST[name])
     (tmp_path / "x.pt").write_bytes(content)
     expected = torch.load(io.BytesIO(content), weights_only=False)
@@ -142,7 +142,7 @@ def test_shared_containers_stay_shared_and_cycles_are_refused():
 
 @pytest.fixture
 def foreign_module():
-    """A module that exists while pickling and not while loading."""
+    """Provide a module that exists while pickling, but not while loading."""
     module = types.ModuleType("someproject.enums")
 
     class Kind(enum.Enum):
@@ -181,7 +181,7 @@ def test_unknown_classes_become_placeholders(foreign_module):
 
 
 class Reduce:
-    """Pickles as a call of `function(*args)`."""
+    """Object that pickles as a call of `function(*args)`."""
 
     def __init__(self, function, *args):
         self.call = (function, args)
@@ -191,7 +191,7 @@ class Reduce:
 
 
 def in_protocol_2(payload: bytes) -> bytes:
-    """Texts and numbers as torch.save writes them: the unpickler knows no other form."""
+    """Rewrite texts and numbers as torch.save writes them, the only form the unpickler supports."""
     payload = re.sub(rb"S'([^']*)'\n", lambda text: b"U" + bytes([len(text[1])]) + text[1], payload)
     return payload.replace(b"I01\n", b"\x88").replace(b"I00\n", b"\x89").replace(b"I1\n", b"K\x01")
 
@@ -313,7 +313,7 @@ def test_errors_name_the_file(tmp_path):
         safe_load(tmp_path / "old.pt")
 
 
-def test_a_file_is_unmapped_with_its_last_tensor(tmp_path):
+def test_file_is_unmapped_with_its_last_tensor(tmp_path):
     """Not at the next garbage collection: a converter that opens one file after the other would
     keep them all.
     """
@@ -339,7 +339,7 @@ def test_a_file_is_unmapped_with_its_last_tensor(tmp_path):
 @pytest.mark.parametrize(
     "written", [b"csignal\nSIGTERM\n", b"csignal\nSignals\nK\x0f\x85R"], ids=["3.10", "3.11"]
 )
-def test_a_signal(written) -> None:
+def test_signals_are_loaded(written) -> None:
     """Python 3.10 pickles a member by its name. It is one object for all, on which a pickle sets
     nothing.
     """
@@ -349,6 +349,6 @@ def test_a_signal(written) -> None:
     assert not hasattr(signal.SIGTERM, "x")
 
 
-def test_a_path_of_python_3_13() -> None:
+def test_paths_of_python_3_13_are_loaded() -> None:
     loaded = unpickle(b"\x80\x02cpathlib._local\nPosixPath\nX\x01\x00\x00\x00a\x85R.", "here")
     assert loaded == pathlib.PurePosixPath("a")
