@@ -69,8 +69,10 @@ def transformers_defaults(model_type: str) -> Mapping[str, Any]:
 
 def refusal_of_transformers(model_type: str, fields: Json) -> str | None:
     """Return why transformers does not accept `fields` of a config.json; None if it does."""
+    # Special tokens are not part of the check: defaults may exceed the vocabulary.
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     try:
-        config_class(model_type)(**fields)
+        config_class(model_type)(**fields, **tokens)
     except Exception as error:  # its validators raise errors of many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return lines[-1].strip()

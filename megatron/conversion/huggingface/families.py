@@ -239,6 +239,22 @@ LLAMA = Family(
     rows.LLAMA_ROWS,
     (*_LLAMA_RULES, heads(), biases("attention_bias", "mlp_bias"), FULL_ATTENTION),
 )
+ARCEE = Family(
+    "arcee",
+    "ArceeForCausalLM",
+    rows.ARCEE_ROWS,
+    (
+        *_SIZE_RULES,
+        fixed("hidden_act", "relu2", written=True),
+        _UNTIED,
+        _RMS_EPSILON,
+        rope(),
+        heads(),
+        biases("attention_bias", "mlp_bias"),
+        FULL_ATTENTION,
+        implied(swiglu=False, squared_relu=True, hidden_dropout=0.0),
+    ),
+)
 MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
@@ -291,22 +307,34 @@ OLMO2 = Family(
     rows.OLMO2_ROWS,
     (*_OLMO_RULES, heads(always_written=False), implied(norm_placement="post")),
 )
-_GEMMA_RULES = (
+_GEMMA1_RULES = (
     *_SIZE_RULES,
     _RMS_EPSILON,
     _UNTIED,
-    *always(hidden_activation="gelu_pytorch_tanh", attention_bias=False),
+    *always(attention_bias=False),
     fixed("use_bidirectional_attention", False, None),
     heads(),
     _NO_BIAS,
-    QUERY_SCALAR,
-    implied(
-        geglu=True,
-        norm_placement="both",
-        apply_layernorm_1p=True,
-        scale_embeddings=True,
-        hidden_dropout=0.0,
+    implied(geglu=True, apply_layernorm_1p=True, scale_embeddings=True, hidden_dropout=0.0),
+)
+GEMMA = Family(
+    "gemma",
+    "GemmaForCausalLM",
+    rows.LLAMA_ROWS,
+    (
+        *_GEMMA1_RULES,
+        rope(),
+        # The official releases call the tanh approximation "gelu".
+        fixed("hidden_act", "gelu_pytorch_tanh", "gelu", written=True),
+        fixed("hidden_activation", "gelu_pytorch_tanh"),
+        FULL_ATTENTION,
     ),
+)
+_GEMMA_RULES = (
+    *_GEMMA1_RULES,
+    *always(hidden_activation="gelu_pytorch_tanh"),
+    QUERY_SCALAR,
+    implied(norm_placement="both"),
 )
 _GEMMA_HARMLESS = "cache_implementation hidden_act"
 GEMMA2 = Family(
@@ -533,6 +561,7 @@ BLOOM = Family(
 # In order of preference for an export: the first that can express a model is taken.
 FAMILIES = (
     *(LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, OLMO2, GEMMA2, GEMMA3),
+    *(GEMMA, ARCEE),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3),
     *(GPT2, BLOOM),
 )

@@ -85,6 +85,7 @@ DEEPSEEK_ROWS = LLAMA_ROWS | {
     ),
     "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_experts.down_proj.",)),
 }
+ARCEE_ROWS = LLAMA_ROWS | {"mlp.linear_fc1.": Row(("mlp.up_proj.",))}
 _POST_NORMS = {
     "self_attention.linear_proj.post_layernorm.": Row(("post_attention_layernorm.",)),
     "mlp.linear_fc2.post_layernorm.": Row(("post_feedforward_layernorm.",)),

@@ -199,6 +199,8 @@ _DEEPSEEK: dict[str, Sampler] = {
     "rms_norm_eps": choose_optional(1e-6, 1e-6, 1e-6, 1e-3),
 }
 OF_FAMILIES: dict[str, dict[str, Sampler]] = {
+    "gemma": {"hidden_act": choose_optional("gelu_pytorch_tanh", "gelu")},
+    "arcee": {"hidden_act": choose_optional("relu2", "relu2", "silu")},
     "deepseek_v2": _DEEPSEEK
     | {
         "topk_method": choose_optional("greedy", "group_limited_greedy", "noaux_tc"),

@@ -174,7 +174,6 @@ def test_files_are_readable_and_temporary_files_are_removed(tmp_path: Path) -> N
         ({"rotary_interleaved": True}, "no rotary_interleaved = True"),
         ({"apply_layernorm_1p": True}, "no apply_layernorm_1p = True"),
         ({"swiglu": False, "quick_geglu": True}, "quick_geglu = True"),
-        ({"swiglu": False, "squared_relu": True}, "squared_relu = True"),
         ({"add_qkv_bias": True, "qk_layernorm": True}, "no has_qkv_bias = True"),
         ({"swiglu": False}, "no swiglu = False"),
         ({"window_size": (7, 2)}, r"no window_size = \(7, 2\)"),
