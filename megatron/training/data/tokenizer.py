@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.format.schema import limit, parse_json, read_regular
 from megatron.core.flags import flag
+from megatron.core.terminal import format_error
 
 MAX_FILE_BYTES = limit("TOKENIZER_BYTES", 256 << 20)
 END_OF_TEXT = "<|endoftext|>"
@@ -138,7 +139,7 @@ def _read_file(path: Path, flag_name: str) -> bytes:
     except OSError as error:
         raise ValueError(f"{flag_name} {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ValueError(f"{flag_name}: {error}") from None
+        raise ValueError(f"{flag_name}: {format_error(error)}") from None
 
 
 def _check_directory(directory: Path, flag_name: str) -> None:
@@ -226,7 +227,7 @@ def _build_sentencepiece(config: TokenizerConfig) -> Tokenizer:
         pieces = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
         raise ValueError(
-            f"--tokenizer-model {path} is not a SentencePiece model: {error}"
+            f"--tokenizer-model {path} is not a SentencePiece model: {format_error(error)}"
         ) from None
     if pieces.eos_id() < 0:
         raise ValueError(
@@ -356,7 +357,7 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
             parse_json(content, str(path))
         except ValueError as error:
             raise ValueError(
-                f"--tokenizer-model {path} is not a Hugging Face tokenizer: {error}"
+                f"--tokenizer-model {path} is not a Hugging Face tokenizer: {format_error(error)}"
             ) from None
         if (path.parent / "tokenizer_config.json").is_file():
             path = path.parent
@@ -377,7 +378,7 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
             raise
         if exists:
             raise ValueError(
-                f"--tokenizer-model {path} is not a Hugging Face tokenizer: {error}"
+                f"--tokenizer-model {path} is not a Hugging Face tokenizer: {format_error(error)}"
             ) from error
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
@@ -408,7 +409,7 @@ def _build_gpt2(config: TokenizerConfig) -> Tokenizer:
         pipeline = Pipeline(models.BPE.from_file(str(vocab_file), str(merge_file)))
     except Exception as error:  # tokenizers raises bare Exceptions
         raise ValueError(
-            f"--vocab-file {vocab_file}, --merge-file {merge_file}: cannot be read: {error}"
+            f"--vocab-file {vocab_file}, --merge-file {merge_file}: cannot be read: {format_error(error)}"
         ) from None
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = decoders.ByteLevel()
@@ -525,7 +526,7 @@ def _build_megatron_tiktoken(config: TokenizerConfig) -> Tokenizer:
         is_complete = sorted(ranks.values()) == list(range(first, size))
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
         raise ValueError(
-            f"--tokenizer-model {path} is not a JSON list of token_bytes and rank: {error}"
+            f"--tokenizer-model {path} is not a JSON list of token_bytes and rank: {format_error(error)}"
         ) from None
     if not is_complete:
         raise ValueError(
@@ -549,7 +550,7 @@ def _build_llama3(config: TokenizerConfig) -> Tokenizer:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (ValueError, binascii.Error) as error:
         raise ValueError(
-            f"--tokenizer-model {path} has a line that is not a token and its rank: {error}"
+            f"--tokenizer-model {path} has a line that is not a token and its rank: {format_error(error)}"
         ) from None
     if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(
