@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml
+from megatron.core.lazy_import import lazy_module
 
-# libyaml needs about 1 us of processor time per byte, the pure Python parser 10 us.
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+if TYPE_CHECKING:
+    import yaml
+else:
+    # Only checkpoints of Megatron-Bridge need it.
+    yaml = lazy_module("yaml")
+
 _MAX_DEPTH = 20  # of nested lists and mappings
 
 # Plain (unquoted) scalars as PyYAML writes them; anything else is text.
@@ -35,8 +39,10 @@ def parse_yaml(text: str) -> Any:
     Lists, mappings with text keys, and scalars without explicit tags are supported. The processor
     time is proportional to the length of `text`, which the caller limits.
     """
+    # libyaml needs about 1 us of processor time per byte, the pure Python parser 10 us.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        events = yaml.parse(text, Loader=_LOADER)
+        events = yaml.parse(text, Loader=loader)
         _expect(events, yaml.StreamStartEvent)
         _expect(events, yaml.DocumentStartEvent)
         value = _build(next(events), events, depth=0)
