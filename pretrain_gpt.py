@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N pretrain_gpt.py FLAGS
 
-Plain `python` starts one process. Four functions define the model, the data and the loss; `pretrain`
-does the rest.
+Plain `python` starts one process. Four functions define the model, the data and the loss;
+`pretrain` does the rest.
 """
 
 from __future__ import annotations

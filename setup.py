@@ -17,7 +17,8 @@ assert VERSION is not None, "megatron/__init__.py must define __version__"
 setup(
     name="megatron",
     version=VERSION[1],
-    description="A compact Megatron-style GPT training stack whose checkpoints resume at any TP x PP x DP",
+    description="A compact Megatron-style GPT training stack whose checkpoints resume at any TP x "
+    "PP x DP",
     license="Apache-2.0",
     py_modules=["pretrain_gpt"],
     packages=find_packages(include=["megatron", "megatron.*"]) + list(TOOLS),

@@ -536,7 +536,8 @@ def main() -> None:
         for processes in (1, 2, 4, 8) if args.flatness else (args.processes,):
             measured = launch(processes, argv + (["--only-sync"] if args.flatness else []))
             print(
-                f"\n{processes} processes, {measured['bytes'] / 1e9:.2f} GB in all, medians of {args.repeats}"
+                f"\n{processes} processes, {measured['bytes'] / 1e9:.2f} GB in all, medians of "
+                f"{args.repeats}"
             )
             print_table(measured)
     finally:

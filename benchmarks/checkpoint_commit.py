@@ -123,8 +123,10 @@ def commit(store: dist.Store, save_id: str, world: int, cache: MetadataCache, ro
     print(
         f"{world} ranks: checksums.bin {sizes[0]:.1f} MB, .metadata {sizes[1]:.1f} MB; "
         f"collected after {1e3 * collected:.0f} ms, committed after "
-        f"{1e3 * seconds:.0f} ms; rank 0's thread used {1e3 * cpu:.0f} ms of CPU, another thread waited "
-        f"{1e3 * ticker.longest:.0f} ms at the longest ({1e3 * idle.longest:.0f} ms without a commit)"
+        f"{1e3 * seconds:.0f} ms; rank 0's thread used {1e3 * cpu:.0f} ms of CPU, another thread "
+        "waited "
+        f"{1e3 * ticker.longest:.0f} ms at the longest ({1e3 * idle.longest:.0f} ms without a "
+        "commit)"
     )
 
 
@@ -150,7 +152,8 @@ def main() -> None:
                 report(store, f"save-{number}", rank, args.world, args.megabytes)
             seconds = time.perf_counter() - began
             print(
-                f"reports: {1e6 * seconds / args.world:.0f} us each, from one client after the other"
+                f"reports: {1e6 * seconds / args.world:.0f} us each, from one client after the "
+                "other"
             )
             commit(store, f"save-{number}", args.world, cache, root)
     finally:

@@ -43,9 +43,11 @@ from pretrain_gpt import model_provider  # noqa: E402
 T = TypeVar("T")
 
 LLAMA = (
-    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --bf16 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
+    "--bf16 "
     "--position-embedding-type rope --group-query-attention --num-query-groups 8 --seq-length 4096 "
-    "--max-position-embeddings 4096 --micro-batch-size 1 --lr 1 --min-lr 0 --train-iters 1 --sequence-parallel "
+    "--max-position-embeddings 4096 --micro-batch-size 1 --lr 1 --min-lr 0 --train-iters 1 "
+    "--sequence-parallel "
     "--mock-data --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
     "--tensor-model-parallel-size 8 "
 )
@@ -58,12 +60,14 @@ class Case(NamedTuple):
 
 CASES = {
     "70b": Case(
-        "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --vocab-size 32000 "
+        "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
+        "--vocab-size 32000 "
         "--pipeline-model-parallel-size 4",
         1024,
     ),
     "405b": Case(  # 128 layers, so that they can be split evenly over the stages
-        "--num-layers 128 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 --vocab-size 128256 "
+        "--num-layers 128 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 "
+        "--vocab-size 128256 "
         "--pipeline-model-parallel-size 16",
         16384,
     ),
@@ -190,26 +194,31 @@ def simulate(name: str, world: int, workers: int) -> None:
     loads = plan.loads
     parallel = config.parallel
     print(
-        f"{name} on {world} ranks: TP {parallel.tp_size} x PP {parallel.pp_size} x DP {parallel.dp_size(world)}, "
+        f"{name} on {world} ranks: TP {parallel.tp_size} x PP {parallel.pp_size} x DP "
+        f"{parallel.dp_size(world)}, "
         f"{sum(loads) / 1e9:.0f} GB, {everything.boxes} boxes"
     )
     print(f"  describe   {1e3 * describing / world:.1f} ms, {sent / 1e3:.0f} kB per rank to rank 0")
     back = statistics.mean(map(len, results)) / 1e3
     print(
-        f"  rank 0     receives in {receiving:.1f} s, returns {back:.0f} kB per rank in {cutting:.1f} s"
+        f"  rank 0     receives in {receiving:.1f} s, returns {back:.0f} kB per rank in "
+        f"{cutting:.1f} s"
     )
     print(
-        f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, {planned:.2f} after"
+        f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, "
+        f"{planned:.2f} after"
     )
     print(f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s")
     print(f"  .metadata  {sum(map(len, encoded)) / 1e6:.1f} MB")
     for label, cost in (("entries of one rank", wanted), ("all entries", everything)):
         print(
-            f"             read {label}: {cost.boxes} boxes in {cost.seconds:.2f} s and {cost.megabytes:.0f} MB"
+            f"             read {label}: {cost.boxes} boxes in {cost.seconds:.2f} s and "
+            f"{cost.megabytes:.0f} MB"
         )
     largest = max(loads) / statistics.mean(loads)
     print(
-        f"  per rank   {min(loads) / 1e9:.3f} .. {max(loads) / 1e9:.3f} GB, largest {largest:.3f} x the mean"
+        f"  per rank   {min(loads) / 1e9:.3f} .. {max(loads) / 1e9:.3f} GB, largest {largest:.3f} "
+        "x the mean"
     )
 
 

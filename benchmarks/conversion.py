@@ -173,7 +173,8 @@ def convert(
     copying = min(copies)
     nbytes = sum(path.stat().st_size for path in files(target))
     print(
-        f"{f'{source} -> {result}':28}{nbytes / 1e9:6.2f} GB {seconds:6.2f} s {nbytes / seconds / 1e9:6.2f} GB/s   "
+        f"{f'{source} -> {result}':28}{nbytes / 1e9:6.2f} GB {seconds:6.2f} s "
+        f"{nbytes / seconds / 1e9:6.2f} GB/s   "
         f"cp {copying:5.2f} s {nbytes / copying / 1e9:6.2f} GB/s   {copying / seconds:5.2f}x cp, "
         f"{copying / (seconds - start_up):5.2f}x without start-up   peak {memory / 1e6:6.0f} MB   "
         f"extra disk {extra / 1e6:4.0f} MB   all turns: {listed(times)}; cp {listed(copies)}",
@@ -207,7 +208,8 @@ def main() -> None:
         largest = args.vocab * args.hidden * 4
         bare = min(run([sys.executable, "-c", "import torch"])[0] for _ in range(3))
         print(
-            f"{nbytes / 1e9:.2f} GB; largest tensor {largest / 1e6:.0f} MB: bound {600 + 3 * largest / 1e6:.0f} MB"
+            f"{nbytes / 1e9:.2f} GB; largest tensor {largest / 1e6:.0f} MB: bound "
+            f"{600 + 3 * largest / 1e6:.0f} MB"
         )
         print(f"start-up: import torch takes {bare:.2f} s; {args.workers} workers", flush=True)
         warm_up(root, args)

@@ -173,7 +173,9 @@ def tests(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
 
 
 def experts(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """Measure the products of 8 experts, forward and backward: one grouped kernel against a loop."""
+    """Measure the products of 8 experts, forward and backward: one grouped kernel against a
+    loop.
+    """
     tokens, hidden, ffn = (64, 32, 48) if options.smoke else (16384, 4096, 14336)
     x = torch.randn(tokens, hidden, device=options.device).bfloat16()
     matrices = torch.randn(8, hidden, ffn, device=options.device).bfloat16()
@@ -193,7 +195,8 @@ def experts(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
         for name, time in times.items()
     ]
     return [
-        f"experts: {tokens} tokens, 8 experts {hidden} x {ffn}, bf16, kernel: {has_grouped_kernel(x)}",
+        f"experts: {tokens} tokens, 8 experts {hidden} x {ffn}, bf16, kernel: "
+        f"{has_grouped_kernel(x)}",
         *rows,
     ]
 
@@ -232,7 +235,8 @@ def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]
                 speed = work / seconds
                 tokens = shape.seq * shape.batch / seconds
                 lines.append(
-                    f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step {tokens:9.0f} tokens/s "
+                    f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step {tokens:9.0f} "
+                    "tokens/s "
                     f"{speed / 1e12:8.3g} TFLOP/s  MFU {100 * speed / ceiling:5.1f} %"
                     + (
                         f", {100 * speed / sheet:.1f} % of the data sheet"
@@ -274,7 +278,10 @@ def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[st
     saves = re.findall(r"> saved .* \(training blocked ([\d.]+) ms\): ([\d.]+) GB at", output)
     blocking = [float(milliseconds) for milliseconds, _ in saves]
     with_saves = statistics.mean(iteration_times(output)) + sum(blocking) / iterations
-    head = f"checkpoint: {name}, {saves[0][1]} GB, every 10 iterations, {len(saves)} saves in {whole:.0f} s"
+    head = (
+        f"checkpoint: {name}, {saves[0][1]} GB, every 10 iterations, {len(saves)} saves in "
+        f"{whole:.0f} s"
+    )
     lines = [head, *saving_lines("ours", plain, with_saves, blocking)]
     peer = [
         "benchmarks/peers/transformers_training.py",
@@ -298,7 +305,8 @@ def saving_lines(who: str, plain: float, with_saves: float, blocking: list[float
     cost = 100 * (with_saves / plain - 1)
     held = statistics.median(blocking)
     return [
-        f"  {who}: iteration {plain:.1f} ms without saves, {with_saves:.1f} ms with them ({cost:+.1f} %)",
+        f"  {who}: iteration {plain:.1f} ms without saves, {with_saves:.1f} ms with them "
+        f"({cost:+.1f} %)",
         f"  {who}: blocking per save: {held:.0f} ms, {100 * held / plain:.1f} % of an iteration",
     ]
 
@@ -328,7 +336,9 @@ def profile(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
 
 
 def suspicions(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """Check doubts from reading the code: selected kernels, waits for the device, selected devices."""
+    """Check doubts from reading the code: selected kernels, waits for the device, selected
+    devices.
+    """
     lines = ["suspicions:", *_masked_attention(options), *_loss_of_a_large_vocabulary(options)]
     return [
         *lines,
@@ -349,7 +359,9 @@ def _launched(function: Callable[[], object], device: str) -> Counter[str]:
 
 
 def _masked_attention(options: argparse.Namespace) -> list[str]:
-    """Check that grouped windowed attention does not fall back to products that store all scores."""
+    """Check that grouped windowed attention does not fall back to products that store all
+    scores.
+    """
     heads, length = (4, 64) if options.smoke else (32, 4096)
     config = TransformerConfig(
         1, 128 * heads, heads, group_query_attention=True, num_query_groups=heads // 4, attention_dropout=0.0,
@@ -366,7 +378,8 @@ def _masked_attention(options: argparse.Namespace) -> list[str]:
     scores = heads * length**2 * 2
     most = ", ".join(name[:60] for name, _ in kernels.most_common(4))
     return [
-        f"  windowed attention: {peak / 1e6:.0f} MB at most (all scores: {scores / 1e6:.0f} MB); {most}"
+        f"  windowed attention: {peak / 1e6:.0f} MB at most (all scores: {scores / 1e6:.0f} MB); "
+        f"{most}"
     ]
 
 
@@ -385,7 +398,8 @@ def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> list[str]:
     count = _launched(step, options.device).total()
     time_ms = 1e3 * best_time(step, options.device)
     return [
-        f"  loss over {vocab} words, {tokens} tokens: {count} kernels, {time_ms:.2f} ms forward and backward"
+        f"  loss over {vocab} words, {tokens} tokens: {count} kernels, {time_ms:.2f} ms forward "
+        "and backward"
     ]
 
 
@@ -415,14 +429,18 @@ def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> li
                 event["name"] for event in events if "Synchronize" in event.get("name", "")
             )
             lines.append(
-                f"  {name}, two iterations with {label}: waits for the device: {dict(waits) or 'none'}"
+                f"  {name}, two iterations with {label}: waits for the device: "
+                f"{dict(waits) or 'none'}"
             )
     return lines
 
 
 def _devices_of_a_node(options: argparse.Namespace) -> list[str]:
     """Return the device of local rank 1 if it sees one device (`srun --gpus-per-task=1`)."""
-    code = "from megatron.training import initialize; from megatron.training.config.options import DistributedConfig"
+    code = (
+        "from megatron.training import initialize; from megatron.training.config.options import "
+        "DistributedConfig"
+    )
     code += f"; print(initialize.choose_device(DistributedConfig(device={options.device!r})))"
     environment = {
         **os.environ,
@@ -478,7 +496,8 @@ def _contexts(options: argparse.Namespace) -> list[str]:
                 most |= now
                 time.sleep(0.5)
     return [
-        f"  processes on a GPU while two ranks train and save: at most {max(most.values(), default=0)} (1 is right)"
+        "  processes on a GPU while two ranks train and save: at most "
+        f"{max(most.values(), default=0)} (1 is right)"
     ]
 
 

@@ -154,7 +154,8 @@ def measure(
         median = statistics.median(all_spent)
         rate = corpus.stat().st_size / 1e6 / median
         print(
-            f"{median:7.2f} s of a core, {rate:6.2f} MB/s, {limit / median:.2f} of the tokenizer: {label}"
+            f"{median:7.2f} s of a core, {rate:6.2f} MB/s, {limit / median:.2f} of the tokenizer: "
+            f"{label}"
         )
 
 

@@ -46,7 +46,10 @@ def block_of(command: str, output: str) -> str:
     ).strip()
     where = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     text = "\n".join(line.rstrip() for line in output.strip().splitlines())
-    return f"\n`python {command}`; {time.strftime('%Y-%m-%d')}, {commit}, {where}:\n\n```text\n{text}\n```\n"
+    return (
+        f"\n`python {command}`; {time.strftime('%Y-%m-%d')}, {commit}, "
+        f"{where}:\n\n```text\n{text}\n```\n"
+    )
 
 
 def replace_block(page: str, name: str, content: str) -> str:
@@ -56,7 +59,8 @@ def replace_block(page: str, name: str, content: str) -> str:
     )
     if not pattern.search(page):
         raise ValueError(
-            f"the page has no block {name!r}: it needs <!-- begin {name} --> and <!-- end {name} -->"
+            f"the page has no block {name!r}: it needs <!-- begin {name} --> and <!-- end {name} "
+            "-->"
         )
     return pattern.sub(lambda _: content, page)
 

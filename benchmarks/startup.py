@@ -29,9 +29,12 @@ ROOT = Path(__file__).parents[1]
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TORCHRUN = [sys.executable, *TWO_PROCESSES]
 MODEL = (
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --mock-data --seed 1 "
-    "--tokenizer-type NullTokenizer --hidden-dropout 0 --attention-dropout 0 --num-workers 0 --num-threads 1 "
-    "--lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-iters 0 --micro-batch-size 1 --global-batch-size 2 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--mock-data --seed 1 "
+    "--tokenizer-type NullTokenizer --hidden-dropout 0 --attention-dropout 0 --num-workers 0 "
+    "--num-threads 1 "
+    "--lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-iters 0 --micro-batch-size 1 "
+    "--global-batch-size 2 "
 )
 TINY = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 "
 HIDDEN = 1024
@@ -115,7 +118,8 @@ def print_rows(title: str, medians: dict[str, float], limit: str) -> None:
     print(f"\n| {title} | s | against {limit} |\n|---|---|---|")
     for name, median in medians.items():
         print(
-            f"| {name} | {median:.2f} | {'' if name == limit else f'{median / medians[limit]:.2f}x'} |"
+            f"| {name} | {median:.2f} | "
+            f"{'' if name == limit else f'{median / medians[limit]:.2f}x'} |"
         )
 
 
@@ -178,8 +182,10 @@ def measure_resume(directory: Path, size_gb: float, turns: int, megatron_core: s
     heads = 16
     length = 32
     model = (
-        f"{MODEL}--num-layers {layers} --hidden-size {HIDDEN} --ffn-hidden-size {ffn} --seq-length {length} "
-        f"--num-attention-heads {heads} --vocab-size {VOCABULARY} --untie-embeddings-and-output-weights "
+        f"{MODEL}--num-layers {layers} --hidden-size {HIDDEN} --ffn-hidden-size {ffn} --seq-length "
+        f"{length} "
+        f"--num-attention-heads {heads} --vocab-size {VOCABULARY} "
+        "--untie-embeddings-and-output-weights "
     )
     ours = directory / "ours"
     theirs = directory / "dcp"

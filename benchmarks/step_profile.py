@@ -71,7 +71,9 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def read_trace(path: Path) -> tuple[float, list[list[Event]]]:
-    """Return the microseconds from the first phase to the last, and the operators of each thread."""
+    """Return the microseconds from the first phase to the last, and the operators of each
+    thread.
+    """
     spans = [
         event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"
     ]
@@ -124,7 +126,8 @@ def main() -> None:
             operators[name] += time
     plain = statistics.median(times[end:])
     print(
-        f"{args.dtype}: {plain:.0f} ms/step, {whole / args.steps / 1e3:.0f} while profiled; shares of the latter:"
+        f"{args.dtype}: {plain:.0f} ms/step, {whole / args.steps / 1e3:.0f} while profiled; shares "
+        "of the latter:"
     )
     for name, time in kinds.most_common():
         print(f"  {100 * time / whole:5.1f} %  {name}")

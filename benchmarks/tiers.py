@@ -53,8 +53,10 @@ TENSORS = 8
 WAYS = ("own disk", "own disk and a copy")
 RUN = (
     "--num-layers 4 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 4000 --lr 1e-4 "
-    "--num-workers 0 --train-iters 1000 --eval-iters 0 --use-distributed-optimizer --log-interval 1 --async-save "
+    "--micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 4000 --lr 1e-4 "
+    "--num-workers 0 --train-iters 1000 --eval-iters 0 --use-distributed-optimizer --log-interval "
+    "1 --async-save "
     "--save-interval 10 "
 )
 LOCAL = "--non-persistent-ckpt-type local --non-persistent-save-interval 2 --replication "
@@ -311,7 +313,8 @@ def worker(rank, size, options, root, port):
         tables.append(measure_loads(rank, size, training, root, options.turns))
     if rank == 0:
         print(
-            f"{options.size_gb} GB of state on {size} nodes of one process, medians of {options.turns} turns"
+            f"{options.size_gb} GB of state on {size} nodes of one process, medians of "
+            f"{options.turns} turns"
         )
         for results in tables:
             show(results)

@@ -285,7 +285,8 @@ def main() -> None:
         return
     work = flops_per_step()
     print(
-        f"{work / 1e9:.0f} GFLOP per step of {BATCH * SEQ} tokens; {args.threads} threads; torch {torch.__version__}"
+        f"{work / 1e9:.0f} GFLOP per step of {BATCH * SEQ} tokens; {args.threads} threads; torch "
+        f"{torch.__version__}"
     )
     for dtype in args.dtypes:
         ceiling = gemm_ceiling(torch.float32 if dtype == "fp32" else torch.bfloat16, args.threads)
@@ -305,7 +306,8 @@ def main() -> None:
             median = statistics.median(values)
             speed = work / median / 1e6
             print(
-                f"  {name:20s} {median:8.0f} ms/step  {speed:6.0f} GFLOP/s  {best_peer / median:5.2f}x the best peer"
+                f"  {name:20s} {median:8.0f} ms/step  {speed:6.0f} GFLOP/s  "
+                f"{best_peer / median:5.2f}x the best peer"
             )
 
 

@@ -14,12 +14,13 @@ from megatron.training.config.parsing import flag_parser
 
 HEAD = """# Megatron-LM's options
 
-Every option that Megatron-LM has had since 2023, and how `pretrain_gpt.py` treats it. Generated from the
-parser by `docs/make_options_page.py`.
+Every option that Megatron-LM has had since 2023, and how `pretrain_gpt.py` treats it. Generated
+from the parser by `docs/make_options_page.py`.
 
 - **yes**: supported with the same meaning.
 - **no effect**: accepted; results and files are the same with and without it, for the given reason.
-- **only as default**: accepted if it requests the default or belongs to a disabled feature; otherwise
+- **only as default**: accepted if it requests the default or belongs to a disabled feature;
+otherwise
   an error that names the feature.
 """
 

@@ -1,4 +1,6 @@
-"""Tests; their layout is that of the package. Helpers are imported by their full name, `tests....`."""
+"""Tests; their layout is that of the package. Helpers are imported by their full name,
+`tests....`.
+"""
 
 from pathlib import Path
 

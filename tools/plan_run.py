@@ -1,12 +1,13 @@
 """Plan a run before it is started: memory, checkpoint bytes, pipeline bubble and traffic of every
 stage.
 
-    python tools/plan_run.py --world-size 8 --device-memory-gb 80 FLAGS      FLAGS: those of pretrain_gpt.py
-    LAUNCH="python tools/plan_run.py --world-size 8 --device-memory-gb 80" bash examples/one_node_8_gpus.sh
+    python tools/plan_run.py --world-size 8 --device-memory-gb 80 FLAGS OF pretrain_gpt.py
+    LAUNCH="python tools/plan_run.py --world-size 8 --device-memory-gb 80" \\
+        bash examples/one_node_8_gpus.sh
 
 --json prints the plan in bytes, for programs; --plot PNG draws the schedule and the memory. The
-vocabulary size is --vocab-size, or that of the tokenizer, whose files are needed only then. The exit
-status is 1 if the run does not fit.
+vocabulary size is --vocab-size, or that of the tokenizer, whose files are needed only then. The
+exit status is 1 if the run does not fit.
 """
 
 from __future__ import annotations
@@ -225,7 +226,10 @@ def make_stage_json(stage: StagePlan) -> dict[str, Any]:
 
 def format_verdict(needed: int, available: float, reserve: float) -> str:
     word = "fits" if needed + reserve <= available else "WILL NOT FIT"
-    return f"{word}: {format_gb(needed)} GB and a reserve of {format_gb(reserve)} GB, of {format_gb(available)} GB"
+    return (
+        f"{word}: {format_gb(needed)} GB and a reserve of {format_gb(reserve)} GB, of "
+        f"{format_gb(available)} GB"
+    )
 
 
 def main(argv: Sequence[str]) -> int:

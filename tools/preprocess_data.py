@@ -3,9 +3,9 @@
     python tools/preprocess_data.py --input corpus/*.jsonl --output-prefix data/corpus --append-eod
         --workers 8 --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model
 
-Inputs are read in the given order: JSON lines (.jsonl, .ndjson, .json: one object per line) or plain
-text (any other name), optionally compressed (.gz). Documents keep the order of the input for any
-number of workers. The output `<prefix>_<key>_document.bin/.idx` appears when it is complete: an
+Inputs are read in the given order: JSON lines (.jsonl, .ndjson, .json: one object per line) or
+plain text (any other name), optionally compressed (.gz). Documents keep the order of the input for
+any number of workers. The output `<prefix>_<key>_document.bin/.idx` appears when it is complete: an
 interrupted run leaves no files.
 
 A line that cannot be tokenized is an error that names the file and the line; --skip-bad-lines N

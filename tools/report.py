@@ -42,7 +42,9 @@ Point = tuple[float, float]
 
 
 def collect_facts(root: Path, verify_checkpoints: bool) -> Row:
-    """Return everything that the page shows, as plain values. Raises ValueError without a record."""
+    """Return everything that the page shows, as plain values. Raises ValueError without a
+    record.
+    """
     launches = read_record(root)
     if not launches:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""Checkpoint formats: recognize the format of a directory, and find the checkpoint that a path means.
+"""Checkpoint formats: recognize the format of a directory, and find the checkpoint that a path
+means.
 
 Training, convert.py and inspect_checkpoint.py share these rules. A run directory contains a tracker
 file and `iter_0000010/`, `release/` or, from DeepSpeed, `global_step10_universal/`. The tracker is
@@ -231,9 +232,9 @@ def find_checkpoint(
 
     This is `root` itself if it is a checkpoint, otherwise iteration `step` if given, otherwise the
     checkpoint that the tracker names, otherwise (that one or the tracker is lost or damaged) the
-    newest complete one. Raises NoCheckpointError if `step` is missing or damaged, or if no checkpoint
-    is complete: training from scratch would overwrite them. `loader` names the format of a directory
-    that looks like several.
+    newest complete one. Raises NoCheckpointError if `step` is missing or damaged, or if no
+    checkpoint is complete: training from scratch would overwrite them. `loader` names the format of
+    a directory that looks like several.
     """
     root = path_of(root)
     if step is None:

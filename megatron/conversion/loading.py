@@ -103,7 +103,8 @@ def load_from_source(
     skip: Callable[[str], bool] = lambda key: False,
     parallelization_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
-    """Fill the tensors of `state` in place from `source`. The options are those of `fill`. Collective.
+    """Fill the tensors of `state` in place from `source`. The options are those of `fill`.
+    Collective.
 
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """

@@ -54,7 +54,8 @@ class WriteOptions:
     vocab_size: int | None = None
     """Number of embedding rows to keep."""
     tokenizer: Path | None = None
-    """A tokenizer directory or SentencePiece model. Default: the tokenizer named in the arguments."""
+    """A tokenizer directory or SentencePiece model. Default: the tokenizer named in the arguments.
+    """
     max_shard_size: int = 5 * 10**9
     """Maximum size of a Hugging Face weight file in bytes."""
     optim_sidecar: bool = False

@@ -30,8 +30,8 @@ class Normal:
     """N(0, std^2), as a function of seed, key and position in the global tensor only.
 
     Values are the same in every layout. The rows are drawn in blocks of about a million elements,
-    each from its own CPU generator, in fp32. A rank draws only the blocks that its box overlaps, and
-    the values do not depend on device or dtype (except for rounding).
+    each from its own CPU generator, in fp32. A rank draws only the blocks that its box overlaps,
+    and the values do not depend on device or dtype (except for rounding).
     """
 
     std: float
@@ -105,8 +105,8 @@ class Fp8Tensors(Protocol):
         """Fill fp8 `tensors` of any parameters from their main parameters. Collective over `group`.
 
         `main` contains this rank's shard of each tensor, which begins at the element in `starts`;
-        None if the rank has no part of it. The ranks of `group` have all shards. `rescale`: no scale
-        of these values is known yet.
+        None if the rank has no part of it. The ranks of `group` have all shards. `rescale`: no
+        scale of these values is known yet.
         """
 
 
@@ -169,7 +169,8 @@ class MegatronModule(nn.Module):
 
     @torch.no_grad()
     def initialize(self, seed: int | None) -> None:
-        """Fill every parameter with values that depend on `seed` and on its key, and padding with 0.
+        """Fill every parameter with values that depend on `seed` and on its key, and padding with
+        0.
 
         Without a seed all values become zero, for weights that are about to be loaded.
         """

@@ -81,7 +81,8 @@ class ObjectStore:
             from obstore import store
         except ImportError as error:
             raise ValueError(
-                f"{root} needs the package obstore: pip install 'megatron[object-storage]', or give a directory"
+                f"{root} needs the package obstore: pip install 'megatron[object-storage]', or "
+                "give a directory"
             ) from error
         self._root = root
         self._api = obstore
@@ -291,8 +292,10 @@ def check_conditional_requests(directory: ObjectPath) -> None:
         if refused < 2:
             endpoint = os.environ.get("AWS_ENDPOINT_URL", directory.bucket)
             raise ValueError(
-                f"{directory}: the store at {endpoint} ignores conditional requests (If-None-Match, If-Match), without "
-                "which two jobs would damage each other's checkpoints (rclone's and s3rver's do). Use another store"
+                f"{directory}: the store at {endpoint} ignores conditional requests "
+                "(If-None-Match, If-Match), without "
+                "which two jobs would damage each other's checkpoints (rclone's and s3rver's do). "
+                "Use another store"
             )
         store.replace(key, b"4", e_tag)
     except OSError as error:
@@ -398,6 +401,7 @@ def path_of(name: str | os.PathLike[str]) -> Path:
         return Path(text)
     if scheme not in SCHEMES or not rest.strip("/"):
         raise ValueError(
-            f"{text}: give a directory, or one of {', '.join(f'{known}://bucket/prefix' for known in SCHEMES)}"
+            f"{text}: give a directory, or one of "
+            f"{', '.join(f'{known}://bucket/prefix' for known in SCHEMES)}"
         )
     return ObjectPath(text)

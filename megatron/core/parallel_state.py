@@ -252,10 +252,10 @@ class ExpertAxes:
 class ParallelState:
     """Position of a rank on all axes.
 
-    Ranks of `dp` read different samples; ranks of `cp` have different parts of the same samples. All
-    of them have the same parameters, so gradients are reduced and optimizer shards distributed over
-    `dp_cp`, their product (CP varies fastest). Communication never uses `dp` alone, so it has no
-    group of its own; with a CP size of 1 it is `dp_cp`. `model` is TP x PP of one replica, for
+    Ranks of `dp` read different samples; ranks of `cp` have different parts of the same samples.
+    All of them have the same parameters, so gradients are reduced and optimizer shards distributed
+    over `dp_cp`, their product (CP varies fastest). Communication never uses `dp` alone, so it has
+    no group of its own; with a CP size of 1 it is `dp_cp`. `model` is TP x PP of one replica, for
     reductions over a whole model. `embedding` consists of the first and the last stage, for tied
     embeddings; it has size 1 on the stages in between.
 
@@ -310,7 +310,9 @@ class ParallelState:
         return self.pp.is_first and chunk == 0
 
     def is_last_chunk(self, chunk: int) -> bool:
-        """Return whether this rank's `chunk` is the last one, with the output layer and the loss."""
+        """Return whether this rank's `chunk` is the last one, with the output layer and the
+        loss.
+        """
         return self.pp.is_last and chunk == self.vpp_size - 1
 
     @classmethod

@@ -37,12 +37,16 @@ class Sharding:
 
     @property
     def is_split(self) -> bool:
-        """Return whether the parameter is split over TP (ETP for experts), which may have a single rank."""
+        """Return whether the parameter is split over TP (ETP for experts), which may have a single
+        rank.
+        """
         return self.dim is not None
 
     @property
     def is_expert(self) -> bool:
-        """Return whether it is replicated over the expert-data-parallel ranks instead of the DP ranks."""
+        """Return whether it is replicated over the expert-data-parallel ranks instead of the DP
+        ranks.
+        """
         return self.ep is not None
 
     def split_dim_of_matrix(self, num_dims: int) -> int | None:
@@ -105,7 +109,9 @@ class Sharding:
         return self.blocks > 1 or is_row_of_expert
 
     def _make_box_per_block(self, local: Tensor, offset: list[int]) -> tuple[Box, ...]:
-        """Return one box for each block of each expert (of the only matrix if it has no experts)."""
+        """Return one box for each block of each expert (of the only matrix if it has no
+        experts).
+        """
         assert self.dim is not None
         rows = local.shape[self.dim] // self.blocks
         matrices = local.split(1) if self.is_expert else (local,)

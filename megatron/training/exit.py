@@ -257,7 +257,8 @@ class NanCheck:
         if not self._dynamic_loss_scale:
             norm = step.grad_norm.item()
             raise NotFiniteError(
-                f"iteration {iteration}: the gradient norm is {norm}, the loss is finite on all ranks. {_ADVICE}"
+                f"iteration {iteration}: the gradient norm is {norm}, the loss is finite on all "
+                f"ranks. {_ADVICE}"
             )
 
     def check_interval(self, interval: Interval) -> None:

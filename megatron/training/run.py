@@ -44,7 +44,8 @@ class Loss(NamedTuple):
 Batch = dict[str, Tensor]
 
 ForwardStep = Callable[[MegatronModule, Batch, Tensor | None], Tensor | Loss]
-"""(model chunk, micro-batch, activation of the previous stage) -> activation, or `Loss` on the last.
+"""(model chunk, micro-batch, activation of the previous stage) -> activation, or `Loss` on the
+last.
 
 The micro-batch is empty on chunks that need no data.
 """
@@ -149,7 +150,8 @@ def build_run(
     """
     vocab_size = config.model.vocab_size
     assert vocab_size is not None
-    # Weights depend only on the seed and their names; these generators are for dropout, for example.
+    # Weights depend only on the seed and their names; these generators are for dropout, for
+    # example.
     rng = TensorParallelRng(0, ps.tp.rank, device)
     seed_everything(config.training.seed, ps, rng)
     tokens = config.data.seq_length // config.parallel.cp_size * config.training.micro_batch_size

@@ -437,7 +437,10 @@ def evaluate_split(run: Run, split: Split, name: str) -> None:
         return
     loss = evaluate(run, split.batches)
     perplexity = math.exp(min(20.0, loss))
-    line = f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} |"
+    line = (
+        f" {name} loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: "
+        f"{perplexity:.6E} |"
+    )
     report_line(
         line, event="evaluation", split=name, iteration=iteration, loss=loss, perplexity=perplexity
     )
@@ -519,7 +522,8 @@ def _report_goodput(run: Run, save: Path) -> None:
         LookupError,
     ) as error:  # a gap in the record must not end the run
         logger.warning(
-            f"--goodput: the record in {save / RECORDS} cannot be read ({type(error).__name__}: {error})"
+            f"--goodput: the record in {save / RECORDS} cannot be read ({type(error).__name__}: "
+            f"{error})"
         )
         return
     total = sum(spent.values()) or 1.0

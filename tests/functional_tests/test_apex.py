@@ -1,4 +1,6 @@
-"""--optimizer-impl apex and --norm-impl apex over a stand-in (tests/apex_stand_in): the numbers and files of torch."""
+"""--optimizer-impl apex and --norm-impl apex over a stand-in (tests/apex_stand_in): the
+numbers and files of torch.
+"""
 
 import sys
 

@@ -73,7 +73,10 @@ def test_token_outside_the_vocabulary_is_rejected(pool, prefix):
 
 
 def test_torchrun_reports_a_data_error_as_root_cause(prefix):
-    flags = f"{COMMON} {MODELS['llama']} --data-path {prefix} --split 100,0,0 --train-iters 3 --vocab-size 20 "
+    flags = (
+        f"{COMMON} {MODELS['llama']} --data-path {prefix} --split 100,0,0 --train-iters 3 "
+        "--vocab-size 20 "
+    )
     command = [
         sys.executable,
         "-m",
@@ -123,7 +126,9 @@ def test_corrupt_tracker_falls_back_to_the_newest_checkpoint(pool, tmp_path):
 
 @pytest.mark.parametrize("path", ["empty", "absent"])
 def test_missing_checkpoint_is_an_error_only_if_required(pool, tmp_path, path):
-    """Random weights only where nothing says that a checkpoint is meant, and never without a word."""
+    """Random weights only where nothing says that a checkpoint is meant, and never without
+    a word.
+    """
     (tmp_path / "empty").mkdir()
     directory = tmp_path / path
     other = tmp_path / "other"
@@ -135,7 +140,8 @@ def test_missing_checkpoint_is_an_error_only_if_required(pool, tmp_path, path):
     ):
         with pytest.raises(
             ValueError,
-            match=rf"{path} holds no checkpoint|--use-checkpoint-args: .* (holds|contains) no|--ckpt-step 3",
+            match=rf"{path} holds no checkpoint|--use-checkpoint-args: .* (holds|contains) "
+            r"no|--ckpt-step 3",
         ):
             pool.run(train, 1, f"{MOCK} --load {directory} --save {other} {meant}")
     assert pool.run(train, 2, f"{MOCK} --load {directory} --exit-interval 1")[0].iteration == 1
@@ -185,7 +191,10 @@ def nan_on_the_last_rank(rank, world_size, flags):
 @pytest.mark.parametrize("layout", ["dp2", "pp2", "dp2_distributed_optimizer"])
 def test_nan_ends_the_run_with_rank_and_iteration(pool, tmp_path, layout):
     world_size, flags = LAYOUTS[layout]
-    flags = f"{MOCK} {flags} --micro-batch-size 2 --global-batch-size {8 if 'dp' in layout else 4} --save {tmp_path}"
+    flags = (
+        f"{MOCK} {flags} --micro-batch-size 2 --global-batch-size {8 if 'dp' in layout else 4} "
+        f"--save {tmp_path}"
+    )
     with pytest.raises(ValueError, match=r"iteration 2: the loss is not finite on rank 1"):
         pool.run(nan_on_the_last_rank, world_size, flags)
     assert not [path for path in tmp_path.iterdir() if "iter" in path.name], (
@@ -249,6 +258,9 @@ def train_elsewhere(rank, world_size, root, flags):
 def test_save_directory_must_be_shared_by_all_ranks(pool, tmp_path):
     for rank in range(3):
         (tmp_path / str(rank)).mkdir()
-    message = r"is not shared by all ranks: what rank 0 on (\S+) writes there is not visible on \1 \(rank 1, 2\)"
+    message = (
+        r"is not shared by all ranks: what rank 0 on (\S+) writes there is not visible on \1 "
+        r"\(rank 1, 2\)"
+    )
     with pytest.raises(ValueError, match=message):
         pool.run(train_elsewhere, 3, tmp_path, f"{MOCK} --global-batch-size 12 --save checkpoints")

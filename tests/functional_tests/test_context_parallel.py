@@ -28,7 +28,8 @@ WAYS = {
     "p2p": (2, f"--context-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
     "all_gather": (
         4,
-        "--context-parallel-size 2 --cp-comm-type all_gather --tensor-model-parallel-size 2 --sequence-parallel",
+        "--context-parallel-size 2 --cp-comm-type all_gather --tensor-model-parallel-size 2 "
+        "--sequence-parallel",
     ),
     "one for each layer": (2, "--context-parallel-size 2 --cp-comm-type a2a p2p a2a all_gather"),
     "a2a": (4, f"--context-parallel-size 2 --cp-comm-type a2a {DISTRIBUTED_OPTIMIZER}"),

@@ -16,7 +16,8 @@ from tests.support.crash_harness import stored_tensors
 from tests.support.training_harness import COMMON, LAYOUTS, LLAMA
 
 MODEL = (
-    f"{COMMON} {LLAMA} --num-layers 2 --mock-data --async-save --save-interval {{interval}} --keep-last-n 3 "
+    f"{COMMON} {LLAMA} --num-layers 2 --mock-data --async-save --save-interval {{interval}} "
+    "--keep-last-n 3 "
     "--hidden-dropout 0.1 --train-iters {iterations} --exit-duration-in-mins 10"
 )
 

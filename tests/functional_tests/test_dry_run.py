@@ -1,4 +1,6 @@
-"""`pretrain_gpt.py --dry-run`: what a run would be, or everything that is wrong with it; nothing is started."""
+"""`pretrain_gpt.py --dry-run`: what a run would be, or everything that is wrong with it;
+nothing is started.
+"""
 
 import os
 import shlex
@@ -34,7 +36,10 @@ def test_dry_run_prints_summary_and_plan(tmp_path):
     assert (
         "TP 2 x PP 2 x DP 1 on 4 ranks" in alone.stdout
     )  # one replica where no launcher says more
-    experts = "--num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 --disable-bias-linear"
+    experts = (
+        "--num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 "
+        "--disable-bias-linear"
+    )
     spread = dry_run(f"--mock-data --train-iters 4 {experts}")
     assert "PP 2 x DP 4, experts ETP 1 x EP 4 x DP 1 on 8 ranks" in spread.stdout
 
@@ -57,7 +62,10 @@ def test_training_imports_no_compiler_without_compile(tmp_path, ways):
     """It takes as long as torch itself; what it must leave alone is marked by --compile."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    flags = f"--mock-data --train-iters 1 --lr-warmup-iters 0 --context-parallel-size 2 --cp-comm-type {ways}"
+    flags = (
+        "--mock-data --train-iters 1 --lr-warmup-iters 0 --context-parallel-size 2 "
+        f"--cp-comm-type {ways}"
+    )
     torchrun = [
         sys.executable,
         "-m",
@@ -80,7 +88,8 @@ def test_start_up_avoids_slow_unneeded_imports():
     In older versions sympy comes with recomputation, too.
     """
     heavy = (
-        "torch.distributed.checkpoint torch.distributed.tensor sympy transformers tensorboard matplotlib tiktoken "
+        "torch.distributed.checkpoint torch.distributed.tensor sympy transformers tensorboard "
+        "matplotlib tiktoken "
         "yaml sentencepiece tokenizers"
     )
     program = (

@@ -1,4 +1,6 @@
-"""Ranks die, the job goes on: restarted by torchrun, or by hand with fewer ranks or another layout."""
+"""Ranks die, the job goes on: restarted by torchrun, or by hand with fewer ranks or another
+layout.
+"""
 
 import os
 import re
@@ -39,7 +41,10 @@ class Torchrun:
         self._logs = [logs / f"node{node}" for node in range(nodes)]
         launch = f"-m torch.distributed.run --nproc-per-node {processes // nodes} "
         launch += "--max-restarts 2 --monitor-interval 0.1 "
-        launch += f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id job"
+        launch += (
+            f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{free_port()} "
+            "--rdzv-id job"
+        )
         self._command = [
             sys.executable,
             *launch.split(),
@@ -152,7 +157,10 @@ def test_suspended_run_yields_to_its_successor(launcher, tmp_path):
     """Stopped between two saves, continued when the next start has finished: it says who took over,
     and ends.
     """
-    flags = f"{COMMON} {LLAMA} --num-layers 2 --mock-data --save-interval 2 --save {tmp_path} --load {tmp_path}"
+    flags = (
+        f"{COMMON} {LLAMA} --num-layers 2 --mock-data --save-interval 2 --save {tmp_path} "
+        f"--load {tmp_path}"
+    )
     stopped = launcher.start(1, f"{flags} --train-iters 1000000")
     stopped.until_iteration(5)
     stopped.signal(0, signal.SIGSTOP)

@@ -1,4 +1,6 @@
-"""The examples run: launch scripts on the CPU with their models made small, and the server answers."""
+"""The examples run: launch scripts on the CPU with their models made small, and the server
+answers.
+"""
 
 import json
 import os
@@ -20,8 +22,10 @@ from tests import ROOT
 
 TOKENIZER = ROOT / "tests/golden/hf/llama"
 SMALL = (
-    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-query-groups 2 "
-    "--seq-length 32 --max-position-embeddings 64 --global-batch-size 4 --micro-batch-size 1 --train-iters 4 "
+    "--num-layers 4 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 "
+    "--num-query-groups 2 "
+    "--seq-length 32 --max-position-embeddings 64 --global-batch-size 4 --micro-batch-size 1 "
+    "--train-iters 4 "
     "--lr-warmup-iters 1 --log-interval 1 --eval-iters 1 --num-workers 0 --num-threads 1 "
     "--make-vocab-size-divisible-by 8 "
 )
@@ -30,7 +34,8 @@ RUNS = {  # script -> (processes, what differs from its layout)
     "examples/one_node_8_gpus.sh": (4, "--recompute-num-layers 1"),
     "examples/slurm/pretrain.sbatch": (
         2,
-        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1",
     ),
 }
 

@@ -19,7 +19,10 @@ from tests.support.training_harness import (
     model_provider,
 )
 
-LONG = f"{COMMON} {LLAMA} --num-layers 2 --mock-data --train-iters 1000000 --save {{directory}} --load {{directory}} "
+LONG = (
+    f"{COMMON} {LLAMA} --num-layers 2 --mock-data --train-iters 1000000 --save {{directory}} "
+    f"--load {{directory}} "
+)
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -83,7 +86,10 @@ def train_by_the_clock(rank, world_size, flags):
 @pytest.mark.parametrize("mode", ["", "--async-save"])
 def test_saves_by_time_interval(pool, tmp_path, mode):
     """Every 4 minutes, and the last one within 20; timers take effect one iteration later."""
-    flags = f"{LONG.format(directory=tmp_path)} {mode} --save-interval-secs 240 --exit-duration-in-mins 20"
+    flags = (
+        f"{LONG.format(directory=tmp_path)} {mode} --save-interval-secs 240 "
+        "--exit-duration-in-mins 20"
+    )
     flags += " " + LAYOUTS["dp2_distributed_optimizer"][1]
     for iteration, reason in pool.run(train_by_the_clock, 2, flags):
         assert iteration == 22 and "20 minutes are over (--exit-duration-in-mins)" in reason
@@ -98,7 +104,10 @@ def test_log_reports_the_phases_of_a_save(launcher, tmp_path):
         f"{LONG.format(directory=tmp_path)} --exit-interval 3 --tensorboard-dir {tmp_path}/events",
     )
     number = r"[\d.]+"
-    line = rf"> saved \S+iter_0000003 in {number} ms \(training blocked {number} ms\): {number} GB at {number} GB/s"
+    line = (
+        rf"> saved \S+iter_0000003 in {number} ms \(training blocked {number} ms\): {number} GB "
+        rf"at {number} GB/s"
+    )
     assert re.search(line, job.output())
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

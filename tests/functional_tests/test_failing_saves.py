@@ -57,7 +57,9 @@ def straight(launcher, tmp_path_factory):
 
 
 def assert_whole(directory, straight, iteration):
-    """The newest checkpoint is that of `iteration`, intact, and there is nothing but checkpoints."""
+    """The newest checkpoint is that of `iteration`, intact, and there is nothing but
+    checkpoints.
+    """
     name = f"iter_{iteration:07d}"
     assert (directory / TRACKER).read_text() == str(iteration)
     assert verify(directory / name).ok
@@ -83,7 +85,10 @@ def test_full_disk_fails_the_save_only(launcher, disk, straight, mode):
     disk.mount(f"size={needed * 3 // 2}")
     job = run_without_its_last_save(launcher, 1, flags(disk.path, more=mode))
     assert job.iterations()[-1] == 6, "training goes on"
-    failure = r"WARNING: \S*iter_000000[46] was not saved: .*the checkpoint needs [\d.]+ GB, [\d.]+ GB are free.*newest"
+    failure = (
+        r"WARNING: \S*iter_000000[46] was not saved: .*the checkpoint needs [\d.]+ GB, "
+        r"[\d.]+ GB are free.*newest"
+    )
     assert len(re.findall(failure, job.output())) == 2 and job.saved() == [2]
     assert_whole(disk.path, straight, 2)
     assert disk.remount("size=64m")
@@ -121,7 +126,9 @@ def test_disk_that_fills_at_any_point_loses_nothing(launcher, disk, straight):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_missing_inodes_fail_the_save_only(launcher, disk, straight, mode):
-    """ENOSPC in the middle of a save although there are bytes: the file system has no inodes left."""
+    """ENOSPC in the middle of a save although there are bytes: the file system has no
+    inodes left.
+    """
     disk.mount("size=64m")
     launcher.run(1, flags(disk.path, stop=2))
     for spare in range(1, 40, 3):

@@ -1,4 +1,6 @@
-"""Fill-in-the-middle data in training: a run reads the same samples however it is cut and laid out."""
+"""Fill-in-the-middle data in training: a run reads the same samples however it is cut and
+laid out.
+"""
 
 import numpy as np
 import pytest
@@ -7,7 +9,8 @@ from megatron.core.datasets import IndexedDatasetBuilder
 from tests.support.training_harness import LLAMA, train
 
 FIM = (
-    "--fim-data --fim-rate 0.9 --fim-prefix-token 50 --fim-middle-token 51 --fim-suffix-token 52 --fim-pad-token 53 "
+    "--fim-data --fim-rate 0.9 --fim-prefix-token 50 --fim-middle-token 51 --fim-suffix-token 52 "
+    "--fim-pad-token 53 "
     "--fim-eod-token 60 "
 )
 

@@ -19,7 +19,10 @@ from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train
 PROMPTS = ((3, 1, 4), (15, 9), (26,), (53, 5, 8, 9), (7, 9, 3, 2, 3))
 NEW_TOKENS = 16
 # Weights that spread the logits: every choice of the next token is clear, and texts differ.
-RUN = "--mock-data --seq-length 32 --max-position-embeddings 32 --init-method-std 0.2 --train-iters 8 "
+RUN = (
+    "--mock-data --seq-length 32 --max-position-embeddings 32 --init-method-std 0.2 "
+    "--train-iters 8 "
+)
 SAVED_BY = {"llama": "tp2_pp2", "gpt2": "dp2_distributed_optimizer"}
 
 
@@ -34,7 +37,9 @@ def trained(request, pool, tmp_path_factory):
 
 
 def generate(rank, world_size, flags):
-    """Return greedy continuations of the prompts by our model, and the logits of the last tokens."""
+    """Return greedy continuations of the prompts by our model, and the logits of the last
+    tokens.
+    """
     config = parse_args(shlex.split(COMMON + flags), world_size)
     run = pretrain(config, model_provider, datasets_provider, forward_step)
     (model,) = run.chunks

@@ -1,4 +1,6 @@
-"""`--ckpt-format torch`: Megatron-LM's legacy files, written by a run and read by the next, at any layout."""
+"""`--ckpt-format torch`: Megatron-LM's legacy files, written by a run and read by the next,
+at any layout.
+"""
 
 import shutil
 
@@ -96,7 +98,10 @@ def test_legacy_sgd_resumes(pool, tmp_path, momentum):
     """Legacy files of SGD, with and without momentum; convert.py takes them, with and without their
     optimizer.
     """
-    flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} --optimizer sgd --sgd-momentum {momentum} --bf16"
+    flags = (
+        f"--mock-data --train-iters 4 {MODELS['gpt2']} --optimizer sgd --sgd-momentum "
+        f"{momentum} --bf16"
+    )
     legacy = tmp_path / "legacy"
     again = tmp_path / "torch_dist"
     saved = pool.run(
@@ -137,7 +142,9 @@ TP2 = f"{FLAGS} --tensor-model-parallel-size 2 --ckpt-format torch"
 
 @pytest.fixture(scope="module")
 def stopped(pool, tmp_path_factory):
-    """An undisturbed run's outcomes, and the checkpoints of one that stopped after four iterations."""
+    """An undisturbed run's outcomes, and the checkpoints of one that stopped after four
+    iterations.
+    """
     directory = tmp_path_factory.mktemp("stopped")
     straight = pool.run(train, 2, TP2)
     pool.run(train, 2, f"{TP2} --save {directory} --save-interval 2 --exit-interval 4")

@@ -1,4 +1,6 @@
-"""One load path: its flags mean the same for every format, and a rank looks only at what it needs."""
+"""One load path: its flags mean the same for every format, and a rank looks only at what it
+needs.
+"""
 
 import builtins
 import io
@@ -139,7 +141,10 @@ def test_generators_of_a_gpu_run_are_skipped_on_a_cpu(pool, tmp_path):
     """Its generators do not fit: they are seeded anew, so that the run goes on, and can be
     repeated.
     """
-    flags = f"{FLAGS} --hidden-dropout 0.1 --attention-dropout 0.1 --tensor-model-parallel-size 2 --sequence-parallel"
+    flags = (
+        f"{FLAGS} --hidden-dropout 0.1 --attention-dropout 0.1 --tensor-model-parallel-size 2 "
+        "--sequence-parallel"
+    )
     pool.run(train_as_on_a_gpu, 2, f"{flags} --exit-interval 3 --save {tmp_path}")
     first, second = (pool.run(train, 2, f"{flags} --load {tmp_path}") for _ in range(2))
     assert first[0].iteration == 6

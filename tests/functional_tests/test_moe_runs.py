@@ -39,7 +39,8 @@ LAYOUTS = {  # name -> (processes, flags)
     "tp2": (2, f"--tensor-model-parallel-size 2 --sequence-parallel {ZERO}"),
     "tp2_etp1": (
         2,
-        f"--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 {ZERO}",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1 "
+        f"{ZERO}",
     ),
     "tp2_ep2_etp1": (
         4,
@@ -48,7 +49,8 @@ LAYOUTS = {  # name -> (processes, flags)
     ),
     "tp2_ep2_etp2": (
         4,
-        f"--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 {ALLTOALL} {ZERO}",
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 "
+        f"{ALLTOALL} {ZERO}",
     ),
     "tp2_ep2_etp2_gathered": (
         4,
@@ -75,7 +77,8 @@ LATENT_LAYOUTS = {
     "cp2_a2a": (2, f"--context-parallel-size 2 --cp-comm-type a2a {ZERO}"),
     "cp2_all_gather_tp2": (
         4,
-        "--context-parallel-size 2 --cp-comm-type all_gather --tensor-model-parallel-size 2 --sequence-parallel "
+        "--context-parallel-size 2 --cp-comm-type all_gather --tensor-model-parallel-size 2 "
+        "--sequence-parallel "
         f"{ZERO} --recompute-granularity selective --recompute-modules mla_up_proj layernorm moe",
     ),
 }
@@ -185,7 +188,10 @@ def from_the_start(pool, tmp_path, archives, model, layout):
 
 def test_muon_orthogonalizes_whole_expert_matrices(pool, tmp_path):
     """The losses with ETP2 are those of one process, and differ from Adam's."""
-    muon = f"--optimizer muon --muon-extra-scale-factor 0.2 --train-iters 3 --data-cache-path {tmp_path}"
+    muon = (
+        "--optimizer muon --muon-extra-scale-factor 0.2 --train-iters 3 --data-cache-path "
+        f"{tmp_path}"
+    )
     (expected,), split = (
         pool.run(train, n, MIXTRAL, f"{f} {muon}") for n, f in ((1, ZERO), LAYOUTS["tp2"])
     )
@@ -305,18 +311,22 @@ def test_megatrons_checkpoints_resume_at_other_layouts(
     check(model, pool.run(train, processes, model, f"{flags} {load}"), first=6)
 
 
-# Options that the golden models do not have: a dense layer, groups, the bias of the router, losses by
-# sequence, loss by token.
+# Options that the golden models do not have: a dense layer, groups, the bias of the router, losses
+# by sequence, loss by token.
 OTHER = (
     "--moe-layer-freq [0]+[1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-    "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
-    "--moe-router-load-balancing-type seq_aux_loss aux_loss --moe-aux-loss-coeff 1e-2 2e-2 --moe-z-loss-coeff 1e-3 "
-    "--moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --calculate-per-token-loss --no-load-rng"
+    "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk-scaling-factor 2.5 "
+    "--moe-router-dtype fp32 "
+    "--moe-router-load-balancing-type seq_aux_loss aux_loss --moe-aux-loss-coeff 1e-2 2e-2 "
+    "--moe-z-loss-coeff 1e-3 "
+    "--moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --calculate-per-token-loss "
+    "--no-load-rng"
 )
 
 # Sinks, biases of experts and router, clamped gates, a window in every second layer.
 GPT_OSS = (
-    "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 0.5 --softmax-type learnable "
+    "--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 0.5 --softmax-type "
+    "learnable "
     "--window-size 9,0 --window-attn-skip-freq 2 --init-method-std 0.2 --no-load-rng"
 )
 OTHER_THAN_GPT_OSS = ("--swiglu", "--disable-bias-linear")

@@ -15,7 +15,8 @@ from tests.support.training_harness import COMMON, LAYOUTS, LLAMA
 
 ITERATIONS = 60
 FLAGS = (
-    f"{COMMON} {LLAMA} --num-layers 2 --mock-data --async-save --train-iters {ITERATIONS} --save-interval 20 "
+    f"{COMMON} {LLAMA} --num-layers 2 --mock-data --async-save --train-iters {ITERATIONS} "
+    "--save-interval 20 "
     "--non-persistent-ckpt-type local --non-persistent-save-interval 2 --replication --goodput "
 )
 
@@ -42,7 +43,9 @@ def resumed(output):
 
 
 def moment(cluster, node, kind, rng):
-    """When to kill: somewhere in a save or in the removal after it, as the node's own disk shows."""
+    """When to kill: somewhere in a save or in the removal after it, as the node's own disk
+    shows.
+    """
     seen = len(re.findall(r"iteration +\d+/", cluster.output()))
     cluster.until(
         lambda: len(re.findall(r"iteration +\d+/", cluster.output())) > seen + rng.randrange(4, 12)

@@ -1,4 +1,6 @@
-"""Who may change a directory of checkpoints, with real processes that are suspended and restarted."""
+"""Who may change a directory of checkpoints, with real processes that are suspended and
+restarted.
+"""
 
 import re
 import shutil
@@ -104,7 +106,9 @@ def test_removed_generation_is_created_again(launcher, tmp_path):
 
 @pytest.mark.parametrize("begin", ["--load {run} --ckpt-step 2", "--load {base} --finetune", ""])
 def test_restart_continues_what_its_job_has_saved(launcher, tmp_path, begin):
-    """Killed and restarted as by torchrun --max-restarts, with flags that name an older checkpoint."""
+    """Killed and restarted as by torchrun --max-restarts, with flags that name an older
+    checkpoint.
+    """
     base = tmp_path / "base"
     run = tmp_path / "run"
     logs = tmp_path / "logs"

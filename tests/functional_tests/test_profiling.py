@@ -40,7 +40,10 @@ def events(path):
 
 
 def test_trace_contains_iterations_and_phases(pool, tmp_path):
-    flags = f"--profile --profile-step-start 2 --profile-step-end 4 --profile-ranks 1 --profile-dir {tmp_path}"
+    flags = (
+        "--profile --profile-step-start 2 --profile-step-end 4 --profile-ranks 1 "
+        f"--profile-dir {tmp_path}"
+    )
     pool.run(traced, 2, flags)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "rank_1_iterations_2_to_3.pt.trace.json",
@@ -132,7 +135,8 @@ def operations(rank, world_size, flags):
         (1, ""),
         (
             1,
-            "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers "
+            "1",
         ),
         (1, "--calculate-per-token-loss --log-num-zeros-in-grad"),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel --bf16"),
@@ -165,7 +169,8 @@ def test_synchronizations_are_counted():
 
 def test_errors_name_the_flag():
     for flags, message in {
-        "--profile-step-start 5 --profile-step-end 5": "--profile-step-start 5 must be at least 1 and less than",
+        "--profile-step-start 5 --profile-step-end 5": "--profile-step-start 5 must be at least 1 "
+        "and less than",
         "--profile-ranks 2": "--profile-ranks 2: the run has ranks 0 to 1",
         "--log-memory-interval 0": "--log-memory-interval must be positive, got 0",
     }.items():

@@ -11,7 +11,8 @@ from megatron.training.reporting.run_record import RUN_FILE, read_record
 from tests.support.training_harness import train
 
 FLAGS = (
-    "--mock-data --train-iters 6 --eval-iters 1 --eval-interval 2 --save {0} --load {0} --save-interval 2 "
+    "--mock-data --train-iters 6 --eval-iters 1 --eval-interval 2 --save {0} --load {0} "
+    "--save-interval 2 "
     "--log-interval 2 --position-embedding-type rope --log-validation-ppl-to-tensorboard "
 )
 

@@ -35,7 +35,8 @@ LAYOUTS = {  # name -> (processes, flags)
     ),
     "pp3_uneven": (
         3,
-        "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 3",
+        "--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 "
+        "--decoder-last-pipeline-num-layers 3",
     ),
     "dp2_distributed_optimizer": (2, "--use-distributed-optimizer"),
     "dp3_buckets": (3, DISTRIBUTED_OPTIMIZER),
@@ -46,7 +47,8 @@ LAYOUTS = {  # name -> (processes, flags)
     ),
     "tp2_pp2_dp3_interleaved": (
         12,
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--virtual-pipeline-model-parallel-size 2 "
         f"{DISTRIBUTED_OPTIMIZER}",
     ),
 }
@@ -56,7 +58,10 @@ def held_by(rank, world_size, flags):
     """The boxes of one rank: initial weights, main parameters, and moments that are made functions
     of them.
     """
-    batch = f"--num-layers 8 --num-query-groups 4 --micro-batch-size 1 --global-batch-size {4 * world_size} "
+    batch = (
+        "--num-layers 8 --num-query-groups 4 --micro-batch-size 1 --global-batch-size "
+        f"{4 * world_size} "
+    )
     config = parse_args(
         shlex.split(f"{COMMON} --mock-data --train-iters 9 {flags} {batch}"), world_size
     )

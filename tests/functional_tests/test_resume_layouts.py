@@ -71,7 +71,9 @@ def test_saved_at_any_layout_loads_at_one_process(pool, tmp_path, uninterrupted,
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_checkpoint_resumes_at_every_layout(pool, tmp_path, uninterrupted, model):
-    """Every bit of the state is the same everywhere, so that one model is enough to see it go on."""
+    """Every bit of the state is the same everywhere, so that one model is enough to see it
+    go on.
+    """
     saved = whole(train_and_save(pool, model, "tp2_pp2", tmp_path, DISTRIBUTED_OPTIMIZER))
     for layout in SINGLE:
         world_size, flags = SINGLE[layout]
@@ -197,7 +199,10 @@ def test_use_checkpoint_args_restores_the_model(pool, tmp_path):
     saved = pool.run(
         train, 1, f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval {SAVED}"
     )
-    run = "--num-threads 1 --lr 1 --train-iters 5 --mock-data --eval-iters 0 --skip-train --num-layers 2 "
+    run = (
+        "--num-threads 1 --lr 1 --train-iters 5 --mock-data --eval-iters 0 --skip-train "
+        "--num-layers 2 "
+    )
     from_checkpoint = (
         f"--load {tmp_path} --use-checkpoint-args --use-checkpoint-opt_param-scheduler"
     )
@@ -239,7 +244,9 @@ def stream(results):
 
 
 def test_samples_are_neither_lost_nor_repeated(pool, tmp_path, tokens):
-    """Other data-parallel size, micro-batch and global batch on resume: the stream does not notice."""
+    """Other data-parallel size, micro-batch and global batch on resume: the stream does not
+    notice.
+    """
     data = f"--data-path {tokens} --split 100,0,0 {MODELS['llama']} --train-samples 48 "
     data += f"--save {tmp_path} --load {tmp_path}"
     straight = stream(

@@ -160,7 +160,9 @@ def convert(rank, world_size, case, form, layout, save, to):
     ],
 )
 def test_training_script_converts(pool, tmp_path, case, form, to, processes, layout):
-    """--ckpt-convert-format: every tensor of Megatron-LM's files, optimizer included, bit for bit in the other form."""
+    """--ckpt-convert-format: every tensor of Megatron-LM's files, optimizer included, bit
+    for bit in the other form.
+    """
     assert pool.run(convert, processes, case, form, layout, tmp_path, to) == [5] * processes
     result = open_checkpoint(tmp_path / to)
     assert compare(open_checkpoint(GOLDEN / case / form), result) == len(result.tensors) > 100

@@ -41,7 +41,10 @@ def test_weights_and_main_parameters_agree_on_every_replica(pool, saved, old, ne
     """
     directory, expected = saved[old]
     flag, dtype = PRECISIONS[new]
-    flags = f"{FLAGS} {flag} --initial-loss-scale 1024 {LAYOUTS[layout]} --load {directory} --skip-train"
+    flags = (
+        f"{FLAGS} {flag} --initial-loss-scale 1024 {LAYOUTS[layout]} --load {directory} "
+        "--skip-train"
+    )
     loaded = whole(pool.run(train, 2, flags))  # replicas that differ fail here
     for key, tensor in loaded.items():
         if key.startswith("optimizer."):

@@ -32,7 +32,10 @@ def test_keep_last_and_retain_interval(pool, tmp_path, mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_keep_best_by_validation_loss(pool, tmp_path, mode):
     """The lowest of the measured losses, those before a restart included."""
-    flags = f"{FLAGS} --save {tmp_path} --load {tmp_path} --keep-best-n 2 --eval-interval 2 --eval-iters 1 {mode}"
+    flags = (
+        f"{FLAGS} --save {tmp_path} --load {tmp_path} --keep-best-n 2 --eval-interval 2 "
+        f"--eval-iters 1 {mode}"
+    )
     first = pool.run(train, 1, f"{flags} --exit-interval 7")[0].measured.points
     second = pool.run(train, 1, flags)[0].measured.points
     losses = {

@@ -19,9 +19,12 @@ from tests.support.training_harness import (
 )
 
 COMMON = (
-    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
-    "--num-query-groups 2 --seq-length 128 --micro-batch-size 2 --global-batch-size 8 --train-iters 2 --lr 1e-3 "
-    "--hidden-dropout 0 --attention-dropout 0 --num-workers 0 --num-threads 1 --log-interval 1 --eval-iters 0 "
+    "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 "
+    "--group-query-attention "
+    "--num-query-groups 2 --seq-length 128 --micro-batch-size 2 --global-batch-size 8 "
+    "--train-iters 2 --lr 1e-3 "
+    "--hidden-dropout 0 --attention-dropout 0 --num-workers 0 --num-threads 1 --log-interval 1 "
+    "--eval-iters 0 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 999 --make-vocab-size-divisible-by 8 "
 )
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -30,7 +33,10 @@ FULL = "--recompute-granularity full --recompute-method {} --recompute-num-layer
 CP2 = "--context-parallel-size 2 "
 TP2 = "--tensor-model-parallel-size 2 "
 PP2 = "--pipeline-model-parallel-size 2 "
-SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100000 "
+SHARDED = (
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+    "--ddp-bucket-size 100000 "
+)
 
 RUNS = {  # name -> (processes, flags)
     "one rank": (1, UNTIED),
@@ -79,7 +85,9 @@ RUNS = {  # name -> (processes, flags)
 
 
 def measure(rank, world_size, flags):
-    """(peak bytes in the iterations, bytes sent per iteration by operation) of `pretrain_gpt.py COMMON flags`."""
+    """(peak bytes in the iterations, bytes sent per iteration by operation) of
+    `pretrain_gpt.py COMMON flags`.
+    """
     seen = LiveTensors()
     started = []
 

@@ -36,7 +36,10 @@ def test_export_equals_conversion_of_the_last_checkpoint(pool, tmp_path):
     world_size, layout = LAYOUTS["pp2_dp2"]
     (tmp_path / ".saving-hf-0123-1/rewritten").mkdir(parents=True)
     (tmp_path / ".saving-hf-0123-1/.metadata").write_text("half of it")
-    run = f"{RUN} {layout} --save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-hf {tmp_path / 'hf'}"
+    run = (
+        f"{RUN} {layout} --save {tmp_path / 'run'} --load {tmp_path / 'run'} --save-hf "
+        f"{tmp_path / 'hf'}"
+    )
     for iterations in (4, 6):
         pool.run(train, world_size, f"{run} --train-iters {iterations} --lr-decay-iters 8")
         convert(tmp_path / "run", tmp_path / f"converted{iterations}", "hf")

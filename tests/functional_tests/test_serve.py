@@ -51,9 +51,11 @@ def test_idle_client_does_not_block_others(server) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[]", b"{}", b'{"prompt": 1}', b'{"prompt": ""}', b'{"prompt": "x", "seed": -1}', b'{"prompt": "x", "y": 1}',
+    [b"", b"[]", b"{}", b'{"prompt": 1}', b'{"prompt": ""}', b'{"prompt": "x", "seed": '
+                                                             b'-1}', b'{"prompt": "x", "y": 1}',
      b'{"prompt": "x", "max_new_tokens": 1e9}', b'{"prompt": "x", "max_new_tokens": 1000000}',
-     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": true}', b"[" * 100_000],
+     b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": '
+                                             b'true}', b"[" * 100_000],
 )  # fmt: skip
 def test_bad_requests_get_an_explanation(body: bytes, server) -> None:
     status, answer = ask(server, body)

@@ -1,4 +1,6 @@
-"""20 training steps equal a plain loop of `transformers` and `torch.optim.AdamW`: same weights, same data."""
+"""20 training steps equal a plain loop of `transformers` and `torch.optim.AdamW`: same
+weights, same data.
+"""
 
 import shlex
 

@@ -68,7 +68,8 @@ def test_saves_at_intervals_and_at_the_end(pool, tmp_path):
     pool.run(
         train,
         1,
-        f"{LLAMA} --train-iters 8 --override-opt_param-scheduler --load {tmp_path} --save {tmp_path}",
+        f"{LLAMA} --train-iters 8 --override-opt_param-scheduler --load {tmp_path} --save "
+        f"{tmp_path}",
     )
     assert saved(tmp_path)[-1] == "iter_0000008"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "8"
@@ -94,7 +95,10 @@ def test_time_limit_at_the_last_iteration_keeps_the_final_validation(pool):
     """The time is over after iteration 2, which is the last: a save comes first, then what the run
     owes.
     """
-    flags = f"{LLAMA} --train-iters 2 --eval-interval 2 --eval-iters 1 --exit-duration-in-mins 1e-9 --lr-warmup-iters 0"
+    flags = (
+        f"{LLAMA} --train-iters 2 --eval-interval 2 --eval-iters 1 --exit-duration-in-mins "
+        "1e-9 --lr-warmup-iters 0"
+    )
     measured = pool.run(train, 1, flags)[0].measured
     assert {("lm loss validation", 2), ("lm loss test", 2)} <= measured.points.keys()
 

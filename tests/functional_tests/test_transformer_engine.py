@@ -29,7 +29,8 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 "
 LATENT = (
-    "--multi-latent-attention --position-embedding-type rope --disable-bias-linear --qk-layernorm --q-lora-rank 24 "
+    "--multi-latent-attention --position-embedding-type rope --disable-bias-linear --qk-layernorm "
+    "--q-lora-rank 24 "
     "--kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
 )
 WAYS = {  # processes, model, flags
@@ -45,11 +46,15 @@ WAYS = {  # processes, model, flags
     "window_qk_norm_1p": (1, "llama", "--window-size 5,0 --qk-layernorm --apply-layernorm-1p"),
     "latent_tp2_sp": (2, "gpt2", LATENT + LAYOUTS["tp2_sp"][1]),
     "cp2": (2, "llama", LAYOUTS["cp2"][1]),
-    "cp2_gathered_window": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type all_gather --window-size 5,0"),
-    "cp2_one_for_each_layer": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type a2a p2p all_gather a2a"),
-    "cp2_a2a_documents": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type a2a --reset-attention-mask"),
+    "cp2_gathered_window": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type all_gather "
+                                        "--window-size 5,0"),
+    "cp2_one_for_each_layer": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type a2a p2p all_gather "
+                                           "a2a"),
+    "cp2_a2a_documents": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type a2a "
+                                      "--reset-attention-mask"),
     "experts": (1, "llama", EXPERTS),
-    "experts_tp2_ep2": (2, "llama", f"{EXPERTS} {LAYOUTS['tp2_sp'][1]} --expert-model-parallel-size 2 "
+    "experts_tp2_ep2": (2, "llama", f"{EXPERTS} {LAYOUTS['tp2_sp'][1]} "
+                                    "--expert-model-parallel-size 2 "
                         "--expert-tensor-parallel-size 1"),
 }  # fmt: skip
 
@@ -120,7 +125,10 @@ def test_run_changes_its_backend_by_load_alone(pool, tmp_path):
         (4, "dp2_distributed_optimizer", ""),
         (6, "tp2_sp", TE),
     ):
-        flags = f"{model} {impl} {LAYOUTS[layout][1]} --save {tmp_path} --load {tmp_path} --exit-interval {exit_at}"
+        flags = (
+            f"{model} {impl} {LAYOUTS[layout][1]} --save {tmp_path} --load {tmp_path} "
+            f"--exit-interval {exit_at}"
+        )
         outcome = pool.run(train_with_stand_in if impl else train, 2, flags)[0]
         steps += (outcome[0] if impl else outcome).measured.losses
     assert steps == pytest.approx(expected, rel=2e-5)
@@ -130,12 +138,17 @@ def test_run_changes_its_backend_by_load_alone(pool, tmp_path):
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in stored
 
 
-FP8 = f"{TE} --bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max --fp8-margin 1 "
+FP8 = (
+    f"{TE} --bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max "
+    "--fp8-margin 1 "
+)
 
 
 @pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout):
-    """Losses are bitwise equal after a resume in the same layout; other recipes load weights only."""
+    """Losses are bitwise equal after a resume in the same layout; other recipes load
+    weights only.
+    """
     model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS[layout][1]} "
     flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 3 "
     straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
@@ -213,8 +226,14 @@ def test_single_rank_groups_are_created_collectively(pool):
 def test_user_buffers_are_initialized(pool, tmp_path):
     config = tmp_path / "overlap.yaml"
     config.write_text("qkv_fprop: {method: ring_exchange}")
-    flags = f"{MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --mock-data --train-iters 4 {FP8} --first-last-layers-bf16 "
-    overlap = "--tp-comm-overlap --no-tp-comm-bulk-dgrad --tp-comm-bootstrap-backend gloo --tp-comm-overlap-cfg "
+    flags = (
+        f"{MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --mock-data --train-iters 4 {FP8} "
+        "--first-last-layers-bf16 "
+    )
+    overlap = (
+        "--tp-comm-overlap --no-tp-comm-bulk-dgrad --tp-comm-bootstrap-backend gloo "
+        "--tp-comm-overlap-cfg "
+    )
     (made, told), (other, _) = pool.run(user_buffers, 2, f"{flags} {overlap} {config}")
     assert made == other  # including the order
     shape, tp_size, modes, dtype, ub_cfgs, backend = made

@@ -1,4 +1,6 @@
-"""An S3 server on 127.0.0.1 that answers honestly, or with a fault chosen by the name of the bucket."""
+"""An S3 server on 127.0.0.1 that answers honestly, or with a fault chosen by the name of the
+bucket.
+"""
 
 from __future__ import annotations
 

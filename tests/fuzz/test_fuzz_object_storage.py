@@ -1,4 +1,6 @@
-"""Hostile answers of an object store: redirects, wrong sizes, truncated bodies, endless listings."""
+"""Hostile answers of an object store: redirects, wrong sizes, truncated bodies, endless
+listings.
+"""
 
 import os
 import random

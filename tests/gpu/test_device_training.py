@@ -95,7 +95,10 @@ def peak_of_a_run(rank, world_size, flags):
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_memory_is_as_planned(pool, precision):
     """See `test_run_plan.py` for the CPU."""
-    flags = f"{FLAGS}{LLAMA}--device cuda {precision} --train-iters 4 --seq-length 256 --hidden-size 256"
+    flags = (
+        f"{FLAGS}{LLAMA}--device cuda {precision} --train-iters 4 --seq-length 256 "
+        "--hidden-size 256"
+    )
     config = parse_args((COMMON + flags).split(), 1)
     config.set_vocab_size(61)
     planned = plan_run(config, 1, model_provider).stages[0].memory.total
@@ -112,7 +115,10 @@ def test_the_trace_shows_the_device(pool, device, tmp_path):
 
 def test_a_plain_process_with_the_default_backend(device):
     """NCCL on CUDA: groups with a device and a timeout are created and destroyed."""
-    flags = f"{COMMON}{LLAMA}--mock-data --train-iters 4 --bf16 --device {device} --log-memory-interval 4"
+    flags = (
+        f"{COMMON}{LLAMA}--mock-data --train-iters 4 --bf16 --device {device} "
+        "--log-memory-interval 4"
+    )
     environment = {
         k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }

@@ -33,7 +33,10 @@ DELAYED = "--fp8-amax-history-len 16 --fp8-amax-compute-algo max --deterministic
 
 
 def losses(rank, world_size, flags, iterations=50):
-    flags = f"{MODEL} --device cuda --distributed-backend gloo --bf16 --mock-data --train-iters {iterations} {flags}"
+    flags = (
+        f"{MODEL} --device cuda --distributed-backend gloo --bf16 --mock-data --train-iters "
+        f"{iterations} {flags}"
+    )
     return train(rank, world_size, flags, WIDER).measured.losses
 
 
@@ -59,7 +62,10 @@ def test_narrow_formats_follow_bf16(pool, recipe, more):
     if recipe in SUPPORT and not getattr(checks, f"check_{SUPPORT[recipe]}_support")()[0]:
         pytest.skip(f"this GPU has no {recipe}")
     (expected,) = pool.run(losses, 1, "", timeout=300)
-    fp8 = f"--fp8-format {'hybrid' if recipe in ('delayed', 'tensorwise') else 'e4m3'} --fp8-recipe {recipe}"
+    fp8 = (
+        f"--fp8-format {'hybrid' if recipe in ('delayed', 'tensorwise') else 'e4m3'} "
+        f"--fp8-recipe {recipe}"
+    )
     narrow = "--fp4-format e2m1" if recipe == "nvfp4" else fp8
     (measured,) = pool.run(losses, 1, f"{TE} {narrow} {more} --first-last-layers-bf16", timeout=300)
     assert measured == pytest.approx(expected, rel=5e-2)

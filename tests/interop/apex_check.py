@@ -54,7 +54,8 @@ def main() -> None:
     loaded = importlib.import_module("apex.optimizers")
     assert Path(loaded.__file__ or "").is_relative_to(CHECKOUT), loaded.__file__
     print(
-        f"apex: its FusedAdam and norms give torch's numbers, {check_declarations()} declarations agree"
+        f"apex: its FusedAdam and norms give torch's numbers, {check_declarations()} declarations "
+        "agree"
     )
 
 

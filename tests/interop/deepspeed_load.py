@@ -173,7 +173,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         precision = "bf16" if args.bf16 else "fp32"
         print(
-            f"deepspeed {deepspeed.__version__}: {len(names)} parameters, TP{dist.get_world_size()}, {precision}: ok"
+            f"deepspeed {deepspeed.__version__}: {len(names)} parameters, "
+            f"TP{dist.get_world_size()}, {precision}: ok"
         )
 
 

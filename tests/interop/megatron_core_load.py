@@ -374,7 +374,8 @@ def main() -> None:
         layout = f"TP{options.tp} DP{dist.get_world_size() // options.tp} EP{options.ep}"
         rng = ", random numbers go on" if "rng_state" in state else ""
         print(
-            f"megatron-core {__version__}: {options.directory.name}, {layout}: {len(keys)} tensors, same bits{rng}; "
+            f"megatron-core {__version__}: {options.directory.name}, {layout}: {len(keys)} "
+            f"tensors, same bits{rng}; "
             f"logits up to {expected['logits'].abs().max():.1f} within {error:.1e}: ok"
         )
     dist.destroy_process_group()

@@ -49,7 +49,10 @@ MODELS = {
     + "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 ",
     "gpt2-pp2": GPT2 + TP2_PP2,  # tied embeddings on two stages
 }
-RUN = "--mock-data --train-iters 3 --lr-decay-iters 8 --save-interval 2 --adam-beta2 0.95 --adam-eps 1e-9 "
+RUN = (
+    "--mock-data --train-iters 3 --lr-decay-iters 8 --save-interval 2 --adam-beta2 0.95 "
+    "--adam-eps 1e-9 "
+)
 
 
 def main() -> None:

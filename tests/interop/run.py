@@ -133,7 +133,8 @@ def check_megatron_lm(python: Path, work: Path, source: Path) -> None:
                 f"{name}, {layout}: losses differ by {error}: {found}, {wanted} expected"
             )
             print(
-                f"{name}, {layout or 'one process'}: losses of iterations 6 to 10 within {error:.1e}",
+                f"{name}, {layout or 'one process'}: losses of iterations 6 to 10 within "
+                f"{error:.1e}",
                 flush=True,
             )
 
@@ -269,18 +270,26 @@ MEGATRON_CORE_MODELS = (
     "mixtral-tp2-ep2",
 )
 MEGATRON_LM_FLAGS = shlex.split(
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine "
-    "--lr-warmup-iters 2 --weight-decay 0.1 --adam-beta2 0.95 --init-method-std 0.02 --hidden-dropout 0 "
-    "--attention-dropout 0 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --split 100,0,0 "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 "
+    "--micro-batch-size 2 --global-batch-size 8 --train-iters 10 --lr 2e-3 --min-lr 2e-4 "
+    "--lr-decay-style cosine "
+    "--lr-warmup-iters 2 --weight-decay 0.1 --adam-beta2 0.95 --init-method-std 0.02 "
+    "--hidden-dropout 0 "
+    "--attention-dropout 0 --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1 --split "
+    "100,0,0 "
     f"--data-path {REPOSITORY / 'tests/golden/megatron_lm/data/pysrc_a_text_document'} "
     "--eval-iters 0 --eval-interval 1000 --num-workers 0 "
-    "--transformer-impl local --attention-backend unfused --no-masked-softmax-fusion --no-bias-gelu-fusion "
-    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion "
-    "--no-persist-layer-norm --distributed-backend gloo --log-interval 1 --use-distributed-optimizer"
+    "--transformer-impl local --attention-backend unfused --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion "
+    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--no-gradient-accumulation-fusion "
+    "--no-persist-layer-norm --distributed-backend gloo --log-interval 1 "
+    "--use-distributed-optimizer"
 )
 MEGATRON_LM_LLAMA = (
-    "--ffn-hidden-size 80 --group-query-attention --num-query-groups 2 --position-embedding-type rope "
+    "--ffn-hidden-size 80 --group-query-attention --num-query-groups 2 --position-embedding-type "
+    "rope "
     "--normalization RMSNorm --swiglu --untie-embeddings-and-output-weights --disable-bias-linear"
 )
 TP2 = "--tensor-model-parallel-size 2"
@@ -438,7 +447,8 @@ def main() -> None:
         found = Path(python) if python else environment(name, peer)
         if found is None:
             print(
-                f"== {name}: skipped: it needs Python {peer.python[0]}.{peer.python[1]}, there is none",
+                f"== {name}: skipped: it needs Python {peer.python[0]}.{peer.python[1]}, there is "
+                "none",
                 flush=True,
             )
             continue

@@ -336,7 +336,9 @@ class OnTheCPU(TorchFunctionMode):
 
 
 def check_fp8_weights(te: types.ModuleType) -> int:
-    """--fp8-param-gather: what is taken from a module that is made for it, and the functions that fill its weights."""
+    """--fp8-param-gather: what is taken from a module that is made for it, and the
+    functions that fill its weights.
+    """
     tensor = importlib.import_module("transformer_engine.pytorch.tensor")
     count = 0
     inspect.signature(tensor.replace_raw_data).bind("tensor", "memory")
@@ -435,7 +437,8 @@ def main() -> None:
     weights = check_fp8_weights(te)
     overlaps = check_overlap(te)
     print(
-        f"transformer_engine {version('transformer_engine')}: {sum(found.values())} parameters of {len(found)} models "
+        f"transformer_engine {version('transformer_engine')}: {sum(found.values())} parameters of "
+        f"{len(found)} models "
         f"as in local, {calls} kinds of calls bind, {len(RECIPES)} recipes, "
         f"{weights} weights can be in fp8, {overlaps} modules overlap"
     )

@@ -41,16 +41,23 @@ FIXED = {
 # Lengths and paths, which are given anew; what sizes cannot be kept; and what belongs to the
 # machine of the script.
 _DROPPED = (
-    "--train-iters --train-samples --lr-decay-iters --lr-decay-samples --lr-warmup-iters --lr-warmup-samples "
-    "--lr-warmup-fraction --lr-wsd-decay-iters --lr-wsd-decay-samples --rampup-batch-size --global-batch-size "
+    "--train-iters --train-samples --lr-decay-iters --lr-decay-samples --lr-warmup-iters "
+    "--lr-warmup-samples "
+    "--lr-warmup-fraction --lr-wsd-decay-iters --lr-wsd-decay-samples --rampup-batch-size "
+    "--global-batch-size "
     "--step-batch-size-schedule --eval-global-batch-size "
     "--exit-interval --exit-duration-in-mins --num-layers --finetune --expert-model-parallel-size "
     "--num-layers-per-virtual-pipeline-stage "
-    "--num-virtual-stages-per-pipeline-rank --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers "
-    "--pipeline-model-parallel-layout --data-path --train-data-path --valid-data-path --test-data-path "
-    "--data-args-path --per-split-data-args-path --data-cache-path --mock-data --tokenizer-type --tokenizer-model "
-    "--vocab-file --merge-file --vocab-size --save --load --save-interval --save-retain-interval --tensorboard-dir "
-    "--wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity --log-memory-interval --profile "
+    "--num-virtual-stages-per-pipeline-rank --decoder-first-pipeline-num-layers "
+    "--decoder-last-pipeline-num-layers "
+    "--pipeline-model-parallel-layout --data-path --train-data-path --valid-data-path "
+    "--test-data-path "
+    "--data-args-path --per-split-data-args-path --data-cache-path --mock-data --tokenizer-type "
+    "--tokenizer-model "
+    "--vocab-file --merge-file --vocab-size --save --load --save-interval --save-retain-interval "
+    "--tensorboard-dir "
+    "--wandb-project --wandb-exp-name --wandb-save-dir --wandb-entity --log-memory-interval "
+    "--profile "
     "--profile-step-start --profile-step-end --profile-ranks --split --num-workers --fp8-format"
 )
 DROPPED = _DROPPED.split()

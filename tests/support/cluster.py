@@ -33,7 +33,10 @@ class Cluster:
     def __init__(self, root, nnodes, processes, flags):
         self.root = root
         self._port = free_port()
-        self._launch = f"-m torch.distributed.run --nnodes {nnodes} --nproc-per-node {processes} --max-restarts 20 "
+        self._launch = (
+            f"-m torch.distributed.run --nnodes {nnodes} --nproc-per-node {processes} "
+            "--max-restarts 20 "
+        )
         self._launch += (
             f"--monitor-interval 0.1 --rdzv-backend c10d --rdzv-conf {RENDEZVOUS} --rdzv-id job "
         )

@@ -15,7 +15,9 @@ def read_all(source: Source) -> dict[str, torch.Tensor]:
 
 
 def assert_same(a: Any, b: Any, place: str = "") -> None:
-    """Assert equal types, structure and values; tensors and arrays bitwise, mappings in any order."""
+    """Assert equal types, structure and values; tensors and arrays bitwise, mappings in any
+    order.
+    """
     assert type(a) is type(b), (place, type(a), type(b))
     if isinstance(b, argparse.Namespace):
         return assert_same(vars(a), vars(b), place)

@@ -95,12 +95,13 @@ class DistributedPool:
         exception of any rank is raised here, caused by the remote tracebacks of all ranks that
         failed. A rank that dies (its death goes before the errors that it causes in others), or is
         still running after `timeout` seconds (also the timeout of the group's collectives), raises
-        RuntimeError or TimeoutError with the stacks of the ranks that hang. The workers are replaced
-        then, and after an error of a rank that could not initialize its process group.
+        RuntimeError or TimeoutError with the stacks of the ranks that hang. The workers are
+        replaced then, and after an error of a rank that could not initialize its process group.
         """
         if not 1 <= world_size <= self.max_workers:
             raise ValueError(
-                f"world_size {world_size} must be from 1 to the pool's max_workers {self.max_workers}"
+                f"world_size {world_size} must be from 1 to the pool's max_workers "
+                f"{self.max_workers}"
             )
         workers = self._start(world_size)
         self._runs += 1

@@ -165,7 +165,9 @@ def train(
     dtype: torch.dtype = torch.float32,
     tied: bool = True,
 ) -> dict[str, Any]:
-    """Return losses, norms, final parameters, the boxes of the optimizer and the number of buckets."""
+    """Return losses, norms, final parameters, the boxes of the optimizer and the number of
+    buckets.
+    """
     ps = (
         ParallelState.create(ParallelConfig())
         if world_size > 1

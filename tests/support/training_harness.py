@@ -17,13 +17,16 @@ from pretrain_gpt import datasets_provider, forward_step, model_provider
 
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
-    "--global-batch-size 8 --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --clip-grad 1.0 "
+    "--global-batch-size 8 --lr 2e-3 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay "
+    "0.1 --clip-grad 1.0 "
     "--init-method-std 0.05 "
-    "--hidden-dropout 0 --attention-dropout 0 --num-workers 0 --num-threads 1 --log-interval 1 --eval-iters 0 "
+    "--hidden-dropout 0 --attention-dropout 0 --num-workers 0 --num-threads 1 --log-interval 1 "
+    "--eval-iters 0 "
     "--tokenizer-type NullTokenizer --vocab-size 60 --make-vocab-size-divisible-by 8 "
 )
 LLAMA = (
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --ffn-hidden-size 48 "
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--ffn-hidden-size 48 "
     "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights "
 )
 GPT2 = "--position-embedding-type learned_absolute --normalization LayerNorm "

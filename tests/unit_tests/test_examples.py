@@ -1,4 +1,6 @@
-"""Every example's command line is understood by the real parser, at the world size it is made for."""
+"""Every example's command line is understood by the real parser, at the world size it is
+made for.
+"""
 
 import os
 import re

@@ -113,14 +113,18 @@ class UniversalFiles:
             self.shapes[key] = tuple(self.read_tensor(key, "param").shape)
 
     def read_entry(self, key: str, state: str) -> Any:
-        """Return the content of a file: a dict with `param`, or from ZeRO-3 the flat tensor itself."""
+        """Return the content of a file: a dict with `param`, or from ZeRO-3 the flat tensor
+        itself.
+        """
         path = self.directory / ZERO / self.names[key] / STATE_FILES[state]
         if not path.exists():
             raise ValueError(f"{self.description} is incomplete: {path} is missing")
         return safe_load(path)
 
     def read_tensor(self, key: str, state: str) -> torch.Tensor:
-        """Return a state of a parameter; raise ValueError for another shape than the parameter's."""
+        """Return a state of a parameter; raise ValueError for another shape than the
+        parameter's.
+        """
         where = f"{self.description}: {STATE_FILES[state]} of {self.names[key]}"
         entry = self.read_entry(key, state)
         tensor = entry

@@ -1,7 +1,8 @@
 """Arguments and training state of DeepSpeed's programs, converted to ours and back.
 
-Megatron-DeepSpeed and BigScience's fork descend from older Megatron-LM: most of their arguments have
-the same names, a few differ or are missing, and a few describe models that are not supported here.
+Megatron-DeepSpeed and BigScience's fork descend from older Megatron-LM: most of their arguments
+have the same names, a few differ or are missing, and a few describe models that are not supported
+here.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _POSITION_TYPES = {
     3: "alibi",
 }  # PositionEmbeddingType of BigScience's fork
 _SCHEDULE = (
-    "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr", "start_wd", "end_wd",
+    "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr",
+    "start_wd", "end_wd",
     "wd_incr_style", "wd_incr_steps", "init_lr", "wsd_decay_steps", "wsd_decay_style",
 )  # fmt: skip
 _RENAMED_SCHEDULE = {name: f"lr_{name}" for name in ("warmup_steps", "decay_steps", "decay_style")}
@@ -113,8 +115,10 @@ def build_args(
 
 
 _WITHOUT_FORM = (
-    "quick_geglu", "geglu", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "norm_placement",
-    "qk_layernorm_across_heads", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
+    "quick_geglu", "geglu", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
+    "norm_placement",
+    "qk_layernorm_across_heads", "softmax_scale", "attn_logit_softcapping",
+    "final_logit_softcapping",
     "scale_embeddings", "window_attn_skip_freq", "softmax_type",
 )  # fmt: skip
 
@@ -200,8 +204,8 @@ def _read_groups(
 ) -> list[dict[str, Any]] | None:
     """Return Megatron-LM's two groups, with and without weight decay.
 
-    BigScience's fork splits the first one in two. Values that the groups lack come from the schedule
-    and the arguments.
+    BigScience's fork splits the first one in two. Values that the groups lack come from the
+    schedule and the arguments.
     """
     if optimizer is None and "lr" not in args:
         return None

@@ -177,7 +177,8 @@ def _find_vocab_size(files: UniversalFiles, given: Mapping[str, Any]) -> int:
         entry = files.read_entry(WORD_EMBEDDINGS, "param")
         if not (isinstance(entry, dict) and entry.get("vocab_tensor")):
             raise ValueError(
-                f"{files.description} does not separate tokens from padding: give --vocab-size (rows: "
+                f"{files.description} does not separate tokens from padding: give --vocab-size "
+                "(rows: "
                 f"{rows})"
             )
         wanted = rows
@@ -269,7 +270,8 @@ def write_universal(
 ) -> list[str]:
     """Write `source` to the empty `directory`; return a note for each lost part.
 
-    `latest_universal` is written last. A source without an optimizer gets an initial optimizer state,
+    `latest_universal` is written last. A source without an optimizer gets an initial optimizer
+    state,
     which DeepSpeed's loader requires. Raises ValueError before anything is written for a model that
     the programs in question lack.
     """

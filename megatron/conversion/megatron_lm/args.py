@@ -218,8 +218,8 @@ def list_optimizers(optimizer: Any) -> list[Mapping[str, Any]]:
 def split_by_expert_optimizer(optimizer: dict[str, Any], args: Mapping[str, Any]) -> dict[Any, Any]:
     """Return the `optimizer` of common.pt as a run with these arguments stores it.
 
-    With EP > 1 it contains an optimizer for the dense layers (0) and one for the experts (1). Of the
-    experts' parameters, only biases are without weight decay.
+    With EP > 1 it contains an optimizer for the dense layers (0) and one for the experts (1). Of
+    the experts' parameters, only biases are without weight decay.
     """
     has_experts = (args.get("num_experts") or 0) > 1
     if not has_experts or (args.get("expert_model_parallel_size") or 1) == 1:

@@ -1,7 +1,7 @@
 """Megatron-Bridge's checkpoints: torch_dist with `run_config.yaml` and `train_state.pt`.
 
-These two files replace the arguments of Megatron-LM. Bridge builds its model from a configuration of
-Megatron-core, so most names in the `model:` section are arguments of Megatron-LM; a few differ.
+These two files replace the arguments of Megatron-LM. Bridge builds its model from a configuration
+of Megatron-core, so most names in the `model:` section are arguments of Megatron-LM; a few differ.
 (Source: Megatron-Bridge 0.6.2, checked against one of its files.)
 """
 
@@ -40,8 +40,10 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 # Function, gated; Megatron-core's fused GELU is the tanh approximation.
 _ACTIVATIONS = {("torch.nn.functional.silu", True), ("torch.nn.functional.gelu", False)}
 _TRAINING = (
-    "use_distributed_optimizer", "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps",
-    "sgd_momentum", "clip_grad", "global_batch_size", "micro_batch_size", "train_iters", "seed", "overlap_grad_reduce",
+    "use_distributed_optimizer", "optimizer", "lr", "min_lr", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_eps",
+    "sgd_momentum", "clip_grad", "global_batch_size", "micro_batch_size", "train_iters", "seed",
+    "overlap_grad_reduce",
     "tokenizer_type", "tokenizer_model", "vocab_file", "merge_file",
 )  # fmt: skip
 

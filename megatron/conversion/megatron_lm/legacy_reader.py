@@ -67,8 +67,8 @@ class _GroupedExpert:
     """One expert's matrix of GroupedMLP, in the shape [rows, columns] of the expert's linear layer.
 
     The file contains the experts of a rank contiguously, each transposed, although the shape of the
-    stored tensor suggests otherwise. (Source: Megatron-core's GroupedMLP, which views its weights as
-    [experts, columns, rows].)
+    stored tensor suggests otherwise. (Source: Megatron-core's GroupedMLP, which views its weights
+    as [experts, columns, rows].)
     """
 
     stored: FileTensor | torch.Tensor
@@ -163,8 +163,8 @@ class LegacySource:
     ) -> list[list[LocalParameter]]:
         """Add the weights of a rank.
 
-        Returns the parameters with the names and in the order of the file, which is the order of the
-        modules.
+        Returns the parameters with the names and in the order of the file, which is the order of
+        the modules.
         """
         path = folder / MODEL_FILE
         models = _list_models(content, path)
@@ -235,7 +235,9 @@ class LegacySource:
     def _add_buffers(
         self, content: Any, path: Path, chunks: list[list[LocalParameter]], pp: int
     ) -> None:
-        """Add the state in `distrib_optim.pt`: flat tensors of whole chunks, concatenated buckets."""
+        """Add the state in `distrib_optim.pt`: flat tensors of whole chunks, concatenated
+        buckets.
+        """
         buffers = mapping(anything, keys=anything)(content, str(path))
         num_parameters = sum(parameter.numel for parameters in chunks for parameter in parameters)
         for index, parameters in enumerate(chunks):
@@ -353,7 +355,9 @@ def _read_vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
 
 
 def _find_stored_name(model: Mapping[str, Any], parameter: LocalParameter, path: Path) -> str:
-    """Return the name of the parameter in the file; modules of different kinds use different names."""
+    """Return the name of the parameter in the file; modules of different kinds use
+    different names.
+    """
     # Grouped experts: experts.linear_fc1.weight3 is experts.local_experts.3.linear_fc1.weight.
     grouped = re.sub(r"\.local_experts\.(\d+)\.(.+)", r".\2\1", parameter.name)
     local = make_local_name(parameter.name)

@@ -58,7 +58,8 @@ from megatron.core.tensor_parallel import compute_padded_vocab_size
 
 _WITH_EXTRA_STATE = (
     "linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer",
-    "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+    "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
+    "linear_kv_up_proj",
 )  # fmt: skip
 # Defaults of Megatron-LM.
 _DIVISIBLE_BY = 128
@@ -229,7 +230,9 @@ class _Contents:
         return files
 
     def _build_model(self, parameters: list[LocalParameter]) -> OrderedDict[str, TensorSlot | None]:
-        """Return local tensors by Megatron-LM's names, with the empty extra states of its modules."""
+        """Return local tensors by Megatron-LM's names, with the empty extra states of its
+        modules.
+        """
         model: OrderedDict[str, TensorSlot | None] = OrderedDict()
         modules = [parameter.name.rpartition(".")[0] for parameter in parameters]
         for parameter, module, following in zip(
@@ -277,7 +280,9 @@ class _Contents:
         return content
 
     def _build_numbered(self, param_groups: list[dict[str, Any]], chunks: Chunks) -> dict[str, Any]:
-        """Return the state in torch's own form: parameters are numbered, with weight decay first."""
+        """Return the state in torch's own form: parameters are numbered, with weight decay
+        first.
+        """
         tensors = self._source.tensors
         parameters = [parameter for chunk in chunks for parameter in chunk]
         decayed = [p for p in parameters if p.group.weight_decay]

@@ -1,8 +1,8 @@
 """A reader for YAML files from untrusted sources: plain data only.
 
-YAML is far more than plain data. Aliases and merge keys let a few hundred bytes expand to gigabytes,
-and tags construct objects. `parse_yaml` therefore works on the parser's events, and refuses every
-feature that a file written by `yaml.safe_dump` from a configuration does not contain.
+YAML is far more than plain data. Aliases and merge keys let a few hundred bytes expand to
+gigabytes, and tags construct objects. `parse_yaml` therefore works on the parser's events, and
+refuses every feature that a file written by `yaml.safe_dump` from a configuration does not contain.
 """
 
 from __future__ import annotations

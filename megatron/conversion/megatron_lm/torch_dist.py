@@ -1,8 +1,8 @@
 """torch_dist directories: reading a run's own and all of Megatron-LM's variants, and writing them.
 
-One process writes them, a few megabytes at a time. Layers may be stacked: one tensor for each kind of
-parameter, with a leading axis of layers. Megatron-core writes this form for models whose layers all
-have equal shapes, and its newer model classes require it.
+One process writes them, a few megabytes at a time. Layers may be stacked: one tensor for each kind
+of parameter, with a leading axis of layers. Megatron-core writes this form for models whose layers
+all have equal shapes, and its newer model classes require it.
 """
 
 from __future__ import annotations

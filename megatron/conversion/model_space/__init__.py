@@ -1,1 +1,3 @@
-"""A checkpoint of any format as named global tensors, and the parts that models and layouts need."""
+"""A checkpoint of any format as named global tensors, and the parts that models and layouts
+need.
+"""

@@ -285,7 +285,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class LocalBox:
-    """A box of the global tensor whose elements are contiguous in the local one, from `start` on."""
+    """A box of the global tensor whose elements are contiguous in the local one, from
+    `start` on.
+    """
 
     offset: Shape
     shape: Shape
@@ -397,10 +399,10 @@ def _split_experts(projections: Sequence[LocalParameter], module: str) -> list[L
     return result
 
 
-# Name of a norm in Megatron-core's local modules -> its name in ours and Transformer Engine's, where
-# it is part of the projection that follows. Norms without a single following projection (before
-# experts, before latent attention) have a module of their own everywhere, but Megatron-core's local
-# modules write the one before experts under the fused name.
+# Name of a norm in Megatron-core's local modules -> its name in ours and Transformer Engine's,
+# where it is part of the projection that follows. Norms without a single following projection
+# (before experts, before latent attention) have a module of their own everywhere, but
+# Megatron-core's local modules write the one before experts under the fused name.
 _NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -436,7 +438,8 @@ def make_local_name(name: str) -> str:
 def _arrange_as_modules(
     parameters: Sequence[LocalParameter], args: Mapping[str, Any], tp: int
 ) -> list[LocalParameter]:
-    """Return a chunk's parameters of rank `tp` with names, order and shapes of Megatron-LM's modules.
+    """Return a chunk's parameters of rank `tp` with names, order and shapes of Megatron-LM's
+    modules.
 
     Ours are those of Transformer Engine. Megatron-core's local modules differ: the norm before
     attention precedes linear_proj, norms within latent attention follow its projections, and the
@@ -472,10 +475,13 @@ def _arrange_as_modules(
 
 
 def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParameter:
-    """Return the share of a replicated parameter's rows that local modules give to one of `size`."""
+    """Return the share of a replicated parameter's rows that local modules give to one of
+    `size`.
+    """
     if parameter.shape[0] % size:
         raise ValueError(
-            f"{parameter.key} has {parameter.shape[0]} rows, which {size} ranks cannot split evenly "
+            f"{parameter.key} has {parameter.shape[0]} rows, which {size} ranks cannot split "
+            "evenly "
             "as Megatron-core's local modules do: give --target-transformer-impl "
             "transformer_engine, or another tensor-parallel size"
         )

@@ -163,8 +163,8 @@ def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 def make_region_reader(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
     """Return a reader of regions of the row-major tensor at element `start` of 1-D data.
 
-    `read_flat(start, count)` reads contiguous elements. Small gaps between rows are read, too; large
-    ones are not.
+    `read_flat(start, count)` reads contiguous elements. Small gaps between rows are read, too;
+    large ones are not.
     """
 
     def read_runs(runs: Runs) -> list[torch.Tensor]:
@@ -217,7 +217,9 @@ def write_to_places(
 
 
 def make_empty_directory(directory: Path) -> None:
-    """Create `directory`. Raises ValueError if it has content: stale files would mix with new ones."""
+    """Create `directory`. Raises ValueError if it has content: stale files would mix with
+    new ones.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: choose another target or remove it first")

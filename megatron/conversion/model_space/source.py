@@ -2,8 +2,8 @@
 
 Every format has one reader, which presents it as a `Source`, and one writer, which reads from a
 `Source`; so N formats need N adapters, and every pair works. Keys, shapes and conventions are those
-of `docs/architecture.md`: one key per layer with its global number, TP-independent shapes, optimizer
-state under `optimizer.state.*`.
+of `docs/architecture.md`: one key per layer with its global number, TP-independent shapes,
+optimizer state under `optimizer.state.*`.
 
 Arguments and training states of all formats are checked by the tables in this module. Their limits
 are plausible values: they prevent a file of a few bytes from requesting the time and memory of a
@@ -294,7 +294,9 @@ def full_precision_key(parameter: str, keys: Container[str]) -> str:
 
 
 def is_trained(key: str) -> bool:
-    """Return whether the optimizer trains the parameter; a router's bias follows the load instead."""
+    """Return whether the optimizer trains the parameter; a router's bias follows the load
+    instead.
+    """
     return not key.endswith(".router.expert_bias")
 
 

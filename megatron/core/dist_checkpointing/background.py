@@ -87,7 +87,9 @@ class Slot(NamedTuple):
 
 
 class StagingBuffer:
-    """Page-aligned host memory in slots; `pinned` registers it with CUDA for asynchronous copies."""
+    """Page-aligned host memory in slots; `pinned` registers it with CUDA for asynchronous
+    copies.
+    """
 
     def __init__(self, num_slots: int, pinned: bool) -> None:
         stride = PAGE + SLOT_SIZE
@@ -107,7 +109,8 @@ class StagingBuffer:
             )
             if int(status) != 0:
                 raise MemoryError(
-                    f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error {int(status)})"
+                    f"cannot pin {len(self._memory) >> 20} MiB of host memory (CUDA error "
+                    f"{int(status)})"
                 )
             self._registered = address
         self.slots = [

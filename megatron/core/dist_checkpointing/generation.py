@@ -156,7 +156,8 @@ class Generation:
         who = ", ".join(f"{key} {content[key]}" for key in content if key in shown)
         return SupersededError(
             f"{self.root}: another start has taken over this directory (generation "
-            f"{successor.number}: {escape_control_chars(who)}). This run (generation {self.number}) changes "
+            f"{successor.number}: {escape_control_chars(who)}). This run (generation "
+            f"{self.number}) changes "
             "nothing in it any more; give it another --save to go on"
         )
 
@@ -220,7 +221,9 @@ class Generation:
         return aside
 
     def remove(self, aside: Path) -> None:
-        """Remove a directory that was put aside; what remains is removed by the next `put_aside`."""
+        """Remove a directory that was put aside; what remains is removed by the next
+        `put_aside`.
+        """
         with contextlib.suppress(OSError):
             remove(aside)
 

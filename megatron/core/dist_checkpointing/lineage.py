@@ -152,7 +152,9 @@ def read_lineage(directory: Path) -> Lineage:
 
 
 def read_parent(directory: Path) -> int | None:
-    """Read the iteration of the checkpoint saved before; None if there was none or it is unknown."""
+    """Read the iteration of the checkpoint saved before; None if there was none or it is
+    unknown.
+    """
     try:
         parent: int | None = _read_file(directory).get("parent")
     except (OSError, CheckpointError):

@@ -4,8 +4,8 @@ Every node has `<directory>/<run>/iter_0000030-0000007.1a2b3c4d-5/`, named by th
 start of the job that saved it (`Generation.number`) and the id of the save. Its files are those of
 an ordinary torch_dist checkpoint: the ones that the ranks of the node wrote, and replicas of other
 ranks' files under the same names. A marker per writer is written last and contains the checksums of
-that writer's files. Rank 0 writes the files that belong to all ranks, and its marker is the last one
-of all. A save is complete if the marker of every writer is on some node.
+that writer's files. Rank 0 writes the files that belong to all ranks, and its marker is the last
+one of all. A save is complete if the marker of every writer is on some node.
 
 No name contains a rank of the run that reads: after a node was replaced, the launcher may assign
 other ranks to the remaining nodes, or there may be fewer of them.
@@ -122,8 +122,8 @@ class LocalTier(NamedTuple):
     ) -> LocalTier:
         """Create the directories and the replication groups. Collective.
 
-        With `copies` > 1 every file is stored on that many nodes (or on all, if there are fewer), on
-        ranks that are `distance` apart, by default the number of ranks per node. Raises
+        With `copies` > 1 every file is stored on that many nodes (or on all, if there are fewer),
+        on ranks that are `distance` apart, by default the number of ranks per node. Raises
         CheckpointError on every rank.
         """
         ranks = Coordination.of(None)
@@ -142,7 +142,8 @@ class LocalTier(NamedTuple):
             copies = count
         if count > 1 and not os.environ.get(JOB_SECRET):
             logger.info(
-                f"messages between nodes about local checkpoints are not authenticated: {JOB_SECRET} "
+                "messages between nodes about local checkpoints are not authenticated: "
+                f"{JOB_SECRET} "
                 "is not set, so the network of the job must be trusted"
             )
         replication = Replication()

@@ -239,7 +239,9 @@ def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int],
 
 
 def find_integrity_problems(directory: str | os.PathLike[str]) -> list[str]:
-    """Compare every file with `integrity.json`; return a line for each that is damaged or missing."""
+    """Compare every file with `integrity.json`; return a line for each that is damaged or
+    missing.
+    """
     report = VerifyReport()
     _check_integrity(path_of(directory), report, lambda count: None)
     return report.problems

@@ -305,9 +305,9 @@ def finalize_model_grads(
     Afterwards `grad_shard / grad_divisor` of each bucket is the gradient of the global batch.
 
     The sum over DP, which may have started during the backward pass, comes first. As sums commute,
-    all other reductions run on its result: only on the shards, with 1/DP of the bytes. This requires
-    equal shards at both ends, which holds because tensor-parallel ranks have equal plans, and a tied
-    embedding is a bucket of its own on the first and the last stage.
+    all other reductions run on its result: only on the shards, with 1/DP of the bytes. This
+    requires equal shards at both ends, which holds because tensor-parallel ranks have equal plans,
+    and a tied embedding is a bucket of its own on the first and the last stage.
 
     `num_tokens` (with --calculate-per-token-loss, whose loss is a sum over tokens) is the number of
     tokens that the last virtual stage on this rank has processed in this iteration, 0 on the other

@@ -122,8 +122,8 @@ class OutputLayer(MegatronModule):
     ) -> None:
         """Initialize the layer with `num_rows` on all TP ranks, including padding.
 
-        Without `own_weight` it uses the matrix of the word embedding. With `tied_copy` its matrix is
-        the last stage's copy of the tied word embedding, and is stored under that key.
+        Without `own_weight` it uses the matrix of the word embedding. With `tied_copy` its matrix
+        is the last stage's copy of the tied word embedding, and is stored under that key.
         """
         super().__init__()
         assert config.vocab_size is not None
@@ -160,7 +160,9 @@ class OutputLayer(MegatronModule):
         return losses.t()
 
     def _compute_logits(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits of the vocabulary without padding, `[b, s, vocab]`, on every TP rank."""
+        """Return the logits of the vocabulary without padding, `[b, s, vocab]`, on every TP
+        rank.
+        """
         if self.sequence_parallel:
             whole = gather_from_sequence(hidden_states, self.tp)
         else:
@@ -275,8 +277,8 @@ class GPTModel(MegatronModule):
     ) -> Tensor:
         """Return the activation `[s, b, h]` for the next chunk, or the result of the last chunk.
 
-        The last chunk returns the loss per token `[b, s]` fp32, or without labels the logits `[b, s,
-        vocab]` in the model's dtype. `tokens`, `position_ids` and `labels` are `[b, s]`;
+        The last chunk returns the loss per token `[b, s]` fp32, or without labels the logits `[b,
+        s, vocab]` in the model's dtype. `tokens`, `position_ids` and `labels` are `[b, s]`;
         `input_tensor` is the activation of the previous chunk (`[s/tp, b, h]` under sequence
         parallelism). A token attends to earlier tokens, and with `documents` `[b, s]` only to those
         with the same number. Under context parallelism s counts the positions of this rank, except

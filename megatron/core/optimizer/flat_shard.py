@@ -34,7 +34,9 @@ class FlatShard:
 
     @property
     def is_model(self) -> bool:
-        """True if the main parameters and the model's parameters share their memory (fp32 models)."""
+        """True if the main parameters and the model's parameters share their memory (fp32
+        models).
+        """
         return self.param is self.bucket.param_shard
 
 

@@ -22,8 +22,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 # Logits that are converted to fp32 at once, by device. On a CPU the copy stays in the cache. On a
-# GPU it takes 256 MiB, and kernels run much longer than their launch takes: 16 chunks instead of 512
-# for 8,192 tokens with a vocabulary of 128k.
+# GPU it takes 256 MiB, and kernels run much longer than their launch takes: 16 chunks instead of
+# 512 for 8,192 tokens with a vocabulary of 128k.
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 
 
@@ -49,7 +49,9 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Overwrites the logits with e^(logit - max); the backward pass turns that into the gradient."""
+    """Overwrites the logits with e^(logit - max); the backward pass turns that into the
+    gradient.
+    """
 
     @staticmethod
     def forward(
@@ -171,7 +173,9 @@ def _compute_logit_grad(
 
 
 def _compute_softcap_slope(exponentials: Tensor, largest: Tensor, softcap: float) -> Tensor:
-    """Return dy/dx = 1 - (y / softcap)^2 of y = softcap * tanh(x / softcap), from e^(y - largest)."""
+    """Return dy/dx = 1 - (y / softcap)^2 of y = softcap * tanh(x / softcap), from e^(y -
+    largest).
+    """
     tiny = torch.finfo(torch.float32).tiny
     y = exponentials.float().clamp_min(tiny).log_().add_(largest.unsqueeze(1))
     return y.div_(softcap).square_().neg_().add_(1.0)

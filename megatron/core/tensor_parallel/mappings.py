@@ -1,7 +1,7 @@
 """Differentiable collectives of tensor, sequence and context parallelism.
 
-Every function takes the `Axis`, and returns its input on an axis of size 1. Forward and backward pass are
-conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et al. 2022):
+Every function takes the `Axis`, and returns its input on an axis of size 1. Forward and backward
+pass are conjugate operations (f and g of Shoeybi et al. 2019; g-bar of Korthikanti et al. 2022):
 
     function                     forward                       backward
     copy_to_tensor_parallel      identity                      all-reduce
@@ -156,7 +156,9 @@ def _apply_conjugate(
 
 
 def copy_to_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
-    """Enter a tensor-parallel region: every rank uses the whole tensor, its gradients are summed."""
+    """Enter a tensor-parallel region: every rank uses the whole tensor, its gradients are
+    summed.
+    """
     return _apply_conjugate(tensor, tp, _copy, _all_reduce)
 
 

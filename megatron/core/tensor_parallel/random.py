@@ -89,7 +89,8 @@ def checkpoint(
 def recompute_intermediate(
     first: Callable[[Tensor], Tensor], then: Callable[[Tensor], Tensor], x: Tensor
 ) -> Tensor:
-    """Return `then(first(x))` without keeping `first(x)`, which the backward pass recomputes from x.
+    """Return `then(first(x))` without keeping `first(x)`, which the backward pass recomputes from
+    x.
 
     This is meant for a cheap `first` whose input is kept anyway, such as a norm of the residual
     stream. `first` must not draw random numbers. A compiler makes this decision itself.

@@ -33,9 +33,9 @@ class ComputeOptions:
     fp16: bool = flag(False)
     """float16 parameters and arithmetic with loss scaling, fp32 gradients and main parameters."""
     transformer_impl: str = flag("local", choices=("local", "transformer_engine"))
-    """Implementation of the layers: plain torch or Transformer Engine. It also selects the parameter
-    names of Megatron-LM legacy files. Results are equal up to rounding; checkpoints do not depend on
-    it.
+    """Implementation of the layers: plain torch or Transformer Engine. It also selects the
+    parameter names of Megatron-LM legacy files. Results are equal up to rounding; checkpoints do
+    not depend on it.
     """
     norm_impl: str = flag("torch", choices=("torch", "apex"))
     """Implementation of the norms of local layers: torch or apex's fused kernels."""
@@ -62,8 +62,8 @@ class ComputeOptions:
     fp4_recipe: str = flag("nvfp4", choices=("nvfp4",))
     """FP4 scaling recipe: from the maxima of 16 elements (NVFP4)."""
     first_last_layers_bf16: bool = flag(False)
-    """Compute the first and the last layers in bf16 instead of fp8 or fp4; the two options below set
-    their numbers.
+    """Compute the first and the last layers in bf16 instead of fp8 or fp4; the two options below
+    set their numbers.
     """
     num_layers_at_start_in_bf16: int = flag(1, at_least=0)
     """Number of first layers in bf16 with --first-last-layers-bf16."""
@@ -90,14 +90,17 @@ class ComputeOptions:
     fused as well.
     """
     cross_entropy_fusion_impl: str = flag("native", choices=("native", "te"))
-    """Output layer and loss in one operation (native), or Transformer Engine's kernel on the logits."""
+    """Output layer and loss in one operation (native), or Transformer Engine's kernel on the
+    logits.
+    """
     apply_rope_fusion: bool = flag(False)
     """Rotate queries and keys using Transformer Engine's kernel."""
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
-    """Recompute activations in the backward pass: whole layers (full) or parts of them (selective)."""
+    """Recompute activations in the backward pass: whole layers (full) or parts of them (selective).
+    """
     recompute_modules: list[str] | None = flag(None, choices=RECOMPUTE_MODULES)
-    """With selective: attention without its projections (core_attn, the default), the outputs of the
-    norms before attention and MLP (layernorm), the whole MLP (mlp), the experts of a layer with
+    """With selective: attention without its projections (core_attn, the default), the outputs of
+    the norms before attention and MLP (layernorm), the whole MLP (mlp), the experts of a layer with
     router and dispatch (moe), their activation functions (moe_act), and latent attention from the
     latent vectors on (mla_up_proj).
     """
@@ -152,7 +155,9 @@ class ExpertOptions:
     moe_router_pre_softmax: bool = flag(
         False, decides="mathematics", when=_MOE, meaning="softmax_before_choice"
     )
-    """Compute the softmax over all experts before the top-k selection instead of over the selected ones."""
+    """Compute the softmax over all experts before the top-k selection instead of over the selected
+    ones.
+    """
     moe_router_score_function: str = flag(
         "softmax",
         choices=("softmax", "sigmoid"),
@@ -186,20 +191,23 @@ class ExpertOptions:
     moe_router_load_balancing_type: list[str] = flag(
         ("aux_loss",), choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
     )
-    """Load balancing losses: over a micro-batch (aux_loss), over each sequence (seq_aux_loss), or over
-    all micro-batches so far in a step (global_aux_loss). sinkhorn instead balances the tokens of a
-    rank without a loss (Clark et al. 2022).
+    """Load balancing losses: over a micro-batch (aux_loss), over each sequence (seq_aux_loss), or
+    over all micro-batches so far in a step (global_aux_loss). sinkhorn instead balances the tokens
+    of a rank without a loss (Clark et al. 2022).
     """
     moe_aux_loss_coeff: list[float] = flag((0.0,))
     """Coefficient of each of these losses."""
     moe_z_loss_coeff: float | None = flag(None, at_least=0)
     """Coefficient of the z-loss, which keeps the router's logits small (Zoph et al. 2022)."""
     moe_router_force_load_balancing: bool = flag(False)
-    """Route tokens randomly, for benchmarks: a router with initial weights overloads some experts."""
+    """Route tokens randomly, for benchmarks: a router with initial weights overloads some experts.
+    """
     moe_expert_capacity_factor: float | None = flag(
         None, positive=True, decides="mathematics", when=_MOE
     )
-    """Capacity of an expert as a multiple of its even share; drop tokens beyond it. Default: no limit."""
+    """Capacity of an expert as a multiple of its even share; drop tokens beyond it. Default: no
+    limit.
+    """
     moe_token_drop_policy: str = flag(
         "probs", choices=("probs", "position"), decides="mathematics", when=_DROPPING
     )
@@ -207,11 +215,12 @@ class ExpertOptions:
     last ones (position).
     """
     moe_pad_expert_input_to_capacity: bool = flag(False)
-    """Accepted with a capacity factor for compatibility, without effect: expert inputs are not padded,
-    which does not change results.
+    """Accepted with a capacity factor for compatibility, without effect: expert inputs are not
+    padded, which does not change results.
     """
     moe_token_dispatcher_type: str = flag("allgather", choices=("allgather", "alltoall"))
-    """Transport of tokens to experts: all tokens to all ranks, or each token to its experts' ranks."""
+    """Transport of tokens to experts: all tokens to all ranks, or each token to its experts' ranks.
+    """
 
     def _convert_losses_to_lists(self) -> None:
         """Convert single values, which Megatron-LM stores for a single loss, to lists."""

@@ -19,9 +19,9 @@ class GroupedLinear(MegatronModule):
 
     Experts are distributed over EP, and dimension `split_dim` of each is split over ETP: the weight
     is `[experts / EP, out, in]` with dimension 1 or 2 divided by ETP. With `num_blocks` > 1 each
-    matrix is a stack of several (gate and up), each of which is split. The bias `[experts / EP, out]`
-    is split like the rows. Where columns are split, every ETP rank has the whole bias and the first
-    one adds it to the sum.
+    matrix is a stack of several (gate and up), each of which is split. The bias `[experts / EP,
+    out]` is split like the rows. Where columns are split, every ETP rank has the whole bias and the
+    first one adds it to the sum.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class GroupedLinear(MegatronModule):
         y = self.project(x, counts)
         if self.bias is None:
             return y
-        # The outputs of the ETP ranks are summed, and the gradient of that sum is the same on all of
-        # them: a replicated bias must be added once, but has the same gradient on each rank.
+        # The outputs of the ETP ranks are summed, and the gradient of that sum is the same on all
+        # of them: a replicated bias must be added once, but has the same gradient on each rank.
         is_added = self.split_dim == 1 or self.axes.etp.is_first
         bias_rows = _RepeatBias.apply(self.bias, counts, len(y), is_added)
         if probs is not None:

@@ -97,7 +97,8 @@ class LayerSpec:
     cross_entropies: Mapping[str, Callable[..., Tensor]] = field(
         default_factory=lambda: _LOCAL_CROSS_ENTROPIES
     )
-    """Loss functions by --cross-entropy-fusion-impl, with the signature of `linear_cross_entropy`."""
+    """Loss functions by --cross-entropy-fusion-impl, with the signature of `linear_cross_entropy`.
+    """
     set_up: Callable[[TransformerConfig, int, int], None] = noop
     """Called before a model is built, with the tokens of a micro-batch and the number of TP ranks.
     Collective.

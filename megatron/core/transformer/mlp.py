@@ -31,7 +31,9 @@ class MLP(MegatronModule):
         ffn_size: int | None = None,
         shared_expert: bool = False,
     ) -> None:
-        """Initialize the MLP of a layer, or a `shared_expert`, whose input is already normalized."""
+        """Initialize the MLP of a layer, or a `shared_expert`, whose input is already
+        normalized.
+        """
         super().__init__()
         spec = select_layer_spec(config)
         num_blocks = 2 if config.gated else 1

@@ -66,8 +66,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     v_head_dim: int = flag(128, decides="shapes", when=_LATENT)
     """Width of a value head."""
     vocab_size: int | None = flag(None)
-    """Number of tokens in the vocabulary. Default: the tokenizer's. With NullTokenizer N means N + 1
-    tokens, of which N is the end-of-document token.
+    """Number of tokens in the vocabulary. Default: the tokenizer's. With NullTokenizer N means N +
+    1 tokens, of which N is the end-of-document token.
     """
     max_position_embeddings: int | None = flag(None, decides="shapes", when=_LEARNED)
     """Maximum sequence length; the number of rows of learned position embeddings."""
@@ -86,8 +86,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     rotary_base_local: float | None = flag(
         None, positive=True, decides="mathematics", when=_ROPE | _WINDOW
     )
-    """Base of the rotary frequencies, without scaling, in layers with a sliding window. Default: the
-    same frequencies as in the other layers.
+    """Base of the rotary frequencies, without scaling, in layers with a sliding window. Default:
+    the same frequencies as in the other layers.
     """
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, positive=True, decides="mathematics", when=_ROPE, meaning="rotary_stretch"
@@ -151,8 +151,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     towards 1.
     """
     norm_placement: str = flag("pre", choices=("pre", "post", "both"), decides="shapes")
-    """Position of the norms of a layer: before attention and MLP (pre), on their output before it is
-    added to the residual stream (post, OLMo 2), or both (Gemma 2).
+    """Position of the norms of a layer: before attention and MLP (pre), on their output before it
+    is added to the residual stream (post, OLMo 2), or both (Gemma 2).
     """
     norm_epsilon: float = flag(
         1e-5, "--norm-epsilon", "--layernorm-epsilon", at_least=0, decides="mathematics"

@@ -38,8 +38,8 @@ def compute_local_positions(length: int, rank: int, size: int) -> Tensor:
 class ContextParallel:
     """The ranks over which sequences are split, and their communication in attention.
 
-    --cp-comm-type "a2a" exchanges positions for heads, so that each rank has whole sequences of 1/CP
-    of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses"). For "all_gather" and "p2p" see
+    --cp-comm-type "a2a" exchanges positions for heads, so that each rank has whole sequences of
+    1/CP of the heads (Jacobs et al. 2023, "DeepSpeed Ulysses"). For "all_gather" and "p2p" see
     `blockwise_attention`.
     """
 
@@ -93,8 +93,8 @@ class ContextParallel:
         if size == 1:
             return x
         by_rank = exchange_sequence_for_heads(x, self.head_axis)
-        # [cp, two chunks, positions, ...]: the first chunks are 0 to CP - 1, the second ones 2 CP - 1
-        # down to CP.
+        # [cp, two chunks, positions, ...]: the first chunks are 0 to CP - 1, the second ones 2 CP -
+        # 1 down to CP.
         first, second = by_rank.unflatten(0, (size, 2, -1)).unbind(1)
         return torch.cat((first, second.flip(0))).flatten(0, 1)
 

@@ -130,7 +130,8 @@ class TransformerBlock(MegatronModule):
     ) -> None:
         """Initialize the `layers` with these global numbers.
 
-        `stage` contains the ranks of this pipeline stage, which share fp8 scales; None is the world.
+        `stage` contains the ranks of this pipeline stage, which share fp8 scales; None is the
+        world.
         """
         super().__init__()
         self.spec = select_layer_spec(config)

@@ -177,7 +177,9 @@ def _create_probe(root: Path) -> Path | None:
 
 
 def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
-    """Raise ValueError unless all ranks see what rank 0 has created; `seen` is (host, is it visible)."""
+    """Raise ValueError unless all ranks see what rank 0 has created; `seen` is (host, is it
+    visible).
+    """
     blind = defaultdict(list)
     for rank, (host, sees) in enumerate(seen):
         if not sees:
@@ -188,7 +190,8 @@ def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
     places = [f"{host} (rank {', '.join(map(str, ranks[:8]))})" for host, ranks in hosts]
     raise ValueError(
         f"--save {root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is "
-        f"not visible on {'; '.join(places)}. Give a directory on a file system that all nodes share"
+        f"not visible on {'; '.join(places)}. Give a directory on a file system that all nodes "
+        "share"
     )
 
 

@@ -100,7 +100,9 @@ class Retention:
             self._remover = None
 
     def _find_losses(self, lineage: Lineage) -> dict[int, float]:
-        """Return the validation losses of the checkpoints on the branch that ends with `lineage`."""
+        """Return the validation losses of the checkpoints on the branch that ends with
+        `lineage`.
+        """
         losses = {}
         for iteration in self._directory.list_branch(lineage):
             path = self._directory.path(iteration)

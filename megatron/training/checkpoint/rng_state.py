@@ -31,7 +31,9 @@ _PYTHON_VERSION = 3  # of the tuple that random.getstate() returns
 
 
 def rng_key(ps: ParallelState) -> str:
-    """Return the key of this rank's generators: its coordinates and the layout, (pp, tp, dp x cp)."""
+    """Return the key of this rank's generators: its coordinates and the layout, (pp, tp, dp
+    x cp).
+    """
     coordinates = f"{ps.pp.rank}.{ps.tp.rank}.{ps.dp_cp.rank}"
     return f"rng_state/shard_{coordinates}_{ps.pp.size}.{ps.tp.size}.{ps.dp_cp.size}"
 

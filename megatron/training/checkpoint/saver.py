@@ -330,7 +330,9 @@ class CheckpointSaver:
             self._removal_messages.append((logging.INFO, f"removed {names}"))
 
     def _report(self, reports: list[SaveReport], on_all_ranks: bool) -> None:
-        """Log how saves have ended. With `on_all_ranks`, all ranks are here and can stop together."""
+        """Log how saves have ended. With `on_all_ranks`, all ranks are here and can stop
+        together.
+        """
         for report in reports:
             is_local = self._tier is not None and report.directory.parent == self._tier.root
             if report.error is None:

@@ -370,9 +370,11 @@ def _check_random_weights(config: CheckpointConfig, directory: Path) -> None:
         logger.info(f"{directory} holds no checkpoint yet: starting from scratch")
         return
     logger.warning(
-        f"NO CHECKPOINT: --load {directory} {'is empty' if directory.exists() else 'does not exist'}.\n"
+        f"NO CHECKPOINT: --load {directory} "
+        f"{'is empty' if directory.exists() else 'does not exist'}.\n"
         "   Training starts from RANDOM WEIGHTS, as Megatron-LM does.\n"
-        "   If you expected a checkpoint, stop this run; --exit-on-missing-checkpoint makes this an error."
+        "   If you expected a checkpoint, stop this run; --exit-on-missing-checkpoint makes this "
+        "an error."
     )
 
 

@@ -180,7 +180,9 @@ def _explain(option: MegatronOption) -> str:
 
 
 def _has_no_effect(option: MegatronOption, words: list[str]) -> bool:
-    """Whether an option has no effect: by its row, or because its value is Megatron-LM's default."""
+    """Whether an option has no effect: by its row, or because its value is Megatron-LM's
+    default.
+    """
     if option.here == "no effect" and not option.harmless:
         return True
     if len(words) != 1:

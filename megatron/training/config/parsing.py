@@ -24,7 +24,9 @@ def flag_parser() -> FlagParser:
 
 
 def replica_size(argv: Sequence[str]) -> int:
-    """Return the minimum number of processes for the model and its experts; 1 if no flag sets it."""
+    """Return the minimum number of processes for the model and its experts; 1 if no flag
+    sets it.
+    """
     given = flag_parser().parse(argv).given
 
     def size_of(axis: str) -> int:
@@ -44,7 +46,8 @@ def parse_args(
     """Return the configuration of a run of `world_size` processes; --help exits the program.
 
     With --use-checkpoint-args, `stored_args` is the result of
-    `checkpoint_args.read_checkpoint_args`. Raises ValueError that lists all problems, one per line, each with its fix.
+    `checkpoint_args.read_checkpoint_args`. Raises ValueError that lists all problems, one per line,
+    each with its fix.
     """
     line = flag_parser().parse(argv)
     notes = []

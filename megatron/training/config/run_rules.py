@@ -31,7 +31,10 @@ def _check_length(config: Config, world_size: int) -> Iterator[str]:
     if training.step_batch_size_schedule is not None:
         for name in ("global_batch_size", "rampup_batch_size"):
             if getattr(training, name) is not None:
-                yield f"--step-batch-size-schedule and --{name.replace('_', '-')} are mutually exclusive"
+                yield (
+                    f"--step-batch-size-schedule and --{name.replace('_', '-')} are "
+                    "mutually exclusive"
+                )
     if training.train_iters is not None and training.rampup_batch_size is not None:
         yield "--rampup-batch-size requires --train-samples: the samples per iteration change"
 
@@ -109,13 +112,18 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
-    """Check the restrictions of Transformer Engine, e.g. of its attention over p2p and all_gather."""
+    """Check the restrictions of Transformer Engine, e.g. of its attention over p2p and
+    all_gather.
+    """
     model = config.model
     parallel = config.parallel
     if model.transformer_impl == "local":
         return
     if model.tp_comm_overlap and parallel.tp_size > 1 and not parallel.sequence_parallel:
-        yield "--tp-comm-overlap requires --sequence-parallel, whose all-gathers and reduce-scatters it overlaps"
+        yield (
+            "--tp-comm-overlap requires --sequence-parallel, whose all-gathers and "
+            "reduce-scatters it overlaps"
+        )
     if model.fp8_param_gather and not config.ddp.use_distributed_optimizer:
         yield "--fp8-param-gather requires --use-distributed-optimizer, whose all-gather it changes"
     if parallel.cp_size == 1 or len(parallel.cp_comm_type) not in (1, model.num_layers):
@@ -144,7 +152,10 @@ def _check_experts(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     if not model.has_experts:
         if parallel.ep_size > 1:
-            yield f"--expert-model-parallel-size {parallel.ep_size} requires --num-experts: the model has no experts"
+            yield (
+                f"--expert-model-parallel-size {parallel.ep_size} requires "
+                "--num-experts: the model has no experts"
+            )
         return
     width = model.moe_ffn_size
     shared = model.moe_shared_expert_intermediate_size or 0
@@ -206,7 +217,10 @@ def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_gradients(config: Config, world_size: int) -> Iterator[str]:
     if config.ddp.grad_reduce_in_bf16 and config.model.params_dtype != torch.bfloat16:
-        yield "--grad-reduce-in-bf16 requires --bf16: gradients of an fp32 or fp16 model are reduced in fp32"
+        yield (
+            "--grad-reduce-in-bf16 requires --bf16: gradients of an fp32 or fp16 "
+            "model are reduced in fp32"
+        )
 
 
 def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
@@ -272,7 +286,10 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
         yield f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss"
     if "://" in (checkpoint.save or "") and checkpoint.ckpt_format == "torch":
-        yield f"--ckpt-format torch: object storage (--save {checkpoint.save}) holds torch_dist checkpoints alone"
+        yield (
+            f"--ckpt-format torch: object storage (--save {checkpoint.save}) holds "
+            "torch_dist checkpoints alone"
+        )
     if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
         yield "--ckpt-convert-format and --ckpt-convert-save go together"
     if checkpoint.ckpt_convert_format is not None and checkpoint.load is None:
@@ -329,7 +346,8 @@ def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
         yield f"--non-persistent-ckpt-type {kind} needs --ckpt-format torch_dist"
 
 
-# The rules, each with the parts of `Config` that it needs. A rule yields problems or raises ValueError.
+# The rules, each with the parts of `Config` that it needs. A rule yields problems or raises
+# ValueError.
 CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_length, "training"),
     (_check_positions, "model data"),

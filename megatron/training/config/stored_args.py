@@ -1,4 +1,6 @@
-"""Arguments of a checkpoint: read under the names of this project, and merged into a command line."""
+"""Arguments of a checkpoint: read under the names of this project, and merged into a
+command line.
+"""
 
 from __future__ import annotations
 

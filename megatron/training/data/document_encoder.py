@@ -53,7 +53,8 @@ class EncodedChunk:
 
 
 class WorkerLimits:
-    """Limits of processor time and memory for each document, and the current document of each worker.
+    """Limits of processor time and memory for each document, and the current document of each
+    worker.
 
     Created by the main process, used by forked workers.
     """

@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Split:
-    """One split of the data. `batches` is this rank's iterator, or None if its chunks need no data."""
+    """One split of the data. `batches` is this rank's iterator, or None if its chunks need
+    no data.
+    """
 
     exists: bool
     batches: DataIterator | None
@@ -153,7 +155,9 @@ def _read_in_order(start: int, stop: int) -> list[int]:
 
 
 class CyclicStream:
-    """Endless stream: position p is entry p mod N of a permutation for the seed and epoch p div N."""
+    """Endless stream: position p is entry p mod N of a permutation for the seed and epoch p
+    div N.
+    """
 
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples

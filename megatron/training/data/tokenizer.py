@@ -150,7 +150,9 @@ def _check_directory(directory: Path, flag_name: str) -> None:
 
 
 def is_rust_panic(error: BaseException) -> bool:
-    """Whether the extension module of `tokenizers` panicked; its exception is not an `Exception`."""
+    """Whether the extension module of `tokenizers` panicked; its exception is not an
+    `Exception`.
+    """
     return type(error).__name__ == "PanicException"
 
 
@@ -409,7 +411,8 @@ def _build_gpt2(config: TokenizerConfig) -> Tokenizer:
         pipeline = Pipeline(models.BPE.from_file(str(vocab_file), str(merge_file)))
     except Exception as error:  # tokenizers raises bare Exceptions
         raise ValueError(
-            f"--vocab-file {vocab_file}, --merge-file {merge_file}: cannot be read: {format_error(error)}"
+            f"--vocab-file {vocab_file}, --merge-file {merge_file}: cannot be read: "
+            f"{format_error(error)}"
         ) from None
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = decoders.ByteLevel()
@@ -526,7 +529,8 @@ def _build_megatron_tiktoken(config: TokenizerConfig) -> Tokenizer:
         is_complete = sorted(ranks.values()) == list(range(first, size))
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
         raise ValueError(
-            f"--tokenizer-model {path} is not a JSON list of token_bytes and rank: {format_error(error)}"
+            f"--tokenizer-model {path} is not a JSON list of token_bytes and rank: "
+            f"{format_error(error)}"
         ) from None
     if not is_complete:
         raise ValueError(
@@ -550,7 +554,8 @@ def _build_llama3(config: TokenizerConfig) -> Tokenizer:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (ValueError, binascii.Error) as error:
         raise ValueError(
-            f"--tokenizer-model {path} has a line that is not a token and its rank: {format_error(error)}"
+            f"--tokenizer-model {path} has a line that is not a token and its rank: "
+            f"{format_error(error)}"
         ) from None
     if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError(

@@ -1,4 +1,6 @@
-"""Measurements besides the loss: memory in use, the norm of the parameters, operations per token."""
+"""Measurements besides the loss: memory in use, the norm of the parameters, operations per
+token.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def measure_memory(device: torch.device) -> dict[str, float]:
 
 
 def format_memory_line(iteration: int, device: torch.device) -> str:
-    """Return a log line with the maximum of each metric over all ranks, and its rank. Collective."""
+    """Return a log line with the maximum of each metric over all ranks, and its rank.
+    Collective.
+    """
     gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, measure_memory(device))
     parts = []

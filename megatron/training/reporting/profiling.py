@@ -30,8 +30,9 @@ TITLES = {  # by --timing-log-option
 class Timers:
     """Timers that accumulate seconds by name; a timer above `level` is free.
 
-    On CUDA an active timer synchronizes the device at both ends, so that only level 0 lets
-    Python run ahead of the device. While `traced`, the blocks of all levels are ranges in the profiler's trace.
+    On CUDA an active timer synchronizes the device at both ends, so that only level 0 lets Python
+    run ahead of the device. While `traced`, the blocks of all levels are ranges in the profiler's
+    trace.
     """
 
     def __init__(self, level: int, option: str, device: torch.device) -> None:

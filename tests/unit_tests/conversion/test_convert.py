@@ -182,7 +182,9 @@ def test_checksums_of_earlier_releases_are_verified(tmp_path):
 
 
 def test_damaged_source_is_refused(tmp_path):
-    """Every flipped bit of tensor data stops the conversion, unless verification is switched off."""
+    """Every flipped bit of tensor data stops the conversion, unless verification is
+    switched off.
+    """
     first_checkpoint(tmp_path / "run")
     draw = random.Random(2)
     directory = tmp_path / "run" / "iter_0000007"

@@ -53,7 +53,8 @@ def test_newest_commit_overrides_the_tracker(converted):
         (
             "hf",
             False,
-            "s3://bucket/new: object storage holds torch_dist checkpoints alone; give --saver torch_dist",
+            "s3://bucket/new: object storage holds torch_dist checkpoints alone; give --saver "
+            "torch_dist",
         ),
         ("legacy", False, "object storage holds torch_dist checkpoints alone"),
         ("torch_dist", True, "nothing is replaced there"),

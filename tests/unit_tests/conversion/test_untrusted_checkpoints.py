@@ -274,11 +274,14 @@ def with_entry(name: str, **fields):
     [
         # overlaps another
         (with_entry("model.norm.weight", data_offsets=[0, 128]), "begins at byte"),
-        (with_entry("model.norm.weight", data_offsets=[-128, 0]), "data_offsets.* must be a whole number"),
-        (with_entry("model.norm.weight", shape=[1] * 100), "shape is .* must be a list of 0 to 64 entries"),
+        (with_entry("model.norm.weight", data_offsets=[-128, 0]), "data_offsets.* must be a whole "
+                                                                  "number"),
+        (with_entry("model.norm.weight", shape=[1] * 100), "shape is .* must be a list of 0 to 64 "
+                                                           "entries"),
         (with_entry("model.norm.weight", shape=[2**40]), "shape .* needs"),
         (with_entry("model.norm.weight", dtype="I32"), "weights must be floating point"),
-        (lambda header: header.replace(b"{", b'{"model.norm.weight":{},', 1), "a name occurs twice"),
+        (lambda header: header.replace(b"{", b'{"model.norm.weight":{},', 1), "a name occurs "
+                                                                              "twice"),
         (lambda header: b"[" * 5000 + b"]" * 5000, "nested (too|more than 200) deep"),
         (lambda header: header.replace(b"model.norm.weight", b"model\\nintact\\u001b[2Jx"), "a printable name"),
     ],

@@ -17,7 +17,9 @@ from megatron.core.sharding import Sharding
 
 
 class Split(MegatronModule):
-    """Stacked matrices, columns and a padded table split over `size` ranks, and a replicated scale."""
+    """Stacked matrices, columns and a padded table split over `size` ranks, and a
+    replicated scale.
+    """
 
     def __init__(self, rank, size, dtype=torch.float32):
         super().__init__()

@@ -162,8 +162,8 @@ def test_save_intervals_from_a_recorded_run(tmp_path, capsys):
     text = capsys.readouterr().out
     seconds = tool.find_best_interval(0.05, 7200)
     assert (
-        f"--non-persistent-save-interval {round(seconds / 0.5)}: every {seconds:.0f} s, for a failure every 2 h"
-        in text
+        f"--non-persistent-save-interval {round(seconds / 0.5)}: every {seconds:.0f} s, for a "
+        "failure every 2 h" in text
     )
     assert (
         "--save-interval 1400: every 700 s, for a failure every 20 h" in text

@@ -379,7 +379,9 @@ def start(tmp_path):
 
 
 def heed_interrupts():
-    """Shells start what runs in the background with interrupts ignored, and children inherit that."""
+    """Shells start what runs in the background with interrupts ignored, and children
+    inherit that.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -110,9 +110,15 @@ def test_training_saves_and_resumes_without_dtensor_and_sympy(tmp_path):
     """DCP brings them along, which takes as long as a dozen small saves: its classes are written by
     name.
     """
-    code = "import sys, pretrain_gpt; pretrain_gpt.main(); print('IMPORTED', {'sympy', 'torch.distributed.tensor'} & "
+    code = (
+        "import sys, pretrain_gpt; pretrain_gpt.main(); print('IMPORTED', {'sympy', "
+        "'torch.distributed.tensor'} & "
+    )
     code += "sys.modules.keys())"
-    flags = f"{COMMON} {LLAMA_MODEL} --mock-data --train-iters 4 --save {tmp_path} --load {tmp_path} --async-save"
+    flags = (
+        f"{COMMON} {LLAMA_MODEL} --mock-data --train-iters 4 --save {tmp_path} --load "
+        f"{tmp_path} --async-save"
+    )
     for stop in (2, 4):
         words = [sys.executable, "-c", code, *flags.split(), "--exit-interval", str(stop)]
         done = subprocess.run(

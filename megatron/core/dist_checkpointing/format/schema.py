@@ -277,7 +277,8 @@ def _open_descriptor(path: str | os.PathLike[str], follow_links: bool) -> int:
     if target is not None:
         raise CheckpointError(
             f"{escape_control_chars(str(path))} is a link to {escape_control_chars(target)}, "
-            f"outside of the checkpoint. If you trust it, use --follow-links, or set {links.FOLLOW_LINKS}=1"
+            "outside of the checkpoint. If you trust it, use --follow-links, or set "
+            f"{links.FOLLOW_LINKS}=1"
         )
     # Non-blocking: opening a pipe must not wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,6 @@
-"""Loads files of `torch.save` without executing code; tensors are mapped, read, or left in place."""
+"""Loads files of `torch.save` without executing code; tensors are mapped, read, or left in
+place.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 While it is open, a thread of every rank serves ranges of the files that its node has.
 `LocalCheckpointPath` is the directory, and `open_file` of a file in it returns the `OpenFile` that
 all readers of checkpoints use: any layout can read its boxes, on any number of nodes. Everything
-that is read is compared with the checksums of its writer, block by block. A block that is damaged on
-one node, or cannot be read there, is read from the next node that has it.
+that is read is compared with the checksums of its writer, block by block. A block that is damaged
+on one node, or cannot be read there, is read from the next node that has it.
 """
 
 from __future__ import annotations

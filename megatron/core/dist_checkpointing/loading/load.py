@@ -50,8 +50,8 @@ RETURN = "return"
 IGNORE = "ignore"
 
 
-# Reactions to keys that are requested but not stored ("unexpected"), and to keys that are stored but
-# not requested ("missing").
+# Reactions to keys that are requested but not stored ("unexpected"), and to keys that are stored
+# but not requested ("missing").
 STRICTNESS = {
     "assume_ok_unexpected": (RAISE, IGNORE),  # checked here, since that is cheap
     "log_unexpected": (LOG, IGNORE),
@@ -243,10 +243,10 @@ def _share_reading(
 ) -> list[list[Item]]:
     """Return the rows that each rank of `group` reads of shared boxes. Collective.
 
-    Data-parallel replicas have equal boxes of the weights: each reads an equal share of these, which
-    are then gathered. Boxes of one rank only (optimizer shards) are not shared. Returns the same
-    shares on every rank, [] without a group. Ranks exchange a digest per box instead of the boxes,
-    because a replica has tens of thousands of them.
+    Data-parallel replicas have equal boxes of the weights: each reads an equal share of these,
+    which are then gathered. Boxes of one rank only (optimizer shards) are not shared. Returns the
+    same shares on every rank, [] without a group. Ranks exchange a digest per box instead of the
+    boxes, because a replica has tens of thousands of them.
     """
     if group is None or dist.get_world_size(group) == 1:
         return []

@@ -138,7 +138,8 @@ class Reader:
         if found != target.numel():
             raise CheckpointError(
                 f"{self.directory / METADATA}: {request.key}: the box at {request.offset} of shape "
-                f"{tuple(target.shape)} has {target.numel()} elements, the stored chunks give {found}"
+                f"{tuple(target.shape)} has {target.numel()} elements, the stored chunks give "
+                f"{found}"
             )
 
     def _read_batch(self, pieces: Sequence[_Piece]) -> None:
@@ -333,7 +334,9 @@ class _ShardReader:
         return known[location]
 
     def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
-        """Return the position of the data in an archive of `torch.save`, with records in any order."""
+        """Return the position of the data in an archive of `torch.save`, with records in
+        any order.
+        """
         _, position, length = chunk.location
         tensor = open_archive(self._file, position, length, self._item_name(chunk))
         if isinstance(tensor, FileTensor) and (tensor.dtype, tensor.shape) == (dtype, chunk.shape):

@@ -1,1 +1,3 @@
-"""Which rank writes which box to which file: planned once, cached while the structure is constant."""
+"""Which rank writes which box to which file: planned once, cached while the structure is
+constant.
+"""

@@ -1,4 +1,6 @@
-"""The collectives of planning and loading; in a single process without process group they are local."""
+"""The collectives of planning and loading; in a single process without process group they are
+local.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Which rank writes which box: pure functions from the local states to a plan for all ranks.
 
-`describe` and `pack` (on every rank) -> `make_plan` (on rank 0) -> one `RankPlan` per rank. There is
+`describe` and `pack` (on every rank) -> `make_plan` (on rank 0) -> one `RankPlan` per rank. There
+is
 no communication, and no tensor is touched. At 16,384 ranks there are millions of boxes, so the plan
 of all of them consists of arrays with a row per box.
 """
@@ -79,7 +80,8 @@ class Item(NamedTuple):
 class RankPlan(NamedTuple):
     """The part of the plan for one rank.
 
-    Each item is rows `[first, first + count)` of its box number `box`, at `position` of file `file`.
+    Each item is rows `[first, first + count)` of its box number `box`, at `position` of file
+    `file`.
     """
 
     items: np.ndarray  # [items, 5]: box, first, count, file, position
@@ -189,9 +191,9 @@ def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SaveP
     """Assign every box to exactly one of the ranks that have it.
 
     With `fully_parallel` replicated boxes are distributed so that all ranks write about the same
-    number of bytes; large boxes are cut by rows. Otherwise the lowest rank that has a box writes it.
-    Raises CheckpointError that names the keys whose shapes or dtypes differ between ranks or whose
-    boxes do not tile them.
+    number of bytes; large boxes are cut by rows. Otherwise the lowest rank that has a box writes
+    it. Raises CheckpointError that names the keys whose shapes or dtypes differ between ranks or
+    whose boxes do not tile them.
     """
     # Phase 1: list the boxes of all ranks, and find replicas.
     held = _BoxColumns.collect(specs)
@@ -389,7 +391,9 @@ def _choose_writers(
 
 
 def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Split boxes that all `size` ranks have into one share per rank, equal in bytes up to a row."""
+    """Split boxes that all `size` ranks have into one share per rank, equal in bytes up to
+    a row.
+    """
     sizes = []
     for item in items:
         axis = find_row_axis(item.shape)
@@ -437,7 +441,8 @@ def _cut_into_shares(
         while done < rows:
             take = rows - done
             if current < len(due) - 1 and row_bytes:
-                # Round to the nearest row: rounding down would add all remainders to the last share.
+                # Round to the nearest row: rounding down would add all remainders to the last
+                # share.
                 take = min(take, -(-(2 * left - row_bytes) // (2 * row_bytes)))
             if take > 0:
                 yield due[current][0], number, done, take

@@ -102,8 +102,8 @@ class PendingCheckpoint:
     ) -> None:
         """Add the small files and give the checkpoint its name.
 
-        `metadata` is the content of `.metadata`, in parts. `checksums` are the records of all ranks.
-        `extra_files` are further small files, which a `rewrite` does not touch.
+        `metadata` is the content of `.metadata`, in parts. `checksums` are the records of all
+        ranks. `extra_files` are further small files, which a `rewrite` does not touch.
         """
         backend = json.dumps(files.BACKEND).encode()
         contents = {

@@ -6,13 +6,13 @@ The objects of a checkpoint have their final names at once. They are written in 
 file. Readers trust only that file.
 
 It is written by one conditional request: before, `metadata.json` either does not exist or is a note
-that an earlier save was revoked. A start creates the object `.generation-0000007-<token>`, and then revokes
-every save that has claimed its directory (`iter_*/.claim`) and is not committed: the note takes the
-name that its commit needs. The owner claims first, then writes, then checks that it is still the
-owner, and then commits. So an old owner that has claimed before the takeover finds the note, and one
-that claims after it finds the new generation. No clock is involved, however long the old owner was
-suspended. Objects with names that another save may use, too, are written in three steps: read the
-version, check the generation, replace that version.
+that an earlier save was revoked. A start creates the object `.generation-0000007-<token>`, and then
+revokes every save that has claimed its directory (`iter_*/.claim`) and is not committed: the note
+takes the name that its commit needs. The owner claims first, then writes, then checks that it is
+still the owner, and then commits. So an old owner that has claimed before the takeover finds the
+note, and one that claims after it finds the new generation. No clock is involved, however long the
+old owner was suspended. Objects with names that another save may use, too, are written in three
+steps: read the version, check the generation, replace that version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How the ranks of a save coordinate in the background: messages and heartbeats via the job's store.
+"""How the ranks of a save coordinate in the background: messages and heartbeats via the job's
+store.
 
 Ranks use the job's TCPStore and never poll the file system. The store carries notifications only:
 whether a checkpoint is committed is decided by the file system. If the store is lost during a save,
@@ -137,8 +138,8 @@ class SaveBarrier:
         others:  await_begin  report           await_end
 
     and `raise_if_failed` while it writes. A rank that fails calls `fail` instead of `report`, and
-    rank 0 `end` with the reason. Waiting ends with CheckpointError if the process that is waited for
-    is dead or suspended.
+    rank 0 `end` with the reason. Waiting ends with CheckpointError if the process that is waited
+    for is dead or suspended.
     """
 
     def __init__(
@@ -250,8 +251,8 @@ class SaveBarrier:
     def _wait(self, name: str, awaited: Callable[[], Iterable[int]]) -> None:
         """Return when `name` is set. Raises CheckpointError if an `awaited` rank has died.
 
-        Silence is counted in waits, not by the clock: a rank that was suspended itself must not take
-        its own absence for that of others.
+        Silence is counted in waits, not by the clock: a rank that was suspended itself must not
+        take its own absence for that of others.
         """
         beats: dict[int, int] = {}
         silent: Counter[int] = Counter()

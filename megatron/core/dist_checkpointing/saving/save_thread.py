@@ -45,9 +45,9 @@ class SaveReport:
     """How a save went on this rank.
 
     Times are in seconds: `blocking` is how long the training thread waited, the others overlap with
-    training. `bytes` counts this rank's bytes, `total_bytes` those of all ranks. `error` is None for
-    a committed checkpoint, whose `warning` describes what it lacks. `superseded` is set if another
-    start has taken over the directory.
+    training. `bytes` counts this rank's bytes, `total_bytes` those of all ranks. `error` is None
+    for a committed checkpoint, whose `warning` describes what it lacks. `superseded` is set if
+    another start has taken over the directory.
     """
 
     directory: Path
@@ -251,9 +251,9 @@ class SaveThread:
 
         barrier = save.barrier
 
-        # This closure must not refer to `save`, which refers to the transfer that keeps the closure:
-        # the buffers would outlive the saver until the next garbage collection. A forked child,
-        # which has other memory at their addresses, would then unmap that.
+        # This closure must not refer to `save`, which refers to the transfer that keeps the
+        # closure: the buffers would outlive the saver until the next garbage collection. A forked
+        # child, which has other memory at their addresses, would then unmap that.
         def on_written(nbytes: int) -> None:
             barrier.raise_if_failed()
             self._progress(nbytes)
@@ -329,7 +329,9 @@ class SaveThread:
             return Outcome(warning=f"committed, but rank 0 did not confirm it: {silence}")
 
     def _forget_past(self, barrier: SaveBarrier) -> None:
-        """Delete the store's keys of all saves but the last one, whose outcome a slow rank may need."""
+        """Delete the store's keys of all saves but the last one, whose outcome a slow rank may
+        need.
+        """
         while len(self._past) > 1:
             self._past.popleft().forget()
         self._past.append(barrier)

@@ -2,9 +2,10 @@
 
 * **plan** (`prepare`, or the first `save`): all ranks describe their state, rank 0 assigns a writer
   to every box. Collective; the plan is cached while the structure is unchanged.
-* **stage**: live tensors are copied into host buffers, in the background. `wait_staged` returns when that is done: call
-  it before anything changes the tensors, which is the optimizer step. Objects and `common` are copied before `save`
-  returns. No file is touched before, and none on the training thread.
+* **stage**: live tensors are copied into host buffers, in the background. `wait_staged` returns
+  when that is done: call
+  it before anything changes the tensors, which is the optimizer step. Objects and `common` are
+  copied before `save` returns. No file is touched before, and none on the training thread.
 * **write**: shard files, durable, with checksums, by background threads.
 * **commit**: by rank 0 when all ranks are durable (`save_thread.py`, `commit.py`). No collective.
 
@@ -58,9 +59,9 @@ class AsyncSaver(SaveThread):
     """Saves checkpoints of one state repeatedly.
 
     All ranks of `group` make the same calls in the same order. `fully_parallel` distributes the
-    writing of replicated boxes. Each rank writes `workers` files at once. `staging_mem_limit` (bytes)
-    limits the host buffers: below the size of a rank's share, the snapshot takes as long as writing.
-    Leaving a `with` block by an exception cancels the save in progress.
+    writing of replicated boxes. Each rank writes `workers` files at once. `staging_mem_limit`
+    (bytes) limits the host buffers: below the size of a rank's share, the snapshot takes as long as
+    writing. Leaving a `with` block by an exception cancels the save in progress.
     """
 
     def __init__(
@@ -118,12 +119,13 @@ class AsyncSaver(SaveThread):
         """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if
         that still runs.
 
-        `common` is stored by rank 0. With a `generation` the checkpoint appears only as long as that owns the directory
+        `common` is stored by rank 0. With a `generation` the checkpoint appears only as long as
+        that owns the directory
         of checkpoints. `pending` makes another kind of checkpoint from the save's id.
 
         On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores
-        the checkpoint in another form before it has its name; `extra_files` are small files that are
-        added to it then; `on_commit` runs right after the commit (it moves the tracker). Only
+        the checkpoint in another form before it has its name; `extra_files` are small files that
+        are added to it then; `on_commit` runs right after the commit (it moves the tracker). Only
         planning errors are raised; all others are reported. Times are measured from `since`
         (time.perf_counter), by default from this call.
         """

@@ -92,7 +92,9 @@ class ShardFile(Shard):
                     self._leave_direct()  # a short write left us unaligned
 
     def _leave_direct(self) -> None:
-        """Continue with buffered writes: some file systems open direct files but refuse to write them."""
+        """Continue with buffered writes: some file systems open direct files but refuse to write
+        them.
+        """
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
         self._direct = False

@@ -219,7 +219,9 @@ class StageAndWrite:
                 self._futures.append(self._pool.submit(partial(self._stage, index)))
 
     def write(self, target: PendingCheckpoint, progress: Progress) -> dict[str, FileChecksums]:
-        """Write all files durably to `target` and return their checksums. Raises the first error."""
+        """Write all files durably to `target` and return their checksums. Raises the first
+        error.
+        """
         self._progress = progress
         for file in self._files:
             self._open.append(target.open_shard(target.name_of(file.name), file.size))
@@ -306,7 +308,8 @@ class StageAndWrite:
         modified = dict.fromkeys(source.key for source in live if source.was_modified())
         if modified:
             raise CheckpointError(
-                f"changed before their values were staged: {abbreviate([*modified], 5, ', ')}: call "
+                f"changed before their values were staged: {abbreviate([*modified], 5, ', ')}: "
+                "call "
                 "wait_staged() between save() and the first operation that changes a tensor"
             )
 

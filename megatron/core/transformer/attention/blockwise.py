@@ -39,7 +39,8 @@ def blockwise_attention(
 ) -> Tensor:
     """Return causal attention of the local queries to the keys of all ranks of `cp`.
 
-    `query` is `[b, heads, s/cp, d]`, as is the result; `key` and `value` are `[b, groups, s/cp, d]`.
+    `query` is `[b, heads, s/cp, d]`, as is the result; `key` and `value` are `[b, groups, s/cp,
+    d]`.
     `documents` `[b, s]` are of whole sequences: a token attends to tokens with the same number.
     `sink` `[heads]` fp32 is an additional score of every query, with a value of zero.
     """
@@ -132,8 +133,8 @@ class _BlockwiseAttention(torch.autograd.Function):
 def _compute_sink_gradient(sink: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """Return the gradient of the sinks, `[heads]`.
 
-    The gradient of a softmax is p * (dp - sum(p * dp)). dp of the sink is zero, and the sum over the
-    keys equals the sum of `dout * out` over d.
+    The gradient of a softmax is p * (dp - sum(p * dp)). dp of the sink is zero, and the sum over
+    the keys equals the sum of `dout * out` over d.
     """
     probability = (sink.view(-1, 1) - lse).exp_()  # [b, heads, s]
     expected = (dout.float() * out).sum(-1)

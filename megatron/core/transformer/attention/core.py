@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class CoreAttention(MegatronModule):
     """Softmax of scores, times values: heads are split over TP, positions over CP.
 
-    With --softmax-type learnable, `softmax_offset` contains the attention sink of each head (Xiao et
-    al. 2023; gpt-oss).
+    With --softmax-type learnable, `softmax_offset` contains the attention sink of each head (Xiao
+    et al. 2023; gpt-oss).
     """
 
     def __init__(
@@ -138,8 +138,8 @@ def supports_grouped_heads(device_type: str, dtype: torch.dtype, is_masked: bool
     """Return whether a fused kernel supports fewer key and value heads than query heads.
 
     On CUDA only flash attention does, which supports neither masks nor fp32. Without it torch would
-    fall back to plain matrix products that keep all probabilities; copying keys and values for every
-    query head costs far less.
+    fall back to plain matrix products that keep all probabilities; copying keys and values for
+    every query head costs far less.
     """
     if device_type != "cuda":
         return True

@@ -1,8 +1,8 @@
 """Attention of some queries to some keys, which also returns the log-sum-exp of the scores.
 
-Fused kernels of torch compute it, and a plain implementation for scores with a softcap. On a CPU the
-fused kernel computes in fp32 for every dtype: in bf16 both passes together take 1.5 to 3.8 times as
-long, including the casts (AVX-512 with bf16; AMX was not tried).
+Fused kernels of torch compute it, and a plain implementation for scores with a softcap. On a CPU
+the fused kernel computes in fp32 for every dtype: in bf16 both passes together take 1.5 to 3.8
+times as long, including the casts (AVX-512 with bf16; AMX was not tried).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def compute_alibi_slopes(num_heads: int) -> Tensor:
     """Return the slope of each head (Press et al. 2022), fp32.
 
-    They are powers of 2^(-8/n) for n heads. If n is not a power of 2, the slopes of the next smaller
-    power are followed by every other slope of the next larger one.
+    They are powers of 2^(-8/n) for n heads. If n is not a power of 2, the slopes of the next
+    smaller power are followed by every other slope of the next larger one.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     exponents = torch.arange(1, power + 1, dtype=torch.float64)
@@ -69,9 +69,9 @@ class AttentionMask:
     ) -> Tensor | None:
         """Return the mask of whole sequences, broadcastable to `[b, heads, s, s]`.
 
-        It is boolean (True: visible), or in `dtype` and added to the scores. None means plain causal
-        order, which does not need a mask. `documents` are `[b, s]`: a token attends to tokens with
-        the same number.
+        It is boolean (True: visible), or in `dtype` and added to the scores. None means plain
+        causal order, which does not need a mask. `documents` are `[b, s]`: a token attends to
+        tokens with the same number.
         """
         if documents is None and self.is_causal:
             return None
@@ -101,8 +101,9 @@ class AttentionMask:
         """Return the additive mask of this rank's queries and the keys of rank `source`.
 
         `length` and `documents` are of whole sequences. Returns None if no query sees any of the
-        keys. Invisible keys get a large finite value: a query that sees no key of the block then has
-        a very small log-sum-exp, so that the block has no weight in the merge, and no NaN arises.
+        keys. Invisible keys get a large finite value: a query that sees no key of the block then
+        has a very small log-sum-exp, so that the block has no weight in the merge, and no NaN
+        arises.
         """
         invisible = torch.finfo(dtype).min / 2
         rows = compute_local_positions(length, cp.rank, cp.size)

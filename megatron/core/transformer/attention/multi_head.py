@@ -45,8 +45,8 @@ class SelfAttention(Attention):
     """Multi-head attention with its norm; query groups are split over TP.
 
     A rank has whole groups: query heads with their key and value head. The rows of `linear_qkv`,
-    viewed as `[groups, q + 2, d]`, are the query heads of a group, its key and its value. The global
-    matrix is therefore the concatenation of the ranks' rows.
+    viewed as `[groups, q + 2, d]`, are the query heads of a group, its key and its value. The
+    global matrix is therefore the concatenation of the ranks' rows.
     """
 
     def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
@@ -88,8 +88,8 @@ class SelfAttention(Attention):
         config = self.config
         if self.normalizes_across_heads:
             return NormAcrossHeads(config, heads, place.tp, place.device)
-        # Each rank normalizes its own heads, so the gradients are partial sums even without sequence
-        # parallelism.
+        # Each rank normalizes its own heads, so the gradients are partial sums even without
+        # sequence parallelism.
         spec = select_layer_spec(config)
         return spec.norm(config, config.head_dim, partial_grad=True, device=place.device)
 
@@ -140,10 +140,10 @@ class SelfAttention(Attention):
 class MultiLatentAttention(Attention):
     """Multi-latent attention (DeepSeek-V2): heads are split over TP, latent vectors replicated.
 
-    Queries and keys have a part without (`plain`) and a part with (`rotated`) rotary embedding. Rows
-    of a query head are `[plain, rotated]`, rows of a head of `linear_kv_up_proj` are `[plain key,
-    value]`. The last rows of `linear_kv_down_proj` are the rotated part of the keys, which all heads
-    share. Rotation is interleaved: elements 2i and 2i + 1.
+    Queries and keys have a part without (`plain`) and a part with (`rotated`) rotary embedding.
+    Rows of a query head are `[plain, rotated]`, rows of a head of `linear_kv_up_proj` are `[plain
+    key, value]`. The last rows of `linear_kv_down_proj` are the rotated part of the keys, which all
+    heads share. Rotation is interleaved: elements 2i and 2i + 1.
     """
 
     def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:

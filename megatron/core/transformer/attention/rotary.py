@@ -24,8 +24,8 @@ def compute_rotary_frequencies(
 ) -> Tensor:
     """Return the angle per position of each rotated pair of a head, `[d_rotated / 2]` fp32.
 
-    `width` is the number of elements of the head. A given `base` overrides the model's, and disables
-    scaling.
+    `width` is the number of elements of the head. A given `base` overrides the model's, and
+    disables scaling.
     """
     rotated = int(width * config.rotary_percent)
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
@@ -98,7 +98,9 @@ class Rotary(NamedTuple):
     """Fused implementation of the whole rotation, if enabled."""
 
     def split_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of the first and the second elements of all pairs of `[s, b, g, heads, d]`."""
+        """Return views of the first and the second elements of all pairs of `[s, b, g,
+        heads, d]`.
+        """
         half = self.cos.shape[-1]
         if self.interleaved:
             return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
@@ -108,8 +110,8 @@ class Rotary(NamedTuple):
 class RotaryTables:
     """cos and sin of the positions of a rank, computed in fp32 and kept per length, dtype, device.
 
-    A rank has a part of each sequence if `cp`, the axis over which attention sees it split, has more
-    than one rank.
+    A rank has a part of each sequence if `cp`, the axis over which attention sees it split, has
+    more than one rank.
     """
 
     def __init__(
@@ -128,8 +130,8 @@ class RotaryTables:
         """
         self._cp = cp
         self._kernel = kernel
-        # Computed on first use: building a model on the meta device does not allocate memory, even if an
-        # untrusted config.json has a huge head width.
+        # Computed on first use: building a model on the meta device does not allocate memory, even
+        # if an untrusted config.json has a huge head width.
         self._make_frequencies = partial(compute_rotary_frequencies, config, width, base)
         self._interleaved = interleaved
         self._factor = 1.0
@@ -163,7 +165,8 @@ def split_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the heads of each group, and rotate queries and keys unless `rotary` is None.
 
-    `mixed` is `[s, b, g, q + 2, d]` with q = `num_query_heads` per group. Returns queries `[s, b, g,
+    `mixed` is `[s, b, g, q + 2, d]` with q = `num_query_heads` per group. Returns queries `[s, b,
+    g,
     q, d]`, keys and values `[s, b, g, 1, d]`. Both passes touch the memory once: the gradients are
     written directly into one tensor.
     """

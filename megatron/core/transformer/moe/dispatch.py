@@ -150,9 +150,9 @@ class Permutation:
     """Copies of rows sorted by key: the tokens of an expert are adjacent, in their order.
 
     It is made from the keys `[n, c]` of c copies of each of n rows. Copies with the key `num_keys`
-    are left out (there are none if `complete`). `gather` and `combine` are transposes of each other,
-    so each is the backward pass of the other. Neither adds to memory by index, because that has no
-    fixed order on a GPU.
+    are left out (there are none if `complete`). `gather` and `combine` are transposes of each
+    other, so each is the backward pass of the other. Neither adds to memory by index, because that
+    has no fixed order on a GPU.
     """
 
     def __init__(self, keys: Tensor, num_keys: int, complete: bool = True) -> None:
@@ -170,7 +170,9 @@ class Permutation:
         self._position.scatter_(0, order, torch.arange(len(order), device=flat.device))
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return the sorted copies `[m, h]` of rows `[n, h]`, or of one row per copy `[n * c, h]`."""
+        """Return the sorted copies `[m, h]` of rows `[n, h]`, or of one row per copy `[n *
+        c, h]`.
+        """
         return _Gather.apply(rows, self, len(rows))
 
     def combine(self, copies: Tensor, num_rows: int) -> Tensor:

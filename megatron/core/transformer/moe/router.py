@@ -1,8 +1,8 @@
 """Top-k routing with load balancing (auxiliary losses, expert bias).
 
 The semantics are Megatron-LM's (`moe_utils.py`, `router.py` of 0.16): Shazeer et al. 2017, Fedus et
-al. 2022 (auxiliary loss), Zoph et al. 2022 (z-loss), DeepSeek-AI 2024 (groups, expert bias, loss per
-sequence).
+al. 2022 (auxiliary loss), Zoph et al. 2022 (z-loss), DeepSeek-AI 2024 (groups, expert bias, loss
+per sequence).
 """
 
 from __future__ import annotations
@@ -212,7 +212,9 @@ class TopKRouter(MegatronModule):
 def choose(
     logits: Tensor, config: TransformerConfig, expert_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the k experts of each row of `logits` `[t, experts]` and their weights, both `[t, k]`."""
+    """Return the k experts of each row of `logits` `[t, experts]` and their weights, both
+    `[t, k]`.
+    """
     if config.moe_router_score_function == "softmax":
         experts, probs = _choose_by_softmax(logits, config)
     else:
@@ -340,7 +342,9 @@ class _LossReport:
 
 
 class _AttachLosses(torch.autograd.Function):
-    """Identity on `probs`; its backward pass records each loss and gives it the gradient `scale`."""
+    """Identity on `probs`; its backward pass records each loss and gives it the gradient
+    `scale`.
+    """
 
     @staticmethod
     def forward(

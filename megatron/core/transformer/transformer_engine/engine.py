@@ -245,9 +245,9 @@ class TEPrecision(Precision):
         super().__init__(config, group)
         self._recipe = make_recipe(config) if config.low_precision is not None else None
         if config.fp8_param_gather and dist.is_initialized():
-            # The cast of weights that are not sharded requires a group of this rank alone. All ranks
-            # create theirs here: NCCL splits it off the world, in which ranks without such weights
-            # would never participate later.
+            # The cast of weights that are not sharded requires a group of this rank alone. All
+            # ranks create theirs here: NCCL splits it off the world, in which ranks without such
+            # weights would never participate later.
             group_of((dist.get_rank(),))
         for number, layer in (layers or {}).items():
             in_fp8 = config.fp8_param_gather and config.quantizes(number)

@@ -1,7 +1,8 @@
 """Building blocks from Transformer Engine (`transformer_engine.pytorch` 2.8 to 2.20).
 
 Each class derives from the local class, which defines the mathematics and creates the parameters
-with their sharding and initial values. A module of Transformer Engine computes with these parameters.
+with their sharding and initial values. A module of Transformer Engine computes with these
+parameters.
 """
 
 from __future__ import annotations
@@ -300,7 +301,9 @@ def te_cross_entropy(
     sequence_parallel: bool = False,
     softcap: float | None = None,
 ) -> Tensor:
-    """Compute `linear_cross_entropy` using a kernel on the logits, which exist twice for a while."""
+    """Compute `linear_cross_entropy` using a kernel on the logits, which exist twice for a
+    while.
+    """
     logits = apply_column_parallel(hidden, weight, None, tp, sequence_parallel)  # [s, b, v/tp]
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -310,8 +313,8 @@ def te_cross_entropy(
         # Not -inf: a rank may have padding only, and would then compute NaN.
         logits[..., padding_start:] = torch.finfo(logits.dtype).min
     losses = te.parallel_cross_entropy(logits, labels.contiguous(), 0.0, False, tp.group)
-    # Kernels of older releases expect a gradient in the order of the memory, which the gradient of a
-    # flat view has.
+    # Kernels of older releases expect a gradient in the order of the memory, which the gradient of
+    # a flat view has.
     flat: Tensor = losses.flatten()
     return flat.view(labels.shape)
 

@@ -80,7 +80,9 @@ def initialize_ub(
 def parallel_cross_entropy(
     inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None
 ):
-    """Return losses for logits `[s, b, v / ranks]` and targets `[s, b]` over the whole vocabulary."""
+    """Return losses for logits `[s, b, v / ranks]` and targets `[s, b]` over the whole
+    vocabulary.
+    """
     assert inp.isfinite().all() and target.is_contiguous() and not reduce_loss
     if dist_process_group is not None:
         inp = _Gather.apply(inp, dist_process_group)
@@ -413,7 +415,9 @@ class Fp8Unpadding(nn.Module):
 
 
 def _positions(length, group):
-    """Return the positions of this rank's two chunks (one from each end) and of all ranks in order."""
+    """Return the positions of this rank's two chunks (one from each end) and of all ranks
+    in order.
+    """
     size = dist.get_world_size(group)
     chunk = length // 2
     chunks = [torch.arange(index * chunk, (index + 1) * chunk) for index in range(2 * size)]

@@ -52,8 +52,14 @@ def test_local_layers_disable_persistent_norms(tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_a_run_has_the_arguments_that_bridge_reads() -> None:
-    flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
-    flags += "--micro-batch-size 1 --lr 1 --train-iters 1 --tokenizer-type NullTokenizer --vocab-size 60 --mock-data"
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 8 "
+        "--max-position-embeddings 8 "
+    )
+    flags += (
+        "--micro-batch-size 1 --lr 1 --train-iters 1 --tokenizer-type NullTokenizer "
+        "--vocab-size 60 --mock-data"
+    )
     stored = vars(
         make_namespace(parse_args(flags.split(), 1).flags(), {"params_dtype": torch.float32})
     )

@@ -167,7 +167,8 @@ INDEX_DAMAGE = {
     "offset": (
         50,
         b"\x05",
-        r"d\.idx is damaged: sequence 1 has 3 tokens from byte 5 on, but the one before ends at byte 4",
+        r"d\.idx is damaged: sequence 1 has 3 tokens from byte 5 on, but the one before ends at "
+        r"byte 4",
     ),
     "boundaries": (74, b"\x01", r"d\.idx: its document boundaries do not range from 0 to 2"),
 }

@@ -343,7 +343,9 @@ class Start:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_older_starts_never_change_checkpoints_of_the_newest(tmp_path, seed):
-    """Starts are suspended, and the directory is renamed, removed, restored or cleaned meanwhile."""
+    """Starts are suspended, and the directory is renamed, removed, restored or cleaned
+    meanwhile.
+    """
     rng = random.Random(seed)
     root = tmp_path / "run"
     root.mkdir()

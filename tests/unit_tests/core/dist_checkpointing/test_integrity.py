@@ -211,7 +211,8 @@ def test_only_what_is_read_is_checked(checkpoint):
     flip(big, (blocks - 1) * BLOCK_SIZE + 10, 3)
     problems = verify(checkpoint).problems
     assert problems == [
-        f"{big}: damaged: wrong checksum of bytes {(blocks - 1) * BLOCK_SIZE}..{blocks * BLOCK_SIZE}"
+        f"{big}: damaged: wrong checksum of bytes "
+        f"{(blocks - 1) * BLOCK_SIZE}..{blocks * BLOCK_SIZE}"
     ]
     state = make_state(False)
     expected = make_state(True)

@@ -1,4 +1,6 @@
-"""Boxes: a flat slice of a row-major tensor is at most 2n - 1 contiguous boxes, and they are views."""
+"""Boxes: a flat slice of a row-major tensor is at most 2n - 1 contiguous boxes, and they
+are views.
+"""
 
 import itertools
 import math

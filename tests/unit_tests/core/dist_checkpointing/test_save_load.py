@@ -323,7 +323,9 @@ def test_all_files_have_the_mode_that_the_umask_allows(tmp_path, umask):
 
 
 def test_random_boxes_equal_slices(tmp_path):
-    """`Reader.read` of any box, over chunks of any tiling, against slicing; with and without conversions."""
+    """`Reader.read` of any box, over chunks of any tiling, against slicing; with and
+    without conversions.
+    """
     rng = random.Random(1)
     whole = torch.arange(23 * 17 * 9, dtype=torch.int32).view(23, 17, 9)
     big = torch.arange(600 * 3000, dtype=torch.float32).view(600, 3000)

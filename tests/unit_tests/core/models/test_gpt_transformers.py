@@ -1,4 +1,6 @@
-"""Logits and gradients equal those of `transformers` for small random models of several families."""
+"""Logits and gradients equal those of `transformers` for small random models of several
+families.
+"""
 
 import pytest
 import torch

@@ -64,7 +64,9 @@ def test_decay_styles():
 
 
 def test_learning_rate_of_a_megatron_lm_run():
-    """Megatron-LM 0.16.1 saved this `lr` after 5 of 10 iterations of 8 samples, 2 of them warmup."""
+    """Megatron-LM 0.16.1 saved this `lr` after 5 of 10 iterations of 8 samples, 2 of them
+    warmup.
+    """
     assert make_schedule_of("cosine").learning_rate(40) == 0.001444415089128581
 
 

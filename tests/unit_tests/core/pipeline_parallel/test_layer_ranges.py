@@ -53,11 +53,13 @@ def test_uneven_stages(arguments, sizes):
     [
         (
             (10, 4),
-            "10 layers cannot be split over 4 pipeline stages.*--num-layers could be 8, 12, .*first.* 1, 4, 7",
+            "10 layers cannot be split over 4 pipeline stages.*--num-layers could be 8, 12, "
+            ".*first.* 1, 4, 7",
         ),
         (
             (10, 2, 2),
-            "10 layers .* 2 pipeline stages x 2 chunks.*--num-layers could be 8, 12, .*first.* 2, 4, 6, 8",
+            "10 layers .* 2 pipeline stages x 2 chunks.*--num-layers could be 8, 12, .*first.* 2, "
+            "4, 6, 8",
         ),
         ((3, 4), "3 layers.*--num-layers could be 4, --decoder-first-pipeline-num-layers no value"),
         (
@@ -67,7 +69,8 @@ def test_uneven_stages(arguments, sizes):
         ((10, 4, 1, 2, None), "with --decoder-first-pipeline-num-layers 2: .* could be 1, 4, 7"),
         (
             (10, 4, 1, None, 2),
-            "with --decoder-last-pipeline-num-layers 2: .*last-pipeline-num-layers could be 1, 4, 7",
+            "with --decoder-last-pipeline-num-layers 2: .*last-pipeline-num-layers could be 1, 4, "
+            "7",
         ),
         ((10, 2, 1, 4, 4), "could be 6"),
         ((4, 2, 1, 4, None), "could be 1, 2, 3"),

@@ -50,7 +50,9 @@ def list_actions(ticks: list[Tick]) -> list[Action]:
 
 
 def textbook_warmup(rank: int, pp: int, vpp: int, size: int | None = None) -> int:
-    """Return the forward passes before the first (forward, backward) pair (Narayanan et al. 2021)."""
+    """Return the forward passes before the first (forward, backward) pair (Narayanan et al.
+    2021).
+    """
     return pp - rank - 1 if vpp == 1 else 2 * (pp - rank - 1) + (vpp - 1) * (size or pp)
 
 

@@ -136,7 +136,10 @@ def test_accepted_flags_must_not_request_missing_features(text):
 
 def test_default_values_and_parts_of_disabled_features_have_no_effect():
     parser = FlagParser({"Example": Example})
-    words = "--context-parallel-size 1 --mtp-loss-scaling-factor 0.2 --fp8-margin 0 --softmax-type vanilla"
+    words = (
+        "--context-parallel-size 1 --mtp-loss-scaling-factor 0.2 --fp8-margin 0 --softmax-type "
+        "vanilla"
+    )
     given, ignored = parse_flags(parser, words.split())
     assert given == {} and len(ignored) == 4
     with pytest.raises(ValueError, match="multi-token prediction"):

@@ -98,7 +98,8 @@ OTHER_DEFAULTS = {
     "no_load_optim": "None means False there",
     "no_load_rng": "None means False there",
     "dist_ckpt_strictness": "decides what is an error, not what is computed",
-    "ckpt_fully_parallel_save": "True there, too: the table has the default of its deprecated positive switch",
+    "ckpt_fully_parallel_save": "True there, too: the table has the default of its deprecated "
+    "positive switch",
     "dist_ckpt_workers": "files per rank",
     "cp_comm_type": "the same as a list",
     "beta_fast": "None means the same number there, as for the three below",

@@ -17,7 +17,8 @@ from tests import ROOT
 GOLDEN = ROOT / "tests/golden/megatron_lm_flags"
 
 BASE = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 10 --lr 1e-3 --mock-data "
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 10 --lr "
+    "1e-3 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 63"
 )
 
@@ -72,7 +73,8 @@ CONTEXT = "--context-parallel-size"
         (
             f"{CONTEXT} 2",
             3,
-            r"world size 3 is not a multiple of tensor \(1\) x context \(2\) x pipeline \(1\) = 2 ranks",
+            r"world size 3 is not a multiple of tensor \(1\) x context \(2\) x pipeline \(1\) = 2 "
+            r"ranks",
         ),
         (
             f"{CONTEXT} 2 --attention-dropout 0 --seq-length 18",
@@ -80,14 +82,17 @@ CONTEXT = "--context-parallel-size"
             r"--seq-length 18 is not divisible by 2 x .* 2 = 4",
         ),
         (
-            f"{CONTEXT} 2 --attention-dropout 0 --seq-length 36 --tensor-model-parallel-size 4 --sequence-parallel",
+            f"{CONTEXT} 2 --attention-dropout 0 --seq-length 36 --tensor-model-parallel-size 4 "
+            "--sequence-parallel",
             8,
-            r"--seq-length 36 is not divisible by .* 2 x --tensor-model-parallel-size 4 = 8.*leave out --sequence-par",
+            r"--seq-length 36 is not divisible by .* 2 x --tensor-model-parallel-size 4 = 8.*leave "
+            r"out --sequence-par",
         ),
         (
             f"{CONTEXT} 4 --cp-comm-type a2a --group-query-attention --num-query-groups 2",
             4,
-            r"--num-query-groups 2 is not divisible by .* 1 x .* 4 = 4. Use --cp-comm-type p2p or all_gather",
+            r"--num-query-groups 2 is not divisible by .* 1 x .* 4 = 4. Use --cp-comm-type p2p or "
+            r"all_gather",
         ),
         (
             f"{CONTEXT} 2 --cp-comm-type a2a --tensor-model-parallel-size 4",
@@ -165,7 +170,8 @@ def test_notes_name_saves_that_do_not_happen():
 
 def test_layers_per_virtual_stage_set_the_number_of_chunks():
     parsed = config(
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 2",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 "
+        "--global-batch-size 2",
         2,
     )
     assert parsed.parallel.vpp_size == 2
@@ -174,7 +180,10 @@ def test_layers_per_virtual_stage_set_the_number_of_chunks():
 
 def test_batch_sizes_of_a_ramp_up_must_fit_the_interleaved_schedule():
     """Found at the start, not when the ramp gets there: 4 micro-batches fit 2 stages, 5 do not."""
-    interleaved = "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --global-batch-size 8"
+    interleaved = (
+        "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 "
+        "--global-batch-size 8"
+    )
     flags = f"{BASE.replace('--train-iters 10', '--train-samples 100')} {interleaved}"
     assert (
         parse_args(shlex.split(f"{flags} --rampup-batch-size 4 2 40"), 2).training.global_batch_size
@@ -207,7 +216,8 @@ def test_step_batch_size_schedule_and_evaluation_batch():
 
 def test_pipeline_layout_sets_the_number_of_chunks():
     parsed = config(
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL --global-batch-size 2",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|t|tL "
+        "--global-batch-size 2",
         2,
     )
     assert parsed.parallel.vpp_size == 2
@@ -223,7 +233,8 @@ def test_pipeline_layout_sets_the_number_of_chunks():
 def test_all_problems_are_reported_together():
     with pytest.raises(ValueError) as error:
         config(
-            "--fp16 --bf16 --num-query-groups 3 --group-query-attention --lr-warmup-fraction 2 --zzz "
+            "--fp16 --bf16 --num-query-groups 3 --group-query-attention --lr-warmup-fraction 2 "
+            "--zzz "
             "--num-experts 8 --moe-router-topk 9"
         )
     assert len(str(error.value).splitlines()) == 5
@@ -249,7 +260,8 @@ def test_sequence_parallel_without_tensor_parallel_is_dropped_with_a_note():
         ("--global-batch-size 3 --micro-batch-size 2", 1, ["3", "2"]),
         ("--global-batch-size 4 --micro-batch-size 2", 3, ["4", "2", "3"]),
         (
-            "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 --global-batch-size 3",
+            "--pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2 "
+            "--global-batch-size 3",
             2,
             ["3", "2"],
         ),
@@ -317,7 +329,8 @@ def test_ungrouped_heads_are_one_problem():
     with pytest.raises(ValueError) as error:
         config("--tensor-model-parallel-size 3", 3)
     assert str(error.value).splitlines()[0] == (
-        "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3: change one of them"
+        "--num-attention-heads 4 is not divisible by --tensor-model-parallel-size 3: change one of "
+        "them"
     )
     assert "--num-query-groups" not in str(error.value)
 

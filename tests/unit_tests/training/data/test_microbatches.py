@@ -89,7 +89,8 @@ def test_batch_sizes_can_be_rounded_down():
     [
         (
             (30, 4, 2),
-            "global batch size 30 is not a multiple of micro-batch size 4 x data-parallel size 2 = 8",
+            "global batch size 30 is not a multiple of micro-batch size 4 x data-parallel size 2 = "
+            "8",
         ),
         (
             (4, 4, 2),

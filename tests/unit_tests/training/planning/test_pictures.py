@@ -39,7 +39,10 @@ def test_passes_do_not_overlap_and_wait_for_their_input():
 
 
 def test_plan_picture(tmp_path):
-    flags = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
+    flags = (
+        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        "--micro-batch-size 1 --lr 1e-3 "
+    )
     flags += "--train-iters 1 --global-batch-size 4 --pipeline-model-parallel-size 4 --mock-data "
     config = parse_args(shlex.split(flags + "--tokenizer-type NullTokenizer --vocab-size 127"), 4)
     config.set_vocab_size(128)

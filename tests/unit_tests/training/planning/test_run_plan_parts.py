@@ -12,8 +12,10 @@ from megatron.training.planning.traffic import Traffic
 from pretrain_gpt import model_provider
 
 COMMON = (
-    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 1 "
-    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 128 "
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+    "--train-iters 1 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--make-vocab-size-divisible-by 128 "
     "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights --bf16 "
 )
 PP4 = "--pipeline-model-parallel-size 4 "

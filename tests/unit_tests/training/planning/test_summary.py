@@ -8,8 +8,10 @@ from megatron.training.planning.summary import format_arguments, format_summary,
 from pretrain_gpt import model_provider
 
 FLAGS = (
-    "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
-    "--seq-length 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 10 --lr 1e-3 --bf16 --mock-data "
+    "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 "
+    "--seq-length 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 10 --lr 1e-3 --bf16 "
+    "--mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 99 "
 )
 
@@ -32,7 +34,10 @@ def test_one_stage():
 
 
 def test_stages_list_ranks_and_layers():
-    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 1 "
+    layout = (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 "
+        "--decoder-first-pipeline-num-layers 1 "
+    )
     topics = summary(layout + "--decoder-last-pipeline-num-layers 3", 12)
     assert topics["layout"] == "TP 2 x PP 3 x DP 2 on 12 ranks"
     assert topics["stage 0"].startswith("ranks 0-3: layers 0, embedding; ")

@@ -85,9 +85,12 @@ def test_log_line(pool):
 
 
 MEGATRON_LM_LINE = re.compile(
-    r" \[[^]]+\] iteration +\d+/ +\d+ \| consumed samples: +\d+ \| elapsed time per iteration \(ms\): [\d.]+ \|"
-    r" throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \| learning rate: \S+ \| global batch size: +\d+ \|"
-    r" lm loss: \S+ \| loss scale: [\d.]+ \| grad norm: [\d.]+ \| number of skipped iterations: +\d+ \|"
+    r" \[[^]]+\] iteration +\d+/ +\d+ \| consumed samples: +\d+ \| elapsed time per iteration "
+    r"\(ms\): [\d.]+ \|"
+    r" throughput per GPU \(TFLOP/s/GPU\): ([\d.]+) \| learning rate: \S+ \| global batch size: "
+    r"+\d+ \|"
+    r" lm loss: \S+ \| loss scale: [\d.]+ \| grad norm: [\d.]+ \| number of skipped iterations: "
+    r"+\d+ \|"
     r" number of nan iterations: +\d+ \|"
 )
 

@@ -69,7 +69,8 @@ def test_reading_needs_no_torch(tmp_path):
     record_of(tmp_path, 1000)
     code = (
         "import sys; from megatron.training.reporting.run_record import read_record; "
-        f"print(len(read_record({str(tmp_path)!r})), 'torch' in sys.modules, 'numpy' in sys.modules)"
+        f"print(len(read_record({str(tmp_path)!r})), 'torch' in sys.modules, 'numpy' in "
+        "sys.modules)"
     )
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

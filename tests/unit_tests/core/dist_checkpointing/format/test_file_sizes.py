@@ -1,4 +1,6 @@
-"""Files of implausible sizes, which sparse files have at no cost, are refused before they are read."""
+"""Files of implausible sizes, which sparse files have at no cost, are refused before they
+are read.
+"""
 
 import io
 import shutil

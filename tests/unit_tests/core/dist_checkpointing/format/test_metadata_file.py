@@ -1,4 +1,6 @@
-"""`.metadata`: plain DCP reads what we write, our own reader reads it tensor by tensor, and neither is fooled."""
+"""`.metadata`: plain DCP reads what we write, our own reader reads it tensor by tensor, and
+neither is fooled.
+"""
 
 import gc
 import io
@@ -50,7 +52,9 @@ def written(metadata):
 
 
 def example(files=FILES):
-    """Make scalars, empty tensors, many dimensions, integers of every width, and shared box lists."""
+    """Make scalars, empty tensors, many dimensions, integers of every width, and shared box
+    lists.
+    """
     large = (300_000, 1 << 20)
     rows = [((i * 1000, 0), (1000, 1 << 20)) for i in range(300)]
     result = CheckpointMetadata(

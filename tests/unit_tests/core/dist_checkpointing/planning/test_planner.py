@@ -131,7 +131,9 @@ def test_replicated_tensors_are_written_once_and_evenly(size, fully_parallel):
 
 
 def test_shares_level_out_what_ranks_write_alone():
-    """Rank 0 holds a large optimizer shard of its own, so the others take the replicated weights."""
+    """Rank 0 holds a large optimizer shard of its own, so the others take the replicated
+    weights.
+    """
     weight = ("w", (600, 100), [((0, 0), (600, 100))])
     plan = make_plan(
         [spec(weight, ("o", (30_000,), [((0,), (30_000,))])), spec(weight), spec(weight)]

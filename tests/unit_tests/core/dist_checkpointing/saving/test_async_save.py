@@ -79,7 +79,9 @@ def test_change_before_staging_fails_the_save(tmp_path, monkeypatch):
 
 
 def test_waiting_for_a_save_counts_as_blocking_time(tmp_path, monkeypatch):
-    """A synchronous save blocks for as long as it takes, an asynchronous one until it is waited for."""
+    """A synchronous save blocks for as long as it takes, an asynchronous one until it is waited
+    for.
+    """
     real = os.fsync
 
     def slow_fsync(handle):
@@ -376,7 +378,9 @@ class CallCounter:
 
 
 def counting_calls(rank, size, root, slow):
-    """Uses of files in the second save of this rank; with `slow`, rank 1 is done long after rank 0."""
+    """Uses of files in the second save of this rank; with `slow`, rank 1 is done long after
+    rank 0.
+    """
     with pytest.MonkeyPatch.context() as monkeypatch, AsyncSaver(timeout=60) as saver:
         counter = CallCounter(monkeypatch, root)
         for value in range(2):
