@@ -9,3 +9,11 @@ from tests.support.crash_harness import launching
 def launcher(tmp_path_factory):
     with launching(tmp_path_factory.mktemp("logs")) as launcher:
         yield launcher
+
+
+@pytest.fixture(autouse=True)
+def no_programs_left_running(request):
+    """Kill programs that a test has started and not ended: they would slow down all later tests."""
+    yield
+    if "launcher" in request.fixturenames:
+        request.getfixturevalue("launcher").kill_running()

@@ -163,9 +163,15 @@ class Launcher:
         self._process.stdin.flush()
         return self._answer()
 
-    def close(self) -> None:
+    def kill_running(self) -> None:
+        """Kill the programs that a test has left running, and wait for them."""
         for job in self._running:
             job.kill()
+            job.wait()
+        self._running.clear()
+
+    def close(self) -> None:
+        self.kill_running()
         self._process.kill()
         self._process.wait()
 
