@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.format.links import FOLLOW_LINKS
 from tests.support.distributed import DistributedPool
 
 
@@ -89,3 +90,10 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     disk.unmount()
     yield disk
     disk.unmount()
+
+
+@pytest.fixture(autouse=True)
+def links_are_not_followed():
+    """Undo `--follow-links` of a tool that a test called: it sets an environment variable."""
+    yield
+    os.environ.pop(FOLLOW_LINKS, None)

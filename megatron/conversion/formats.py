@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
+from megatron.core.dist_checkpointing.format.links import confine_links
 from megatron.core.dist_checkpointing.format.schema import file_name, read_json, read_regular
 from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import ObjectPath, path_of
@@ -184,6 +185,7 @@ def find_named_checkpoint(root: Path, step: int | None) -> tuple[Path | None, st
     The checkpoint need not be complete. It is None for a damaged tracker, and both are None without
     a tracker.
     """
+    confine_links(root)
     if step is not None:
         return checkpoint_directory(root, step), f"--ckpt-step {step}"
     try:
@@ -237,6 +239,7 @@ def find_checkpoint(
     a directory that looks like several.
     """
     root = path_of(root)
+    confine_links(root)
     if step is None:
         if list_formats(root):
             return CheckpointRef(root, detect_format(root, loader))

@@ -92,7 +92,8 @@ def test_torchrun_restarts_the_job(undisturbed, tmp_path, nodes):
         int(iteration) for iteration in re.findall(r"> loaded .* at iteration (\d+)", output)
     ]
     assert output.count("starting from scratch") == len(resumed) == 1
-    assert resumed[0] >= 9 and resumed[0] % 3 == 0
+    # At iteration 12 the save of iteration 9 may still be in progress; it has waited for that of 6.
+    assert resumed[0] >= 6 and resumed[0] % 3 == 0
     logged: dict[int, set[float]] = {}
     for iteration, loss in re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", output):
         logged.setdefault(int(iteration), set()).add(float(loss))

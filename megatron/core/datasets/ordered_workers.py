@@ -9,6 +9,7 @@ end of the workers.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import multiprocessing
 import os
@@ -54,6 +55,8 @@ class OrderedWorkers(Generic[Item, Result]):
         self._pending: deque[Item] = deque()  # items whose results have not been returned
         self._stop: Event = multiprocessing.Event()
         self._results: Any = None  # iterator of a DataLoader; created for the first result
+        # Exit codes of workers that ended before `close`, by process id; negative: a signal.
+        self.exit_codes: dict[int, int] = {}
         # The interpreter terminates worker processes on exit; this tells them that it is intended.
         atexit.register(weakref.finalize(self, self._stop.set))
 
@@ -78,8 +81,13 @@ class OrderedWorkers(Generic[Item, Result]):
         """End the worker processes."""
         self._stop.set()
         if self._results is not None and self._num_workers > 0:
-            # During garbage collection torch would wait five seconds for each worker.
-            self._results._shutdown_workers()
+            for worker in self._results._workers:
+                if worker.exitcode is not None:
+                    self.exit_codes[worker.pid] = worker.exitcode
+            # torch's SIGCHLD handler raises if another worker dies meanwhile. During garbage
+            # collection torch would wait five seconds for each worker.
+            with contextlib.suppress(RuntimeError):
+                self._results._shutdown_workers()
         self._results = None
 
     def _start(self) -> Any:

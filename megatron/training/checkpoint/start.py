@@ -349,13 +349,11 @@ def _check_random_weights(config: CheckpointConfig, directory: Path) -> None:
         raise ValueError(f"--load {directory} holds no checkpoint (--exit-on-missing-checkpoint)")
     requirements = {
         "--finetune": config.finetune,
-        "--no-load-optim": config.no_load_optim,
         "--ckpt-step": config.ckpt_step is not None,
     }
     is_first_start = _is_same_directory(config)
     if not is_first_start:
         requirements["--use-checkpoint-args"] = config.use_checkpoint_args
-        del requirements["--no-load-optim"]
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise ValueError(
                 f"--load {directory} holds no checkpoint, but it is not empty. Training would "

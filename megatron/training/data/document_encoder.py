@@ -13,12 +13,11 @@ import itertools
 import json
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -95,30 +94,22 @@ class WorkerLimits:
                 _set_soft_limit(resource.RLIMIT_AS, limits[1])
             self._current = limits
 
-    def find_document(self, error: RuntimeError) -> BadLine | None:
-        """Return the document on which a worker died; None if the worker was killed from outside.
+    def find_document(self, exit_codes: Mapping[int, int]) -> BadLine | None:
+        """Return the document on which a worker died; None if none died on a document.
 
-        `error` is the DataLoader's, which contains process ids and the name of the signal.
+        `exit_codes` are those of dead workers, by process id. (The DataLoader's own error does not
+        always name the signal.)
         """
-        messages = []
-        cause: BaseException | None = error
-        while cause is not None:
-            messages.append(str(cause))
-            cause = cause.__cause__ or cause.__context__
-        text = "\n".join(messages)
-        reasons = {
+        reasons: dict[int, str] = {
             signal.SIGXCPU: f"the tokenizer takes more than {self.seconds:g} s of processor time",
             signal.SIGABRT: "the tokenizer aborted, or takes too much memory",
             signal.SIGSEGV: "the tokenizer crashed",
         }
-        for number, reason in reasons.items():
-            if f"killed by signal: {signal.strsignal(number)}" not in text:
-                continue
-            pids = {int(pid) for pid in re.findall(r"\d+", text)}
-            for worker, path in enumerate(self._paths):
-                pid, line = self._positions[self._FIELDS * worker : self._FIELDS * (worker + 1)]
-                if pid in pids and line > 0:
-                    return BadLine(os.fsdecode(path.value), line, reason)
+        for worker, path in enumerate(self._paths):
+            pid, line = self._positions[self._FIELDS * worker : self._FIELDS * (worker + 1)]
+            reason = reasons.get(-exit_codes.get(pid, 0))
+            if reason is not None and line > 0:
+                return BadLine(os.fsdecode(path.value), line, reason)
         return None
 
 
@@ -146,7 +137,9 @@ def encode_chunks(
                 if workers is not None:
                     workers.close()
                 if death is not None:
-                    _mark_bad_line(in_flight, encoder.limits, death)
+                    assert workers is not None
+                    bad = encoder.limits.find_document(workers.exit_codes)
+                    _mark_bad_line(in_flight, bad, death)
                     death = None
                 work = itertools.chain(list(in_flight), read_on())
                 workers = OrderedWorkers(encoder, work, num_workers, CHUNKS_AHEAD)
@@ -164,9 +157,8 @@ def encode_chunks(
             workers.close()
 
 
-def _mark_bad_line(in_flight: deque[Chunk], limits: WorkerLimits, death: RuntimeError) -> None:
+def _mark_bad_line(in_flight: deque[Chunk], bad: BadLine | None, death: RuntimeError) -> None:
     """Mark the document that a worker died on as bad, or raise `death` if there is none."""
-    bad = limits.find_document(death)
     for index, chunk in enumerate(in_flight):
         if bad is not None and chunk.path == bad.path and bad.line in dict(chunk.documents):
             in_flight[index] = chunk.without(bad)

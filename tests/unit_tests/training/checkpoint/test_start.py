@@ -6,7 +6,7 @@ from megatron.training.checkpoint.start import find_start
 from megatron.training.config.options import CheckpointConfig
 
 
-@pytest.mark.parametrize("flag", ["finetune", "no_load_optim", "exit_on_missing_checkpoint"])
+@pytest.mark.parametrize("flag", ["finetune", "exit_on_missing_checkpoint"])
 @pytest.mark.parametrize("exists", [False, True])
 def test_flag_that_requires_a_checkpoint_is_an_error_in_an_empty_directory(tmp_path, flag, exists):
     root = tmp_path / "run"
