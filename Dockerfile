@@ -21,6 +21,7 @@ RUN chown 1001:1001 .
 USER 1001:1001
 COPY --chown=1001:1001 setup.py pyproject.toml constraints.txt Makefile pretrain_gpt.py ./
 COPY --chown=1001:1001 megatron ./megatron
+COPY --chown=1001:1001 tools ./tools
 COPY --chown=1001:1001 requirements ./requirements
 ARG TORCH_VERSION=2.13.0
 ARG CPU_INDEX="--index-url https://download.pytorch.org/whl/cpu"
@@ -43,6 +44,7 @@ RUN chown 1001:1001 .
 USER 1001:1001
 COPY --chown=1001:1001 setup.py pyproject.toml constraints.txt Makefile pretrain_gpt.py ./
 COPY --chown=1001:1001 megatron ./megatron
+COPY --chown=1001:1001 tools ./tools
 COPY --chown=1001:1001 requirements ./requirements
 RUN python3 -m venv .venv \
     && .venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r requirements/hashed.txt \
