@@ -28,7 +28,7 @@ def test_console_script_names_a_function_without_required_arguments(name, module
 
 
 def test_every_tool_has_a_console_script():
-    tools = {path.stem for path in (ROOT / "tools").rglob("*.py")}
+    tools = {path.stem for path in (ROOT / "tools").rglob("*.py")} - {"__init__"}
     assert tools == {module.split(".")[-1] for _, module, _ in SCRIPTS} - {"pretrain_gpt"}
 
 
