@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -25,6 +26,7 @@ from typing import Any
 
 from tests import ROOT
 from tests.fuzz.mutations import Mutation, damage
+from tests.support.limited_process import limit_address_space
 
 SECONDS = 20  # of processor time for one case, some hundred times what it takes
 MEMORY = 1 << 30  # bytes of address space beyond those of the process at the start
@@ -161,37 +163,45 @@ def run_intact(name: str, reader: Reader, base: Path, work: Path, report: Callab
 
 
 def find_failures(
-    work: Path, run_all: Callable[[Callable[[str], None]], None], memory: int = MEMORY
+    work: Path,
+    run_all: Callable[[Callable[[str], None]], None],
+    memory: int = MEMORY,
+    start_method: str = "fork",
 ) -> list[str]:
     """Run `run_all(report)` in a limited child process and return what it reported.
 
-    A crash of the child is a failure, too.
+    A crash of the child is a failure, too. With the start method "spawn", `run_all` must be
+    picklable (see `tests.support.limited_process`).
     """
     work.mkdir(exist_ok=True)
     answers = work.with_name("answers")
     answers.write_text("")
-    child = os.fork()
-    if child == 0:
-        with answers.open("a") as file:
-
-            def report(text: str) -> None:
-                file.write(json.dumps(text) + "\n")
-                file.flush()
-
-            try:
-                pages = int(Path("/proc/self/statm").read_text().split()[0])
-                limit = pages * resource.getpagesize() + memory
-                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-                signal.signal(signal.SIGPROF, raise_hang)
-                run_all(report)
-            except BaseException:
-                report(f"the fuzzer itself: {traceback.format_exc()}")
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
+    context: Any = multiprocessing.get_context(start_method)
+    child = context.Process(target=_run_and_record, args=(run_all, memory, answers))
+    child.start()
+    child.join()
     found = [json.loads(line) for line in answers.read_text().splitlines()]
-    if status:
-        found.append(f"the process died of signal {status & 127}")
+    if child.exitcode:
+        found.append(f"the process died of signal {-child.exitcode}")
     return found
+
+
+def _run_and_record(
+    run_all: Callable[[Callable[[str], None]], None], memory: int, answers: Path
+) -> None:
+    with answers.open("a") as file:
+
+        def report(text: str) -> None:
+            file.write(json.dumps(text) + "\n")
+            file.flush()
+
+        try:
+            limit_address_space(memory)
+            signal.signal(signal.SIGPROF, raise_hang)
+            run_all(report)
+        except BaseException:
+            report(f"the fuzzer itself: {traceback.format_exc()}")
+    os._exit(0)  # without the clean-up of the test process, which a forked child would repeat
 
 
 def print_usage(name: str, count: int, failures: list[str]) -> None:

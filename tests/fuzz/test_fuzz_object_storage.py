@@ -9,6 +9,7 @@ import shutil
 import signal
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,21 +66,24 @@ def run_case(number: int, work: Path, report: Callable[[str], None]) -> None:
         report(f"{number}: left behind: {unexpected}")
 
 
+def run_cases(numbers: range, url: str, work: Path, report: Callable[[str], None]) -> None:
+    os.environ.update(
+        AWS_ENDPOINT_URL=url,
+        AWS_ACCESS_KEY_ID="test",
+        AWS_SECRET_ACCESS_KEY="test",
+        AWS_REGION="us-east-1",
+        MEGATRON_STORAGE_DEADLINE="0.2",
+    )
+    for number in numbers:
+        run_case(number, work, report)
+
+
 def check_cases(numbers: range, server: HostileServer, tmp_path: Path) -> None:
     work = tmp_path / "work"
-
-    def run_all(report: Callable[[str], None]) -> None:
-        os.environ.update(
-            AWS_ENDPOINT_URL=server.url,
-            AWS_ACCESS_KEY_ID="test",
-            AWS_SECRET_ACCESS_KEY="test",
-            AWS_REGION="us-east-1",
-            MEGATRON_STORAGE_DEADLINE="0.2",
-        )
-        for number in numbers:
-            run_case(number, work, report)
-
-    failures = find_failures(work, run_all, ADDRESS_SPACE)
+    # Spawned: after a fork, the client of object storage would wait for threads of this process.
+    failures = find_failures(
+        work, partial(run_cases, numbers, server.url, work), ADDRESS_SPACE, start_method="spawn"
+    )
     print_usage("object storage", len(numbers), failures)
     assert not failures, f"{len(failures)} of {len(numbers)}:\n" + "\n".join(failures[:5])
 

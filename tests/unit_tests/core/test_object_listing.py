@@ -26,27 +26,27 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         yield hostile
 
 
+def list_twice() -> str:
+    store = path_of("s3://bucket/run").store
+    with pytest.raises(OSError):  # that of the listing or, on a busy machine, of one request
+        store.sizes("run")
+    with pytest.raises(OSError):  # that of the listing or, on a busy machine, of one request
+        store.children("run")
+    return "refused"
+
+
+def read_terabyte() -> str:
+    with pytest.raises(OSError, match=r"1099511627776 bytes, at most 1073741824 are read"):
+        path_of("s3://bucket/run/file").read_bytes()
+    return "refused"
+
+
 @pytest.mark.parametrize("fault", ["endless", "same page", "empty pages"])
 def test_endless_listings_end_with_an_error(fault: str, server: HostileServer) -> None:
     server.fault = fault
-
-    def list_twice() -> str:
-        store = path_of("s3://bucket/run").store
-        with pytest.raises(OSError):  # that of the listing or, on a busy machine, of one request
-            store.sizes("run")
-        with pytest.raises(OSError):  # that of the listing or, on a busy machine, of one request
-            store.children("run")
-        return "refused"
-
-    assert run_limited(list_twice, MEMORY, SECONDS) == "refused"
+    assert run_limited(list_twice, MEMORY, SECONDS, start_method="spawn") == "refused"
 
 
 def test_object_that_claims_a_terabyte_is_not_read(server: HostileServer) -> None:
     server.fault = "terabyte"
-
-    def read() -> str:
-        with pytest.raises(OSError, match=r"1099511627776 bytes, at most 1073741824 are read"):
-            path_of("s3://bucket/run/file").read_bytes()
-        return "refused"
-
-    assert run_limited(read, MEMORY, SECONDS) == "refused"
+    assert run_limited(read_terabyte, MEMORY, SECONDS, start_method="spawn") == "refused"
