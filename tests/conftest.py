@@ -26,13 +26,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(skip)
-    if not config.getoption("--run-slow"):
-        skip = pytest.mark.skip(reason="slow: needs --run-slow")
-        for item in items:
-            if (
-                item.get_closest_marker("slow") is not None
-            ):  # not item.keywords: they hold directory names, too
-                item.add_marker(skip)
+    run_slow = config.getoption("--run-slow")
+    for item in items:
+        # Not item.keywords, which contain directory names, too.
+        if item.get_closest_marker("slow") is None:
+            continue
+        item.add_marker(pytest.mark.timeout(0))
+        if not run_slow:
+            item.add_marker(pytest.mark.skip(reason="slow: needs --run-slow"))
 
 
 # As in the workers of the pool: results do not depend on how many cores there are, nor do processes

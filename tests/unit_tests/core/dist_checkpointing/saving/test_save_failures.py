@@ -348,7 +348,8 @@ def save_while_rank_0_is_suspended(rank, size, root, phase):
     def suspend(*_):
         Path(root, "pid.tmp").write_text(str(os.getpid()))
         os.rename(Path(root, "pid.tmp"), pid)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: another thread of a busy machine would stop the process too late.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
     hooks = {phase: suspend} if rank == 0 else {}
     with AsyncSaver(timeout=2) as saver:
