@@ -54,7 +54,14 @@ setup(
         "plots": ["matplotlib>=3.8,<4"],
         "object-storage": ["obstore>=0.8,<0.13"],
         "docs": ["mkdocs-material>=9.5,<10"],
-        "dev": ["pytest>=8", "pytest-xdist>=3.6,<4", "pytest-timeout>=2.3,<3", "ruff>=0.9", "mypy>=1.13", "pre-commit>=3.8"]
+        "dev": [
+            "pytest>=8",
+            "pytest-xdist>=3.6,<4",
+            "pytest-timeout>=2.3,<3",
+            "ruff>=0.9",
+            "mypy>=1.13",
+            "pre-commit>=3.8",
+        ]
         + [
             "pybind11>=2.13",
             "setuptools>=70",
