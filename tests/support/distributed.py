@@ -1,17 +1,18 @@
-"""A pool of worker processes in which tests run one function as N ranks of a gloo process group.
+"""Pool of worker processes that run one function as N ranks of a gloo process group.
 
-Spawning a process and importing torch costs seconds, so one pool serves all tests of a session::
+Spawning a process and importing torch takes seconds, so that one pool serves all tests of a
+session::
 
-    def all_reduced(rank, world_size, value):             # module level: workers import it by name
+    def all_reduce(rank, world_size, value):  # at module level: workers import it by name
         tensor = torch.tensor(value + rank)
         torch.distributed.all_reduce(tensor)
         return tensor.item()
 
-    def test_all_reduce(pool):                            # the fixture of tests/conftest.py
-        assert pool.run(all_reduced, 2, 10) == [21, 21]
+    def test_all_reduce(pool):  # the fixture of tests/conftest.py
+        assert pool.run(all_reduce, 2, 10) == [21, 21]
 
-Every run gets a fresh default process group, destroyed afterwards, so runs share nothing but
-imported modules.
+Every run uses a new default process group, which is destroyed afterwards: runs share imported
+modules only.
 """
 
 from __future__ import annotations
@@ -47,9 +48,7 @@ UNUSABLE = "unusable"  # an error of a worker that has no process group
 
 
 class RemoteTraceback(Exception):
-    """The cause of an exception that `DistributedPool.run` re-raises: where it happened, rank by
-    rank.
-    """
+    """Cause of an exception that `DistributedPool.run` raises: the tracebacks of the ranks."""
 
     def __str__(self) -> str:
         return "\n" + self.args[0]
@@ -74,8 +73,9 @@ class _Worker:
 
 
 class DistributedPool:
-    """Persistent workers; `run` makes the first `world_size` of them the ranks of one process
-    group.
+    """Persistent worker processes.
+
+    `run` makes the first `world_size` of them the ranks of one process group.
     """
 
     def __init__(self, max_workers: int = 4) -> None:
@@ -88,15 +88,14 @@ class DistributedPool:
     def run(
         self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300
     ) -> list[Any]:
-        """Return `[function(rank, world_size, *args) for each rank]`, computed by `world_size`
-        processes.
+        """Return `function(rank, world_size, *args)` of each rank, in rank order.
 
-        `function` must be importable by name (module level); arguments and results are pickled by value. The first
-        exception of any rank is raised here, caused by the remote tracebacks of all ranks that
-        failed. A rank that dies (its death goes before the errors that it causes in others), or is
-        still running after `timeout` seconds (also the timeout of the group's collectives), raises
-        RuntimeError or TimeoutError with the stacks of the ranks that hang. The workers are
-        replaced then, and after an error of a rank that could not initialize its process group.
+        `function` must be importable by name (at module level). Arguments and results are pickled
+        by value. Raises the first exception of any rank, with the tracebacks of all failed ranks
+        as its cause. Raises RuntimeError for a rank that died, before the errors that its death
+        causes on other ranks, and TimeoutError with the stacks of the ranks that still run after
+        `timeout` seconds, which is also the timeout of the group's collectives. Workers are
+        replaced after both, and after a rank could not initialize its process group.
         """
         if not 1 <= world_size <= self.max_workers:
             raise ValueError(
@@ -117,7 +116,7 @@ class DistributedPool:
         return self._collect(workers, timeout)
 
     def close(self) -> None:
-        """End all workers, whatever they are doing; a later `run` starts new ones."""
+        """Kill all workers, also busy ones; a later `run` starts new ones."""
         for worker in self._workers:
             worker.connection.close()
             worker.process.kill()
@@ -129,7 +128,7 @@ class DistributedPool:
             self._directory = None
 
     def _start(self, count: int) -> list[_Worker]:
-        """The first `count` workers; new ones are spawned together, to import in parallel."""
+        """Return the first `count` workers; new ones start together, to import in parallel."""
         if not all(worker.process.is_alive() for worker in self._workers):
             self.close()
         if self._directory is None:
@@ -145,12 +144,12 @@ class DistributedPool:
         return self._workers[:count]
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[Any]:
-        """Wait for the answer of every rank; the first failure leaves the others `GRACE` seconds to
-        explain theirs.
+        """Return the results of all ranks, or raise the first failure.
+
+        After the first failure the other ranks have `GRACE` seconds to report theirs.
         """
-        deadline = (
-            time.monotonic() + timeout + GRACE
-        )  # the group's own timeout goes first: it says more
+        # The timeout of the process group expires first: its error has more details.
+        deadline = time.monotonic() + timeout + GRACE
         running: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(workers)}
         results: list[Any] = [None] * len(workers)
         failures: list[tuple[BaseException, str]] = []
@@ -168,7 +167,7 @@ class DistributedPool:
                     deadline = min(deadline, time.monotonic() + GRACE)
         if running:
             stacks = "\n".join(
-                f"rank {rank} hangs at:\n{_stack(workers[rank])}" for rank in running.values()
+                f"rank {rank} hangs at:\n{_read_stack(workers[rank])}" for rank in running.values()
             )
             error = TimeoutError(f"ranks {sorted(running.values())} still ran after {timeout} s")
             failures.append((error, stacks))
@@ -180,8 +179,10 @@ class DistributedPool:
 
 
 def _encode(task: _Task) -> bytes:
-    """The task behind the import path that it needs: a worker may be older than the module of the
-    test.
+    """Return the pickled import path and task.
+
+    The worker sets the import path first: it may have started before the directory of the test's
+    module was added.
     """
     return pickle.dumps((sys.path, pickle.dumps(task)))
 
@@ -202,7 +203,7 @@ def _spawn(stacks: Path) -> _Worker:
 
 
 def _receive(worker: _Worker) -> tuple[str | None, Any]:
-    """The worker's next message; `(None, failure)` when it died instead."""
+    """Return the worker's next message, or `(None, failure)` if it died."""
     try:
         return pickle.loads(worker.connection.recv_bytes())
     except (EOFError, ConnectionError):
@@ -211,9 +212,10 @@ def _receive(worker: _Worker) -> tuple[str | None, Any]:
         return None, (RuntimeError(message), message)
 
 
-def _stack(worker: _Worker) -> str:
-    """Where a hung worker is, from its fault handler (which answers even inside a blocking
-    collective).
+def _read_stack(worker: _Worker) -> str:
+    """Return the stack of a hung worker.
+
+    Its fault handler writes the stack even while a collective blocks the interpreter.
     """
     assert worker.process.pid is not None
     os.kill(worker.process.pid, signal.SIGUSR1)
@@ -225,9 +227,8 @@ def _worker_main(connection: Connection, stacks: Path) -> None:
     """Serve tasks until the pool closes the connection."""
     torch.set_num_threads(1)
     if sys.platform == "linux":
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", "lo"
-        )  # containers often cannot resolve their own host name
+        # Containers often cannot resolve their own host name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with stacks.open("w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file)
         connection.send_bytes(pickle.dumps((READY, None)))
@@ -242,8 +243,10 @@ def _worker_main(connection: Connection, stacks: Path) -> None:
 
 
 def _answer(message: bytes) -> bytes:
-    """Run one task; the process group outlives it, so that a failure is reported before the
-    neighbours notice.
+    """Run one task and return its pickled result or error.
+
+    The caller destroys the process group afterwards, so that a failure is reported before other
+    ranks notice it.
     """
     rank = None
     failed = UNUSABLE  # e.g., gloo keeps a thread or a connection of a failed initialization
@@ -259,7 +262,7 @@ def _answer(message: bytes) -> bytes:
         )
         failed = ERROR
         result = task.function(rank, task.world_size, *task.args)
-        dist.barrier()  # nobody closes a connection that another rank still reads from
+        dist.barrier()  # no rank closes a connection that another rank still reads from
         return pickle.dumps((RESULT, result))
     except BaseException as error:
         text = f"rank {rank}: {traceback.format_exc()}"

@@ -217,3 +217,19 @@ def test_uneven_pipeline_stages_are_in_the_arguments(splits: dict) -> None:
         {"num_layers": sum(map(len, sum(layout.stages, ()))), **layout.arguments()}
     )
     assert again == layout
+
+
+def test_layout_arguments_keep_their_order() -> None:
+    """The order is part of the bytes of a legacy file, as it is pickled with the arguments."""
+    arguments = Layout.of(4, 2, 2).arguments()
+    assert list(arguments)[:9] == [
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "expert_tensor_parallel_size",
+        "expert_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "transformer_pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+    ]
