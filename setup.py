@@ -42,7 +42,7 @@ setup(
         "tensorboard>=2.16,<3",
         "safetensors>=0.4.5,<1",
         "pyyaml>=6,<7",
-        "transformers>=4.45,<6",
+        "transformers>=5,<6",
         "xxhash>=3.4,<5",
         "tqdm>=4.60,<5",
     ],

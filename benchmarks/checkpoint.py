@@ -51,7 +51,7 @@ WINDOW = 6  # iterations after a save whose time counts
 
 
 class State:
-    """The same tensors as DCP and as this project represent them."""
+    """One set of tensors in two representations: for DCP and for this project."""
 
     def __init__(self, rows: int, layers: int, dim: int = 0, fill: bool = True) -> None:
         rank = dist.get_rank()
