@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron.core.deferred import start_copy, start_max_reduce
+from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
-from megatron.training.checkpoint.saver import CheckpointSaver
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
 from megatron.training.reporting.intervals import Interval
 
@@ -84,7 +85,7 @@ class SaveAndExitPolicy:
         signals: Sequence[signal.Signals],
         training: TrainingConfig,
         checkpoint: CheckpointConfig,
-        saver: CheckpointSaver,
+        saver: RunSaver,
         device: torch.device,
         started: float,
         clock: Callable[[], float] = time.monotonic,
@@ -108,7 +109,7 @@ class SaveAndExitPolicy:
             or checkpoint.save_interval_secs is not None
             or self._may_fail
         )
-        self._exchange: Callable[[], _Votes] | None = None  # in progress
+        self._exchange: Callable[[], list[int]] | None = None  # in progress
 
     def after(self, iteration: int, seconds: float = 0.0) -> SaveAndExit:
         """Decide whether to save and exit after `iteration`, which took `seconds`.
@@ -124,7 +125,7 @@ class SaveAndExitPolicy:
         if save:
             self._last_save = self._clock()
         if self._needs_votes and leave is None:
-            self._exchange = start_vote(self._make_votes(seconds), self._device)
+            self._exchange = start_max_reduce(self._make_votes(seconds), self._device)
         locally = is_multiple(iteration, self._checkpoint.non_persistent_save_interval)
         return SaveAndExit(save, locally and not save, leave)
 
@@ -132,7 +133,7 @@ class SaveAndExitPolicy:
         """Complete the last exchange, for which other ranks may be waiting."""
         exchange = self._exchange
         self._exchange = None
-        return _Votes() if exchange is None else exchange()
+        return _Votes() if exchange is None else _Votes(*exchange())
 
     def _find_exit(self, iteration: int, votes: _Votes) -> Exit | None:
         """Return the reason to exit after `iteration`, if any."""
@@ -164,43 +165,6 @@ class SaveAndExitPolicy:
             save=due is not None and since_save >= due,
             failed=self._may_fail and self._saver.failure is not None,
         )
-
-
-def start_vote(votes: _Votes, device: torch.device) -> Callable[[], _Votes]:
-    """Begin to exchange votes. Returns a function that waits for the maxima over all ranks."""
-    if dist.get_backend() == "nccl":
-        # Queued after the work of the device and copied back without waiting for it.
-        on_device = torch.tensor(votes, dtype=torch.int32, device=device)
-        dist.all_reduce(on_device, op=dist.ReduceOp.MAX)
-        copied = start_copy(on_device)
-        return lambda: _Votes(*copied().tolist())
-    on_host = torch.tensor(votes, dtype=torch.int32)
-    work = dist.all_reduce(on_host, op=dist.ReduceOp.MAX, async_op=True)
-
-    def wait_for_maxima() -> _Votes:
-        work.wait()
-        return _Votes(*on_host.tolist())
-
-    return wait_for_maxima
-
-
-def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy a small tensor to the host.
-
-    Returns a function that waits for the copy, but not for work that was queued after it.
-    """
-    if tensor.device.type != "cuda":
-        return lambda: tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def wait() -> torch.Tensor:
-        copied.synchronize()
-        return host
-
-    return wait
 
 
 def is_multiple(iteration: int, interval: int | None) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets import Dataset
+from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models import make_chunk_specs
 from megatron.core.module import MegatronModule
@@ -20,7 +21,7 @@ from megatron.core.pipeline_parallel import run_schedule
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.moe.router import compute_metrics, find_routers, finish_step
-from megatron.training.checkpoint.saver import CheckpointSaver
+from megatron.training.checkpoint.saver import SaveLog, make_saver
 from megatron.training.compilation import check_compiler, compile_layers
 from megatron.training.config.batch_schedule import BatchSchedule
 from megatron.training.config.run_config import Config, ModelProvider
@@ -83,7 +84,8 @@ class Run:
     rng: TensorParallelRng
     vocab_size: int  # of the model, without padding
     flops_per_token: float
-    saver: CheckpointSaver
+    saver: RunSaver
+    saves: SaveLog  # of committed checkpoints
     # The clock of --save-interval-secs and --exit-duration-in-mins.
     clock: Callable[[], float] = time.monotonic
     started: float = field(default_factory=time.monotonic)  # when the program began, by `clock`
@@ -160,6 +162,7 @@ def build_run(
         config, ps, rng, model_provider, config.training.seed if random_weights else None
     )
     optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
+    saves = SaveLog()
     return Run(
         config=config,
         ps=ps,
@@ -175,7 +178,8 @@ def build_run(
         batches=config.batch_schedule(ps.dp.size),
         forward_step=forward_step,
         rng=rng,
-        saver=CheckpointSaver(config.checkpoint),
+        saver=make_saver(config.checkpoint, saves),
+        saves=saves,
         timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option, device),
         vocab_size=vocab_size,
         flops_per_token=model_flops_per_token(config.model, config.data.seq_length, vocab_size),

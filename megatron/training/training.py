@@ -22,23 +22,25 @@ import torch
 
 from megatron.core.dist_checkpointing import Generation
 from megatron.core.dist_checkpointing.local_tier import LocalTier
+from megatron.core.dist_checkpointing.ownership import (
+    identify_job,
+    prepare_directory,
+    take_directory,
+)
+from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveFailedError
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.durable_files import encode_json, write_json
 from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.optimizer import StepResult
 from megatron.training.checkpoint.contents import get_common_state, get_state_to_save
 from megatron.training.checkpoint.export import check_hf_target, make_legacy_rewrite, save_hf
-from megatron.training.checkpoint.ownership import (
+from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weights
+from megatron.training.checkpoint.save_directory import (
     find_saved,
-    identify_job,
     newest_saved,
     open_local_tier,
-    prepare_save_directory,
     saves_to,
-    take_save_directory,
 )
-from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weights
-from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
 from megatron.training.checkpoint.start import (
     Start,
     adopt_end_of_document,
@@ -122,7 +124,7 @@ def pretrain(
     job = identify_job()
     save = saves_to(config)
     if save is not None:
-        prepare_save_directory(save)
+        prepare_directory(save)
     tier = open_local_tier(config.checkpoint, save)
 
     # Find the checkpoint before building the model: it may determine the vocabulary size.
@@ -151,7 +153,7 @@ def pretrain(
     with reporting(run, model_provider, writers) as record_start, interrupts_explained(run):
         if save is not None:
             # As late as possible, because it ends a run that is still saving to the directory.
-            generation = take_save_directory(save, job, tier)
+            generation = take_directory(save, job, tier)
             if newest_saved(save) != newest:
                 # The run that has lost the directory has committed a checkpoint in the meantime.
                 start = load_checkpoint(run, find(), find)
@@ -263,7 +265,7 @@ def train(run: Run, data: Data) -> None:
 
 
 @contextmanager
-def _saver_closed(saver: CheckpointSaver) -> Iterator[None]:
+def _saver_closed(saver: RunSaver) -> Iterator[None]:
     """Finish the save in progress if the run stops on all ranks together."""
     try:
         yield
@@ -424,7 +426,7 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
 
 def report_saves(run: Run) -> None:
     """Send the metrics of the saves that were committed since the last call to the writers."""
-    for iteration, points in run.saver.take_committed():
+    for iteration, points in run.saves.take_metrics():
         for writer in run.writers:
             writer.scalars(points, iteration)
 

@@ -16,9 +16,9 @@ from megatron.conversion.megatron_lm.extra_states import build_extra_states
 from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
 from megatron.conversion.model_space.source import COMMON
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.saving.retention import VALIDATION_LOSS
 from megatron.core.tensor_parallel import compute_padded_vocab_size
 from megatron.training.checkpoint.fp8_state import get_fp8_state
-from megatron.training.checkpoint.retention import VALIDATION_LOSS
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
 from megatron.training.run import Run
 

@@ -1,372 +1,30 @@
-"""Save the checkpoints of a run, synchronously or, with --async-save, in the background."""
+"""The saver of a training run: its options from the flags, and the reports of its saves."""
 
 from __future__ import annotations
 
-import logging
-import math
-import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from megatron.core.dist_checkpointing import (
-    AsyncSaver,
-    CheckpointCopier,
-    CheckpointDirectory,
-    Generation,
-    Lineage,
-    SaveHandle,
-    SaveReport,
-    Segment,
-    iteration_in_name,
-    staging_for_waiting,
-    write_tracker,
-)
-from megatron.core.dist_checkpointing.lineage import LINEAGE
-from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.saving.commit import Rewrite
-from megatron.core.dist_checkpointing.saving.save_thread import SaveThread
-from megatron.training.checkpoint.retention import VALIDATION_LOSS, Retention
+from megatron.conversion.formats import FORMATS
+from megatron.core.dist_checkpointing import SaveReport, is_complete, iteration_in_name
+from megatron.core.dist_checkpointing.saving.retention import RetentionRules
+from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.reporting.console import report_line
 
-logger = logging.getLogger(__name__)
 
+class SaveLog:
+    """Prints committed saves, and keeps their metrics for TensorBoard and the run record."""
 
-class SaveFailedError(ValueError):
-    """A checkpoint could not be saved, and the run must stop, or must not end as a success."""
+    def __init__(self) -> None:
+        self._metrics: list[tuple[int, dict[str, float]]] = []
 
-
-class CheckpointSaver:
-    """Saves all checkpoints of a run, so that the plan and host buffers are made only once.
-
-    With a local tier and --async-save, a checkpoint is first saved to the disks of the nodes and
-    copied to --save from there: a slow upload then delays neither training nor later local saves.
-    It is saved directly to --save when training ends, in other formats than torch_dist, and if the
-    last local save has failed.
-
-    Sequence of calls, on all ranks: `own` at the start; `save` after an iteration; `before_update`
-    before the optimizer changes anything; `after_iteration` after each iteration; `close` and
-    `check_last_save` at the end.
-
-    A save that fails is reported, and the previous checkpoint remains the newest. Training
-    continues, unless --exit-on-save-failure is given or another start has taken over the directory:
-    then `save` and `close` raise SaveFailedError. With --async-save the ranks notice a failure at
-    different times, so it is only recorded in `failure` until all ranks call `stop` together.
-    """
-
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._config = config
-        self._must_succeed = config.exit_on_save_failure or config.ckpt_convert_save is not None
-
-        # Threads and buffers, created when they are first used.
-        self._saver: AsyncSaver | None = None
-        self._copier: CheckpointCopier | None = None
-        self._local_saver: LocalSaver | None = None
-
-        # Ownership of --save and of the directory on the nodes.
-        self._generation: Generation | None = None
-        self._retention: Retention | None = None
-        self._tier: LocalTier | None = None
-        self._loaded_locally: str | None = None
-        self._lineage = Lineage(())  # of the checkpoint that the run has continued from
-        self._parent: int | None = None  # iteration of the checkpoint before
-
-        # Outcomes of earlier saves.
-        self._local_report: SaveReport | None = None  # of the last local save
-        self._copied_report: SaveReport | None = None  # of the last local save to be copied
-        self._committed: list[tuple[int, dict[str, float]]] = []
-        # Level and text, logged after the message of the save that caused the removal.
-        self._removal_messages: list[tuple[int, str]] = []
-        self._last_failure: str | None = None  # of the last save, if it failed
-        self.failure: str | None = None
-        self.expected_seconds = 0.0  # how long the last save took from the call to the commit
-
-    @property
-    def generation(self) -> Generation | None:
-        """The ownership of --save; None for a run that saves nothing there."""
-        return self._generation
-
-    def own(
-        self,
-        generation: Generation | None,
-        tier: LocalTier | None = None,
-        lineage: Lineage | None = None,
-        loaded_locally: str | None = None,
-    ) -> None:
-        """Save to the directory of `generation` as its owner, and to the nodes with a `tier`.
-
-        Checkpoints descend from `lineage`. `loaded_locally` is the checkpoint on the disks of the
-        nodes that the run has loaded, if any.
-        """
-        self._generation = generation
-        self._tier = tier
-        self._loaded_locally = loaded_locally
-        if generation is not None:
-            self._retention = Retention(self._config, generation)
-        if lineage is not None:
-            self._lineage = lineage
-            self._parent = lineage.iteration if lineage.branch else None
-
-    # ---- Saving ----
-
-    def save(
-        self,
-        state: ShardedStateDict,
-        root: Path,
-        iteration: int,
-        common: dict[str, Any],
-        rewrite: Rewrite | None = None,
-        since: float | None = None,
-        last: bool = True,
-    ) -> None:
-        """Begin a save under `root` after the previous ones; without --async-save also finish it.
-
-        `rewrite` converts the files before the directory gets its name. Training has been waiting
-        since `since` (time.perf_counter), and ends if this is the `last` save.
-        """
-        began = time.perf_counter()
-        since = began if since is None else since
-        self._report(self._finish_saves(), on_all_ranks=True)
-        since += time.perf_counter() - began  # this wait belongs to the previous save
-
-        # A conversion (--ckpt-convert-save) writes to another directory, which has no owner.
-        generation = None
-        if self._generation is not None and root == self._generation.root:
-            generation = self._generation
-        lineage = self._make_lineage(generation, iteration)
-        loss = common.get(VALIDATION_LOSS, math.nan)
-
-        def on_commit() -> None:
-            """Make the committed checkpoint the latest one, on rank 0."""
-            if generation is None:
-                write_tracker(root, iteration)
-                return
-            generation.move_tracker(iteration)
-            self._remove_superseded(iteration, lineage, loss)
-
-        directory = CheckpointDirectory(root).path(iteration)
-        extra_files = {} if generation is None else {LINEAGE: lineage.encode(self._parent)}
-        in_background = self._config.async_save and not last
-        self._copied_report = None
-        use_tier = self._tier is not None and in_background and rewrite is None
-        if use_tier and not _has_failed(self._local_report):
-            local = self._begin_locally(state, iteration, common, since)
-            self._get_copier().copy(
-                local,
-                directory,
-                generation=generation,
-                before_writing=self._wait_for_removals,
-                extra_files=extra_files,
-                on_commit=on_commit,
-            )
-            self._copied_report = local.report
-        else:
-            self._get_saver().save(
-                state,
-                directory,
-                common=common,
-                generation=generation,
-                before_writing=self._wait_for_removals,
-                rewrite=rewrite,
-                extra_files=extra_files,
-                on_commit=on_commit,
-                since=since,
-            )
-        self._finish_unless_async()
-
-    def save_locally(
-        self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float
-    ) -> None:
-        """Begin a save to the disks of the nodes; without --async-save also finish it."""
-        assert self._generation is not None
-        if self._saver is not None:
-            # Only this rank may have reached this point: a copy to --save ends at different times.
-            self._report(self._saver.finish(), on_all_ranks=False)
-        if _has_failed(self._copied_report):
-            # --save lacks a checkpoint because the local save of it failed: save there instead.
-            self.save(state, self._generation.root, iteration, common, since=since)
-            return
-        self._begin_locally(state, iteration, common, since)
-        self._finish_unless_async()
-
-    def _begin_locally(
-        self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float
-    ) -> SaveHandle:
-        assert self._tier is not None and self._generation is not None
-        if self._local_saver is None:
-            self._local_saver = LocalSaver(self._tier, self._generation, self._loaded_locally)
-        lineage = self._make_lineage(self._generation, iteration)
-        handle = self._get_saver().save(
-            state,
-            self._tier.root,
-            common=common,
-            pending=partial(self._local_saver.checkpoint, iteration),
-            extra_files={LINEAGE: lineage.encode(self._parent)},
-            since=since,
-        )
-        self._local_report = handle.report
-        return handle
-
-    def _finish_unless_async(self) -> None:
-        if self._config.async_save:
-            self.after_iteration()
-        else:
-            self.finish()
-
-    def _make_lineage(self, generation: Generation | None, iteration: int) -> Lineage:
-        """Return the lineage of the checkpoint of `iteration`."""
-        if generation is None:
-            return self._lineage.descend(Segment(0, iteration))
-        return self._lineage.descend(generation.segment(iteration), generation.owner.get("job_id"))
-
-    def _get_saver(self) -> AsyncSaver:
-        if self._saver is not None:
-            return self._saver
-        config = self._config
-        limit = None
-        if config.ckpt_staging_mem_limit is not None:
-            limit = int(config.ckpt_staging_mem_limit * 2**30)
-        elif not config.async_save:
-            limit = staging_for_waiting(config.dist_ckpt_workers)
-        self._saver = AsyncSaver(
-            fully_parallel=config.ckpt_fully_parallel_save,
-            workers=config.dist_ckpt_workers,
-            staging_mem_limit=limit,
-            timeout=60 * config.ckpt_save_timeout_minutes,
-            assume_constant_structure=config.ckpt_assume_constant_structure,
-        )
-        return self._saver
-
-    def _get_copier(self) -> CheckpointCopier:
-        if self._copier is None:
-            self._copier = CheckpointCopier(
-                workers=self._config.dist_ckpt_workers,
-                timeout=60 * self._config.ckpt_save_timeout_minutes,
-            )
-        return self._copier
-
-    # ---- Waiting ----
-
-    @property
-    def _threads(self) -> list[SaveThread]:
-        return [thread for thread in (self._saver, self._copier) if thread is not None]
-
-    def _finish_saves(self) -> list[SaveReport]:
-        """Wait for all saves in progress, and return their reports."""
-        reports = []
-        for thread in self._threads:
-            reports += thread.finish()
-        return reports
-
-    def before_update(self) -> None:
-        """Wait until the tensors of a save in progress may change."""
-        if self._saver is not None:
-            self._saver.wait_staged()
-
-    def after_iteration(self) -> None:
-        """Report the saves that have ended."""
-        for thread in self._threads:
-            self._report(thread.poll(), on_all_ranks=False)
-
-    def finish(self) -> None:
-        """Wait for the saves in progress, and report them."""
-        self._report(self._finish_saves(), on_all_ranks=True)
-
-    def stop(self) -> None:
-        """Raise SaveFailedError for a failed background save; all ranks call this together."""
-        failure = self.failure
-        self.failure = None
-        raise SaveFailedError(
-            failure or "a checkpoint was not saved: another rank reports the reason"
-        )
-
-    def close(self) -> None:
-        """Finish the saves in progress, end the threads and release the buffers."""
-        try:
-            self.finish()
-        finally:
-            if self._retention is not None:
-                self._retention.close()
-            for thread in self._threads:
-                thread.close()
-            if self._local_saver is not None:
-                self._local_saver.close()
-            self._saver = None
-            self._copier = None
-            self._local_saver = None
-
-    def check_last_save(self) -> None:
-        """Raise SaveFailedError if the last save of the run has failed.
-
-        Such a run must not end as a success.
-        """
-        if self._last_failure is not None:
-            raise SaveFailedError(f"{self._last_failure}. It was the last save of the run")
-
-    # ---- Reporting ----
-
-    def take_committed(self) -> list[tuple[int, dict[str, float]]]:
-        """Return (iteration, metrics) of the saves that were committed since the last call."""
-        committed = self._committed
-        self._committed = []
-        return committed
-
-    def _wait_for_removals(self) -> None:
-        if self._retention is not None:
-            self._retention.wait()
-
-    def _remove_superseded(self, iteration: int, lineage: Lineage, loss: float) -> None:
-        assert self._retention is not None
-        try:
-            removed = self._retention.apply(iteration, lineage, loss)
-        except OSError as error:  # this does not affect the checkpoint that was just committed
-            message = f"old checkpoints could not be removed: {error}"
-            self._removal_messages.append((logging.WARNING, message))
-            return
-        if removed:
-            names = ", ".join(path.name for path in removed)
-            self._removal_messages.append((logging.INFO, f"removed {names}"))
-
-    def _report(self, reports: list[SaveReport], on_all_ranks: bool) -> None:
-        """Log how saves have ended. With `on_all_ranks`, all ranks are here and can stop
-        together.
-        """
-        for report in reports:
-            is_local = self._tier is not None and report.directory.parent == self._tier.root
-            if report.error is None:
-                self._report_success(report, is_local)
-            else:
-                self._report_failure(report, is_local)
-        if on_all_ranks and self.failure is not None:
-            self.stop()
-
-    def _report_failure(self, report: SaveReport, is_local: bool) -> None:
-        message = f"{report.directory} was not saved: {report.error}"
-        if not is_local and _has_failed(self._copied_report):
-            logger.warning(f"{message}. The next save goes straight to {report.directory.parent}")
-            return
-        if not is_local:
-            self._last_failure = message
-        if report.superseded or (self._must_succeed and not is_local):
-            self.failure = message
-        else:
-            logger.warning(
-                f"{message}. Training continues; the previous checkpoint is still the newest"
-            )
-
-    def _report_success(self, report: SaveReport, is_local: bool) -> None:
+    def add(self, report: SaveReport, is_local: bool) -> None:
+        """Report a committed checkpoint, the disks of the nodes' if `is_local`."""
         iteration = iteration_in_name(report.directory)
-        metrics = save_metrics(report)
+        metrics = get_save_metrics(report)
         prefix = "local-" if is_local else ""
-        self._committed.append(
-            (iteration, {f"{prefix}{name}": value for name, value in metrics.items()})
-        )
-        if not is_local:
-            self.expected_seconds = report.total
-            self._parent = iteration
-            self._last_failure = None
+        named = {f"{prefix}{name}": value for name, value in metrics.items()}
+        self._metrics.append((iteration, named))
 
         # Other programs look for this line of Megatron-LM.
         kind = "local checkpoint" if is_local else "checkpoint"
@@ -378,25 +36,44 @@ class CheckpointSaver:
             iteration=iteration,
             **metrics,
         )
-        milliseconds = (
-            f"{report.total * 1e3:.0f} ms (training blocked {report.blocking * 1e3:.0f} ms)"
-        )
-        speed = f"{report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
-        logger.info(f"saved {report.directory} in {milliseconds}: {speed}")
-        if report.warning is not None:
-            logger.warning(f"{report.directory.name}: {report.warning}")
-        if not is_local:
-            for level, text in self._removal_messages:
-                logger.log(level, text)
-            self._removal_messages = []
+
+    def take_metrics(self) -> list[tuple[int, dict[str, float]]]:
+        """Return (iteration, metrics) of the saves that were committed since the last call."""
+        metrics = self._metrics
+        self._metrics = []
+        return metrics
 
 
-def _has_failed(report: SaveReport | None) -> bool:
-    """Return whether a save was begun and has ended with an error."""
-    return report is not None and report.error is not None
+def make_saver(config: CheckpointConfig, log: SaveLog | None = None) -> RunSaver:
+    """Return the saver that `config` describes; it reports committed saves to `log`."""
+    staging_mem_limit = None
+    if config.ckpt_staging_mem_limit is not None:
+        staging_mem_limit = int(config.ckpt_staging_mem_limit * 2**30)
+    retention = RetentionRules(
+        keep_last=config.keep_last_n,
+        keep_every=config.save_retain_interval,
+        keep_best=config.keep_best_n,
+    )
+    options = SaveOptions(
+        async_save=config.async_save,
+        fully_parallel=config.ckpt_fully_parallel_save,
+        workers=config.dist_ckpt_workers,
+        staging_mem_limit=staging_mem_limit,
+        timeout=60 * config.ckpt_save_timeout_minutes,
+        assume_constant_structure=config.ckpt_assume_constant_structure,
+        must_succeed=config.exit_on_save_failure or config.ckpt_convert_save is not None,
+        retention=retention,
+        is_checkpoint=is_native_checkpoint,
+    )
+    return RunSaver(options, (log or SaveLog()).add)
 
 
-def save_metrics(report: SaveReport) -> dict[str, float]:
+def is_native_checkpoint(directory: Path) -> bool:
+    """Return whether `directory` is a checkpoint that training wrote, in either format."""
+    return is_complete(directory) or FORMATS["legacy"](directory)
+
+
+def get_save_metrics(report: SaveReport) -> dict[str, float]:
     """Return the metrics of a committed save, for TensorBoard and the record of the run."""
     return {
         "save-blocking-time": report.blocking,

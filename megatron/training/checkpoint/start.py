@@ -40,9 +40,10 @@ from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint impor
     find_local_checkpoints,
 )
 from megatron.core.dist_checkpointing.local_tier import LocalTier
+from megatron.core.dist_checkpointing.ownership import Job, read_previous_owner
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.object_storage import path_of
-from megatron.training.checkpoint.ownership import Job, find_saved, read_previous_owner
+from megatron.training.checkpoint.save_directory import find_saved
 from megatron.training.config.options import CheckpointConfig
 from megatron.training.config.run_config import Config
 from megatron.training.config.stored_args import normalize_stored_args

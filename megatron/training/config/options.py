@@ -319,11 +319,3 @@ class CheckpointConfig:
     """Save the loaded checkpoint in this format and exit."""
     ckpt_convert_save: str | None = flag(None)
     """Parent directory for --ckpt-convert-format, which writes to its subdirectory FORMAT."""
-
-    @property
-    def removes_checkpoints(self) -> bool:
-        """Whether a retention rule is given. A checkpoint is kept if any rule keeps it; the newest
-        one always is.
-        """
-        rules = (self.keep_last_n, self.save_retain_interval, self.keep_best_n)
-        return any(rule is not None for rule in rules)

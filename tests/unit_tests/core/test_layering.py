@@ -11,6 +11,7 @@ LAYERS = [
         "megatron.core.parallel_state",
         "megatron.core.apex",
         "megatron.core.arithmetic",
+        "megatron.core.deferred",
         "megatron.core.flags",
         "megatron.core.progress",
         "megatron.core.durable_files",
@@ -120,7 +121,14 @@ def test_modules_do_not_import_each_other_in_a_cycle():
 
 
 def test_dist_checkpointing_is_independent_of_models_flags_and_topology():
-    names = ("dist_checkpointing", "durable_files", "lazy_import", "object_storage", "terminal")
+    names = (
+        "deferred",
+        "dist_checkpointing",
+        "durable_files",
+        "lazy_import",
+        "object_storage",
+        "terminal",
+    )
     allowed = {f"megatron.core.{name}" for name in names}
     for path in (ROOT / "megatron/core/dist_checkpointing").rglob("*.py"):
         outside = {n for n in imports_of(path) if n.startswith("megatron")}

@@ -6,7 +6,8 @@ import signal
 import pytest
 import torch
 
-from megatron.training.checkpoint.saver import CheckpointSaver, SaveFailedError
+from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
+from megatron.training.checkpoint.saver import make_saver
 from megatron.training.config.options import CheckpointConfig, TrainingConfig
 from megatron.training.exit import Exit, SaveAndExitPolicy, exit_signals
 
@@ -31,7 +32,7 @@ def decisions(training=None, checkpoint=None, signals=None, saver=None, clock=No
         [] if signals is None else signals,
         training or TrainingConfig(),
         checkpoint,
-        saver or CheckpointSaver(checkpoint),
+        saver or make_saver(checkpoint),
         torch.device("cpu"),
         clock(),
         clock,
@@ -66,7 +67,7 @@ def test_time_limit_on_one_rank_ends_all(pool):
 
 
 def the_save_takes_long(rank, world_size):
-    saver = CheckpointSaver(CheckpointConfig())
+    saver = make_saver(CheckpointConfig())
     decide = decisions(TrainingConfig(exit_duration_in_mins=1.0), saver=saver)
     left = [decide.after(1).leave, decide.after(2).leave]
     saver.expected_seconds = 59.5 if rank == 1 else 0.0  # as it measured the last one
@@ -131,7 +132,7 @@ def both_rules(rank, world_size):
 
 def a_save_fails_behind_training(rank, world_size):
     checkpoint = CheckpointConfig(save="x", async_save=True, exit_on_save_failure=True)
-    saver = CheckpointSaver(checkpoint)
+    saver = make_saver(checkpoint)
     decide = decisions(checkpoint=checkpoint, saver=saver)
     first = decide.after(1).leave
     if rank == 1:

@@ -31,9 +31,8 @@ from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.saving import object_commit
+from megatron.core.dist_checkpointing.saving.retention import Retention, RetentionRules
 from megatron.core.object_storage import ObjectStore, path_of
-from megatron.training.checkpoint.retention import Retention
-from megatron.training.config.options import CheckpointConfig
 from tests.support.object_server import FaultyProxy, object_server
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
     Training,
@@ -268,7 +267,7 @@ def test_retention_follows_its_rules(root):
     """Checkpoints of another branch are neither counted nor removed."""
     assert save_one(root / "iter_0000009", 9).error is None  # by no start of this run
     generation = take_generation(root, {"host": "here"})
-    retention = Retention(CheckpointConfig(keep_last_n=2, save_retain_interval=4), generation)
+    retention = Retention(RetentionRules(keep_last=2, keep_every=4), generation)
     for seed in range(1, 8):
         lineage = Lineage((generation.segment(seed),))
         report = save_one(
@@ -389,8 +388,7 @@ import os, random, signal, sys, threading, torch, traceback
 from megatron.core.dist_checkpointing import *
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.object_storage import path_of
-from megatron.training.checkpoint.retention import Retention
-from megatron.training.config.options import CheckpointConfig
+from megatron.core.dist_checkpointing.saving.retention import Retention, RetentionRules
 
 torch.set_num_threads(1)
 root, starts, rng = path_of(sys.argv[1]), int(sys.argv[2]), random.Random(1)
@@ -399,7 +397,7 @@ def train(answers):
     tensors = {"w": torch.zeros(300, 1000), "b": torch.zeros(7)}
     state = {key: ShardedTensor.replicated(key, tensor) for key, tensor in tensors.items()}
     generation = take_generation(root, {"pid": os.getpid()})
-    retention = Retention(CheckpointConfig(keep_last_n=2), generation)
+    retention = Retention(RetentionRules(keep_last=2), generation)
     step = max((int(path.name[5:]) for path in root.glob("iter_*") if is_complete(path)), default=0)
     lineage = Lineage(())
     if step:

@@ -1,16 +1,16 @@
-"""Ownership of --save before any model is built."""
+"""Ownership of a directory of checkpoints: restarts, other jobs, directories not shared."""
 
 import os
 
 import pytest
 
 from megatron.core.dist_checkpointing.local_tier import LocalTier
-from megatron.training.checkpoint.ownership import (
+from megatron.core.dist_checkpointing.ownership import (
     Job,
     identify_job,
-    prepare_save_directory,
+    prepare_directory,
     read_previous_owner,
-    take_save_directory,
+    take_directory,
 )
 
 FIRST = Job("torchrun none", ("host:/tmp/a",))
@@ -19,38 +19,38 @@ OTHER = Job("torchrun none", ("host:/tmp/b",))
 
 
 def test_directory_that_cannot_be_written_is_an_error(tmp_path):
-    prepare_save_directory(tmp_path / "new" / "run")
+    prepare_directory(tmp_path / "new" / "run")
     assert list((tmp_path / "new" / "run").iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"checkpoints cannot be saved to .*file/run"):
-        prepare_save_directory(tmp_path / "file" / "run")
+        prepare_directory(tmp_path / "file" / "run")
 
 
 def test_restart_keeps_the_id_of_its_job(tmp_path):
-    first = take_save_directory(tmp_path, FIRST)
+    first = take_directory(tmp_path, FIRST)
     previous = read_previous_owner(tmp_path, RESTARTED)
     assert (previous.job_id, previous.first_generation) == (first.owner["job_id"], 1)
-    second = take_save_directory(tmp_path, RESTARTED)
-    third = take_save_directory(tmp_path, RESTARTED)
+    second = take_directory(tmp_path, RESTARTED)
+    third = take_directory(tmp_path, RESTARTED)
     assert second.owner["job_id"] == third.owner["job_id"] == first.owner["job_id"]
     assert third.owner["first_generation"] == 1 and third.number == 3
 
 
 def test_restart_does_not_take_over_from_another_job(tmp_path):
-    take_save_directory(tmp_path, FIRST)
-    taken = take_save_directory(tmp_path, OTHER)
+    take_directory(tmp_path, FIRST)
+    taken = take_directory(tmp_path, OTHER)
     for _ in range(2):
         with pytest.raises(ValueError, match="another job has taken over .*does not take over"):
-            take_save_directory(tmp_path, RESTARTED)
+            take_directory(tmp_path, RESTARTED)
     assert taken.is_current()
-    assert take_save_directory(tmp_path, FIRST).number == 3  # an explicit start may
+    assert take_directory(tmp_path, FIRST).number == 3  # an explicit start may
     with pytest.raises(ValueError, match="another job has taken over"):
-        take_save_directory(tmp_path, OTHER._replace(is_restart=True))
+        take_directory(tmp_path, OTHER._replace(is_restart=True))
 
 
 def test_restart_takes_over_from_the_owner_that_its_first_start_found(tmp_path):
-    take_save_directory(tmp_path, OTHER)
-    generation = take_save_directory(tmp_path, RESTARTED)  # the first start failed before this
+    take_directory(tmp_path, OTHER)
+    generation = take_directory(tmp_path, RESTARTED)  # the first start failed before this
     assert generation.number == 2 and generation.owner["job_id"] != ""
 
 
@@ -59,7 +59,7 @@ def test_generation_exceeds_those_of_checkpoints_on_the_nodes(tmp_path):
     tier = LocalTier.create(tmp_path / "node")
     (tier.root / "iter_0000050-0000007.save-1").mkdir()
     (tmp_path / "run").mkdir()
-    assert take_save_directory(tmp_path / "run", Job(), tier).number == 8
+    assert take_directory(tmp_path / "run", Job(), tier).number == 8
 
 
 def test_job_is_identified_by_torchrun_or_slurm(monkeypatch):

@@ -25,13 +25,13 @@ from megatron.core.dist_checkpointing import (
     read_tracker,
 )
 from megatron.core.dist_checkpointing.lineage import LINEAGE
-from megatron.training.checkpoint.retention import (
+from megatron.core.dist_checkpointing.saving.retention import (
     VALIDATION_LOSS,
     Retention,
-    is_checkpoint,
+    RetentionRules,
     select_superseded,
 )
-from megatron.training.config.options import CheckpointConfig
+from megatron.training.checkpoint.saver import is_native_checkpoint
 
 
 def test_newest_is_kept_although_a_copy_has_a_higher_number(tmp_path):
@@ -40,7 +40,7 @@ def test_newest_is_kept_although_a_copy_has_a_higher_number(tmp_path):
         lineage = make(job, iteration)
         if iteration == 4:
             shutil.copytree(tmp_path / "iter_0000004", tmp_path / "iter_0009999")
-    assert apply(job, CheckpointConfig(keep_last_n=1), 8, lineage) == [
+    assert apply(job, RetentionRules(keep_last=1), 8, lineage) == [
         "iter_0000002",
         "iter_0000004",
         "iter_0000006",
@@ -54,28 +54,28 @@ def test_newest_is_kept_although_a_copy_has_a_higher_number(tmp_path):
 
 
 def test_higher_numbers_do_not_supersede_the_newest():
-    rules = CheckpointConfig(keep_last_n=1)
+    rules = RetentionRules(keep_last=1)
     assert select_superseded([2, 9999], 8, rules, {}) == [2]
 
 
 @pytest.mark.parametrize(
     "rules, saved, losses, deleted",
     [
-        (CheckpointConfig(), [1, 2, 3], {}, []),
-        (CheckpointConfig(keep_last_n=1), [1, 2, 3], {}, [1, 2]),
-        (CheckpointConfig(keep_last_n=2), [1, 2, 3], {}, [1]),
-        (CheckpointConfig(keep_last_n=9), [1, 2, 3], {}, []),
-        (CheckpointConfig(save_retain_interval=2), [1, 2, 3, 4, 5], {}, [1, 3]),
-        (CheckpointConfig(keep_last_n=2, save_retain_interval=4), [2, 4, 6, 8, 10], {}, [2, 6]),
-        (CheckpointConfig(keep_best_n=1), [1, 2, 3, 4], {1: 3.0, 2: 1.0, 3: 2.0}, [1, 3]),
+        (RetentionRules(), [1, 2, 3], {}, []),
+        (RetentionRules(keep_last=1), [1, 2, 3], {}, [1, 2]),
+        (RetentionRules(keep_last=2), [1, 2, 3], {}, [1]),
+        (RetentionRules(keep_last=9), [1, 2, 3], {}, []),
+        (RetentionRules(keep_every=2), [1, 2, 3, 4, 5], {}, [1, 3]),
+        (RetentionRules(keep_last=2, keep_every=4), [2, 4, 6, 8, 10], {}, [2, 6]),
+        (RetentionRules(keep_best=1), [1, 2, 3, 4], {1: 3.0, 2: 1.0, 3: 2.0}, [1, 3]),
         (
-            CheckpointConfig(keep_best_n=2),
+            RetentionRules(keep_best=2),
             [1, 2, 3, 4],
             {1: 2.0, 2: 2.0, 3: 2.0},
             [1],
         ),  # the later of equal ones
-        (CheckpointConfig(keep_best_n=1), [1, 2, 3], {1: float("nan"), 2: float("inf")}, [1, 2]),
-        (CheckpointConfig(keep_best_n=1, keep_last_n=2), [1, 2, 3, 4], {1: 1.0, 4: 0.5}, [1, 2]),
+        (RetentionRules(keep_best=1), [1, 2, 3], {1: float("nan"), 2: float("inf")}, [1, 2]),
+        (RetentionRules(keep_best=1, keep_last=2), [1, 2, 3, 4], {1: 1.0, 4: 0.5}, [1, 2]),
     ],
 )
 def test_rules_select_superseded_checkpoints(rules, saved, losses, deleted):
@@ -87,9 +87,7 @@ def test_rules_hold_for_random_runs():
     rng = random.Random(0)
     for _ in range(300):
         some = lambda top: rng.choice([None, rng.randint(1, top)])  # noqa: E731
-        rules = CheckpointConfig(
-            keep_last_n=some(4), save_retain_interval=some(7), keep_best_n=some(3)
-        )
+        rules = RetentionRules(keep_last=some(4), keep_every=some(7), keep_best=some(3))
         saved = set()
         losses = {}
         iteration = 0
@@ -102,19 +100,19 @@ def test_rules_hold_for_random_runs():
             saved -= set(select_superseded(saved, iteration, rules, losses))
             assert iteration in saved
             assert (
-                sorted(before)[-(rules.keep_last_n or 1) :]
-                == sorted(saved)[-(rules.keep_last_n or 1) :]
+                sorted(before)[-(rules.keep_last or 1) :]
+                == sorted(saved)[-(rules.keep_last or 1) :]
             )
             known = {i: losses[i] for i in before if i in losses and losses[i] == losses[i]}
-            best = sorted(known.values())[: rules.keep_best_n or 0]
+            best = sorted(known.values())[: rules.keep_best or 0]
             assert sorted(known[i] for i in saved if i in known)[: len(best)] == best
-            if rules.save_retain_interval:
-                assert {i for i in before if i % rules.save_retain_interval == 0} <= saved
+            if rules.keep_every:
+                assert {i for i in before if i % rules.keep_every == 0} <= saved
             if not rules.removes_checkpoints:
                 assert saved == before
                 continue
-            bound = (rules.keep_last_n or 1) + (rules.keep_best_n or 0)
-            retained = sum(i % (rules.save_retain_interval or iteration + 1) == 0 for i in saved)
+            bound = (rules.keep_last or 1) + (rules.keep_best or 0)
+            retained = sum(i % (rules.keep_every or iteration + 1) == 0 for i in saved)
             assert len(saved) <= bound + retained
 
 
@@ -146,7 +144,7 @@ def make(job, iteration, loss=None):
 
 
 def apply(job, rules, newest, lineage):
-    retention = Retention(rules, job[0])
+    retention = Retention(rules, job[0], is_native_checkpoint)
     removed = retention.apply(newest, lineage, math.nan)
     retention.close()
     return [path.name for path in removed]
@@ -160,7 +158,7 @@ def test_losses_are_read_from_checkpoints(tmp_path):
     job = start(tmp_path)
     for iteration, loss in ((1, 3.0), (2, 1.0), (3, None), (4, 2.0)):
         lineage = make(job, iteration, loss)
-    assert apply(job, CheckpointConfig(keep_best_n=1), 4, lineage) == [
+    assert apply(job, RetentionRules(keep_best=1), 4, lineage) == [
         "iter_0000001",
         "iter_0000003",
     ]
@@ -178,7 +176,7 @@ def test_other_directories_are_left_alone(tmp_path):
     (tmp_path / "iter_0000000").mkdir()
     (tmp_path / "iter_notes").mkdir()
     (tmp_path / "tensorboard").mkdir()
-    assert apply(job, CheckpointConfig(keep_last_n=1), 2, lineage) == ["iter_0000001"]
+    assert apply(job, RetentionRules(keep_last=1), 2, lineage) == ["iter_0000001"]
     assert {"iter_0000000", "iter_notes", "tensorboard"} < {
         path.name for path in tmp_path.iterdir()
     }
@@ -192,11 +190,11 @@ def test_abandoned_branch_is_neither_counted_nor_removed(tmp_path):
     second = start(tmp_path, after=4)
     make(second, 5)
     lineage = make(second, 6)
-    assert apply(second, CheckpointConfig(keep_last_n=3), 6, lineage) == ["iter_0000002"]
+    assert apply(second, RetentionRules(keep_last=3), 6, lineage) == ["iter_0000002"]
     assert CheckpointDirectory(tmp_path).list_iterations() == [4, 5, 6, 8, 10]
     third = start(tmp_path, after=6)
     lineage = make(third, 9)
-    assert apply(third, CheckpointConfig(keep_last_n=2), 9, lineage) == [
+    assert apply(third, RetentionRules(keep_last=2), 9, lineage) == [
         "iter_0000004",
         "iter_0000005",
     ]
@@ -208,10 +206,10 @@ def test_checkpoints_without_lineage_count_up_to_the_loaded_one(tmp_path):
         directory = CheckpointDirectory(tmp_path).path(iteration) / "mp_rank_00_000"
         directory.mkdir(parents=True)
         (directory / "model_optim_rng.pt").touch()
-        assert is_checkpoint(directory.parent)
+        assert is_native_checkpoint(directory.parent)
     job = start(tmp_path, after=2)
     lineage = make(job, 4)
-    assert apply(job, CheckpointConfig(keep_last_n=1), 4, lineage) == [
+    assert apply(job, RetentionRules(keep_last=1), 4, lineage) == [
         "iter_0000001",
         "iter_0000002",
     ]
@@ -252,7 +250,7 @@ def killed_at(event_number, action):
 
 def test_kill_at_every_step_leaves_a_complete_newest_checkpoint(tmp_path):
     """Kill a start at every change of the file system: takeover, save, commit, removal."""
-    rules = CheckpointConfig(keep_last_n=1)
+    rules = RetentionRules(keep_last=1)
 
     def next_one():
         job = start(root, after=2)

@@ -1,8 +1,8 @@
-"""Ownership of --save: which start may take over the directory of checkpoints.
+"""Ownership: which start may take over a directory of checkpoints.
 
-A start takes ownership at the last possible moment: after the checkpoint is loaded and the data is
-built, before the first iteration. A start that fails before has changed nothing, and a run that is
-training to the same directory goes on.
+A start takes ownership at the last possible moment: after its checkpoint is loaded, before it
+trains. A start that fails before has changed nothing, and a run that is training to the same
+directory goes on.
 
 An explicit start takes over from any other. An automatic restart (by torchrun --max-restarts or a
 requeue by Slurm) does not take over from another job that has taken the directory from its own job:
@@ -18,19 +18,15 @@ import socket
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.conversion.formats import CheckpointRef, NoCheckpointError, find_checkpoint
-from megatron.core.dist_checkpointing import Generation, clean_up, take_generation
-from megatron.core.dist_checkpointing.files import run_name
-from megatron.core.dist_checkpointing.generation import find_newest, read_owner
+from megatron.core.dist_checkpointing.files import clean_up
+from megatron.core.dist_checkpointing.generation import Generation, find_newest, read_owner
 from megatron.core.dist_checkpointing.local_tier import LocalTier, order_of
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
-from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
-from megatron.training.config.options import CheckpointConfig
-from megatron.training.config.run_config import Config
+from megatron.core.dist_checkpointing.saving.object_commit import take_generation
+from megatron.core.object_storage import ObjectPath, check_conditional_requests
 
 _MAX_FORMER_JOBS = 16  # in owner.json
 _MAX_LAUNCHERS = 256  # of one job
@@ -92,7 +88,7 @@ def _identify_launcher() -> str | None:
 
 
 class PreviousOwner(NamedTuple):
-    """The owner of --save before this start.
+    """The owner of a directory of checkpoints before this start.
 
     `job_id` is None unless that owner was an earlier start of the same job, and this one is an
     automatic restart. `first_generation` is then the first generation of the job.
@@ -122,28 +118,16 @@ def read_previous_owner(root: Path, job: Job) -> PreviousOwner:
     ):
         who = ", ".join(f"{key} {owner[key]}" for key in ("since", "host", "pid") if key in owner)
         raise ValueError(
-            f"--save {root}: another job has taken over this directory ({who}), and this is an "
+            f"{root}: another job has taken over this directory ({who}), and this is an "
             f"automatic restart of the job that had it before ({job.run_id}). A restart does not "
             "take over from another job: start the command by hand to take the directory over, or "
-            "give it another --save"
+            "give it another directory to save to"
         )
     return PreviousOwner(owner)
 
 
-def saves_to(config: Config) -> Path | None:
-    """Return the directory of checkpoints that the run will own, None if it saves none."""
-    checkpoint = config.checkpoint
-    if (
-        checkpoint.save is None
-        or config.training.skip_train
-        or checkpoint.ckpt_convert_format is not None
-    ):
-        return None
-    return path_of(checkpoint.save)
-
-
-def prepare_save_directory(root: Path) -> None:
-    """Create --save, and check that it can be written to and that all ranks see it. Collective.
+def prepare_directory(root: Path) -> None:
+    """Create `root`, and check that it can be written to and that all ranks see it. Collective.
 
     Raises ValueError on every rank otherwise: an error now is better than a failed first save.
     """
@@ -189,13 +173,13 @@ def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
     hosts = list(blind.items())[:_SHOWN_HOSTS]
     places = [f"{host} (rank {', '.join(map(str, ranks[:8]))})" for host, ranks in hosts]
     raise ValueError(
-        f"--save {root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is "
+        f"{root} is not shared by all ranks: what rank 0 on {seen[0][0]} writes there is "
         f"not visible on {'; '.join(places)}. Give a directory on a file system that all nodes "
         "share"
     )
 
 
-def take_save_directory(root: Path, job: Job, tier: LocalTier | None = None) -> Generation:
+def take_directory(root: Path, job: Job, tier: LocalTier | None = None) -> Generation:
     """Take ownership of `root`; returns the generation, the same on all ranks. Collective.
 
     From then on no earlier start can change the directory. Unfinished saves and removals of
@@ -213,7 +197,7 @@ def take_save_directory(root: Path, job: Job, tier: LocalTier | None = None) -> 
 def _newest_local_generation(tier: LocalTier | None) -> int:
     """Return the newest generation whose local checkpoints this node has.
 
-    After a backup of --save was restored, the nodes may have checkpoints of later starts.
+    After a backup of the directory was restored, the nodes may have checkpoints of later starts.
     """
     if tier is None:
         return 0
@@ -252,44 +236,3 @@ def _describe_start(job: Job, previous: PreviousOwner) -> dict[str, Any]:
         description["first_generation"] = previous.first_generation
     description["former_jobs"] = former_jobs[-_MAX_FORMER_JOBS:]
     return description
-
-
-def find_saved(root: Path) -> CheckpointRef | None:
-    """Return the newest complete checkpoint of the run in `root`, None if there is none."""
-    try:
-        found = find_checkpoint(root)
-    except NoCheckpointError:
-        return None
-    if found is None or found.directory.parent != root:
-        return None
-    return found
-
-
-def newest_saved(root: Path | None) -> str | None:
-    """Return the name of the newest complete checkpoint in `root`, None if there is none.
-
-    Collective.
-    """
-
-    def find() -> str | None:
-        found = None if root is None else find_saved(root)
-        return None if found is None else found.directory.name
-
-    return Coordination.of(None).run_on_rank0(find)
-
-
-def open_local_tier(config: CheckpointConfig, save: Path | None) -> LocalTier | None:
-    """Return the checkpoints of `save` on the disks of the nodes. Collective.
-
-    None without --non-persistent-ckpt-type, and for a run that saves nothing.
-    """
-    directory = config.non_persistent_local_ckpt_dir
-    if save is None or config.non_persistent_ckpt_type is None or directory is None:
-        return None
-    run = Coordination.of(None).run_on_rank0(lambda: run_name(save))
-    return LocalTier.create(
-        Path(os.path.expandvars(directory)) / run,
-        config.replication_factor if config.replication else 1,
-        config.replication_jump,
-        timedelta(minutes=config.ckpt_save_timeout_minutes),
-    )

@@ -1,30 +1,47 @@
-"""Retention: remove old checkpoints by --keep-last-n, --save-retain-interval and --keep-best-n."""
+"""Retention: which checkpoints of a run are removed after a newer one is committed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.conversion.formats import FORMATS
-from megatron.core.dist_checkpointing import (
-    CheckpointDirectory,
-    Generation,
-    Lineage,
-    is_complete,
-    load_common,
-)
 from megatron.core.dist_checkpointing.background import Workers
-from megatron.training.config.options import CheckpointConfig
+from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
+from megatron.core.dist_checkpointing.files import is_complete
+from megatron.core.dist_checkpointing.format.torch_load import load_common
+from megatron.core.dist_checkpointing.generation import Generation
+from megatron.core.dist_checkpointing.lineage import Lineage
 
 # In common.pt: the loss that was measured at the iteration of the checkpoint.
 VALIDATION_LOSS = "validation_loss"
 
 
+@dataclass(frozen=True)
+class RetentionRules:
+    """Which checkpoints to keep. Without any rule all are kept.
+
+    A checkpoint is kept if any rule keeps it; the newest one always is. `keep_last` keeps the last
+    N (1 if only other rules are given), `keep_every` the multiples of N iterations, and `keep_best`
+    the N with the lowest validation loss.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int | None = None
+
+    @property
+    def removes_checkpoints(self) -> bool:
+        """Whether any rule is given."""
+        rules = (self.keep_last, self.keep_every, self.keep_best)
+        return any(rule is not None for rule in rules)
+
+
 def select_superseded(
-    saved: Collection[int], newest: int, rules: CheckpointConfig, losses: Mapping[int, float]
+    saved: Collection[int], newest: int, rules: RetentionRules, losses: Mapping[int, float]
 ) -> list[int]:
     """Return the iterations of `saved` that no rule keeps, in order.
 
@@ -33,14 +50,14 @@ def select_superseded(
     if not rules.removes_checkpoints:
         return []
     present = sorted({newest, *(iteration for iteration in saved if iteration < newest)})
-    kept = {newest, *present[-(rules.keep_last_n or 1) :]}
-    if rules.save_retain_interval is not None:
-        kept |= {iteration for iteration in present if iteration % rules.save_retain_interval == 0}
-    if rules.keep_best_n is not None:
+    kept = {newest, *present[-(rules.keep_last or 1) :]}
+    if rules.keep_every is not None:
+        kept |= {iteration for iteration in present if iteration % rules.keep_every == 0}
+    if rules.keep_best is not None:
         measured = [it for it in present if math.isfinite(losses.get(it, math.nan))]
         # Of equal losses, the later checkpoint is the better one.
         measured.sort(key=lambda iteration: (losses[iteration], -iteration))
-        kept |= set(measured[: rules.keep_best_n])
+        kept |= set(measured[: rules.keep_best])
     return [iteration for iteration in present if iteration not in kept]
 
 
@@ -53,11 +70,18 @@ class Retention:
 
     Call `apply` after every commit, `wait` before the next save writes anything, so that the disk
     has room, and `close` at the end. The directory is read once: only its owner changes it.
+    `is_checkpoint` recognizes the directories that the rules apply to.
     """
 
-    def __init__(self, rules: CheckpointConfig, generation: Generation) -> None:
+    def __init__(
+        self,
+        rules: RetentionRules,
+        generation: Generation,
+        is_checkpoint: Callable[[Path], bool] = is_complete,
+    ) -> None:
         self._rules = rules
         self._generation = generation
+        self._is_checkpoint = is_checkpoint
         self._directory = CheckpointDirectory(generation.root)
         self._losses: dict[int, float] | None = None  # of the checkpoints on the branch of the run
         self._remover: Workers | None = None
@@ -106,15 +130,10 @@ class Retention:
         losses = {}
         for iteration in self._directory.list_branch(lineage):
             path = self._directory.path(iteration)
-            if is_checkpoint(path):
-                needs_loss = self._rules.keep_best_n is not None
+            if self._is_checkpoint(path):
+                needs_loss = self._rules.keep_best is not None
                 losses[iteration] = _read_loss(path) if needs_loss else math.nan
         return losses
-
-
-def is_checkpoint(directory: Path) -> bool:
-    """Return whether `directory` is a checkpoint that training wrote, in either format."""
-    return is_complete(directory) or FORMATS["legacy"](directory)
 
 
 def _read_loss(directory: Path) -> float:

@@ -1,0 +1,68 @@
+"""The directory that a run saves to, and the checkpoints that it already contains."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+from megatron.conversion.formats import CheckpointRef, NoCheckpointError, find_checkpoint
+from megatron.core.dist_checkpointing.files import run_name
+from megatron.core.dist_checkpointing.local_tier import LocalTier
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.object_storage import path_of
+from megatron.training.config.options import CheckpointConfig
+from megatron.training.config.run_config import Config
+
+
+def saves_to(config: Config) -> Path | None:
+    """Return the directory of checkpoints that the run will own, None if it saves none."""
+    checkpoint = config.checkpoint
+    if (
+        checkpoint.save is None
+        or config.training.skip_train
+        or checkpoint.ckpt_convert_format is not None
+    ):
+        return None
+    return path_of(checkpoint.save)
+
+
+def find_saved(root: Path) -> CheckpointRef | None:
+    """Return the newest complete checkpoint of the run in `root`, None if there is none."""
+    try:
+        found = find_checkpoint(root)
+    except NoCheckpointError:
+        return None
+    if found is None or found.directory.parent != root:
+        return None
+    return found
+
+
+def newest_saved(root: Path | None) -> str | None:
+    """Return the name of the newest complete checkpoint in `root`, None if there is none.
+
+    Collective.
+    """
+
+    def find() -> str | None:
+        found = None if root is None else find_saved(root)
+        return None if found is None else found.directory.name
+
+    return Coordination.of(None).run_on_rank0(find)
+
+
+def open_local_tier(config: CheckpointConfig, save: Path | None) -> LocalTier | None:
+    """Return the checkpoints of `save` on the disks of the nodes. Collective.
+
+    None without --non-persistent-ckpt-type, and for a run that saves nothing.
+    """
+    directory = config.non_persistent_local_ckpt_dir
+    if save is None or config.non_persistent_ckpt_type is None or directory is None:
+        return None
+    run = Coordination.of(None).run_on_rank0(lambda: run_name(save))
+    return LocalTier.create(
+        Path(os.path.expandvars(directory)) / run,
+        config.replication_factor if config.replication else 1,
+        config.replication_jump,
+        timedelta(minutes=config.ckpt_save_timeout_minutes),
+    )
