@@ -62,10 +62,10 @@ from megatron.training.exit import (
 from megatron.training.initialize import initialize
 from megatron.training.planning.run_plan import plan_run
 from megatron.training.planning.summary import (
-    device_name,
+    describe_device,
+    describe_layout,
     format_arguments,
     format_summary,
-    layout_name,
     summarize,
 )
 from megatron.training.rendezvous import environment_rank
@@ -482,7 +482,8 @@ def reporting(
     )
     world_size = run.ps.world_size
     plan = plan_run(config, world_size, model_provider, run.device.type)
-    topics = summarize(config, world_size, plan, f"{device_name(run.device)} on every rank", start)
+    device = f"{describe_device(run.device)} on every rank"
+    topics = summarize(config, world_size, plan, device, start)
     report_line(format_summary(topics), event="start", **topics)
     if config.logging.print_args:
         report_line(
@@ -555,7 +556,7 @@ def _record_start(run: Run, record: RunRecord | None, topics: dict[str, str]) ->
         "loading": round(run.loading_seconds, 3),
         "train_iters": run.train_iters,
         "world_size": run.ps.world_size,
-        "layout": layout_name(config, run.ps.world_size),
+        "layout": describe_layout(config, run.ps.world_size),
         "summary": topics,
     }
     content = to_json_value({**start, "arguments": config.flags()})

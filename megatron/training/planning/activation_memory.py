@@ -9,6 +9,7 @@ byte per element, as on CUDA.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from megatron.core.parallel_state import ParallelConfig
@@ -50,9 +51,11 @@ class ActivationMemory:
         self.itemsize = model.params_dtype.itemsize
 
         # Inside tensor-parallel regions a rank has all tokens of its context-parallel part. Outside
-        # of them, under sequence parallelism, it has only its share.
+        # of them, with sequence parallelism, it has only its shard.
         self.tokens = seq_length * micro_batch_size // parallel.cp_size
-        self.local_tokens = self.tokens // self.tp_size if self.sequence_parallel else self.tokens
+        self.local_tokens = self.tokens
+        if self.sequence_parallel:
+            self.local_tokens //= self.tp_size
 
         # Tensors by shape.
         self.whole = self.tokens * model.hidden_size * self.itemsize  # [s/cp, b, h]
@@ -64,9 +67,13 @@ class ActivationMemory:
         self.per_head = self._shard(max(model.qk_width, model.v_width))
         self.key_values = 2 * self.per_head * model.query_groups  # all groups of this rank
         self.context = self._shard(model.v_width * model.num_attention_heads)
-        # Bytes per row that a norm keeps in fp32: RMSNorm the scale, LayerNorm also the mean.
-        self.normalizer = FP32 if model.normalization == "RMSNorm" else 2 * FP32
-        self.mlp_inputs = 2 if model.gated else 1  # widths of the first matrix of the MLP
+        # Bytes per row that a norm keeps in fp32: LayerNorm the scale and the mean, RMSNorm only
+        # the scale.
+        self.normalizer = 2 * FP32
+        if model.normalization == "RMSNorm":
+            self.normalizer = FP32
+        # Output widths of the first matrix of the MLP; a gated one has gate and up projection.
+        self.mlp_inputs = 1 + model.gated
 
     @classmethod
     def from_run(cls, config: Config, device_type: str) -> ActivationMemory:
@@ -94,11 +101,11 @@ class ActivationMemory:
     # Kinds of attention.
 
     def _exchanges_heads(self, kind: LayerKind) -> bool:
-        """Whether attention over CP exchanges positions for heads (all-to-all)."""
+        """Return whether attention over CP exchanges positions for heads (all-to-all)."""
         return self.cp_size > 1 and kind.cp_comm_type == "a2a"
 
     def _is_blockwise(self, kind: LayerKind) -> bool:
-        """Whether attention is computed in blocks instead of by a fused kernel."""
+        """Return whether attention is computed in blocks instead of by a fused kernel."""
         in_documents = self.documents and not self.config.attention_dropout
         over_ranks = self.cp_size > 1 and not self._exchanges_heads(kind)
         return self.config.attends_in_blocks or over_ranks or in_documents
@@ -108,101 +115,133 @@ class ActivationMemory:
 
     # Kept from forward to backward.
 
-    def layer(self, kind: LayerKind) -> int:
+    def count_layer(self, kind: LayerKind) -> int:
         """Return the bytes that a layer keeps, including its input."""
-        c = self.config
+        model = self.config
+
+        # The inputs of attention and of the MLP on the residual stream, and their norms.
+        norm_statistics = self.local_tokens * self.normalizer
         num_norms = self._count_kept_norms(kind)
-        total = 2 * self.residual + num_norms * self.local_tokens * self.normalizer
-        if not c.recomputes("layernorm"):
+        total = 2 * self.residual + num_norms * norm_statistics
+        if not model.recomputes("layernorm"):
             total += num_norms * self.residual  # the inputs of the linear layers
-        if c.norm_placement == "both":
-            total += 2 * (self.residual + self.local_tokens * self.normalizer)
-        total += self._latents() if c.multi_latent_attention else self._qk_norms()
-        total += self.context if c.recomputes("mla_up_proj") else self._core_attention(kind)
+        if model.norm_placement == "both":
+            total += 2 * (self.residual + norm_statistics)
+
+        # Attention.
+        if model.multi_latent_attention:
+            total += self._count_latents()
+        else:
+            total += self._count_qk_norms()
+        if model.recomputes("mla_up_proj"):
+            total += self.context
+        else:
+            total += self._count_core_attention(kind)
+
+        # The MLP, and the dropout masks after attention and MLP.
         if not self.recomputes_mlp(kind):
-            total += self._mlp(kind)
-        if c.hidden_dropout:
-            total += 2 * self.local_tokens * c.hidden_size
+            total += self._count_mlp(kind)
+        if model.hidden_dropout:
+            total += 2 * self.local_tokens * model.hidden_size
         return total
 
     def _count_kept_norms(self, kind: LayerKind) -> int:
-        """Return how many of the two norms keep their result: the MLP's norm is recomputed with
-        it.
+        """Return the number of norms, of two, that keep their result.
+
+        The norm of a dense MLP is recomputed together with the MLP.
         """
-        return 1 if self.recomputes_mlp(kind) and not kind.experts else 2
+        recomputes_mlp_norm = self.recomputes_mlp(kind) and not kind.experts
+        return 2 - recomputes_mlp_norm
 
     def recomputes_mlp(self, kind: LayerKind) -> bool:
-        """Whether backward computes the MLP again."""
-        return self.config.recomputes("moe" if kind.experts else "mlp")
+        """Return whether backward computes the MLP again."""
+        module = "moe" if kind.experts else "mlp"
+        return self.config.recomputes(module)
 
-    def _core_attention(self, kind: LayerKind) -> int:
+    def _count_core_attention(self, kind: LayerKind) -> int:
         """Return the bytes that attention keeps, from queries, keys and values to the input of the
         output projection.
         """
-        c = self.config
-        num_heads = c.num_attention_heads
+        model = self.config
+        num_heads = model.num_attention_heads
+
+        # Keys and values are repeated for all heads unless the kernel supports groups of heads.
         keeps_groups = self._is_blockwise(kind) or supports_grouped_heads(
-            self.device_type, c.params_dtype, self._needs_mask(kind)
+            self.device_type, model.params_dtype, self._needs_mask(kind)
         )
-        num_groups = c.query_groups if keeps_groups else num_heads
+        num_groups = num_heads
+        if keeps_groups:
+            num_groups = model.query_groups
         total = self.per_head * (num_heads + 2 * num_groups) + self.context
-        if c.recomputes("core_attn"):
+        if model.recomputes("core_attn"):
             return total
-        if self._exchanges_heads(kind) or c.v_width < c.qk_width:
-            # The output of the kernel exists besides the input of the projection.
+
+        if self._exchanges_heads(kind) or model.v_width < model.qk_width:
+            # The output of the kernel is a tensor of its own, not the input of the projection.
             total += self.per_head * num_heads
         log_sum_exp = self.tokens * num_heads // self.tp_size * FP32
-        return total + log_sum_exp + self._mask(kind)
+        return total + log_sum_exp + self._count_mask(kind)
 
-    def _qk_norms(self) -> int:
+    def _count_qk_norms(self) -> int:
         """Return the bytes of the heads before and after their norm."""
-        c = self.config
-        if not c.qk_layernorm:
+        model = self.config
+        if not model.qk_layernorm:
             return 0
-        num_heads = c.num_attention_heads + c.query_groups
-        return self.per_head * num_heads + self.tokens * num_heads // self.tp_size * self.normalizer
+        num_heads = model.num_attention_heads + model.query_groups
+        statistics = self.tokens * num_heads // self.tp_size * self.normalizer
+        return self.per_head * num_heads + statistics
 
-    def _latents(self) -> int:
+    def _count_latents(self) -> int:
         """Return the bytes of the compressed queries and keys of latent attention, before and after
         their norm, and of the shared part of the keys.
         """
-        c = self.config
-        widths = [width for width in (c.q_lora_rank, c.kv_lora_rank) if width is not None]
-        total = self.local_tokens * (sum(widths) + c.qk_pos_emb_head_dim) * self.itemsize
-        if c.recomputes("mla_up_proj"):
-            return total + self.tokens * c.qk_pos_emb_head_dim * self.itemsize
-        if c.qk_layernorm:
-            normed = 0 if c.recomputes("layernorm") else sum(widths) * self.itemsize
-            total += self.local_tokens * (normed + len(widths) * self.normalizer)
+        model = self.config
+        widths = [width for width in (model.q_lora_rank, model.kv_lora_rank) if width is not None]
+        shared_key_width = model.qk_pos_emb_head_dim
+        total = self.local_tokens * (sum(widths) + shared_key_width) * self.itemsize
+        if model.recomputes("mla_up_proj"):
+            return total + self.tokens * shared_key_width * self.itemsize
+        if model.qk_layernorm:
+            total += self.local_tokens * len(widths) * self.normalizer
+            if not model.recomputes("layernorm"):
+                total += self.local_tokens * sum(widths) * self.itemsize
         return total
 
-    def _mlp(self, kind: LayerKind) -> int:
-        """Return the bytes that the MLP keeps; experts are assumed to be evenly loaded."""
-        c = self.config
+    def _count_mlp(self, kind: LayerKind) -> int:
+        """Return the bytes that the MLP keeps; the load of experts is assumed to be balanced."""
+        model = self.config
         if not kind.experts:
             return (self.mlp_inputs + 1) * self.inner
+
+        # One row per chosen expert of each token: the input, the values before the activation
+        # and, unless recomputed, two after it.
         etp_size = self.parallel.etp_size
-        # The rows of each chosen expert: input, values around the activation, its product, places.
-        rows = self.local_tokens * c.moe_router_topk * etp_size
-        inner = rows * c.moe_ffn_size // etp_size * self.itemsize
-        num_inner = self.mlp_inputs + (0 if c.recomputes("moe_act") else 2)
-        total = rows * c.hidden_size * self.itemsize + num_inner * inner
+        rows = self.local_tokens * model.moe_router_topk * etp_size
+        inner = rows * model.moe_ffn_size // etp_size * self.itemsize
+        num_inner = self.mlp_inputs
+        if not model.recomputes("moe_act"):
+            num_inner += 2
+        total = rows * model.hidden_size * self.itemsize + num_inner * inner
+        # Four int64 indices per row for the dispatch.
         total += 4 * 8 * rows
         # The router keeps three tensors of scores in fp32.
-        total += 3 * self.local_tokens * c.experts * FP32
-        shared = self._shard(c.moe_shared_expert_intermediate_size or 0)
+        total += 3 * self.local_tokens * model.experts * FP32
+
+        shared = self._shard(model.moe_shared_expert_intermediate_size or 0)
         return total + (self.mlp_inputs + 1) * shared
 
-    def _mask(self, kind: LayerKind) -> int:
+    def _count_mask(self, kind: LayerKind) -> int:
         """Return the bytes of the additive form of a boolean mask.
 
-        Causal order alone needs none; attention in blocks computes its masks again.
+        Causal order alone needs no mask; blockwise attention recomputes its masks.
         """
         if self._is_blockwise(kind):
             return 0
         if self.documents:
             return self.tokens * self.cp_size * self.seq_length * (1 + self.itemsize)
-        return self.seq_length**2 * self.itemsize if kind.window else 0
+        if kind.window:
+            return self.seq_length**2 * self.itemsize
+        return 0
 
     @property
     def head(self) -> int:
@@ -214,63 +253,82 @@ class ActivationMemory:
 
     # Kept between iterations.
 
-    def tables(self, kinds: Sequence[LayerKind]) -> int:
+    def count_tables(self, kinds: Sequence[LayerKind]) -> int:
         """Return the bytes that the layers of a chunk share: rotary tables, fixed masks."""
-        by_exchange = {self._exchanges_heads(kind): kind for kind in kinds}
-        return sum(map(self._tables, by_exchange.values()))
+        # Layers that exchange heads share one set of tables, all other layers another one.
+        kind_by_exchange = {}
+        for kind in kinds:
+            kind_by_exchange[self._exchanges_heads(kind)] = kind
+        return sum(map(self._count_layer_tables, kind_by_exchange.values()))
 
-    def _tables(self, kind: LayerKind) -> int:
-        c = self.config
-        blockwise = self._is_blockwise(kind)
+    def _count_layer_tables(self, kind: LayerKind) -> int:
+        model = self.config
+        is_latent = model.multi_latent_attention
+        is_blockwise = self._is_blockwise(kind)
         total = 0
-        if c.position_embedding_type == "rope" or c.multi_latent_attention:
-            only_own_positions = blockwise or c.multi_latent_attention
-            positions = self.seq_length // self.cp_size if only_own_positions else self.seq_length
-            width = c.qk_pos_emb_head_dim if c.multi_latent_attention else c.head_dim
-            total += positions * int(width * c.rotary_percent) * self.itemsize
-        scores = self.seq_length**2 // self.cp_size
-        if c.position_embedding_type == "alibi":
-            total += scores * c.num_attention_heads // self.tp_size * self.itemsize
-        elif c.window_size is not None or (self.documents and (self.cp_size > 1 or not blockwise)):
-            total += scores * self.itemsize if blockwise else self.seq_length**2
+
+        # The rotary table: [positions, width].
+        if model.position_embedding_type == "rope" or is_latent:
+            positions = self.seq_length
+            if is_blockwise or is_latent:
+                positions //= self.cp_size  # only those of this rank
+            width = model.qk_pos_emb_head_dim if is_latent else model.head_dim
+            total += positions * int(width * model.rotary_percent) * self.itemsize
+
+        # The fixed mask: a bias per score in blocks, otherwise one boolean per pair of positions.
+        num_scores = self.seq_length**2 // self.cp_size
+        documents_need_mask = self.documents and (self.cp_size > 1 or not is_blockwise)
+        if model.position_embedding_type == "alibi":
+            total += num_scores * model.num_attention_heads // self.tp_size * self.itemsize
+        elif model.window_size is not None or documents_need_mask:
+            total += num_scores * self.itemsize if is_blockwise else self.seq_length**2
         return total
 
     # Held during backward.
 
-    def layer_backward(self, kind: LayerKind) -> int:
+    def count_layer_backward(self, kind: LayerKind) -> int:
         """Return the maximum bytes that backward of a layer holds beyond what the layer keeps."""
-        c = self.config
+        model = self.config
+        mlp = self._count_mlp(kind)
+
         # Recomputed values exist again for a while: the output of the norm, the MLP with its norm,
-        # and the heads (when the MLP is gone).
-        recomputed = self.residual if c.recomputes("layernorm") else 0
+        # and the heads (when the MLP is freed).
+        recomputed = 0
+        if model.recomputes("layernorm"):
+            recomputed += self.residual
         if self.recomputes_mlp(kind):
-            recomputed += self._mlp(kind) + (2 - self._count_kept_norms(kind)) * self.residual
+            num_recomputed_norms = 2 - self._count_kept_norms(kind)
+            recomputed += mlp + num_recomputed_norms * self.residual
         heads = 0
-        if c.recomputes("mla_up_proj"):
-            heads = self._core_attention(kind) - self.context
-        # A gradient that is not fp32 exists on its own before it is added to the fp32 buffer.
+        if model.recomputes("mla_up_proj"):
+            heads = self._count_core_attention(kind) - self.context
+        # A gradient that is not fp32 is a tensor of its own before it is added to the fp32 buffer.
         weight_grad = 0
         if self.itemsize < FP32:
-            weight_grad = c.hidden_size * c.ffn_size // self.tp_size * self.itemsize
+            weight_grad = model.hidden_size * model.ffn_size // self.tp_size * self.itemsize
 
-        # The moments at which the most can be held. The MLP and its input are gone at the first
-        # and the last.
-        attention = self._attention_backward(kind) + heads - self._mlp(kind) - self.residual
-        gathered = self.whole if self.sequence_parallel else 0
-        second_linear = gathered + self.inner + weight_grad
-        # The gradient, its product, and a temporary instead of the input of the second linear.
-        activation = (3 if c.gated else 1) * self.inner
+        # The moments at which the most can be held, in the order of backward from the second
+        # linear layer of the MLP to attention. MLP and input are freed for the norm and attention.
+        second_linear = self.inner + weight_grad
+        if self.sequence_parallel:
+            second_linear += self.whole
+        # The gradient; and, if gated, its product and a temporary that replaces the input of the
+        # second linear layer.
+        activation = self.inner
+        if model.gated:
+            activation += 2 * self.inner
         first_linear = self.whole + self.mlp_inputs * weight_grad - self.inner
         if self.sequence_parallel:
             first_linear += self.whole + self.residual
         # Three temporaries in fp32, and the gradient in the dtype of the model.
-        norm = 3 * self.residual * FP32 // self.itemsize - self._mlp(kind)
-        most = max(attention, second_linear, activation, first_linear, norm)
+        norm = 3 * self.residual * FP32 // self.itemsize - mlp
+        attention = self._count_attention_backward(kind) + heads - mlp - self.residual
+        most = max(second_linear, activation, first_linear, norm, attention)
 
         # The gradient of the residual stream exists throughout.
         return self.residual + recomputed + most
 
-    def _attention_backward(self, kind: LayerKind) -> int:
+    def _count_attention_backward(self, kind: LayerKind) -> int:
         """Return the bytes of gradients and scores during backward of blockwise or exchanged
         attention.
         """
@@ -281,31 +339,36 @@ class ActivationMemory:
             exchange = output + 3 * (output + self.key_values)
         if not self._is_blockwise(kind):
             return exchange
+
         # Gradients of the output, and of the queries in fp32.
-        queries = output + output * FP32 // self.itemsize + self._plain_scores()
+        queries = output + output * FP32 // self.itemsize + self._count_plain_scores()
         if self.cp_size == 1 or self._exchanges_heads(kind):
             parts = output + 2 * self.key_values  # of one block, and of all
         elif kind.cp_comm_type == "p2p":
             # Two parts in transit, two gradients, those of one block.
             parts = output + 5 * self.key_values
         else:
-            # All parts, their gradients, and these in one piece.
+            # All parts, their gradients, and these gradients concatenated.
             parts = 3 * self.cp_size * self.key_values
         return max(exchange, queries + parts)
 
-    def _plain_scores(self) -> int:
+    def _count_plain_scores(self) -> int:
         """Return the bytes of the plain kernel, which caps scores: scores, their tanh, the gradient
         and a factor of it, in fp32.
         """
         if self.config.attn_logit_softcapping is None:
             return 0
+        # The kernel computes as many rows of scores [rows, b, heads / tp, s / cp] at once as fit.
         positions = self.seq_length // self.cp_size
         num_heads = self.config.num_attention_heads // self.tp_size
         batch = self.tokens // positions
         per_row = batch * num_heads * self.seq_length // self.cp_size
         rows = max(1, min(positions, SCORES_AT_ONCE // per_row))
-        copy = self.itemsize if self.itemsize < FP32 else 0
-        return rows * per_row * (4 * FP32 + copy)
+
+        per_score = 4 * FP32
+        if self.itemsize < FP32:
+            per_score += self.itemsize  # a copy in the dtype of the model
+        return rows * per_row * per_score
 
     @property
     def head_backward(self) -> int:
@@ -315,36 +378,45 @@ class ActivationMemory:
             extra += self.whole + self.residual
         if self.itemsize == FP32:
             return extra
+        # The gradient of the output matrix, or a chunk of the logits in fp32.
         extra += self.vocab_rows * self.config.hidden_size * self.itemsize
         num_logits = self.logits // self.itemsize
-        return max(extra, FP32 * min(get_loss_chunk_elements(self.device_type), num_logits))
+        num_chunk_logits = min(get_loss_chunk_elements(self.device_type), num_logits)
+        return max(extra, num_chunk_logits * FP32)
 
     # Chunks.
 
-    def kept(self, kinds: Sequence[LayerKind]) -> int:
+    def count_chunk(self, kinds: Sequence[LayerKind]) -> int:
         """Return the bytes that layers of these kinds keep from forward to backward of a
         micro-batch.
         """
         num_inputs, num_stored = self._split_recomputed(len(kinds))
-        return num_inputs * self.residual + self._layers(kinds[len(kinds) - num_stored :])
+        stored = kinds[len(kinds) - num_stored :]
+        return num_inputs * self.residual + self._count_layers(stored)
 
-    def backward(self, kinds: Sequence[LayerKind], post_process: bool) -> int:
-        """Return the maximum bytes that backward of a chunk holds beyond what it keeps."""
-        num_layers = len(kinds)
-        num_inputs, num_stored = self._split_recomputed(num_layers)
-        stored = kinds[num_layers - num_stored :]
-        head = self.head if post_process else 0
-        # The moments at which the most can be held; a chunk can have the embedding alone.
-        peaks = [0] if not kinds else []
+    def count_chunk_backward(self, kinds: Sequence[LayerKind], post_process: bool) -> int:
+        """Return the maximum bytes that backward of a chunk holds beyond the bytes it keeps."""
+        if not kinds and not post_process:
+            return 0  # a chunk can contain the embedding alone
+        num_inputs, num_stored = self._split_recomputed(len(kinds))
+        num_recomputed = len(kinds) - num_stored
+        stored = kinds[num_recomputed:]
+
+        # The moments at which the most can be held: backward of the loss, then, when its memory is
+        # freed, of each stored layer, and of each group of layers after its second forward.
+        peaks = []
+        head = 0
         if post_process:
+            head = self.head
             peaks.append(self.head_backward)
         for kind in set(stored):
-            peaks.append(self.layer_backward(kind) - head)
+            peaks.append(self.count_layer_backward(kind) - head)
         if num_inputs:
-            for group in self._split_groups(kinds[: num_layers - num_stored]):
-                again = self._layers(group) - self.residual  # the input of the group is kept
-                peak = again + max(self.layer_backward(kind) for kind in group)
-                peaks.append(peak - self._layers(stored) - head)
+            freed = self._count_layers(stored) + head
+            for group in self._split_groups(kinds[:num_recomputed]):
+                recomputed = self._count_layers(group) - self.residual  # its input was kept
+                backward = max(map(self.count_layer_backward, group))
+                peaks.append(recomputed + backward - freed)
         return max(peaks)
 
     def count_recomputed_layers(self, num_layers: int) -> int:
@@ -352,23 +424,31 @@ class ActivationMemory:
         _, num_stored = self._split_recomputed(num_layers)
         return num_layers - num_stored
 
-    def _layers(self, kinds: Sequence[LayerKind]) -> int:
-        return sum(kinds.count(kind) * self.layer(kind) for kind in set(kinds))
+    def _count_layers(self, kinds: Sequence[LayerKind]) -> int:
+        total = 0
+        for kind in set(kinds):
+            total += kinds.count(kind) * self.count_layer(kind)
+        return total
 
     def _split_recomputed(self, num_layers: int) -> tuple[int, int]:
-        """Return the number of groups that keep only their input, and of layers that keep all."""
-        c = self.config
-        if c.recompute_granularity != "full":
+        """Return the number of groups that keep only their input, and the number of layers that
+        keep all their activations.
+        """
+        model = self.config
+        if model.recompute_granularity != "full":
             return 0, num_layers
-        assert c.recompute_num_layers is not None
-        if c.recompute_method == "uniform":
-            return -(-num_layers // c.recompute_num_layers), 0
-        num_groups = min(c.recompute_num_layers, num_layers)
+        assert model.recompute_num_layers is not None
+        if model.recompute_method == "uniform":
+            num_groups = math.ceil(num_layers / model.recompute_num_layers)
+            return num_groups, 0
+        num_groups = min(model.recompute_num_layers, num_layers)
         return num_groups, num_layers - num_groups
 
     def _split_groups(self, kinds: Sequence[LayerKind]) -> list[Sequence[LayerKind]]:
         """Return the groups of layers that are recomputed together."""
-        c = self.config
-        assert c.recompute_num_layers is not None
-        size = min(c.recompute_num_layers, len(kinds)) if c.recompute_method == "uniform" else 1
+        model = self.config
+        size = 1
+        if model.recompute_method == "uniform":
+            assert model.recompute_num_layers is not None
+            size = min(model.recompute_num_layers, len(kinds))
         return [kinds[start : start + size] for start in range(0, len(kinds), size)]

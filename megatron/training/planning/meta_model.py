@@ -1,13 +1,12 @@
 """The model of one rank on torch's meta device: exact sizes of weights, buffers and checkpoints
 without allocating memory.
 
-The gradient buffers are planned by the code that plans them in training.
+Gradient buffers are planned by the same code as in training.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +51,8 @@ class MetaBuffer:
     """Number of equal parts of gradients and optimizer state; 1 without the distributed optimizer.
     """
     is_expert: bool
-    """Whether it contains only experts, which are sharded over other ranks than the rest."""
+    """Whether the buffer contains only experts, which are sharded over other ranks than the rest.
+    """
     itemsize: int
     """Bytes per weight; 1 in fp8 (--fp8-param-gather)."""
     scale_bytes: int = 0
@@ -85,7 +85,10 @@ class MetaChunk:
 
     @property
     def buckets(self) -> list[BucketPlan]:
-        return [bucket for buffer in self.buffers for bucket in buffer.buckets]
+        buckets: list[BucketPlan] = []
+        for buffer in self.buffers:
+            buckets += buffer.buckets
+        return buckets
 
 
 def build_meta_chunks(
@@ -93,8 +96,8 @@ def build_meta_chunks(
 ) -> Iterator[MetaChunk]:
     """Build the chunks of one rank on the meta device, and plan their buffers.
 
-    The layers are those of the local backend: the shapes are the same, and no other backend has to
-    be installed.
+    The layers are those of the local backend: it has the same shapes, and planning then does not
+    require the packages of other backends.
     """
     local_config = replace(config, model=replace(config.model, **LOCAL_BACKEND_FIELDS))
     rng = TensorParallelRng(0, ps.tp.rank)
@@ -117,12 +120,14 @@ def build_meta_chunks(
 def _plan_buffers(
     config: Config, ps: ParallelState, module: MegatronModule, layers: Sequence[int]
 ) -> Iterator[MetaBuffer]:
-    """Plan the buffers of a chunk: experts and other parameters apart, weights in fp8 and others
-    apart.
-    """
+    """Plan the buffers of a chunk: separate ones for experts and for weights in fp8."""
     in_fp8 = _find_fp8_weights(config.model, module, layers)
+    # (is_expert, is_fp8) -> parameters
     groups: dict[tuple[bool, bool], list[ParamSpec]] = {
-        (is_expert, is_fp8): [] for is_expert in (False, True) for is_fp8 in (False, True)
+        (False, False): [],
+        (False, True): [],
+        (True, False): [],
+        (True, True): [],
     }
     for name, parameter in module.named_parameters():
         spec = ParamSpec(name, tuple(parameter.shape), param_info(parameter))
@@ -135,14 +140,16 @@ def _plan_buffers(
             continue
         replicas = ps.edp if is_expert else ps.dp_cp
         bucket_size = config.ddp.bucket_size(sum(spec.numel for spec in specs), replicas.size)
-        num_shards = replicas.size if config.ddp.use_distributed_optimizer else 1
-        yield MetaBuffer(
-            plan_buffer(specs, bucket_size, num_shards),
-            num_shards,
-            is_expert,
-            itemsize=1 if is_fp8 else config.model.params_dtype.itemsize,
-            scale_bytes=_count_scale_bytes(config.model, specs) if is_fp8 else 0,
-        )
+        num_shards = 1
+        if config.ddp.use_distributed_optimizer:
+            num_shards = replicas.size
+        itemsize = config.model.params_dtype.itemsize
+        scale_bytes = 0
+        if is_fp8:
+            itemsize = 1
+            scale_bytes = _count_scale_bytes(config.model, specs)
+        buckets = plan_buffer(specs, bucket_size, num_shards)
+        yield MetaBuffer(buckets, num_shards, is_expert, itemsize, scale_bytes)
 
 
 def _find_fp8_weights(
@@ -153,26 +160,26 @@ def _find_fp8_weights(
     """
     if not config.fp8_param_gather:
         return set()
-    prefixes = tuple(
-        f"decoder.layers.{local}."
-        for local, number in enumerate(layers)
-        if config.quantizes(number)
-    )
+    prefixes = []
+    for local_number, number in enumerate(layers):
+        if config.quantizes(number):
+            prefixes.append(f"decoder.layers.{local_number}.")
     names = set()
     for name, module in chunk.named_modules():
-        if isinstance(module, _LINEAR) and name.startswith(prefixes):
+        if isinstance(module, _LINEAR) and name.startswith(tuple(prefixes)):
             names.add(f"{name}.weight")
     return names
 
 
 def _count_scale_bytes(config: TransformerConfig, specs: Sequence[ParamSpec]) -> int:
     """Return the bytes of the fp32 scales: one per matrix, or per block of 128 x 128."""
-    block = FP8_BLOCK if config.fp8_recipe == "blockwise" else sys.maxsize
     num_scales = 0
     for spec in specs:
-        num_matrices = math.prod(spec.shape[:-2])
-        num_blocks = math.prod(-(-size // block) for size in spec.shape[-2:])
-        num_scales += num_matrices * num_blocks
+        *batch, rows, columns = spec.shape  # grouped linear layers have [experts, rows, columns]
+        num_blocks = 1
+        if config.fp8_recipe == "blockwise":
+            num_blocks = math.ceil(rows / FP8_BLOCK) * math.ceil(columns / FP8_BLOCK)
+        num_scales += math.prod(batch) * num_blocks
     return 4 * num_scales
 
 
@@ -187,9 +194,9 @@ class StoredParameter(NamedTuple):
 def count_stored_elements(
     chunks: Iterable[MetaChunk], whole: bool = True
 ) -> Counter[StoredParameter]:
-    """Return the elements of every stored parameter, each once.
+    """Return the number of elements of every stored parameter; each parameter is counted once.
 
-    Counts whole parameters, or, with `whole` False, the boxes of these chunks.
+    Counts whole parameters, or, with `whole` False, only the boxes of these chunks.
     """
     sizes: Counter[StoredParameter] = Counter()
     for chunk in chunks:

@@ -19,9 +19,9 @@ BACKWARD_COLOR = "#17408b"
 GRID_COLOR = "#dde2e9"
 LIMIT_COLOR = "#c2334d"
 BACKWARD_COST = 2.0  # of a forward pass: two matrix products instead of one
-MIN_MICROBATCHES = 4  # per stage in the picture; the pattern repeats
+MAX_MICROBATCHES = 4  # per stage in the picture; later ones repeat the pattern
 MAX_LABELED_PASSES = 24  # per stage; labels of more passes would overlap
-SMALLEST_PART = 0.002  # of the memory, that is drawn
+SMALLEST_PART = 0.002  # fraction of the memory below which a part is not drawn
 
 
 class Pass(NamedTuple):
@@ -34,23 +34,26 @@ class Pass(NamedTuple):
 
 
 def make_timeline(pp_size: int, vpp_size: int, num_microbatches: int) -> list[Pass]:
-    """Return the times of all passes if messages take no time.
+    """Return the start and end of all passes, assuming that messages take no time.
 
-    A pass starts after the one before it on its stage, and after its input is available.
+    A pass starts as soon as the previous pass of its stage has ended and its input is available.
     """
+    # The passes of all stages, producers before consumers: inputs have an earlier clock.
     ticks = []
     for rank in range(pp_size):
         for tick in schedule(rank, pp_size, vpp_size, num_microbatches):
             if tick.action is not None:
                 ticks.append((tick.clock, rank, tick.action))
-    ticks.sort(key=lambda row: row[:2])  # inputs are produced at an earlier clock
+    ticks.sort(key=lambda row: row[:2])
 
     stage_end = [0.0] * pp_size
     input_ready = dict[tuple[int, Action], float]()
     passes = []
     for _, rank, action in ticks:
         start = max(stage_end[rank], input_ready.get((rank, action), 0.0))
-        end = start + (1.0 if action.kind == "forward" else BACKWARD_COST)
+        end = start + 1.0
+        if action.kind == "backward":
+            end = start + BACKWARD_COST
         stage_end[rank] = end
         message = consumer(rank, action, pp_size, vpp_size)
         if message is not None:
@@ -66,12 +69,8 @@ def draw_plan(
 
     `device_bytes` is the memory of a device, drawn as a line, of which `reserve` is not available.
     """
-    pyplot = _import_pyplot()
-    num_stages = len(plan.stages)
-    heights = [max(1.2, 0.4 * num_stages), 3.4]
-    figure, (gantt, memory) = pyplot.subplots(
-        2, 1, figsize=(10, sum(heights) + 1.8), height_ratios=heights, layout="constrained"
-    )
+    schedule_height = max(1.2, 0.4 * len(plan.stages))
+    figure, (gantt, memory) = _make_figure(10, schedule_height, 3.4, margin=1.8)
     _draw_schedule(gantt, plan)
     _draw_memory(memory, plan, device_bytes, reserve)
     _save(figure, path)
@@ -80,29 +79,11 @@ def draw_plan(
 def _draw_schedule(axes: Any, plan: RunPlan) -> None:
     pp_size = len(plan.stages)
     vpp_size = plan.stages[0].ps.vpp_size
-    num_drawn = min(plan.num_microbatches, MIN_MICROBATCHES * pp_size)
+    num_drawn = min(plan.num_microbatches, MAX_MICROBATCHES * pp_size)
+    has_labels = num_drawn * vpp_size <= MAX_LABELED_PASSES
     for item in make_timeline(pp_size, vpp_size, num_drawn):
-        is_forward = item.action.kind == "forward"
-        axes.barh(
-            item.stage,
-            item.end - item.start,
-            left=item.start,
-            height=0.86,
-            edgecolor="white",
-            linewidth=0.8,
-            color=FORWARD_COLOR if is_forward else BACKWARD_COLOR,
-            alpha=1.0 - 0.45 * item.action.chunk / vpp_size,
-        )
-        if num_drawn * vpp_size <= MAX_LABELED_PASSES:
-            axes.text(
-                (item.start + item.end) / 2,
-                item.stage,
-                item.action.microbatch,
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="#1c2430" if is_forward else "white",
-            )
+        _draw_pass(axes, item, vpp_size, has_labels)
+
     title = f"Pipeline: {100 * plan.bubble:.1f} % of a step is bubble (white)"
     if num_drawn < plan.num_microbatches:
         title += f", the first {num_drawn} micro-batches of {plan.num_microbatches}"
@@ -114,18 +95,48 @@ def _draw_schedule(axes: Any, plan: RunPlan) -> None:
     axes.set_yticks(range(pp_size), [f"stage {stage}" for stage in range(pp_size)])
     axes.invert_yaxis()
     axes.set_xlabel("time (1 = forward pass of one chunk)", fontsize=9)
-    _style(axes)
+    _apply_style(axes)
+
+
+def _draw_pass(axes: Any, item: Pass, vpp_size: int, has_label: bool) -> None:
+    """Draw a bar, paler for later chunks, with the number of the micro-batch as its label."""
+    color = FORWARD_COLOR
+    label_color = "#1c2430"
+    if item.action.kind == "backward":
+        color = BACKWARD_COLOR
+        label_color = "white"
+    axes.barh(
+        item.stage,
+        item.end - item.start,
+        left=item.start,
+        height=0.86,
+        edgecolor="white",
+        linewidth=0.8,
+        color=color,
+        alpha=1.0 - 0.45 * item.action.chunk / vpp_size,
+    )
+    if has_label:
+        axes.text(
+            (item.start + item.end) / 2,
+            item.stage,
+            item.action.microbatch,
+            ha="center",
+            va="center",
+            fontsize=7,
+            color=label_color,
+        )
 
 
 def _draw_memory(axes: Any, plan: RunPlan, device_bytes: float | None, reserve: float) -> None:
     stages = range(len(plan.stages))
+    largest = plan.largest / 1e9
 
     # Stacked bars; parts that are too small to see are left out of the legend.
     bottom = np.zeros(len(stages))
     legend = []
     for (part, name), color in zip(MEMORY_PARTS.items(), COLORS, strict=True):
         sizes = np.array([getattr(stage.memory, part) for stage in plan.stages]) / 1e9
-        if sizes.max() > SMALLEST_PART * plan.largest / 1e9:
+        if sizes.max() > SMALLEST_PART * largest:
             axes.bar(stages, sizes, bottom=bottom, width=0.62, color=color)
             legend.append((name, color))
         bottom += sizes
@@ -135,22 +146,27 @@ def _draw_memory(axes: Any, plan: RunPlan, device_bytes: float | None, reserve: 
 
     # The memory of the device.
     title = "Memory per rank"
+    top_of_axis = largest
     if device_bytes is not None:
-        available = (device_bytes - reserve) / 1e9
-        axes.axhline(device_bytes / 1e9, color=LIMIT_COLOR, linewidth=1.6)
-        axes.axhspan(available, device_bytes / 1e9, color=LIMIT_COLOR, alpha=0.12, linewidth=0)
+        device_size = device_bytes / 1e9
+        reserve_size = reserve / 1e9
+        top_of_axis = max(top_of_axis, device_size)
+        axes.axhline(device_size, color=LIMIT_COLOR, linewidth=1.6)
+        axes.axhspan(
+            device_size - reserve_size, device_size, color=LIMIT_COLOR, alpha=0.12, linewidth=0
+        )
         verdict = "fits" if plan.largest + reserve <= device_bytes else "DOES NOT FIT"
-        title += f": {verdict} {device_bytes / 1e9:.0f} GB"
+        title += f": {verdict} {device_size:.0f} GB"
         if reserve:
-            title += f" less {reserve / 1e9:.0f} GB in reserve (red)"
+            title += f" less {reserve_size:.0f} GB in reserve (red)"
 
     axes.set_title(title, loc="left", fontsize=11)
-    axes.set_ylim(0, 1.12 * max(plan.largest, device_bytes or 0) / 1e9)
+    axes.set_ylim(0, 1.12 * top_of_axis)
     axes.set_xlim(-0.6, len(stages) - 0.4)
     axes.set_xticks(stages, [f"stage {stage}" for stage in stages])
     axes.set_ylabel("GB", fontsize=9)
     _add_legend(axes, legend[::-1], outside=True)
-    _style(axes)
+    _apply_style(axes)
 
 
 Shares = Mapping[str, Mapping[str, Mapping[str, int]]]
@@ -158,12 +174,11 @@ Shares = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 
 def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
-    """Draw which parts of a model each rank or file has.
+    """Draw which parts of a model each rank or file contains.
 
     Above: the bytes of each column by kind of tensor; below: by part of the model. `columns` is the
     label of the columns.
     """
-    pyplot = _import_pyplot()
     all_parts: set[str] = set()
     all_kinds: dict[str, None] = {}
     for column in shares.values():
@@ -171,15 +186,10 @@ def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
         for part in column.values():
             all_kinds |= dict.fromkeys(part)
     parts = sorted(all_parts, key=_order_of_part)
-    heights = [2.4, max(1.6, 0.26 * len(parts))]
-    figure, (bars, grid) = pyplot.subplots(
-        2,
-        1,
-        figsize=(max(7.0, 2.2 + 0.32 * len(shares)), sum(heights) + 1.6),
-        height_ratios=heights,
-        sharex=True,
-        layout="constrained",
-    )
+
+    width = max(7.0, 2.2 + 0.32 * len(shares))
+    grid_height = max(1.6, 0.26 * len(parts))
+    figure, (bars, grid) = _make_figure(width, 2.4, grid_height, margin=1.6, shares_x=True)
     _draw_kinds(bars, shares, list(all_kinds))
     bars.set_title(title, loc="left", fontsize=11)
     image = _draw_parts(grid, shares, parts)
@@ -193,17 +203,19 @@ def _draw_kinds(axes: Any, shares: Shares, kinds: Sequence[str]) -> None:
     colors = COLORS * (1 + len(kinds) // len(COLORS))
     bottom = np.zeros(len(shares))
     for kind, color in zip(kinds, colors, strict=False):
-        sizes = [sum(part.get(kind, 0) for part in column.values()) for column in shares.values()]
+        sizes = []
+        for column in shares.values():
+            sizes.append(sum(part.get(kind, 0) for part in column.values()))
         megabytes = np.array(sizes) / 1e6
         axes.bar(range(len(shares)), megabytes, bottom=bottom, width=0.72, color=color)
         bottom += megabytes
     axes.set_ylabel("MB", fontsize=9)
     _add_legend(axes, list(zip(kinds, COLORS, strict=False)), outside=True)
-    _style(axes)
+    _apply_style(axes)
 
 
 def _draw_parts(axes: Any, shares: Shares, parts: Sequence[str]) -> Any:
-    """Draw a heat map of the bytes by part of the model and column; returns the image."""
+    """Draw a heat map of the bytes by part of the model and column, and return the image."""
     megabytes = np.full((len(parts), len(shares)), np.nan)  # NaN is drawn white
     for x, column in enumerate(shares.values()):
         for y, part in enumerate(parts):
@@ -211,6 +223,8 @@ def _draw_parts(axes: Any, shares: Shares, parts: Sequence[str]) -> Any:
             if size > 0:
                 megabytes[y, x] = size / 1e6
     image = axes.imshow(megabytes, aspect="auto", cmap="Blues", vmin=0)
+
+    # Label every part and column, or every n-th if there is not enough space for all.
     names = list(shares)
     step = max(1, len(parts) // 60)
     axes.set_yticks(range(0, len(parts), step), parts[::step], fontsize=7)
@@ -239,11 +253,26 @@ def _import_pyplot() -> Any:
     return pyplot
 
 
-def _style(axes: Any) -> None:
+def _make_figure(
+    width: float, top: float, bottom: float, margin: float, shares_x: bool = False
+) -> tuple[Any, Any]:
+    """Return a figure with two axes, one above the other, and the axes; sizes are in inches."""
+    return _import_pyplot().subplots(
+        2,
+        1,
+        figsize=(width, top + bottom + margin),
+        height_ratios=[top, bottom],
+        sharex=shares_x,
+        layout="constrained",
+    )
+
+
+def _apply_style(axes: Any) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0, labelsize=9)
     axes.set_axisbelow(True)
-    axes.grid(axis="y" if axes.get_ylabel() else "x", color=GRID_COLOR)
+    value_axis = "y" if axes.get_ylabel() else "x"
+    axes.grid(axis=value_axis, color=GRID_COLOR)
 
 
 def _add_legend(
@@ -252,11 +281,12 @@ def _add_legend(
     """Add a legend of (label, color) above the axes, or to the right with `outside`."""
     from matplotlib.patches import Patch
 
+    location = "upper left" if outside else "lower right"
     axes.legend(
         handles=[Patch(color=color, label=label) for label, color in rows],
         frameon=False,
         fontsize=9,
-        loc="upper left" if outside else "lower right",
+        loc=location,
         bbox_to_anchor=(1.0, 1.0),
         ncols=columns,
     )

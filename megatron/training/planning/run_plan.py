@@ -1,8 +1,8 @@
 """Requirements of a run on every pipeline stage (memory, files, traffic), computed from its flags.
 
-Weights, gradients and optimizer are exact: the model of a rank is built without memory
-(`meta_model`). Activations are those of `activation_memory`, over the passes of the pipeline
-schedule.
+Weights, gradients and optimizer state are exact: `meta_model` builds the model of a rank without
+allocating memory. `activation_memory` counts the activations of a pass, and the pipeline schedule
+determines how many passes keep theirs at the same time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MEMORY_PARTS = {  # field of `MemoryPlan` -> name in tables
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device of one rank, without those of libraries and gaps of the allocator."""
+    """Bytes on the device of one rank, without those of libraries and allocator fragmentation."""
 
     weights: int
     gradients: int
@@ -47,9 +47,9 @@ class MemoryPlan:
     tables: int
     """Rotary tables and fixed masks."""
     activations: int
-    """Kept by embedding and layers for backward, at the moment of the peak."""
+    """Kept by embedding and layers for backward, at the peak."""
     loss: int
-    """Kept by the final norm and the loss at that moment, mostly the logits."""
+    """Kept by the final norm and the loss at the peak, mostly the logits."""
     temporary: int
     """Held temporarily by the current pass, and by messages between stages."""
 
@@ -67,13 +67,27 @@ class StagePlan:
     num_parameters: int
     """Number of parameters of this rank, without padding."""
     passes_in_flight: int
-    """Number of forward passes, of a chunk and a micro-batch, that wait for their backward pass at
-    the moment of the peak.
+    """Number of forward passes, of a chunk and a micro-batch, whose backward pass has not finished
+    at the peak.
     """
     memory: MemoryPlan
     traffic: dict[str, Traffic]
     checkpoint_bytes: int
     """Approximate bytes that this rank writes if all ranks share the writing."""
+
+    def list_requirements(self) -> dict[str, float]:
+        """Return the bytes of every requirement by its name in tables."""
+        requirements: dict[str, float] = {}
+        for part, name in MEMORY_PARTS.items():
+            requirements[name] = getattr(self.memory, part)
+        requirements["total memory"] = self.memory.total
+        requirements["checkpoint"] = self.checkpoint_bytes
+        for axis in AXES:
+            name = f"sent per step: {axis.upper()}"
+            if axis == "embedding":
+                name = "sent: tied embedding"
+            requirements[name] = self.traffic[axis].wire
+        return requirements
 
 
 @dataclass(frozen=True)
@@ -83,7 +97,7 @@ class RunPlan:
     stages: tuple[StagePlan, ...]
     num_parameters: int
     num_active: int
-    """Number of parameters that are used for a token: of the experts only the chosen ones."""
+    """Number of parameters that a token uses; only the chosen experts count."""
     checkpoint_bytes: int
     num_microbatches: int
     bubble: float
@@ -93,28 +107,25 @@ class RunPlan:
 
     @property
     def largest(self) -> int:
-        """Bytes on the fullest rank."""
+        """Bytes on the rank with the most memory in use."""
         return max(stage.memory.total for stage in self.stages)
 
-    def table(self) -> str:
+    def format_table(self) -> str:
         """Return the requirements of every stage as a table, in GB of 10^9 bytes."""
-        rows: dict[str, list[float]] = {}
-        for part, name in MEMORY_PARTS.items():
-            rows[name] = [getattr(stage.memory, part) for stage in self.stages]
-        rows["total memory"] = [stage.memory.total for stage in self.stages]
-        rows["checkpoint"] = [stage.checkpoint_bytes for stage in self.stages]
-        for axis in AXES:
-            is_embedding = axis == "embedding"
-            name = "sent: tied embedding" if is_embedding else f"sent per step: {axis.upper()}"
-            rows[name] = [stage.traffic[axis].wire for stage in self.stages]
+        columns = [stage.list_requirements() for stage in self.stages]
+        header = "GB per rank of stage     "
+        footer = "passes in flight at peak "
+        for stage in self.stages:
+            header += f"{stage.ps.pp.rank:>9d}"
+            footer += f"{stage.passes_in_flight:>9d}"
 
-        numbers = "".join(f"{stage.ps.pp.rank:>9d}" for stage in self.stages)
-        lines = [f"GB per rank of stage     {numbers}"]
-        for name, values in rows.items():
+        lines = [header]
+        for name in columns[0]:
+            values = [column[name] for column in columns]
             if any(values):
-                lines.append(f"  {name:23}" + "".join(f"{value / 1e9:>9.2f}" for value in values))
-        passes = "".join(f"{stage.passes_in_flight:>9d}" for stage in self.stages)
-        lines.append(f"passes in flight at peak {passes}")
+                cells = [f"{value / 1e9:>9.2f}" for value in values]
+                lines.append(f"  {name:23}{''.join(cells)}")
+        lines.append(footer)
         return "\n".join(lines)
 
 
@@ -125,7 +136,6 @@ def plan_run(
 
     `config.model.vocab_size` must be known. CPU and CUDA keep different tensors for backward.
     """
-    model = config.model
     parallel = config.parallel
     pp_size = parallel.pp_size
     num_microbatches = config.batch_schedule(parallel.dp_size(world_size)).num_microbatches
@@ -144,18 +154,27 @@ def plan_run(
     # Count the parameters of the whole model.
     sizes = count_stored_elements(all_chunks)
     num_parameters = sum(sizes.values())
-    num_idle = 0
-    if model.has_experts:
-        in_experts = sum(numel for parameter, numel in sizes.items() if parameter.is_expert)
-        num_idle = in_experts * (model.experts - model.moe_router_topk) // model.experts
+    num_idle_ticks = pp_size - 1
     return RunPlan(
         tuple(stages),
         num_parameters,
-        num_active=num_parameters - num_idle,
+        num_active=num_parameters - _count_idle_parameters(config, sizes),
         checkpoint_bytes=_count_checkpoint_bytes(config, sizes),
         num_microbatches=num_microbatches,
-        bubble=(pp_size - 1) / (num_microbatches * parallel.vpp_size + pp_size - 1),
+        bubble=num_idle_ticks / (num_microbatches * parallel.vpp_size + num_idle_ticks),
     )
+
+
+def _count_idle_parameters(config: Config, sizes: Mapping[StoredParameter, int]) -> int:
+    """Return the number of parameters in experts that are not chosen for a token."""
+    model = config.model
+    if not model.has_experts:
+        return 0
+    num_expert_parameters = 0
+    for parameter, numel in sizes.items():
+        if parameter.is_expert:
+            num_expert_parameters += numel
+    return num_expert_parameters * (model.experts - model.moe_router_topk) // model.experts
 
 
 def _plan_stage(
@@ -171,24 +190,25 @@ def _plan_stage(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        tables=sum(activations.tables(chunk.kinds) for chunk in chunks),
+        tables=sum(activations.count_tables(chunk.kinds) for chunk in chunks),
         activations=peak.activations,
         loss=peak.loss,
         temporary=peak.temporary,
     )
+
     # All ranks that hold the same boxes share writing them.
-    boxes = count_stored_elements(chunks, whole=False)
-    checkpoint_bytes = 0
-    for is_expert, num_writers in ((False, ps.dp_cp.size), (True, ps.edp.size)):
-        part = {
-            parameter: numel
-            for parameter, numel in boxes.items()
-            if parameter.is_expert is is_expert
-        }
-        checkpoint_bytes += _count_checkpoint_bytes(config, part) // num_writers
+    dense: dict[StoredParameter, int] = {}
+    experts: dict[StoredParameter, int] = {}
+    for parameter, numel in count_stored_elements(chunks, whole=False).items():
+        part = experts if parameter.is_expert else dense
+        part[parameter] = numel
+    checkpoint_bytes = _count_checkpoint_bytes(config, dense) // ps.dp_cp.size
+    checkpoint_bytes += _count_checkpoint_bytes(config, experts) // ps.edp.size
+
     num_parameters = 0
     for chunk in chunks:
-        num_parameters += sum(parameter.numel() for parameter in chunk.module.parameters())
+        for weight in chunk.module.parameters():
+            num_parameters += weight.numel()
     return StagePlan(
         ps,
         num_layers=sum(chunk.num_layers for chunk in chunks),
@@ -206,7 +226,9 @@ def _count_buffer_bytes(config: Config, chunks: list[MetaChunk]) -> tuple[int, i
     has_main_parameters = params_dtype.itemsize < FP32
     grad_itemsize = config.ddp.grad_dtype(params_dtype).itemsize
     # A reduced shard of gradients that are not fp32 has a copy in fp32.
-    copy_itemsize = FP32 if grad_itemsize < FP32 else 0
+    copy_itemsize = 0
+    if grad_itemsize < FP32:
+        copy_itemsize = FP32
     weights = 0
     gradients = 0
     optimizer = 0
@@ -222,7 +244,7 @@ def _count_buffer_bytes(config: Config, chunks: list[MetaChunk]) -> tuple[int, i
 
 
 class _Moment(NamedTuple):
-    """Bytes that a stage holds for passes at one moment, and the number of passes in flight."""
+    """Bytes that a stage holds for its passes at one moment, and the number of passes in flight."""
 
     activations: int = 0
     loss: int = 0
@@ -243,16 +265,23 @@ def _find_peak(
 ) -> _Moment:
     """Return the moment at which the most is held, over the ticks of the stage's schedule.
 
-    It is at a backward pass, which needs its temporaries while all passes in flight, including its
-    own, hold their activations.
+    The peak is during a backward pass, which needs its temporaries while all passes in flight,
+    including its own, hold their activations.
     """
-    # Per pass of each chunk.
-    losses = [activations.head if chunk.post_process else 0 for chunk in chunks]
-    layers = [activations.kept(chunk.kinds) for chunk in chunks]
-    backward = [activations.backward(chunk.kinds, chunk.post_process) for chunk in chunks]
-    # A result being sent and an input being received.
-    messages = 2 * activations.residual if ps.pp.size > 1 else 0
+    # Bytes of one pass of each chunk.
+    losses = []
+    layers = []
+    backward = []
+    for chunk in chunks:
+        losses.append(activations.head * chunk.post_process)
+        layers.append(activations.count_chunk(chunk.kinds))
+        backward.append(activations.count_chunk_backward(chunk.kinds, chunk.post_process))
+    messages = 0
+    if ps.pp.size > 1:
+        # A result being sent and an input being received.
+        messages = 2 * activations.residual
 
+    # Follow the number of passes of each chunk that hold their activations.
     in_flight = [0] * len(chunks)
     peak = _Moment()
     group_size = config.parallel.microbatch_group_size_per_vp_stage
@@ -260,36 +289,37 @@ def _find_peak(
     for tick in ticks:
         if tick.action is None:
             continue
-        chunk = tick.action.chunk
+        number = tick.action.chunk
         if tick.action.kind == "forward":
-            in_flight[chunk] += 1
+            in_flight[number] += 1
             continue
         now = _Moment(
             activations=sum(map(mul, in_flight, layers)),
             loss=sum(map(mul, in_flight, losses)),
-            temporary=backward[chunk] + messages,
+            temporary=backward[number] + messages,
             passes=sum(in_flight),
         )
         peak = max(peak, now, key=lambda moment: moment.size)
-        in_flight[chunk] -= 1
+        in_flight[number] -= 1
     return peak
 
 
-def _count_optimizer_bytes(config: Config, group: ParamGroup, main_parameters: bool) -> int:
-    """Return the bytes per parameter of `group`: the state of the update rule, and fp32 main
-    parameters if they are not the model's own.
+def _count_optimizer_bytes(config: Config, group: ParamGroup, has_main_parameters: bool) -> int:
+    """Return the bytes per parameter of `group`: the state of the update rule, and a separate fp32
+    main parameter with `has_main_parameters`.
     """
-    return FP32 * (len(select_states(config.optimizer, group)) + main_parameters)
+    num_states = len(select_states(config.optimizer, group))
+    return FP32 * (num_states + has_main_parameters)
 
 
 def _count_checkpoint_bytes(config: Config, sizes: Mapping[StoredParameter, int]) -> int:
-    """Return the bytes of weights and optimizer in a checkpoint, which always contains main
-    parameters.
+    """Return the bytes of weights and optimizer state in a checkpoint.
+
+    The optimizer state of a checkpoint always contains main parameters.
     """
     total = 0
     for parameter, numel in sizes.items():
         total += numel * config.model.params_dtype.itemsize
         if not config.checkpoint.no_save_optim:
-            per_parameter = _count_optimizer_bytes(config, parameter.group, main_parameters=True)
-            total += numel * per_parameter
+            total += numel * _count_optimizer_bytes(config, parameter.group, True)
     return total

@@ -22,20 +22,21 @@ from megatron.training.rendezvous import environment_world_size
 def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     """Return the summary and the plan of a run with these flags, without starting it.
 
-    The run has $WORLD_SIZE processes, or those of one replica of the model. Raises ValueError if
-    the run would.
+    The run has $WORLD_SIZE processes; by default as many as one replica of the model. Raises
+    ValueError if the run would.
     """
     is_launched = "WORLD_SIZE" in os.environ
     world_size = environment_world_size() if is_launched else replica_size(argv)
-    # This process reads the checkpoint alone: a dry run has no process group.
+    # A dry run has no process group, so that this process reads the checkpoint.
     config = parse_args(argv, world_size, read_checkpoint_args(argv))
     set_planned_vocab_size(config)
     return format_plan(config, world_size, plan_run(config, world_size, model_provider))
 
 
 def set_planned_vocab_size(config: Config) -> None:
-    """Set the vocabulary size from --vocab-size, or from the tokenizer, whose files are needed only
-    then.
+    """Set the vocabulary size from --vocab-size or, if it is not given, from the tokenizer.
+
+    The files of the tokenizer are not needed with --vocab-size.
     """
     vocab_size = config.tokenizer.vocab_size
     if vocab_size is None or config.tokenizer.kind == "NullTokenizer":
@@ -45,22 +46,29 @@ def set_planned_vocab_size(config: Config) -> None:
 
 def format_plan(config: Config, world_size: int, plan: RunPlan) -> str:
     """Return the notes, the summary and the requirements of every stage as text."""
-    notes = [f"note: {note}" for note in config.notes]
-    summary = format_summary(summarize(config, world_size, plan))
-    return "\n".join([*notes, summary, "", plan.table()])
+    lines = [f"note: {note}" for note in config.notes]
+    lines.append(format_summary(summarize(config, world_size, plan)))
+    lines.append("")
+    lines.append(plan.format_table())
+    return "\n".join(lines)
 
 
 def format_summary(topics: dict[str, str]) -> str:
     """Return a summary as printed: one line per topic."""
-    return "\n".join(f"   {topic:11} {text}" for topic, text in topics.items())
+    lines = [f"   {topic:11} {text}" for topic, text in topics.items()]
+    return "\n".join(lines)
 
 
 def format_arguments(flags: dict[str, Any]) -> str:
     """Return all arguments in the form of Megatron-LM (--print-args)."""
-    rows = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in flags.items()]
+    rows = []
+    for name, value in flags.items():
+        dots = "." * (48 - len(name))
+        rows.append(f"  {name} {dots} {value}")
+    rows.sort(key=str.lower)
     first = f"{' arguments ':-^59}"
     last = f"{' end of arguments ':-^59}"
-    return "\n".join([first, *sorted(rows, key=str.lower), last])
+    return "\n".join([first, *rows, last])
 
 
 def summarize(
@@ -70,14 +78,12 @@ def summarize(
 
     `start` describes where the run continues. Topics without text are omitted.
     """
-    has_stages = config.parallel.pp_size > 1
-    plural = "s" if world_size > 1 else ""
     topics = {
         "model": _describe_model(config),
         "parameters": _describe_parameters(plan),
-        "layout": f"{layout_name(config, world_size)} on {world_size} rank{plural}",
+        "layout": f"{describe_layout(config, world_size)} on {_format_number(world_size, 'rank')}",
     }
-    if has_stages:
+    if config.parallel.pp_size > 1:
         for stage in plan.stages:
             topics[f"stage {stage.ps.pp.rank}"] = _describe_stage(config, world_size, stage)
         topics["bubble"] = f"{100 * plan.bubble:.1f} % of a step"
@@ -89,32 +95,35 @@ def summarize(
         "start": start,
         "memory": _describe_memory(plan),
         "checkpoint": _describe_checkpoint(config, plan),
-        "versions": ", ".join(f"{name} {version}" for name, version in get_versions().items()),
+        "versions": ", ".join(map(" ".join, get_versions().items())),
     }
     return {topic: text for topic, text in topics.items() if text}
 
 
-def layout_name(config: Config, world_size: int) -> str:
+def describe_layout(config: Config, world_size: int) -> str:
     """Return the parallel layout, e.g. TP 2 x CP 2 (p2p) x PP 4 (2 chunks) x DP 8."""
     parallel = config.parallel
     sizes = [f"TP {parallel.tp_size}"]
     if parallel.cp_size > 1:
         comm_types = "/".join(dict.fromkeys(parallel.cp_comm_type))
         sizes.append(f"CP {parallel.cp_size} ({comm_types})")
-    chunks = f" ({parallel.vpp_size} chunks)" if parallel.vpp_size > 1 else ""
-    sizes.append(f"PP {parallel.pp_size}{chunks}")
+    if parallel.vpp_size > 1:
+        sizes.append(f"PP {parallel.pp_size} ({parallel.vpp_size} chunks)")
+    else:
+        sizes.append(f"PP {parallel.pp_size}")
     sizes.append(f"DP {parallel.dp_size(world_size)}")
-    name = " x ".join(sizes)
+
+    layout = [" x ".join(sizes)]
     if parallel.splits_experts:
-        name += (
-            f", experts ETP {parallel.etp_size} x EP {parallel.ep_size} "
+        layout.append(
+            f"experts ETP {parallel.etp_size} x EP {parallel.ep_size} "
             f"x DP {parallel.edp_size(world_size)}"
         )
     if parallel.sequence_parallel:
-        name += ", sequence parallel"
+        layout.append("sequence parallel")
     if config.ddp.use_distributed_optimizer:
-        name += ", distributed optimizer"
-    return name
+        layout.append("distributed optimizer")
+    return ", ".join(layout)
 
 
 def get_versions() -> dict[str, str]:
@@ -126,14 +135,17 @@ def get_versions() -> dict[str, str]:
     }
 
 
-def device_name(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """Return a description of a device, e.g. `CPU, 4 threads`."""
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         return f"{torch.cuda.get_device_name(device)} with {format_size(memory)}"
-    threads = torch.get_num_threads()
-    plural = "s" if threads > 1 else ""
-    return f"CPU, {threads} thread{plural}"
+    return f"CPU, {_format_number(torch.get_num_threads(), 'thread')}"
+
+
+def _format_number(count: int, unit: str) -> str:
+    """Return a number of units: 1 rank, 2 ranks."""
+    return f"{count} {unit}" if count == 1 else f"{count} {unit}s"
 
 
 def format_count(count: float) -> str:
@@ -149,14 +161,19 @@ def format_count(count: float) -> str:
 
 def _describe_model(config: Config) -> str:
     model = config.model
-    parts = [f"{model.num_layers} layers", f"hidden size {model.hidden_size}"]
-    parts.append(f"FFN {model.ffn_size} ({model.activation})")
+    parts = [
+        f"{model.num_layers} layers",
+        f"hidden size {model.hidden_size}",
+        f"FFN {model.ffn_size} ({model.activation})",
+    ]
     if model.has_experts:
         parts.append(f"{model.moe_router_topk} of {model.experts} experts of {model.moe_ffn_size}")
     heads = f"{model.num_attention_heads} heads"
     if model.query_groups != model.num_attention_heads:
         heads += f" in {model.query_groups} groups"
-    parts += [heads, model.normalization, model.position_embedding_type]
+    parts.append(heads)
+    parts.append(model.normalization)
+    parts.append(model.position_embedding_type)
     parts.append(f"{model.vocab_size} tokens in the vocabulary")
     return ", ".join(parts)
 
@@ -169,42 +186,56 @@ def _describe_parameters(plan: RunPlan) -> str:
 
 
 def _describe_stage(config: Config, world_size: int, stage: StagePlan) -> str:
-    parallel = config.parallel
-
-    # Ranks.
-    num_ranks = world_size // parallel.pp_size
-    first = stage.ps.dp_cp.ranks[0]
-    last = stage.ps.dp_cp.ranks[-1] + parallel.tp_size - 1
-    ranks = f"rank {first}" if num_ranks == 1 else f"ranks {first}-{last}"
-    if parallel.use_tp_pp_dp_mapping and stage.ps.dp.size > 1:
-        ranks = f"{num_ranks} of {ranks}"
-
-    # Layers of each chunk.
-    chunks = []
-    for layers in config.layer_ranges()[stage.ps.pp.rank]:
-        if len(layers) == 1:
-            chunks.append(f"{layers.start}")
-        elif layers:
-            chunks.append(f"{layers.start}-{layers.stop - 1}")
-    content = f"layers {', '.join(chunks) or 'none'}"
+    ranks = _describe_ranks(config, world_size, stage)
+    content = _describe_layers(config.layer_ranges()[stage.ps.pp.rank])
     if stage.ps.pp.is_first:
         content += ", embedding"
     if stage.ps.pp.is_last:
         content += ", output layer"
-
     return (
         f"{ranks}: {content}; {format_count(stage.num_parameters)} parameters, "
         f"{format_size(stage.memory.total)} on each"
     )
 
 
+def _describe_ranks(config: Config, world_size: int, stage: StagePlan) -> str:
+    parallel = config.parallel
+    num_ranks = world_size // parallel.pp_size
+    first = stage.ps.dp_cp.ranks[0]
+    last = stage.ps.dp_cp.ranks[-1] + parallel.tp_size - 1
+    ranks = f"rank {first}"
+    if num_ranks > 1:
+        ranks = f"ranks {first}-{last}"
+    if parallel.use_tp_pp_dp_mapping and stage.ps.dp.size > 1:
+        # With this order of ranks, those of a stage are not adjacent.
+        ranks = f"{num_ranks} of {ranks}"
+    return ranks
+
+
+def _describe_layers(chunks: Sequence[range]) -> str:
+    """Describe the layers of each chunk of a stage."""
+    intervals = []
+    for layers in chunks:
+        if len(layers) == 1:
+            intervals.append(f"{layers.start}")
+        elif layers:
+            intervals.append(f"{layers.start}-{layers.stop - 1}")
+    if not intervals:
+        return "layers none"
+    return f"layers {', '.join(intervals)}"
+
+
 def _describe_precision(config: Config) -> str:
     model = config.model
     name = str(model.params_dtype).removeprefix("torch.")
     if model.low_precision is not None:
-        narrow = f"fp4 ({model.fp4}" if model.fp8 is None else f"fp8 ({model.fp8}"
-        name += f", layers in {narrow}, {model.low_precision} scaling)"
-    return name if name == "float32" else f"{name}, with fp32 main parameters and gradients"
+        dtype = f"fp8 ({model.fp8}"
+        if model.fp8 is None:
+            dtype = f"fp4 ({model.fp4}"
+        name += f", layers in {dtype}, {model.low_precision} scaling)"
+    if name == "float32":
+        return name
+    return f"{name}, with fp32 main parameters and gradients"
 
 
 def _describe_batch(config: Config, world_size: int, plan: RunPlan) -> str:
@@ -228,16 +259,17 @@ def _describe_length(config: Config) -> str:
 
 
 def _describe_memory(plan: RunPlan) -> str:
-    """Describe the memory of the fullest rank."""
-    memory = max((stage.memory for stage in plan.stages), key=lambda memory: memory.total)
+    """Describe the memory of the rank that uses the most."""
+    memory = max(plan.stages, key=lambda stage: stage.memory.total).memory
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations + memory.loss + memory.tables + memory.temporary,
     }
-    shares = ", ".join(f"{name} {format_size(size)}" for name, size in parts.items())
-    return f"{format_size(memory.total)} planned on the fullest rank ({shares})"
+    shares = [f"{name} {format_size(size)}" for name, size in parts.items()]
+    total = format_size(memory.total)
+    return f"{total} planned on the fullest rank ({', '.join(shares)})"
 
 
 def _describe_checkpoint(config: Config, plan: RunPlan) -> str:

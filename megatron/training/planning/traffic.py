@@ -3,8 +3,8 @@
 Per micro-batch and layer there are two all-reduces over TP in forward and two in backward (Shoeybi
 et al. 2019). With sequence parallelism, each becomes an all-gather and a reduce-scatter, and the
 inputs of column-parallel layers are gathered once more in backward (Korthikanti et al. 2022).
-Embedding and loss add theirs. Per step, DP reduces gradients and gathers parameters. Not counted
-are scalars, the two numbers per token of the loss, and gradients of norms.
+Embedding and loss have collectives of their own. Per step, DP reduces gradients and gathers
+parameters. Scalars, the two numbers per token of the loss, and gradients of norms are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run_config import Config
-from megatron.training.planning.activation_memory import ActivationMemory
+from megatron.training.planning.activation_memory import FP32, ActivationMemory
 from megatron.training.planning.meta_model import MetaChunk
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "edp", "embedding")
@@ -25,9 +25,7 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "edp", "embedding")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of the whole tensors that a rank passes to the collectives of an axis of `size`
-    ranks.
-    """
+    """Bytes of the unsharded tensors in the collectives of an axis of `size` ranks."""
 
     size: int
     all_reduce: int = 0
@@ -41,8 +39,9 @@ class Traffic:
         """Bytes that leave the rank with ring algorithms: (n - 1) / n of a gather or scatter, twice
         that for an all-reduce.
         """
-        once = self.all_gather + self.reduce_scatter + self.all_to_all
-        return (self.size - 1) / self.size * (2 * self.all_reduce + once) + self.send
+        passed_once = self.all_gather + self.reduce_scatter + self.all_to_all
+        leaving_fraction = (self.size - 1) / self.size
+        return leaving_fraction * (2 * self.all_reduce + passed_once) + self.send
 
 
 def plan_traffic(
@@ -54,9 +53,9 @@ def plan_traffic(
 ) -> dict[str, Traffic]:
     """Return the traffic of a step by axis, on the rank of `ps` with these chunks.
 
-    `ep` is tokens to their experts and back, `edp` gradients and parameters of experts that are
-    sharded over other ranks than the rest, `embedding` the gradient of the tied word embedding
-    between the first and the last stage.
+    `ep` moves tokens to their experts and back. `edp` reduces gradients and gathers parameters of
+    experts, which are sharded over other ranks than the rest. `embedding` reduces the gradient of
+    the tied word embedding between the first and the last stage.
     """
     group_size = config.parallel.microbatch_group_size_per_vp_stage
     ticks = schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches, group_size=group_size)
@@ -79,48 +78,62 @@ def _count_tensor_parallel(
     if size == 1:
         return Traffic(1)
     model = config.model
-    # In units of `[s/cp, b, h]`; the input of latent attention is narrower.
-    whole = activations.whole * num_microbatches
-    attention_input = (_latent_width(model) or model.hidden_size) / model.hidden_size
-    num_last = sum(chunk.post_process for chunk in chunks)
-    num_ends = sum(chunk.pre_process for chunk in chunks) + num_last
-    reductions = float(num_ends)
-    gathers = float(num_ends + num_last)  # the loss has another one
+
+    # Counted in units of `[s/cp, b, h]`. The input of attention, narrower if it is latent, is
+    # gathered in forward and again in backward, and its gradient reduced; the output is reduced in
+    # forward, and its gradient gathered. The MLP is the same.
+    attention_input = _get_attention_input_width(model) / model.hidden_size
+    reductions = 0.0
+    gathers = 0.0
     for chunk in chunks:
+        # Embedding and loss have one of each, and the loss gathers its input again.
+        reductions += chunk.pre_process + chunk.post_process
+        gathers += chunk.pre_process + 2 * chunk.post_process
         num_recomputed = activations.count_recomputed_layers(chunk.num_layers)
         for number, kind in enumerate(chunk.kinds):
+            num_forwards = 2 if number < num_recomputed else 1
+            reductions += num_forwards + attention_input
+            gathers += (num_forwards + 1) * attention_input + 1
+            if model.recomputes("mla_up_proj"):
+                gathers += attention_input
             # Experts themselves are not split over TP like other layers.
-            mlp = not kind.experts or model.has_shared_experts
-            twice = number < num_recomputed
-            mlp_again = mlp and activations.recomputes_mlp(kind)
-            heads_again = attention_input if model.recomputes("mla_up_proj") else 0.0
-            reductions += (1 + twice) * (1 + mlp) + attention_input + mlp + mlp_again
-            gathers += (2 + twice) * (attention_input + mlp) + 1 + mlp + mlp_again + heads_again
+            if kind.experts and not model.has_shared_experts:
+                continue
+            num_mlp_forwards = num_forwards + activations.recomputes_mlp(kind)
+            reductions += num_mlp_forwards + 1
+            gathers += num_mlp_forwards + 2
+
+    whole = activations.whole * num_microbatches
+    reduced_bytes = round(reductions * whole)
     if not config.parallel.sequence_parallel:
-        return Traffic(size, all_reduce=round(reductions * whole))
-    return Traffic(
-        size, all_gather=round(gathers * whole), reduce_scatter=round(reductions * whole)
-    )
+        return Traffic(size, all_reduce=reduced_bytes)
+    return Traffic(size, all_gather=round(gathers * whole), reduce_scatter=reduced_bytes)
 
 
-def _latent_width(config: TransformerConfig) -> int:
-    """Return the width of the compressed queries and keys of latent attention; 0 without it."""
+def _get_attention_input_width(config: TransformerConfig) -> int:
+    """Return the width of the input of attention that is communicated over TP.
+
+    Latent attention communicates the compressed queries and keys.
+    """
     if not config.multi_latent_attention:
-        return 0
-    query = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
-    return query + config.kv_lora_rank + config.qk_pos_emb_head_dim
+        return config.hidden_size
+    query_width = config.q_lora_rank
+    if query_width is None:
+        query_width = config.hidden_size
+    return query_width + config.kv_lora_rank + config.qk_pos_emb_head_dim
 
 
 def _count_context_parallel(
     config: Config, chunks: list[MetaChunk], activations: ActivationMemory, num_microbatches: int
 ) -> Traffic:
-    """Count keys and values, which are exchanged again in backward, when their gradients return;
-    or, for a2a, all heads in both directions.
+    """Count keys and values, which are exchanged in forward and again in backward, and their
+    gradients; for a2a, all heads in both directions.
     """
     size = config.parallel.cp_size
     if size == 1:
         return Traffic(1)
-    # By --cp-comm-type.
+
+    # Forward exchanges and backward passes, by --cp-comm-type.
     exchanges = Counter[str]()
     layers = Counter[str]()
     for chunk in chunks:
@@ -128,11 +141,13 @@ def _count_context_parallel(
         for number, kind in enumerate(chunk.kinds):
             comm_type = kind.cp_comm_type
             recomputes_core = comm_type != "a2a" and config.model.recomputes("core_attn")
-            twice = number < num_recomputed or recomputes_core
+            runs_forward_twice = number < num_recomputed or recomputes_core
             layers[comm_type] += num_microbatches
-            exchanges[comm_type] += (2 + twice) * num_microbatches
+            exchanges[comm_type] += (2 + runs_forward_twice) * num_microbatches
+
     key_values = activations.key_values
-    all_heads = key_values + 2 * activations.per_head * config.model.num_attention_heads
+    queries_and_output = 2 * activations.per_head * config.model.num_attention_heads
+    all_heads = key_values + queries_and_output
     return Traffic(
         size,
         all_to_all=exchanges["a2a"] * all_heads,
@@ -149,7 +164,9 @@ def _count_expert_parallel(
     activations: ActivationMemory,
     num_microbatches: int,
 ) -> Traffic:
-    """Count tokens to k experts and back, in forward and backward; or all tokens to all ranks."""
+    """Count tokens to their k experts and back, in forward and backward; or, with the allgather
+    dispatcher, all tokens to all ranks.
+    """
     model = config.model
     size = ps.experts.size
     if not model.has_experts or size == 1:
@@ -157,7 +174,8 @@ def _count_expert_parallel(
     num_layers = 0
     num_recomputed = 0
     for chunk in chunks:
-        num_layers += sum(isinstance(module, MoELayer) for module in chunk.module.modules())
+        for module in chunk.module.modules():
+            num_layers += isinstance(module, MoELayer)
         num_recomputed += activations.count_recomputed_layers(chunk.num_layers)
     passes = num_microbatches * (2 * num_layers + min(num_recomputed, num_layers))
     if model.moe_token_dispatcher_type == "alltoall":
@@ -170,6 +188,7 @@ def _count_expert_parallel(
 def _count_data_parallel(
     config: Config, chunks: list[MetaChunk], size: int, is_expert: bool
 ) -> Traffic:
+    """Count the reduction of gradients, and the gathering of weights from optimizer shards."""
     if size == 1:
         return Traffic(1)
     gradients = 0
@@ -186,6 +205,7 @@ def _count_data_parallel(
 
 
 def _count_tied_embedding(config: Config, chunks: list[MetaChunk], dp_size: int) -> Traffic:
+    """Count the fp32 gradients of buckets with the tied embedding, which two stages reduce."""
     numel = 0
     for chunk in chunks:
         for bucket in chunk.buckets:
@@ -193,5 +213,6 @@ def _count_tied_embedding(config: Config, chunks: list[MetaChunk], dp_size: int)
                 numel += bucket.numel
     if numel == 0:
         return Traffic(1)
-    num_shards = dp_size if config.ddp.use_distributed_optimizer else 1
-    return Traffic(2, all_reduce=4 * numel // num_shards)
+    if config.ddp.use_distributed_optimizer:
+        return Traffic(2, all_reduce=FP32 * numel // dp_size)
+    return Traffic(2, all_reduce=FP32 * numel)

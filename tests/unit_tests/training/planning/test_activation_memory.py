@@ -100,7 +100,7 @@ def saved_bytes(model):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_layer_bytes_match_autograd(changes, bf16):
     model = config(**changes, bf16=bf16)
-    assert memory(model).layer(DENSE) == pytest.approx(saved_bytes(model), rel=0.01)
+    assert memory(model).count_layer(DENSE) == pytest.approx(saved_bytes(model), rel=0.01)
 
 
 def test_sequence_parallelism_halves_all_activations():
@@ -108,10 +108,10 @@ def test_sequence_parallelism_halves_all_activations():
     ranks.
     """
     model = config()
-    assert memory(model, 2, True).layer(DENSE) * 2 == memory(model).layer(DENSE)
-    assert (
-        memory(model).layer(DENSE) / 2 < memory(model, 2).layer(DENSE) < memory(model).layer(DENSE)
-    )
+    one_rank = memory(model).count_layer(DENSE)
+    two_ranks = memory(model, 2).count_layer(DENSE)
+    assert memory(model, 2, True).count_layer(DENSE) * 2 == one_rank
+    assert one_rank / 2 < two_ranks < one_rank
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -121,22 +121,23 @@ def test_recomputation_reduces_kept_bytes(bf16):
     selective = memory(config(recompute_granularity="selective", bf16=bf16))
     uniform = memory(config(recompute_method="uniform", **full))
     block = memory(config(recompute_method="block", **full))
-    assert uniform.kept([DENSE] * 4) == 2 * uniform.residual  # the inputs of two groups
-    assert block.kept([DENSE] * 4) == 2 * block.residual + 2 * nothing.layer(DENSE)
-    order = [m.kept([DENSE] * 4) for m in (uniform, block, selective, nothing)]
+    assert uniform.count_chunk([DENSE] * 4) == 2 * uniform.residual  # the inputs of two groups
+    assert block.count_chunk([DENSE] * 4) == 2 * block.residual + 2 * nothing.count_layer(DENSE)
+    order = [m.count_chunk([DENSE] * 4) for m in (uniform, block, selective, nothing)]
     assert all(less < more for less, more in itertools.pairwise(order))
-    assert uniform.backward([DENSE] * 4, False) > nothing.backward(
-        [DENSE] * 4, False
-    )  # a group again
+    # Backward runs a whole group again.
+    layers = [DENSE] * 4
+    backward = nothing.count_chunk_backward(layers, post_process=False)
+    assert uniform.count_chunk_backward(layers, post_process=False) > backward
 
 
 def test_layers_of_two_kinds_are_counted_separately():
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_layer_freq": [0, 1, 1, 1]}
     counted = memory(config(**GATED, **experts))
-    dense = counted.layer(DENSE)
-    mixed = counted.layer(EXPERTS)
-    assert dense == memory(config(**GATED)).layer(DENSE) != mixed
-    assert counted.kept([DENSE, EXPERTS, EXPERTS]) == dense + 2 * mixed
+    dense = counted.count_layer(DENSE)
+    mixed = counted.count_layer(EXPERTS)
+    assert dense == memory(config(**GATED)).count_layer(DENSE) != mixed
+    assert counted.count_chunk([DENSE, EXPERTS, EXPERTS]) == dense + 2 * mixed
 
 
 def test_logits_are_kept_once_and_split():

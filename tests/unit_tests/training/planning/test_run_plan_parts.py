@@ -33,7 +33,7 @@ def test_1f1b_passes_in_flight(microbatches):
     are.
     """
     activations, plan = planned(PP4 + f"--global-batch-size {microbatches}", 4)
-    layer = activations.layer(LayerKind())
+    layer = activations.count_layer(LayerKind())
     for rank, stage in enumerate(plan.stages):
         assert stage.passes_in_flight == min(4 - rank, microbatches)
         assert stage.memory.activations == stage.passes_in_flight * 2 * layer
