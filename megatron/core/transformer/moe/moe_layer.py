@@ -36,10 +36,12 @@ class MoELayer(MegatronModule):
         axes = place.experts
         device = place.device
         self.axes = axes
-        self.num_local = config.num_experts // axes.ep.size
-        # Without an exchange the two kinds do the same; "alltoall" needs fewer operations.
-        kind = config.moe_token_dispatcher_type if axes.all.size > 1 else "alltoall"
-        self.dispatch = DISPATCHERS[kind]
+        self.num_local = config.num_experts // axes.ep.size  # experts of this rank
+        dispatcher = config.moe_token_dispatcher_type
+        if axes.all.size == 1:
+            # Without an exchange all dispatchers do the same; "alltoall" needs fewer operations.
+            dispatcher = "alltoall"
+        self.dispatch = DISPATCHERS[dispatcher]
         self.router = TopKRouter(
             config,
             layer_number=layer_number,
@@ -54,8 +56,9 @@ class MoELayer(MegatronModule):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the output of the branch, `[s, b, h]` (or `[s/tp, b, h]`) as its input."""
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # [s * b, h]
-        routing = self.router(tokens, hidden_states.shape[1])
+        _, batch, hidden_size = hidden_states.shape
+        tokens = hidden_states.reshape(-1, hidden_size)  # [s * b, h]
+        routing = self.router(tokens, batch)
         output = self.dispatch(tokens, routing, self.experts, self.num_local, self.axes)
         output = output.view_as(hidden_states)
         if self.shared_experts is None:
@@ -83,7 +86,8 @@ class SharedExperts(MLP):
         output = super().forward(hidden_states)
         if self.gate_weight is None:
             return output
-        return torch.sigmoid(F.linear(hidden_states, self.gate_weight)) * output
+        gate = torch.sigmoid(F.linear(hidden_states, self.gate_weight))  # [s, b, 1]
+        return gate * output
 
 
 class GroupedExperts(MegatronModule):
@@ -97,10 +101,12 @@ class GroupedExperts(MegatronModule):
     ) -> None:
         super().__init__()
         make_linear = select_layer_spec(config).grouped
+        # Recomputing the whole layer includes the activation.
         self.recompute = config.recomputes("moe_act") and not config.recomputes("moe")
         self.activation = get_activation(config)
-        num_blocks = 2 if config.gated else 1
         inner_size = config.moe_ffn_size
+        # The rows of a gated layer are two stacked matrices: gate and up.
+        num_blocks = 2 if config.gated else 1
         self.linear_fc1 = make_linear(
             config,
             config.hidden_size,
@@ -131,6 +137,8 @@ class GroupedExperts(MegatronModule):
         inner = self.linear_fc1(rows, counts)  # [n, ffn/etp], twice that when gated
         if not (self.recompute and self.training):
             return self.linear_fc2(self._activate(inner, probs), counts, probs)
+        # Discard the activation after its use, and compute it again in the backward pass. It has no
+        # dropout, so the state of the generators does not matter.
         activate = partial(
             torch_checkpoint,
             self._activate,
@@ -144,6 +152,7 @@ class GroupedExperts(MegatronModule):
     def _activate(self, inner: Tensor, probs: Tensor) -> Tensor:
         """Return the weighted activation, `[n, ffn/etp]`."""
         activated = self.activation(inner)
+        # The product is fp32 or fp64 if the router computes in that dtype (--moe-router-dtype).
         return (activated * probs).to(activated.dtype)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:

@@ -72,6 +72,8 @@ class TopKRouter(MegatronModule):
         self.num_experts = config.num_experts
         self.layer_number = layer_number
         self.dtype = _DTYPES.get(config.moe_router_dtype or "")
+
+        # Parameters
         info = ParamInfo(Normal(config.init_method_std), partial_grad=partial_grad)
         weight_shape = (self.num_experts, config.hidden_size)
         bias_shape = (self.num_experts,)
@@ -81,8 +83,12 @@ class TopKRouter(MegatronModule):
             self.bias = make_parameter(bias_shape, config.params_dtype, device, info)
         self.expert_bias = None
         if config.moe_router_enable_expert_bias:
+            # Updated by `finish_step` from the loads of the experts instead of gradients. In fp32,
+            # because an update is far smaller than the rounding errors of bf16.
             bias_info = ParamInfo(Constant(0.0), trained=False)
             self.expert_bias = make_parameter(bias_shape, torch.float32, device, bias_info)
+
+        # State of a step, which `start_step` resets
         self.loss_scale: float | Tensor = 1.0
         self.per_token_loss = False
         # Sums over the micro-batches of the step, on the device.
@@ -104,93 +110,131 @@ class TopKRouter(MegatronModule):
 
     def forward(self, tokens: Tensor, batch: int) -> Routing:
         """Route `tokens` `[s * b, h]`, in the order of `[s, b]`; `batch` is b."""
-        dtype = self.dtype or tokens.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)  # [t, experts]
-        if self.config.moe_router_force_load_balancing:
-            # Random values, with the gradients of the logits.
-            logits = logits + (torch.randn_like(logits) - logits.detach())
-        if self.config.by_sinkhorn:
-            experts, probs = choose_by_sinkhorn(logits, self.config, self.training)
+        config = self.config
+        logits = self._compute_logits(tokens)  # [t, experts]
+        if config.by_sinkhorn:
+            experts, probs = choose_by_sinkhorn(logits, config, self.training)
         else:
-            experts, probs = choose(logits, self.config, self.expert_bias)
+            experts, probs = choose(logits, config, self.expert_bias)
         kept = None
-        if self.config.moe_expert_capacity_factor is not None:
-            kept = self._apply_capacity(experts, probs, self.config.moe_expert_capacity_factor)
+        if config.moe_expert_capacity_factor is not None:
+            kept = self._apply_capacity(experts, probs, config.moe_expert_capacity_factor)
         if self.training and torch.is_grad_enabled():
             probs = self._attach_losses(logits, experts, probs, kept, batch)
         return Routing(experts, probs, kept)
 
+    def _compute_logits(self, tokens: Tensor) -> Tensor:
+        """Return the scores of all experts before normalization, `[t, experts]`.
+
+        Small differences between scores decide between experts, so the dtype may be wider than that
+        of the model (--moe-router-dtype).
+        """
+        dtype = self.dtype or tokens.dtype
+        bias: Tensor | None = self.bias
+        if bias is not None:
+            bias = bias.to(dtype)
+        logits = F.linear(tokens.to(dtype), self.weight.to(dtype), bias)
+        if self.config.moe_router_force_load_balancing:
+            # Random values, with the gradients of the logits.
+            logits = logits + (torch.randn_like(logits) - logits.detach())
+        return logits
+
     def _apply_capacity(self, experts: Tensor, probs: Tensor, factor: float) -> Tensor:
         """Return which choices are within the capacity of their experts, `[t, k]`."""
         num_tokens, topk = experts.shape
-        capacity = math.ceil(num_tokens * topk / self.num_experts * factor)
+        mean_load = num_tokens * topk / self.num_experts
+        capacity = math.ceil(mean_load * factor)
         if capacity >= num_tokens:
             return torch.ones_like(experts, dtype=torch.bool)
-        by_position = self.config.moe_token_drop_policy == "position"
-        priorities = torch.ones_like(probs) if by_position else probs.detach()
+
+        # By "position" all choices have the same priority, otherwise that of their weight.
+        if self.config.moe_token_drop_policy == "position":
+            priorities = torch.ones_like(probs)
+        else:
+            priorities = probs.detach()
         by_expert = priorities.new_zeros(num_tokens, self.num_experts)  # [t, experts]
         by_expert.scatter_(1, experts, priorities)
+
+        # Each expert keeps the tokens with the highest priorities.
         best = torch.topk(by_expert, capacity, dim=0, sorted=False).indices  # [capacity, experts]
-        is_within = torch.zeros_like(by_expert, dtype=torch.bool).scatter_(0, best, True)
+        is_within = torch.zeros_like(by_expert, dtype=torch.bool)  # [t, experts]
+        is_within.scatter_(0, best, True)
         return is_within.gather(1, experts)
 
     def _attach_losses(
         self, logits: Tensor, experts: Tensor, probs: Tensor, kept: Tensor | None, batch: int
     ) -> Tensor:
         """Return `probs` with the auxiliary losses attached."""
-        config = self.config
-        losses: list[Tensor] = []
-        names: list[str] = []
-        coefficients: list[float] = []
-        if config.load_balancing:
-            scores = compute_loss_scores(logits, config)
-            choices = torch.topk(scores, config.moe_router_topk, dim=1).indices
-            counts = _count_choices(choices, self.num_experts, batch)
-        for kind, coefficient in config.load_balancing.items():
-            loss = self._compute_balancing_loss(kind, scores, counts, batch)
-            losses.append(coefficient * loss)
-            names.append(LOSS_NAMES[kind])
-            coefficients.append(coefficient)
-        if config.moe_z_loss_coeff:
-            log_sums = torch.logsumexp(logits.float(), dim=-1)  # [t]
-            z_loss = log_sums.square().mean() / self.axes.token_ranks
-            losses.append(config.moe_z_loss_coeff * z_loss)
-            names.append(Z_LOSS)
-            coefficients.append(config.moe_z_loss_coeff)
-
-        # Number of tokens per expert; dropped choices count for an additional expert at the end.
-        used = experts if kept is None else experts.masked_fill(~kept, self.num_experts)
-        used = used.view(-1)
-        loads = used.new_zeros(self.num_experts + 1).scatter_add_(0, used, torch.ones_like(used))
+        losses, coefficients = self._compute_losses(logits, batch)
+        loads = self._count_loads(experts, kept)
         scale: float | Tensor = self.loss_scale
         if self.per_token_loss:
             num_tokens = len(logits) * self.axes.token_ranks  # of the micro-batch, in any layout
             scale = scale * num_tokens
-        report = _LossReport(self, tuple(names), tuple(coefficients), scale)
-        return _AttachLosses.apply(probs, report, loads[: self.num_experts], *losses)
+        report = _LossReport(self, coefficients, scale)
+        return _AttachLosses.apply(probs, report, loads, *losses)
+
+    def _compute_losses(self, logits: Tensor, batch: int) -> tuple[list[Tensor], dict[str, float]]:
+        """Return the auxiliary losses, multiplied by their coefficients, and the coefficients.
+
+        The coefficients are in the order of the losses, by the names of the losses in logs.
+        """
+        config = self.config
+        losses: list[Tensor] = []
+        coefficients: dict[str, float] = {}
+        if config.load_balancing:
+            # The same for all kinds: probabilities, and top-k without groups, bias or capacity.
+            scores = compute_loss_scores(logits, config)  # [t, experts]
+            choices = torch.topk(scores, config.moe_router_topk, dim=1).indices  # [t, k]
+            counts = _count_choices(choices, self.num_experts, batch)  # [b, experts]
+        for kind, coefficient in config.load_balancing.items():
+            loss = self._compute_balancing_loss(kind, scores, counts, batch)
+            losses.append(coefficient * loss)
+            coefficients[LOSS_NAMES[kind]] = coefficient
+        if config.moe_z_loss_coeff:
+            log_sums = torch.logsumexp(logits.float(), dim=-1)  # [t]
+            # Each rank adds its part of the mean over the tokens of the micro-batch.
+            z_loss = log_sums.square().mean() / self.axes.token_ranks
+            losses.append(config.moe_z_loss_coeff * z_loss)
+            coefficients[Z_LOSS] = config.moe_z_loss_coeff
+        return losses, coefficients
+
+    def _count_loads(self, experts: Tensor, kept: Tensor | None) -> Tensor:
+        """Return the number of tokens that each expert processes, `[experts]`."""
+        if kept is not None:
+            # Dropped choices count for an additional expert at the end.
+            experts = experts.masked_fill(~kept, self.num_experts)
+        experts = experts.view(-1)  # [t * k]
+        loads = experts.new_zeros(self.num_experts + 1)
+        loads.scatter_add_(0, experts, torch.ones_like(experts))
+        return loads[: self.num_experts]
 
     def _compute_balancing_loss(
         self, kind: str, scores: Tensor, counts: Tensor, batch: int
     ) -> Tensor:
         """Return a load balancing loss without its coefficient.
 
-        `scores` are `[t, experts]`; `counts` `[b, experts]` are those of top-k without groups, bias
-        or capacity.
+        The loss is `experts / (k * t^2) * sum(scores * counts)`, with the sum of the scores and the
+        number of choices of each expert over t tokens. `scores` are `[t, experts]` and `counts`
+        `[b, experts]`, of this rank. Only the scores have gradients: every rank adds the product of
+        its own scores and the counts of all ranks.
         """
-        num_tokens = len(scores) * self.axes.token_ranks  # of the micro-batch
+        axes = self.axes
+        num_tokens = len(scores) * axes.token_ranks  # of the micro-batch
         if kind == "seq_aux_loss":
-            counts = _sum_over_axes(counts, *self.axes.tokens)
+            # The mean of the losses of the sequences.
+            total = _sum_over_axes(counts, *axes.tokens)  # [b, experts]
             num_tokens = num_tokens // batch
-            sums = scores.view(-1, batch, self.num_experts).sum(0)  # [b, experts]
-            products = (sums * counts).sum() / batch
+            score_sums = scores.view(-1, batch, self.num_experts).sum(0)  # [b, experts]
+            products = (score_sums * total).sum() / batch
         elif kind == "global_aux_loss":
-            total = _sum_over_axes(counts.sum(0), *self.axes.everyone)
+            total = _sum_over_axes(counts.sum(0), *axes.everyone)  # [experts]
             # The mean over the micro-batches of all replicas, and of the step so far.
-            total = total * (self.axes.token_ranks / self.axes.all_ranks)
-            products = (scores.sum(0) * self._compute_mean_over_microbatches(total)).sum()
+            total = total * (axes.token_ranks / axes.all_ranks)
+            mean_counts = self._compute_mean_over_microbatches(total)
+            products = (scores.sum(0) * mean_counts).sum()
         else:
-            total = _sum_over_axes(counts.sum(0), *self.axes.tokens)
+            total = _sum_over_axes(counts.sum(0), *axes.tokens)  # [experts]
             products = (scores.sum(0) * total).sum()
         return products * (self.num_experts / (self.config.moe_router_topk * num_tokens**2))
 
@@ -225,27 +269,42 @@ def choose(
 
 
 def _choose_by_softmax(logits: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor]:
+    """Choose experts by logit, with a softmax over all experts or over the chosen ones.
+
+    The softmax over all experts (--moe-router-pre-softmax) leaves weights with a sum below 1.
+    """
     scores = logits
     if config.moe_router_pre_softmax:
-        scores = torch.softmax(logits, dim=-1, dtype=torch.float32).to(logits.dtype)
-    candidates = _mask_other_groups(scores, config)
-    experts = torch.topk(candidates, config.moe_router_topk, dim=1).indices
-    probs = scores.gather(1, experts)
+        scores = _softmax_in_fp32(logits)
+    candidates = _mask_other_groups(scores, config)  # [t, experts]
+    experts = torch.topk(candidates, config.moe_router_topk, dim=1).indices  # [t, k]
+    probs = scores.gather(1, experts)  # [t, k]
     if not config.moe_router_pre_softmax:
-        probs = torch.softmax(probs, dim=-1, dtype=torch.float32).to(logits.dtype)
+        probs = _softmax_in_fp32(probs)
     return experts, probs
+
+
+def _softmax_in_fp32(logits: Tensor) -> Tensor:
+    """Return the softmax over the last dimension, computed in fp32, in the dtype of `logits`."""
+    return torch.softmax(logits, dim=-1, dtype=torch.float32).to(logits.dtype)
 
 
 def _choose_by_sigmoid(
     logits: Tensor, config: TransformerConfig, expert_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Choose experts by the sigmoid of the logit plus the expert bias (DeepSeek-V3)."""
     topk = config.moe_router_topk
-    scores = torch.sigmoid(logits.float()).to(logits.dtype)
-    # The bias affects the selection but not the weights.
-    biased = scores if expert_bias is None else scores + expert_bias
-    experts = torch.topk(_mask_other_groups(biased, config), topk, dim=1).indices
-    probs = scores.gather(1, experts)
+    scores = torch.sigmoid(logits.float()).to(logits.dtype)  # [t, experts]
+    candidates = scores
+    if expert_bias is not None:
+        # The bias affects the selection but not the weights.
+        candidates = scores + expert_bias
+    candidates = _mask_other_groups(candidates, config)
+    experts = torch.topk(candidates, topk, dim=1).indices  # [t, k]
+    probs = scores.gather(1, experts)  # [t, k]
     if topk > 1:
+        # Sigmoids do not add up to 1. A single weight remains, since it would become a constant
+        # without a gradient.
         probs = probs / (probs.sum(dim=-1, keepdim=True) + 1e-20)
     return experts, probs
 
@@ -258,16 +317,19 @@ def choose_by_sinkhorn(
     Tokens of this rank are balanced over the experts; the weights are the plain scores.
     """
     scores = _compute_sinkhorn_scores(logits, config)
-    candidates = run_sinkhorn(logits.detach().float()) if training else scores
-    experts = torch.topk(candidates, config.moe_router_topk, dim=1).indices
-    return experts, scores.gather(1, experts)
+    candidates = scores
+    if training:
+        candidates = run_sinkhorn(logits.detach().float())
+    experts = torch.topk(candidates, config.moe_router_topk, dim=1).indices  # [t, k]
+    probs = scores.gather(1, experts)  # [t, k]
+    return experts, probs
 
 
 def _compute_sinkhorn_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
     if config.moe_router_topk == 1:
-        # A softmax over a single expert would have no gradient.
+        # As in Megatron-LM: the weight of a single expert does not depend on the others.
         return torch.sigmoid(logits)
-    return torch.softmax(logits, -1, dtype=torch.float32).to(logits.dtype)
+    return _softmax_in_fp32(logits)
 
 
 def run_sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
@@ -279,12 +341,16 @@ def run_sinkhorn(logits: Tensor, tolerance: float = 1e-4) -> Tensor:
     values = logits.exp()
     tokens, experts = values.shape
     tiny = 1e-8
+    # The factor of each column, and the factor of each row
     by_expert = values.new_ones(experts)
+    by_token = values.new_ones(tokens)
     change = torch.inf
     while change > tolerance:
-        by_token = 1 / tokens / ((by_expert * values).sum(1) + tiny)
         previous = by_expert
-        by_expert = 1 / experts / ((by_token.unsqueeze(1) * values).sum(0) + tiny)
+        row_sums = (by_expert * values).sum(1)  # [t]
+        by_token = 1 / tokens / (row_sums + tiny)
+        column_sums = (by_token.unsqueeze(1) * values).sum(0)  # [experts]
+        by_expert = 1 / experts / (column_sums + tiny)
         change = (previous - by_expert).abs().mean().item()
     return by_expert * values * by_token.unsqueeze(1)
 
@@ -299,10 +365,13 @@ def _mask_other_groups(scores: Tensor, config: TransformerConfig) -> Tensor:
     if not groups or not group_topk:
         return scores
     by_group = scores.view(len(scores), groups, -1)  # [t, groups, experts per group]
-    group_scores = by_group.topk(config.group_score_topk, dim=-1).values.sum(dim=-1)
-    best = group_scores.topk(group_topk, dim=-1, sorted=False).indices
-    is_allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
-    return by_group.masked_fill(~is_allowed.unsqueeze(-1), float("-inf")).view_as(scores)
+    best_scores = by_group.topk(config.group_score_topk, dim=-1).values
+    group_scores = best_scores.sum(dim=-1)  # [t, groups]
+    best_groups = group_scores.topk(group_topk, dim=-1, sorted=False).indices
+    is_allowed = torch.zeros_like(group_scores, dtype=torch.bool)
+    is_allowed.scatter_(1, best_groups, True)
+    is_masked = ~is_allowed.unsqueeze(-1)  # [t, groups, 1]
+    return by_group.masked_fill(is_masked, float("-inf")).view_as(scores)
 
 
 def compute_loss_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
@@ -336,15 +405,14 @@ class _LossReport:
     """Destination of the values of attached losses, and their gradient."""
 
     router: TopKRouter
-    names: tuple[str, ...]
-    coefficients: tuple[float, ...]
+    coefficients: dict[str, float]
+    """By name in logs, in the order of the losses."""
     scale: float | Tensor
+    """The gradient of each loss."""
 
 
 class _AttachLosses(torch.autograd.Function):
-    """Identity on `probs`; its backward pass records each loss and gives it the gradient
-    `scale`.
-    """
+    """Identity on `probs`, whose backward pass records each loss and sets its gradient."""
 
     @staticmethod
     def forward(
@@ -358,10 +426,11 @@ class _AttachLosses(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         loads, *losses = ctx.saved_tensors
         report: _LossReport = ctx.report
-        report.router.record(_TOKENS_PER_EXPERT, loads)
+        router = report.router
+        router.record(_TOKENS_PER_EXPERT, loads)
         loss_grads = []
-        for name, coefficient, loss in zip(report.names, report.coefficients, losses, strict=True):
-            report.router.record(name, loss / coefficient)
+        for (name, coefficient), loss in zip(report.coefficients.items(), losses, strict=True):
+            router.record(name, loss / coefficient)
             loss_grads.append(torch.ones_like(loss) * report.scale)
         return grad, None, None, *loss_grads
 
@@ -370,7 +439,9 @@ def find_routers(chunks: Iterable[nn.Module]) -> list[TopKRouter]:
     """Return the routers of all layers with experts in these chunks, in order."""
     routers = []
     for chunk in chunks:
-        routers += [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                routers.append(module)
     return routers
 
 
@@ -382,13 +453,13 @@ def finish_step(routers: Sequence[TopKRouter]) -> None:
     """
     if not routers:
         return
+    # One reduction for all layers: [layers, experts].
     loads = torch.stack([router.recorded[_TOKENS_PER_EXPERT] for router in routers])
-    for axis in routers[0].axes.everyone:
-        if axis.size > 1:
-            dist.all_reduce(loads, group=axis.group)
+    loads = _sum_over_axes(loads, *routers[0].axes.everyone)
     for router, load in zip(routers, loads.float(), strict=True):
         router.recorded[_TOKENS_PER_EXPERT] = load
         if router.expert_bias is not None:
+            # Experts below the mean load become more attractive, by a fixed amount per step.
             direction = torch.sign(load.mean() - load)
             router.expert_bias.add_(direction, alpha=router.config.moe_router_bias_update_rate)
 
