@@ -29,6 +29,7 @@ setup(
             "megatron-pretrain = pretrain_gpt:main",
             "megatron-convert = megatron.tools.checkpoint.convert:main",
             "megatron-inspect = megatron.tools.checkpoint.inspect_checkpoint:cli",
+            "megatron-merge = megatron.tools.checkpoint.merge:main",
             "megatron-plan = megatron.tools.plan_run:cli",
             "megatron-preprocess = megatron.tools.preprocess_data:main",
             "megatron-report = megatron.tools.report:cli",

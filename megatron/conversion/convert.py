@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,7 @@ class ConversionReport:
 
     source: str
     target: Path
+    saver: str  # format of the target
     num_tensors: int
     not_carried: list[str]  # parts that the target format cannot hold
     verified: int | None  # number of tensors compared with the source
@@ -220,12 +221,29 @@ def convert(
     ValueError for an existing target without `overwrite`, an unreadable source, or a format that
     cannot hold the model; partial results are removed.
     """
-    options = options or WriteOptions()
     source = open_checkpoint(load_dir, loader, step, read_options)
-    _check_target(save_dir, load_dir, saver, overwrite)
+    return write_checkpoint(
+        source, [load_dir], save_dir, saver, options, overwrite, verify, progress, starting
+    )
+
+
+def write_checkpoint(
+    source: Source,
+    origins: Sequence[Path],
+    save_dir: Path,
+    saver: str,
+    options: WriteOptions | None = None,
+    overwrite: bool = False,
+    verify: bool = False,
+    progress: Progress = no_progress,
+    starting: Callable[[int], None] = lambda nbytes: None,
+) -> ConversionReport:
+    """Write `source`, which is read from the paths `origins`, as `convert` does."""
+    options = options or WriteOptions()
+    _check_target(save_dir, origins, saver, overwrite)
     options = dataclasses.replace(
         options,
-        trusted=(*options.trusted, load_dir),
+        trusted=(*options.trusted, *origins),
         optim_sidecar=options.optim_sidecar and source.training is not None,
     )
     changed = CastSource(source, options)
@@ -241,7 +259,9 @@ def convert(
             target = open_checkpoint(directory, read_options=ReadOptions(optimizer=has_optimizer))
             starting(sum(info.nbytes for info in target.tensors.values()))
             compared = compare(changed, target, progress)
-        return ConversionReport(source.description, save_dir, len(changed.tensors), lost, compared)
+        return ConversionReport(
+            source.description, save_dir, saver, len(changed.tensors), lost, compared
+        )
 
     if isinstance(save_dir, ObjectPath):  # committed with one request at the end
         return write(save_dir)
@@ -293,7 +313,7 @@ class CastSource:
         return self._source.read(key, offset, shape).to(wanted)
 
 
-def _check_target(save_dir: Path, load_dir: Path, saver: str, overwrite: bool) -> None:
+def _check_target(save_dir: Path, origins: Sequence[Path], saver: str, overwrite: bool) -> None:
     """Raise ValueError unless the target may be written."""
     is_empty = save_dir.is_dir() and not any(save_dir.iterdir())
     if save_dir.exists() and not is_empty and not overwrite:
@@ -301,12 +321,12 @@ def _check_target(save_dir: Path, load_dir: Path, saver: str, overwrite: bool) -
             f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it"
         )
     target = save_dir.resolve()
-    origin = load_dir.resolve()
-    if target == origin or origin.is_relative_to(target):
-        raise ValueError(
-            f"--save-dir {save_dir} is or contains the source {load_dir}, which would be lost: "
-            "choose another"
-        )
+    for origin in origins:
+        if origin.resolve().is_relative_to(target):
+            raise ValueError(
+                f"--save-dir {save_dir} is or contains the source {origin}, which would be lost: "
+                "choose another"
+            )
     if isinstance(save_dir, ObjectPath) and (saver != "torch_dist" or overwrite):
         fix = "give --saver torch_dist or a directory"
         if overwrite:

@@ -11,6 +11,8 @@ from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.core.dist_checkpointing import write_tracker
 from tests import ROOT
 from tests.support.memory_source import LLAMA_ARGS, random_source
+from tests.unit_tests.conversion.convert_tool import run_merge
+from tools.checkpoint import merge
 from tools.checkpoint.convert import parse, run
 
 PAGE = (ROOT / "docs/converting.md").read_text(encoding="utf-8")
@@ -22,10 +24,10 @@ SOURCES = {
 }
 
 
-def commands():
+def commands(tool="convert"):
     for block in PAGE.split("```")[1::2]:
         for line in block.replace("\\\n", " ").splitlines():
-            if line.startswith("python tools/checkpoint/convert.py"):
+            if line.startswith(f"python tools/checkpoint/{tool}.py"):
                 yield " ".join(line.split()[2:])
 
 
@@ -57,13 +59,37 @@ def test_documented_commands_work(command, sources, tmp_path, monkeypatch):
         assert result.args["pipeline_model_parallel_size"] == args.target_pipeline_parallel_size
 
 
+@pytest.fixture(scope="module")
+def merge_sources(tmp_path_factory):
+    """A run with five checkpoints, and a model of transformers."""
+    root = tmp_path_factory.mktemp("merge_sources")
+    for iteration in range(7, 12):
+        source = random_source(LLAMA_ARGS | {"bf16": True}, seed=iteration)
+        source.training.iteration = iteration
+        write_torch_dist(source, root / f"run/checkpoints/iter_{iteration:07d}")
+    write_tracker(root / "run/checkpoints", 11)
+    convert(root / "run/checkpoints", root / "Llama-3.2-1B", "hf")
+    return root
+
+
+@pytest.mark.parametrize("command", list(commands("merge")))
+def test_documented_merges_work(command, merge_sources, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(merge_sources, tmp_path, dirs_exist_ok=True)
+    done = run_merge(*shlex.split(command))
+    assert done.returncode == 0, done.stderr
+    output = shlex.split(command)[shlex.split(command).index("--output") + 1]
+    assert open_checkpoint(tmp_path / output).tensors
+
+
 def test_every_format_is_documented_as_source_and_target():
     parsed = [parse(shlex.split(command))[0] for command in commands()]
     assert {args.saver for args in parsed} == set(WRITERS)
     assert {SOURCES[str(args.load_dir)] for args in parsed} == set(WRITERS)
 
 
-def test_every_option_is_documented(capsys):
+@pytest.mark.parametrize("parse", [parse, merge.parse], ids=["convert", "merge"])
+def test_every_option_is_documented(parse, capsys):
     with pytest.raises(SystemExit):
         parse(["--help"])
     options = set(re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))

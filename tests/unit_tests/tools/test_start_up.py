@@ -20,6 +20,7 @@ from tests.support.training_harness import LLAMA as LLAMA_MODEL
 
 LLAMA = ROOT / "tests/golden/megatron_lm/mcore_0.16.1/llama_fp32_tp2pp2"
 CONVERT = "tools/checkpoint/convert.py"
+MERGE = "tools/checkpoint/merge.py"
 INSPECT = "tools/checkpoint/inspect_checkpoint.py"
 # Runs the script as `python script` does, then says whether torch was imported.
 CODE = """
@@ -53,6 +54,8 @@ def run(*words: object) -> str:
             (CONVERT, "--saver", "hf", "--load-dir", "a", "--save-dir", "b", "--num-layers", "x"),
             "'x' is not an integer",
         ),
+        ((MERGE, "--help"), "--average-last"),
+        ((MERGE, "--input", "a:1", "--output", "b", "--num-layrs", "2"), "mean --num-layers"),
         ((INSPECT, "--help"), "print contents"),
         ((INSPECT, "show", "/nowhere"), "holds no checkpoint in a known format"),
         ((INSPECT, "show", LLAMA / "torch_dist_fully_reshardable", "--all"), "output_layer.weight"),

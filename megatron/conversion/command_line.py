@@ -1,0 +1,259 @@
+"""The part of the command line that the tools which write checkpoints share."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from megatron.conversion.formats import FORMATS
+from megatron.conversion.options import (
+    QKV_LAYOUTS,
+    UNIVERSAL_STYLES,
+    ReadOptions,
+    WriteOptions,
+    parse_size,
+)
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.lazy_import import lazy_module
+from megatron.core.terminal import format_error, print_line
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.conversion import convert as conversion
+else:  # errors in the command line are reported before torch is imported
+    torch = lazy_module("torch")
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+def parse_positive(text: str) -> int:
+    """Return a size or a number of the command line."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} must be at least 1")
+    return value
+
+
+class TargetFlag(NamedTuple):
+    """A flag that describes the target."""
+
+    option: str  # field of WriteOptions
+    help: str
+    savers: tuple[str, ...] = tuple(FORMATS)  # formats that the flag has an effect on
+    kind: Callable[[str], Any] | None = str  # how the value is parsed; None: the flag has no value
+    choices: tuple[str, ...] | None = None
+    default: Any = None
+
+    @property
+    def full_help(self) -> str:
+        """Return the help text with the formats that the flag is for."""
+        if len(self.savers) == len(FORMATS):
+            return self.help
+        return f"for {', '.join(self.savers)}: {self.help}"
+
+
+TARGET_FLAGS = {
+    "--target-tensor-parallel-size": TargetFlag(
+        "tensor_parallel",
+        "tensor-parallel size of the target; default: as the source",
+        ("legacy", "universal"),
+        parse_positive,
+    ),
+    "--target-pipeline-parallel-size": TargetFlag(
+        "pipeline_parallel",
+        "pipeline-parallel size of the target; default: as the source",
+        ("legacy",),
+        parse_positive,
+    ),
+    "--target-virtual-pipeline-parallel-size": TargetFlag(
+        "virtual_pipeline_parallel", "model chunks per stage", ("legacy",), parse_positive
+    ),
+    "--target-expert-model-parallel-size": TargetFlag(
+        "expert_parallel",
+        "expert-parallel size of the target; default: as the source",
+        ("legacy",),
+        parse_positive,
+    ),
+    "--target-expert-tensor-parallel-size": TargetFlag(
+        "expert_tensor_parallel",
+        "expert-tensor-parallel size of the target; default: as the source",
+        ("legacy",),
+        parse_positive,
+    ),
+    "--dtype": TargetFlag(
+        "dtype", "dtype of the weights; default: as the source", choices=tuple(DTYPES)
+    ),
+    "--save-optim-sidecar": TargetFlag(
+        "optim_sidecar", "store the optimizer next to the model", ("hf",), None
+    ),
+    "--max-shard-size": TargetFlag(
+        "max_shard_size", "maximum size of a weight file; default: 5GB", ("hf",)
+    ),
+    "--true-vocab-size": TargetFlag(
+        "vocab_size", "number of tokens to keep", ("hf", "universal"), parse_positive
+    ),
+    "--tokenizer": TargetFlag("tokenizer", "tokenizer to store next to the model", ("hf",), Path),
+    "--universal-style": TargetFlag(
+        "universal_style",
+        "style of parameter names; default: depends on the model",
+        ("universal",),
+        choices=UNIVERSAL_STYLES,
+    ),
+    "--target-qkv-blocks": TargetFlag(
+        "qkv_blocks",
+        "order q, k and v as Megatron-DeepSpeed since December 2024 does at the target's TP size",
+        ("universal",),
+        None,
+    ),
+    "--target-transformer-impl": TargetFlag(
+        "transformer_impl",
+        "implementation of Megatron-LM's modules that the files are for; default: as the source, "
+        "else transformer_engine",
+        ("legacy", "torch_dist"),
+        choices=("local", "transformer_engine"),
+    ),
+    "--stacked-layers": TargetFlag(
+        "stacked_layers",
+        "write one tensor for all layers instead of one per layer",
+        ("torch_dist",),
+        None,
+    ),
+    "--workers": TargetFlag(
+        "workers", "number of files written at once", kind=parse_positive, default=2
+    ),
+}
+
+
+def add_read_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that describe how sources are read."""
+    add = parser.add_argument
+    add(
+        "--hf-ignore-fields",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="fields of config.json to ignore because they do not change the model",
+    )
+    add(
+        "--universal-qkv-layout",
+        choices=QKV_LAYOUTS,
+        help="QKV layout of a universal source; default: as its arguments imply",
+    )
+    add("--follow-links", action="store_true", help="follow links that leave a source's directory")
+    add(
+        "--no-verify-source",
+        action="store_true",
+        help="do not compare the blocks that are read with the source's checksums (checksums.bin)",
+    )
+
+
+def add_target_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that describe the target, except its directory and format."""
+    add = parser.add_argument
+    for name, flag in TARGET_FLAGS.items():
+        if flag.kind is None:
+            add(name, action="store_true", help=flag.full_help)
+        else:
+            add(
+                name,
+                type=flag.kind,
+                choices=flag.choices,
+                default=flag.default,
+                help=flag.full_help,
+            )
+    add(
+        "--verify-target",
+        "--verify",
+        action="store_true",
+        help="read the result back and compare it with the source, tensor by tensor",
+    )
+
+
+def get_target_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the target flags on the command line with their values."""
+    values = {name: vars(args)[name[2:].replace("-", "_")] for name in TARGET_FLAGS}
+    return {name: value for name, value in values.items() if value}
+
+
+def list_flags_without_effect(args: argparse.Namespace, saver: str) -> list[str]:
+    """Return the target flags on the command line that do not apply to the target's format."""
+    lines = []
+    for name in get_target_values(args):
+        savers = TARGET_FLAGS[name].savers
+        if saver not in savers:
+            lines.append(f"{name} (for {', '.join(savers)})")
+    return lines
+
+
+def make_read_options(
+    args: argparse.Namespace, given: dict[str, Any], optimizer: bool
+) -> ReadOptions:
+    """Return the read options; `given` contains the model's arguments on the command line."""
+    return ReadOptions(
+        args=given,
+        ignored_fields=tuple(args.hf_ignore_fields),
+        qkv_layout=args.universal_qkv_layout,
+        optimizer=optimizer,
+        verify=False if args.no_verify_source else None,
+    )
+
+
+def make_write_options(
+    args: argparse.Namespace, optimizer: bool, note: Callable[[str], None]
+) -> WriteOptions:
+    """Return the write options; `note` receives notes for the user."""
+    fields = {}
+    for name, value in get_target_values(args).items():
+        if name == "--dtype":
+            value = getattr(torch, DTYPES[value])
+        elif name == "--max-shard-size":
+            value = parse_size(value)
+        fields[TARGET_FLAGS[name].option] = value
+    return WriteOptions(**fields, optimizer=optimizer, note=note)
+
+
+def print_report(
+    outcome: conversion.ConversionReport, args: argparse.Namespace, notes: Sequence[str]
+) -> None:
+    """Print what was written, and everything that was not carried over."""
+    print_line(str(outcome.source))
+    print_line(f"-> {outcome.target} ({outcome.saver}, {outcome.num_tensors} tensors)")
+    for text in notes:
+        print_line(f"   {text}")
+    for name in list_flags_without_effect(args, outcome.saver):
+        print_line(f"   no effect: {name}")
+    for name in outcome.not_carried:
+        print_line(f"   not carried: {name}")
+    if outcome.verified is not None:
+        print_line(f"   verified: {outcome.verified} tensors are bitwise those of the source")
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    """Exit, which removes the partial result; a second Ctrl-C does not interrupt that."""
+    for each in STOPPING:
+        signal.signal(each, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
+@contextmanager
+def reported_errors() -> Iterator[None]:
+    """End the process with one line for an expected error or a signal."""
+    for number in STOPPING:
+        signal.signal(number, stop)
+    try:
+        yield
+    except (ValueError, CheckpointError, OSError) as error:
+        sys.exit(f"error: {format_error(error)}")
+    except MemoryError:
+        sys.exit("error: out of memory; a damaged or hostile source can claim any size")
+    except SystemExit as error:
+        if error.code in [128 + number for number in STOPPING]:
+            print_line("interrupted: nothing was written", file=sys.stderr)
+        raise

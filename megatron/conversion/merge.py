@@ -1,0 +1,280 @@
+"""Merging of checkpoints: the weighted sum of the parameters of checkpoints of one model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.conversion.formats import (
+    NoCheckpointError,
+    find_named_checkpoint,
+    find_problem,
+    list_formats,
+    list_newest_first,
+)
+from megatron.conversion.model_space.model import model_config, read_vocabulary_rows
+from megatron.conversion.model_space.source import (
+    Shape,
+    Source,
+    TensorInfo,
+    TrainingState,
+    full_precision_key,
+    is_trained,
+    optimizer_states,
+    split_key,
+)
+from megatron.core.transformer.transformer_config import compute_model_signature, flag_name
+
+_SUM_TOLERANCE = 1e-6
+SCHEDULES = ("uniform", "linear", "one_minus_sqrt", "ema:DECAY")
+
+
+class WeightedInput(NamedTuple):
+    """A checkpoint to merge."""
+
+    path: str
+    weight: float | None  # None: a schedule specifies it
+
+
+# ---- Weights ----
+
+
+def parse_input(text: str) -> WeightedInput:
+    """Return the path and the weight of `PATH:WEIGHT`, or of `PATH` without a weight."""
+    path, separator, number = text.rpartition(":")
+    try:
+        weight = float(number)
+    except ValueError:
+        return WeightedInput(text, None)
+    if not separator or not path:
+        return WeightedInput(text, None)
+    if not math.isfinite(weight):
+        raise ValueError(f"--input {text}: the weight must be a finite number")
+    return WeightedInput(path, weight)
+
+
+def compute_schedule_weights(schedule: str, count: int) -> list[float]:
+    """Return the weights of `count` checkpoints, oldest first. They sum to 1.
+
+    A merge with weights c[0], ..., c[count - 1] scales the update between checkpoints i - 1 and i
+    by w[i] = c[i] + ... + c[count - 1], as a learning rate that decays along w does. So `linear`
+    and `one_minus_sqrt` take w[i] from the decay of that name, with w[0] = 1 and w[count] = 0. A
+    linear decay results in equal weights.
+    """
+    name, _, parameter = schedule.partition(":")
+    positions = [number / count for number in range(count + 1)]
+    if name == "ema":
+        decay = _parse_decay(schedule, parameter)
+        # The average starts at the oldest checkpoint.
+        retained = [0.0] + [decay ** (count - number) for number in range(1, count)] + [1.0]
+        return [after - before for before, after in zip(retained, retained[1:], strict=False)]
+    if schedule in ("uniform", "linear"):
+        return [1 / count] * count
+    if schedule == "one_minus_sqrt":
+        decays = [1 - math.sqrt(position) for position in positions]
+        return [before - after for before, after in zip(decays, decays[1:], strict=False)]
+    raise ValueError(f"--schedule {schedule} is not one of {', '.join(SCHEDULES)}")
+
+
+def _parse_decay(schedule: str, text: str) -> float:
+    try:
+        decay = float(text)
+    except ValueError:
+        decay = math.nan
+    if not 0 <= decay < 1:
+        raise ValueError(
+            f"--schedule {schedule}: DECAY must be at least 0 and less than 1, e.g. ema:0.9"
+        )
+    return decay
+
+
+def resolve_weights(
+    inputs: Sequence[WeightedInput], schedule: str | None = None, normalize: bool = False
+) -> list[float]:
+    """Return the weights of `inputs`, which sum to 1."""
+    given = [item for item in inputs if item.weight is not None]
+    if schedule is not None:
+        if given:
+            raise ValueError(
+                f"--schedule {schedule} and the weight of --input {given[0].path}:"
+                f"{given[0].weight:g} are mutually exclusive"
+            )
+        return compute_schedule_weights(schedule, len(inputs))
+    weights = []
+    for item in inputs:
+        if item.weight is None:
+            raise ValueError(
+                f"--input {item.path} has no weight: append one ({item.path}:0.5), or give "
+                "--schedule"
+            )
+        weights.append(item.weight)
+    total = math.fsum(weights)
+    if normalize:
+        if abs(total) < _SUM_TOLERANCE:
+            raise ValueError(f"--normalize: the weights sum to {total:g} and cannot be scaled to 1")
+        return [weight / total for weight in weights]
+    if abs(total - 1) > _SUM_TOLERANCE:
+        listed = ", ".join(f"{weight:g}" for weight in weights)
+        raise ValueError(
+            f"the weights {listed} sum to {total:g}, not 1: change them, or give --normalize to "
+            "divide them by their sum"
+        )
+    return weights
+
+
+# ---- Checkpoints of a run ----
+
+
+def find_last_checkpoints(root: Path, count: int, step: int | None = None) -> list[Path]:
+    """Return the last `count` complete checkpoints of the run in `root`, oldest first.
+
+    They end with iteration `step`, by default with the checkpoint that the tracker names. Raises
+    NoCheckpointError if there are fewer.
+    """
+    if list_formats(root):
+        raise NoCheckpointError(
+            f"--average-last {count}: {root} is one checkpoint, not the directory of a run"
+        )
+    head, _ = find_named_checkpoint(root, step)
+    if step is not None and (head is None or not head.is_dir()):
+        raise NoCheckpointError(f"--ckpt-step {step}: {head} does not exist")
+    candidates = [path for path in list_newest_first(root, head) if _read_iteration(path) >= 0]
+    if head is not None and head in candidates:
+        candidates = candidates[candidates.index(head) :]
+    complete: list[Path] = []
+    problems = []
+    for path in candidates:
+        if len(complete) == count:
+            break
+        problem = find_problem(path)
+        if problem is None:
+            complete.append(path)
+        else:
+            problems.append(f"\n  {path.name}: {problem}")
+    if len(complete) < count:
+        names = ", ".join(path.name for path in complete) or "none"
+        raise NoCheckpointError(
+            f"--average-last {count}: {root} has {len(complete)} complete checkpoints ({names})"
+            + "".join(problems)
+        )
+    return complete[::-1]
+
+
+def _read_iteration(path: Path) -> int:
+    """Return the iteration in the name of a checkpoint, or -1 without one."""
+    name = path.name.removeprefix("iter_").removeprefix("global_step").removesuffix("_universal")
+    return int(name) if name.isascii() and name.isdigit() else -1
+
+
+# ---- The merged checkpoint ----
+
+
+def check_same_model(sources: Sequence[Source]) -> None:
+    """Raise ValueError with all differences unless all sources are checkpoints of one model."""
+    first = sources[0]
+    expected = _describe_model(first)
+    for source in sources[1:]:
+        differences = []
+        found = _describe_model(source)
+        for name, value in expected.items():
+            if found[name] != value:
+                differences.append(f"{flag_name(name)} is {found[name]}, not {value}")
+        if differences:
+            raise ValueError(
+                f"{source.description} is another model than {first.description}: "
+                f"{'; '.join(differences)}"
+            )
+
+
+def _describe_model(source: Source) -> dict[str, Any]:
+    rows = read_vocabulary_rows(source.tensors, source.description)
+    return compute_model_signature(model_config(source.args, rows, source.description))
+
+
+class MergedSource:
+    """The weighted sum of several checkpoints of one model.
+
+    Parameters are summed in fp32, from the main parameters of inputs that have them, and rounded
+    once to `dtype`. Arguments and training state are those of `sources[base]`, by default the last.
+    Its optimizer state is kept with `keep_optimizer`; its main parameters are the merged ones then.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float],
+        base: int = -1,
+        dtype: torch.dtype | None = None,
+        keep_optimizer: bool = False,
+    ) -> None:
+        assert len(sources) == len(weights) > 0
+        check_same_model(sources)
+        self._sources = sources
+        self._weights = weights
+        self._base = sources[base]
+        self.args = dict(self._base.args)
+        self.training: TrainingState | None = self._base.training
+        self.unused: list[str] = []
+        for source in sources:
+            self.unused += [f"{name} of {source.description}" for name in source.unused]
+        names = [source.description for source in sources]
+        self.description = f"{len(names)} merged checkpoints, {names[0]} to {names[-1]}"
+
+        # Tensors.
+        if keep_optimizer and not optimizer_states(self._base.tensors):
+            raise ValueError(
+                f"--optimizer: {self._base.description} has no optimizer state: choose another "
+                "input, or drop the flag"
+            )
+        self.tensors: dict[str, TensorInfo] = {}
+        for key, info in self._base.tensors.items():
+            if not key.startswith("optimizer."):
+                # A router's bias is fp32 in every model.
+                new_dtype = dtype if dtype is not None and is_trained(key) else info.dtype
+                self.tensors[key] = TensorInfo(info.shape, new_dtype)
+            elif keep_optimizer:
+                self.tensors[key] = info
+        if not keep_optimizer and self.training is not None:
+            self.training = dataclasses.replace(
+                self.training, param_groups=None, scheduler=None, grad_scaler=None
+            )
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        parameter, state = split_key(key)
+        if state not in (None, "param"):
+            return self._base.read(key, offset, shape)
+        total = torch.zeros(shape, dtype=torch.float32)
+        for source, weight in zip(self._sources, self._weights, strict=True):
+            if weight == 0:
+                continue
+            stored = full_precision_key(parameter, source.tensors)
+            total.add_(source.read(stored, offset, shape), alpha=weight)
+        result = total.to(self.tensors[key].dtype)
+        self._require_finite(parameter, offset, total, result)
+        return result
+
+    def _require_finite(
+        self, parameter: str, offset: Shape, total: torch.Tensor, result: torch.Tensor
+    ) -> None:
+        """Raise ValueError, with the cause, if the result has a value that is not finite."""
+        # The sum of all elements is finite unless one of them is not, or they are huge.
+        if torch.isfinite(result.sum(dtype=torch.float64)):
+            return
+        shape = tuple(total.shape)
+        for source in self._sources:
+            stored = full_precision_key(parameter, source.tensors)
+            if not torch.isfinite(source.read(stored, offset, shape)).all():
+                raise ValueError(
+                    f"{source.description}: {parameter} contains values that are not finite: leave "
+                    "this input out"
+                )
+        if not torch.isfinite(result).all():
+            raise ValueError(
+                f"the merged {parameter} exceeds the range of {result.dtype} (largest absolute "
+                f"value {total.abs().max().item():g}): choose other weights, or another --dtype"
+            )

@@ -1,0 +1,378 @@
+"""Merging of checkpoints: sums against numpy in float64, inputs of all formats, refused merges."""
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from megatron.conversion.convert import WRITERS, convert, open_checkpoint, write_checkpoint
+from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.merge import (
+    MergedSource,
+    compute_schedule_weights,
+    find_last_checkpoints,
+    parse_input,
+)
+from megatron.conversion.model_space.source import optimizer_key, read_whole
+from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing import write_tracker
+from tests.support.live_tensors import LiveTensors
+from tests.support.memory_source import (
+    GPT_ARGS,
+    LLAMA_ARGS,
+    MemorySource,
+    random_source,
+)
+from tests.unit_tests.conversion.convert_tool import run_merge
+
+FORMATS = list(WRITERS)
+WEIGHTS = (0.5, -0.25, 0.45, 0.3)
+BF16 = LLAMA_ARGS | {"bf16": True}
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+# fp32 accumulation of four values.
+TOLERANCE = {torch.float32: 4e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture(autouse=True)
+def without_fsync(monkeypatch):
+    """Skip fsync: these tests do not crash, and tiny conversions mostly wait for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def make_run(root: Path, iterations, args=BF16) -> list[MemorySource]:
+    """Write a run whose checkpoints differ; return their content."""
+    sources = []
+    for iteration in iterations:
+        source = random_source(args, seed=iteration)
+        source.training.iteration = iteration
+        write_torch_dist(source, root / f"iter_{iteration:07d}")
+        sources.append(source)
+    write_tracker(root, iterations[-1])
+    return sources
+
+
+def sum_in_float64(sources, weights, key, state="param") -> np.ndarray:
+    total = np.zeros(sources[0].tensors[key].shape, np.float64)
+    for source, weight in zip(sources, weights, strict=True):
+        stored = optimizer_key(state, key) if state else key
+        total += weight * source.values[stored].double().numpy()
+    return total
+
+
+def assert_merged(result, sources, weights, state="param") -> None:
+    """Compare every weight, and main parameter if any, with the sum in float64."""
+    for key, info in result.tensors.items():
+        if key.startswith("optimizer."):
+            continue
+        expected = sum_in_float64(sources, weights, key, state)
+        found = read_whole(result, key).double().numpy()
+        limit = TOLERANCE[info.dtype] * np.maximum(np.abs(expected), 0.3)
+        assert (np.abs(found - expected) <= limit).all(), key
+
+
+# ---- Sums ----
+
+
+@pytest.mark.parametrize("saver", FORMATS)
+@pytest.mark.parametrize("args", [BF16, GPT_ARGS], ids=["llama-bf16", "gpt2-fp32"])
+def test_inputs_of_all_formats_merge_to_every_format(tmp_path, saver, args):
+    sources = [random_source(args, seed=seed) for seed in range(len(FORMATS))]
+    words = []
+    for number, form in enumerate(FORMATS):
+        write_torch_dist(sources[number], tmp_path / f"run{number}/iter_0000007")
+        options = WriteOptions(optim_sidecar=True, tensor_parallel=2, pipeline_parallel=2)
+        path = tmp_path / form
+        convert(tmp_path / f"run{number}/iter_0000007", path, form, options=options)
+        words.append(f"{path}:{WEIGHTS[number]}")
+    done = run_merge(
+        *("--input", *words, "--output", tmp_path / "out", "--saver", saver, "--verify-target")
+    )
+    assert done.returncode == 0, done.stderr
+    assert "verified: " in done.stdout
+    result = open_checkpoint(tmp_path / "out")
+    has_moments = any(key.startswith("optimizer.") for key in result.tensors)
+    assert has_moments == (saver == "universal")  # whose moments are zero
+    assert_merged(result, sources, WEIGHTS)
+
+
+def test_files_of_transformers_merge_like_numpy_arrays(tmp_path):
+    for seed in range(3):
+        source = random_source(LLAMA_ARGS, optimizer=False, seed=seed)
+        write_huggingface(source, tmp_path / f"{seed}")
+    words = [f"{tmp_path / '0'}:0.2", f"{tmp_path / '1'}:0.3", f"{tmp_path / '2'}:0.5"]
+    done = run_merge("--input", *words, "--output", tmp_path / "out")
+    assert done.returncode == 0 and "(hf, " in done.stdout, done.stderr
+    inputs = [load_file(tmp_path / f"{seed}/model.safetensors") for seed in range(3)]
+    merged = load_file(tmp_path / "out/model.safetensors")
+    assert merged.keys() == inputs[0].keys()
+    for name, value in merged.items():
+        parts = [
+            w * x[name].astype(np.float64) for w, x in zip((0.2, 0.3, 0.5), inputs, strict=True)
+        ]
+        np.testing.assert_allclose(value, sum(parts), rtol=1e-6, atol=1e-7)
+
+
+def test_main_parameters_are_merged_and_rounded_once(tmp_path):
+    sources = make_run(tmp_path / "run", [1, 2, 3])
+    words = ("--input", tmp_path / "run", "--average-last", 3)
+    assert run_merge(*words, "--output", tmp_path / "bf16").returncode == 0
+    assert run_merge(*words, "--output", tmp_path / "fp32", "--dtype", "fp32").returncode == 0
+    full = open_checkpoint(tmp_path / "fp32")
+    rounded = open_checkpoint(tmp_path / "bf16")
+    assert full.args["bf16"] is False and rounded.args["bf16"] is True
+    assert_merged(full, sources, [1 / 3] * 3)
+    weights = sum_in_float64(sources, [1 / 3] * 3, QKV, state=None)
+    assert np.abs(read_whole(full, QKV).double().numpy() - weights).max() > 1e-4
+    for key, info in rounded.tensors.items():
+        assert info.dtype == torch.bfloat16
+        assert torch.equal(read_whole(rounded, key), read_whole(full, key).bfloat16())
+
+
+def test_no_optim_merges_the_weights(tmp_path):
+    sources = make_run(tmp_path / "run", [1, 2])
+    words = ("--input", tmp_path / "run", "--average-last", 2, "--dtype", "fp32", "--no-optim")
+    assert run_merge(*words, "--output", tmp_path / "out").returncode == 0
+    assert_merged(open_checkpoint(tmp_path / "out"), sources, [0.5, 0.5], state=None)
+
+
+def test_weight_of_one_keeps_the_input_bitwise(tmp_path):
+    sources = make_run(tmp_path / "run", [1, 2])
+    one = f"{tmp_path / 'run/iter_0000001'}:1"
+    other = f"{tmp_path / 'run/iter_0000002'}:0"
+    assert run_merge("--input", one, other, "--output", tmp_path / "out").returncode == 0
+    result = open_checkpoint(tmp_path / "out")
+    for key in result.tensors:
+        assert torch.equal(read_whole(result, key), sources[0].values[key])
+
+
+def test_normalized_weights(tmp_path):
+    sources = make_run(tmp_path / "run", [1, 2])
+    words = [f"{tmp_path / 'run/iter_0000001'}:3", f"{tmp_path / 'run/iter_0000002'}:1"]
+    done = run_merge("--input", *words, "--normalize", "--output", tmp_path / "out")
+    assert done.returncode == 0 and "0.75 x " in done.stdout, done.stderr
+    assert_merged(open_checkpoint(tmp_path / "out"), sources, [0.75, 0.25])
+
+
+@pytest.mark.parametrize("which, base", [("LAST", 2), ("FIRST", 0), ("2", 1)])
+def test_optimizer_of_one_input_is_kept(tmp_path, which, base):
+    sources = make_run(tmp_path / "run", [4, 5, 6])
+    done = run_merge(
+        *("--input", tmp_path / "run", "--average-last", 3, "--optimizer", f"from={which}"),
+        *("--output", tmp_path / "out", "--saver", "legacy", "--verify-target"),
+    )
+    assert done.returncode == 0, done.stderr
+    result = open_checkpoint(tmp_path / "out")
+    assert result.training.iteration == 4 + base
+    assert result.training.param_groups == sources[base].training.param_groups
+    assert_merged(result, sources, [1 / 3] * 3)
+    main = sum_in_float64(sources, [1 / 3] * 3, QKV)
+    found = read_whole(result, optimizer_key("param", QKV))
+    np.testing.assert_allclose(found.double().numpy(), main, rtol=4e-7, atol=1e-7)
+    for state in ("exp_avg", "exp_avg_sq"):
+        key = optimizer_key(state, QKV)
+        assert torch.equal(read_whole(result, key), sources[base].values[key])
+
+
+# ---- Schedules ----
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9])
+@pytest.mark.parametrize(
+    "schedule, decay",
+    [
+        ("uniform", lambda x: 1 - x),
+        ("linear", lambda x: 1 - x),
+        ("one_minus_sqrt", lambda x: 1 - math.sqrt(x)),
+    ],
+)
+def test_schedules_are_learning_rate_decays(schedule, decay, count):
+    """Merging checkpoints of a constant learning rate equals decaying the updates between them."""
+    updates = np.random.default_rng(0).normal(size=count)
+    checkpoints = np.cumsum(updates)  # the first update leads to the first checkpoint
+    merged = np.dot(compute_schedule_weights(schedule, count), checkpoints)
+    decayed = sum(decay(number / count) * update for number, update in enumerate(updates))
+    np.testing.assert_allclose(merged, decayed, rtol=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
+def test_ema_schedule_is_the_recursion(decay, count):
+    values = np.random.default_rng(1).normal(size=count)
+    average = values[0]
+    for value in values[1:]:
+        average = decay * average + (1 - decay) * value
+    weights = compute_schedule_weights(f"ema:{decay}", count)
+    np.testing.assert_allclose(np.dot(weights, values), average, rtol=1e-12)
+    assert math.isclose(sum(weights), 1)
+
+
+def test_schedule_of_listed_inputs(tmp_path):
+    sources = make_run(tmp_path / "run", [1, 2, 3])
+    paths = [tmp_path / f"run/iter_000000{number}" for number in (1, 2, 3)]
+    done = run_merge("--input", *paths, "--schedule", "ema:0.5", "--output", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert_merged(open_checkpoint(tmp_path / "out"), sources, [0.25, 0.25, 0.5])
+
+
+# ---- The last checkpoints of a run ----
+
+
+def names(paths) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_last_checkpoints_are_complete_and_end_at_the_tracker(tmp_path):
+    make_run(tmp_path, [2, 4, 6, 8, 10])
+    assert names(find_last_checkpoints(tmp_path, 2)) == ["iter_0000008", "iter_0000010"]
+    assert names(find_last_checkpoints(tmp_path, 2, step=6)) == ["iter_0000004", "iter_0000006"]
+    (tmp_path / "iter_0000008/metadata.json").unlink()
+    assert names(find_last_checkpoints(tmp_path, 2)) == ["iter_0000006", "iter_0000010"]
+    write_tracker(tmp_path, 6)
+    assert names(find_last_checkpoints(tmp_path, 3)) == [
+        *("iter_0000002", "iter_0000004", "iter_0000006")
+    ]
+
+
+@pytest.mark.parametrize("form", ["legacy", "universal"])
+def test_last_checkpoints_of_other_formats(tmp_path, form):
+    sources = make_run(tmp_path / "run", [8, 9])
+    for iteration in (8, 9):
+        part = tmp_path / f"part{iteration}"
+        convert(tmp_path / f"run/iter_{iteration:07d}", part, form)
+        (tmp_path / "other").mkdir(exist_ok=True)
+        for path in part.iterdir():
+            path.rename(tmp_path / "other" / path.name)
+    done = run_merge(
+        *("--input", tmp_path / "other", "--average-last", 2, "--output", tmp_path / "out")
+    )
+    assert done.returncode == 0 and f"({form}, " in done.stdout, done.stderr
+    assert_merged(open_checkpoint(tmp_path / "out"), sources, [0.5, 0.5])
+
+
+# ---- Refused merges ----
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["{a}:0.5", "{b}:0.6"], "the weights 0.5, 0.6 sum to 1.1, not 1"),
+        (["{a}:1", "{b}:-1", "--normalize"], "the weights sum to 0 and cannot be scaled"),
+        (["{a}", "{b}:1"], "has no weight: append one"),
+        (["{a}:nan", "{b}:1"], "the weight must be a finite number"),
+        (["{a}:1", "{b}", "--schedule", "uniform"], "are mutually exclusive"),
+        (["{a}", "--schedule", "cosine"], "--schedule cosine is not one of uniform, linear"),
+        (["{a}", "--schedule", "ema"], "DECAY must be at least 0 and less than 1"),
+        (["{a}", "--schedule", "ema:1"], "DECAY must be at least 0 and less than 1"),
+        (["{run}", "--average-last", "4"], "has 2 complete checkpoints (iter_0000002"),
+        (["{run}", "--average-last", "0"], "0 must be at least 1"),
+        (["{run}", "--average-last", "1", "--ckpt-step", "9"], "--ckpt-step 9: "),
+        (["{run}", "--average-last", "1", "--ckpt-step", "1", "--schedule", "x"], "is not one of"),
+        (["{a}", "--average-last", "2"], "is one checkpoint, not the directory of a run"),
+        (["{run}:1", "--average-last", "2"], "takes one --input"),
+        (["{run}", "{a}", "--average-last", "2"], "takes one --input"),
+        (["{a}:1", "--ckpt-step", "1"], "--ckpt-step 1 needs --average-last"),
+        (["{a}:1", "--optimizer", "from=2"], "from=N with N from 1 to 1"),
+        (["{a}:1", "--optimizer", "last"], "give from=LAST, from=FIRST"),
+        (["{a}:1", "--optimizer", "from=LAST", "--no-optim"], "are mutually exclusive"),
+        (["{hf}:1", "--optimizer", "from=LAST"], "has no optimizer state"),
+        (["{a}:1", "{other}:0"], "is another model than"),
+        (["{a}:1", "/nowhere:0"], "/nowhere holds no checkpoint in a known format"),
+        (["{a}:1", "--lr", "3"], "--lr"),
+    ],
+)
+def test_bad_command_lines_are_one_error(tmp_path, words, message):
+    make_run(tmp_path / "run", [1, 2])
+    write_torch_dist(random_source(GPT_ARGS), tmp_path / "other")
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "hf")
+    places = {name: tmp_path / name for name in ("run", "other", "hf")}
+    places["a"] = tmp_path / "run/iter_0000001"
+    places["b"] = tmp_path / "run/iter_0000002"
+    words = [word.format(**places) for word in words]
+    done = run_merge("--input", *words, "--output", tmp_path / "out")
+    assert done.returncode and message in done.stderr, done.stderr
+    assert "error: " in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_other_models_are_refused_with_every_difference():
+    one = random_source(LLAMA_ARGS)
+    other = random_source(LLAMA_ARGS | {"num_query_groups": 4, "rotary_base": 500}, vocab_size=71)
+    other.description = "b"
+    with pytest.raises(ValueError) as caught:
+        MergedSource([one, other], [0.5, 0.5])
+    message = str(caught.value)
+    assert message.startswith("b is another model than checkpoint in memory: ")
+    for difference in (
+        "--vocab-size is 71, not 67",
+        "--num-query-groups is 4, not 2",
+        "--rotary-base is 500, not 10000",
+    ):
+        assert difference in message
+    assert message.count(";") == 2
+
+
+def test_arguments_without_effect_do_not_matter():
+    one = random_source(LLAMA_ARGS)
+    other = random_source(LLAMA_ARGS | {"bf16": True, "hidden_dropout": 0.3, "rope_type": "rope"})
+    MergedSource([one, other], [0.5, 0.5])
+
+
+def test_output_that_contains_an_input_is_refused(tmp_path):
+    make_run(tmp_path / "run", [1, 2])
+    for target in (tmp_path / "run", tmp_path / "run/iter_0000001"):
+        words = ("--input", tmp_path / "run", "--average-last", 2)
+        done = run_merge(*words, "--output", target, "--overwrite")
+        assert done.returncode and "which would be lost" in done.stderr
+    assert names(find_last_checkpoints(tmp_path / "run", 2)) == ["iter_0000001", "iter_0000002"]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_values_that_are_not_finite_are_refused_with_their_input(tmp_path, bad):
+    sources = [random_source(LLAMA_ARGS, seed=seed) for seed in range(2)]
+    sources[1].values[optimizer_key("param", QKV)][3, 4] = bad
+    sources[1].description = "b"
+    merged = MergedSource(sources, [0.5, 0.5])
+    with pytest.raises(ValueError, match=f"^b: {QKV} contains values that are not finite"):
+        write_checkpoint(merged, [], tmp_path / "out", "hf")
+    assert os.listdir(tmp_path) == []
+
+
+def test_values_out_of_range_are_refused():
+    sources = [random_source(LLAMA_ARGS, seed=seed) for seed in range(2)]
+    for source in sources:
+        source.values[optimizer_key("param", QKV)][0, 0] = 60000.0
+    merged = MergedSource(sources, [0.6, 0.6], dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"exceeds the range of torch.float16 .*72000"):
+        read_whole(merged, QKV)
+
+
+def test_paths_with_colons():
+    assert parse_input("s3://bucket/run") == ("s3://bucket/run", None)
+    assert parse_input("s3://bucket/run:0.5") == ("s3://bucket/run", 0.5)
+    assert parse_input("a:b") == ("a:b", None)
+    assert parse_input("a:-1e-1") == ("a", -0.1)
+
+
+# ---- Memory ----
+
+
+@pytest.mark.parametrize("saver", FORMATS)
+def test_memory_is_a_few_blocks(tmp_path, saver):
+    """Tensors in memory at once are small compared to the inputs."""
+    args = {**LLAMA_ARGS, "hidden_size": 64, "num_layers": 1, "bf16": True}
+    for seed in range(4):
+        source = random_source(args, vocab_size=300_000, optimizer=False, seed=seed)
+        write_torch_dist(source, tmp_path / f"{seed}")
+    nbytes = sum(info.nbytes for info in source.tensors.values())
+    del source
+    words = [f"{tmp_path / str(seed)}:0.25" for seed in range(4)]
+    with LiveTensors() as tensors:
+        done = run_merge(
+            *("--input", *words, "--output", tmp_path / "out", "--saver", saver, "--workers", 1)
+        )
+    assert done.returncode == 0, done.stderr
+    assert tensors.peak < 4 * nbytes, (tensors.peak, nbytes)
