@@ -44,8 +44,11 @@ def blockwise_attention(
     `documents` `[b, s]` are of whole sequences: a token attends to tokens with the same number.
     `sink` `[heads]` fp32 is an additional score of every query, with a value of zero.
     """
-    exchange = EXCHANGES[comm_type if cp.size > 1 else "all_gather"]
-    key_value = torch.stack((key, value))
+    if cp.size == 1:
+        # A single rank does not exchange anything.
+        comm_type = "all_gather"
+    exchange = EXCHANGES[comm_type]
+    key_value = torch.stack((key, value))  # one message instead of two
     context: Tensor = _BlockwiseAttention.apply(
         query, key_value, sink, mask, documents, cp, exchange, scoring
     )
@@ -53,6 +56,12 @@ def blockwise_attention(
 
 
 class _BlockwiseAttention(torch.autograd.Function):
+    """Sum of the blocks of all ranks.
+
+    The gradients of a block depend on the other blocks only via the merged output and log-sum-exp:
+    the probabilities of its scores are exp(scores - lse).
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -65,9 +74,10 @@ class _BlockwiseAttention(torch.autograd.Function):
         make_exchange: Callable[[Axis], Exchange],
         scoring: Scoring,
     ) -> Tensor:
-        out = query.new_empty(0)
-        lse = query.new_empty(0)
-        for source, (key, value) in make_exchange(cp).fetch(key_value):
+        out = query.new_empty(0)  # [b, heads, s/cp, d] fp32
+        lse = query.new_empty(0)  # [b, heads, s/cp] fp32
+        exchange = make_exchange(cp)
+        for source, (key, value) in exchange.fetch(key_value):
             block = _make_block(query, source, mask, documents, cp)
             if block is None:
                 continue
@@ -81,15 +91,19 @@ class _BlockwiseAttention(torch.autograd.Function):
                 out = block_out.float()
                 lse = block_lse
                 continue
-            # Both outputs are weighted by their share of the sum of the exponentials.
-            share = torch.sigmoid(block_lse - lse[:, :, rows]).unsqueeze(-1)
-            out[:, :, rows].lerp_(block_out.float(), share)
-            lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], block_lse)
+            # Both outputs are weighted by their share of the sum of the exponentials:
+            # exp(block_lse) / (exp(lse) + exp(block_lse)) = sigmoid(block_lse - lse).
+            merged_out = out[:, :, rows]
+            merged_lse = lse[:, :, rows]
+            share = torch.sigmoid(block_lse - merged_lse).unsqueeze(-1)  # [b, heads, rows, 1]
+            merged_out.lerp_(block_out.float(), share)
+            lse[:, :, rows] = torch.logaddexp(merged_lse, block_lse)
         if sink is not None:
             # The sink is a block with an output of zero: it only reduces the weight of the others.
             lse_of_keys = lse
-            lse = torch.logaddexp(lse, sink.view(-1, 1))
-            out = out * (lse_of_keys - lse).exp_().unsqueeze(-1)
+            lse = torch.logaddexp(lse_of_keys, sink.view(-1, 1))
+            share_of_keys = (lse_of_keys - lse).exp_().unsqueeze(-1)  # [b, heads, s/cp, 1]
+            out = out * share_of_keys
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key_value, sink, out, lse)
         ctx.documents = documents
@@ -102,9 +116,12 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key_value, sink, out, lse = ctx.saved_tensors
+        # In fp32, since it is a sum over the blocks.
         dquery = torch.zeros_like(query, dtype=torch.float32)
         exchange = ctx.make_exchange(ctx.cp)
         for source, (key, value) in exchange.fetch(key_value):
+            # The gradient of the keys and values of `source`: zero where no query sees them. The
+            # exchange needs it even for blocks without any visible key, since it is collective.
             gradient = torch.zeros_like(key_value)
             block = _make_block(query, source, ctx.mask, ctx.documents, ctx.cp)
             if block is not None:
@@ -127,7 +144,10 @@ class _BlockwiseAttention(torch.autograd.Function):
         dsink = None
         if sink is not None:
             dsink = _compute_sink_gradient(sink, dout, out, lse)
-        return dquery.to(query.dtype), exchange.finish(), dsink, None, None, None, None, None
+        dquery = dquery.to(query.dtype)
+        # Last, because it waits for gradients in transit.
+        dkey_value = exchange.finish()
+        return dquery, dkey_value, dsink, None, None, None, None, None
 
 
 def _compute_sink_gradient(sink: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
@@ -137,7 +157,7 @@ def _compute_sink_gradient(sink: Tensor, dout: Tensor, out: Tensor, lse: Tensor)
     the keys equals the sum of `dout * out` over d.
     """
     probability = (sink.view(-1, 1) - lse).exp_()  # [b, heads, s]
-    expected = (dout.float() * out).sum(-1)
+    expected = (dout.float() * out).sum(-1)  # [b, heads, s]
     return probability.mul_(expected).sum((0, 2)).neg_()
 
 
@@ -161,13 +181,18 @@ def _make_block(
         is_causal = block_mask is None
         return Block(all_positions, all_positions, is_causal, block_mask, document_slices)
     if documents is not None or not mask.is_causal:
+        # Windows, ALiBi and documents across ranks need a mask.
         whole_length = length * cp.size
         block_mask = mask.make_block(whole_length, cp, source, documents, query.dtype, query.device)
         if block_mask is None:
             return None
         return Block(all_positions, all_positions, mask=block_mask)
+
+    # Plain causal order: every block consists of whole chunks, so that no mask is needed.
+    first_chunk = slice(0, length // 2)
+    second_chunk = slice(length // 2, None)
     if source == cp.rank:
         return Block(all_positions, all_positions, causal=True)
     if source < cp.rank:
-        return Block(all_positions, slice(0, length // 2))
-    return Block(slice(length // 2, None), all_positions)
+        return Block(all_positions, first_chunk)
+    return Block(second_chunk, all_positions)

@@ -34,7 +34,6 @@ class CoreAttention(MegatronModule):
         """Initialize with the factor of the scores (default 1 / sqrt(d)) and the layer's window."""
         super().__init__()
         tp = place.tp
-        cp_heads = place.cp.head_axis
         self.config = config
         self.rng = place.rng
         self.tp = tp
@@ -45,8 +44,11 @@ class CoreAttention(MegatronModule):
             info = ParamInfo(Normal(config.init_method_std), Sharding(dim=0, axis=tp))
             shape = (config.num_attention_heads,)
             self.softmax_offset = make_parameter(shape, config.params_dtype, place.device, info)
-        head_part = (tp.rank * cp_heads.size + cp_heads.rank, tp.size * cp_heads.size)
-        self.mask = AttentionMask(config, head_part, window)
+        # Heads are split over TP, and those of a TP rank over CP if it exchanges heads.
+        cp_heads = place.cp.head_axis
+        part_index = tp.rank * cp_heads.size + cp_heads.rank
+        num_parts = tp.size * cp_heads.size
+        self.mask = AttentionMask(config, (part_index, num_parts), window)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
@@ -75,6 +77,7 @@ class CoreAttention(MegatronModule):
         dropout = self.config.attention_dropout if self.training else 0.0
         if self._uses_blocks(documents, dropout):
             assert dropout == 0.0, "kernels that return a log-sum-exp do not support dropout"
+            scoring = Scoring(self.scale, self.config.attn_logit_softcapping)
             context = blockwise_attention(
                 q,
                 k,
@@ -83,14 +86,16 @@ class CoreAttention(MegatronModule):
                 documents,
                 self.cp.attention_axis,
                 self.cp.comm_type,
-                Scoring(self.scale, self.config.attn_logit_softcapping),
+                scoring,
                 self._make_sink(q),
             )
         elif dropout == 0.0:
             context = self._run_sdpa(q, k, v, documents, 0.0)
         else:
+            # Each TP rank drops different elements, because it has different heads.
             with self.rng.fork():
                 context = self._run_sdpa(q, k, v, documents, dropout)
+        # [b, g * heads, s, d] -> [s, b, g * heads * d]
         return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
 
     def _uses_blocks(self, documents: Tensor | None, dropout: float) -> bool:
@@ -105,20 +110,28 @@ class CoreAttention(MegatronModule):
         if self.config.softmax_type == "vanilla":
             return None
         if self.softmax_offset is None:
-            return query.new_zeros(query.shape[1], dtype=torch.float32)
+            # --softmax-type off-by-one: a sink with a fixed score of zero.
+            num_heads = query.shape[1]
+            return query.new_zeros(num_heads, dtype=torch.float32)
+        # The parameter is split over TP; an exchange of heads over CP splits it further.
         cp_heads = self.cp.head_axis
-        return self.softmax_offset.float().chunk(cp_heads.size)[cp_heads.rank]
+        parts = self.softmax_offset.float().chunk(cp_heads.size)
+        return parts[cp_heads.rank]
 
     def _run_sdpa(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropout: float
     ) -> Tensor:
-        mask = self.mask(q.shape[2], documents, q.dtype, q.device)
-        if q.device.type == "cpu" and q.dtype != torch.float32 and not dropout:
+        """Return `[b, heads, s, d]` from a single call of a fused kernel."""
+        _, num_heads, length, _ = q.shape
+        num_key_heads = k.shape[1]
+        device_type = q.device.type
+        mask = self.mask(length, documents, q.dtype, q.device)
+        if device_type == "cpu" and q.dtype != torch.float32 and not dropout:
             context: Tensor = CpuAttention.apply(q, k, v, mask, self.scale)
             return context
-        is_grouped = q.shape[1] > k.shape[1]
-        if is_grouped and not supports_grouped_heads(q.device.type, q.dtype, mask is not None):
-            copies = q.shape[1] // k.shape[1]
+        is_grouped = num_heads > num_key_heads
+        if is_grouped and not supports_grouped_heads(device_type, q.dtype, mask is not None):
+            copies = num_heads // num_key_heads
             k = k.repeat_interleave(copies, dim=1)
             v = v.repeat_interleave(copies, dim=1)
             is_grouped = False

@@ -65,11 +65,15 @@ class RingExchange:
     def fetch(self, local: Tensor) -> Iterator[tuple[int, Tensor]]:
         cp = self._cp
         current = local
+        # After n steps a rank has the tensor of the n-th rank before it.
         for step in range(cp.size - 1):
+            source = (cp.rank - step) % cp.size
             shift = _RingShift(current, cp)
-            yield (cp.rank - step) % cp.size, current
+            yield source, current
             current = shift.wait()
-        yield (cp.rank + 1) % cp.size, current
+        # The last tensor, that of the next rank, is not passed on.
+        last_source = (cp.rank + 1) % cp.size
+        yield last_source, current
 
     def add_gradient(self, source: int, gradient: Tensor) -> None:
         # The previous rank has sent the sum of its contribution to `source` and all earlier ones.
@@ -78,6 +82,7 @@ class RingExchange:
         self._gradient = _RingShift(gradient, self._cp)
 
     def finish(self) -> Tensor:
+        # The last shift brings the sum for this rank, to which all other ranks have contributed.
         assert self._gradient is not None
         return self._gradient.wait()
 
@@ -96,8 +101,8 @@ class AllGatherExchange:
         cp = self._cp
         gathering = start_sequence_all_gather(local, cp)
         yield cp.rank, local
-        parts = gathering.wait().chunk(cp.size)
-        for source, part in enumerate(parts):
+        whole = gathering.wait()
+        for source, part in enumerate(whole.chunk(cp.size)):
             if source != cp.rank:
                 yield source, part
 
@@ -105,8 +110,11 @@ class AllGatherExchange:
         self._gradients[source] = gradient
 
     def finish(self) -> Tensor:
-        whole = torch.cat([self._gradients[source] for source in range(self._cp.size)])
-        return start_sequence_reduce_scatter(whole, self._cp).wait()
+        cp = self._cp
+        # In the order of the ranks: the reduce-scatter sends part r to rank r.
+        parts = [self._gradients[source] for source in range(cp.size)]
+        whole = torch.cat(parts)
+        return start_sequence_reduce_scatter(whole, cp).wait()
 
 
 EXCHANGES: dict[str, Callable[[Axis], Exchange]] = {

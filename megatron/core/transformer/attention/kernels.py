@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _aten = torch.ops.aten
+_NO_DROPOUT = 0.0
 SCORES_AT_ONCE = 1 << 24
 """Maximum number of fp32 scores that the plain implementation computes at once."""
 # With fewer key heads than query heads, the CPU kernel of older versions reads and writes out of
@@ -35,7 +36,9 @@ class Scoring(NamedTuple):
 
     def get_scale(self, width: int) -> float:
         """Return the factor for heads of `width` elements."""
-        return self.scale if self.scale is not None else 1 / math.sqrt(width)
+        if self.scale is not None:
+            return self.scale
+        return 1 / math.sqrt(width)
 
 
 Document = tuple[slice, slice, slice]
@@ -50,6 +53,7 @@ class Block(NamedTuple):
     columns: slice
     """Keys."""
     causal: bool = False
+    """Row i sees the columns up to i."""
     mask: Tensor | None = None
     """Additive mask, or on a CPU also a boolean one (True: visible); broadcastable to `[b, heads,
     rows, columns]`.
@@ -59,9 +63,12 @@ class Block(NamedTuple):
 
     def select_document(self, document: Document) -> Block:
         """Return the block of a single document; masks depend on distances only."""
-        length = document[2].stop - document[2].start
+        _, _, positions = document
+        length = positions.stop - positions.start
         all_positions = slice(None)
-        mask = None if self.mask is None else self.mask[..., :length, :length]
+        mask = self.mask
+        if mask is not None:
+            mask = mask[..., :length, :length]
         return Block(all_positions, all_positions, self.causal, mask)
 
 
@@ -80,12 +87,13 @@ def attend(
         key = _repeat_heads(key, query)
         value = _repeat_heads(value, query)
     scale = scoring.scale
+    # The private operators, because the public function does not return the log-sum-exp.
     if query.device.type != "cuda":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             query.float(),
             key.float(),
             value.float(),
-            0.0,
+            _NO_DROPOUT,
             block.causal,
             attn_mask=_make_cpu_mask(block),
             scale=scale,
@@ -93,14 +101,17 @@ def attend(
         return out.to(query.dtype), lse
     if _supports_flash(query, block):
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, 0.0, block.causal, scale=scale
+            query, key, value, _NO_DROPOUT, block.causal, scale=scale
         )
         return out, lse
+    # Masks and fp32: the memory-efficient kernel.
     mask = _align_mask(block.mask, query, key)
-    out, lse, _, _ = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, mask, True, 0.0, block.causal, scale=scale
+    returns_lse = True
+    out, padded_lse, _, _ = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, mask, returns_lse, _NO_DROPOUT, block.causal, scale=scale
     )
-    return out, lse[:, :, : query.shape[2]]  # the kernel pads the rows
+    num_rows = query.shape[2]
+    return out, padded_lse[:, :, :num_rows]  # the kernel pads the rows
 
 
 def attend_backward(
@@ -164,6 +175,7 @@ class CpuAttention(torch.autograd.Function):
 def _attend_to_documents(
     query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
+    """Compute `attend` for each document on its own."""
     out = torch.empty_like(query)
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
     for document in block.documents:
@@ -184,6 +196,7 @@ def _attend_to_documents_backward(
     block: Block,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `attend_backward` for each document on its own."""
     dquery = torch.empty_like(query)
     dkey = torch.empty_like(key)
     dvalue = torch.empty_like(value)
@@ -211,6 +224,7 @@ def _run_fused_backward(
     block: Block,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Call the backward pass of the kernel that `attend` calls for these tensors."""
     if query.device.type != "cuda":
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout.float(),
@@ -219,13 +233,16 @@ def _run_fused_backward(
             value.float(),
             out.float(),
             lse,
-            0.0,
+            _NO_DROPOUT,
             block.causal,
             attn_mask=_make_cpu_mask(block),
             scale=scale,
         )
         return dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    # Seed and offset of the dropout that the forward pass would have applied
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    num_rows = query.shape[2]
+    num_columns = key.shape[2]
     if _supports_flash(query, block):
         return _aten._scaled_dot_product_flash_attention_backward(
             dout,
@@ -234,16 +251,19 @@ def _run_fused_backward(
             value,
             out,
             lse.contiguous(),
+            None,  # offsets of the sequences in a packed batch: none
             None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
+            num_rows,
+            num_columns,
+            _NO_DROPOUT,
             block.causal,
-            no_dropout,
-            no_dropout,
+            rng_state,
+            rng_state,
             scale=scale,
         )
+    # Rows are padded to a multiple of 32, as the kernel does in the forward pass.
+    padded_lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+    needs_gradient = [True, True, True, False]  # query, key, value, mask
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         dout,
         query,
@@ -251,11 +271,11 @@ def _run_fused_backward(
         value,
         _align_mask(block.mask, query, key),
         out,
-        F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf),  # rows padded as the kernel does
-        no_dropout[0],
-        no_dropout[1],
-        0.0,
-        [True, True, True, False],
+        padded_lse,
+        rng_state[0],
+        rng_state[1],
+        _NO_DROPOUT,
+        needs_gradient,
         block.causal,
         scale=scale,
     )
@@ -281,23 +301,29 @@ def _supports_groups(query: Tensor, block: Block) -> bool:
 
 def _supports_flash(query: Tensor, block: Block) -> bool:
     """Return whether the flash attention kernel of CUDA supports these queries."""
+    head_dim = query.shape[3]
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    return block.mask is None and is_half and query.shape[3] % 8 == 0
+    return block.mask is None and is_half and head_dim % 8 == 0
 
 
 def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
     """Return keys or values with one copy for each query head: `[b, heads, s, d]`."""
     copies = query.shape[1] // x.shape[1]
-    return x if copies == 1 else x.repeat_interleave(copies, dim=1)
+    if copies == 1:
+        return x
+    return x.repeat_interleave(copies, dim=1)
 
 
 def _align_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     """Return `mask` in full shape, with the strides that the memory-efficient kernel requires."""
     if mask is None:
         return None
+    # Rows that begin at multiples of 16 elements: pad the rows, and return a view of the columns.
     columns = mask.shape[-1]
-    padded = F.pad(mask, (0, -columns % 16))[..., :columns]
-    return padded.expand(*query.shape[:3], key.shape[2])
+    padded = F.pad(mask, (0, -columns % 16))
+    aligned = padded[..., :columns]
+    batch, heads, rows, _ = query.shape
+    return aligned.expand(batch, heads, rows, key.shape[2])
 
 
 class _CappedScores(NamedTuple):
@@ -319,25 +345,36 @@ def _compute_capped_scores(
     """Yield the scores of all queries, at most SCORES_AT_ONCE (or one row) at a time."""
     assert scoring.softcap is not None
     cap = scoring.softcap
-    scale = scoring.get_scale(query.shape[3])
-    num_queries = query.shape[2]
+    batch, heads, num_queries, head_dim = query.shape
     num_keys = key.shape[2]
-    scores_per_row = query.shape[0] * query.shape[1] * num_keys
+    scale = scoring.get_scale(head_dim)
+    scores_per_row = batch * heads * num_keys
     step = max(1, SCORES_AT_ONCE // scores_per_row)
     for start in range(0, num_queries, step):
-        rows = slice(start, min(start + step, num_queries))
-        columns = slice(0, rows.stop if block.causal else num_keys)
+        stop = min(start + step, num_queries)
+        rows = slice(start, stop)
+        # In causal order no query of these rows sees a key at or after `stop`.
+        num_columns = stop if block.causal else num_keys
+        columns = slice(0, num_columns)
+
+        # Capped scores, [b, g, q/g, rows, columns] for g groups
         group_query = _split_groups(query[:, :, rows], key)  # [b, g, q/g, rows, d]
         group_key = key[:, :, None, columns]  # [b, g, 1, columns, d]
         product = group_query @ group_key.mT
         tanh = product.float().mul_(scale / cap).tanh_()
         scores = tanh * cap
+
+        # Masks apply after the cap: the score of an invisible key remains infinite.
         if block.causal:
             ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-            scores.masked_fill_(ones.triu_(start + 1), -torch.inf)
+            is_future = ones.triu_(start + 1)
+            scores.masked_fill_(is_future, -torch.inf)
         if block.mask is not None:
             mask = block.mask[:, :, rows, columns]
-            scores += mask.unsqueeze(1) if mask.shape[1] == 1 else _split_groups(mask, key)
+            if mask.shape[1] == 1:
+                scores += mask.unsqueeze(1)
+            else:
+                scores += _split_groups(mask, key)
         yield _CappedScores(rows, columns, scores, tanh)
 
 
@@ -355,8 +392,9 @@ def _attend_with_softcap(
     for rows, columns, scores, _ in _compute_capped_scores(query, key, block, scoring):
         row_lse = scores.logsumexp(-1)  # [b, groups, queries per group, rows]
         probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_().to(value.dtype)
-        group_value = value[:, :, None, columns]  # [b, g, 1, columns, d]
-        out[:, :, rows] = (probabilities @ group_value).flatten(1, 2)
+        group_value = value[:, :, None, columns]  # [b, groups, 1, columns, d]
+        group_out = probabilities @ group_value  # [b, groups, queries per group, rows, d]
+        out[:, :, rows] = group_out.flatten(1, 2)
         lse[:, :, rows] = row_lse.flatten(1, 2)
     return out, lse
 
@@ -390,13 +428,16 @@ def _attend_with_softcap_backward(
         group_key = key[:, :, None, columns]  # [b, groups, 1, columns, d]
         group_value = value[:, :, None, columns]
 
-        # Through the product of probabilities and values
+        # Through the product of probabilities and values. A key serves all queries of its group:
+        # its gradient is their sum (dimension 2).
         probabilities = scores.sub_(row_lse).exp_()
         dvalue[:, :, columns] += (probabilities.to(row_dout.dtype).mT @ row_dout).sum(2)
         dprobabilities = (row_dout @ group_value.mT).float()
-        # Through softmax and softcap
+
+        # Through softmax and softcap, in place: these are the largest tensors
         dscores = dprobabilities.sub_(row_expected).mul_(probabilities)
         dproduct = dscores.mul_(1 - tanh.square_()).mul_(scale).to(query.dtype)
+
         # Through the product of queries and keys
         dquery[:, :, rows] = (dproduct @ group_key).flatten(1, 2)
         dkey[:, :, columns] += (dproduct.mT @ row_query).sum(2)

@@ -20,9 +20,11 @@ def compute_alibi_slopes(num_heads: int) -> Tensor:
     They are powers of 2^(-8/n) for n heads. If n is not a power of 2, the slopes of the next
     smaller power are followed by every other slope of the next larger one.
     """
+    # The largest power of 2 up to n
     power = 2 ** math.floor(math.log2(num_heads))
     exponents = torch.arange(1, power + 1, dtype=torch.float64)
     slopes = 2.0 ** (-8.0 / power * exponents)
+    # Every other slope of twice as many heads, for the remaining heads
     num_extra = num_heads - power
     extra_exponents = torch.arange(1, 2 * num_extra + 1, 2, dtype=torch.float64)
     extra_slopes = 2.0 ** (-4.0 / power * extra_exponents)
@@ -42,10 +44,14 @@ class AttentionMask:
         self.window = window
         self.slopes = None
         if config.position_embedding_type == "alibi":
-            start, stop = even_range(config.num_attention_heads, *head_part)
-            self.slopes = compute_alibi_slopes(config.num_attention_heads)[start:stop]
+            part_index, num_parts = head_part
+            start, stop = even_range(config.num_attention_heads, part_index, num_parts)
+            all_slopes = compute_alibi_slopes(config.num_attention_heads)
+            self.slopes = all_slopes[start:stop]
+        # By length, dtype and device; those of blocks also by the rank of the keys
         self._static_masks: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self._static_blocks: dict[tuple[int, int, torch.dtype, torch.device], Tensor | None] = {}
+        # The documents of the last micro-batch, for the layers after the first
         self._last_documents: Tensor | None = None
         self._last_slices: tuple[Document, ...] = ()
 
@@ -105,31 +111,46 @@ class AttentionMask:
         has a very small log-sum-exp, so that the block has no weight in the merge, and no NaN
         arises.
         """
-        invisible = torch.finfo(dtype).min / 2
+        invisible = _get_invisible_score(dtype)
         rows = compute_local_positions(length, cp.rank, cp.size)
         columns = compute_local_positions(length, source, cp.size)
         key = (length, source, dtype, device)
         if key not in self._static_blocks:
-            block = self._make_static_mask(rows, columns, dtype)
-            if block.dtype == torch.bool:
-                has_visible = block.any()
-                zeros = torch.zeros(1, 1, *block.shape, dtype=dtype)
-                block = zeros.masked_fill(~block, invisible)
-            else:
-                has_visible = block.isfinite().any()
-                block = block.clamp(min=invisible)
-            self._static_blocks[key] = block.to(device) if has_visible else None
+            block = self._make_static_block(rows, columns, dtype)
+            if block is not None:
+                block = block.to(device)
+            self._static_blocks[key] = block
         static_block = self._static_blocks[key]
         if documents is None or static_block is None:
             return static_block
-        row_documents = documents[:, rows.to(documents.device)].to(device, non_blocking=True)
-        column_documents = documents[:, columns.to(documents.device)].to(device, non_blocking=True)
-        return static_block.masked_fill(
-            _compare_documents(row_documents, column_documents), invisible
+        row_documents = documents[:, rows.to(documents.device)]
+        column_documents = documents[:, columns.to(documents.device)]
+        is_foreign = _compare_documents(
+            row_documents.to(device, non_blocking=True),
+            column_documents.to(device, non_blocking=True),
         )
+        return static_block.masked_fill(is_foreign, invisible)
+
+    def _make_static_block(
+        self, rows: Tensor, columns: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return the additive mask without documents, if any column is visible to any row."""
+        invisible = _get_invisible_score(dtype)
+        mask = self._make_static_mask(rows, columns, dtype)
+        if mask.dtype == torch.bool:
+            if not mask.any():
+                return None
+            zeros = torch.zeros(1, 1, *mask.shape, dtype=dtype)
+            return zeros.masked_fill(~mask, invisible)
+        if not mask.isfinite().any():
+            return None
+        return mask.clamp(min=invisible)
 
     def _make_static_mask(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the mask without documents of queries and keys at these positions."""
+        """Return the mask without documents of queries and keys at these positions.
+
+        It is boolean (True: visible) `[queries, keys]`, with ALiBi additive in `dtype`.
+        """
         distance = queries.unsqueeze(1) - keys  # [queries, keys]
         visible = distance >= 0
         if self.window is not None:
@@ -138,22 +159,32 @@ class AttentionMask:
             return visible
         # [1, heads/tp, s, s]: with fewer dimensions SDPA falls back to a kernel that keeps all
         # probabilities.
-        bias = self.slopes.view(1, -1, 1, 1) * -distance.float()
+        slopes = self.slopes.view(1, -1, 1, 1)
+        bias = slopes * -distance.float()
         return bias.masked_fill(~visible, -torch.inf).to(dtype)
+
+
+def _get_invisible_score(dtype: torch.dtype) -> float:
+    """Return the score of invisible keys in a block: large, but the sum of two is finite."""
+    return torch.finfo(dtype).min / 2
 
 
 def _find_documents(documents: Tensor) -> tuple[Document, ...]:
     slices: list[Document] = []
+    all_heads = slice(None)
     # `cpu()` does not copy in a training run, where the numbers are in host memory.
-    for sample, row in enumerate(documents.cpu()):
+    for index, row in enumerate(documents.cpu()):
+        sample = slice(index, index + 1)
+        _, lengths = torch.unique_consecutive(row, return_counts=True)
         start = 0
-        for length in torch.unique_consecutive(row, return_counts=True)[1].tolist():
+        for length in lengths.tolist():
             stop = start + length
-            slices.append((slice(sample, sample + 1), slice(None), slice(start, stop)))
+            slices.append((sample, all_heads, slice(start, stop)))
             start = stop
     return tuple(slices)
 
 
 def _compare_documents(queries: Tensor, keys: Tensor) -> Tensor:
     """Return whether queries and keys are of different documents: `[b, 1, queries, keys]`."""
-    return (queries.unsqueeze(2) != keys.unsqueeze(1)).unsqueeze(1)
+    is_foreign = queries.unsqueeze(2) != keys.unsqueeze(1)  # [b, queries, keys]
+    return is_foreign.unsqueeze(1)

@@ -60,21 +60,28 @@ class SelfAttention(Attention):
             config.query_groups, place.tp.size, "query groups over the tensor-parallel ranks"
         )
         self.queries_per_group = config.num_attention_heads // config.query_groups
-        width = config.num_attention_heads * head_dim
-        self.linear_proj = spec.make_output_projection(config, place, width)
+
+        # Projections
+        query_width = config.num_attention_heads * head_dim
+        key_width = config.query_groups * head_dim
+        self.linear_proj = spec.make_output_projection(config, place, query_width)
         self.linear_qkv = spec.make_input_projection(
             config,
             place,
             config.hidden_size,
-            width + 2 * config.query_groups * head_dim,
+            query_width + 2 * key_width,
             bias=config.has_qkv_bias,
             normed=config.norm_placement != "post",
             row_blocks=(self.queries_per_group * head_dim, head_dim, head_dim),
         )
+
+        # Norms of queries and keys
         self.normalizes_across_heads = config.qk_layernorm and config.qk_layernorm_across_heads
         if config.qk_layernorm:
             self.q_layernorm = self._make_head_norm(config.num_attention_heads, place)
             self.k_layernorm = self._make_head_norm(config.query_groups, place)
+
+        # Positions and core attention
         window = config.get_window(number)
         self.rotary = None
         if config.position_embedding_type == "rope":
@@ -94,14 +101,20 @@ class SelfAttention(Attention):
         return spec.norm(config, config.head_dim, partial_grad=True, device=place.device)
 
     def _make_rotary_tables(self, has_window: bool) -> RotaryTables:
+        """Make the tables of a layer; layers with a window may have their own base (Gemma 3)."""
         config = self.config
-        kernel = select_layer_spec(config).rope if config.apply_rope_fusion else None
+        base = None
+        if has_window:
+            base = config.rotary_base_local
+        kernel = None
+        if config.apply_rope_fusion:
+            kernel = select_layer_spec(config).rope
         return RotaryTables(
             config,
             self.cp.attention_axis,
             config.head_dim,
             config.rotary_interleaved,
-            base=config.rotary_base_local if has_window else None,
+            base=base,
             kernel=kernel,
         )
 
@@ -111,19 +124,24 @@ class SelfAttention(Attention):
         A token attends to tokens with the same number in `documents` `[b, s]`. Under context
         parallelism s counts the positions of this rank, except in `documents`, which are whole.
         """
+        # Project, and view the result by groups.
         mixed = self.linear_qkv(hidden_states)  # [s, b, (heads + 2 groups) / tp * d]
+        length, batch, _ = mixed.shape
+        heads_per_group = self.queries_per_group + 2
         # [s, b, groups / tp, q + 2, d]
-        mixed = mixed.view(
-            *mixed.shape[:2], self.groups, self.queries_per_group + 2, self.config.head_dim
-        )
+        mixed = mixed.view(length, batch, self.groups, heads_per_group, self.config.head_dim)
         if self.normalizes_across_heads:
             # Before the exchange of heads, while all heads of a token are on the TP ranks.
             query, key, value = split_qkv(mixed, self.queries_per_group, None)
             mixed = torch.cat((self.q_layernorm(query), self.k_layernorm(key), value), 3)
+
+        # Exchange positions for heads where CP requires it: whole sequences from here on.
         mixed = self.cp.to_heads(mixed)
         rotary = None
         if self.rotary is not None:
             rotary = self.rotary(mixed.shape[0], mixed.dtype, mixed.device)
+
+        # Split into queries, keys and values, normalize and rotate.
         if self.config.qk_layernorm and not self.normalizes_across_heads:
             query, key, value = split_qkv(mixed, self.queries_per_group, None)
             query = self.q_layernorm(query)
@@ -133,6 +151,8 @@ class SelfAttention(Attention):
                 key = rotate(key, rotary)
         else:
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary)
+
+        # Attend, and return to the residual stream.
         context = self.core_attention(query, key, value, documents)  # [s, b, heads / tp * d]
         return self.linear_proj(self.cp.to_sequence(context))
 
@@ -214,8 +234,8 @@ class MultiLatentAttention(Attention):
         """Return the output of the branch, as `SelfAttention.forward`."""
         query = hidden_states
         if self.config.q_lora_rank is not None:
-            query = self.linear_q_down_proj(hidden_states)
-        projected = self.linear_kv_down_proj(hidden_states)
+            query = self.linear_q_down_proj(hidden_states)  # [s, b, q_lora_rank]
+        projected = self.linear_kv_down_proj(hidden_states)  # [s, b, kv_lora_rank + rotated]
         latent, shared_key = projected.split([self.config.kv_lora_rank, self.rotated], -1)
         # The heads of all TP ranks use the shared part of the keys: its gradient is summed over TP.
         if self.place.sequence_parallel:
@@ -223,6 +243,7 @@ class MultiLatentAttention(Attention):
         else:
             shared_key = copy_to_tensor_parallel(shared_key, self.place.tp)
         if self.config.recomputes("mla_up_proj") and self.training:
+            # Keep the latent vectors only: keys and values are several times as large.
             spec = select_layer_spec(self.config)
             context = spec.checkpoint(
                 self._attend, self.place.rng, query, latent, shared_key, documents
@@ -252,20 +273,24 @@ class MultiLatentAttention(Attention):
             self._pad_and_exchange(value, width),
             documents,
         )
-        if width > self.config.v_head_dim:
-            context = context.unflatten(-1, (-1, width))  # [s, b, heads/tp, width]
-            context = context[..., : self.config.v_head_dim].flatten(2)
+        value_width = self.config.v_head_dim
+        if width > value_width:
+            by_head = context.unflatten(-1, (-1, width))  # [s, b, heads/tp, width]
+            context = by_head[..., :value_width].flatten(2)
         return context
 
     def _pad_and_exchange(self, x: Tensor, width: int) -> Tensor:
         """Pad heads to `width` elements, and exchange positions for heads where CP requires it."""
-        return self.cp.to_heads(F.pad(x, (0, width - x.shape[-1])))
+        padding = width - x.shape[-1]
+        return self.cp.to_heads(F.pad(x, (0, padding)))
 
     def _project_query(self, latent: Tensor, rotary: Rotary) -> Tensor:
         """Return the queries, `[s, b, heads/tp, 1, qk_width]`."""
-        is_direct = self.config.q_lora_rank is None
-        projection = self.linear_q_proj if is_direct else self.linear_q_up_proj
-        query = projection(latent).unflatten(-1, (self.heads, 1, -1))
+        if self.config.q_lora_rank is None:
+            query = self.linear_q_proj(latent)
+        else:
+            query = self.linear_q_up_proj(latent)
+        query = query.unflatten(-1, (self.heads, 1, -1))
         plain, rotated = query.split([self.plain, self.rotated], -1)
         return torch.cat((plain, rotate(rotated, rotary)), -1)
 
@@ -273,8 +298,13 @@ class MultiLatentAttention(Attention):
         self, latent: Tensor, shared_key: Tensor, rotary: Rotary
     ) -> tuple[Tensor, Tensor]:
         """Return keys `[s, b, heads/tp, 1, qk_width]`, values `[s, b, heads/tp, 1, v_head_dim]`."""
-        key_value = self.linear_kv_up_proj(latent).unflatten(-1, (self.heads, 1, -1))
+        # The part without positions differs between heads.
+        key_value = self.linear_kv_up_proj(latent)
+        key_value = key_value.unflatten(-1, (self.heads, 1, -1))
         plain, value = key_value.split([self.plain, self.config.v_head_dim], -1)
-        rotated = rotate(shared_key.unflatten(-1, (1, 1, -1)), rotary)
+        # The rotated part is the same for all heads.
+        one_head = shared_key.unflatten(-1, (1, 1, -1))  # [s, b, 1, 1, rotated]
+        rotated = rotate(one_head, rotary)
         rotated = rotated.expand(-1, -1, self.heads, -1, -1)
-        return torch.cat((plain, rotated), -1), value
+        key = torch.cat((plain, rotated), -1)
+        return key, value

@@ -31,6 +31,7 @@ def compute_rotary_frequencies(
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     if base is not None:
         return 1.0 / base**exponents
+    # Positions divided by the stretch: linear interpolation to a longer context.
     frequencies = 1.0 / config.rotary_base**exponents / config.rotary_stretch
     if config.rope_type == "yarn":
         return _scale_by_yarn(frequencies, rotated, config)
@@ -69,7 +70,9 @@ def _scale_by_yarn(frequencies: Tensor, rotated: int, config: TransformerConfig)
 def compute_yarn_mscale(config: TransformerConfig, mscale: float) -> float:
     """Return YaRN's factor of queries and keys in a longer context."""
     factor = config.rotary_scaling_factor
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    if factor <= 1:
+        return 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _scale_as_llama3(frequencies: Tensor, config: TransformerConfig) -> Tensor:
@@ -98,9 +101,7 @@ class Rotary(NamedTuple):
     """Fused implementation of the whole rotation, if enabled."""
 
     def split_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return views of the first and the second elements of all pairs of `[s, b, g,
-        heads, d]`.
-        """
+        """Return views `[s, b, g, heads, pairs]` of the first and second elements of all pairs."""
         half = self.cos.shape[-1]
         if self.interleaved:
             return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
@@ -148,14 +149,17 @@ class RotaryTables:
         return self._tables[key]
 
     def _make_rotary(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-        positions = compute_local_positions(length * self._cp.size, self._cp.rank, self._cp.size)
-        angles = torch.outer(positions.float(), self._make_frequencies())
-        angles = angles.view(length, 1, 1, 1, -1)
+        cp = self._cp
+        positions = compute_local_positions(length * cp.size, cp.rank, cp.size)  # [s]
+        frequencies = self._make_frequencies()  # [pairs]
+        angles = torch.outer(positions.float(), frequencies)
+        angles = angles.view(length, 1, 1, 1, -1)  # [s, 1, 1, 1, pairs]
+        # Round to `dtype` last: angles of long sequences do not fit into bf16.
         cos = (self._factor * angles.cos()).to(device, dtype)
         sin = (self._factor * angles.sin()).to(device, dtype)
         kernel = None
         if self._kernel is not None:
-            kernel_angles = angles.squeeze(1).to(device)
+            kernel_angles = angles.squeeze(1).to(device)  # [s, 1, 1, pairs]
             kernel = partial(self._kernel, angles=kernel_angles, interleaved=self._interleaved)
         return Rotary(cos, sin, self._interleaved, kernel)
 
@@ -165,10 +169,9 @@ def split_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the heads of each group, and rotate queries and keys unless `rotary` is None.
 
-    `mixed` is `[s, b, g, q + 2, d]` with q = `num_query_heads` per group. Returns queries `[s, b,
-    g,
-    q, d]`, keys and values `[s, b, g, 1, d]`. Both passes touch the memory once: the gradients are
-    written directly into one tensor.
+    `mixed` is `[s, b, g, q + 2, d]` with q = `num_query_heads` per group. Returns queries
+    `[s, b, g, q, d]`, keys and values `[s, b, g, 1, d]`. Both passes touch the memory once: the
+    gradients are written directly into one tensor.
     """
     has_kernel = rotary is not None and rotary.kernel is not None
     if not torch.compiler.is_compiling() and not has_kernel:
@@ -181,9 +184,11 @@ def split_qkv(
 
 def _split_heads(mixed: Tensor, num_query_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return views of the queries, the key and the value of each group."""
-    query = mixed[..., :num_query_heads, :]
-    key = mixed[..., num_query_heads : num_query_heads + 1, :]
-    value = mixed[..., num_query_heads + 1 :, :]
+    key_index = num_query_heads
+    value_index = num_query_heads + 1
+    query = mixed[..., :key_index, :]
+    key = mixed[..., key_index:value_index, :]
+    value = mixed[..., value_index:, :]
     return query, key, value
 
 
@@ -196,17 +201,21 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     # Plain operations, which the compiler fuses.
     cos = rotary.cos
     sin = rotary.sin
-    first, second = rotary.split_pairs(x)
+    first, second = rotary.split_pairs(x)  # [s, b, g, heads, pairs]
     first_out = first * cos - second * sin
     second_out = second * cos + first * sin
     if rotary.interleaved:
         rotated = torch.stack((first_out, second_out), -1).flatten(-2)
     else:
         rotated = torch.cat((first_out, second_out), -1)
-    return torch.cat((rotated, x[..., 2 * cos.shape[-1] :]), -1)
+    num_rotated = 2 * cos.shape[-1]
+    unchanged = x[..., num_rotated:]
+    return torch.cat((rotated, unchanged), -1)
 
 
 class _SplitQKV(torch.autograd.Function):
+    """Split and rotation with one copy of each element per pass; see `split_qkv`."""
+
     @staticmethod
     def forward(
         ctx: Any, mixed: Tensor, num_query_heads: int, rotary: Rotary | None
@@ -221,8 +230,10 @@ class _SplitQKV(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        dmixed = dq.new_empty(*dq.shape[:3], ctx.num_query_heads + 2, dq.shape[-1])
-        dquery, dkey, dvalue = _split_heads(dmixed, ctx.num_query_heads)
+        length, batch, groups, num_query_heads, head_dim = dq.shape
+        dmixed = dq.new_empty(length, batch, groups, num_query_heads + 2, head_dim)
+        # Views of `dmixed`, into which the gradients are written
+        dquery, dkey, dvalue = _split_heads(dmixed, num_query_heads)
         _rotate_into(dquery, dq, ctx.rotary, inverse=True)
         _rotate_into(dkey, dk, ctx.rotary, inverse=True)
         dvalue.copy_(dv)
@@ -230,6 +241,8 @@ class _SplitQKV(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
+    """Rotation that does not keep its input for the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotary: Rotary) -> Tensor:
         ctx.rotary = rotary
@@ -237,7 +250,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _rotate_into(dy.new_empty(dy.shape), dy, ctx.rotary, inverse=True), None
+        dx = _rotate_into(dy.new_empty(dy.shape), dy, ctx.rotary, inverse=True)
+        return dx, None
 
 
 def _rotate_into(out: Tensor, x: Tensor, rotary: Rotary | None, inverse: bool = False) -> Tensor:
@@ -251,11 +265,12 @@ def _rotate_into(out: Tensor, x: Tensor, rotary: Rotary | None, inverse: bool = 
     cos = rotary.cos
     sin = rotary.sin
     sign = -1 if inverse else 1
-    first, second = rotary.split_pairs(x)
+    first, second = rotary.split_pairs(x)  # [s, b, g, heads, pairs]
     first_out, second_out = rotary.split_pairs(out)
+    # first * cos - second * sin, and second * cos + first * sin, without temporary tensors
     torch.mul(first, cos, out=first_out).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=second_out).addcmul_(first, sin, value=sign)
-    rotated = 2 * cos.shape[-1]
-    if rotated < x.shape[-1]:
-        out[..., rotated:] = x[..., rotated:]
+    num_rotated = 2 * cos.shape[-1]
+    if num_rotated < x.shape[-1]:
+        out[..., num_rotated:] = x[..., num_rotated:]
     return out
