@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
@@ -26,9 +27,9 @@ from megatron.core.flags import flag
 from megatron.core.progress import ProgressBar
 from megatron.core.terminal import format_error, print_line
 from megatron.training.config.arguments import FlagParser, build, parse_flags
-from megatron.training.data.document_encoder import DocumentEncoder, WorkerLimits, encode_chunks
 from megatron.training.data.documents import (
     BadLine,
+    Chunk,
     count_bytes,
     find_files,
     is_json_file,
@@ -89,14 +90,16 @@ class PreprocessConfig:
         return self.json_keys or ["text"]
 
     def is_json(self, path: str) -> bool:
-        """Whether a file contains JSON lines."""
+        """Return whether a file contains JSON lines."""
         if self.input_format == "auto":
             return is_json_file(path)
         return self.input_format == "jsonl"
 
 
 class Progress:
-    """Progress of a run: a bar on a terminal, otherwise a line every `log_interval` documents."""
+    """Display of the progress: a bar on a terminal, otherwise a line every `log_interval`
+    documents.
+    """
 
     def __init__(self, bar: ProgressBar, log_interval: int) -> None:
         self.num_documents = 0
@@ -136,6 +139,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
     """Read documents, tokenize them in parallel, and write the token files."""
+    # Imported after the flags are parsed: it imports torch, which takes seconds.
+    from megatron.training.data.document_encoder import DocumentEncoder, WorkerLimits, encode_chunks
+
     assert config.input is not None and config.output_prefix is not None
     paths = find_files(config.input)
     tokenizer = build_tokenizer(tokenizer_config)
@@ -143,16 +149,11 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
 
     limits = WorkerLimits(config.num_workers, config.document_cpu_seconds)
     encoder = DocumentEncoder(tokenizer, config.keys, config.append_eod, limits)
-    chunks = (
-        chunk
-        for path in paths
-        for chunk in read_chunks(
-            path, config.is_json(path), config.text_documents, int(config.max_document_mb * 1e6)
-        )
-    )
+    chunks = _read_all_chunks(paths, config)
     prefixes = {key: f"{config.output_prefix}_{key}_document" for key in config.keys}
     bad_lines: list[BadLine] = []
     with contextlib.ExitStack() as stack:
+        # Open the outputs; an exception discards their files.
         builders = {}
         for key, prefix in prefixes.items():
             builder = IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size))
@@ -162,6 +163,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
         encoded_chunks = stack.enter_context(
             contextlib.closing(encode_chunks(chunks, encoder, config.num_workers))
         )
+
+        # Write tokens in the order of the input.
         for chunk, encoded in encoded_chunks:
             bad_lines += encoded.bad_lines
             check_bad_lines(bad_lines, config.skip_bad_lines)
@@ -178,13 +181,20 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
     progress.print()
     print_bad_lines(bad_lines)
     for key, builder in builders.items():
-        empty = progress.num_documents - len(bad_lines) - builder.num_documents
-        omitted = f" ({empty} empty ones left out)" if empty else ""
+        documents = f"{builder.num_documents} documents"
+        num_empty = progress.num_documents - len(bad_lines) - builder.num_documents
+        if num_empty:
+            documents += f" ({num_empty} empty ones left out)"
         print_line(
-            f"{prefixes[key]}: {builder.num_documents} documents{omitted}, "
-            f"{builder.num_tokens} tokens",
+            f"{prefixes[key]}: {documents}, {builder.num_tokens} tokens",
             file=sys.stderr,
         )
+
+
+def _read_all_chunks(paths: list[str], config: PreprocessConfig) -> Iterator[Chunk]:
+    max_bytes = int(config.max_document_mb * 1e6)
+    for path in paths:
+        yield from read_chunks(path, config.is_json(path), config.text_documents, max_bytes)
 
 
 def check_bad_lines(bad_lines: list[BadLine], limit: int) -> None:

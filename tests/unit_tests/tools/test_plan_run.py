@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from megatron.training.planning.save_intervals import find_best_interval
 from megatron.training.reporting.run_record import RunRecord
 from tests import ROOT
 
@@ -143,9 +144,9 @@ def test_save_interval_minimizes_lost_time(cost, mtbf):
     """
     waste = lambda seconds: math.expm1((seconds + cost) / mtbf) * mtbf / seconds  # noqa: E731
     best = min(
-        (tool.find_best_interval(cost, mtbf) * 1.01**step for step in range(-300, 300)), key=waste
+        (find_best_interval(cost, mtbf) * 1.01**step for step in range(-300, 300)), key=waste
     )
-    assert tool.find_best_interval(cost, mtbf) == pytest.approx(best, rel=0.02)
+    assert find_best_interval(cost, mtbf) == pytest.approx(best, rel=0.02)
 
 
 def test_save_intervals_from_a_recorded_run(tmp_path, capsys):
@@ -160,7 +161,7 @@ def test_save_intervals_from_a_recorded_run(tmp_path, capsys):
         record.write("point", iteration=10, values=times)
     assert tool.main([*LLAMA_8B, "--mtbf-hours", "2", "--measured", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    seconds = tool.find_best_interval(0.05, 7200)
+    seconds = find_best_interval(0.05, 7200)
     assert (
         f"--non-persistent-save-interval {round(seconds / 0.5)}: every {seconds:.0f} s, for a "
         "failure every 2 h" in text

@@ -22,6 +22,9 @@ LLAMA = ROOT / "tests/golden/megatron_lm/mcore_0.16.1/llama_fp32_tp2pp2"
 CONVERT = "tools/checkpoint/convert.py"
 MERGE = "tools/checkpoint/merge.py"
 INSPECT = "tools/checkpoint/inspect_checkpoint.py"
+PLAN = "tools/plan_run.py"
+PREPROCESS = "tools/preprocess_data.py"
+REPORT = "tools/report.py"
 # Runs the script as `python script` does, then says whether torch was imported.
 CODE = """
 import runpy, sys
@@ -63,6 +66,13 @@ def run(*words: object) -> str:
             (INSPECT, "show", LLAMA / "torch_dist_dp_reshardable", "--json"),
             '"params_dtype": "torch.float32"',
         ),
+        ((PLAN, "--help"), "--device-memory-gb"),
+        ((PLAN, "--world-size", "two"), "invalid int value: 'two'"),
+        ((PLAN, "--mtbf-hours", "2"), "requires --measured"),
+        ((PREPROCESS, "--help"), "--output-prefix"),
+        ((PREPROCESS, "--input", "a.txt"), "--output-prefix are required"),
+        ((PREPROCESS, "--workers", "0"), "--workers must be positive"),
+        ((REPORT, "--help"), "--output"),
     ],
 )
 def test_torch_is_not_imported(words, said):

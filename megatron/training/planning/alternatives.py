@@ -1,0 +1,81 @@
+"""Plans for the flags of a run, and changes of flags that need less memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.training.config.arguments import Given, parse_flags
+from megatron.training.config.checkpoint_args import read_checkpoint_args
+from megatron.training.config.parsing import flag_parser, make_config, use_stored_args
+from megatron.training.config.run_config import Config, ModelProvider
+from megatron.training.planning.run_plan import RunPlan, plan_run
+from megatron.training.planning.summary import set_planned_vocab_size
+
+ALTERNATIVES: list[tuple[str, dict[str, Any]]] = [
+    ("--use-distributed-optimizer", {"use_distributed_optimizer": True}),
+    ("--recompute-granularity selective", {"recompute_granularity": "selective"}),
+    (
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    ("--micro-batch-size 1", {"micro_batch_size": 1}),
+    ("--sequence-parallel", {"sequence_parallel": True}),
+]
+"""Changes of flags that can reduce memory."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A single change of the flags, and the bytes on the rank with the most memory in use."""
+
+    flags: str
+    memory: int
+
+
+def parse_planned_flags(argv: Sequence[str]) -> Given:
+    """Return the given flags of a run by field name; flags that do not affect plans are optional.
+
+    Raises ValueError that lists all problems.
+    """
+    given, _ = parse_flags(flag_parser(), argv)
+    stored_args = read_checkpoint_args(argv)
+    if stored_args is not None:
+        given, _ = use_stored_args(given, stored_args)
+    given = {"lr": 1.0, "min_lr": 0.0} | given
+    if "train_samples" not in given:
+        given.setdefault("train_iters", 1)
+    return given
+
+
+def plan_flags(
+    given: Given, world_size: int, model_provider: ModelProvider
+) -> tuple[Config, RunPlan]:
+    """Return the configuration for the given flags and its plan. Raises ValueError if such a run is
+    impossible.
+    """
+    config = make_config(given, world_size)
+    set_planned_vocab_size(config)
+    return config, plan_run(config, world_size, model_provider)
+
+
+def find_alternatives(
+    given: Given, world_size: int, model_provider: ModelProvider, needed: int
+) -> list[Alternative]:
+    """Return the single changes of flags that need less memory than `needed` bytes."""
+    changes = list(ALTERNATIVES)
+    for axis in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel"):
+        size = 2 * given.get(f"{axis}_size", 1)
+        changes.append((f"--{axis.replace('_', '-')}-size {size}", {f"{axis}_size": size}))
+
+    found = []
+    for flags, change in changes:
+        if change.items() <= given.items():
+            continue
+        with contextlib.suppress(ValueError):  # impossible with this model or number of ranks
+            _, plan = plan_flags(given | change, world_size, model_provider)
+            if plan.largest < needed:
+                found.append(Alternative(flags, plan.largest))
+    return found

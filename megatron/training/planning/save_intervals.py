@@ -1,0 +1,86 @@
+"""Save intervals that lose the least time to saves and failures, given the costs of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from megatron.training.reporting.run_record import RecordedLaunch, compute_goodput
+
+LOST_NODES_FACTOR = 10  # default MTBF of losing a node with its replicas, in MTBFs of any failure
+
+
+def find_best_interval(cost: float, mtbf: float) -> float:
+    """Return the seconds of training between saves that lose the least time.
+
+    A save costs `cost` seconds and the mean time between failures is `mtbf` seconds (J. T. Daly, A
+    higher order estimate of the optimum checkpoint interval, 2006).
+    """
+    if cost >= 2 * mtbf:
+        return mtbf
+    ratio = cost / (2 * mtbf)
+    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+
+
+def propose_save_intervals(
+    launches: Sequence[RecordedLaunch], mtbf_hours: Sequence[float]
+) -> list[str]:
+    """Return a line for each tier that saved in these launches, with its best interval.
+
+    The cost of a save is the time that it blocked training; the next one cannot start before it
+    ends.
+    """
+    num_iterations = 0
+    seconds = 0.0
+    for launch in launches:
+        for row in launch.intervals:
+            num_iterations += row["iterations"]
+            seconds += row["seconds"]
+    if not num_iterations:
+        raise ValueError("--measured: this run has recorded no iterations")
+    iteration_seconds = seconds / num_iterations
+    spent = compute_goodput(launches)
+    restart_seconds = (spent["loading"] + spent["starting"]) / len(launches)
+
+    # Local checkpoints survive most failures; then the persistent tier is only for lost nodes.
+    local_saves = _find_save_times(launches, "local-")
+    persistent_saves = _find_save_times(launches, "")
+    local_hours = mtbf_hours[0]
+    persistent_hours = mtbf_hours[0]
+    if local_saves:
+        persistent_hours = LOST_NODES_FACTOR * mtbf_hours[0]
+        if len(mtbf_hours) > 1:
+            persistent_hours = mtbf_hours[1]
+
+    lines = []
+    for flag_name, saves, hours in (
+        ("--non-persistent-save-interval", local_saves, local_hours),
+        ("--save-interval", persistent_saves, persistent_hours),
+    ):
+        if not saves:
+            continue
+        blocked = median(blocking for blocking, _ in saves)
+        total = median(total for _, total in saves)
+        interval = max(find_best_interval(blocked, 3600 * hours), total)
+        num_between = 1
+        if iteration_seconds > 0:
+            num_between = max(1, round(interval / iteration_seconds))
+        lines.append(
+            f"{flag_name} {num_between}: every {interval:.0f} s, for a failure every {hours:g} h; "
+            f"a save blocks {blocked:.3f} s and takes {total:.1f} s, an iteration "
+            f"{iteration_seconds:.3f} s, a restart {restart_seconds:.0f} s"
+        )
+    return lines
+
+
+def _find_save_times(launches: Sequence[RecordedLaunch], tier: str) -> list[tuple[float, float]]:
+    """Return the (blocking, total) seconds of each save of a tier, by the prefix of its metrics."""
+    times = []
+    for launch in launches:
+        for row in launch.points:
+            blocking = row["values"].get(f"{tier}save-blocking-time")
+            total = row["values"].get(f"{tier}save-total-time")
+            if blocking is not None and total is not None:
+                times.append((max(0.0, blocking), max(0.0, total)))
+    return times
