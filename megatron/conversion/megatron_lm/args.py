@@ -104,6 +104,28 @@ def read_arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises CheckpointError if there are none, ValueError if they describe an unsupported model.
     """
     COMMON(common, where)
+    _check_common(common, where)
+
+    args: dict[str, Any] = {}
+    for name, value in vars(common["args"]).items():
+        args[name] = _make_plain(value)
+    _check_model_arguments(args, where)
+
+    # Convert the conventions of Megatron-LM to ours.
+    if "layernorm_epsilon" in args:
+        args.setdefault("norm_epsilon", args["layernorm_epsilon"])
+    if not args.get("group_query_attention", False):
+        # Multi-head attention ignores the stored number, which is the flag's default.
+        args["num_query_groups"] = args.get("num_attention_heads")
+    if args.get("window_size") is not None:
+        args["window_size"] = tuple(args["window_size"])
+
+    refuse_other_models(args, _SUPPORTED, where)
+    return args
+
+
+def _check_common(common: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError unless `common` contains arguments and has a readable version."""
     if "args" not in common:
         raise CheckpointError(
             f"{where}: no arguments are stored with this checkpoint, so its model is unknown"
@@ -114,23 +136,21 @@ def read_arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: checkpoint version {version} has another order of QKV rows. Load and save "
             f"it with a Megatron-LM that writes version {CHECKPOINT_VERSION}."
         )
-    args = {name: _make_plain(value) for name, value in vars(common["args"]).items()}
-    required = ("num_layers", "hidden_size", "num_attention_heads")
-    missing = [name for name in required if not args.get(name)]
+
+
+def _check_model_arguments(args: Mapping[str, Any], where: str) -> None:
+    """Raise CheckpointError unless the arguments contain the sizes of a model."""
+    missing = []
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if not args.get(name):
+            missing.append(name)
     if missing:
         raise CheckpointError(f"{where}: the stored arguments lack {', '.join(missing)}")
-    if "layernorm_epsilon" in args:
-        args.setdefault("norm_epsilon", args["layernorm_epsilon"])
-    if not args.get("group_query_attention", False):
-        args["num_query_groups"] = args.get("num_attention_heads")
-    if args.get("window_size") is not None:
-        args["window_size"] = tuple(args["window_size"])
+    # A list is valid only in the arguments of Megatron-DeepSpeed.
     if isinstance(args.get("num_experts"), list | tuple):
         raise CheckpointError(
             f"{where}: num_experts is {args['num_experts']}, but must be a whole number"
         )
-    refuse_other_models(args, _SUPPORTED, where)
-    return args
 
 
 def _make_plain(value: Any) -> Any:
@@ -138,9 +158,10 @@ def _make_plain(value: Any) -> Any:
 
     Other programs could not load such an object.
     """
-    if isinstance(value, Placeholder):
-        return f"{type(value).__qualname__}({', '.join(map(format_value, value.args))})"
-    return value
+    if not isinstance(value, Placeholder):
+        return value
+    arguments = ", ".join(map(format_value, value.args))
+    return f"{type(value).__qualname__}({arguments})"
 
 
 def build_common_state(
@@ -180,12 +201,16 @@ def read_training_state(
 ) -> TrainingState:
     """Return the training state; `groups` are the optimizer's parameter groups."""
     operations = common.get("num_floating_point_operations_so_far", 0.0)
+    param_groups = None
+    if groups:
+        param_groups = _sort_groups(groups)
     return TrainingState(
         iteration=common.get("iteration", 0),
+        # Consumed samples are arguments, unlike the iteration, and may be stored as None.
         consumed_train_samples=args.get("consumed_train_samples") or 0,
         consumed_valid_samples=args.get("consumed_valid_samples") or 0,
         num_floating_point_operations_so_far=float(operations),
-        param_groups=_sort_groups(groups) if groups else None,
+        param_groups=param_groups,
         scheduler=common.get("opt_param_scheduler"),
         grad_scaler=_read_grad_scaler(common.get("optimizer")),
     )
@@ -198,11 +223,17 @@ def _sort_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     result = []
     for group in groups:
-        plain = plain_numbers({name: group[name] for name in group if name != "params"})
+        hyperparameters = dict(group)
+        hyperparameters.pop("params", None)
+        plain = plain_numbers(hyperparameters)
         if plain.get("step") is not None:
             plain["step"] = int(plain["step"])
         result.append(plain)
-    return sorted(result, key=lambda group: -float(group.get("wd_mult") or 0.0))
+    return sorted(result, key=_get_weight_decay_factor, reverse=True)
+
+
+def _get_weight_decay_factor(group: Mapping[str, Any]) -> float:
+    return float(group.get("wd_mult") or 0.0)
 
 
 def list_optimizers(optimizer: Any) -> list[Mapping[str, Any]]:
@@ -210,9 +241,12 @@ def list_optimizers(optimizer: Any) -> list[Mapping[str, Any]]:
 
     There is one, or with EP > 1 that of the dense layers and that of the experts.
     """
+    # Several optimizers are numbered (0, 1) in torch_dist and listed in legacy files.
     if isinstance(optimizer, Mapping) and 0 in optimizer:
         return [optimizer[number] for number in sorted(optimizer)]
-    return optimizer if isinstance(optimizer, list) else [optimizer]
+    if isinstance(optimizer, list):
+        return optimizer
+    return [optimizer]
 
 
 def split_by_expert_optimizer(optimizer: dict[str, Any], args: Mapping[str, Any]) -> dict[Any, Any]:
@@ -221,18 +255,26 @@ def split_by_expert_optimizer(optimizer: dict[str, Any], args: Mapping[str, Any]
     With EP > 1 it contains an optimizer for the dense layers (0) and one for the experts (1). Of
     the experts' parameters, only biases are without weight decay.
     """
-    has_experts = (args.get("num_experts") or 0) > 1
-    if not has_experts or (args.get("expert_model_parallel_size") or 1) == 1:
+    num_experts = args.get("num_experts") or 0
+    ep_size = args.get("expert_model_parallel_size") or 1
+    if num_experts <= 1 or ep_size == 1:
         return optimizer
+
     groups = optimizer["optimizer"]["param_groups"]
-    has_biases = args.get("add_bias_linear", True)
-    expert_groups = groups if has_biases else groups[:1]
-    dense = [group | {"is_expert_parallel": False} for group in groups]
-    experts = [group | {"is_expert_parallel": True} for group in expert_groups]
+    expert_groups = groups
+    if not args.get("add_bias_linear", True):
+        expert_groups = groups[:1]  # without biases, experts have no group without weight decay
+    dense = _mark_groups(groups, is_expert=False)
+    experts = _mark_groups(expert_groups, is_expert=True)
     return {
         0: optimizer | {"optimizer": {"param_groups": dense}},
         1: optimizer | {"optimizer": {"param_groups": experts}},
     }
+
+
+def _mark_groups(groups: list[dict[str, Any]], is_expert: bool) -> list[dict[str, Any]]:
+    """Return the groups with the entry that distinguishes the two optimizers."""
+    return [group | {"is_expert_parallel": is_expert} for group in groups]
 
 
 def find_param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
@@ -253,8 +295,10 @@ def find_param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
 def _read_grad_scaler(optimizer: Any) -> dict[str, Any] | None:
     """Return the state of the loss scaler as plain numbers."""
     optimizer = list_optimizers(optimizer)[0]
-    scaler = optimizer.get("grad_scaler") if isinstance(optimizer, Mapping) else None
-    return plain_numbers(scaler or {}) or None
+    if not isinstance(optimizer, Mapping):
+        return None
+    scaler = optimizer.get("grad_scaler") or {}
+    return plain_numbers(scaler) or None
 
 
 def build_grad_scaler(scaler: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "rotary_scaling_factor": (None, 1.0),
     "fp32_residual_connection": (False, None),
 }
+_LISTS = ("window_size", "window_attn_skip_freq", "moe_layer_freq")  # nested arguments
 # Function, gated; Megatron-core's fused GELU is the tanh approximation.
 _ACTIVATIONS = {("torch.nn.functional.silu", True), ("torch.nn.functional.gelu", False)}
 _TRAINING = (
@@ -56,6 +57,7 @@ def read_bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, 
 
     Raises CheckpointError for damaged or malformed files, ValueError for an unsupported model.
     """
+    # Parse the configuration.
     path = directory / RUN_CONFIG
     try:
         config = parse_yaml(read_regular(path, _MAX_CONFIG_BYTES).decode("utf-8"))
@@ -63,17 +65,18 @@ def read_bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, 
         raise CheckpointError(f"{path}: {error}") from error
     mapping(anything)(config, str(path))
     model = mapping(anything, keys=text(256))(config.get("model"), f"{path}: model")
+
+    # Convert it to Megatron-LM's arguments, which include the numbers of consumed samples.
     counters = _read_counters(directory / TRAIN_STATE)
     args = _convert_model(model, str(path)) | _convert_training(config, directory)
     args["consumed_train_samples"] = counters.get("consumed_train_samples", 0)
     args["consumed_valid_samples"] = counters.get("consumed_valid_samples", 0)
+    operations = counters.get("floating_point_operations_so_far", 0.0)
     return {
         **common,
         "args": argparse.Namespace(**args),
         "iteration": counters.get("step", common.get("iteration", 0)),
-        "num_floating_point_operations_so_far": counters.get(
-            "floating_point_operations_so_far", 0.0
-        ),
+        "num_floating_point_operations_so_far": operations,
     }
 
 
@@ -92,28 +95,43 @@ def _read_counters(path: Path) -> dict[str, Any]:
 def _convert_model(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the model section as arguments of Megatron-LM."""
     refuse_other_models(model, _REQUIRED, where)
-    # The only nested values that are arguments.
-    lists = ("window_size", "window_attn_skip_freq", "moe_layer_freq")
-    flat = {name: value for name, value in model.items() if _is_flat(value, name in lists)}
-    args = {_RENAMED.get(name, name): value for name, value in plain_args(flat).items()}
+    args = _rename_settings(model)
+
+    # Derive the arguments that Bridge stores in another form.
     heads = args.get("num_attention_heads")
     groups = args.get("num_query_groups")
+    is_tied = model.get("share_embeddings_and_output_weights", True)
     spec = _get_target(model.get("transformer_layer_spec"))
+    implementation = "transformer_engine"
+    if "local" in spec:
+        implementation = "local"
     return args | {
         **_convert_activation(model, where),
         "group_query_attention": groups is not None and groups != heads,
-        "untie_embeddings_and_output_weights": not model.get(
-            "share_embeddings_and_output_weights", True
-        ),
+        "untie_embeddings_and_output_weights": not is_tied,
         "max_position_embeddings": model.get("seq_length"),
         "params_dtype": _read_dtype(model, where),
-        "transformer_impl": "local" if "local" in spec else "transformer_engine",
+        "transformer_impl": implementation,
     }
 
 
-def _is_flat(value: Any, is_list: bool) -> bool:
-    """Return whether the value is a scalar, or with `is_list` possibly a list of scalars."""
-    items = value if is_list and isinstance(value, list) else [value]
+def _rename_settings(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are plain data, under the names of Megatron-LM's arguments."""
+    flat = {}
+    for name, value in model.items():
+        if _is_flat(value, allow_list=name in _LISTS):
+            flat[name] = value
+    args = {}
+    for name, value in plain_args(flat).items():
+        args[_RENAMED.get(name, name)] = value
+    return args
+
+
+def _is_flat(value: Any, allow_list: bool) -> bool:
+    """Return whether the value is a scalar, or with `allow_list` possibly a list of scalars."""
+    items = [value]
+    if allow_list and isinstance(value, list):
+        items = value
     return not any(isinstance(item, dict | list) for item in items)
 
 
@@ -122,16 +140,17 @@ def _convert_activation(model: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = _get_target(model.get("activation_func"))
     gated = bool(model.get("gated_linear_unit"))
     if (function, gated) not in _ACTIVATIONS:
-        kind = "gated " if gated else ""
+        if gated:
+            function = f"gated {function}"
         raise ValueError(
-            f"{where} is of a model that is not supported here: its activation is {kind}{function}"
+            f"{where} is of a model that is not supported here: its activation is {function}"
         )
     setting = model["activation_func"]
-    approximate = setting.get("approximate") if isinstance(setting, Mapping) else None
+    is_tanh = isinstance(setting, Mapping) and setting.get("approximate") == "tanh"
     return {
         "swiglu": gated,
         "bias_gelu_fusion": bool(model.get("bias_activation_fusion")) and not gated,
-        "openai_gelu": approximate == "tanh",
+        "openai_gelu": is_tanh,
     }
 
 
@@ -149,18 +168,28 @@ def _read_dtype(model: Mapping[str, Any], where: str) -> torch.dtype:
 
 def _convert_training(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Return the other sections as arguments; the tokenizer is the one next to the weights."""
+    # Merge the sections; later ones take precedence.
     known: dict[str, Any] = {}
     for name in ("rng", "tokenizer", "train", "ddp", "optimizer"):
         section = config.get(name)
         if isinstance(section, Mapping):
             known |= section
     args = plain_args({name: known[name] for name in _TRAINING if name in known})
-    if args.get("tokenizer_type") == "HuggingFaceTokenizer" and (directory / _TOKENIZER).is_dir():
-        args["tokenizer_model"] = str(directory / _TOKENIZER)
+
+    # The stored path was valid on the machine that trained the model.
+    tokenizer = directory / _TOKENIZER
+    if args.get("tokenizer_type") == "HuggingFaceTokenizer" and tokenizer.is_dir():
+        args["tokenizer_model"] = str(tokenizer)
     return args
 
 
 def _get_target(value: Any) -> str:
-    """Return the name of the object that a value refers to."""
-    named = value.get("_target_") if isinstance(value, Mapping) else value
-    return named if isinstance(named, str) else ""
+    """Return the name of the object that a value refers to, or an empty text without one.
+
+    Bridge writes an object as its name, or as a mapping with the name under `_target_`.
+    """
+    if isinstance(value, Mapping):
+        value = value.get("_target_")
+    if not isinstance(value, str):
+        return ""
+    return value

@@ -29,17 +29,26 @@ def build_extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, Shard
 
     `experts` is the number of experts per layer.
     """
-    states: dict[str, torch.Tensor | None] = {}
+    states: dict[str, ShardedObject] = {}
+
+    def add(module: str, index: int, count: int, value: torch.Tensor | None) -> None:
+        key = f"{module}._extra_state/shard_{index}_{count}"
+        states[key] = ShardedObject(key, value)
+
     for key in keys:
         match = _STATEFUL.fullmatch(key)
         if match is None:
             continue
         module = match[1]
-        count = experts if ".experts.experts." in module else 1
-        value = _EMPTY_NORM_STATE if module.endswith("norm") else None
+        count = 1
+        if ".experts.experts." in module:
+            count = experts
+        value = None
+        if module.endswith("norm"):
+            value = _EMPTY_NORM_STATE
         for index in range(count):
-            states[f"{module}._extra_state/shard_{index}_{count}"] = value
+            add(module, index, count, value)
         if module.endswith("self_attention.linear_proj"):
-            attention = module.replace("linear_proj", "core_attention")
-            states[f"{attention}._extra_state/shard_0_1"] = None
-    return {key: ShardedObject(key, value) for key, value in states.items()}
+            # Attention itself has an extra state, but no weight.
+            add(module.replace("linear_proj", "core_attention"), 0, 1, None)
+    return states

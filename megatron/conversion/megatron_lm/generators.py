@@ -45,17 +45,20 @@ def build_initial_cuda_state(
     """Return the CUDA part of `build_initial_rng_state`."""
     base = seed + _PER_STAGE * pp
     etp, ep = expert or (tp, 0)
-    seeds = {
-        "data-parallel-rng": base,
-        "model-parallel-rng": base + _MODEL_PARALLEL + tp,
-        "expert-parallel-rng": base + _EXPERT_PARALLEL + _PER_STAGE * ep + etp,
-    }
+    model_parallel = base + _MODEL_PARALLEL + tp
+    expert_parallel = base + _EXPERT_PARALLEL + _PER_STAGE * ep + etp
     return {
         "cuda_rng_state": _build_philox_state(base),
-        "rng_tracker_states": {name: _build_philox_state(seeds[name]) for name in seeds},
+        "rng_tracker_states": {
+            "data-parallel-rng": _build_philox_state(base),
+            "model-parallel-rng": _build_philox_state(model_parallel),
+            "expert-parallel-rng": _build_philox_state(expert_parallel),
+        },
     }
 
 
 def _build_philox_state(seed: int) -> torch.Tensor:
     """Return the state of a CUDA generator (Philox): a seed and an offset, 16 bytes."""
-    return torch.frombuffer(bytearray(struct.pack("<QQ", seed, 0)), dtype=torch.uint8)
+    offset = 0  # numbers drawn so far
+    stored = struct.pack("<QQ", seed, offset)
+    return torch.frombuffer(bytearray(stored), dtype=torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +31,14 @@ class MegatronRank(NamedTuple):
         """Return every rank of a run that writes a directory; `world_size` 0 is unknown."""
         if parallel.ep_size == 1:
             return [cls(tp, pp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)]
+
+        # The smallest run of the layout has the same directories as a larger one.
         minimum = compute_minimum_world_size(parallel)
         if world_size == 0 or world_size % minimum != 0:
             world_size = minimum
         RANKS(world_size, f"a world of {world_size} ranks")
+
+        # Only the first replica of the experts (first expert-data-parallel rank) writes.
         result = []
         for rank in range(world_size):
             state = ParallelState.for_rank(parallel, world_size, rank)
@@ -49,12 +54,13 @@ class MegatronRank(NamedTuple):
         return f"expert rank {ep} of tensor-parallel rank {etp}, pipeline rank {self.pp}"
 
     def directory(self, parallel: ParallelConfig) -> str:
-        """Return the name of the rank's directory."""
+        """Return the name of the rank's directory: mp_rank_<tp>[_<pp>][_<ep>]."""
         name = f"mp_rank_{self.tp:02d}"
         if parallel.pp_size > 1:
             name += f"_{self.pp:03d}"
         if self.expert is not None:
-            name += f"_{self.expert[1]:03d}"
+            _, ep = self.expert
+            name += f"_{ep:03d}"
         return name
 
 
@@ -95,12 +101,8 @@ def list_legacy_damage(directory: Path) -> list[str]:
         return []  # refused when it is opened
     args = vars(stored)
 
-    # The layout, from arguments that may be missing or None.
-    axes = ["tensor_model", "pipeline_model"]
-    if isinstance(args.get("num_experts"), int) and args["num_experts"] > 1:
-        axes += ["expert_model", "expert_tensor"]
-    names = [f"{axis}_parallel_size" for axis in axes]
-    parallel = ParallelConfig(**{name: args[name] for name in names if args.get(name)})
+    # List the directories of the layout.
+    parallel = _read_parallel_config(args)
     tp = parallel.tp_size
     pp = parallel.pp_size
     RANKS(tp * pp, f"{first}: {tp} x {pp} ranks")
@@ -109,8 +111,21 @@ def list_legacy_damage(directory: Path) -> list[str]:
     if not args or first.parent.name not in directories:
         return []  # a layout or an age that is refused when it is opened
 
-    names = [MODEL_FILE]
-    if any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}")):
-        names.append(OPTIMIZER_FILE)
-    files = [directory / rank / name for rank in sorted(directories) for name in names]
+    # Check the files of each: the model, and the sharded optimizer if any rank has one.
+    has_optimizer = any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}"))
+    files = []
+    for name in sorted(directories):
+        files.append(directory / name / MODEL_FILE)
+        if has_optimizer:
+            files.append(directory / name / OPTIMIZER_FILE)
     return find_archive_faults(files, directory)
+
+
+def _read_parallel_config(args: Mapping[str, Any]) -> ParallelConfig:
+    """Return the layout of a run, from arguments that may be missing or None."""
+    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    num_experts = args.get("num_experts")
+    if isinstance(num_experts, int) and num_experts > 1:
+        names += ["expert_model_parallel_size", "expert_tensor_parallel_size"]
+    sizes = {name: args[name] for name in names if args.get(name)}
+    return ParallelConfig(**sizes)

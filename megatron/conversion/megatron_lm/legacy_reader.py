@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,8 +27,10 @@ from megatron.conversion.megatron_lm.legacy_files import (
     open_legacy,
 )
 from megatron.conversion.megatron_lm.optimizer_state import (
+    BucketPlan,
     PieceTable,
     compute_bucket_size,
+    count_elements,
     has_optimizer,
     plan_buckets,
     refuse_unknown_optimizer,
@@ -71,9 +75,9 @@ class _GroupedExpert:
     as [experts, columns, rows].)
     """
 
-    stored: FileTensor | torch.Tensor
-    first: int  # element
-    shape: Shape
+    stored: FileTensor | torch.Tensor  # the matrices of all experts of a rank
+    first: int  # position of this expert's first element in `stored`
+    shape: Shape  # (rows, columns)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,12 +88,23 @@ class _GroupedExpert:
 
     def read_flat(self, start: int, count: int) -> torch.Tensor:
         """Return elements of the matrix; all of it is read, as its rows are columns in the file."""
-        flat = _flat_reader(self.stored)(self.first, self.numel())
-        matrix = flat.view(self.shape[::-1]).t()
+        read_stored = _make_flat_reader(self.stored)
+        flat = read_stored(self.first, self.numel())
+        rows, columns = self.shape
+        matrix = flat.view(columns, rows).t()  # [rows, columns]
         return matrix.reshape(-1)[start : start + count]
 
 
 Stored = FileTensor | torch.Tensor | _GroupedExpert
+
+
+@dataclass(frozen=True)
+class _RankFiles:
+    """The directory of one rank, with the content of its model file except tensors."""
+
+    rank: MegatronRank
+    folder: Path
+    content: dict[str, Any]
 
 
 class LegacySource:
@@ -102,75 +117,86 @@ class LegacySource:
         # The arguments in the first file determine the layout.
         first_file = find_first_legacy_file(directory)
         self.args = read_arguments(open_legacy(first_file), str(first_file))
-        self._layout = layout = Layout.from_args(self.args)
-        world_size = int(self.args.get("world_size") or 0)
-        ranks = MegatronRank.list_all(layout.parallel, world_size)
-        folders = {rank: directory / rank.directory(layout.parallel) for rank in ranks}
-        self.unused = self._list_stale_folders(directory, folders.values())
-        files: dict[MegatronRank, dict[str, Any]] = {}
-        for rank, folder in folders.items():
-            path = folder / MODEL_FILE
-            files[rank] = COMMON(open_legacy(path), str(path))
-        first = files[ranks[0]]
+        self._layout = Layout.from_args(self.args)
+        files = self._open_model_files(directory)
+        self.unused = self._list_stale_folders(directory, files)
+        first = files[0]
 
         # Files record the padded vocabulary only as the number of rows per rank. Megatron-LM trains
         # the rows of padding, so they are part of its model; ours records the size.
-        rows_per_rank = _read_vocabulary_rows(first, folders[ranks[0]])
-        padded_size = rows_per_rank * layout.parallel.tp_size
+        rows_per_rank = _read_vocabulary_rows(first.content, first.folder)
+        padded_size = rows_per_rank * self._layout.parallel.tp_size
         vocab_size = self.args.setdefault("model_vocab_size", padded_size)
         self.config = model_config(self.args, vocab_size, self.description)
 
         # Weights and optimizer state of each rank.
         self._table = PieceTable(self.description)
-        is_sharded = with_optimizer and _has_sharded_optimizer(list(folders.values()))
-        for rank, content in files.items():
-            folder = folders[rank]
-            # The layers determine the parameters of the rank. The file determines the order of its
-            # parameters: flat optimizer buffers were filled in the order of the modules.
-            chunks = rank_parameters(
-                self.config, layout, rank.tp, rank.pp, rows_per_rank, rank.expert, self.args
-            )
-            chunks = self._add_weights(content, chunks, folder)
+        is_sharded = with_optimizer and _has_sharded_optimizer(files)
+        for file in files:
+            chunks = self._add_weights(file, self._list_parameters(file.rank, rows_per_rank))
             if is_sharded:
-                path = folder / OPTIMIZER_FILE
-                self._add_optimizers(open_legacy(path, list, dict), path, content, chunks, rank)
+                path = file.folder / OPTIMIZER_FILE
+                self._add_optimizers(open_legacy(path, list, dict), path, file, chunks)
             elif with_optimizer:
-                path = folder / MODEL_FILE
-                self._add_optimizers(content.get("optimizer") or {}, path, content, chunks, rank)
+                path = file.folder / MODEL_FILE
+                self._add_optimizers(file.content.get("optimizer") or {}, path, file, chunks)
 
-        groups = find_param_groups(first.get("optimizer")) if with_optimizer else None
+        # State that is the same on every rank, and the generators of each.
+        groups = None
+        if with_optimizer:
+            groups = find_param_groups(first.content.get("optimizer"))
         self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
         check_optimizer_complete(self.tensors, self.description)
-        self.training: TrainingState | None = read_training_state(first, self.args, groups)
-        if layout.parallel.ep_size == 1:
-            by_rank = {(rank.tp, rank.pp): content for rank, content in files.items()}
-            self.training.rng = _collect_generators(by_rank, layout)
+        self.training: TrainingState | None = read_training_state(first.content, self.args, groups)
+        if self._layout.parallel.ep_size == 1:
+            self.training.rng = _collect_generators(files, self._layout)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         return self._table.read(key, offset, shape)
 
-    def _list_stale_folders(self, directory: Path, folders: Iterable[Path]) -> list[str]:
+    def _open_model_files(self, directory: Path) -> list[_RankFiles]:
+        """Return the opened model file of each rank of the layout."""
+        parallel = self._layout.parallel
+        world_size = int(self.args.get("world_size") or 0)
+        files = []
+        for rank in MegatronRank.list_all(parallel, world_size):
+            folder = directory / rank.directory(parallel)
+            path = folder / MODEL_FILE
+            content = COMMON(open_legacy(path), str(path))
+            files.append(_RankFiles(rank, folder, content))
+        return files
+
+    def _list_stale_folders(self, directory: Path, files: Sequence[_RankFiles]) -> list[str]:
         """Return the directories that look like a rank's but do not belong to the layout."""
         parallel = self._layout.parallel
         sizes = f"tensor parallel {parallel.tp_size}, pipeline parallel {parallel.pp_size}"
-        known = {folder.name for folder in folders}
+        known = {file.folder.name for file in files}
         names = {path.name for path in directory.glob("mp_rank_*")}
         return [f"{name} (the arguments specify {sizes})" for name in sorted(names - known)]
 
+    def _list_parameters(
+        self, rank: MegatronRank, rows_per_rank: int
+    ) -> list[list[LocalParameter]]:
+        """Return the parameters of each chunk of the rank, which its layers determine."""
+        return rank_parameters(
+            self.config, self._layout, rank.tp, rank.pp, rows_per_rank, rank.expert, self.args
+        )
+
     def _add_weights(
-        self, content: dict[str, Any], chunks: list[list[LocalParameter]], folder: Path
+        self, file: _RankFiles, chunks: list[list[LocalParameter]]
     ) -> list[list[LocalParameter]]:
         """Add the weights of a rank.
 
-        Returns the parameters with the names and in the order of the file, which is the order of
-        the modules.
+        Returns the parameters with the names and in the order of the file. This is the order of the
+        modules, in which flat optimizer buffers were filled.
         """
-        path = folder / MODEL_FILE
-        models = _list_models(content, path)
+        path = file.folder / MODEL_FILE
+        models = _list_models(file.content, path)
         if len(models) != len(chunks):
             raise CheckpointError(
-                f"{folder}: {len(models)} model chunks, but the arguments specify {len(chunks)}"
+                f"{file.folder}: {len(models)} model chunks, but the arguments specify "
+                f"{len(chunks)}"
             )
         result = []
         for model, parameters in zip(models, chunks, strict=True):
@@ -180,10 +206,9 @@ class LegacySource:
                 name = _find_stored_name(model, parameter, path)
                 stored[name] = replace(parameter, name=name)
                 self._add_tensor(parameter.key, parameter, model[name], path)
-            extra = sorted(model.keys() - stored.keys())
-            self.unused += [
-                f"{folder.name}: {name}" for name in extra if not name.endswith("_extra_state")
-            ]
+            for name in sorted(model.keys() - stored.keys()):
+                if not name.endswith("_extra_state"):
+                    self.unused.append(f"{file.folder.name}: {name}")
             result.append([stored[name] for name in model if name in stored])
         return result
 
@@ -195,28 +220,21 @@ class LegacySource:
                 f"{path}: {key} has shape {shape}, but the stored arguments make it "
                 f"{parameter.shape}"
             )
-        self._table.add_local(key, parameter, tensor.dtype, _flat_reader(tensor), 0)
+        self._table.add_local(key, parameter, tensor.dtype, _make_flat_reader(tensor), 0)
 
     def _add_optimizers(
-        self,
-        stored: Any,
-        path: Path,
-        content: dict[str, Any],
-        chunks: list[list[LocalParameter]],
-        rank: MegatronRank,
+        self, stored: Any, path: Path, file: _RankFiles, chunks: list[list[LocalParameter]]
     ) -> None:
         """Add the state in `stored`, which was read from `path`.
 
         It is that of one optimizer, or with expert parallelism of one for dense layers and one for
         experts.
         """
-        has_expert_optimizer = rank.expert is not None
+        has_expert_optimizer = file.rank.expert is not None
         optimizers = [stored]
         if has_expert_optimizer:
             optimizers = sequence(anything, 2, least=2)(stored or [{}, {}], str(path))
-        is_grouped = False
-        for model in _list_models(content, path):
-            is_grouped = is_grouped or any(name.endswith(".experts.weight1") for name in model)
+        is_grouped = _has_grouped_experts(_list_models(file.content, path))
         by_optimizer = split_by_optimizer(chunks, has_expert_optimizer)
         for optimizer, own in zip(optimizers, by_optimizer, strict=True):
             if optimizer is None or not any(own):
@@ -228,7 +246,7 @@ class LegacySource:
                     "--no-optim, --no-load-optim for training)"
                 )
             if path.name == OPTIMIZER_FILE:
-                self._add_buffers(optimizer, path, own, rank.pp)
+                self._add_buffers(optimizer, path, own, file.rank.pp)
             else:
                 self._add_states(optimizer, own, path)
 
@@ -239,7 +257,7 @@ class LegacySource:
         buckets.
         """
         buffers = mapping(anything, keys=anything)(content, str(path))
-        num_parameters = sum(parameter.numel for parameters in chunks for parameter in parameters)
+        num_parameters = count_elements(chunks)
         for index, parameters in enumerate(chunks):
             if not parameters:
                 continue
@@ -248,26 +266,29 @@ class LegacySource:
             is_single = isinstance(buffer, dict) and len(buffer) == 1
             if not buffers.get("buckets_coalesced") or not is_single:
                 raise CheckpointError(f"{where} is not one buffer of coalesced buckets")
-            states = _BUFFER(next(iter(buffer.values())), where)
+            # The only key is a pair of dtypes, of parameters and gradients.
+            (states,) = buffer.values()
+            _BUFFER(states, where)
             bucket_size = compute_bucket_size(self.args, pp, index, num_parameters)
-            placed, sizes = plan_buckets(parameters, bucket_size)
-            if sum(sizes) != states["numel_unpadded"]:
-                raise CheckpointError(
-                    f"{path}: {states['numel_unpadded']} elements, but the stored arguments make "
-                    f"it {sum(sizes)}"
-                )
-            names = [name for name in states if name != "numel_unpadded"]
-            refuse_unknown_optimizer(self.args, names, str(path))
-            for state in names:
-                flat = _check_tensor(states[state], f"{path}: {state}")
-                if flat.numel() < sum(sizes):
-                    raise CheckpointError(
-                        f"{path}: {state} has {flat.numel()} elements of {sum(sizes)}"
-                    )
-                for parameter, bucket, start in placed:
-                    key = optimizer_key(state, parameter.key)
-                    first = sum(sizes[:bucket]) + start
-                    self._table.add_local(key, parameter, flat.dtype, _flat_reader(flat), first)
+            self._add_buffer(states, path, plan_buckets(parameters, bucket_size))
+
+    def _add_buffer(self, states: Mapping[str, Any], path: Path, plan: BucketPlan) -> None:
+        """Add the flat tensors of one chunk: one tensor for each optimizer state."""
+        if plan.size != states["numel_unpadded"]:
+            raise CheckpointError(
+                f"{path}: {states['numel_unpadded']} elements, but the stored arguments make "
+                f"it {plan.size}"
+            )
+        names = [name for name in states if name != "numel_unpadded"]
+        refuse_unknown_optimizer(self.args, names, str(path))
+        for state in names:
+            flat = _check_tensor(states[state], f"{path}: {state}")
+            if flat.numel() < plan.size:
+                raise CheckpointError(f"{path}: {state} has {flat.numel()} elements of {plan.size}")
+            read_flat = _make_flat_reader(flat)
+            for parameter, first in plan.list_positions():
+                key = optimizer_key(state, parameter.key)
+                self._table.add_local(key, parameter, flat.dtype, read_flat, first)
 
     def _add_states(
         self, optimizer: dict[str, Any], chunks: list[list[LocalParameter]], path: Path
@@ -285,25 +306,29 @@ class LegacySource:
         check_main = schema.optional(sequence(sequence(_check_tensor)))
         main = check_main(optimizer.get("fp32_from_fp16_params"), f"{where}: fp32_from_fp16_params")
         states = inner["state"]
-        names = {name for state in states.values() for name in state}
+        names = set().union(*states.values())
         refuse_unknown_optimizer(self.args, names - {"step"}, str(path))
 
-        parameters = [parameter for chunk in chunks for parameter in chunk]
+        parameters = list(itertools.chain.from_iterable(chunks))
         for index, group in enumerate(inner["param_groups"]):
+            # A group contains the parameters with weight decay, or those without.
             decay = float(load_file_tensors(group.get("wd_mult", 1.0))) > 0.0
             members = [p for p in parameters if p.group.weight_decay == decay]
-            if len(members) != len(group["params"]):
+            numbers = group["params"]
+            if len(members) != len(numbers):
                 raise CheckpointError(
                     f"{path}: parameter group {index} (wd_mult {group.get('wd_mult')}) has "
-                    f"{len(group['params'])} parameters, the model has {len(members)} of that kind"
+                    f"{len(numbers)} parameters, the model has {len(members)} of that kind"
                 )
-            for position, parameter in enumerate(members):
-                number = group["params"][position]
+            for position, (parameter, number) in enumerate(zip(members, numbers, strict=True)):
+                # The moments.
                 for state, value in states.get(number, {}).items():
-                    if state != "step":
-                        tensor = _check_tensor(value, f"{where}: state[{number}]: {state}")
-                        key = optimizer_key(state, parameter.key)
-                        self._add_tensor(key, parameter, tensor, path)
+                    if state == "step":
+                        continue
+                    tensor = _check_tensor(value, f"{where}: state[{number}]: {state}")
+                    key = optimizer_key(state, parameter.key)
+                    self._add_tensor(key, parameter, tensor, path)
+                # The main parameter.
                 if main is None:
                     continue
                 if index >= len(main) or position >= len(main[index]):
@@ -315,7 +340,9 @@ class LegacySource:
 
 
 def _check_tensor(value: Any, where: str) -> Stored:
-    return value if isinstance(value, Stored) else schema.refuse(where, value, "a tensor")
+    if isinstance(value, Stored):
+        return value
+    schema.refuse(where, value, "a tensor")
 
 
 _BUFFER = record({"numel_unpadded": COUNT, "param": _check_tensor})
@@ -328,13 +355,16 @@ _NUMBERED = record(
 
 
 def _list_models(content: dict[str, Any], path: Path) -> list[dict[str, Stored]]:
-    """Return the weights of each chunk."""
-    names = ["model"]
-    if "model" not in content:
-        numbered = [f"model{number}" for number in range(len(content))]
-        names = [name for name in numbered if name in content]
+    """Return the weights of each chunk, which are numbered (model0, ...) if there are several."""
     check = mapping(anything, keys=schema.key)
-    return [check(content[name], f"{path}: {name}") for name in names]
+    if "model" in content:
+        return [check(content["model"], f"{path}: model")]
+    models = []
+    for number in range(len(content)):
+        name = f"model{number}"
+        if name in content:
+            models.append(check(content[name], f"{path}: {name}"))
+    return models
 
 
 def _read_vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
@@ -342,7 +372,9 @@ def _read_vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
     path = folder / MODEL_FILE
     models = _list_models(content, path)
     if not models or WORD_EMBEDDINGS not in models[0]:
-        names = ", ".join(list(models[0])[:3]) if models else "no model"
+        names = "no model"
+        if models:
+            names = ", ".join(list(models[0])[:3])
         raise CheckpointError(
             f"{path} has no {WORD_EMBEDDINGS} (it has {names}): only models of Megatron-core are "
             "read. Load one of the older classes with Megatron-LM's tools/checkpoint and save it "
@@ -351,7 +383,10 @@ def _read_vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
     where = f"{path}: {WORD_EMBEDDINGS}"
     embedding = _check_tensor(models[0][WORD_EMBEDDINGS], where)
     shape = schema.SHAPE(tuple(embedding.shape), where)
-    return shape[0] if shape else schema.refuse(where, embedding, "a matrix")
+    if not shape:
+        schema.refuse(where, embedding, "a matrix")
+    rows: int = shape[0]
+    return rows
 
 
 def _find_stored_name(model: Mapping[str, Any], parameter: LocalParameter, path: Path) -> str:
@@ -373,10 +408,26 @@ _GROUPED = {"linear_fc1.weight": "weight1", "linear_fc2.weight": "weight2"}
 _EXPERT_MATRIX = re.compile(r"(.+\.experts\.)local_experts\.(\d+)\.(.+)")
 
 
+def _has_grouped_experts(models: Iterable[Mapping[str, Stored]]) -> bool:
+    """Return whether the experts of a rank are stored as one matrix."""
+    for model in models:
+        for name in model:
+            if name.endswith(".experts.weight1"):
+                return True
+    return False
+
+
 def _split_grouped_experts(
     model: dict[str, Stored], parameters: Sequence[LocalParameter], path: Path
 ) -> dict[str, Stored]:
     """Return `model` with a name for each expert instead of GroupedMLP's one for all of them."""
+    # Number of experts that share a stored matrix, by its name.
+    num_experts: Counter[str] = Counter()
+    for parameter in parameters:
+        match = _EXPERT_MATRIX.fullmatch(parameter.name)
+        if match is not None and match[3] in _GROUPED:
+            num_experts[match[1] + _GROUPED[match[3]]] += 1
+
     result = dict(model)
     for parameter in parameters:
         match = _EXPERT_MATRIX.fullmatch(parameter.name)
@@ -388,12 +439,10 @@ def _split_grouped_experts(
             continue
         result.pop(grouped, None)
         stored = _check_tensor(model[grouped], f"{path}: {grouped}")
-        prefix = f"{experts_module}local_experts."
-        siblings = [p for p in parameters if p.name.startswith(prefix) and p.name.endswith(matrix)]
         rows, columns = parameter.shape
-        shape = (columns, len(siblings) * rows)
+        shape = (columns, num_experts[grouped] * rows)
         if matrix == "linear_fc2.weight":
-            shape = (len(siblings) * columns, rows)
+            shape = (num_experts[grouped] * columns, rows)
         if isinstance(stored, _GroupedExpert) or tuple(stored.shape) != shape:
             raise CheckpointError(
                 f"{path}: {grouped} has shape {tuple(stored.shape)}, but the stored arguments "
@@ -404,7 +453,7 @@ def _split_grouped_experts(
     return result
 
 
-def _flat_reader(tensor: Stored) -> ReadFlat:
+def _make_flat_reader(tensor: Stored) -> ReadFlat:
     """Return a function that reads a range of the row-major elements."""
     if not isinstance(tensor, torch.Tensor):
         return tensor.read_flat
@@ -412,21 +461,26 @@ def _flat_reader(tensor: Stored) -> ReadFlat:
     return lambda start, count: flat[start : start + count]
 
 
-def _has_sharded_optimizer(folders: Sequence[Path]) -> bool:
+def _has_sharded_optimizer(files: Sequence[_RankFiles]) -> bool:
     """Return whether the optimizer is stored in `distrib_optim.pt`: by all ranks or by none."""
-    missing = [folder for folder in folders if not (folder / OPTIMIZER_FILE).is_file()]
-    if missing and len(missing) < len(folders):
-        raise CheckpointError(f"{missing[0] / OPTIMIZER_FILE} is missing: other ranks have theirs")
+    missing = []
+    for file in files:
+        path = file.folder / OPTIMIZER_FILE
+        if not path.is_file():
+            missing.append(path)
+    if missing and len(missing) < len(files):
+        raise CheckpointError(f"{missing[0]} is missing: other ranks have theirs")
     return not missing
 
 
 def _collect_generators(
-    files: Mapping[tuple[int, int], dict[str, Any]], layout: Layout
+    files: Sequence[_RankFiles], layout: Layout
 ) -> dict[str, Callable[[], Any]]:
     """Return a reader of each rank's generators, under the keys that they have in torch_dist."""
     readers: dict[str, Callable[[], Any]] = {}
-    for rank, content in files.items():
-        state = content.get("rng_state")
+    for file in files:
+        state = file.content.get("rng_state")
         if state is not None:
-            readers[rng_key(rank, layout.parallel)] = partial(load_file_tensors, state)
+            key = rng_key((file.rank.tp, file.rank.pp), layout.parallel)
+            readers[key] = partial(load_file_tensors, state)
     return readers

@@ -7,6 +7,7 @@ streamed: each is read once, a few rows at a time, and every rank's part is writ
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from megatron.conversion.megatron_lm.generators import build_initial_rng_state, 
 from megatron.conversion.megatron_lm.legacy_files import MegatronRank, compute_minimum_world_size
 from megatron.conversion.megatron_lm.optimizer_state import (
     compute_bucket_size,
+    count_elements,
     plan_buckets,
     split_by_optimizer,
 )
@@ -91,16 +93,10 @@ def write_legacy(
         # Lay out every file first, so that a tensor of several ranks is read once.
         places: dict[str, list[FilePlace]] = defaultdict(list)
         for rank in ranks:
-            folder = pending / rank.directory(layout.parallel)
-            folder.mkdir()
-            for name, content in contents.build_files(layout, rank).items():
-                path = folder / name
-                for slot, position in write_archive(path, content):
-                    for key, box, start in contents.sources.get(slot, ()):
-                        place = position + start * slot.dtype.itemsize
-                        places[key].append(FilePlace(box.offset, box.shape, path, place))
+            _lay_out_files(pending, contents, layout, rank, places)
         assert places.keys() | contents.implied == source.tensors.keys(), "a tensor is not written"
 
+        # Then stream each tensor to its places.
         jobs = []
         for key, wanted in places.items():
             jobs.append(partial(write_to_places, source, key, wanted, progress))
@@ -111,6 +107,27 @@ def write_legacy(
         remove(pending)
         raise
     return contents.not_carried
+
+
+def _lay_out_files(
+    directory: Path,
+    contents: _Contents,
+    layout: Layout,
+    rank: MegatronRank,
+    places: dict[str, list[FilePlace]],
+) -> None:
+    """Write the rank's files without the bytes of tensors, and add the places of these bytes.
+
+    `places` maps the key of a tensor to its places in the files of all ranks.
+    """
+    folder = directory / rank.directory(layout.parallel)
+    folder.mkdir()
+    for name, content in contents.build_files(layout, rank).items():
+        path = folder / name
+        for slot, position in write_archive(path, content):
+            for key, box, start in contents.sources.get(slot, ()):
+                place = position + start * slot.dtype.itemsize
+                places[key].append(FilePlace(box.offset, box.shape, path, place))
 
 
 def _check_directories(layout: Layout, ranks: Sequence[MegatronRank]) -> None:
@@ -163,6 +180,11 @@ def _make_target_args(source: Source, layout: Layout) -> dict[str, Any]:
     return args
 
 
+def _get_module(parameter: LocalParameter) -> str:
+    """Return the name of the module that a parameter belongs to."""
+    return parameter.name.rpartition(".")[0]
+
+
 class _Contents:
     """The contents of each rank's files, with slots instead of tensors.
 
@@ -181,8 +203,7 @@ class _Contents:
     def build_files(self, layout: Layout, rank: MegatronRank) -> dict[str, Any]:
         """Return the contents of a rank's files by name."""
         args = self._args
-        source = self._source
-        training = source.training
+        training = self._source.training
         divisible_by = args["make_vocab_size_divisible_by"]
         chunks = rank_parameters(
             self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert, args
@@ -190,59 +211,79 @@ class _Contents:
 
         # Model and generators.
         content = build_common_state(argparse.Namespace(**args), training, torch_dist=False)
-        for index, parameters in enumerate(chunks):
-            name = "model" if len(chunks) == 1 else f"model{index}"
-            content[name] = self._build_model(parameters)
+        if len(chunks) == 1:
+            content["model"] = self._build_model(chunks[0])
+        else:
+            for index, parameters in enumerate(chunks):
+                content[f"model{index}"] = self._build_model(parameters)
         files: dict[str, Any] = {MODEL_FILE: content}
         if training is not None:
             content["rng_state"] = self._build_generators(training, layout, rank)
-        if not optimizer_states(source.tensors):
+        if not optimizer_states(self._source.tensors):
             return files
 
-        # Optimizer: one, or with expert parallelism one for dense layers and one for experts.
+        # Optimizer.
         if training is None or training.param_groups is None:
             raise ValueError(
-                f"{source.description} has the state of an optimizer, but not its parameter "
+                f"{self._source.description} has the state of an optimizer, but not its parameter "
                 "groups (learning rate, betas), which legacy files need: leave it out (--no-optim)"
             )
         content["opt_param_scheduler"] = training.scheduler
+        optimizers, buffers = self._build_optimizers(training, rank, chunks)
+        has_expert_optimizer = rank.expert is not None
+        content["optimizer"] = optimizers if has_expert_optimizer else optimizers[0]
+        if args["use_distributed_optimizer"]:
+            files[OPTIMIZER_FILE] = buffers if has_expert_optimizer else buffers[0]
+        COMMON(content, self._source.description)  # the schema of the reader
+        return files
+
+    def _build_optimizers(
+        self, training: TrainingState, rank: MegatronRank, chunks: Chunks
+    ) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Return the state of each optimizer in the model file, and in the optimizer file.
+
+        There is one optimizer, or with expert parallelism one for dense layers and one for experts.
+        """
         has_expert_optimizer = rank.expert is not None
         by_optimizer = split_by_optimizer(chunks, has_expert_optimizer)
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
-        optimizers: list[dict[str, Any]] = [split_by_expert_optimizer(optimizer, args)]
+        optimizers: list[dict[str, Any]] = [split_by_expert_optimizer(optimizer, self._args)]
         if has_expert_optimizer:
             optimizers = list(optimizers[0].values())
-        if args["use_distributed_optimizer"]:
-            buffers: list[Any] = [self._build_buffers(own, rank.pp) for own in by_optimizer]
+
+        # Tensors: flat buffers in a file of their own, or numbered ones next to the groups.
+        buffers: list[Any] = []
+        if self._args["use_distributed_optimizer"]:
+            buffers = [self._build_buffers(own, rank.pp) for own in by_optimizer]
             if not rank.dense_optimizer:
                 buffers[0] = None
-            files[OPTIMIZER_FILE] = buffers if has_expert_optimizer else buffers[0]
         else:
             numbered = []
             for state, own in zip(optimizers, by_optimizer, strict=True):
                 numbered.append(self._build_numbered(state["optimizer"]["param_groups"], own))
             optimizers = numbered
+
         if training.grad_scaler is not None:
             scaler = build_grad_scaler(training.grad_scaler)
             optimizers = [state | {"grad_scaler": scaler} for state in optimizers]
-        content["optimizer"] = optimizers if has_expert_optimizer else optimizers[0]
-        COMMON(content, source.description)  # the schema of the reader
-        return files
+        return optimizers, buffers
 
     def _build_model(self, parameters: list[LocalParameter]) -> OrderedDict[str, TensorSlot | None]:
         """Return local tensors by Megatron-LM's names, with the empty extra states of its
         modules.
         """
         model: OrderedDict[str, TensorSlot | None] = OrderedDict()
-        modules = [parameter.name.rpartition(".")[0] for parameter in parameters]
-        for parameter, module, following in zip(
-            parameters, modules, [*modules[1:], ""], strict=True
-        ):
-            model[parameter.name] = self._make_slot(parameter.key, parameter)
-            is_last_of_module = following != module
-            if module.endswith(_WITH_EXTRA_STATE) and is_last_of_module:
+        is_last_stage = False
+        for module, members in itertools.groupby(parameters, key=_get_module):
+            for parameter in members:
+                model[parameter.name] = self._make_slot(parameter.key, parameter)
+            # The extra state of a module follows its parameters.
+            if module.endswith(_WITH_EXTRA_STATE):
                 model[f"{module}._extra_state"] = None
-        if any(module == "decoder.final_layernorm" for module in modules):
+            if module == "decoder.final_layernorm":
+                is_last_stage = True
+        if is_last_stage:
+            # With tied embeddings the output layer has no parameter, but an extra state.
             model.setdefault("output_layer._extra_state", None)
         return model
 
@@ -261,20 +302,19 @@ class _Contents:
         """Return the contents of `distrib_optim.pt`: the flat optimizer state of each chunk."""
         tensors = self._source.tensors
         content: dict[Any, Any] = {"buckets_coalesced": True}
-        num_parameters = sum(parameter.numel for parameters in chunks for parameter in parameters)
+        num_parameters = count_elements(chunks)
         for index, parameters in enumerate(chunks):
             if not parameters:
                 continue
             bucket_size = compute_bucket_size(self._args, pp, index, num_parameters)
-            placed, sizes = plan_buckets(parameters, bucket_size)
+            plan = plan_buckets(parameters, bucket_size)
             states: dict[str, Any] = {}
             for state in optimizer_states(tensors):
-                slot = TensorSlot(torch.float32, (sum(sizes),))
-                for parameter, bucket, start in placed:
-                    first = sum(sizes[:bucket]) + start
+                slot = TensorSlot(torch.float32, (plan.size,))
+                for parameter, first in plan.list_positions():
                     self._assign(slot, optimizer_key(state, parameter.key), parameter, first)
                 states[state] = slot
-            states["numel_unpadded"] = sum(sizes)
+            states["numel_unpadded"] = plan.size
             dtypes = (tensors[parameters[0].key].dtype, torch.float32)
             content[index] = {dtypes: states}
         return content
@@ -284,43 +324,50 @@ class _Contents:
         first.
         """
         tensors = self._source.tensors
-        parameters = [parameter for chunk in chunks for parameter in chunk]
+        parameters = list(itertools.chain.from_iterable(chunks))
         decayed = [p for p in parameters if p.group.weight_decay]
         others = [p for p in parameters if not p.group.weight_decay]
         self._check_groups(param_groups, has_others=bool(others))
 
+        # The moments of each group's parameters. The second group may be missing.
         state: dict[int, dict[str, TensorSlot]] = {}
         groups = []
-        # The second group may be missing.
+        moments = [name for name in optimizer_states(tensors) if name != "param"]
         for group, members in zip(param_groups, (decayed, others), strict=False):
-            numbers = list(range(len(state), len(state) + len(members)))
-            groups.append(group | {"params": numbers})
-            for number, parameter in zip(numbers, members, strict=True):
+            first_number = len(state)
+            for number, parameter in enumerate(members, start=first_number):
                 state[number] = {}
-                for name in optimizer_states(tensors):
-                    if name != "param":
-                        key = optimizer_key(name, parameter.key)
-                        state[number][name] = self._make_slot(key, parameter)
+                for name in moments:
+                    key = optimizer_key(name, parameter.key)
+                    state[number][name] = self._make_slot(key, parameter)
+            groups.append(group | {"params": list(range(first_number, len(state)))})
         inner = {"state": state, "param_groups": groups}
 
+        # The main parameters, which fp32 weights are themselves.
         if tensors[parameters[0].key].dtype == torch.float32:
-            self.implied |= {optimizer_key("param", parameter.key) for parameter in parameters}
+            for parameter in parameters:
+                self.implied.add(optimizer_key("param", parameter.key))
             return inner
         main = []
         for members in (decayed, others):
-            main.append([self._make_slot(optimizer_key("param", p.key), p) for p in members])
+            slots = []
+            for parameter in members:
+                key = optimizer_key("param", parameter.key)
+                slots.append(self._make_slot(key, parameter))
+            main.append(slots)
         return {"optimizer": inner, "fp32_from_fp16_params": main}
 
     def _check_groups(self, param_groups: list[dict[str, Any]], has_others: bool) -> None:
         """Raise ValueError unless the groups are one with weight decay and one without."""
+        factors = [group.get("wd_mult") for group in param_groups]
         decays = [float(group.get("wd_mult", 1.0)) > 0 for group in param_groups]
         is_known = decays in ([True], [True, False], [])
         if is_known and (len(decays) == 2 or not has_others):
             return
         raise ValueError(
-            f"{self._source.description}: the optimizer has groups of wd_mult "
-            f"{[group.get('wd_mult') for group in param_groups]}; legacy files have one with "
-            "weight decay and one without: leave it out (--no-optim), or write torch_dist"
+            f"{self._source.description}: the optimizer has groups of wd_mult {factors}; legacy "
+            "files have one with weight decay and one without: leave it out (--no-optim), or "
+            "write torch_dist"
         )
 
     def _build_generators(

@@ -8,9 +8,11 @@ against files of 0.16.1.)
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -36,14 +38,43 @@ from megatron.core.optimizer import UPDATE_RULES
 if TYPE_CHECKING:
     from megatron.conversion.model_space.model import LocalParameter
 
-ALIGNMENT = 64  # elements
-_DEFAULT_BUCKET = 40_000_000  # elements
-_DEFAULT_BUCKET_PER_RANK = 1_000_000  # elements
-_SAMPLE = 256  # elements compared at each end of a piece
+# All in elements.
+ALIGNMENT = 64
+_DEFAULT_BUCKET = 40_000_000
+_DEFAULT_BUCKET_PER_RANK = 1_000_000
+_SAMPLE = 256  # compared at each end of a piece
 
-Placed = tuple[
-    "LocalParameter", int, int
-]  # a parameter, its bucket, its first element in the bucket
+
+class Placed(NamedTuple):
+    """Place of a parameter in a flat buffer."""
+
+    parameter: LocalParameter
+    bucket: int
+    start: int  # element of the bucket
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Places of the parameters of one chunk, and the unpadded size of each bucket."""
+
+    placed: list[Placed]
+    sizes: list[int]
+
+    @property
+    def size(self) -> int:
+        """Number of elements in all buckets."""
+        return sum(self.sizes)
+
+    def list_positions(self) -> Iterator[tuple[LocalParameter, int]]:
+        """Yield each parameter with its first element in the concatenated buckets."""
+        starts = [0, *itertools.accumulate(self.sizes)]
+        for parameter, bucket, start in self.placed:
+            yield parameter, starts[bucket] + start
+
+
+def count_elements(chunks: Iterable[Iterable[LocalParameter]]) -> int:
+    """Return the number of elements in the parameters of all chunks."""
+    return sum(parameter.numel for parameter in itertools.chain.from_iterable(chunks))
 
 
 def split_by_optimizer(
@@ -53,23 +84,24 @@ def split_by_optimizer(
 
     With `has_expert_optimizer` these are one for dense layers and one for experts.
     """
-
-    def select(kinds: set[bool]) -> list[list[LocalParameter]]:
-        selected = []
-        for chunk in chunks:
-            trained = [parameter for parameter in chunk if parameter.info.trained]
-            selected.append([p for p in trained if p.info.sharding.is_expert in kinds])
-        return selected
-
+    dense: list[list[LocalParameter]] = []
+    experts: list[list[LocalParameter]] = []
+    for chunk in chunks:
+        dense.append([])
+        experts.append([])
+        for parameter in chunk:
+            if not parameter.info.trained:
+                continue
+            belongs_to_experts = has_expert_optimizer and parameter.info.sharding.is_expert
+            selected = experts if belongs_to_experts else dense
+            selected[-1].append(parameter)
     if has_expert_optimizer:
-        return [select({False}), select({True})]
-    return [select({False, True})]
+        return [dense, experts]
+    return [dense]
 
 
-def plan_buckets(
-    parameters: Sequence[LocalParameter], bucket_size: int | None
-) -> tuple[list[Placed], list[int]]:
-    """Return the place of each parameter, and the unpadded size of each bucket.
+def plan_buckets(parameters: Sequence[LocalParameter], bucket_size: int | None) -> BucketPlan:
+    """Return the place of each parameter in the buckets of a chunk.
 
     A bucket is closed once it has `bucket_size` elements; None means no limit.
     """
@@ -84,14 +116,14 @@ def plan_buckets(
             sizes.append(start)
             start = 0
         end = start + parameter.numel
-        placed.append((parameter, len(sizes), start))
+        placed.append(Placed(parameter, len(sizes), start))
         is_full = bucket_size is not None and end >= bucket_size
         if parameter.info.shared_embedding or is_full:
             sizes.append(end)
             end = 0
     if end:
         sizes.append(end)
-    return placed, sizes
+    return BucketPlan(placed, sizes)
 
 
 def fit_buckets(
@@ -116,7 +148,7 @@ def fit_buckets(
                 f"{where}: buckets of {list(sizes)} elements do not fit the model that the "
                 f"arguments describe (at {parameter.name} {list(parameter.shape)})"
             )
-        placed.append((parameter, bucket, start))
+        placed.append(Placed(parameter, bucket, start))
     if bucket + 1 != len(sizes) or end != sizes[bucket]:
         raise ValueError(
             f"{where}: buckets of {list(sizes)} elements hold more than the model that the "
@@ -132,11 +164,14 @@ def compute_bucket_size(
 
     `num_parameters` counts the elements of all chunks of the rank. None means a single bucket.
     """
+    # Buckets serve the overlap of communication and computation, in the first chunk only.
     is_bucketed = args.get("overlap_grad_reduce")
     if args.get("overlap_param_gather_with_optimizer_step"):
         is_bucketed = False
     if not is_bucketed or pp_rank > 0 or chunk > 0:
         return None
+
+    # An explicit number or size of buckets takes precedence over the default.
     if args.get("ddp_num_buckets"):
         return num_parameters // int(args["ddp_num_buckets"])
     if args.get("ddp_bucket_size"):
@@ -154,7 +189,9 @@ def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], wher
     rule = UPDATE_RULES.get(optimizer)
     unknown = sorted(set(names) - {*OPTIMIZER_STATES})
     if rule is None or not rule.IS_CONVERTIBLE or unknown:
-        listed = f" ({', '.join(unknown)})" if unknown else ""
+        listed = ""
+        if unknown:
+            listed = f" ({', '.join(unknown)})"
         raise CheckpointError(
             f"{where}: the optimizer is {optimizer}, whose state{listed} is not supported: leave "
             "it out (--no-optim of convert.py, --no-load-optim of a run)"
@@ -223,23 +260,31 @@ class PieceTable:
         Call this after the last piece was added. `has_optimizer` states that the files contain an
         optimizer, which SGD without momentum does not show in its tensors.
         """
-        for key in [key for key in self.tensors if not key.startswith("optimizer.")]:
+        # The loop adds entries, so it works on a copy of the keys.
+        for key in list(self.tensors):
+            if key.startswith("optimizer."):
+                continue
             main = optimizer_key("param", key)
+            is_fp32 = self.tensors[key].dtype == torch.float32
             if main in self.tensors:
                 self._check_ends(main)
-            elif has_optimizer and is_trained(key) and self.tensors[key].dtype == torch.float32:
+            elif has_optimizer and is_trained(key) and is_fp32:
                 # An fp32 model without the distributed optimizer stores no main parameters.
                 self.tensors[main] = self.tensors[key]
                 self._pieces[main] = self._pieces[key]
                 self._implied.add(main)
 
     def _check_ends(self, main: str) -> None:
+        """Read the first and the last elements of each piece, which compares them."""
         for first, extent in self._pieces[main]:
             if not extent:
                 continue
+            # A few elements of the last axis, at one index of the others.
             shape = (1,) * (len(extent) - 1) + (min(_SAMPLE, extent[-1]),)
-            last = tuple(o + n - m for o, n, m in zip(first, extent, shape, strict=True))
-            for offset in sorted({first, last}):
+            last = []
+            for start, length, sample in zip(first, extent, shape, strict=True):
+                last.append(start + length - sample)
+            for offset in sorted({first, tuple(last)}):
                 self.read(main, offset, shape)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -252,6 +297,8 @@ class PieceTable:
         parameter, state = split_key(key)
         if state != "param" or key in self._implied or parameter not in self.tensors:
             return value
+
+        # Compare a main parameter with its weight.
         weight = self._paste(parameter, offset, shape)
         if not is_bitwise_equal(value.to(weight.dtype), weight):
             raise CheckpointError(
@@ -286,4 +333,6 @@ class PieceTable:
                 f"{key}: of the box at {offset} of shape {shape} the files hold {found} of "
                 f"{math.prod(shape)} elements"
             )
-        return torch.empty(shape, dtype=dtype) if whole is None else whole
+        if whole is None:
+            return torch.empty(shape, dtype=dtype)  # a box without elements
+        return whole

@@ -54,6 +54,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _expect(events: Iterator[yaml.Event], kind: type[yaml.Event]) -> None:
+    """Consume one event; raise PlainYamlError unless it is of this kind."""
     event = next(events)
     if not isinstance(event, kind):
         raise PlainYamlError("the file must contain exactly one YAML document")
@@ -71,27 +72,37 @@ def _build(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> Any:
         raise PlainYamlError(f"line {line}: tags are not supported")
 
     if isinstance(event, yaml.SequenceStartEvent):
-        items = []
-        while not isinstance(item := next(events), yaml.SequenceEndEvent):
-            items.append(_build(item, events, depth + 1))
-        return items
-
+        return _build_list(events, depth)
     if isinstance(event, yaml.MappingStartEvent):
-        entries = {}
-        while not isinstance(key_event := next(events), yaml.MappingEndEvent):
-            key = _build(key_event, events, depth + 1)
-            key_line = key_event.start_mark.line + 1
-            if not isinstance(key, str):
-                raise PlainYamlError(f"line {key_line}: a key is not text")
-            if key == "<<":
-                raise PlainYamlError(f"line {key_line}: merge keys are not supported")
-            if key in entries:
-                raise PlainYamlError(f"line {key_line}: the key {key[:60]!r} is repeated")
-            entries[key] = _build(next(events), events, depth + 1)
-        return entries
-
+        return _build_mapping(events, depth)
     is_quoted = not event.implicit[0]
-    return event.value if is_quoted else _resolve(event.value)
+    if is_quoted:
+        return event.value
+    return _resolve(event.value)
+
+
+def _build_list(events: Iterator[yaml.Event], depth: int) -> list[Any]:
+    """Return the list whose start event was just consumed."""
+    items = []
+    while not isinstance(item := next(events), yaml.SequenceEndEvent):
+        items.append(_build(item, events, depth + 1))
+    return items
+
+
+def _build_mapping(events: Iterator[yaml.Event], depth: int) -> dict[str, Any]:
+    """Return the mapping whose start event was just consumed."""
+    entries: dict[str, Any] = {}
+    while not isinstance(key_event := next(events), yaml.MappingEndEvent):
+        key = _build(key_event, events, depth + 1)
+        line = key_event.start_mark.line + 1
+        if not isinstance(key, str):
+            raise PlainYamlError(f"line {line}: a key is not text")
+        if key == "<<":
+            raise PlainYamlError(f"line {line}: merge keys are not supported")
+        if key in entries:
+            raise PlainYamlError(f"line {line}: the key {key[:60]!r} is repeated")
+        entries[key] = _build(next(events), events, depth + 1)
+    return entries
 
 
 def _resolve(text: str) -> Any:

@@ -13,10 +13,11 @@ import itertools
 import math
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,6 +65,7 @@ from megatron.conversion.model_space.source import (
     TrainingState,
     no_progress,
     optimizer_key,
+    split_key,
 )
 from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import (
@@ -92,7 +94,18 @@ _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
     r"\.dtype_\(.*\)\.bucket_idx_(\d+)\.(\w+)"
 )
-Buckets = dict[tuple[int, int, int, int, str], str]  # optimizer, rank, chunk, number, state -> key
+
+
+class _ChunkPlace(NamedTuple):
+    """Place of a model chunk in dp_reshardable state."""
+
+    optimizer: int  # 0 of dense layers, 1 of experts
+    rank: int  # among the model-parallel ranks of that optimizer
+    chunk: int
+
+
+# Keys of flat buckets by (chunk, number of the bucket, optimizer state).
+Buckets = dict[tuple[_ChunkPlace, int, str], str]
 _OPTIMIZER_OBJECT = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"  # of a tensor in fragments
 _ORIGINALS = mapping(optional(record({f"{_ORIGINAL_SHAPE}?": optional(SHAPE)})))
@@ -125,20 +138,33 @@ def open_torch_dist(directory: Path, read_options: ReadOptions) -> Source:
     if read_options.as_saved:
         verify = read_options.verify is not False
         common = COMMON(load_common(directory, verify=verify), str(directory / COMMON_FILE))
-        if (common.get("content_metadata") or {}).get("non_homogeneous_layers"):
+        content_metadata = common.get("content_metadata") or {}
+        if content_metadata.get("non_homogeneous_layers"):
             run = RunCheckpoint(directory, common, verify)
-            weights = [key for key in run.tensors if not key.startswith("optimizer.")]
-            # Earlier versions had another key for the norm before experts, which the reader of all
-            # forms knows.
-            if all(find_norm_key(key, run.tensors) == key for key in weights):
+            if _has_current_keys(run.tensors):
                 return run
     return TorchDistSource(directory, read_options)
 
 
+def _has_current_keys(tensors: Mapping[str, TensorInfo]) -> bool:
+    """Return whether the keys of all weights are those of this version.
+
+    Earlier versions had another key for the norm before experts, which only the reader of all forms
+    knows.
+    """
+    for key in tensors:
+        if not key.startswith("optimizer.") and find_norm_key(key, tensors) != key:
+            return False
+    return True
+
+
 def _list_generators(reader: Reader) -> dict[str, Callable[[], Any]]:
     """Return a reader of each rank's random generators by key."""
-    keys = [key for key in reader.metadata.objects if key.startswith("rng_state/")]
-    return {key: partial(reader.read_object, key) for key in keys}
+    readers: dict[str, Callable[[], Any]] = {}
+    for key in reader.metadata.objects:
+        if key.startswith("rng_state/"):
+            readers[key] = partial(reader.read_object, key)
+    return readers
 
 
 class TorchDistSource:
@@ -173,11 +199,11 @@ class TorchDistSource:
             self._check_optimizer_states(stored.tensors)
         buckets: Buckets = {}
         for key in stored.tensors:
-            bucket = _BUCKET.fullmatch(key)
-            if bucket is not None and with_optimizer:
-                optimizer, rank, chunk, number, state = bucket.groups()
-                place = (int(optimizer or 0), int(rank), int(chunk), int(number), state)
-                buckets[place] = key
+            match = _BUCKET.fullmatch(key)
+            if match is not None and with_optimizer:
+                optimizer, rank, chunk, number, state = match.groups()
+                place = _ChunkPlace(int(optimizer or 0), int(rank), int(chunk))
+                buckets[place, int(number), state] = key
             elif with_optimizer or not key.startswith(("optimizer.", "chained_")):
                 self._add(key)
 
@@ -187,11 +213,15 @@ class TorchDistSource:
         self.config = model_config(self.args, rows, self.description)
 
         # Flat buckets, which need the model.
-        groups = find_param_groups(common.get("optimizer")) if with_optimizer else None
+        groups = None
+        if with_optimizer:
+            groups = find_param_groups(common.get("optimizer"))
         if buckets:
             self._add_buckets(buckets)
             groups = groups or self._read_bucket_groups()
         self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
+
+        # Training state.
         self.training: TrainingState | None = read_training_state(common, self.args, groups)
         self.training.rng = _list_generators(self._reader)
         self.tensors = self._table.tensors
@@ -201,26 +231,30 @@ class TorchDistSource:
         return self._table.read(key, offset, shape)
 
     def _check_optimizer_states(self, keys: Iterable[str]) -> None:
+        """Raise CheckpointError if the keys contain the state of an unsupported optimizer."""
         states = []
         for key in keys:
-            if (match := _BUCKET.fullmatch(key)) is not None:
-                states.append(match[5])
-            elif (match := _STATE.fullmatch(key)) is not None:
-                states.append(_RENAMED_STATES.get(match[1], match[1]))
+            bucket = _BUCKET.fullmatch(key)
+            if bucket is not None:
+                states.append(bucket[5])
+                continue
+            _, state = _split_stored_key(key)
+            if state is not None:
+                states.append(state)
         if states:
             refuse_unknown_optimizer(self.args, states, self.description)
 
     def _add(self, key: str) -> None:
         """Add one stored tensor: a whole global tensor, or the tensor of all layers stacked."""
-        match = _STATE.fullmatch(key)
-        state = None if match is None else _RENAMED_STATES.get(match[1], match[1])
-        name = key if match is None else match[2]
-        name = find_norm_key(name, self._reader.metadata.tensors)
-        stored = self._reader.metadata.tensors[key]
+        parameter, state = _split_stored_key(key)
+        name = find_norm_key(parameter, self._reader.metadata.tensors)
         is_stacked = name.startswith("decoder.layers.") and not _NUMBERED.match(name)
         if not is_stacked:
             self._add_layer(key, name, state, ())
             return
+
+        # The first axis of a stacked tensor is that of the layers.
+        stored = self._reader.metadata.tensors[key]
         if stored.shape[:1] != (self._num_layers,):
             raise CheckpointError(
                 f"{self.description}: {key} has shape {stored.shape}, the arguments specify "
@@ -232,17 +266,23 @@ class TorchDistSource:
 
     def _add_layer(self, key: str, name: str, state: str | None, lead: Shape) -> None:
         """Add the part of the stored tensor `key` at index `lead` as the parameter `name`."""
-        target = optimizer_key(state, name) if state else name
+        target = name
+        if state is not None:
+            target = optimizer_key(state, name)
         stored = self._reader.metadata.tensors[key]
-        original = (self._originals.get(key) or {}).get(_ORIGINAL_SHAPE)
-        if original is not None:
-            self._add_fragments(key, target, lead, tuple(original)[len(lead) :])
+        extra = self._originals.get(key) or {}
+        original_shape = extra.get(_ORIGINAL_SHAPE)
+        if original_shape is not None:
+            self._add_fragments(key, target, lead, tuple(original_shape)[len(lead) :])
             return
         shape = stored.shape[len(lead) :]
         info = TensorInfo(shape, stored.dtype)
-        self._table.add(target, info, (0,) * len(shape), shape, self._region_reader(key, lead))
+        origin = (0,) * len(shape)
+        self._table.add(target, info, origin, shape, self._make_region_reader(key, lead))
 
-    def _region_reader(self, key: str, lead: Shape) -> ReadRegion:
+    def _make_region_reader(self, key: str, lead: Shape) -> ReadRegion:
+        """Return a reader of the stored tensor at index `lead` of its first axes."""
+
         def read(offset: Shape, shape: Shape) -> torch.Tensor:
             return self._reader.read(key, lead + offset, (1,) * len(lead) + shape).view(shape)
 
@@ -259,11 +299,12 @@ class TorchDistSource:
                 f"{self.description}: {key} of shape {shape} is stored as a grid of {grid} "
                 "fragments"
             )
-        extent = tuple(n // parts for n, parts in zip(shape, grid, strict=True))
+        extent = tuple(map(operator.floordiv, shape, grid))  # of each fragment
         info = TensorInfo(shape, stored.dtype)
         for index in itertools.product(*map(range, grid)):
-            offset = tuple(i * n for i, n in zip(index, extent, strict=True))
-            region = make_region_reader(self._flat_reader(key, (*lead, *index)), 0, extent)
+            offset = tuple(map(operator.mul, index, extent))
+            read_flat = self._make_flat_reader(key, (*lead, *index))
+            region = make_region_reader(read_flat, 0, extent)
             self._table.add(target, info, offset, extent, region)
 
     def _add_buckets(self, buckets: Buckets) -> None:
@@ -273,53 +314,48 @@ class TorchDistSource:
         """
         layout = Layout.from_args(self.args)
         has_expert_optimizer = layout.parallel.ep_size > 1
-
-        # (optimizer, index among its ranks, rank)
-        ranks: list[tuple[int, int, MegatronRank]] = []
-        for index, (tp, pp) in enumerate(layout.ranks):
-            ranks.append((0, index, MegatronRank(tp, pp)))
+        ranks_by_optimizer = [[MegatronRank(tp, pp) for tp, pp in layout.ranks]]
         if has_expert_optimizer:
-            # Every rank of the experts' grid without their replicas, ETP fastest.
-            sizes = (layout.parallel.pp_size, layout.parallel.ep_size, layout.parallel.etp_size)
-            for index, (pp, ep, etp) in enumerate(itertools.product(*map(range, sizes))):
-                ranks.append((1, index, MegatronRank(0, pp, (etp, ep))))
+            ranks_by_optimizer.append(_list_expert_ranks(layout))
 
-        for optimizer, index, rank in ranks:
-            chunks = rank_parameters(
-                self.config, layout, rank.tp, rank.pp, 1, rank.expert, self.args
-            )
-            own = split_by_optimizer(chunks, has_expert_optimizer)[optimizer]
-            for chunk, parameters in enumerate(own):
-                if parameters:
-                    place = (optimizer, index, chunk)
-                    self._add_chunk(buckets, place, parameters, f"{self.description}, {rank}")
+        for optimizer, ranks in enumerate(ranks_by_optimizer):
+            for index, rank in enumerate(ranks):
+                chunks = rank_parameters(
+                    self.config, layout, rank.tp, rank.pp, 1, rank.expert, self.args
+                )
+                own = split_by_optimizer(chunks, has_expert_optimizer)[optimizer]
+                for chunk, parameters in enumerate(own):
+                    if parameters:
+                        place = _ChunkPlace(optimizer, index, chunk)
+                        self._add_chunk(buckets, place, parameters, f"{self.description}, {rank}")
         self.unused += sorted(buckets.values())
 
     def _add_chunk(
         self,
         buckets: Buckets,
-        place: tuple[int, int, int],
+        place: _ChunkPlace,
         parameters: Sequence[LocalParameter],
         where: str,
     ) -> None:
-        """Add the buckets of one chunk and remove them from `buckets`.
-
-        `place` is (optimizer, rank, chunk).
-        """
-        for state in sorted({state for *_, state in buckets}):
+        """Add the buckets of one chunk and remove them from `buckets`."""
+        states = {state for _, _, state in buckets}
+        for state in sorted(states):
             # Buckets are numbered without gaps; the remaining ones are reported as unused.
             keys: list[str] = []
-            while (*place, len(keys), state) in buckets:
-                keys.append(buckets.pop((*place, len(keys), state)))
+            while (place, len(keys), state) in buckets:
+                keys.append(buckets.pop((place, len(keys), state)))
+
+            # Each bucket is a tensor of one axis.
             stored = [self._reader.metadata.tensors[key] for key in keys]
             shapes = [entry.shape for entry in stored]
             if any(len(shape) != 1 for shape in shapes):
                 raise CheckpointError(f"{where}: buckets of shapes {shapes} are not flat")
             sizes = [shape[0] for shape in shapes]
+
             for parameter, bucket, start in fit_buckets(parameters, sizes, where):
                 key = optimizer_key(state, parameter.key)
-                flat = self._flat_reader(keys[bucket], ())
-                self._table.add_local(key, parameter, stored[bucket].dtype, flat, start)
+                read_flat = self._make_flat_reader(keys[bucket], ())
+                self._table.add_local(key, parameter, stored[bucket].dtype, read_flat, start)
 
     def _read_bucket_groups(self) -> list[dict[str, Any]] | None:
         """Return the parameter groups that dp_reshardable state has in an object."""
@@ -328,11 +364,12 @@ class TorchDistSource:
                 return find_param_groups(self._reader.read_object(key))
         return None
 
-    def _flat_reader(self, key: str, index: Shape) -> ReadFlat:
+    def _make_flat_reader(self, key: str, index: Shape) -> ReadFlat:
         """Return a reader of the stored tensor's last axis, at `index` on the other axes."""
 
         def read(start: int, count: int) -> torch.Tensor:
-            return self._reader.read(key, (*index, start), (1,) * len(index) + (count,)).view(-1)
+            shape = (1,) * len(index) + (count,)
+            return self._reader.read(key, (*index, start), shape).view(-1)
 
         return read
 
@@ -340,22 +377,46 @@ class TorchDistSource:
         """Raise CheckpointError unless the arguments describe exactly the stored weights."""
         wanted = model_tensors(self.config)
         check_parameters(self.tensors, wanted, str(directory))
-        known = set(wanted)
-        for state in OPTIMIZER_STATES:
-            known |= {optimizer_key(state, key) for key in wanted}
-        self.unused += sorted(set(self.tensors) - known)
+
+        # Set tensors aside that are neither weights nor optimizer state of the model.
+        known: dict[str, TensorInfo] = {}
+        for key, info in self.tensors.items():
+            parameter, state = split_key(key)
+            if parameter in wanted and (state is None or state in OPTIMIZER_STATES):
+                known[key] = info
+        self.unused += sorted(set(self.tensors) - set(known))
         for key in sorted(self._reader.metadata.objects):
             if not is_extra_state(key) and not key.startswith(_IGNORED_OBJECTS):
                 self.unused.append(key)
-        self.tensors = {key: info for key, info in self.tensors.items() if key in known}
+        self.tensors = known
         check_optimizer_complete(self.tensors, str(directory))
 
 
+def _split_stored_key(key: str) -> tuple[str, str | None]:
+    """Return the parameter of a stored key, and its optimizer state under our name, if any."""
+    match = _STATE.fullmatch(key)
+    if match is None:
+        return key, None
+    state, parameter = match.groups()
+    return parameter, _RENAMED_STATES.get(state, state)
+
+
+def _list_expert_ranks(layout: Layout) -> list[MegatronRank]:
+    """Return every rank of the experts' grid without their replicas, ETP fastest."""
+    ranks = []
+    for pp in range(layout.parallel.pp_size):
+        for ep in range(layout.parallel.ep_size):
+            for etp in range(layout.parallel.etp_size):
+                ranks.append(MegatronRank(0, pp, (etp, ep)))
+    return ranks
+
+
 def _refuse_fsdp(keys: Iterable[str], directory: Path) -> None:
-    """Raise CheckpointError for a checkpoint of Megatron-FSDP."""
+    """Raise CheckpointError for a checkpoint of Megatron-FSDP, whose keys have a prefix."""
     names = list(keys)
-    has_ours = any(name.startswith(_OURS) for name in names)
-    if not has_ours and any("model." in name for name in names):
+    if any(name.startswith(_OURS) for name in names):
+        return
+    if any("model." in name for name in names):
         raise CheckpointError(
             f"{directory}: a checkpoint of Megatron-FSDP (fsdp_dtensor, keys such as {names[0]}) "
             "is not read here: save that run with --ckpt-format torch_dist"
@@ -413,15 +474,15 @@ class StackedLayers:
         self.tensors: dict[str, TensorInfo] = {}
         self._layers: dict[str, list[str]] = {}  # stacked key -> the key of every layer
 
-        # Group the keys of layers.
-        found: dict[str, dict[int, str]] = {}
+        # Group the keys of layers: stacked key -> number of the layer -> its key.
+        found: dict[str, dict[int, str]] = defaultdict(dict)
         for key, info in source.tensors.items():
             match = _LAYER.fullmatch(key)
             if match is None:
                 self.tensors[key] = info
             else:
                 prefix, layer, name = match.groups()
-                found.setdefault(prefix + name, {})[int(layer)] = key
+                found[prefix + name][int(layer)] = key
 
         # Stack those that all layers have, with the same shape and dtype.
         for key, layers in found.items():
@@ -437,19 +498,27 @@ class StackedLayers:
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         if key not in self._layers:
             return self._source.read(key, offset, shape)
-        layers = self._layers[key][offset[0] : offset[0] + shape[0]]
-        parts = [self._source.read(layer, offset[1:], shape[1:]) for layer in layers]
+        # The first axis is that of the layers.
+        first_layer = offset[0]
+        last_layer = first_layer + shape[0]
+        parts = []
+        for layer_key in self._layers[key][first_layer:last_layer]:
+            parts.append(self._source.read(layer_key, offset[1:], shape[1:]))
         return torch.stack(parts)
 
 
 def make_stacked_key(key: str, num_layers: int) -> str:
-    """Return the key of a layer's object in the grid of all layers."""
+    """Return the key of a layer's object in the grid of all layers.
+
+    The end of an object's key is its index in a grid and the size of the grid, e.g., shard_3_8 for
+    expert 3 of 8. Stacking adds an axis of layers: shard_5.3_24.8 for layer 5 of 24.
+    """
     match = _LAYER.fullmatch(key)
     if match is None:
         return key
     prefix, layer, name = match.groups()
     module, _, grid = (prefix + name).rpartition("/shard_")
-    if grid == "0_1":
+    if grid == "0_1":  # one object per layer
         return f"{module}/shard_{layer}_{num_layers}"
     expert, _, experts = grid.partition("_")
     return f"{module}/shard_{layer}.{expert}_{num_layers}.{experts}"
@@ -466,7 +535,7 @@ def write_torch_dist(
     for key, info in source.tensors.items():
         read = partial(source.read, key)
         state[key] = ShardedTensor.lazy(key, info.shape, info.dtype, read)
-    state |= _build_extra_states(source)
+    state.update(_build_extra_states(source))
     # Only a run with the layout of the source can use its generators.
     if source.training is not None:
         for key, read_state in source.training.rng.items():
@@ -479,7 +548,7 @@ def _build_extra_states(source: Source) -> ShardedStateDict:
     """Return the extra states that Megatron-core requires for the layers of `source`."""
     experts = int(source.args.get("num_experts") or 0)
     if not isinstance(source, StackedLayers):
-        return {**build_extra_states(source.tensors, experts)}
+        return dict(build_extra_states(source.tensors, experts))
     stacked: ShardedStateDict = {}
     for entry in build_extra_states(source.by_layer, experts).values():
         key = make_stacked_key(entry.key, source.num_layers)
@@ -490,24 +559,7 @@ def _build_extra_states(source: Source) -> ShardedStateDict:
 def _build_common(source: Source) -> dict[str, Any]:
     """Return `common.pt` with the arguments and the training state of `source`."""
     training = source.training
-    weights = source.tensors[WORD_EMBEDDINGS]
-
-    # Arguments: defaults first, then the model, then those of the source. A None in the source must
-    # not hide a default.
-    config = dataclasses.asdict(model_config(source.args, weights.shape[0], source.description))
-    del config["transformer_impl"]  # nothing is computed here
-    args = {**config, "params_dtype": weights.dtype}
-    for name, value in source.args.items():
-        if value is not None or name not in LOADER_DEFAULTS:
-            args[name] = value
-    args = add_loader_defaults(args)
-    args |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
-    # Megatron-LM's reader requests only what these arguments announce.
-    args["no_save_optim"] = training is None or training.param_groups is None
-    args["no_save_rng"] = training is None or not training.rng
-    args.setdefault("consumed_train_samples", 0)
-    args.setdefault("consumed_valid_samples", 0)
-
+    args = _build_args(source)
     is_stacked = isinstance(source, StackedLayers)
     common = build_common_state(argparse.Namespace(**args), training, stacked=is_stacked)
     if training is not None and training.param_groups is not None:
@@ -519,3 +571,29 @@ def _build_common(source: Source) -> dict[str, Any]:
     if training is not None and training.scheduler is not None:
         common["opt_param_scheduler"] = training.scheduler
     return COMMON(common, source.description)  # the schema of the readers
+
+
+def _build_args(source: Source) -> dict[str, Any]:
+    """Return the arguments of `source`, complete for Megatron-LM's reader."""
+    training = source.training
+    weights = source.tensors[WORD_EMBEDDINGS]
+
+    # Defaults first, then the model, then the arguments of the source. A None in the source must
+    # not hide a default.
+    config = model_config(source.args, weights.shape[0], source.description)
+    args = dataclasses.asdict(config)
+    del args["transformer_impl"]  # how layers are computed is not a property of the checkpoint
+    args["params_dtype"] = weights.dtype
+    for name, value in source.args.items():
+        if value is not None or name not in LOADER_DEFAULTS:
+            args[name] = value
+    args = add_loader_defaults(args)
+
+    # The state next to the weights: Megatron-LM's reader requests only the parts that are listed.
+    args["ckpt_format"] = "torch_dist"
+    args["use_dist_ckpt"] = True
+    args["no_save_optim"] = training is None or training.param_groups is None
+    args["no_save_rng"] = training is None or not training.rng
+    args.setdefault("consumed_train_samples", 0)
+    args.setdefault("consumed_valid_samples", 0)
+    return args
