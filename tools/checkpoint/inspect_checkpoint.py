@@ -66,6 +66,7 @@ else:  # `show` needs torch for other formats than torch_dist alone
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 NUM_LARGEST = 10  # tensors and files that `show` prints without --all
+# Axis in the output -> argument of the run.
 LAYOUT_ARGS = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
@@ -91,7 +92,8 @@ class View(NamedTuple):
             yield offset, self.read(key, offset, shape)
 
     def select_keys(self, pattern: str) -> list[str]:
-        return [key for key in self.tensors if fnmatch.fnmatch(key, pattern)]
+        """Return the keys that match a shell pattern, in stored order."""
+        return fnmatch.filter(self.tensors, pattern)
 
 
 def open_view(root: Path, step: int | None) -> View:
@@ -107,6 +109,7 @@ def open_view(root: Path, step: int | None) -> View:
             raise
         return open_stored_view(path)
     if kind == "torch_dist" and source.unused:
+        # Do not hide tensors that have no name in model space.
         return open_stored_view(path)
     return View(path, kind, source.tensors, source.read)
 
@@ -118,6 +121,7 @@ def open_stored_view(path: Path) -> View:
 
 
 def format_shape(shape: Shape | list[int]) -> str:
+    """Return the shape as text, e.g., 4096x1024."""
     return "x".join(map(str, shape)) or "scalar"
 
 
@@ -125,12 +129,15 @@ def format_shape(shape: Shape | list[int]) -> str:
 
 
 def run_show(args: argparse.Namespace) -> int:
+    """Print the contents of a checkpoint; return the exit status."""
     path, kind, _ = require_checkpoint(args.path, args.ckpt_step)
     if args.plot is not None and kind != "torch_dist":
         raise ValueError(
-            f"--plot: {path} is {kind}, and only torch_dist records which file contains what; "
+            f"--plot: {path} is {kind}, and only torch_dist records the contents of each file; "
             "use plan --plot"
         )
+
+    # Collect. The metadata of torch_dist is read without torch, which takes seconds to import.
     tensors: Mapping[str, TensorInfo | StoredTensor]
     if kind == "torch_dist":
         metadata = read_metadata(path)
@@ -139,16 +146,19 @@ def run_show(args: argparse.Namespace) -> int:
     else:
         source = convert.open_checkpoint(path, kind)
         tensors = source.tensors
-        iteration = source.training.iteration if source.training else None
+        iteration = None
+        if source.training is not None:
+            iteration = source.training.iteration
         facts = collect_run_facts(source.args, iteration)
     result = {"path": str(path), "format": kind, **sum_sizes(tensors), **facts}
-    result["tensors"] = {
-        key: describe_tensor(info)
-        for key, info in tensors.items()
-        if fnmatch.fnmatch(key, args.keys)
-    }
+    described = {}
+    for key in fnmatch.filter(tensors, args.keys):
+        described[key] = describe_tensor(tensors[key])
+    result["tensors"] = described
+
+    # Report.
     if args.plot is not None:
-        title = f"{path.name}: who wrote what"
+        title = f"{path.name}: bytes in each file"
         shares = compute_file_shares(path)
         pictures.draw_shares(shares, args.plot, title, "file: __{rank}_{writer}.distcp")
     if args.json:
@@ -159,6 +169,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def describe_tensor(info: TensorInfo | StoredTensor) -> dict[str, Any]:
+    """Return the entry of a tensor in the JSON output."""
     described = {"shape": list(info.shape), "dtype": info.dtype_name, "bytes": info.nbytes}
     if isinstance(info, StoredTensor):
         described["chunks"] = len(info.chunks)
@@ -168,49 +179,69 @@ def describe_tensor(info: TensorInfo | StoredTensor) -> dict[str, Any]:
 def compute_file_shares(path: Path) -> dict[str, dict[str, dict[str, int]]]:
     """Return bytes by file, part of the model and kind (weights, optimizer state, objects).
 
-    A file is called `__{rank}_{writer}.distcp`, so this is also what each rank wrote.
+    A file is called `__{rank}_{writer}.distcp`, so this also shows the work of each rank.
     """
     metadata = read_metadata(path)
-    names = sorted(metadata.file_sizes(), key=extract_numbers)
-    shares: dict[str, dict[str, dict[str, int]]] = {name: {} for name in names}
+    # file -> part of the model -> kind -> bytes
+    shares: dict[str, dict[str, dict[str, int]]] = {}
+    for name in sorted(metadata.file_sizes(), key=extract_numbers):
+        shares[name] = {}
+
+    def add(file: str, part: str, kind: str, nbytes: int) -> None:
+        kinds = shares[file].setdefault(part, {})
+        kinds[kind] = kinds.get(kind, 0) + nbytes
+
     for key, stored in metadata.tensors.items():
-        kind = key.split(".")[2] if key.startswith("optimizer.state.") else "weights"
+        part = model.name_model_part(key)
+        kind = "weights"
+        if key.startswith("optimizer.state."):
+            kind = key.split(".")[2]
         chunks = stored.chunks
         for file, length in zip(chunks.file.tolist(), chunks.length.tolist(), strict=True):
-            part = shares[chunks.files[file]].setdefault(model.name_model_part(key), {})
-            part[kind] = part.get(kind, 0) + length
+            add(chunks.files[file], part, kind, length)
     for location in set(metadata.objects.values()):  # several keys may share one object
-        part = shares[location.file].setdefault("objects", {})
-        part["objects"] = part.get("objects", 0) + location.length
+        add(location.file, "objects", "objects", location.length)
     return shares
 
 
 def extract_numbers(name: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", name))
+    """Return the numbers in a file name, which sort __2_0.distcp before __10_0.distcp."""
+    return tuple(map(int, re.findall(r"\d+", name)))
 
 
 def sum_sizes(tensors: Mapping[str, TensorInfo | StoredTensor]) -> dict[str, Any]:
+    """Return the number of tensors, and their bytes in total and by kind."""
     sizes: Counter[str] = Counter()
     for key, info in tensors.items():
-        is_state = key.startswith("optimizer.state.")
-        kind = ".".join(key.split(".")[:3]) if is_state else "weights"
+        kind = "weights"
+        if key.startswith("optimizer.state."):
+            kind = ".".join(key.split(".")[:3])  # e.g., optimizer.state.exp_avg
         sizes[kind] += info.nbytes
     return {"num_tensors": len(tensors), "bytes": sum(sizes.values()), "bytes_by_kind": dict(sizes)}
 
 
 def collect_torch_dist_facts(path: Path, metadata: CheckpointMetadata) -> dict[str, Any]:
+    """Return the origin of a torch_dist checkpoint, its objects and its files.
+
+    The size of a missing file is None.
+    """
     common = load_common(path, names=True)
     if not common:  # newer Megatron-LM keeps it in a shard, which needs torch
         common = torch_dist.read_common(torch_dist.Reader(path), path)
     args = common.get("args", {})
     if isinstance(args, argparse.Namespace):
         args = vars(args)
+    if not isinstance(args, dict):
+        args = {}  # a class of another program
+
     files: dict[str, int | None] = {}
     for name in sorted(metadata.file_sizes()):
         file = path / name
-        files[name] = file.stat().st_size if file.exists() else None
+        files[name] = None
+        if file.exists():
+            files[name] = file.stat().st_size
     return {
-        **collect_run_facts(args if isinstance(args, dict) else {}, common.get("iteration")),
+        **collect_run_facts(args, common.get("iteration")),
         "objects": sorted(metadata.objects),
         "files": files,
         "checksums": find_checksums(path) is not None,
@@ -218,27 +249,40 @@ def collect_torch_dist_facts(path: Path, metadata: CheckpointMetadata) -> dict[s
 
 
 def collect_run_facts(args: Mapping[str, Any], iteration: Any) -> dict[str, Any]:
-    layout = {name: args[full] for name, full in LAYOUT_ARGS.items() if args.get(full) is not None}
-    if layout.get("cp") == 1:
+    """Return the iteration, the layout that the checkpoint was written at, and the arguments."""
+    layout = {}
+    for axis, name in LAYOUT_ARGS.items():
+        if args.get(name) is not None:
+            layout[axis] = args[name]
+    if layout.get("cp") == 1:  # the usual size
         del layout["cp"]
     return {"iteration": iteration, "layout": layout, "args": dict(args)}
 
 
 def print_checkpoint(result: dict[str, Any], print_all: bool) -> None:
     """Print a summary, and the largest files and tensors, or all of them."""
-    iteration = result["iteration"]
-    sizes = [f"{name.upper()} {format_value(size)}" for name, size in result["layout"].items()]
-    kinds = [f"{kind} {format_size(size)}" for kind, size in result["bytes_by_kind"].items()]
+    iteration = "not stored"
+    if result["iteration"] is not None:
+        iteration = format_value(result["iteration"])
+    axes = []
+    for name, size in result["layout"].items():
+        axes.append(f"{name.upper()} {format_value(size)}")
+    layout = ", ".join(axes) or "not stored"
+    kinds = []
+    for kind, nbytes in result["bytes_by_kind"].items():
+        kinds.append(f"{kind} {format_size(nbytes)}")
+    sizes = f"{format_size(result['bytes'])} ({', '.join(kinds)})"
+
     print_line(result["path"])
     print_line(f"  format     {result['format']}")
-    print_line(f"  iteration  {'not stored' if iteration is None else format_value(iteration)}")
-    print_line(f"  written at {', '.join(sizes) or 'not stored'}")
-    print_line(
-        f"  tensors    {result['num_tensors']}, {format_size(result['bytes'])} ({', '.join(kinds)})"
-    )
+    print_line(f"  iteration  {iteration}")
+    print_line(f"  written at {layout}")
+    print_line(f"  tensors    {result['num_tensors']}, {sizes}")
     if "files" in result:
+        checksums = "no (written by another program)"
+        if result["checksums"]:
+            checksums = "yes"
         print_line(f"  objects    {summarize_objects(result['objects'])}")
-        checksums = "yes" if result["checksums"] else "no (written by another program)"
         print_line(f"  checksums  {checksums}")
         print_files(result["files"], print_all)
     print_line()
@@ -246,25 +290,36 @@ def print_checkpoint(result: dict[str, Any], print_all: bool) -> None:
 
 
 def print_files(files: dict[str, int | None], print_all: bool) -> None:
+    """Print the number and balance of the files, and the largest ones or all of them."""
     sizes = [size for size in files.values() if size is not None]
     if sizes:
-        balance = max(sizes) / (sum(sizes) / len(sizes))
+        mean = sum(sizes) / len(sizes)
+        balance = max(sizes) / mean
         largest = f"largest {format_size(max(sizes))} = {balance:.2f} x the mean"
         print_line(f"  files      {len(sizes)}, {largest}")
+
+    def rank_missing_first(name: str) -> tuple[bool, int]:
+        size = files[name]
+        return size is not None, -(size or 0)
+
     names = list(files)
-    if not print_all:  # missing files first
-        names.sort(key=lambda name: (files[name] is not None, -(files[name] or 0)))
+    if not print_all:
+        names.sort(key=rank_missing_first)
         names = names[:NUM_LARGEST]
     for name in names:
         size = files[name]
-        print_line(f"    {name:24} {'missing' if size is None else format_size(size):>12}")
+        shown_size = "missing"
+        if size is not None:
+            shown_size = format_size(size)
+        print_line(f"    {name:24} {shown_size:>12}")
     print_omitted(len(files) - len(names), "files")
 
 
 def print_tensors(tensors: dict[str, dict[str, Any]], print_all: bool) -> None:
+    """Print a table of the largest tensors, or of all of them in stored order."""
     keys = list(tensors)
     if not print_all:
-        keys.sort(key=lambda key: -tensors[key]["bytes"])
+        keys.sort(key=lambda key: tensors[key]["bytes"], reverse=True)
         keys = keys[:NUM_LARGEST]
     width = max(map(len, keys), default=0)
     print_line(f"  {'key':{width}}  {'shape':>20}  {'dtype':>9}  {'size':>10}  chunks")
@@ -278,15 +333,19 @@ def print_tensors(tensors: dict[str, dict[str, Any]], print_all: bool) -> None:
 
 
 def print_omitted(count: int, kind: str) -> None:
+    """Print how many rows of a table were left out, if any."""
     if count:
         print_line(f"  ... and {count} smaller {kind} (--all prints them)")
 
 
 def summarize_objects(keys: list[str]) -> str:
+    """Return the number of objects, and the names of a few that are not extra states."""
     named = [key for key in keys if not is_extra_state(key)]
-    more = " ..." if len(named) > 3 else ""
     num_extra = len(keys) - len(named)
-    return f"{len(keys)}, of which {num_extra} extra states: {', '.join(named[:3])}{more}"
+    examples = ", ".join(named[:3])
+    if len(named) > 3:
+        examples += " ..."
+    return f"{len(keys)}, of which {num_extra} extra states: {examples}"
 
 
 # verify
@@ -294,19 +353,26 @@ def summarize_objects(keys: list[str]) -> str:
 
 def find_verify_target(root: Path, step: int | None) -> Path:
     """Return the directory to verify, even if the file that identifies its format is missing."""
-    if any(root.glob("*.distcp")):
+    if has_tensor_files(root):
         return root
     path, _ = find_named_checkpoint(root, step)
-    if path is None or not any(path.glob("*.distcp")):
+    if path is None or not has_tensor_files(path):
         path = require_checkpoint(root, step).directory
-    if not (FORMATS["torch_dist"](path) or any(path.glob("*.distcp"))):
+    is_torch_dist = FORMATS["torch_dist"]
+    if not is_torch_dist(path) and not has_tensor_files(path):
         raise ValueError(
             f"{path} is a {detect_format(path)} checkpoint; only torch_dist can be verified"
         )
     return path
 
 
+def has_tensor_files(directory: Path) -> bool:
+    """Return whether the directory contains tensor files of torch_dist."""
+    return any(directory.glob("*.distcp"))
+
+
 def run_verify(args: argparse.Namespace) -> int:
+    """Check a checkpoint and print its damage; return the exit status."""
     path = find_verify_target(args.path, args.ckpt_step)
     total = verification.compute_verify_size(path)
     with ProgressBar("verify", total, quiet=args.quiet or args.json) as progress:
@@ -320,11 +386,15 @@ def run_verify(args: argparse.Namespace) -> int:
         print_line(f"DAMAGED  {problem}")
     for note in report.notes:
         print_line(f"note     {note}")
+
+    # Print the outcome and the extent of the check.
     extent = f"{report.tensors} tensors, {report.objects} objects"
     if report.has_checksums:
         size = format_size(report.bytes)
         extent += f", {size} in {report.files} files against their checksums"
-    outcome = "intact" if report.ok else f"{len(report.problems)} problems"
+    outcome = "intact"
+    if not report.ok:
+        outcome = f"{len(report.problems)} problems"
     print_line(f"{path}: {outcome} ({extent})")
     return int(not report.ok)
 
@@ -334,20 +404,25 @@ def run_verify(args: argparse.Namespace) -> int:
 
 @dataclass
 class Difference:
-    """How one tensor differs. `max_abs` is None where values cannot be compared."""
+    """Difference between the two versions of a tensor. The fields are those of the JSON output."""
 
     key: str
     what: str
-    max_abs: float | None = None
+    max_abs: float | None = None  # None where values cannot be compared
 
     def __str__(self) -> str:
-        distance = "" if self.max_abs is None else f", by at most {self.max_abs:.3g}"
-        return f"{self.key}: {self.what}{distance}"
+        text = f"{self.key}: {self.what}"
+        if self.max_abs is not None:
+            text += f", by at most {self.max_abs:.3g}"
+        return text
 
 
 def run_diff(args: argparse.Namespace) -> int:
+    """Compare two checkpoints and print the differences; return the exit status."""
     first, second = open_comparable_views(args.path, args.other, args.ckpt_step)
-    differences = [*list_missing(first, second), *list_missing(second, first)]
+    differences = list_missing(first, second) + list_missing(second, first)
+
+    # Compare the tensors that both contain.
     keys = [key for key in first.select_keys(args.keys) if key in second.tensors]
     total = sum(first.tensors[key].nbytes for key in keys)
     with ProgressBar("diff", total, quiet=args.quiet or args.json) as progress:
@@ -355,6 +430,8 @@ def run_diff(args: argparse.Namespace) -> int:
             found = compare_tensor(first, second, key, args.atol, progress.add)
             if found is not None:
                 differences.append(found)
+
+    # Report.
     if args.json:
         listed = [asdict(difference) for difference in differences]
         compared = {"a": str(first.path), "b": str(second.path), "compared": len(keys)}
@@ -364,8 +441,11 @@ def run_diff(args: argparse.Namespace) -> int:
     print_line(f"B {second.path} ({second.format})")
     for difference in differences:
         print_line(f"  {difference}")
-    precision = f"within {args.atol:g}" if args.atol else "bitwise"
-    outcome = f"{len(differences)} differences" if differences else f"equal {precision}"
+    outcome = "equal bitwise"
+    if differences:
+        outcome = f"{len(differences)} differences"
+    elif args.atol:
+        outcome = f"equal within {args.atol:g}"
     print_line(f"{len(keys)} tensors compared: {outcome}")
     return int(bool(differences))
 
@@ -374,19 +454,25 @@ def open_comparable_views(path: Path, other: Path, step: int | None) -> tuple[Vi
     """Open two checkpoints under the same keys, if there are such keys."""
     first = open_view(path, step)
     second = open_view(other, step)
-    formats = {first.format, second.format}
-    if formats == {"torch_dist"} and first.tensors.keys() != second.tensors.keys():
-        first_stored = open_stored_view(first.path)
-        second_stored = open_stored_view(second.path)
-        if first_stored.tensors.keys() == second_stored.tensors.keys():
-            return first_stored, second_stored
+    are_torch_dist = first.format == "torch_dist" and second.format == "torch_dist"
+    if not are_torch_dist or first.tensors.keys() == second.tensors.keys():
+        return first, second
+
+    # The keys in the files may agree even if only one of the two is in model space.
+    first_stored = open_stored_view(first.path)
+    second_stored = open_stored_view(second.path)
+    if first_stored.tensors.keys() == second_stored.tensors.keys():
+        return first_stored, second_stored
     return first, second
 
 
 def list_missing(view: View, other: View) -> list[Difference]:
     """List the tensors of `view` that `other` does not contain."""
-    missing = [key for key in view.tensors if key not in other.tensors]
-    return [Difference(key, f"only in {view.path}") for key in missing]
+    differences = []
+    for key in view.tensors:
+        if key not in other.tensors:
+            differences.append(Difference(key, f"only in {view.path}"))
+    return differences
 
 
 def compare_tensor(
@@ -398,6 +484,8 @@ def compare_tensor(
     if a.shape != b.shape:
         progress(a.nbytes)
         return Difference(key, f"shape {a.shape} and {b.shape}")
+
+    # Compare the values slice by slice.
     largest = 0.0
     count = 0
     for offset, part in first.iterate_slices(key):
@@ -408,28 +496,44 @@ def compare_tensor(
         num_different, distance = measure_distance(part, other)
         largest = max(largest, distance)
         count += num_different
-    dtypes = f"{a.dtype_name} and {b.dtype_name}, " if a.dtype != b.dtype else ""
-    if (count == 0 and not dtypes) or (atol > 0 and largest <= atol):
+
+    # With a tolerance, equal values may have different dtypes.
+    is_equal = count == 0 and a.dtype == b.dtype
+    is_within_tolerance = atol > 0 and largest <= atol
+    if is_equal or is_within_tolerance:
         return None
     total = torch.Size(a.shape).numel()
-    return Difference(key, f"{dtypes}{count} of {total} values differ", largest)
+    text = f"{count} of {total} values differ"
+    if a.dtype != b.dtype:
+        text = f"{a.dtype_name} and {b.dtype_name}, {text}"
+    return Difference(key, text, largest)
 
 
 def measure_distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     """Return how many values differ (two NaNs are equal), and the largest absolute difference."""
-    a = a.to(torch.complex128 if a.is_complex() else torch.float64)
-    b = b.to(torch.complex128 if b.is_complex() else torch.float64)
+    a = convert_to_double(a)
+    b = convert_to_double(b)
     is_same = (a == b) | (a.isnan() & b.isnan())
     distance = (a - b).abs()[~is_same]
     if not distance.numel():
         return 0, 0.0
-    return distance.numel(), float(distance.nan_to_num(float("inf")).max())
+    # A NaN on one side is infinitely far from any number.
+    largest = distance.nan_to_num(float("inf")).max()
+    return distance.numel(), float(largest)
+
+
+def convert_to_double(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in double precision, real or complex."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.to(torch.float64)
 
 
 # digest
 
 
 def run_digest(args: argparse.Namespace) -> int:
+    """Print a digest of each tensor; return the exit status."""
     view = open_view(args.path, args.ckpt_step)
     keys = sorted(view.select_keys(args.keys))
     digests: dict[str, str] = {}
@@ -452,6 +556,8 @@ def run_digest(args: argparse.Namespace) -> int:
 
 
 def run_plan(args: argparse.Namespace) -> int:
+    """Print the share of each rank at a layout; return the exit status."""
+    # Plan, which fails if the layout does not fit the model.
     source = convert.open_checkpoint(args.path, step=args.ckpt_step)
     tp = args.tensor_model_parallel_size
     pp = args.pipeline_model_parallel_size
@@ -460,28 +566,21 @@ def run_plan(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = {"path": str(args.path), "layout": layout}
     try:
         num_layers = source.args.get("num_layers") or 0
-        ranks = model.plan_load(source, model.Layout.of(num_layers, tp, pp, vpp, vars(args)))
+        target = model.Layout.of(num_layers, tp, pp, vpp, vars(args))
+        ranks = model.plan_load(source, target)
     except ValueError as error:
         if args.json:
             print_json(facts | {"loadable": False, "reason": str(error)}, indent=1)
         else:
             print_line(f"{args.path} cannot be loaded at {layout}: {error}")
         return 1
-    rows = [
-        {
-            "tp": rank.tp,
-            "pp": rank.pp,
-            "layers": [[chunk.start, chunk.stop] for chunk in rank.layers],
-            "parameters": rank.parameters,
-            "weight_bytes": rank.nbytes("weights"),
-            "optimizer_bytes": -(-rank.nbytes("optimizer") // args.data_parallel_size),
-        }
-        for rank in ranks
-    ]
+
+    # Report.
+    rows = [describe_rank(rank, args.data_parallel_size) for rank in ranks]
     if args.plot is not None:
         shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
         axes = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-        title = f"{args.path.name}: who reads what at {axes}"
+        title = f"{args.path.name}: bytes that each rank reads at {axes}"
         pictures.draw_shares(shares, args.plot, title, "rank")
     if args.json:
         print_json(facts | {"loadable": True, "ranks": rows}, indent=1)
@@ -492,7 +591,27 @@ def run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def describe_rank(rank: model.RankLoad, dp_size: int) -> dict[str, Any]:
+    """Return the entry of a rank in the JSON output.
+
+    The optimizer state of a model-parallel rank is sharded over its data-parallel replicas.
+    """
+    layers = []
+    for chunk in rank.layers:
+        layers.append([chunk.start, chunk.stop])
+    optimizer_bytes = -(-rank.nbytes("optimizer") // dp_size)  # rounded up
+    return {
+        "tp": rank.tp,
+        "pp": rank.pp,
+        "layers": layers,
+        "parameters": rank.parameters,
+        "weight_bytes": rank.nbytes("weights"),
+        "optimizer_bytes": optimizer_bytes,
+    }
+
+
 def print_plan(rows: list[dict[str, Any]]) -> None:
+    """Print a table with a line per model-parallel rank."""
     print_line(
         f"{'tp':>4}{'pp':>4}  {'layers':24}{'parameters':>16}{'weights':>12}{'optimizer':>12}"
     )
@@ -518,6 +637,7 @@ COMMANDS = {
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the options of the command line, with the function of the command as `run`."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -549,7 +669,7 @@ def add_keys(command: argparse.ArgumentParser) -> None:
 
 def add_plot(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--plot", type=Path, metavar="PNG", help="plot what each file or rank contains"
+        "--plot", type=Path, metavar="PNG", help="plot the contents of each file or rank"
     )
 
 
@@ -598,6 +718,7 @@ ADD_ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
 
 
 def main(argv: list[str]) -> int:
+    """Run a command; return the exit status."""
     args = parse(argv)
     if args.follow_links:
         allow_links()
