@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +21,7 @@ from megatron.core.tensor_parallel import (
     VocabParallelEmbedding,
     compute_padded_vocab_size,
 )
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_parallel,
-    gather_from_sequence,
-    gather_from_tensor_parallel,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel, gather_input
 from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel, Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -66,7 +61,8 @@ class GPTEmbedding(MegatronModule):
         if config.scale_embeddings:
             # Rounded to the model's precision, with which published checkpoints were trained.
             scale = math.sqrt(config.hidden_size)
-            self.scale = torch.tensor(scale, dtype=config.params_dtype, device="cpu").item()
+            rounded = torch.tensor(scale, dtype=config.params_dtype, device="cpu")
+            self.scale = rounded.item()
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
@@ -88,22 +84,29 @@ class GPTEmbedding(MegatronModule):
 
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """Embed `[b, s]` tokens: `[s, b, h]`, or `[s/tp, b, h]` under sequence parallelism."""
-        hidden_states = self.word_embeddings(tokens.t())
+        hidden_states = self.word_embeddings(tokens.t())  # [s, b, h] or [s/tp, b, h]
         if self.scale is not None:
             hidden_states = hidden_states * self.scale
         if self.position_embeddings is not None:
-            positions = position_ids.t()  # [s, b]
-            if self.place.sequence_parallel:
-                start, stop = even_range(positions.shape[0], self.place.tp.rank, self.place.tp.size)
-                positions = positions[start:stop]
+            positions = self._select_positions(position_ids)
             hidden_states = hidden_states + self.position_embeddings(positions)
         if self.word_embeddings_layernorm is not None:
             hidden_states = self.word_embeddings_layernorm(hidden_states)
         if self.dropout and self.training:
-            # Under sequence parallelism the TP ranks have different tokens.
-            with self.place.rng.fork() if self.place.sequence_parallel else nullcontext():
+            # Under sequence parallelism the TP ranks have different tokens, and draw different
+            # numbers.
+            with self.place.rng.fork_if(self.place.sequence_parallel):
                 hidden_states = F.dropout(hidden_states, self.dropout)
         return hidden_states
+
+    def _select_positions(self, position_ids: Tensor) -> Tensor:
+        """Return the `[b, s]` positions of this rank's tokens, `[s, b]` or `[s/tp, b]`."""
+        positions = position_ids.t()
+        if not self.place.sequence_parallel:
+            return positions
+        tp = self.place.tp
+        start, stop = even_range(positions.shape[0], tp.rank, tp.size)
+        return positions[start:stop]
 
 
 class OutputLayer(MegatronModule):
@@ -135,11 +138,12 @@ class OutputLayer(MegatronModule):
         self.softcap = config.final_logit_softcapping
         self.weight = None
         if own_weight:
+            sharding = Sharding(dim=0, axis=place.tp, num_rows=config.vocab_size)
             info = ParamInfo(
                 Normal(config.init_method_std),
-                Sharding(dim=0, axis=place.tp, num_rows=config.vocab_size),
+                sharding,
                 shared_embedding=tied_copy,
-                counted=not tied_copy,
+                counted=not tied_copy,  # the first stage counts the tied matrix
             )
             shape = (num_rows, config.hidden_size)
             self.weight = make_parameter(shape, config.params_dtype, place.device, info)
@@ -160,17 +164,12 @@ class OutputLayer(MegatronModule):
         return losses.t()
 
     def _compute_logits(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits of the vocabulary without padding, `[b, s, vocab]`, on every TP
-        rank.
-        """
-        if self.sequence_parallel:
-            whole = gather_from_sequence(hidden_states, self.tp)
-        else:
-            whole = copy_to_tensor_parallel(hidden_states, self.tp)
+        """Return the logits `[b, s, vocab]` without padding, on every TP rank."""
+        whole = gather_input(hidden_states, self.tp, self.sequence_parallel)  # [s, b, h]
         local_logits = F.linear(whole, weight)  # [s, b, v/tp]
         if self.softcap is not None:
             local_logits = torch.tanh(local_logits / self.softcap) * self.softcap
-        logits = gather_from_tensor_parallel(local_logits, self.tp)
+        logits = gather_from_tensor_parallel(local_logits, self.tp)  # [s, b, v]
         return logits[..., : self.vocab_size].transpose(0, 1)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
@@ -242,14 +241,25 @@ class GPTModel(MegatronModule):
         if config.vocab_size is None or config.vocab_size < 1:
             raise ValueError(f"a model needs a vocabulary: vocab_size is {config.vocab_size}")
         self.config = config
-        tp = tp if tp is not None else Axis()
-        rng = rng if rng is not None else TensorParallelRng(0, tp.rank, device)
-        experts = experts if experts is not None else ExpertAxes()
+
+        # Defaults: a single rank with all layers
+        if tp is None:
+            tp = Axis()
+        if rng is None:
+            rng = TensorParallelRng(0, tp.rank, device)
+        if experts is None:
+            experts = ExpertAxes()
+        if layers is None:
+            layers = range(config.num_layers)
         place = Placement(tp, rng, cp, sequence_parallel, experts, device)
-        layers = layers if layers is not None else range(config.num_layers)
+
+        # With tied embeddings the first and the last stage have a copy of the same matrix each,
+        # whose gradients are summed (see `shared_embedding`).
         is_tied = not config.untie_embeddings_and_output_weights
         has_two_copies = is_tied and not (pre_process and post_process)
         rows = compute_padded_vocab_size(config.vocab_size, make_vocab_size_divisible_by, tp.size)
+
+        # Embedding, layers and output layer
         self.embedding = None
         if pre_process:
             self.embedding = GPTEmbedding(config, place, num_rows=rows, shared=has_two_copies)
@@ -293,6 +303,7 @@ class GPTModel(MegatronModule):
             return hidden_states
         weight = self.output_layer.weight
         if weight is None:
+            # The only copy of the tied matrix is in the embedding of this chunk.
             assert self.embedding is not None
             weight = self.embedding.word_embeddings.weight
         return self.output_layer(hidden_states, weight, labels)

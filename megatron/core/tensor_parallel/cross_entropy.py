@@ -15,10 +15,9 @@ from torch import Tensor
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.layers import compute_linear_weight_grad, find_local_rows
 from megatron.core.tensor_parallel.mappings import (
-    Pending,
     start_all_reduce,
-    start_sequence_all_gather,
-    start_sequence_reduce_scatter,
+    start_input_gather,
+    start_output_sum,
 )
 
 # Logits that are converted to fp32 at once, by device. On a CPU the copy stays in the cache. On a
@@ -49,9 +48,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Overwrites the logits with e^(logit - max); the backward pass turns that into the
-    gradient.
-    """
+    """Overwrites the logits with e^(logit - max), and these with the gradient of the logits."""
 
     @staticmethod
     def forward(
@@ -65,13 +62,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softcap: float | None,
     ) -> Tensor:
         # Logits of this rank's rows, [n, v/tp] for n = s * b tokens
-        whole = start_sequence_all_gather(hidden, tp).wait() if sequence_parallel else hidden
+        whole = start_input_gather(hidden, tp, sequence_parallel).wait()
         logits = whole.reshape(-1, whole.shape[-1]) @ weight.t()
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
         num_rows = weight.shape[0]
         first_row = tp.rank * num_rows
-        logits[:, max(0, vocab_size - first_row) :] = -torch.inf
+        padding_start = max(0, vocab_size - first_row)
+        logits[:, padding_start:] = -torch.inf
         columns, is_elsewhere = find_local_rows(labels.reshape(-1), first_row, num_rows)
 
         # Maximum, sum of exponentials, and logit of the label, [n] each
@@ -98,10 +96,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, weight, exponentials, largest, total, columns, is_elsewhere = ctx.saved_tensors
         tp = ctx.tp
         sequence_parallel = ctx.sequence_parallel
+
         # Phase 1: launch the all-gather
-        gather = Pending(hidden, None)
-        if sequence_parallel:
-            gather = start_sequence_all_gather(hidden, tp)
+        gather = start_input_gather(hidden, tp, sequence_parallel)
+
         # Phase 2: the gradient of the logits overwrites the exponentials
         dloss = dloss.reshape(-1).float()
         if ctx.softcap is None:
@@ -117,10 +115,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 )
                 dlogits.mul_(slope)
         dlogits = exponentials
+
         # Phase 3: dx, and launch its sum over TP
         dx = (dlogits @ weight).view(gather.wait().shape)
-        reduce = start_sequence_reduce_scatter if sequence_parallel else start_all_reduce
-        reduced = reduce(dx, tp)
+        reduced = start_output_sum(dx, tp, sequence_parallel)
+
         # Phase 4: dW, while that is in progress
         x = gather.wait().reshape(-1, hidden.shape[-1])
         dw = compute_linear_weight_grad(ctx.weight, dlogits, x)
@@ -136,7 +135,8 @@ def _split_into_chunks(logits: Tensor) -> range:
     """Return the first rows of the chunks of `logits`; the step is the number of rows."""
     rows, columns = logits.shape
     chunk_elements = get_loss_chunk_elements(logits.device.type)
-    return range(0, rows, max(1, chunk_elements // max(1, columns)))
+    rows_per_chunk = max(1, chunk_elements // max(1, columns))
+    return range(0, rows, rows_per_chunk)
 
 
 def _compute_exponentials(
@@ -151,9 +151,10 @@ def _compute_exponentials(
     chunks = _split_into_chunks(logits)
     for start in chunks:
         part = slice(start, start + chunks.step)
+        label_columns = columns[part].unsqueeze(1)  # [rows, 1]
         shifted = logits[part].float()  # a view if the logits are fp32
         shifted -= largest[part].unsqueeze(1)
-        torch.gather(shifted, 1, columns[part].unsqueeze(1), out=predicted[part].unsqueeze(1))
+        torch.gather(shifted, 1, label_columns, out=predicted[part].unsqueeze(1))
         torch.sum(shifted.exp_(), -1, out=total[part])
         if shifted.dtype != logits.dtype:
             logits[part] = shifted
@@ -164,7 +165,10 @@ def _compute_logit_grad(
     exponentials: Tensor, total: Tensor, columns: Tensor, is_elsewhere: Tensor, dloss: Tensor
 ) -> Tensor:
     """Overwrite the exponentials with `(softmax - onehot) * dloss`."""
-    exponentials.mul_((dloss / total).to(exponentials.dtype).unsqueeze(1))
+    # softmax * dloss = exponentials * (dloss / total)
+    factor = dloss / total  # [n]
+    exponentials.mul_(factor.to(exponentials.dtype).unsqueeze(1))
+    # Subtract dloss at the label, on the rank that has its column.
     rows = torch.arange(exponentials.shape[0], device=exponentials.device)
     at_label = exponentials[rows, columns].float() - dloss * ~is_elsewhere
     # Indexed assignment is in place; scatter_add_ would copy the whole matrix.
@@ -173,9 +177,11 @@ def _compute_logit_grad(
 
 
 def _compute_softcap_slope(exponentials: Tensor, largest: Tensor, softcap: float) -> Tensor:
-    """Return dy/dx = 1 - (y / softcap)^2 of y = softcap * tanh(x / softcap), from e^(y -
-    largest).
+    """Return the derivative of the softcap from e^(y - largest).
+
+    For y = softcap * tanh(x / softcap) it is dy/dx = 1 - (y / softcap)^2.
     """
     tiny = torch.finfo(torch.float32).tiny
+    # y from its exponential, where one that has underflowed gets a finite logarithm
     y = exponentials.float().clamp_min(tiny).log_().add_(largest.unsqueeze(1))
     return y.div_(softcap).square_().neg_().add_(1.0)

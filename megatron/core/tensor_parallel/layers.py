@@ -28,11 +28,9 @@ from megatron.core.parallel_state import Axis
 from megatron.core.sharding import REPLICATED, Sharding
 from megatron.core.tensor_parallel.mappings import (
     Pending,
-    reduce_from_tensor_parallel,
-    reduce_scatter_to_sequence,
-    start_all_reduce,
-    start_sequence_all_gather,
-    start_sequence_reduce_scatter,
+    reduce_output,
+    start_input_gather,
+    start_output_sum,
 )
 
 
@@ -45,6 +43,7 @@ def compute_linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor 
         return dy.t() @ x
     main_grad = weight.main_grad
     if main_grad.dtype == x.dtype:
+        # Product and sum in one kernel, which requires the same dtype.
         main_grad.addmm_(dy.t(), x)
     else:
         main_grad.add_(dy.t() @ x)
@@ -58,8 +57,9 @@ def compute_embedding_weight_grad(weight: Tensor, rows: Tensor, dy: Tensor) -> T
     """
     if not hasattr(weight, "main_grad"):
         return torch.ops.aten.embedding_dense_backward(dy, rows, weight.shape[0], -1, False)
+    main_grad = weight.main_grad
     # index_put_ is deterministic on GPUs, index_add_ is not.
-    weight.main_grad.index_put_((rows,), dy.to(weight.main_grad.dtype), accumulate=True)
+    main_grad.index_put_((rows,), dy.to(main_grad.dtype), accumulate=True)
     return None
 
 
@@ -89,43 +89,51 @@ class _Linear(torch.autograd.Function):
         ctx.sequence_parallel = sequence_parallel
         ctx.has_bias = bias is not None
         if column:
-            whole = start_sequence_all_gather(x, tp).wait() if sequence_parallel else x
+            whole = start_input_gather(x, tp, sequence_parallel).wait()  # [s, b, in]
             return F.linear(whole, weight, bias)
         if tp.size == 1:
             return F.linear(x, weight, bias)
         y = F.linear(x, weight)
-        reduce = start_sequence_reduce_scatter if sequence_parallel else start_all_reduce
-        y = reduce(y, tp).wait()
-        return y if bias is None else y.add_(bias)
+        y = start_output_sum(y, tp, sequence_parallel).wait()
+        if bias is not None:
+            y.add_(bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         tp = ctx.tp
         sequence_parallel = ctx.sequence_parallel
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+
         # Phase 1: launch the all-gather
-        gather_x = Pending(x, None)
-        if sequence_parallel and ctx.column:
-            gather_x = start_sequence_all_gather(x, tp)
-        elif sequence_parallel:
-            dy = start_sequence_all_gather(dy, tp).wait()
+        if ctx.column:
+            gather_x = start_input_gather(x, tp, sequence_parallel)
+        else:
+            gather_x = Pending(x, None)
+            dy = start_input_gather(dy, tp, sequence_parallel).wait()
+
         # Phase 2: dx, and launch its sum over TP
         pending_dx = None
-        if ctx.needs_input_grad[0]:
+        if needs_dx:
             pending_dx = Pending(torch.matmul(dy, weight), None)
             if ctx.column:
-                reduce = start_sequence_reduce_scatter if sequence_parallel else start_all_reduce
-                pending_dx = reduce(pending_dx.wait(), tp)
+                pending_dx = start_output_sum(pending_dx.wait(), tp, sequence_parallel)
+
         # Phase 3: dW and db, while that is in progress
         dy2d = dy.reshape(-1, dy.shape[-1])  # [s * b, out]
         x2d = gather_x.wait().reshape(-1, x.shape[-1])  # [s * b, in]
         dw = None
         db = None
-        if ctx.needs_input_grad[1]:
+        if needs_dw:
             dw = compute_linear_weight_grad(ctx.weight, dy2d, x2d)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+        if ctx.has_bias and needs_db:
             db = dy2d.sum(0)
-        dx = pending_dx.wait() if pending_dx is not None else None
+
+        # Phase 4: wait for the sum
+        dx = None
+        if pending_dx is not None:
+            dx = pending_dx.wait()
         return dx, dw, db, None, None, None
 
 
@@ -231,7 +239,9 @@ class RowParallelLinear(MegatronModule):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.project(x)
-        return y if self.post_layernorm is None else self.post_layernorm(y)
+        if self.post_layernorm is None:
+            return y
+        return self.post_layernorm(y)
 
     def project(self, x: Tensor) -> Tensor:
         """Return the product. Collective over TP, and therefore outside of compiled regions."""
@@ -260,18 +270,22 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         if not split:
             return F.embedding(tokens, weight)
-        rows, is_elsewhere = find_local_rows(tokens, first_row, weight.shape[0])
+        num_rows = weight.shape[0]
+        rows, is_elsewhere = find_local_rows(tokens, first_row, num_rows)
+        # Zero for tokens of other ranks, so that the sum over TP is the embedding.
         return F.embedding(rows, weight).masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, None, None]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
-        rows = tokens.reshape(-1)
-        dy2d = dy.reshape(-1, dy.shape[-1])
+        rows = tokens.reshape(-1)  # [s * b]
+        dy2d = dy.reshape(-1, dy.shape[-1])  # [s * b, h]
         if ctx.split:
-            rows, is_elsewhere = find_local_rows(rows, ctx.first_row, ctx.weight.shape[0])
+            num_rows = ctx.weight.shape[0]
+            rows, is_elsewhere = find_local_rows(rows, ctx.first_row, num_rows)
             dy2d = dy2d.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-        return None, compute_embedding_weight_grad(ctx.weight, rows, dy2d), None, None
+        dw = compute_embedding_weight_grad(ctx.weight, rows, dy2d)
+        return None, dw, None, None
 
 
 def find_local_rows(tokens: Tensor, first_row: int, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -312,9 +326,8 @@ class VocabParallelEmbedding(MegatronModule):
         self.weight = make_parameter((num_rows, hidden_size), dtype, device, info)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        first_row = self.tp.rank * self.weight.shape[0]
-        partial = _Embedding.apply(tokens, self.weight, first_row, self.tp.size > 1)
-        reduce = (
-            reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor_parallel
-        )
-        return reduce(partial, self.tp)
+        num_rows = self.weight.shape[0]
+        first_row = self.tp.rank * num_rows
+        is_split = self.tp.size > 1
+        partial = _Embedding.apply(tokens, self.weight, first_row, is_split)
+        return reduce_output(partial, self.tp, self.sequence_parallel)

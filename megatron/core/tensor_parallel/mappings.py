@@ -78,6 +78,23 @@ def start_sequence_reduce_scatter(whole: Tensor, tp: Axis) -> Pending:
     return Pending(part, work)
 
 
+def start_input_gather(x: Tensor, tp: Axis, sequence_parallel: bool) -> Pending:
+    """Start to gather the input of a split region; without sequence parallelism it is whole."""
+    if not sequence_parallel:
+        return Pending(x, None)
+    return start_sequence_all_gather(x, tp)
+
+
+def start_output_sum(partial: Tensor, tp: Axis, sequence_parallel: bool) -> Pending:
+    """Start to sum the partial outputs of a split region.
+
+    With sequence parallelism each rank keeps its part of the sequence only.
+    """
+    if not sequence_parallel:
+        return start_all_reduce(partial, tp)
+    return start_sequence_reduce_scatter(partial, tp)
+
+
 def _get_group(tp: Axis) -> dist.ProcessGroup:
     assert tp.group is not None, f"{tp} only describes a layout: it does not have a process group"
     return tp.group
@@ -88,7 +105,9 @@ def _copy(tensor: Tensor, tp: Axis) -> Tensor:
 
 
 def _all_reduce(tensor: Tensor, tp: Axis) -> Tensor:
-    return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), tp).wait()
+    # A copy, because the sum is in place and autograd may still need the input.
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    return start_all_reduce(copy, tp).wait()
 
 
 def _all_gather_sequence(part: Tensor, tp: Axis) -> Tensor:
@@ -101,7 +120,8 @@ def _reduce_scatter_sequence(whole: Tensor, tp: Axis) -> Tensor:
 
 def _all_gather_last_dim(part: Tensor, tp: Axis) -> Tensor:
     stacked = start_sequence_all_gather(part.unsqueeze(0), tp).wait()  # [tp, ..., part]
-    return stacked.movedim(0, -2).reshape(*part.shape[:-1], -1)
+    by_rank = stacked.movedim(0, -2)  # [..., tp, part]
+    return by_rank.reshape(*part.shape[:-1], -1)
 
 
 def _slice_last_dim(whole: Tensor, tp: Axis) -> Tensor:
@@ -112,13 +132,16 @@ def _slice_last_dim(whole: Tensor, tp: Axis) -> Tensor:
 def _send_heads(part: Tensor, cp: Axis) -> Tensor:
     """`[s/cp, b, heads, ...]` -> `[s, b, heads/cp, ...]`"""
     by_rank = part.unflatten(2, (cp.size, -1)).movedim(2, 0)  # [cp, s/cp, b, heads/cp, ...]
-    return _all_to_all(by_rank.contiguous(), cp).flatten(0, 1)
+    received = _all_to_all(by_rank.contiguous(), cp)
+    return received.flatten(0, 1)
 
 
 def _send_positions(part: Tensor, cp: Axis) -> Tensor:
     """`[s, b, heads/cp, ...]` -> `[s/cp, b, heads, ...]`"""
     by_rank = part.unflatten(0, (cp.size, -1))  # [cp, s/cp, b, heads/cp, ...]
-    return _all_to_all(by_rank.contiguous(), cp).movedim(0, 2).flatten(2, 3)
+    received = _all_to_all(by_rank.contiguous(), cp)
+    by_head_part = received.movedim(0, 2)  # [s/cp, b, cp, heads/cp, ...]
+    return by_head_part.flatten(2, 3)
 
 
 def _all_to_all(by_rank: Tensor, axis: Axis) -> Tensor:
@@ -144,7 +167,8 @@ class _Conjugate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return ctx.backward_operation(grad, ctx.tp), None, None, None
+        input_grad = ctx.backward_operation(grad, ctx.tp)
+        return input_grad, None, None, None
 
 
 def _apply_conjugate(
@@ -156,9 +180,7 @@ def _apply_conjugate(
 
 
 def copy_to_tensor_parallel(tensor: Tensor, tp: Axis) -> Tensor:
-    """Enter a tensor-parallel region: every rank uses the whole tensor, its gradients are
-    summed.
-    """
+    """Enter a tensor-parallel region: every rank uses the whole tensor; sum its gradients."""
     return _apply_conjugate(tensor, tp, _copy, _all_reduce)
 
 
@@ -180,6 +202,23 @@ def gather_from_sequence(tensor: Tensor, tp: Axis) -> Tensor:
 def reduce_scatter_to_sequence(tensor: Tensor, tp: Axis) -> Tensor:
     """Leave a tensor-parallel region to a sequence-parallel one."""
     return _apply_conjugate(tensor, tp, _reduce_scatter_sequence, _all_gather_sequence)
+
+
+def reduce_output(partial: Tensor, tp: Axis, sequence_parallel: bool) -> Tensor:
+    """Leave a tensor-parallel region: sum the partial results of all ranks.
+
+    With sequence parallelism each rank keeps its part of the sequence only.
+    """
+    if sequence_parallel:
+        return reduce_scatter_to_sequence(partial, tp)
+    return reduce_from_tensor_parallel(partial, tp)
+
+
+def gather_input(tensor: Tensor, tp: Axis, sequence_parallel: bool) -> Tensor:
+    """Enter a tensor-parallel region: every rank uses the whole tensor."""
+    if sequence_parallel:
+        return gather_from_sequence(tensor, tp)
+    return copy_to_tensor_parallel(tensor, tp)
 
 
 def exchange_sequence_for_heads(tensor: Tensor, cp: Axis) -> Tensor:

@@ -8,7 +8,7 @@ separate stream on each rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class TensorParallelRng:
     """The stream of random numbers for the split regions of this rank."""
 
     def __init__(self, seed: int, tp_rank: int, device: torch.device | None = None) -> None:
-        self.device = device if device is not None else torch.device("cpu")
+        self.device = device or torch.device("cpu")
         generator = torch.Generator(self.device).manual_seed(seed + TP_SEED_OFFSET + tp_rank)
         self._state = generator.get_state()
 
@@ -37,6 +37,12 @@ class TensorParallelRng:
         finally:
             self._state = self._get_default_state()
             self._set_default_state(default_state)
+
+    def fork_if(self, is_split: bool) -> AbstractContextManager[None]:
+        """Return `fork` for a split region; a replicated one draws from the default generator."""
+        if is_split:
+            return self.fork()
+        return nullcontext()
 
     def get_state(self) -> Tensor:
         return self._state.clone()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 else:
     torch = lazy_module("torch")
 
+# Conditions under which a field has an effect, by the names in `transformer_config.is_used`.
 _MOE = {"has_experts": True}
 _DROPPING = _MOE | {"drops_tokens": True}
 _SHARED = _MOE | {"has_shared_experts": True}
@@ -115,19 +116,25 @@ class ComputeOptions:
     def params_dtype(self) -> torch.dtype:
         if self.bf16:
             return torch.bfloat16
-        return torch.float16 if self.fp16 else torch.float32
+        if self.fp16:
+            return torch.float16
+        return torch.float32
 
     @property
     def low_precision(self) -> str | None:
         """Recipe of the layers' matrix products if they are in fp8 or fp4."""
         if self.fp8 is not None:
             return self.fp8_recipe
-        return self.fp4_recipe if self.fp4 is not None else None
+        if self.fp4 is not None:
+            return self.fp4_recipe
+        return None
 
     def recomputes(self, module: str) -> bool:
         """Return whether `module` of RECOMPUTE_MODULES is recomputed selectively."""
+        if self.recompute_granularity != "selective":
+            return False
         selected = self.recompute_modules or ["core_attn"]
-        return self.recompute_granularity == "selective" and module in selected
+        return module in selected
 
 
 @dataclass(kw_only=True)
@@ -236,7 +243,9 @@ class ExpertOptions:
     @property
     def experts(self) -> int:
         """Number of experts of a layer with experts; 0 in a dense model."""
-        return self.num_experts if self.num_experts is not None and self.num_experts > 1 else 0
+        if self.num_experts is None or self.num_experts <= 1:
+            return 0
+        return self.num_experts
 
     @property
     def has_experts(self) -> bool:
@@ -252,19 +261,24 @@ class ExpertOptions:
 
     @property
     def softmax_before_choice(self) -> bool:
+        """Return whether weights are the softmax over all experts instead of the chosen ones."""
         is_first = self.moe_router_pre_softmax or self.by_sinkhorn
         return is_first and self.score_function == "softmax"
 
     @property
     def score_function(self) -> str:
+        """Function that turns the router's logits into scores, which sinkhorn selects itself."""
         if self.by_sinkhorn and self.moe_router_topk == 1:
             return "sigmoid"
         return self.moe_router_score_function
 
     @property
     def group_score_topk(self) -> int:
+        """Number of the best scores of a group, whose sum is its rank."""
+        if self.moe_router_group_score_topk:
+            return self.moe_router_group_score_topk
         num_groups = self.moe_router_group_topk or 1
-        return self.moe_router_group_score_topk or self.moe_router_topk // num_groups
+        return self.moe_router_topk // num_groups
 
     @property
     def topk_scaling_factor(self) -> float:
@@ -282,5 +296,9 @@ class ExpertOptions:
     @property
     def load_balancing(self) -> dict[str, float]:
         """Coefficient of each enabled load balancing loss."""
+        enabled = {}
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
-        return {kind: coefficient for kind, coefficient in pairs if kind != "none" and coefficient}
+        for kind, coefficient in pairs:
+            if kind != "none" and coefficient:
+                enabled[kind] = coefficient
+        return enabled

@@ -47,9 +47,13 @@ class GroupedLinear(MegatronModule):
         self.weight = make_parameter(shape, config.params_dtype, device, weight_info)
         self.bias = None
         if bias:
-            bias_sharding = sharding if split_dim == 1 else Sharding(axis=axes.etp, ep=axes.ep)
+            bias_sharding = sharding
+            if split_dim == 2:
+                # Split columns: every ETP rank has the whole bias.
+                bias_sharding = Sharding(axis=axes.etp, ep=axes.ep)
             bias_info = ParamInfo(Constant(0.0), bias_sharding)
-            self.bias = make_parameter(shape[:2], config.params_dtype, device, bias_info)
+            bias_shape = (config.num_experts, output_size)
+            self.bias = make_parameter(bias_shape, config.params_dtype, device, bias_info)
 
     def forward(self, x: Tensor, counts: Tensor, probs: Tensor | None = None) -> Tensor:
         """Apply the experts to `x` `[rows, in]`, sorted by expert.
@@ -127,14 +131,17 @@ def has_grouped_kernel(x: Tensor) -> bool:
 def compute_grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """Multiply the rows `x` `[n, in]` of each expert by its matrix of `[experts, in, out]`."""
     if has_grouped_kernel(x):
-        return F.grouped_mm(x, matrices, offs=counts.cumsum(0).int())
-    y = x.new_empty(len(x), matrices.shape[2])
+        return F.grouped_mm(x, matrices, offs=_compute_row_ends(counts))
+    output_size = matrices.shape[2]
+    y = x.new_empty(len(x), output_size)
     for expert, start, stop in _find_row_ranges(counts):
+        num_rows = stop - start
         rows = _pad_rows(x[start:stop])
-        if len(rows) == stop - start:
+        if len(rows) == num_rows:
             torch.mm(rows, matrices[expert], out=y[start:stop])
         else:
-            y[start:stop] = (rows @ matrices[expert])[: stop - start]
+            padded = rows @ matrices[expert]
+            y[start:stop] = padded[:num_rows]
     return y
 
 
@@ -144,19 +151,32 @@ def _compute_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor) 
     It is added to `main_grad` if the parameter has one (see `tensor_parallel.layers`); then the
     result is None.
     """
-    has_main_grad = hasattr(weight, "main_grad")
-    grad: Tensor = weight.main_grad if has_main_grad else torch.zeros_like(weight)  # type: ignore[attr-defined]
+    if hasattr(weight, "main_grad"):
+        _add_weight_grad(weight.main_grad, dy, x, counts)
+        return None
+    grad = torch.zeros_like(weight)
+    _add_weight_grad(grad, dy, x, counts)
+    return grad
+
+
+def _add_weight_grad(grad: Tensor, dy: Tensor, x: Tensor, counts: Tensor) -> None:
+    """Add `dy[e]^T x[e]` to `grad[e]` of each expert e."""
     if has_grouped_kernel(x):
-        grad.add_(F.grouped_mm(dy.t(), x, offs=counts.cumsum(0).int()))
-    else:
-        for expert, start, stop in _find_row_ranges(counts):
-            rows = _pad_rows(x[start:stop])
-            dy_rows = _pad_rows(dy[start:stop])
-            if grad.dtype == x.dtype:
-                grad[expert].addmm_(dy_rows.t(), rows)
-            else:
-                grad[expert].add_(dy_rows.t() @ rows)
-    return None if has_main_grad else grad
+        grad.add_(F.grouped_mm(dy.t(), x, offs=_compute_row_ends(counts)))
+        return
+    for expert, start, stop in _find_row_ranges(counts):
+        # Rows of zeros do not change the sums over rows.
+        rows = _pad_rows(x[start:stop])
+        dy_rows = _pad_rows(dy[start:stop])
+        if grad.dtype == x.dtype:
+            grad[expert].addmm_(dy_rows.t(), rows)
+        else:
+            grad[expert].add_(dy_rows.t() @ rows)
+
+
+def _compute_row_ends(counts: Tensor) -> Tensor:
+    """Return the end of the rows of each expert, as the grouped kernel expects them."""
+    return counts.cumsum(0).int()
 
 
 def _pad_rows(rows: Tensor) -> Tensor:
@@ -167,8 +187,10 @@ def _pad_rows(rows: Tensor) -> Tensor:
     """
     if rows.device.type != "cpu" or rows.dtype == torch.float32:
         return rows
-    granularity = 1 << max(4, len(rows).bit_length() - 4)
-    return F.pad(rows, (0, 0, 0, -len(rows) % granularity))
+    num_rows = len(rows)
+    granularity = 1 << max(4, num_rows.bit_length() - 4)
+    num_zeros = -num_rows % granularity
+    return F.pad(rows, (0, 0, 0, num_zeros))
 
 
 def _find_row_ranges(counts: Tensor) -> list[tuple[int, int, int]]:
@@ -176,7 +198,8 @@ def _find_row_ranges(counts: Tensor) -> list[tuple[int, int, int]]:
     ranges = []
     start = 0
     for expert, count in enumerate(counts.tolist()):
+        stop = start + count
         if count:
-            ranges.append((expert, start, start + count))
-        start += count
+            ranges.append((expert, start, stop))
+        start = stop
     return ranges

@@ -31,13 +31,12 @@ class MLP(MegatronModule):
         ffn_size: int | None = None,
         shared_expert: bool = False,
     ) -> None:
-        """Initialize the MLP of a layer, or a `shared_expert`, whose input is already
-        normalized.
-        """
+        """Initialize the MLP of a layer, or a `shared_expert`, whose input is normalized."""
         super().__init__()
         spec = select_layer_spec(config)
-        num_blocks = 2 if config.gated else 1
         ffn_size = ffn_size or config.ffn_size
+        # The rows of a gated MLP are two stacked matrices: gate and up.
+        num_blocks = 2 if config.gated else 1
         self.activation = get_activation(config)
         self.linear_fc1 = spec.make_input_projection(
             config,
@@ -76,8 +75,10 @@ _GATES = {
 def _apply_gated(x: Tensor, name: str) -> Tensor:
     """Return activation(gate) * up of `[..., gate; up]` (Shazeer 2020)."""
     if torch.compiler.is_compiling():
+        # Plain operations, which the compiler fuses.
+        activate = _GATES[name].forward
         gate, up = x.chunk(2, -1)
-        return _GATES[name].forward(gate) * up
+        return activate(gate) * up
     return _GatedActivation.apply(x, name)
 
 
@@ -88,8 +89,9 @@ class _GatedActivation(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(x)
         ctx.name = name
-        gate, up = x.chunk(2, -1)
-        return _GATES[name].forward(gate).mul_(up)
+        activate = _GATES[name].forward
+        gate, up = x.chunk(2, -1)  # views
+        return activate(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -97,7 +99,7 @@ class _GatedActivation(torch.autograd.Function):
         activation = _GATES[ctx.name]
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
-        dgate, dup = dx.chunk(2, -1)
+        dgate, dup = dx.chunk(2, -1)  # views of dx, into which the gradients are written
         torch.mul(dy, activation.forward(gate), out=dup)
         activation.backward(dy * up, gate, grad_input=dgate)
         return dx, None
@@ -130,9 +132,12 @@ class _RecomputeFromInput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (saved,) = ctx.saved_tensors
         with torch.enable_grad():
-            x = ctx.saved_tensors[0].detach().requires_grad_()
-            return torch.autograd.grad(ctx.function(x), x, dy)[0], None
+            x = saved.detach().requires_grad_()
+            y = ctx.function(x)
+            (dx,) = torch.autograd.grad(y, x, dy)
+        return dx, None
 
 
 def get_activation(config: TransformerConfig) -> Callable[[Tensor], Tensor]:

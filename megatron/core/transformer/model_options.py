@@ -241,6 +241,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         freq = self.moe_layer_freq
         if isinstance(freq, list):
             return list(freq)
+        # Every `freq`-th layer has experts, starting with the first.
         return [int(number % freq == 0) for number in range(self.num_layers)]
 
     @property
@@ -258,7 +259,9 @@ class ModelOptions(ExpertOptions, ComputeOptions):
 
     def get_window(self, number: int) -> tuple[int, int] | None:
         """Return the sliding window of layer `number`, if it has one."""
-        return self.window_size if self.window_pattern[number] else None
+        if not self.window_pattern[number]:
+            return None
+        return self.window_size
 
     @property
     def head_dim(self) -> int:
@@ -275,7 +278,9 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     @property
     def v_width(self) -> int:
         """Width of a value head."""
-        return self.v_head_dim if self.multi_latent_attention else self.head_dim
+        if self.multi_latent_attention:
+            return self.v_head_dim
+        return self.head_dim
 
     @property
     def core_head_dim(self) -> int:
@@ -334,7 +339,9 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         for name, is_selected in functions.items():
             if is_selected:
                 return name
-        return "gelu (tanh)" if self.tanh_gelu else "gelu (erf)"
+        if self.tanh_gelu:
+            return "gelu (tanh)"
+        return "gelu (erf)"
 
     @property
     def tanh_gelu(self) -> bool:

@@ -13,15 +13,22 @@ from megatron.core.transformer.model_options import ModelOptions
 def find_missing_fields(config: ModelOptions) -> Iterator[str]:
     """Yield the problems that prevent the defaults of other fields from being derived."""
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if getattr(config, name) < 1:
-            flag = f"--{name.replace('_', '-')}"
-            yield f"{flag} must be given and positive, got {getattr(config, name)}"
-    is_even = config.hidden_size % max(config.num_attention_heads, 1) == 0
-    if config.kv_channels is None and not is_even and not config.multi_latent_attention:
+        value = getattr(config, name)
+        if value < 1:
+            yield f"{_format_flag(name)} must be given and positive, got {value}"
+    # The default head width is hidden_size / heads. Latent attention has widths of its own.
+    needs_default = config.kv_channels is None and not config.multi_latent_attention
+    num_heads = max(config.num_attention_heads, 1)
+    if needs_default and config.hidden_size % num_heads:
         yield (
             f"--hidden-size {config.hidden_size} is not a multiple of --num-attention-heads "
             f"{config.num_attention_heads}: change one of them or give --kv-channels"
         )
+
+
+def _format_flag(field: str) -> str:
+    """Return the command-line spelling of a field."""
+    return "--" + field.replace("_", "-")
 
 
 def find_problems(config: ModelOptions) -> Iterator[str]:
@@ -64,16 +71,16 @@ def _check_mlp(config: ModelOptions) -> Iterator[str]:
     activations = []
     for name in ("swiglu", "quick_geglu", "geglu", "squared_relu"):
         if getattr(config, name):
-            activations.append("--" + name.replace("_", "-"))
+            activations.append(_format_flag(name))
     if len(activations) > 1:
         yield f"{' and '.join(activations)} are mutually exclusive"
     if config.quick_geglu:
         return
-    for name, default in (("glu_linear_offset", 0.0), ("activation_func_clamp_value", None)):
+    gate_defaults = {"glu_linear_offset": 0.0, "activation_func_clamp_value": None}
+    for name, default in gate_defaults.items():
         value = getattr(config, name)
         if value != default:
-            flag = f"--{name.replace('_', '-')}"
-            yield f"{flag} {value} needs --quick-geglu, whose gate it changes"
+            yield f"{_format_flag(name)} {value} needs --quick-geglu, whose gate it changes"
 
 
 def _check_backend(config: ModelOptions) -> Iterator[str]:
@@ -119,6 +126,7 @@ def _check_low_precision(config: ModelOptions) -> Iterator[str]:
     dtype = "fp8" if config.fp8 is not None else "fp4"
     if not config.bf16:
         yield f"{flag} needs --bf16: everything that is not in {dtype} is in bfloat16"
+    # The kernels require both dimensions of every matrix to be multiples of 16.
     sizes = {"--hidden-size": config.hidden_size, "--ffn-hidden-size": config.ffn_size}
     for name, size in sizes.items():
         if size % 16:
@@ -134,7 +142,7 @@ def _check_low_precision(config: ModelOptions) -> Iterator[str]:
 
 def _check_windows(config: ModelOptions) -> Iterator[str]:
     skip = config.window_attn_skip_freq
-    if isinstance(skip, list) and (len(skip) != config.num_layers or not set(skip) <= {0, 1}):
+    if isinstance(skip, list) and not _is_pattern(skip, config.num_layers):
         yield (
             f"--window-attn-skip-freq {skip} must have a 0 or a 1 for each of the --num-layers "
             f"{config.num_layers}"
@@ -145,13 +153,27 @@ def _check_windows(config: ModelOptions) -> Iterator[str]:
         yield f"--window-attn-skip-freq {skip} needs --window-size"
 
 
+def _is_pattern(values: list[int], num_layers: int) -> bool:
+    """Return whether `values` are a 0 or a 1 for each layer."""
+    return len(values) == num_layers and set(values) <= {0, 1}
+
+
 def _check_norms(config: ModelOptions) -> Iterator[str]:
-    if config.norm_placement != "pre" and (config.has_experts or config.multi_latent_attention):
-        other = "--num-experts" if config.has_experts else "--multi-latent-attention"
-        yield f"--norm-placement {config.norm_placement} does not support {other}: use pre"
-    is_rms_norm = config.normalization == "RMSNorm"
-    if config.qk_layernorm_across_heads and not (config.qk_layernorm and is_rms_norm):
-        yield "--qk-layernorm-across-heads needs --qk-layernorm and --normalization RMSNorm"
+    if config.norm_placement != "pre":
+        # Norms with several consumers are separate modules, which exist before a branch only.
+        unsupported = None
+        if config.has_experts:
+            unsupported = "--num-experts"
+        elif config.multi_latent_attention:
+            unsupported = "--multi-latent-attention"
+        if unsupported is not None:
+            yield (
+                f"--norm-placement {config.norm_placement} does not support {unsupported}: use pre"
+            )
+    if config.qk_layernorm_across_heads:
+        is_rms_norm = config.normalization == "RMSNorm"
+        if not (config.qk_layernorm and is_rms_norm):
+            yield "--qk-layernorm-across-heads needs --qk-layernorm and --normalization RMSNorm"
 
 
 def _check_recomputation(config: ModelOptions) -> Iterator[str]:
@@ -227,7 +249,7 @@ def _check_moe_layer_freq(config: ModelOptions) -> Iterator[str]:
     if isinstance(freq, int):
         if freq < 1:
             yield f"--moe-layer-freq must be positive, got {freq}"
-    elif len(freq) != config.num_layers or not set(freq) <= {0, 1}:
+    elif not _is_pattern(freq, config.num_layers):
         yield (
             f"--moe-layer-freq {freq} must have a 0 or a 1 for each of the --num-layers "
             f"{config.num_layers}"
@@ -238,7 +260,8 @@ def _check_topk(config: ModelOptions) -> Iterator[str]:
     topk = config.moe_router_topk
     if not 1 <= topk <= config.experts:
         yield f"--moe-router-topk {topk} must be between 1 and --num-experts {config.experts}"
-    if topk == 1 and config.score_function == "softmax" and not config.softmax_before_choice:
+    is_softmax = config.score_function == "softmax"
+    if topk == 1 and is_softmax and not config.softmax_before_choice:
         yield (
             "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert has no "
             "gradient"
@@ -301,6 +324,7 @@ def _check_load_balancing(config: ModelOptions) -> Iterator[str]:
 
 
 def _check_sinkhorn(config: ModelOptions) -> Iterator[str]:
+    # Options without an effect on the choice by sinkhorn, and whether they are given
     options = {
         "other losses": len(config.moe_router_load_balancing_type) > 1,
         f"--moe-aux-loss-coeff {config.moe_aux_loss_coeff}": any(config.moe_aux_loss_coeff),
@@ -309,7 +333,10 @@ def _check_sinkhorn(config: ModelOptions) -> Iterator[str]:
         "--moe-router-topk-scaling-factor": config.moe_router_topk_scaling_factor,
         "--moe-expert-capacity-factor": config.moe_expert_capacity_factor is not None,
     }
-    unsupported = [name for name, is_given in options.items() if is_given]
+    unsupported = []
+    for name, is_given in options.items():
+        if is_given:
+            unsupported.append(name)
     if unsupported:
         yield (
             "--moe-router-load-balancing-type sinkhorn does not support "

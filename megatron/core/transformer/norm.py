@@ -59,10 +59,11 @@ class NormAcrossHeads(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `[s, b, groups/tp, heads, d]`. Collective over TP."""
         wide = x.float()
-        weight = self.weight.float().view(x.shape[2:])
+        weight = self.weight.float().view(x.shape[2:])  # [groups/tp, heads, d]
         if self.normalize.zero_centered:
             weight = weight + 1.0
         local_squares = wide.square().sum((2, 3, 4), keepdim=True)  # [s, b, 1, 1, 1]
+        # Each rank normalizes its own heads by the common mean, so that its gradient is a sum.
         squares = reduce_from_tensor_parallel(local_squares, self.tp)
         mean = copy_to_tensor_parallel(squares, self.tp) / self.size
         scale = torch.rsqrt(mean + self.normalize.epsilon)
@@ -127,8 +128,9 @@ class Normalization:
 
     @classmethod
     def from_config(cls, config: TransformerConfig) -> Normalization:
-        uses_apex = config.norm_impl == "apex" and config.transformer_impl == "local"
-        apex = _import_apex_norms() if uses_apex else None
+        apex = None
+        if config.norm_impl == "apex" and config.transformer_impl == "local":
+            apex = _import_apex_norms()
         is_rms = config.normalization == "RMSNorm"
         return _get_shared(is_rms, config.norm_epsilon, config.apply_layernorm_1p, apex)
 
@@ -137,13 +139,15 @@ class Normalization:
             return self._normalize(x, weight, bias)
         # In fp32, since bf16 would round 1 + weight.
         wide_weight = weight.float() + 1.0
-        wide_bias = None if bias is None else bias.float()
-        return self._normalize(x.float(), wide_weight, wide_bias).to(x.dtype)
+        if bias is not None:
+            bias = bias.float()
+        return self._normalize(x.float(), wide_weight, bias).to(x.dtype)
 
     def _normalize(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.rms and torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if self.rms and is_compiling:
             return F.rms_norm(x, weight.shape, weight, self.epsilon)  # fused with its neighbors
-        if self.apex is not None and not torch.compiler.is_compiling():
+        if self.apex is not None and not is_compiling:
             return self._run_apex(x, weight, bias)
         if self.rms:
             return _RMSNorm.apply(x, weight, self.epsilon)
@@ -178,13 +182,15 @@ def make_norm_parameters(
     sharding: Sharding = REPLICATED,
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Make the weight and the bias of a norm; RMSNorm does not have a bias."""
+    # The initial weight is 1, which is stored as 0 if it is zero-centered.
     one = Constant(0.0 if config.apply_layernorm_1p else 1.0)
     weight_info = ParamInfo(one, sharding, partial_grad=partial_grad)
     weight = make_parameter((size,), config.params_dtype, device, weight_info)
     if config.normalization == "RMSNorm":
         return weight, None
     bias_info = ParamInfo(Constant(0.0), sharding, partial_grad=partial_grad)
-    return weight, make_parameter((size,), config.params_dtype, device, bias_info)
+    bias = make_parameter((size,), config.params_dtype, device, bias_info)
+    return weight, bias
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -196,8 +202,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        size = x.shape[-1]
+        # The sum of the squares in fp32, without an fp32 copy of x
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = torch.rsqrt(norm.square() / x.shape[-1] + epsilon)  # 1 / rms, [..., 1]
+        scale = torch.rsqrt(norm.square() / size + epsilon)  # 1 / rms, [..., 1]
         ctx.save_for_backward(x, weight, scale)
         if x.dtype == torch.float32:
             return (x * scale).mul_(weight)

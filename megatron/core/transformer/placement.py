@@ -31,7 +31,8 @@ def compute_local_positions(length: int, rank: int, size: int) -> Tensor:
         return torch.arange(length)
     chunk_length = divide(length, 2 * size, "sequence length over twice the context-parallel ranks")
     chunks = torch.tensor([rank, 2 * size - 1 - rank])
-    return (chunks.unsqueeze(1) * chunk_length + torch.arange(chunk_length)).flatten()
+    starts = chunks.unsqueeze(1) * chunk_length  # [2, 1]
+    return (starts + torch.arange(chunk_length)).flatten()
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,16 @@ class ContextParallel:
     @property
     def attention_axis(self) -> Axis:
         """Axis over which core attention sees sequences split; of size 1 with a2a."""
-        return Axis() if self.comm_type == "a2a" else self.axis
+        if self.comm_type == "a2a":
+            return Axis()
+        return self.axis
 
     @property
     def head_axis(self) -> Axis:
         """Axis over which core attention sees heads split besides TP; of size 1 except with a2a."""
-        return self.axis if self.comm_type == "a2a" else Axis()
+        if self.comm_type == "a2a":
+            return self.axis
+        return Axis()
 
     def select_local(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's positions of `[b, s]` tensors.
@@ -80,7 +85,9 @@ class ContextParallel:
         positions = compute_local_positions(length, self.axis.rank, self.axis.size)
         local = {}
         for key, tensor in batch.items():
-            local[key] = tensor if key == "documents" else tensor.index_select(1, positions)
+            if key != "documents":
+                tensor = tensor.index_select(1, positions)
+            local[key] = tensor
         return local
 
     def to_heads(self, x: Tensor) -> Tensor:
@@ -93,9 +100,9 @@ class ContextParallel:
         if size == 1:
             return x
         by_rank = exchange_sequence_for_heads(x, self.head_axis)
-        # [cp, two chunks, positions, ...]: the first chunks are 0 to CP - 1, the second ones 2 CP -
-        # 1 down to CP.
-        first, second = by_rank.unflatten(0, (size, 2, -1)).unbind(1)
+        # The first chunks of the ranks are 0 to CP - 1, the second ones 2 CP - 1 down to CP.
+        by_chunk = by_rank.unflatten(0, (size, 2, -1))  # [cp, 2, positions, ...]
+        first, second = by_chunk.unbind(1)
         return torch.cat((first, second.flip(0))).flatten(0, 1)
 
     def to_sequence(self, x: Tensor) -> Tensor:
@@ -103,9 +110,10 @@ class ContextParallel:
         size = self.head_axis.size
         if size == 1:
             return x
-        first, second = x.unflatten(0, (2, size, -1)).unbind(0)
-        by_rank = torch.stack((first, second.flip(0)), dim=1).flatten(0, 2)
-        return exchange_heads_for_sequence(by_rank, self.head_axis)
+        by_chunk = x.unflatten(0, (2, size, -1))  # [2, cp, positions, ...]
+        first, second = by_chunk.unbind(0)
+        by_rank = torch.stack((first, second.flip(0)), dim=1)  # [cp, 2, positions, ...]
+        return exchange_heads_for_sequence(by_rank.flatten(0, 2), self.head_axis)
 
 
 WHOLE_SEQUENCES = ContextParallel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -37,6 +36,7 @@ class TransformerLayer(MegatronModule):
     def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
         """Initialize layer `number` of the model."""
         super().__init__()
+        # The communication of context parallelism may differ between layers.
         place = replace(place, cp=place.cp.layer(number))
         spec = select_layer_spec(config)
         self.config = config
@@ -71,6 +71,7 @@ class TransformerLayer(MegatronModule):
         return hidden_states + self._apply_dropout(mlp)
 
     def _attend(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
+        """Return the output of the attention branch before dropout."""
         norm = self.input_layernorm
         if norm is None:
             return self.self_attention(hidden_states, documents)
@@ -80,6 +81,7 @@ class TransformerLayer(MegatronModule):
         return self.self_attention(norm(hidden_states), documents)
 
     def _feed_forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the output of the MLP branch before dropout."""
         norm = self.pre_mlp_layernorm
         if norm is None:
             return self._run_mlp(hidden_states)
@@ -91,6 +93,7 @@ class TransformerLayer(MegatronModule):
         return self.config.recomputes("layernorm") and self.training
 
     def _run_mlp(self, hidden_states: Tensor) -> Tensor:
+        # The name of the branch in --recompute-modules
         module = "moe" if isinstance(self.mlp, MoELayer) else "mlp"
         if self.config.recomputes(module) and self.training:
             spec = select_layer_spec(self.config)
@@ -101,7 +104,7 @@ class TransformerLayer(MegatronModule):
         if self.config.hidden_dropout == 0.0 or not self.training:
             return branch
         # Under sequence parallelism the TP ranks have different tokens, and draw different numbers.
-        with self.place.rng.fork() if self.place.sequence_parallel else nullcontext():
+        with self.place.rng.fork_if(self.place.sequence_parallel):
             return F.dropout(branch, self.config.hidden_dropout)
 
 
@@ -144,12 +147,15 @@ class TransformerBlock(MegatronModule):
         self._share_tables(by_number)
         self.layers = nn.ModuleList(by_number.values())
         self.precision = self.spec.precision(config, stage, by_number)
-        self.final_layernorm = self.spec.make_hidden_norm(config, place) if post_process else None
+        self.final_layernorm = None
+        if post_process:
+            self.final_layernorm = self.spec.make_hidden_norm(config, place)
 
     def _share_tables(self, by_number: dict[int, TransformerLayer]) -> None:
         """Let all layers of a kind use the tables of the first one."""
         first_of_kind: dict[object, TransformerLayer] = {}
         for number, layer in by_number.items():
+            # Masks depend on the window, and on the heads of this rank (ALiBi).
             kind = (self.config.get_window(number), layer.place.cp.head_axis.size)
             first = first_of_kind.setdefault(kind, layer)
             layer.self_attention.share_tables(first.self_attention)
@@ -171,8 +177,10 @@ class TransformerBlock(MegatronModule):
     def _run_layers(
         self, hidden_states: Tensor, documents: Tensor | None, start: int, stop: int
     ) -> Tensor:
+        """Apply the layers with the local indices from `start` to `stop`."""
         for index in range(start, stop):
-            with self.precision.layer(self.layer_numbers[index]):
+            number = self.layer_numbers[index]
+            with self.precision.layer(number):
                 hidden_states = self.layers[index](hidden_states, documents)
         return hidden_states
 
@@ -185,14 +193,16 @@ class TransformerBlock(MegatronModule):
         assert size is not None
         groups = []
         if self.config.recompute_method == "uniform":
+            # All layers in groups of `size`: only the input of a group is kept.
             for start in range(0, count, size):
-                groups.append(_LayerGroup(start, min(start + size, count), recompute=True))
+                stop = min(start + size, count)
+                groups.append(_LayerGroup(start, stop, recompute=True))
             return groups
-        # "block": the first layers are recomputed one by one.
-        size = min(size, count)
-        for index in range(size):
+        # "block": the first layers are recomputed one by one, the others are not recomputed.
+        num_recomputed = min(size, count)
+        for index in range(num_recomputed):
             groups.append(_LayerGroup(index, index + 1, recompute=True))
-        groups.append(_LayerGroup(size, count, recompute=False))
+        groups.append(_LayerGroup(num_recomputed, count, recompute=False))
         return groups
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:

@@ -21,6 +21,7 @@ class TransformerConfig(ModelOptions):
 
         Raises ValueError that lists everything that is missing, out of range or contradictory.
         """
+        # Defaults depend on these fields.
         raise_problems(model_rules.find_missing_fields(self))
         self._fill_rope_type()
         if self.kv_channels is None:
@@ -40,8 +41,12 @@ class TransformerConfig(ModelOptions):
         if self.position_embedding_type == "yarn":
             self.position_embedding_type = "rope"
             self.rope_type = "yarn"
-        if self.rope_type is None:
-            self.rope_type = "yarn" if self.multi_latent_attention else "rope"
+        if self.rope_type is not None:
+            return
+        # The defaults of Megatron-LM
+        self.rope_type = "rope"
+        if self.multi_latent_attention:
+            self.rope_type = "yarn"
 
     def _compute_default_ffn_size(self) -> int:
         if self.swiglu:
@@ -91,8 +96,9 @@ def select_architecture_fields(*kinds: str) -> list[dataclasses.Field[Any]]:
 def flag_name(argument: str) -> str:
     """Return the command-line spelling of an argument, for messages."""
     field = TransformerConfig.__dataclass_fields__.get(argument)
-    names = field.metadata["flags"] if field is not None else ()
-    return names[0] if names else "--" + argument.replace("_", "-")
+    if field is not None and field.metadata["flags"]:
+        return str(field.metadata["flags"][0])
+    return "--" + argument.replace("_", "-")
 
 
 def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
@@ -101,20 +107,28 @@ def is_used(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> bool:
     For example, the rotary base has an effect only with rotary position embeddings. `values` are
     those of a `TransformerConfig` or the arguments of a checkpoint, which may lack fields.
     """
+    # A condition is the value of a field, or one that is derived from several fields.
     conditions = _find_conditions(values) | dict(values)
-    return all(conditions[name] == value for name, value in field.metadata["when"].items())
+    for name, required_value in field.metadata["when"].items():
+        if conditions[name] != required_value:
+            return False
+    return True
 
 
 def _find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the conditions in `when` of fields that are not fields themselves."""
+    # Experts
     has_experts = (values.get("num_experts") or 0) > 1
     freq = values.get("moe_layer_freq", 1)
     has_dense_layers = 0 in freq if isinstance(freq, list) else freq > 1
+
+    # Positions
     is_latent = bool(values.get("multi_latent_attention"))
     position_type = values.get("position_embedding_type")
     has_rope = is_latent or position_type in ("rope", "yarn")
-    default_rope_type = "yarn" if is_latent or position_type == "yarn" else "rope"
-    rope_type = values.get("rope_type") or default_rope_type
+    rope_type = values.get("rope_type")
+    if not rope_type:
+        rope_type = "yarn" if is_latent or position_type == "yarn" else "rope"
     return {
         "multi_latent_attention": is_latent,
         "has_rope": has_rope,
@@ -136,7 +150,12 @@ def compute_model_signature(config: TransformerConfig) -> dict[str, Any]:
     """
     signature: dict[str, Any] = {"vocab_size": config.vocab_size}
     for field in select_architecture_fields():
+        # A derived property states the meaning of fields that have several spellings.
         name = field.metadata["meaning"] or field.name
-        value = getattr(config, name) if is_used(field, vars(config)) else None
-        signature[name] = tuple(value) if isinstance(value, list) else value
+        value = None
+        if is_used(field, vars(config)):
+            value = getattr(config, name)
+        if isinstance(value, list):
+            value = tuple(value)
+        signature[name] = value
     return signature

@@ -53,14 +53,17 @@ class Engine:
         self.module = self._make(**more)
         self._step = 0
         # The module deletes these entries when its parameters are replaced.
-        self.parameter_metadata = dict(vars(self.module).get("param_init_meta", {}))
+        metadata = vars(self.module).get("param_init_meta", {})
+        self.parameter_metadata = dict(metadata)
         self.has_own_weights = "weight" not in self.module._parameters
+        # Replace the module's parameters by those of the owner that have the same name.
         for name, param in owner.named_parameters(recurse=False):
             if name not in self.module._parameters:
                 continue
-            shape = tuple(getattr(self.module, name).shape)
-            assert shape == tuple(param.shape), (
-                f"{type(self.module).__name__}.{name} {shape}, {tuple(param.shape)}"
+            expected_shape = tuple(getattr(self.module, name).shape)
+            shape = tuple(param.shape)
+            assert expected_shape == shape, (
+                f"{type(self.module).__name__}.{name} {expected_shape}, {shape}"
             )
             setattr(self.module, name, param)
 
@@ -68,6 +71,8 @@ class Engine:
         """Apply a linear layer of any kind."""
         self.module.training = owner.training
         self.module.fuse_wgrad_accumulation = hasattr(owner.weight, "main_grad")
+        # Quantized weights are kept for the micro-batches of a step. None means that they are
+        # quantized in every call, as outside of training.
         is_first_microbatch = None
         if STEP.number > 0:
             is_first_microbatch = self._step != STEP.number
@@ -118,7 +123,7 @@ class EngineLinearMixin(FP8StateMixin):
 
     def restore_fp8_state(self, state: dict[str, Any], config: TransformerConfig) -> bool:
         module = self.engine.module
-        num_weights = sum(name.startswith("weight") for name in module._parameters)
+        num_weights = len(_find_weight_names(module))
         if config.fp8 is None or state.get("recipe") != config.fp8_recipe:
             return False
         history_length = len(state["amax_history_fwd"])
@@ -137,7 +142,17 @@ class EngineLinearMixin(FP8StateMixin):
         return True
 
 
+def _find_weight_names(module: nn.Module) -> list[str]:
+    """Return the names of the weights: one, or one per expert."""
+    names = []
+    for name in module._parameters:
+        if name.startswith("weight"):
+            names.append(name)
+    return names
+
+
 _E4M3_MAX = 448.0
+"""The largest value of fp8 in the format E4M3."""
 
 
 class Fp8Weight:
@@ -151,7 +166,7 @@ class Fp8Weight:
         engine = self._owner.engine
         weight = self._owner.weight
         module = engine.module
-        names = [name for name in module._parameters if name.startswith("weight")]
+        names = _find_weight_names(module)
         # [matrices, rows, columns]: one matrix, or one per expert
         shape = (len(names), *weight.shape[-2:])
         values = weight.detach().view(shape)
@@ -161,6 +176,7 @@ class Fp8Weight:
         for index, name in enumerate(names):
             meta_index = engine.parameter_metadata[name].fp8_meta_index
             quantizer = module.quantizers["scaling_fwd"][meta_index]
+            # Row-wise for the forward pass, column-wise for the gradient of the input.
             quantizer.set_usage(rowwise=True, columnwise=True)
             quantizer.internal = False
             tensor: Any = nn.Parameter(quantizer(values[index]))
@@ -190,10 +206,14 @@ class Fp8Weight:
         for quantizer in quantizers:
             # Discard the maximum of earlier values: a cast can only increase it.
             quantizer.amax.zero_()
+
+        # The first cast finds the maxima, the second one uses the scales derived from them.
         cast_master_weights_to_fp8(tensors, main, starts, group)
         for quantizer in quantizers:
-            scale = _E4M3_MAX / quantizer.amax / 2**fp8_recipe.margin
-            quantizer.scale.copy_(torch.where(quantizer.amax > 0, scale, quantizer.scale))
+            amax = quantizer.amax
+            scale = _E4M3_MAX / amax / 2**fp8_recipe.margin
+            # A weight of zeros keeps its scale.
+            quantizer.scale.copy_(torch.where(amax > 0, scale, quantizer.scale))
         cast_master_weights_to_fp8(tensors, main, starts, group)
 
 
@@ -221,7 +241,9 @@ RECIPES: dict[str, Callable[[TransformerConfig, recipe.Format], recipe.Recipe]] 
 def make_recipe(config: TransformerConfig) -> recipe.Recipe:
     """Return Transformer Engine's recipe for --fp8-recipe or --fp4-recipe."""
     assert config.low_precision is not None
-    return RECIPES[config.low_precision](config, _FORMATS[config.fp8 or "e4m3"])
+    make = RECIPES[config.low_precision]
+    fp8_format = _FORMATS[config.fp8 or "e4m3"]
+    return make(config, fp8_format)
 
 
 _USER_BUFFERS = {
@@ -243,7 +265,9 @@ class TEPrecision(Precision):
         layers: Mapping[int, nn.Module] | None = None,
     ) -> None:
         super().__init__(config, group)
-        self._recipe = make_recipe(config) if config.low_precision is not None else None
+        self._recipe = None
+        if config.low_precision is not None:
+            self._recipe = make_recipe(config)
         if config.fp8_param_gather and dist.is_initialized():
             # The cast of weights that are not sharded requires a group of this rank alone. All
             # ranks create theirs here: NCCL splits it off the world, in which ranks without such
@@ -263,11 +287,13 @@ class TEPrecision(Precision):
         with te.fp8_model_init(enabled=in_fp8, recipe=self._recipe):
             owner.engine.rebuild(owner, **overlap_options)
         if in_fp8:
-            set_param_info(owner.weight, replace(param_info(owner.weight), fp8=Fp8Weight(owner)))
+            info = replace(param_info(owner.weight), fp8=Fp8Weight(owner))
+            set_param_info(owner.weight, info)
 
     def chunk(self) -> AbstractContextManager[None]:
         if self._recipe is None:
             return nullcontext()
+        # All layers compute in low precision, except for those that `layer` excludes.
         context: AbstractContextManager[None] = te.fp8_autocast(
             enabled=True, fp8_recipe=self._recipe, fp8_group=self.group
         )

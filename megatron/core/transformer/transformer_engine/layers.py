@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +112,10 @@ class TENorm(Norm):
 
     def __init__(self, config: TransformerConfig, size: int, **options: Any) -> None:
         super().__init__(config, size, **options)
+        make = te.RMSNorm if self.normalize.rms else te.LayerNorm
         self.engine = Engine(
             self,
-            te.RMSNorm if self.normalize.rms else te.LayerNorm,
+            make,
             size,
             params_dtype=self.weight.dtype,
             eps=self.normalize.epsilon,
@@ -141,6 +141,7 @@ class TECoreAttention(CoreAttention):
     def __init__(self, config: TransformerConfig, place: Placement, **options: Any) -> None:
         super().__init__(config, place, **options)
         attention_axis = self.cp.attention_axis
+        # The module gets the heads of this rank only.
         head_ranks = place.tp.size * self.cp.head_axis.size
         self.common_options: dict[str, Any] = {"window_size": self.mask.window}
         if self.mask.slopes is not None:
@@ -148,6 +149,7 @@ class TECoreAttention(CoreAttention):
             slopes = self.mask.slopes.to(device=place.device)
             self.common_options |= {"core_attention_bias_type": "alibi", "alibi_slopes": slopes}
         if config.attends_in_blocks:
+            # The local class computes.
             return
         cp_stream = None
         if attention_axis.group is not None and torch.cuda.is_available():
@@ -174,8 +176,8 @@ class TECoreAttention(CoreAttention):
         q = query.flatten(2, 3)
         k = key.flatten(2, 3)
         v = value.flatten(2, 3)
-        has_dropout = self.config.attention_dropout and self.training
-        with self.rng.fork() if has_dropout else nullcontext():
+        has_dropout = self.config.attention_dropout > 0 and self.training
+        with self.rng.fork_if(has_dropout):
             if documents is not None:
                 return self._attend_to_documents(q, k, v, documents)
             context: Tensor = self.module(
@@ -184,6 +186,7 @@ class TECoreAttention(CoreAttention):
         return context
 
     def _attend_to_documents(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+        """Return the context `[s, b, heads/tp * d]` of one concatenated sequence ("thd")."""
         length, batch = q.shape[:2]
         starts = find_document_starts(documents).to(q.device, non_blocking=True)
         context = self.module(
@@ -213,10 +216,12 @@ def find_document_starts(documents: Tensor) -> Tensor:
 
     `documents` are `[b, s]`.
     """
+    # The first token of a sequence starts a document even if its number is the previous one's.
     is_start = torch.ones_like(documents, dtype=torch.bool)
     is_start[:, 1:] = documents.diff() != 0
     starts = is_start.flatten().nonzero().flatten()
-    return torch.cat((starts, starts.new_tensor([documents.numel()]))).int()
+    end = starts.new_tensor([documents.numel()])
+    return torch.cat((starts, end)).int()
 
 
 class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
@@ -245,10 +250,11 @@ class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
         splits = counts.tolist()
         if self._padding is None:
             return self.engine(self, x, splits)
-        # The fp8 kernels require multiples of 16 or 32 rows.
+        # The fp8 kernels require multiples of 16 or 32 rows per expert.
         pad, unpad = self._padding
         padded, padded_splits = pad(x, splits)
-        unpadded: Tensor = unpad(self.engine(self, padded, padded_splits), splits)
+        y = self.engine(self, padded, padded_splits)
+        unpadded: Tensor = unpad(y, splits)
         return unpadded
 
     def _bind_views(self) -> None:
@@ -258,6 +264,7 @@ class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
         """
         fp8 = param_info(self.weight).fp8
         if fp8 is not None and fp8.tensors:
+            # `Fp8Weight.quantize` has given the module tensors of its own.
             return
         gradient = getattr(self.weight, "main_grad", None)
         module = self.engine.module
@@ -265,10 +272,12 @@ class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
             "experts can be trained under data parallelism only"
         )
         for expert, matrix in enumerate(self.weight.detach()):
-            view = getattr(module, f"weight{expert}")
+            name = f"weight{expert}"
+            view = getattr(module, name)
             if view.is_meta:
+                # The first call after the module was built
                 view = nn.Parameter(matrix)
-                setattr(module, f"weight{expert}", view)
+                setattr(module, name, view)
             elif view.data_ptr() != matrix.data_ptr():
                 view.data = matrix
             if gradient is not None:
@@ -277,9 +286,10 @@ class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
 
 def te_rope(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Rotate `[s, b, g, heads, d]` by angles `[s, 1, 1, pairs]`."""
+    all_heads = x.flatten(2, 3)  # [s, b, g * heads, d]
     element_angles = _expand_to_elements(angles, interleaved)
     rotated: Tensor = apply_rotary_pos_emb(
-        x.flatten(2, 3), element_angles, interleaved=interleaved, fused=True
+        all_heads, element_angles, interleaved=interleaved, fused=True
     )
     return rotated.view(x.shape)
 
@@ -308,7 +318,8 @@ def te_cross_entropy(
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     num_rows = weight.shape[0]
-    padding_start = max(0, vocab_size - tp.rank * num_rows)
+    first_row = tp.rank * num_rows
+    padding_start = max(0, vocab_size - first_row)
     if padding_start < num_rows:
         # Not -inf: a rank may have padding only, and would then compute NaN.
         logits[..., padding_start:] = torch.finfo(logits.dtype).min
@@ -326,7 +337,8 @@ def initialize_user_buffers(config: TransformerConfig, tokens: int, tp_size: int
     in_fp8 = []
     for number in range(config.num_layers):
         in_fp8.append(config.fp8 is not None and config.quantizes(number))
-    # A list, since all ranks must create the buffers in the same order.
+    # One set of buffers per precision of the layers. They are a list instead of a set, since all
+    # ranks must create the buffers in the same order.
     modes = []
     if not all(in_fp8):
         modes.append(te.UserBufferQuantizationMode.NONE)
