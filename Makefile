@@ -7,8 +7,9 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
 SETUP_FLAGS ?=
+FAKE_CUDA_TORCH ?= 2.11.0
 
-.PHONY: help setup demo test check docker-lint image-steps docs bench interop clean
+.PHONY: help setup demo test check docker-lint image-steps docs bench interop fake-cuda clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -18,6 +19,7 @@ help:
 	@echo "make bench  all benchmarks, their output into benchmarks/results.md (BENCH=\"--only startup\": some of them)"
 	@echo "make docs  the pages of docs/ as a site, links checked"
 	@echo "make interop  tests against megatron-core and DeepSpeed in virtual environments of their own"
+	@echo "make fake-cuda  tests of the CUDA path without a GPU, on torch's CUDA build and a fake CUDA runtime"
 
 setup: $(VENV)/.installed
 
@@ -60,5 +62,10 @@ bench: setup
 interop: setup
 	$(PY) tests/interop/run.py
 
+fake-cuda:
+	$(PYTHON) tests/fake_cuda/build.py --torch $(FAKE_CUDA_TORCH)
+	OMP_NUM_THREADS=1 .fake-cuda/$(FAKE_CUDA_TORCH)/bin/python -m pytest -q -rs -n 2 \
+		$(PYTEST_ARGS) tests/fake_cuda tests/gpu
+
 clean:
-	rm -rf $(VENV) build demo *.egg-info megatron/core/datasets/*.so
+	rm -rf $(VENV) .fake-cuda build demo *.egg-info megatron/core/datasets/*.so

@@ -1,0 +1,110 @@
+"""The fake CUDA runtime and NCCL themselves: they detect what they are there to detect."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests import ROOT
+from tests.fake_cuda.launch import launch
+
+COLLECTIVES = "tests.fake_cuda.collectives"
+
+
+def run_code(code: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, with settings of the fake runtime."""
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **settings}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_host_cannot_access_device_memory():
+    code = (
+        "import ctypes, torch; x = torch.ones(4, device='cuda'); "
+        "print(ctypes.c_float.from_address(x.data_ptr()).value)"
+    )
+    assert run_code(code).returncode == -signal.SIGSEGV
+
+
+def test_copies_run_behind_the_host():
+    """A host that reads without waiting for the copy finds the old values."""
+    code = """
+import torch
+source = torch.ones(4, device="cuda")
+target = torch.zeros(4).pin_memory()
+target.copy_(source, non_blocking=True)
+event = torch.cuda.Event()
+event.record()
+print(event.query(), target.sum().item())
+event.synchronize()
+print(event.query(), target.sum().item())
+"""
+    result = run_code(code, FAKE_CUDA_COPY_US="200000")
+    assert result.stdout.split() == ["False", "0.0", "True", "4.0"], result.stderr
+
+
+def test_streams_do_not_wait_for_each_other():
+    """Another stream finds the old values unless it waits for the event of the copy."""
+    code = """
+import torch
+source = torch.ones(4).pin_memory()
+for waits in (False, True):
+    target = torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    first = torch.cuda.Stream()
+    second = torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        target.copy_(source, non_blocking=True)
+    if waits:
+        second.wait_stream(first)
+    with torch.cuda.stream(second):
+        print((target * 2).sum().item())
+    torch.cuda.synchronize()
+"""
+    result = run_code(code, FAKE_CUDA_COPY_US="200000")
+    assert result.stdout.split() == ["0.0", "8.0"], result.stderr
+
+
+def test_memory_of_the_device_is_limited():
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+
+
+def test_operators_give_the_results_of_the_cpu():
+    torch.manual_seed(0)
+    x = torch.randn(3, 5)
+    on_device = x.cuda()
+    assert torch.equal((on_device @ on_device.T).cpu(), x @ x.T)
+    on_device[1:, ::2].mul_(2)  # in place, through a view with strides
+    x[1:, ::2].mul_(2)
+    assert torch.equal(on_device.cpu(), x)
+    assert torch.equal(on_device.bfloat16().cpu(), x.bfloat16())
+    assert on_device.sum().item() == x.sum().item()
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_collectives_give_the_results_of_gloo(num_devices):
+    result = launch(["-m", COLLECTIVES, "same_as_gloo"], num_devices)
+    assert result.returncode == 0, result.stderr
+
+
+def test_batched_messages_do_not_hang():
+    result = launch(["-m", COLLECTIVES, "batched_messages"], 2)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        ("other_order", "MISMATCH in all_reduce of 4 elements"),
+        ("send_before_receive", "HANGS in send of 4 elements"),
+        ("one_device", "Duplicate GPU detected"),
+    ],
+)
+def test_errors_are_detected(scenario, message):
+    result = launch(["-m", COLLECTIVES, scenario], 2, FAKE_NCCL_TIMEOUT="3")
+    assert result.returncode != 0 and message in result.stderr, result.stderr
