@@ -223,6 +223,14 @@ class Axis:
     def is_last(self) -> bool:
         return self.rank == self.size - 1
 
+    @property
+    def sends_from_host(self) -> bool:
+        """Whether messages to single ranks must be in host memory.
+
+        gloo passes their addresses to sockets; its collectives copy tensors of a GPU themselves.
+        """
+        return self.group is not None and dist.get_backend(self.group) == "gloo"
+
 
 @dataclass(frozen=True)
 class ExpertAxes:
@@ -346,13 +354,12 @@ class ParallelState:
             if all_groups is not None:
                 split_ranks = [list(members) for members in all_groups[name] if len(members) > 1]
                 if split_ranks:
+                    split_ranks += _list_others(split_ranks, world_size)
                     group = dist.split_group(
                         split_ranks=split_ranks, timeout=timeout, group_desc=name
                     )
             elif len(ranks) > 1 or (name == "embedding" and config.pp_size > 2):
-                # Each rank of a middle stage creates a group of itself: since 2.15 torch names a
-                # group by the number of groups that its members have created, so with different
-                # numbers later groups of all ranks would wait for each other under different names.
+                # Each rank of a middle stage creates a group of itself, see `_list_others`.
                 group = dist.new_group(
                     list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
                 )
@@ -392,6 +399,17 @@ def _can_split() -> bool:
     """
     world = dist.group.WORLD
     return dist.get_backend() == "nccl" and world is not None and world.bound_device_id is not None
+
+
+def _list_others(groups: list[list[int]], world_size: int) -> list[list[int]]:
+    """Return a group of each rank that is in none of `groups`.
+
+    With torch up to 2.13 after a split, and since 2.15 always, the name of a group contains the
+    number of groups that its members have created. With different numbers, later groups of these
+    ranks would wait for each other under different names.
+    """
+    members = {rank for group in groups for rank in group}
+    return [[rank] for rank in range(world_size) if rank not in members]
 
 
 def _list_groups(

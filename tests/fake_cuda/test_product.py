@@ -1,0 +1,29 @@
+"""The product on several fake devices: process groups, and waits of the host for the device."""
+
+import json
+
+import pytest
+
+from tests.fake_cuda.launch import launch
+from tests.support.training_harness import COMMON, LLAMA
+
+
+def test_groups_of_different_pipeline_stages():
+    """Replication groups of the node-local tier may contain an end and a middle stage."""
+    result = launch(["-m", "tests.fake_cuda.collectives", "groups_after_axes"], 4)
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_experts_wait_once_per_layer_and_micro_batch(dispatcher):
+    """The host needs the number of tokens of its experts, which it copies once."""
+    flags = (
+        f"{COMMON}{LLAMA}--mock-data --bf16 --device cuda --train-iters 3 --log-interval 100 --num-layers 2 "
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --add-bias-linear "
+        f"--expert-model-parallel-size 2 --moe-token-dispatcher-type {dispatcher}"
+    )
+    result = launch(["-m", "tests.support.find_waits", *flags.split()], 2)
+    assert result.returncode == 0, result.stderr[-4000:]
+    waits = json.loads(result.stdout.splitlines()[-1])
+    microbatches = 2
+    assert sum(waits.values()) == 2 * microbatches, waits
