@@ -48,7 +48,9 @@ def test_same_curve_as_fp32_on_the_cpu(pool, device, precision, tolerance):
     assert not any(result.measured.skipped)
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", "pp2_interleaved", "dp2_distributed_optimizer"])
+@pytest.mark.parametrize(
+    "layout", ["tp2_sp", "pp2_interleaved", "cp2", "dp2_distributed_optimizer"]
+)
 def test_layouts(pool, device, layout):
     world_size, flags = LAYOUTS[layout]
     (expected,) = pool.run(outcome, 1, f"--device {device}")

@@ -36,15 +36,18 @@ class Exchange:
     def __init__(self, tick: Tick, result: Tensor | None, pp: Axis, spec: MessageSpec) -> None:
         self._tick = tick
         self._pp = pp
+        self._device = spec.device
         self._received: Tensor | None = None
         self._operations: list[dist.P2POp] = []  # keeps the tensors alive until `wait`
         self._labels: list[str] = []
+        message_device = torch.device("cpu") if pp.sends_from_host else spec.device
         if tick.receive is not None:
-            self._received = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
+            self._received = torch.empty(spec.shape, dtype=spec.dtype, device=message_device)
             self._add(dist.irecv, self._received, tick.receive.peer, "receiving from")
         if tick.send is not None:
             assert result is not None
-            self._add(dist.isend, result.contiguous(), tick.send.peer, "sending to")
+            message = result.contiguous().to(message_device)
+            self._add(dist.isend, message, tick.send.peer, "sending to")
         self._works: list[dist.Work] = []
         if self._operations:
             try:
@@ -68,6 +71,8 @@ class Exchange:
                 raise self._make_error(label) from error
         self._works = []
         self._operations = []
+        if self._received is not None:
+            self._received = self._received.to(self._device)
         return self._received
 
     def _add(self, operation: Callable[..., Any], tensor: Tensor, peer: int, verb: str) -> None:

@@ -37,12 +37,14 @@ class _RingShift:
 
     def __init__(self, tensor: Tensor, cp: Axis) -> None:
         assert cp.group is not None
-        self._received = torch.empty_like(tensor)
+        self._device = tensor.device
+        message = tensor.cpu() if cp.sends_from_host else tensor
+        self._received = torch.empty_like(message)
         next_rank = cp.ranks[(cp.rank + 1) % cp.size]
         previous_rank = cp.ranks[(cp.rank - 1) % cp.size]
         # The operations keep the tensors alive until `wait`.
         self._operations = [
-            dist.P2POp(dist.isend, tensor, next_rank, cp.group),
+            dist.P2POp(dist.isend, message, next_rank, cp.group),
             dist.P2POp(dist.irecv, self._received, previous_rank, cp.group),
         ]
         self._works = dist.batch_isend_irecv(self._operations)
@@ -52,7 +54,7 @@ class _RingShift:
         for work in self._works:
             work.wait()
         self._operations = []
-        return self._received
+        return self._received.to(self._device)
 
 
 class RingExchange:
