@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.module import Normal
-from megatron.core.parallel_state import Axis
+from megatron.core.parallel_state import Axis, ExpertAxes
 from megatron.core.tensor_parallel import (
     TensorParallelRng,
     VocabParallelEmbedding,
@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.attention import core as attention_module
 from megatron.core.transformer.attention.core import supports_grouped_heads
 from megatron.core.transformer.attention.multi_head import SelfAttention
+from megatron.core.transformer.grouped_linear import GroupedLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.placement import Placement
@@ -138,6 +139,34 @@ def test_which_kernels_take_groups():
     assert not supports_grouped_heads("cuda", half, True) and not supports_grouped_heads(
         "cuda", single, False
     )
+
+
+def test_experts_without_tokens_have_no_gradient(device):
+    """The grouped kernel of some GPUs does not write their products."""
+    torch.manual_seed(0)
+    place = torch.device(device)
+    linear = GroupedLinear(
+        config(torch.bfloat16, num_experts=4, **LLAMA),
+        16,
+        32,
+        init=Normal(0.1),
+        split_dim=1,
+        axes=ExpertAxes(),
+        device=place,
+    )
+    linear.initialize(1)
+    linear.weight.main_grad = torch.zeros(linear.weight.shape, device=place)
+    counts = torch.tensor([24, 0, 40, 0], device=place)
+    x = torch.randn(64, 16, device=place, dtype=torch.bfloat16)
+    dy = torch.randn(64, 32, device=place, dtype=torch.bfloat16)
+    # The allocator gives memory of the same size to the products: make its content visible.
+    poison = torch.full(linear.weight.shape, torch.nan, device=place, dtype=torch.bfloat16)
+    del poison
+    linear(x, counts).backward(dy)
+    expected = torch.zeros(linear.weight.shape)
+    expected[0] = dy[:24].float().cpu().T @ x[:24].float().cpu()
+    expected[2] = dy[24:].float().cpu().T @ x[24:].float().cpu()
+    assert_close([linear.weight.main_grad.cpu()], [expected], TOLERANCES[torch.bfloat16])
 
 
 def loss(dtype, device, hidden, weight, labels):

@@ -93,8 +93,9 @@ class _RepeatBias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (counts,) = ctx.saved_tensors
-        # In fp32: sums in the model's precision would lose small gradients.
-        dbias = torch.segment_reduce(dy.float(), "sum", lengths=counts, axis=0)
+        # In fp32: sums in the model's precision would lose small gradients. `unsafe` skips a check
+        # of the counts, which would wait for the device.
+        dbias = torch.segment_reduce(dy.float(), "sum", lengths=counts, axis=0, unsafe=True)
         return dbias.to(dy.dtype), None, None, None
 
 
@@ -162,7 +163,10 @@ def _compute_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, counts: Tensor) 
 def _add_weight_grad(grad: Tensor, dy: Tensor, x: Tensor, counts: Tensor) -> None:
     """Add `dy[e]^T x[e]` to `grad[e]` of each expert e."""
     if has_grouped_kernel(x):
-        grad.add_(F.grouped_mm(dy.t(), x, offs=_compute_row_ends(counts)))
+        products = F.grouped_mm(dy.t(), x, offs=_compute_row_ends(counts))  # [experts, out, in]
+        # On Blackwell the kernel does not write the products of experts without rows.
+        products.masked_fill_((counts == 0).view(-1, 1, 1), 0)
+        grad.add_(products)
         return
     for expert, start, stop in _find_row_ranges(counts):
         # Rows of zeros do not change the sums over rows.

@@ -95,7 +95,8 @@ def _apply_local_experts(experts: Experts, rows: Tensor, probs: Tensor, counts: 
     """
     num_ranks, num_local = counts.shape
     local_experts = torch.arange(num_local, device=rows.device).repeat(num_ranks)
-    expert_of_row = local_experts.repeat_interleave(counts.view(-1))  # [n]
+    # [n]; without the size, the operator would wait for the device to count the rows.
+    expert_of_row = local_experts.repeat_interleave(counts.view(-1), output_size=len(rows))
     by_expert = Permutation(expert_of_row.unsqueeze(-1), num_local)
     outputs = experts(by_expert.gather(rows), by_expert.gather(probs), by_expert.counts)
     return by_expert.combine(outputs, len(rows))
