@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from megatron.conversion.edit_options import NEW_ROWS, EditOptions, parse_layers
 from megatron.conversion.formats import FORMATS
 from megatron.conversion.options import (
     QKV_LAYOUTS,
@@ -176,6 +177,44 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _parse_layers(text: str) -> tuple[int, ...]:
+    try:
+        return parse_layers(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_edit_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that change the model."""
+    add = parser.add_argument
+    add(
+        "--layers",
+        type=_parse_layers,
+        metavar="LIST",
+        help="layers of the source that the result consists of, in order, e.g. 0-11,6-17",
+    )
+    add(
+        "--target-vocab-size",
+        type=parse_positive,
+        metavar="N",
+        help="grow the vocabulary to N rows, or remove rows that no token uses",
+    )
+    add(
+        "--new-rows",
+        choices=NEW_ROWS,
+        default="mean",
+        help="new rows of the vocabulary: the mean of the existing rows (default), the initial "
+        "values of training, or zero",
+    )
+
+
+def make_edits(args: argparse.Namespace) -> EditOptions:
+    """Return the edits on the command line."""
+    return EditOptions(
+        layers=args.layers, vocab_size=args.target_vocab_size, new_rows=args.new_rows
+    )
+
+
 def get_target_values(args: argparse.Namespace) -> dict[str, Any]:
     """Return the target flags on the command line with their values."""
     values = {name: vars(args)[name[2:].replace("-", "_")] for name in TARGET_FLAGS}
@@ -216,7 +255,7 @@ def make_write_options(
         elif name == "--max-shard-size":
             value = parse_size(value)
         fields[TARGET_FLAGS[name].option] = value
-    return WriteOptions(**fields, optimizer=optimizer, note=note)
+    return WriteOptions(**fields, optimizer=optimizer, note=note, edits=make_edits(args))
 
 
 def print_report(

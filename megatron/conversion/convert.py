@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
+from megatron.conversion.edits import apply_edits
 from megatron.conversion.formats import CheckpointRef, require_checkpoint
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
@@ -246,7 +247,7 @@ def write_checkpoint(
         trusted=(*options.trusted, *origins),
         optim_sidecar=options.optim_sidecar and source.training is not None,
     )
-    changed = CastSource(source, options)
+    changed = CastSource(apply_edits(source, options), options)
     starting(estimate_bytes(changed, saver, options))
 
     def write(directory: Path) -> ConversionReport:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.conversion.edit_options import EditOptions
+
 if TYPE_CHECKING:
     import torch
 
@@ -76,6 +78,8 @@ class WriteOptions:
     """Directories next to the checkpoint's own from which a tokenizer named in it may be copied."""
     note: Callable[[str], None] = lambda text: None
     """Receives notes for the user."""
+    edits: EditOptions = field(default_factory=EditOptions)
+    """Changes of the model."""
 
 
 def parse_size(text: str | int) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron.conversion.command_line import (
+    add_edit_flags,
     add_read_flags,
     add_target_flags,
     make_read_options,
@@ -61,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--save-dir", type=path_of, required=True, help="directory of the result; must not exist")
     add("--saver", choices=[*FORMATS], required=True, help="format of the result")
     add_target_flags(parser)
+    add_edit_flags(parser)
     add("--overwrite", action="store_true", help="replace an existing --save-dir")
     return parser
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.conversion.command_line import (
+    add_edit_flags,
     add_read_flags,
     add_target_flags,
     make_read_options,
@@ -100,6 +101,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--saver", choices=[*FORMATS], help="format of the result; default: as the last input")
     add_target_flags(parser)
+    add_edit_flags(parser)
     add("--overwrite", action="store_true", help="replace an existing --output")
     return parser
 

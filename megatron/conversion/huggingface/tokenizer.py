@@ -52,6 +52,22 @@ def _is_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in _MARKS)
 
 
+def _check_vocabulary(value: Any, where: str) -> Any:
+    """Check the vocabulary of tokenizer.json: ids by piece, or a list of pieces."""
+    if isinstance(value, list):
+        return value
+    return _VOCABULARY(value, where)
+
+
+_VOCABULARY = schema.mapping(_TOKEN)
+_TOKENIZER = schema.record(
+    {
+        "model": schema.record({"vocab": _check_vocabulary}),
+        "added_tokens?": schema.optional(schema.sequence(schema.record({"id": _TOKEN}))),
+    }
+)
+
+
 @dataclass
 class ExportedTokenizer:
     """The outcome of `export_tokenizer`."""
@@ -90,6 +106,42 @@ def export_tokenizer(
     else:
         result.lost.append(f"tokenizer: {tokenizer} does not exist; give --tokenizer")
     return result
+
+
+def count_tokens(
+    args: Mapping[str, Any], tokenizer: Path | None, trusted: Sequence[Path] = ()
+) -> int | None:
+    """Return the highest token of the tokenizer that `export_tokenizer` would copy, plus 1.
+
+    None if there is none. Raises CheckpointError for damaged files.
+    """
+    if tokenizer is None and args.get("tokenizer_model"):
+        unknown = ExportedTokenizer({}, [], [])
+        tokenizer = _confirm_path(args["tokenizer_model"], trusted, unknown)
+    if tokenizer is None:
+        last = args.get("null_tokenizer_eod_id")
+        has_null_tokenizer = args.get("tokenizer_type") == "NullTokenizer"
+        return last + 1 if has_null_tokenizer and last is not None else None
+    if tokenizer.is_file():
+        return int(open_model(tokenizer).vocab_size())
+    tokens: set[int] = set()
+    for name in ("vocab.json", "added_tokens.json"):
+        path = schema.named_file(tokenizer, name, str(tokenizer))
+        if path.exists():
+            tokens |= set(_VOCABULARY(schema.read_json(path), str(path)).values())
+    path = schema.named_file(tokenizer, "tokenizer.json", str(tokenizer))
+    if path.exists():
+        content = _TOKENIZER(schema.read_json(path), str(path))
+        vocabulary = content["model"]["vocab"]
+        # Unigram models have a list of pieces.
+        tokens |= set(
+            vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        )
+        tokens |= {token["id"] for token in content.get("added_tokens") or ()}
+    path = schema.named_file(tokenizer, "tokenizer.model", str(tokenizer))
+    if path.exists():
+        tokens |= set(range(open_model(path).vocab_size()))
+    return max(tokens) + 1 if tokens else None
 
 
 def _allows_bpe(tokenizer: Path | None) -> bool:

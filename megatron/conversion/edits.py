@@ -1,0 +1,236 @@
+"""Edits of a model as views of a source: selected layers, another vocabulary size.
+
+Optimizer state follows its parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+
+from megatron.conversion.huggingface.tokenizer import count_tokens
+from megatron.conversion.model_space.model import (
+    SPLITS,
+    model_config,
+    model_parameters,
+    read_vocabulary_rows,
+)
+from megatron.conversion.model_space.source import (
+    Shape,
+    Source,
+    TensorInfo,
+    TrainingState,
+    full_precision_key,
+    split_key,
+)
+from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing.mapping import Box, cut_rows
+from megatron.core.distributed.param_and_grad_buffer import ParamSpec
+from megatron.core.tensor_parallel import compute_padded_vocab_size
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers\.)(\d+)(\..+)")
+_BLOCK = 32 << 20  # bytes that are read at once
+_DEFAULT_SEED = 1234  # of training
+
+
+def apply_edits(source: Source, options: WriteOptions) -> Source:
+    """Return `source` with the edits in `options`, in a fixed order: layers, then vocabulary."""
+    edits = options.edits
+    if edits.layers is not None:
+        source = SelectedLayers(source, edits.layers)
+    if edits.vocab_size is not None:
+        source = ResizedVocabulary(source, edits.vocab_size, edits.new_rows, options)
+    return source
+
+
+def describe_model(source: Source) -> TransformerConfig:
+    """Return the configuration of the model in `source`."""
+    rows = read_vocabulary_rows(source.tensors, source.description)
+    return model_config(source.args, rows, source.description)
+
+
+class _EditedSource:
+    """A view of a source that keeps everything but the tensors and arguments that it overrides."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.description = source.description
+        self.unused = source.unused
+        self.args: dict[str, Any] = dict(source.args)
+        self.training: TrainingState | None = source.training
+        self.tensors: dict[str, TensorInfo] = dict(source.tensors)
+
+
+# ---- Layers ----
+
+
+class SelectedLayers(_EditedSource):
+    """A model whose layer i is layer `layers[i]` of the source, with its optimizer state."""
+
+    def __init__(self, source: Source, layers: tuple[int, ...]) -> None:
+        super().__init__(source)
+        config = describe_model(source)
+        if max(layers) >= config.num_layers:
+            raise ValueError(
+                f"--layers: {source.description} has the layers 0 to {config.num_layers - 1}, not "
+                f"{max(layers)}"
+            )
+        self._layers = layers
+
+        # Tensors, in the order of the new layers.
+        stored: dict[int, list[tuple[str, str]]] = {}  # layer -> (prefix, name) of its tensors
+        self.tensors = {}
+        for key, info in source.tensors.items():
+            match = _LAYER.fullmatch(key)
+            if match is None:
+                self.tensors[key] = info
+            else:
+                prefix, number, name = match.groups()
+                stored.setdefault(int(number), []).append((prefix, name))
+        for new, old in enumerate(layers):
+            for prefix, name in stored[old]:
+                self.tensors[f"{prefix}{new}{name}"] = source.tensors[f"{prefix}{old}{name}"]
+
+        # Arguments: a pattern per layer moves with the layers.
+        self.args["num_layers"] = len(layers)
+        if config.has_experts:
+            self.args["moe_layer_freq"] = [config.moe_layer_pattern[old] for old in layers]
+            if not any(self.args["moe_layer_freq"]):
+                raise ValueError(
+                    "--layers: none of the selected layers has experts, but the arguments describe "
+                    "a model with experts: select at least one that has"
+                )
+        if config.window_size is not None:
+            self.args["window_attn_skip_freq"] = [config.window_pattern[old] for old in layers]
+        # Stages that were assigned to the old layers.
+        for name in SPLITS:
+            self.args.pop(name, None)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        match = _LAYER.fullmatch(key)
+        if match is not None:
+            key = f"{match[1]}{self._layers[int(match[2])]}{match[3]}"
+        return self._source.read(key, offset, shape)
+
+
+# ---- Vocabulary ----
+
+
+class ResizedVocabulary(_EditedSource):
+    """A model with another number of tokens.
+
+    New rows of weights and main parameters are the mean of the existing rows, the initial values of
+    training, or zero. Their other optimizer states are zero, as at the start of training.
+    """
+
+    def __init__(
+        self, source: Source, vocab_size: int, new_rows: str, options: WriteOptions
+    ) -> None:
+        super().__init__(source)
+        old_config = describe_model(source)
+        assert old_config.vocab_size is not None
+        self._old_rows = old_config.vocab_size
+        self._new_rows = new_rows
+        self._means: dict[str, torch.Tensor] = {}
+        config = model_config(source.args, vocab_size, source.description)
+        self._resized: dict[str, ParamSpec] = {}
+        for old, new in zip(model_parameters(old_config), model_parameters(config), strict=True):
+            assert old.name == new.name
+            if old.shape != new.shape:
+                self._resized[new.name] = new
+        if vocab_size < self._old_rows:
+            self._require_unused(vocab_size, options)
+
+        for key, info in source.tensors.items():
+            parameter, _ = split_key(key)
+            if parameter in self._resized:
+                self.tensors[key] = TensorInfo((vocab_size, *info.shape[1:]), info.dtype)
+        self._set_vocabulary_arguments(vocab_size)
+
+    def _set_vocabulary_arguments(self, vocab_size: int) -> None:
+        divisible_by = int(self.args.get("make_vocab_size_divisible_by") or 1)
+        tp = int(self.args.get("tensor_model_parallel_size") or 1)
+        sizes = {
+            "vocab_size": vocab_size,
+            "model_vocab_size": vocab_size,
+            "padded_vocab_size": compute_padded_vocab_size(vocab_size, divisible_by, tp),
+        }
+        for name, size in sizes.items():
+            if self.args.get(name) is not None:
+                self.args[name] = size
+
+    def _require_unused(self, vocab_size: int, options: WriteOptions) -> None:
+        """Raise ValueError if rows from `vocab_size` on belong to tokens."""
+        tokens = count_tokens(self.args, options.tokenizer, options.trusted)
+        if tokens is not None:
+            if vocab_size < tokens:
+                raise ValueError(
+                    f"--target-vocab-size {vocab_size} removes rows in use: the tokenizer has "
+                    f"{tokens} tokens"
+                )
+            return
+        for key in self._resized:
+            last = self._find_last_row_in_use(key)
+            if last >= vocab_size:
+                raise ValueError(
+                    f"--target-vocab-size {vocab_size} removes rows in use: row {last} of {key} is "
+                    "not zero. Its tokenizer is not known: give --tokenizer, of which every token "
+                    "is kept"
+                )
+
+    def _find_last_row_in_use(self, key: str) -> int:
+        """Return the number of the last row that is not zero, or -1."""
+        last = -1
+        info = self._source.tensors[key]
+        for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
+            rows = self._source.read(key, offset, shape).any(dim=1).nonzero()
+            if len(rows):
+                last = offset[0] + int(rows[-1])
+        return last
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        parameter, state = split_key(key)
+        if parameter not in self._resized:
+            return self._source.read(key, offset, shape)
+        start = offset[0]
+        num_stored = min(max(self._old_rows - start, 0), shape[0])
+        parts = []
+        if num_stored:
+            parts.append(self._source.read(key, offset, (num_stored, *shape[1:])))
+        if num_stored < shape[0]:
+            new_offset = (start + num_stored, *offset[1:])
+            new_shape = (shape[0] - num_stored, *shape[1:])
+            parts.append(self._make_rows(key, parameter, state, new_offset, new_shape))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _make_rows(
+        self, key: str, parameter: str, state: str | None, offset: Shape, shape: Shape
+    ) -> torch.Tensor:
+        """Return a box of new rows."""
+        dtype = self.tensors[key].dtype
+        is_value = state in (None, "param")
+        if not is_value or self._new_rows == "zero":
+            return torch.zeros(shape, dtype=dtype)
+        if self._new_rows == "init":
+            values = torch.empty(shape)
+            spec = self._resized[parameter]
+            seed = int(self.args.get("seed") or _DEFAULT_SEED)
+            spec.info.init(Box(offset, values), parameter, spec.shape, seed)
+            return values.to(dtype)
+        if parameter not in self._means:
+            self._means[parameter] = self._compute_mean_row(parameter)
+        columns = slice(offset[1], offset[1] + shape[1])
+        return self._means[parameter][columns].to(dtype).expand(shape).contiguous()
+
+    def _compute_mean_row(self, parameter: str) -> torch.Tensor:
+        """Return the mean of the stored rows, summed in float64 and rounded to fp32."""
+        key = full_precision_key(parameter, self._source.tensors)
+        info = self._source.tensors[key]
+        total = torch.zeros(math.prod(info.shape[1:]), dtype=torch.float64)
+        for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
+            total += self._source.read(key, offset, shape).sum(dim=0, dtype=torch.float64)
+        return (total / info.shape[0]).float()

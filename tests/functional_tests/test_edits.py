@@ -1,0 +1,50 @@
+"""Runs continue from edited checkpoints at other layouts, with their optimizer state."""
+
+import pytest
+import torch
+
+from megatron.conversion.convert import open_checkpoint
+from megatron.conversion.model_space.source import optimizer_key, read_whole
+from tests.support.training_harness import LAYOUTS, MODELS, train, whole
+from tests.unit_tests.conversion.convert_tool import run_convert
+
+FLAGS = f"--mock-data --train-iters 8 {MODELS['llama']} --bf16 "
+# Flags of the conversion, and of the run that continues.
+EDITS = {
+    "layers": ("--layers 0-2,1-3", "--num-layers 6"),
+    "vocabulary": ("--target-vocab-size 72", "--vocab-size 71"),
+}
+
+
+@pytest.fixture(scope="module")
+def run(pool, tmp_path_factory):
+    """Return the directory of a run that saved iteration 5."""
+    root = tmp_path_factory.mktemp("run")
+    world_size, layout = LAYOUTS["tp2"]
+    pool.run(train, world_size, f"{FLAGS} {layout} --exit-interval 5 --save {root}")
+    return root
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+@pytest.mark.parametrize("edit", EDITS)
+def test_run_continues_from_an_edited_checkpoint(pool, run, tmp_path, edit, layout):
+    words, model = EDITS[edit]
+    done = run_convert(
+        *("--load-dir", run, "--save-dir", tmp_path / "edited", "--saver", "torch_dist"),
+        *words.split(),
+    )
+    assert done.returncode == 0, done.stderr
+    world_size, flags = LAYOUTS[layout]
+    load = f"{FLAGS} {flags} {model} --load {tmp_path / 'edited'}"
+    loaded = whole(pool.run(train, world_size, f"{load} --skip-train"))
+    stored = open_checkpoint(tmp_path / "edited")
+    assert loaded.keys() == stored.tensors.keys()
+    key = "decoder.layers.3.mlp.linear_fc1.weight"
+    old = key.replace("3", "1") if edit == "layers" else key
+    for state in ("param", "exp_avg", "exp_avg_sq"):
+        before = read_whole(open_checkpoint(run), optimizer_key(state, old))
+        assert torch.equal(loaded[optimizer_key(state, key)], before)
+    continued = pool.run(train, world_size, load)[0]
+    assert continued.iteration == 8 and continued.consumed_train_samples == 64
+    assert len(continued.measured.losses) == 3
+    assert all(loss < 4.5 for loss in continued.measured.losses)  # log(72) is 4.3

@@ -1,0 +1,291 @@
+"""Edits of a model: other layers and another vocabulary, compared with numpy and transformers."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.numpy import load_file
+from torch import nn
+
+from megatron.conversion.convert import WRITERS, convert, open_checkpoint
+from megatron.conversion.edit_options import EditOptions, parse_layers
+from megatron.conversion.edits import apply_edits
+from megatron.conversion.huggingface.directory import write_huggingface
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.model_space.source import (
+    ADAM,
+    WORD_EMBEDDINGS,
+    optimizer_key,
+    read_whole,
+)
+from megatron.conversion.options import WriteOptions
+from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
+from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
+
+FORMATS = list(WRITERS)
+ROWS = 67  # of the sources
+OUTPUT = "output_layer.weight"
+
+
+@pytest.fixture(autouse=True)
+def without_fsync(monkeypatch):
+    """Skip fsync: these tests do not crash, and tiny conversions mostly wait for the disk."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+def edit(source, **fields):
+    return apply_edits(source, WriteOptions(edits=EditOptions(**fields)))
+
+
+def convert_run(tmp_path: Path, source: MemorySource, *flags: object, saver: str = "torch_dist"):
+    """Write the source, convert it with `flags`, and return the result and the output."""
+    write_torch_dist(source, tmp_path / "run")
+    words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", saver)
+    done = run_convert(*words, "--verify-target", *flags)
+    assert done.returncode == 0, done.stderr
+    return open_checkpoint(tmp_path / "out"), done.stdout
+
+
+def logits_of(model, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        return model.eval()(tokens).logits
+
+
+def load_in_transformers(directory: Path):
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+
+# ---- Layers ----
+
+
+@pytest.mark.parametrize(
+    "text, layers",
+    [
+        ("0-2", (0, 1, 2)),
+        ("0-3,2-5", (0, 1, 2, 3, 2, 3, 4, 5)),
+        ("7", (7,)),
+        ("3, 1 ,0-1", (3, 1, 0, 1)),
+    ],
+)
+def test_lists_of_layers(text, layers):
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "'' is not a layer"),
+        ("0-", "'0-' is not a layer"),
+        ("a", "'a' is not a layer"),
+        ("-1", "'-1' is not a layer"),
+        ("3-1", "3-1 ends before it begins"),
+        ("0-999999", "more than 10000 layers"),
+        ("0-3", "has the layers 0 to 1, not 3"),
+    ],
+)
+def test_bad_layers_are_one_error(tmp_path, text, message):
+    write_torch_dist(random_source(LLAMA_ARGS), tmp_path / "run")
+    words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", "hf")
+    done = run_convert(*words, f"--layers={text}")
+    assert done.returncode and message in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("saver", FORMATS)
+@pytest.mark.parametrize("layers", ["0-3,2-5", "5,0"])
+def test_layers_and_their_optimizer_state_are_those_of_the_source(tmp_path, saver, layers):
+    source = random_source(LLAMA_ARGS | {"num_layers": 6, "bf16": True})
+    result, _ = convert_run(
+        *(tmp_path, source, "--layers", layers, "--save-optim-sidecar"), saver=saver
+    )
+    numbers = parse_layers(layers)
+    assert result.args["num_layers"] == len(numbers)
+    assert result.training.param_groups == source.training.param_groups
+    count = 0
+    for key, value in source.values.items():
+        before, found, rest = key.partition("decoder.layers.")
+        if not found:
+            assert torch.equal(read_whole(result, key), value)
+            count += 1
+            continue
+        number, _, name = rest.partition(".")
+        for new, old in enumerate(numbers):
+            if old == int(number):
+                new_key = f"{before}decoder.layers.{new}.{name}"
+                assert torch.equal(read_whole(result, new_key), value), new_key
+                count += 1
+    assert len(result.tensors) == count
+
+
+@pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["llama", "gpt2"])
+def test_transformers_computes_the_selected_layers(tmp_path, args):
+    """Depth up-scaling equals the layers of the original model, called in that order."""
+    write_huggingface(
+        random_source(args | {"num_layers": 4}, optimizer=False), tmp_path / "original"
+    )
+    words = ("--load-dir", tmp_path / "original", "--save-dir", tmp_path / "deep", "--saver", "hf")
+    assert run_convert(*words, "--layers", "0-2,1-3").returncode == 0
+    model = load_in_transformers(tmp_path / "original")
+    base = model.model if hasattr(model, "model") else model.transformer
+    name = "layers" if hasattr(base, "layers") else "h"
+    original = getattr(base, name)
+    setattr(base, name, nn.ModuleList([original[number] for number in (0, 1, 2, 1, 2, 3)]))
+    base.config.num_hidden_layers = 6
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        expected = model.eval()(tokens, use_cache=False).logits
+    deep = load_in_transformers(tmp_path / "deep")
+    torch.testing.assert_close(logits_of(deep, tokens), expected, rtol=0, atol=0)
+
+
+def test_patterns_of_experts_and_windows_move_with_the_layers():
+    pattern = {"moe_layer_freq": [0, 1, 1, 0], "num_experts": 4}
+    windows = {"window_size": (4, 0), "window_attn_skip_freq": 2}
+    stages = {"decoder_first_pipeline_num_layers": 1}
+    source = random_source(LLAMA_ARGS | {"num_layers": 4} | pattern | windows)
+    source.args |= stages
+    result = edit(source, layers=(0, 1, 3, 1))
+    assert result.args["moe_layer_freq"] == [0, 1, 0, 1]
+    assert result.args["window_attn_skip_freq"] == [1, 0, 0, 0]
+    assert "decoder_first_pipeline_num_layers" not in result.args
+    with pytest.raises(ValueError, match="none of the selected layers has experts"):
+        edit(source, layers=(0, 3))
+
+
+# ---- Vocabulary ----
+
+
+@pytest.mark.parametrize("saver", FORMATS)
+def test_new_rows_are_the_mean_and_old_rows_are_kept(tmp_path, saver):
+    source = random_source(LLAMA_ARGS | {"bf16": True})
+    result, _ = convert_run(
+        *(tmp_path, source, "--target-vocab-size", 80, "--save-optim-sidecar"), saver=saver
+    )
+    for key in (WORD_EMBEDDINGS, OUTPUT):
+        main = source.values[optimizer_key("param", key)].double().numpy()
+        found = read_whole(result, optimizer_key("param", key))
+        assert found.shape == (80, 32)
+        assert torch.equal(found[:ROWS], source.values[optimizer_key("param", key)])
+        mean = np.broadcast_to(main.mean(axis=0), (80 - ROWS, 32))
+        np.testing.assert_allclose(found[ROWS:].double().numpy(), mean, rtol=1e-6, atol=1e-8)
+        assert torch.equal(read_whole(result, key)[ROWS:], found[ROWS:].bfloat16())
+        for state in ADAM[1:]:
+            moment = read_whole(result, optimizer_key(state, key))
+            assert torch.equal(moment[:ROWS], source.values[optimizer_key(state, key)])
+            assert not moment[ROWS:].any()
+    unchanged = [k for k in source.values if WORD_EMBEDDINGS not in k and OUTPUT not in k]
+    assert len(unchanged) > 40
+    for key in unchanged:
+        assert torch.equal(read_whole(result, key), source.values[key])
+
+
+@pytest.mark.parametrize("new_rows", ["mean", "init", "zero"])
+@pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["untied", "tied"])
+def test_logits_of_old_tokens_are_equal(tmp_path, args, new_rows):
+    write_huggingface(random_source(args, optimizer=False), tmp_path / "original")
+    words = ("--load-dir", tmp_path / "original", "--save-dir", tmp_path / "grown", "--saver", "hf")
+    flags = ("--target-vocab-size", 96, "--new-rows", new_rows)
+    assert run_convert(*words, *flags).returncode == 0
+    expected = logits_of(load_in_transformers(tmp_path / "original"))
+    found = logits_of(load_in_transformers(tmp_path / "grown"))
+    assert found.shape[-1] == 96
+    torch.testing.assert_close(found[..., :ROWS], expected, rtol=0, atol=1e-5)
+
+
+def test_mean_rows_equal_numpy_on_the_same_files(tmp_path):
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "original")
+    options = WriteOptions(edits=EditOptions(vocab_size=70))
+    convert(tmp_path / "original", tmp_path / "grown", "hf", options=options)
+    old = load_file(tmp_path / "original/model.safetensors")
+    new = load_file(tmp_path / "grown/model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        mean = old[name].astype(np.float64).mean(axis=0)
+        np.testing.assert_array_equal(new[name][:ROWS], old[name])
+        np.testing.assert_allclose(new[name][ROWS:], np.tile(mean, (3, 1)), rtol=1e-6, atol=1e-8)
+
+
+def test_initial_rows_depend_on_the_seed_only():
+    def rows(seed, vocab_size=90, key=WORD_EMBEDDINGS):
+        source = random_source(LLAMA_ARGS | {"seed": seed, "init_method_std": 0.5})
+        result = edit(source, vocab_size=vocab_size, new_rows="init")
+        return read_whole(result, optimizer_key("param", key))[ROWS:]
+
+    assert torch.equal(rows(1), rows(1))
+    assert torch.equal(rows(1)[:3], rows(1, vocab_size=70))
+    assert not torch.equal(rows(1), rows(2))
+    assert not torch.equal(rows(1), rows(1, key=OUTPUT))
+    assert 0.4 < rows(1, vocab_size=2000).std() < 0.6
+
+
+def test_boxes_of_a_grown_vocabulary_fit_together():
+    result = edit(random_source(LLAMA_ARGS), vocab_size=75)
+    whole = read_whole(result, WORD_EMBEDDINGS)
+    for start, stop in ((0, 10), (60, 70), (66, 67), (67, 75), (70, 72)):
+        box = result.read(WORD_EMBEDDINGS, (start, 5), (stop - start, 9))
+        assert torch.equal(box, whole[start:stop, 5:14])
+
+
+def test_sizes_in_the_arguments_follow(tmp_path):
+    source = random_source(LLAMA_ARGS)
+    sizes = {"vocab_size": 67, "model_vocab_size": 67, "padded_vocab_size": 72}
+    source.args |= {**sizes, "make_vocab_size_divisible_by": 8, "tensor_model_parallel_size": 1}
+    result = edit(source, vocab_size=75)
+    assert [result.args[name] for name in sizes] == [75, 75, 80]
+
+
+def write_tokenizer(directory: Path, count: int) -> None:
+    vocabulary = {f"t{number}": number for number in range(count)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0")).save(
+        str(directory / "tokenizer.json")
+    )
+
+
+def test_rows_beyond_the_tokenizer_are_removed(tmp_path):
+    source = random_source(LLAMA_ARGS, optimizer=False)
+    write_huggingface(source, tmp_path / "hf")
+    write_tokenizer(tmp_path / "hf", 60)
+    words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "hf")
+    done = run_convert(*words, "--target-vocab-size", 59)
+    assert done.returncode and "removes rows in use: the tokenizer has 60 tokens" in done.stderr
+    assert run_convert(*words, "--target-vocab-size", 60).returncode == 0
+    result = open_checkpoint(tmp_path / "out")
+    for key in (WORD_EMBEDDINGS, OUTPUT):
+        assert torch.equal(read_whole(result, key), source.values[key][:60])
+
+
+def test_without_a_tokenizer_only_zero_rows_are_removed(tmp_path):
+    source = random_source(LLAMA_ARGS)
+    for key in (WORD_EMBEDDINGS, OUTPUT):
+        source.values[key][63:] = 0
+    with pytest.raises(ValueError, match=f"row 62 of {WORD_EMBEDDINGS} is not zero.*--tokenizer"):
+        edit(source, vocab_size=62)
+    result = edit(source, vocab_size=63)
+    for key in (OUTPUT, optimizer_key("exp_avg", OUTPUT)):
+        assert torch.equal(read_whole(result, key), source.values[key][:63])
+    (tmp_path / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "tokenizer", 50)
+    options = WriteOptions(edits=EditOptions(vocab_size=50), tokenizer=tmp_path / "tokenizer")
+    assert apply_edits(source, options).tensors[OUTPUT].shape == (50, 32)
+
+
+def test_merges_can_be_edited(tmp_path):
+    sources = [random_source(LLAMA_ARGS, seed=seed) for seed in range(2)]
+    for seed, source in enumerate(sources):
+        write_torch_dist(source, tmp_path / f"{seed}")
+    words = [f"{tmp_path / '0'}:0.5", f"{tmp_path / '1'}:0.5"]
+    flags = ("--layers", "1,0,1", "--target-vocab-size", 70)
+    done = run_merge("--input", *words, "--output", tmp_path / "out", *flags, "--verify-target")
+    assert done.returncode == 0, done.stderr
+    result = open_checkpoint(tmp_path / "out")
+    name = "mlp.linear_fc2.weight"
+    main = optimizer_key("param", f"decoder.layers.0.{name}")
+    expected = (sources[0].values[main].double() + sources[1].values[main].double()) / 2
+    found = read_whole(result, f"decoder.layers.1.{name}").double()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    assert result.tensors[OUTPUT].shape == (70, 32) and result.args["num_layers"] == 3
