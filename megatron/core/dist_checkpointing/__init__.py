@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         split_flat_range,
     )
     from megatron.core.dist_checkpointing.saving.object_commit import take_generation
+    from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
     from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveReport
     from megatron.core.dist_checkpointing.saving.saver import (
         AsyncSaver,
@@ -61,6 +62,9 @@ if TYPE_CHECKING:
         save,
         staging_for_waiting,
     )
+    from megatron.core.dist_checkpointing.torch_programs.checkpointer import Checkpointer
+    from megatron.core.dist_checkpointing.torch_programs.state import Stateful
+    from megatron.core.dist_checkpointing.torch_programs.tensors import make_sharded_tensor
     from megatron.core.dist_checkpointing.verification import (
         VerifyReport,
         find_missing_or_truncated,

@@ -326,11 +326,13 @@ class ShardedTensor:
 class ShardedObject:
     """A small Python value of plain types under its own key (e.g., RNG state, schedule).
 
-    Ranks with the same key hold replicas.
+    Ranks with the same key hold replicas. Megatron-core stores a list that contains the value, and
+    plain DCP the value itself; `in_list` selects the former.
     """
 
     key: str
     value: Any
+    in_list: bool = True
 
 
 ShardedStateDict = dict[str, ShardedTensor | ShardedObject]

@@ -263,12 +263,12 @@ def _encode_end(entries: int, central_size: int, central_offset: int) -> bytes:
     return end64 + locator + end
 
 
-def encode_object(value: Any) -> bytes:
-    """A bytes entry as Megatron-core writes it: the archive of a list of length 1 that holds the
-    object.
+def encode_object(value: Any, in_list: bool = True) -> bytes:
+    """Return the archive of a bytes entry: a list with the object (Megatron-core), or the object
+    itself (plain DCP).
     """
     buffer = io.BytesIO()
-    torch.save([value], buffer)
+    torch.save([value] if in_list else value, buffer)
     return buffer.getvalue()
 
 

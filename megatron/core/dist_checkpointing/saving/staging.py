@@ -146,15 +146,16 @@ def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> Ob
     name = f"__{rank}_{workers}.distcp"
     content = bytearray()
     locations = {}
-    stored: dict[int, Location] = {}
+    stored: dict[tuple[int, bool], Location] = {}
     for entry in objects:
-        if id(entry.value) in stored:
-            locations[entry.key] = stored[id(entry.value)]
+        identity = id(entry.value), entry.in_list
+        if identity in stored:
+            locations[entry.key] = stored[identity]
             continue
-        archive = encode_object(entry.value)
+        archive = encode_object(entry.value, entry.in_list)
         safe_load(archive, where=entry.key, placeholders=False)
         padded = pad_archive(archive, -(-len(archive) // _GRANULE) * _GRANULE)
-        locations[entry.key] = stored[id(entry.value)] = Location(name, len(content), len(padded))
+        locations[entry.key] = stored[identity] = Location(name, len(content), len(padded))
         content += padded
     return ObjectFile(name, bytes(content), locations)
 

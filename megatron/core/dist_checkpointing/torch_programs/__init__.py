@@ -1,0 +1,1 @@
+"""Checkpoints of plain PyTorch programs: modules, optimizers and DTensors instead of a trainer."""

@@ -1,0 +1,81 @@
+"""Export of the weights of a checkpoint as safetensors files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from pathlib import Path
+
+import torch
+
+from megatron.core.dist_checkpointing.format.metadata import StoredTensor
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.loading.reader import Reader
+from megatron.core.durable_files import fsync_directory, remove
+
+_MODEL = "model."
+
+
+def export_safetensors(source: Path, directory: Path, max_file_size: int) -> None:
+    """Write the tensors under `model.` of the checkpoint `source` to the new `directory`.
+
+    Files have at most `max_file_size` bytes of tensors, or one tensor; an index names the file of
+    each, as transformers and others expect. The directory appears when it is complete.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise CheckpointError("exporting weights requires the package safetensors") from error
+    if directory.exists():
+        raise CheckpointError(f"{directory} exists: give a new directory")
+    reader = Reader(source)
+    stored = {
+        key.removeprefix(_MODEL): tensor
+        for key, tensor in reader.metadata.tensors.items()
+        if key.startswith(_MODEL)
+    }
+    if not stored:
+        raise CheckpointError(f"{source}: contains no tensors of a model")
+    files = _distribute(stored, max_file_size)
+    unfinished = directory.with_name(f".{directory.name}-{secrets.token_hex(8)}")
+    unfinished.mkdir(parents=True)
+    try:
+        file_of: dict[str, str] = {}
+        for number, names in enumerate(files, 1):
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            tensors = {name: _read_whole(reader, name, stored[name]) for name in names}
+            save_file(tensors, unfinished / file, metadata={"format": "pt"})
+            file_of |= dict.fromkeys(names, file)
+        total = sum(_size_of(tensor) for tensor in stored.values())
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        text = json.dumps(index, indent=2, sort_keys=True)
+        (unfinished / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        os.rename(unfinished, directory)
+        fsync_directory(directory.parent)
+    except BaseException:
+        remove(unfinished)
+        raise
+
+
+def _distribute(stored: dict[str, StoredTensor], max_file_size: int) -> list[list[str]]:
+    """Return the names of the tensors in each file, in order."""
+    files: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(stored):
+        nbytes = _size_of(stored[name])
+        if files[-1] and size + nbytes > max_file_size:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += nbytes
+    return files
+
+
+def _size_of(tensor: StoredTensor) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _read_whole(reader: Reader, name: str, tensor: StoredTensor) -> torch.Tensor:
+    return reader.read(_MODEL + name, (0,) * len(tensor.shape), tensor.shape)

@@ -1,0 +1,471 @@
+"""The state of a PyTorch program as named global tensors and objects.
+
+Names follow `torch.distributed.checkpoint.state_dict`, so that plain DCP reads and writes the same
+checkpoints:
+
+* `model.<name>`: parameters and persistent buffers.
+* `optimizer.state.<name>.<kind>`: optimizer state by parameter, e.g. `exp_avg`.
+* `optimizer.param_groups.<i>.<option>`: options of the groups; `params` are names of parameters.
+  Where ranks have different parameters (pipeline stages), `optimizer.param_groups.<name>.<option>`
+  instead, as with `StateDictOptions(flatten_optimizer_state_dict=True)`.
+* `<object>`: the state of an additional object such as a scheduler, stored once;
+  `<object>.rank_<r>_of_<n>` for an object whose state differs between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.loading.load import fill
+from megatron.core.dist_checkpointing.loading.reader import Reader
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
+from megatron.core.dist_checkpointing.planning.planner import abbreviate
+from megatron.core.dist_checkpointing.torch_programs.tensors import make_sharded_tensor
+from megatron.core.terminal import escape_control_chars
+
+_MODEL = "model."
+_STATE = "optimizer.state."
+_GROUPS = "optimizer.param_groups."
+_EXTRA_STATE = "_extra_state"  # torch's suffix for the state of `Module.get_extra_state`
+# Options of a parameter group that select an implementation. The program decides on these.
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+# Inserted into the names of parameters by torch.compile and activation checkpointing.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+class Stateful(Protocol):
+    """Anything with a state dictionary, e.g. a scheduler or a data loader."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class _Parameter(NamedTuple):
+    """A parameter with the optimizer that updates it, and the group that it belongs to."""
+
+    name: str
+    tensor: nn.Parameter
+    optimizer: Optimizer
+    group: dict[str, Any]
+
+
+@dataclass
+class _LoadPlan:
+    """Everything that a load fills or hands over, on this rank."""
+
+    prefix: str  # of the model's keys
+    with_optimizer: bool
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Second names of tied weights, and extra state, which is not a tensor.
+    handled: set[str] = field(default_factory=set)
+    extra_state: dict[str, Any] = field(default_factory=dict)  # by path of the module
+    optimizer_state: list[tuple[_Parameter, dict[str, Any]]] = field(default_factory=list)
+    group_options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    objects: list[tuple[Stateful, Any]] = field(default_factory=list)
+
+    def may_leave_out(self, key: str) -> bool:
+        """Return whether a stored key need not be requested by any rank."""
+        if key.startswith(_STATE):
+            return not self.with_optimizer
+        if key in self.handled:
+            return True
+        # Without a prefix, other entries of the checkpoint cannot be told from the model's.
+        return not self.prefix or not key.startswith(self.prefix)
+
+
+@dataclass
+class ProgramState:
+    """Model, optimizers and additional objects of a program.
+
+    `objects` are stored once, by rank 0; the state of `per_rank` objects is stored for every rank.
+    All ranks have the same objects. Model and optimizer may differ between ranks.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer] = ()
+    objects: Mapping[str, Stateful] = field(default_factory=dict)
+    per_rank: Mapping[str, Stateful] = field(default_factory=dict)
+    _flat_groups: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.model = _unwrap(self.model)
+        _check_supported(self.model, self.optimizers)
+        reserved = sorted({"model", "optimizer"} & (self.objects.keys() | self.per_rank.keys()))
+        if reserved:
+            raise ValueError(f"an object is called {reserved[0]}, a name with another meaning")
+
+    # ---- Saving ----
+
+    def to_sharded(self) -> ShardedStateDict:
+        """Return everything to save. Views of parameters and optimizer state are not copied.
+
+        The first call is collective.
+        """
+        state: ShardedStateDict = {}
+        parameters = {id(parameter) for parameter in self.model.parameters()}
+        for key, value in self._model_entries():
+            if key.endswith(_EXTRA_STATE):
+                state[key] = ShardedObject(key, value, in_list=False)
+            elif id(value) in parameters:
+                state[key] = make_sharded_tensor(key, value)
+            else:
+                # Forward passes change buffers (e.g., running means) before the optimizer waits for
+                # staging, so that a copy is saved. They are small.
+                state[key] = make_sharded_tensor(key, value.detach().clone())
+        for parameter in self._parameters():
+            for kind, value in parameter.optimizer.state.get(parameter.tensor, {}).items():
+                key = f"{_STATE}{parameter.name}.{kind}"
+                if isinstance(value, torch.Tensor):
+                    state[key] = make_sharded_tensor(key, value)
+                else:
+                    state[key] = ShardedObject(key, value, in_list=False)
+        if self.optimizers:
+            state |= self._describe_groups()
+        for name, stateful in self.objects.items():
+            state[name] = ShardedObject(name, stateful.state_dict(), in_list=False)
+        for name, stateful in self.per_rank.items():
+            key = _key_of_rank(name)
+            state[key] = ShardedObject(key, stateful.state_dict(), in_list=False)
+        return state
+
+    def _describe_groups(self) -> ShardedStateDict:
+        if self._flat_groups is None:
+            names = [parameter.name for parameter in self._parameters()]
+            everywhere = Coordination.of(None).all_gather(names)
+            self._flat_groups = any(other != names for other in everywhere)
+        state: ShardedStateDict = {}
+        for number, group in enumerate(self._named_groups()):
+            for option, value in group.items():
+                keys = [f"{_GROUPS}{number}.{option}"]
+                if self._flat_groups:
+                    # Parameters of a group share the value, which is stored once.
+                    names = group["params"] if option != "params" else []
+                    keys = [f"{_GROUPS}{name}.{option}" for name in names]
+                for key in keys:
+                    state[key] = ShardedObject(key, value, in_list=False)
+        return state
+
+    def _named_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups of all optimizers with names instead of parameters."""
+        names = {id(parameter): name for name, parameter in self._named_parameters()}
+        groups = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                options = {option: group[option] for option in group if option != "params"}
+                options["params"] = [names[id(parameter)] for parameter in group["params"]]
+                groups.append(options)
+        return groups
+
+    # ---- Loading ----
+
+    def load(
+        self,
+        reader: Reader,
+        where: str,
+        *,
+        weights_only: bool = False,
+        skip: Collection[str] = (),
+    ) -> None:
+        """Fill model, optimizers and objects from a checkpoint, in place. Collective.
+
+        With `weights_only` everything but the model is left alone; `skip` are names of objects,
+        or "optimizer", to leave alone. Raises CheckpointError on every rank if anything is missing
+        or does not fit, before any tensor changes.
+        """
+        skipped = set(skip)
+        if weights_only:
+            skipped |= {"optimizer", *self.objects, *self.per_rank}
+
+        # Read the objects, and create optimizer state that does not exist yet.
+        plan = Coordination.of(None).run_on_all(lambda: self._plan_load(reader, where, skipped))
+
+        # Fill all tensors.
+        wanted: ShardedStateDict = {
+            key: make_sharded_tensor(key, tensor) for key, tensor in plan.tensors.items()
+        }
+        fill(wanted, reader, where, skip=plan.may_leave_out)
+
+        # Hand over the rest.
+        for path, value in plan.extra_state.items():
+            self.model.get_submodule(path).set_extra_state(value)
+        for parameter, state in plan.optimizer_state:
+            parameter.optimizer.state[parameter.tensor] = state
+        for group, options in plan.group_options:
+            _update_group(group, options)
+        for stateful, value in plan.objects:
+            stateful.load_state_dict(value)
+
+    def _plan_load(self, reader: Reader, where: str, skipped: Collection[str]) -> _LoadPlan:
+        with_optimizer = bool(self.optimizers) and "optimizer" not in skipped
+        prefix = self._find_model_prefix(reader.metadata, where)
+        plan = _LoadPlan(prefix, with_optimizer)
+        self._plan_model(plan, reader, where)
+        if with_optimizer:
+            self._plan_optimizer(plan, reader)
+            self._plan_groups(plan, reader, where)
+        for name, stateful in self.objects.items():
+            if name not in skipped:
+                plan.objects.append((stateful, _read_object(reader, name, name, where)))
+        for name, stateful in self.per_rank.items():
+            if name not in skipped:
+                _check_rank_count(name, reader.metadata, where)
+                value = _read_object(reader, _key_of_rank(name), name, where)
+                plan.objects.append((stateful, value))
+        return plan
+
+    def _find_model_prefix(self, metadata: CheckpointMetadata, where: str) -> str:
+        """Return the prefix of the model's keys: "model.", or "" as torchtitan stores it."""
+        names = [key.removeprefix(_MODEL) for key, _ in self._model_entries()]
+        if not names:
+            return _MODEL
+        for prefix in (_MODEL, ""):
+            if any(prefix + name in metadata.tensors for name in names):
+                return prefix
+        stored = [escape_control_chars(key) for key in sorted(metadata.tensors)]
+        raise CheckpointError(
+            f"{where}: contains no tensor of this model (expected e.g. {_MODEL}{names[0]}). It "
+            f"contains {abbreviate(stored, 5, ', ') or 'no tensors'}"
+        )
+
+    def _plan_model(self, plan: _LoadPlan, reader: Reader, where: str) -> None:
+        filled: set[int] = set()
+        for raw_name, value in self.model.state_dict(keep_vars=True).items():
+            key = plan.prefix + _clean(raw_name)
+            if _is_extra_state(raw_name):
+                path = raw_name.removesuffix(_EXTRA_STATE).removesuffix(".")
+                plan.extra_state[path] = _read_object(reader, key, key, where)
+                plan.handled.add(key)
+            elif id(value) in filled:
+                plan.handled.add(key)  # the same tensor under another name
+            else:
+                filled.add(id(value))
+                plan.tensors[key] = value.detach()
+
+    def _plan_optimizer(self, plan: _LoadPlan, reader: Reader) -> None:
+        """Plan to fill the optimizer state of every parameter that the checkpoint has state of."""
+        kinds_of = _list_state_kinds(reader.metadata)
+        for parameter in self._parameters():
+            kinds = kinds_of.get(parameter.name)
+            if kinds is None:  # e.g., a parameter that never had a gradient
+                continue
+            weight = reader.metadata.tensors.get(plan.prefix + parameter.name)
+            existing = parameter.optimizer.state.get(parameter.tensor, {})
+            state: dict[str, Any] = {}
+            for kind in kinds:
+                key = f"{_STATE}{parameter.name}.{kind}"
+                stored = reader.metadata.tensors.get(key)
+                if stored is None:
+                    state[kind] = reader.read_object(key)
+                    continue
+                tensor = existing.get(kind)
+                if not isinstance(tensor, torch.Tensor):
+                    tensor = _allocate_state(key, parameter, stored, weight)
+                state[kind] = tensor
+                plan.tensors[key] = tensor.detach()
+            plan.optimizer_state.append((parameter, state))
+
+    def _plan_groups(self, plan: _LoadPlan, reader: Reader, where: str) -> None:
+        """Find the stored options of every parameter group."""
+        options_of = self._read_options(reader, where)
+        names = {id(parameter): name for name, parameter in self._named_parameters()}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                stored = [
+                    options_of[names[id(parameter)]]
+                    for parameter in group["params"]
+                    if names[id(parameter)] in options_of
+                ]
+                if stored:
+                    plan.group_options.append((group, stored[0]))
+
+    def _read_options(self, reader: Reader, where: str) -> dict[str, dict[str, Any]]:
+        """Return the stored options of the optimizer by parameter."""
+        stored = {
+            key.removeprefix(_GROUPS) for key in reader.metadata.objects if key.startswith(_GROUPS)
+        }
+        options_of: dict[str, dict[str, Any]] = {}
+
+        # One object for each group and option
+        number = 0
+        while f"{number}.params" in stored:
+            start = f"{number}."
+            options = {
+                key.removeprefix(start): reader.read_object(_GROUPS + key)
+                for key in stored
+                if key.startswith(start)
+            }
+            params = options.pop("params")
+            names = [params] if isinstance(params, str) else params
+            options_of |= dict.fromkeys(names, options)
+            number += 1
+        if options_of:
+            return options_of
+
+        # One object for each parameter and option
+        own = {parameter.name for parameter in self._parameters()}
+        for key in stored:
+            name, _, option = key.rpartition(".")
+            if name in own:
+                options_of.setdefault(name, {})[option] = reader.read_object(_GROUPS + key)
+        if options_of:
+            return options_of
+
+        # One object for all groups, as in DCP before torch 2.4
+        groups = _read_object(reader, _GROUPS.removesuffix("."), "optimizer", where)
+        for group in [groups] if isinstance(groups, dict) else groups:
+            options = {option: value for option, value in group.items() if option != "params"}
+            options_of |= dict.fromkeys(group["params"], options)
+        return options_of
+
+    # ---- Names ----
+
+    def _model_entries(self) -> Iterator[tuple[str, Any]]:
+        """Yield key and value of parameters, buffers and extra state."""
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            yield _MODEL + _clean(name), value
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.model.named_parameters():
+            yield _clean(name), parameter
+
+    def _parameters(self) -> Iterator[_Parameter]:
+        """Yield the parameters that an optimizer updates, in the order of the model."""
+        owners = {
+            id(parameter): (optimizer, group)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for name, parameter in self._named_parameters():
+            if id(parameter) in owners:
+                yield _Parameter(name, parameter, *owners[id(parameter)])
+
+
+def _clean(name: str) -> str:
+    """Return the name of a parameter without the names of wrappers."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside of DistributedDataParallel and torch.compile."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else None
+        inner = getattr(model, "_orig_mod", inner)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _check_supported(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    for module in model.modules():
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                "FullyShardedDataParallel (FSDP1) is not supported: use fully_shard (FSDP2), whose "
+                "parameters are DTensors"
+            )
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            raise ValueError(
+                "ZeroRedundancyOptimizer is not supported: use fully_shard (FSDP2) to shard "
+                "optimizer state"
+            )
+        for number, group in enumerate(optimizer.param_groups):
+            unnamed = [parameter for parameter in group["params"] if id(parameter) not in names]
+            if unnamed:
+                raise ValueError(
+                    f"parameter group {number} of the optimizer contains a parameter of shape "
+                    f"{tuple(unnamed[0].shape)} that is not a parameter of the model: create the "
+                    "optimizer after wrapping the model (fully_shard, parallelize_module)"
+                )
+
+
+def _is_extra_state(name: str) -> bool:
+    return name == _EXTRA_STATE or name.endswith("." + _EXTRA_STATE)
+
+
+def _list_state_kinds(metadata: CheckpointMetadata) -> dict[str, list[str]]:
+    """Return the kinds of optimizer state (e.g. exp_avg) by parameter."""
+    kinds: dict[str, list[str]] = {}
+    for key in (*metadata.tensors, *metadata.objects):
+        if key.startswith(_STATE):
+            name, _, kind = key.removeprefix(_STATE).rpartition(".")
+            kinds.setdefault(name, []).append(kind)
+    return kinds
+
+
+def _allocate_state(
+    key: str, parameter: _Parameter, stored: StoredTensor, weight: StoredTensor | None
+) -> torch.Tensor:
+    """Create a tensor for optimizer state that the optimizer has not created yet.
+
+    Like `Optimizer.load_state_dict`, state has the dtype of its parameter, unless the checkpoint
+    keeps it in another dtype than that of the same parameter.
+    """
+    tensor = parameter.tensor
+    if stored.shape == ():  # e.g., the number of steps
+        on_device = parameter.group.get("capturable") or parameter.group.get("fused")
+        device = tensor.device if on_device else "cpu"
+        return torch.zeros((), dtype=stored.dtype, device=device)
+    is_converted = weight is not None and weight.dtype != tensor.dtype
+    dtype = tensor.dtype if is_converted else stored.dtype
+    if stored.shape == tuple(tensor.shape):
+        return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+    if isinstance(tensor, DTensor):
+        raise CheckpointError(
+            f"{key}: shape {stored.shape} in the checkpoint differs from the sharded parameter's "
+            f"{tuple(tensor.shape)}: run one step of the optimizer before loading, so that the "
+            "state exists"
+        )
+    return torch.zeros(stored.shape, dtype=dtype, device=tensor.device)
+
+
+def _update_group(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for option, value in options.items():
+        if option in _IMPLEMENTATION:
+            continue
+        current = group.get(option)
+        if isinstance(current, torch.Tensor):  # e.g., a learning rate on the device
+            current.fill_(float(value))
+        else:
+            group[option] = value
+
+
+def _key_of_rank(name: str) -> str:
+    ranks = Coordination.of(None)
+    return f"{name}.rank_{ranks.rank}_of_{ranks.size}"
+
+
+def _check_rank_count(name: str, metadata: CheckpointMetadata, where: str) -> None:
+    """Raise CheckpointError if the states of `name` were saved by another number of ranks."""
+    size = Coordination.of(None).size
+    start = f"{name}.rank_0_of_"
+    counts = [key.removeprefix(start) for key in metadata.objects if key.startswith(start)]
+    if counts and str(size) not in counts:
+        raise CheckpointError(
+            f"{where}: {name} was saved by {escape_control_chars(counts[0])} ranks, one state "
+            f'each, which cannot be distributed over {size}: load with skip=["{name}"], and set '
+            "its position yourself"
+        )
+
+
+def _read_object(reader: Reader, key: str, name: str, where: str) -> Any:
+    if key not in reader.metadata.objects:
+        raise CheckpointError(
+            f'{where}: contains no {key}. To leave it as it is, load with skip=["{name}"]'
+        )
+    return reader.read_object(key)

@@ -1,0 +1,91 @@
+"""Plain tensors and DTensors as `ShardedTensor`s, without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.mapping import Box, Extent, Shape, ShardedTensor
+
+
+def make_sharded_tensor(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    """Return `tensor` under the name `key`; its boxes are views of this rank's memory.
+
+    A plain tensor is replicated on all ranks that have the key. A DTensor (FSDP2, tensor
+    parallelism by `parallelize_module`, or both) is split as its placements describe. Raises
+    CheckpointError for a placement that is neither a shard nor a replica.
+    """
+    if not isinstance(tensor, DTensor):
+        return ShardedTensor.replicated(key, tensor)
+    mesh = tensor.device_mesh
+    local = tensor.to_local().detach()
+    global_shape = tuple(tensor.shape)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return ShardedTensor(key, global_shape, tensor.dtype, ())
+    try:
+        offset, shape = compute_shard(
+            global_shape, tuple(mesh.shape), coordinate, tuple(tensor.placements)
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {error}") from error
+    if tuple(local.shape) != shape:
+        raise CheckpointError(
+            f"{key}: the local tensor has shape {tuple(local.shape)}, but a DTensor of shape "
+            f"{global_shape} with placements {tensor.placements} on a mesh of {tuple(mesh.shape)} "
+            f"has {shape} at coordinate {tuple(coordinate)}: it was not created by DTensor's rules"
+        )
+    if local.numel() == 0 and 0 not in global_shape:  # fewer rows than ranks
+        return ShardedTensor(key, global_shape, tensor.dtype, ())
+    return ShardedTensor(key, global_shape, tensor.dtype, (Box(offset, local),))
+
+
+def compute_shard(
+    global_shape: Shape,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> Extent:
+    """Return offset and shape of the local part of a DTensor, by the rules of DTensor.
+
+    Every shard splits a dimension as `torch.chunk`: all parts but the last ones have
+    `ceil(size / parts)` rows, and the last ones may be smaller or empty.
+    """
+    offset = [0] * len(global_shape)
+    shape = list(global_shape)
+    for mesh_dim in _order_of_splits(placements):
+        placement = placements[mesh_dim]
+        if isinstance(placement, Replicate):
+            continue
+        dim = getattr(placement, "dim", None)
+        if dim is None:  # e.g., Partial
+            raise CheckpointError(
+                f"a DTensor with placement {placement} cannot be saved; redistribute it first"
+            )
+        rows = -(-shape[dim] // mesh_shape[mesh_dim])
+        first = min(shape[dim], rows * coordinate[mesh_dim])
+        last = min(shape[dim], first + rows)
+        offset[dim] += first
+        shape[dim] = last - first
+    return tuple(offset), tuple(shape)
+
+
+def _order_of_splits(placements: Sequence[Placement]) -> list[int]:
+    """Return the mesh dimensions in the order in which they split the tensor.
+
+    Usually that is from left to right. FSDP2 splits what tensor parallelism has already split,
+    although its mesh dimension is on the left: DTensor marks such a placement with a
+    `split_factor`, the number of parts that the dimensions on its right have made before.
+    """
+    plain: list[int] = []
+    strided: list[int] = []
+    for mesh_dim, placement in enumerate(placements):
+        if getattr(placement, "split_factor", 1) > 1:
+            strided.append(mesh_dim)
+        else:
+            plain.append(mesh_dim)
+    return plain + strided[::-1]
