@@ -4,8 +4,10 @@
     python benchmarks/gpu.py training --models 1b
     python benchmarks/gpu.py --smoke                  # the same program with a tiny model on the CPU
 
-MFU is relative to the matmul ceiling measured in the same run and to the data sheet. Add the
-results to docs/gpu.md with date, GPU, torch version and commit.
+MFU is relative to the matmul ceiling measured in the same run and to the data sheet. Every result
+is printed, and with --output stored, as soon as it is known; after a measurement that fails, the
+next one runs, and the program ends with status 1. Add the results to docs/gpu.md with date, GPU,
+torch version and commit.
 """
 
 import argparse
@@ -19,8 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,7 +98,33 @@ NEEDS = {
     "te": "transformer_engine_torch",
     "fp8": "transformer_engine_torch",
 }  # by the first word
+PEER = ["benchmarks/peers/transformers_training.py"]
 DATA_SHEET = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s
+
+
+class Report:
+    """Lines of results, each printed and stored at once."""
+
+    def __init__(self, output: Path | None) -> None:
+        self.output = output
+        self.num_failures = 0
+
+    def add(self, line: str) -> None:
+        print(line, flush=True)
+        if self.output is not None:
+            with self.output.open("a") as file:
+                file.write(f"{line}\n")
+
+    @contextmanager
+    def measuring(self, subject: str) -> Iterator[None]:
+        """Report an error in this block as the result of `subject`, and go on."""
+        try:
+            yield
+        except Exception as error:  # of any kind: the other measurements do not depend on it
+            self.num_failures += 1
+            traceback.print_exc()
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            self.add(f"  {subject}: FAILED: {lines[-1]}")
 
 
 def available_variants() -> list[str]:
@@ -102,10 +132,11 @@ def available_variants() -> list[str]:
     return [name for name, module in needs.items() if importlib.util.find_spec(module) is not None]
 
 
-def run(command: list[str]) -> str:
+def run(command: list[str], environment: dict[str, str] | None = None) -> str:
+    """Run a Python program and return its output."""
     with ProgressBar(" ".join(command[:1] + command[-4:])):
         result = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
         )
     if result.returncode != 0:
         raise RuntimeError(
@@ -142,37 +173,37 @@ def best_time(way: Callable[[], object], device: str) -> float:
     return best
 
 
+def planned_checkpoint(shape: Shape, iterations: int) -> int:
+    """Return the bytes of a checkpoint."""
+    config = parse_args(shape.ours(iterations), 1)
+    config.set_vocab_size(shape.vocab)
+    return plan_run(config, 1, model_provider).checkpoint_bytes
+
+
 def planned_memory(shape: Shape, iterations: int) -> float:
     config = parse_args(shape.ours(iterations), 1)
     config.set_vocab_size(shape.vocab)
     return plan_run(config, 1, model_provider).stages[0].memory.total / 1e9
 
 
-def tests(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
-    """Return the summary of `pytest -m gpu`, and the tests that failed or were skipped."""
+def tests(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
+    """Run `pytest -m gpu` and report the tests that failed or were skipped, file by file."""
+    report.add("tests:")
     how = ["--collect-only"] if options.smoke else ["-rfEs"]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        "tests/gpu",
-        *how,
-    ]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lines = [
-        line
-        for line in result.stdout.splitlines()
-        if line.startswith(("FAILED", "ERROR", "SKIPPED"))
-    ]
-    return ["tests:", *(f"  {line}" for line in [*lines, *result.stdout.strip().splitlines()[-1:]])]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *how]
+    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        with report.measuring(path.name):
+            result = subprocess.run([*command, str(path)], cwd=ROOT, capture_output=True, text=True)
+            lines = result.stdout.strip().splitlines()
+            for line in lines:
+                if line.startswith(("FAILED", "ERROR", "SKIPPED")):
+                    report.add(f"  {line}")
+            if not lines or result.returncode != 0:
+                raise RuntimeError(f"{result.stderr}\n{lines[-1] if lines else 'no output'}")
+            report.add(f"  {path.name}: {lines[-1]}")
 
 
-def experts(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+def experts(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """Measure the products of 8 experts, forward and backward: one grouped kernel against a
     loop.
     """
@@ -187,71 +218,67 @@ def experts(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
             [rows @ matrix for rows, matrix in zip(x.split(parts), matrices, strict=True)]
         ),
     }
-    times = {name: best_time(way, options.device) for name, way in ways.items()}
-    assert torch.allclose(ways["grouped"](), ways["loop"](), rtol=2e-2, atol=2e-1)  # type: ignore[arg-type]
-    work = 2.0 * tokens * hidden * ffn / 1e12
-    rows = [
-        f"  {name:8s} {1e3 * time:8.3f} ms {work / time:8.3g} TFLOP/s"
-        for name, time in times.items()
-    ]
-    return [
+    report.add(
         f"experts: {tokens} tokens, 8 experts {hidden} x {ffn}, bf16, kernel: "
-        f"{has_grouped_kernel(x)}",
-        *rows,
-    ]
+        f"{has_grouped_kernel(x)}"
+    )
+    work = 2.0 * tokens * hidden * ffn / 1e12
+    for name, way in ways.items():
+        with report.measuring(name):
+            seconds = best_time(way, options.device)
+            report.add(f"  {name:8s} {1e3 * seconds:8.3f} ms {work / seconds:8.3g} TFLOP/s")
+    with report.measuring("equal results of both"):
+        torch.testing.assert_close(ways["grouped"](), ways["loop"](), rtol=2e-2, atol=2e-1)
 
 
-def training(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+def training(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """Measure speed and memory of each model, ours and the peer's, eager and compiled."""
     ceiling = matmul_ceiling(options.device, 512 if options.smoke else 8192)
     card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     sheet = next((flops for name, flops in DATA_SHEET.items() if name in card), None)
-    lines = [f"training: matmul ceiling {ceiling / 1e12:.3g} TFLOP/s"]
-    peers: dict[tuple[str, ...], list[float]] = {}
+    report.add(f"training: matmul ceiling {ceiling / 1e12:.3g} TFLOP/s")
+    iterations = options.iterations
+    device = ["--device", options.device]
+
+    def report_speed(name: str, who: str, variant: str, times: list[float]) -> None:
+        shape = models[name]
+        config = parse_args(shape.ours(iterations), 1).model
+        tokens = shape.seq * shape.batch
+        work = model_flops_per_token(config, shape.seq, shape.vocab) * tokens
+        seconds = statistics.median(times) / 1e3
+        speed = work / seconds
+        line = (
+            f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step "
+            f"{tokens / seconds:9.0f} tokens/s {speed / 1e12:8.3g} TFLOP/s  "
+            f"MFU {100 * speed / ceiling:5.1f} %"
+        )
+        if sheet is not None:
+            line += f", {100 * speed / sheet:.1f} % of the data sheet"
+        report.add(line)
+
     for name, shape in models.items():
-        config = parse_args(shape.ours(options.iterations), 1).model
-        work = model_flops_per_token(config, shape.seq, shape.vocab) * shape.seq * shape.batch
         for variant in options.variants:
-            device = ["--device", options.device]
-            output = run(
-                ["pretrain_gpt.py", *shape.ours(options.iterations), *device, *VARIANTS[variant]]
-            )
-            theirs = ["--compile"] if variant != "eager" else []
-            peer = [
-                "benchmarks/peers/transformers_training.py",
-                *shape.peer(options.iterations),
-                *device,
-                *theirs,
-            ]
-            memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
-            assert memory is not None
-            if tuple(peer) not in peers:
-                peers[tuple(peer)] = step_times(run(peer))[options.iterations // 4 :]
-            for who, times in {
-                "ours": iteration_times(output),
-                "transformers": peers[tuple(peer)],
-            }.items():
-                seconds = statistics.median(times) / 1e3
-                speed = work / seconds
-                tokens = shape.seq * shape.batch / seconds
-                lines.append(
-                    f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step {tokens:9.0f} "
-                    "tokens/s "
-                    f"{speed / 1e12:8.3g} TFLOP/s  MFU {100 * speed / ceiling:5.1f} %"
-                    + (
-                        f", {100 * speed / sheet:.1f} % of the data sheet"
-                        if sheet is not None
-                        else ""
-                    )
+            with report.measuring(f"{name} ours {variant}"):
+                program = ["pretrain_gpt.py", *shape.ours(iterations), *device]
+                output = run([*program, *VARIANTS[variant]])
+                report_speed(name, "ours", variant, iteration_times(output))
+                memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
+                assert memory is not None, "the log has no line with the peak memory"
+                planned = planned_memory(shape, iterations)
+                report.add(
+                    f"  {name} peak memory {memory[1]} GB, of tensors as planned {planned:.3f} GB"
                 )
-            planned = planned_memory(shape, options.iterations)
-            lines.append(
-                f"  {name} peak memory {memory[1]} GB, of tensors as planned {planned:.3f} GB"
-            )
-    return lines
+        # The peer is either eager or compiled.
+        for variant in sorted({"eager" if v == "eager" else "compile" for v in options.variants}):
+            with report.measuring(f"{name} transformers {variant}"):
+                compiled = ["--compile"] if variant == "compile" else []
+                peer = [*PEER, *shape.peer(iterations), *device, *compiled]
+                report_speed(
+                    name, "transformers", variant, step_times(run(peer))[iterations // 4 :]
+                )
 
 
-def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+def checkpoint(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """Measure iterations with an asynchronous save every 10 against none: blocking time and total
     cost.
 
@@ -259,56 +286,79 @@ def checkpoint(models: dict[str, Shape], options: argparse.Namespace) -> list[st
     """
     name, shape = next(iter(models.items()))
     iterations = 40
-    flags = ["pretrain_gpt.py", *shape.ours(iterations), "--device", options.device]
-    plain = statistics.mean(iteration_times(run(flags)))
     directory = Path(options.disk or tempfile.mkdtemp(prefix="gpu_benchmark_"))
-    saving = [
-        "--save",
-        str(directory),
-        "--save-interval",
-        "10",
-        "--async-save",
-        "--keep-last-n",
-        "1",
-    ]
-    began = time.perf_counter()
-    output = run([*flags, *saving])
-    whole = time.perf_counter() - began
-    shutil.rmtree(directory)
-    saves = re.findall(r"> saved .* \(training blocked ([\d.]+) ms\): ([\d.]+) GB at", output)
-    blocking = [float(milliseconds) for milliseconds, _ in saves]
-    with_saves = statistics.mean(iteration_times(output)) + sum(blocking) / iterations
-    head = (
-        f"checkpoint: {name}, {saves[0][1]} GB, every 10 iterations, {len(saves)} saves in "
-        f"{whole:.0f} s"
-    )
-    lines = [head, *saving_lines("ours", plain, with_saves, blocking)]
-    peer = [
-        "benchmarks/peers/transformers_training.py",
-        *shape.peer(iterations),
-        "--device",
-        options.device,
-    ]
-    alone = statistics.mean(step_times(run(peer))[10:])
+    directory.mkdir(exist_ok=True)
+    needed = 2 * planned_checkpoint(shape, iterations)  # one is removed after the next is written
+    free = shutil.disk_usage(directory).free
+    report.add(f"checkpoint: {name}, every 10 of {iterations} iterations")
+    if free < needed:
+        report.add(
+            f"  not run: two checkpoints take {needed / 1e9:.1f} GB, {directory} has "
+            f"{free / 1e9:.1f} GB free; name another directory with --disk"
+        )
+        return
+
+    device = ["--device", options.device]
+    with report.measuring("ours"):
+        program = ["pretrain_gpt.py", *shape.ours(iterations), *device]
+        plain = statistics.mean(iteration_times(run(program)))
+        saving = ["--save", str(directory), "--save-interval", "10", "--async-save"]
+        began = time.perf_counter()
+        output = run([*program, *saving, "--keep-last-n", "1"])
+        whole = time.perf_counter() - began
+        saves = re.findall(
+            r"> saved .* \(training blocked ([\d.]+) ms\): ([\d.]+) (\w?B) at", output
+        )
+        blocking = [float(milliseconds) for milliseconds, _, _ in saves]
+        report.add(f"  ours: {len(saves)} saves of {' '.join(saves[0][1:])} in {whole:.0f} s")
+        # Asynchronous saves are part of the logged intervals.
+        report_saving(report, "ours", plain, statistics.mean(iteration_times(output)), blocking)
+    empty(directory)
+
+    peer = [*PEER, *shape.peer(iterations), *device]
+    alone: float | None = None
+    with report.measuring("transformers without saves"):
+        alone = statistics.mean(step_times(run(peer))[10:])
     for who, more in {"DCP": [], "DCP, its own stager": ["--stager"]}.items():
-        output = run([*peer, "--save", str(directory), *more])
-        shutil.rmtree(directory)
-        blocking = [
-            float(value) for value in re.findall(r"^blocking ([\d.]+) ms", output, re.MULTILINE)
-        ]
-        lines += saving_lines(who, alone, statistics.mean(step_times(output)[10:]), blocking)
-    return lines
+        if alone is None:
+            continue
+        if more and torch.__version__ < "2.13":
+            report.add(
+                f"  {who}: not run, fails with torch before 2.13 (this is {torch.__version__})"
+            )
+            continue
+        with report.measuring(who):
+            output = run([*peer, "--save", str(directory), *more])
+            found = re.findall(r"^blocking ([\d.]+) ms", output, re.MULTILINE)
+            with_saves = statistics.mean(step_times(output)[10:])
+            report_saving(report, who, alone, with_saves, [float(value) for value in found])
+        empty(directory)
+    if options.disk is None:
+        directory.rmdir()
 
 
-def saving_lines(who: str, plain: float, with_saves: float, blocking: list[float]) -> list[str]:
-    """Format the ms per iteration without and with saves."""
+def empty(directory: Path) -> None:
+    """Remove everything in a directory, also what a failed measurement left there."""
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def report_saving(
+    report: Report, who: str, plain: float, with_saves: float, blocking: list[float]
+) -> None:
+    """Report the ms per iteration without and with saves."""
     cost = 100 * (with_saves / plain - 1)
     held = statistics.median(blocking)
-    return [
+    report.add(
         f"  {who}: iteration {plain:.1f} ms without saves, {with_saves:.1f} ms with them "
-        f"({cost:+.1f} %)",
-        f"  {who}: blocking per save: {held:.0f} ms, {100 * held / plain:.1f} % of an iteration",
-    ]
+        f"({cost:+.1f} %)"
+    )
+    report.add(
+        f"  {who}: blocking per save: {held:.0f} ms, {100 * held / plain:.1f} % of an iteration"
+    )
 
 
 def step_times(output: str) -> list[float]:
@@ -316,35 +366,40 @@ def step_times(output: str) -> list[float]:
     return [float(line) for line in re.findall(r"^[\d.]+$", output, re.MULTILINE)]
 
 
-def profile(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+def profile(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """List the operations of one step that take the most time."""
     name, shape = next(iter(models.items()))
-    with tempfile.TemporaryDirectory() as directory:
-        window = [
-            "--profile",
-            "--profile-step-start",
-            "6",
-            "--profile-step-end",
-            "7",
-            "--profile-dir",
-            directory,
-        ]
-        run(["pretrain_gpt.py", *shape.ours(8), "--device", options.device, *window])
+    report.add(f"profile: {name}, one step")
+    with report.measuring(name), tempfile.TemporaryDirectory() as directory:
+        program = ["pretrain_gpt.py", *shape.ours(8), "--device", options.device]
+        run([*program, *profiling(6, 7, Path(directory))])
         (table,) = Path(directory).glob("*.txt")
-        rows = table.read_text().splitlines()
-    return [f"profile: {name}, one step", *(f"  {row}" for row in rows[:20])]
+        for row in table.read_text().splitlines()[:20]:
+            report.add(f"  {row}")
 
 
-def suspicions(models: dict[str, Shape], options: argparse.Namespace) -> list[str]:
+def profiling(first: int, end: int, directory: Path) -> list[str]:
+    """Return the flags that profile iterations `first` to `end` - 1."""
+    window = ["--profile-step-start", str(first), "--profile-step-end", str(end)]
+    return ["--profile", *window, "--profile-dir", str(directory)]
+
+
+def suspicions(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """Check doubts from reading the code: selected kernels, waits for the device, selected
     devices.
     """
-    lines = ["suspicions:", *_masked_attention(options), *_loss_of_a_large_vocabulary(options)]
-    return [
-        *lines,
-        *_waits_of_a_save(*next(iter(models.items())), options),
-        *_devices_of_a_node(options),
-    ]
+    report.add("suspicions:")
+    name, shape = next(iter(models.items()))
+    checks: dict[str, Callable[[], Iterator[str]]] = {
+        "windowed attention": lambda: _masked_attention(options),
+        "loss of a large vocabulary": lambda: _loss_of_a_large_vocabulary(options),
+        "waits of a save": lambda: _waits_of_a_save(name, shape, options),
+        "devices of a node": lambda: _devices_of_a_node(options),
+    }
+    for subject, check in checks.items():
+        with report.measuring(subject):
+            for line in check():
+                report.add(f"  {line}")
 
 
 def _launched(function: Callable[[], object], device: str) -> Counter[str]:
@@ -358,7 +413,7 @@ def _launched(function: Callable[[], object], device: str) -> Counter[str]:
     return Counter(event.name for event in trace.events() if event.device_type == on_device)
 
 
-def _masked_attention(options: argparse.Namespace) -> list[str]:
+def _masked_attention(options: argparse.Namespace) -> Iterator[str]:
     """Check that grouped windowed attention does not fall back to products that store all
     scores.
     """
@@ -377,13 +432,12 @@ def _masked_attention(options: argparse.Namespace) -> list[str]:
     peak = torch.cuda.max_memory_allocated() - before if options.device == "cuda" else 0
     scores = heads * length**2 * 2
     most = ", ".join(name[:60] for name, _ in kernels.most_common(4))
-    return [
-        f"  windowed attention: {peak / 1e6:.0f} MB at most (all scores: {scores / 1e6:.0f} MB); "
-        f"{most}"
-    ]
+    yield (
+        f"windowed attention: {peak / 1e6:.0f} MB at most (all scores: {scores / 1e6:.0f} MB); {most}"
+    )
 
 
-def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> list[str]:
+def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> Iterator[str]:
     """Count kernels of the fused loss: chunk sizes for a CPU would need hundreds."""
     tokens, hidden, vocab = (64, 32, 1000) if options.smoke else (4096, 4096, 128_000)
     weight, states = (
@@ -397,108 +451,79 @@ def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> list[str]:
 
     count = _launched(step, options.device).total()
     time_ms = 1e3 * best_time(step, options.device)
-    return [
-        f"  loss over {vocab} words, {tokens} tokens: {count} kernels, {time_ms:.2f} ms forward "
+    yield (
+        f"loss over {vocab} words, {tokens} tokens: {count} kernels, {time_ms:.2f} ms forward "
         "and backward"
-    ]
+    )
 
 
-def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> list[str]:
+def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[str]:
     """Count calls that wait for the device, in two iterations during an asynchronous save and in
     two without.
     """
-    lines = []
+    program = ["pretrain_gpt.py", *shape.ours(8), "--device", options.device]
     with tempfile.TemporaryDirectory(dir=options.disk) as directory:
-        for label, saving in {
-            "a save": ["--save", f"{directory}/s", "--save-interval", "4", "--async-save"],
-            "none": [],
-        }.items():
+        saving = ["--save", f"{directory}/s", "--save-interval", "4", "--async-save"]
+        for label, flags in {"a save": saving, "none": []}.items():
             traces = Path(directory) / label.replace(" ", "_")
-            window = [
-                "--profile",
-                "--profile-step-start",
-                "4",
-                "--profile-step-end",
-                "6",
-                "--profile-dir",
-                str(traces),
-            ]
-            run(["pretrain_gpt.py", *shape.ours(8), "--device", options.device, *saving, *window])
+            run([*program, *flags, *profiling(4, 6, traces)])
             events = json.loads(next(traces.glob("*.json")).read_text())["traceEvents"]
             waits = Counter(
                 event["name"] for event in events if "Synchronize" in event.get("name", "")
             )
-            lines.append(
-                f"  {name}, two iterations with {label}: waits for the device: "
+            yield (
+                f"{name}, two iterations with {label}: waits for the device: "
                 f"{dict(waits) or 'none'}"
             )
-    return lines
 
 
-def _devices_of_a_node(options: argparse.Namespace) -> list[str]:
+def _devices_of_a_node(options: argparse.Namespace) -> Iterator[str]:
     """Return the device of local rank 1 if it sees one device (`srun --gpus-per-task=1`)."""
     code = (
-        "from megatron.training import initialize; from megatron.training.config.options import "
-        "DistributedConfig"
+        "from megatron.training import initialize; "
+        "from megatron.training.config.options import DistributedConfig; "
+        f"print(initialize.choose_device(DistributedConfig(device={options.device!r})))"
     )
-    code += f"; print(initialize.choose_device(DistributedConfig(device={options.device!r})))"
+    search_path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "0",
         "LOCAL_RANK": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(search_path),
     }
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    lines = [f"  local rank 1 that sees one device: {result.stdout.strip()}"]
+    output = run(["-c", code], environment)
+    yield f"local rank 1 that sees one device: {output.strip()}"
     if torch.cuda.device_count() < 2:
-        return [
-            *lines,
-            "  contexts of background threads on the first device: needs two GPUs, not run",
-        ]
-    return [*lines, *_contexts(options)]
+        yield "contexts of background threads on the first device: needs two GPUs, not run"
+        return
+    yield from _contexts(options)
 
 
-def _contexts(options: argparse.Namespace) -> list[str]:
+def _contexts(options: argparse.Namespace) -> Iterator[str]:
     """Count processes on each GPU while two ranks save in the background: one unless a thread
     opened another context.
     """
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "pretrain_gpt.py",
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     asked = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
     most = Counter[str]()
     with tempfile.TemporaryDirectory(dir=options.disk) as directory:
-        saving = [
-            "--save",
-            directory,
-            "--save-interval",
-            "5",
-            "--async-save",
-            "--global-batch-size",
-            "4",
-        ]
-        words = [sys.executable, *launcher, *SMALL["small"].ours(200), *saving]
+        saving = ["--save", directory, "--save-interval", "5", "--async-save"]
+        flags = [*SMALL["small"].ours(200), *saving, "--global-batch-size", "4"]
+        words = [sys.executable, *launcher, "pretrain_gpt.py", *flags]
         with subprocess.Popen(
             words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as training_run:
             while training_run.poll() is None:
-                rows = subprocess.run(
-                    asked, capture_output=True, text=True, check=True
-                ).stdout.split("\n")
-                now = Counter(row.split(",")[0] for row in set(rows) if row)
-                most |= now
+                result = subprocess.run(asked, capture_output=True, text=True, check=True)
+                rows = {row for row in result.stdout.splitlines() if row}
+                most |= Counter(row.split(",")[0] for row in rows)
                 time.sleep(0.5)
-    return [
-        "  processes on a GPU while two ranks train and save: at most "
+    if training_run.returncode != 0:
+        raise RuntimeError(f"{' '.join(words[:6])} failed with status {training_run.returncode}")
+    yield (
+        "processes on a GPU while two ranks train and save: at most "
         f"{max(most.values(), default=0)} (1 is right)"
-    ]
+    )
 
 
 PARTS = {
@@ -526,6 +551,9 @@ def main() -> None:
     parser.add_argument(
         "--disk", help="an empty directory for checkpoints; default: a temporary one"
     )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="append every result to this file, too"
+    )
     parser.add_argument("--smoke", action="store_true", help="run a tiny model on the CPU instead")
     options = parser.parse_args()
     options.device = "cpu" if options.smoke else "cuda"
@@ -544,12 +572,16 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}, commit {commit}",
-        flush=True,
-    )
+    report = Report(options.output)
+    report.add(f"{time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}, commit {commit}")
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        with report.measuring("compilation of the dataset index builders"):
+            run(["setup.py", "build_ext", "--inplace"])
     for part in options.parts or PARTS:
-        print("\n".join(PARTS[part](models, options)), flush=True)
+        with report.measuring(part):
+            PARTS[part](models, options, report)
+    if report.num_failures:
+        sys.exit(f"{report.num_failures} measurements failed")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ form: bf16 parameters and moments without fp32 main parameters (which this proje
 """
 
 import argparse
+import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,16 +78,22 @@ class Saves:
         self.staged: Callable[[], object] = lambda: None
         self.written: Callable[[], object] = lambda: None
         self.blocked = 0.0
+        self.previous: Path | None = None
 
     def begin(self, step: int) -> None:
         start = time.perf_counter()
         self.written()
+        if self.previous is not None:
+            # In the background, as with --keep-last-n 1 of ours; a disk has room for two.
+            threading.Thread(target=shutil.rmtree, args=(self.previous,)).start()
+        directory = self.path / str(step)
+        self.previous = directory
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "rest": self.rest,
         }
-        storage = dcp.FileSystemWriter(self.path / str(step), sync_files=True)
+        storage = dcp.FileSystemWriter(directory, sync_files=True)
         if self.stager is None:
             self.written = dcp.async_save(state, storage_writer=storage).result
         else:

@@ -7,7 +7,22 @@ import sys
 
 import pytest
 
+from benchmarks.gpu import Report
 from tests import ROOT
+
+
+def test_gpu_benchmark_continues_after_a_failure(tmp_path, capsys):
+    """Every result is stored at once; an error is a result."""
+    report = Report(tmp_path / "results.txt")
+    report.add("first")
+    with report.measuring("second"):
+        report.add("half of it")
+        raise RuntimeError("command failed:\nout of memory")
+    report.add("third")
+    lines = ["first", "half of it", "  second: FAILED: out of memory", "third"]
+    assert (tmp_path / "results.txt").read_text().splitlines() == lines
+    assert capsys.readouterr().out.splitlines() == lines
+    assert report.num_failures == 1
 
 
 @pytest.mark.slow
@@ -28,7 +43,7 @@ def test_gpu_benchmark_smoke_runs_all_parts():
     assert re.search(r"small transformers +eager +[\d.]+ ms/step .* MFU +[\d.]+ %", text)
     assert re.search(r"peak memory [\d.]+ GB, of tensors as planned 0\.0\d+ GB", text)
     assert (
-        re.search(r"every 10 iterations, 4 saves", text)
+        re.search(r"ours: 4 saves of 0\.\d+ GB", text)
         and len(re.findall(r"blocking per save: \d+ ms", text)) == 3
     )
     assert re.search(r"\d+/\d+ tests collected", text)
