@@ -206,12 +206,30 @@ def add_edit_flags(parser: argparse.ArgumentParser) -> None:
         help="new rows of the vocabulary: the mean of the existing rows (default), the initial "
         "values of training, or zero",
     )
+    add(
+        "--upcycle-experts",
+        type=parse_positive,
+        metavar="N",
+        help="make N experts in each layer of a dense model, copies of its MLP",
+    )
+    add(
+        "--topk",
+        type=parse_positive,
+        metavar="K",
+        help="for --upcycle-experts: experts per token; default: --moe-router-topk, or 2",
+    )
 
 
 def make_edits(args: argparse.Namespace) -> EditOptions:
     """Return the edits on the command line."""
+    if args.topk is not None and args.upcycle_experts is None:
+        raise ValueError(f"--topk {args.topk} needs --upcycle-experts")
     return EditOptions(
-        layers=args.layers, vocab_size=args.target_vocab_size, new_rows=args.new_rows
+        layers=args.layers,
+        vocab_size=args.target_vocab_size,
+        new_rows=args.new_rows,
+        experts=args.upcycle_experts,
+        topk=args.topk,
     )
 
 

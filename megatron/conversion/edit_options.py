@@ -19,6 +19,10 @@ class EditOptions:
     """Number of rows of the word embedding and the output layer."""
     new_rows: str = "mean"
     """Values of rows that are added."""
+    experts: int | None = None
+    """Number of copies of each dense MLP that become experts."""
+    topk: int | None = None
+    """Experts per token. Default: as in the arguments, else 2."""
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

@@ -1,10 +1,11 @@
-"""Edits of a model as views of a source: selected layers, another vocabulary size.
+"""Edits of a model as views of a source: other layers, another vocabulary, experts.
 
-Optimizer state follows its parameters.
+Optimizer state follows its parameters, except into experts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -19,11 +20,14 @@ from megatron.conversion.model_space.model import (
     read_vocabulary_rows,
 )
 from megatron.conversion.model_space.source import (
+    WORD_EMBEDDINGS,
     Shape,
     Source,
     TensorInfo,
     TrainingState,
     full_precision_key,
+    is_trained,
+    optimizer_states,
     split_key,
 )
 from megatron.conversion.options import WriteOptions
@@ -32,18 +36,21 @@ from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.tensor_parallel import compute_padded_vocab_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+_DEFAULT_TOPK = 2
 _LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers\.)(\d+)(\..+)")
 _BLOCK = 32 << 20  # bytes that are read at once
 _DEFAULT_SEED = 1234  # of training
 
 
 def apply_edits(source: Source, options: WriteOptions) -> Source:
-    """Return `source` with the edits in `options`, in a fixed order: layers, then vocabulary."""
+    """Return `source` with the edits in `options`: first layers, then vocabulary, then experts."""
     edits = options.edits
     if edits.layers is not None:
         source = SelectedLayers(source, edits.layers)
     if edits.vocab_size is not None:
         source = ResizedVocabulary(source, edits.vocab_size, edits.new_rows, options)
+    if edits.experts is not None:
+        source = UpcycledExperts(source, edits.experts, edits.topk, options)
     return source
 
 
@@ -51,6 +58,11 @@ def describe_model(source: Source) -> TransformerConfig:
     """Return the configuration of the model in `source`."""
     rows = read_vocabulary_rows(source.tensors, source.description)
     return model_config(source.args, rows, source.description)
+
+
+def _get_seed(source: Source) -> int:
+    """Return the seed of initial values."""
+    return int(source.args.get("seed") or _DEFAULT_SEED)
 
 
 class _EditedSource:
@@ -137,6 +149,7 @@ class ResizedVocabulary(_EditedSource):
         self._new_rows = new_rows
         self._means: dict[str, torch.Tensor] = {}
         config = model_config(source.args, vocab_size, source.description)
+        self._seed = _get_seed(source)
         self._resized: dict[str, ParamSpec] = {}
         for old, new in zip(model_parameters(old_config), model_parameters(config), strict=True):
             assert old.name == new.name
@@ -218,8 +231,7 @@ class ResizedVocabulary(_EditedSource):
         if self._new_rows == "init":
             values = torch.empty(shape)
             spec = self._resized[parameter]
-            seed = int(self.args.get("seed") or _DEFAULT_SEED)
-            spec.info.init(Box(offset, values), parameter, spec.shape, seed)
+            spec.info.init(Box(offset, values), parameter, spec.shape, self._seed)
             return values.to(dtype)
         if parameter not in self._means:
             self._means[parameter] = self._compute_mean_row(parameter)
@@ -234,3 +246,112 @@ class ResizedVocabulary(_EditedSource):
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
             total += self._source.read(key, offset, shape).sum(dim=0, dtype=torch.float64)
         return (total / info.shape[0]).float()
+
+
+# ---- Experts ----
+
+# Part of a key in a model with experts -> the same part in the dense model.
+_DENSE_PARTS = {
+    ".mlp.experts.experts.": ".mlp.",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+
+
+class UpcycledExperts(_EditedSource):
+    """A model whose layers have copies of the dense MLP as experts, and an initialized router.
+
+    While all experts of a layer are equal, the model computes the function of the dense one, if the
+    weights of a token's experts sum to 1. With --moe-router-pre-softmax they do not, and the
+    experts are scaled as Megatron-LM's --moe-use-upcycling does. There is no optimizer state.
+    """
+
+    def __init__(
+        self, source: Source, experts: int, topk: int | None, options: WriteOptions
+    ) -> None:
+        super().__init__(source)
+        dense = describe_model(source)
+        if dense.has_experts:
+            raise ValueError(
+                f"--upcycle-experts {experts}: {source.description} already has {dense.experts} "
+                "experts per layer"
+            )
+        if experts < 2:
+            raise ValueError(f"--upcycle-experts {experts}: a model with experts has at least 2")
+        self.args |= {
+            "num_experts": experts,
+            "moe_router_topk": topk or self.args.get("moe_router_topk") or _DEFAULT_TOPK,
+            "moe_ffn_hidden_size": dense.ffn_size,
+            "moe_layer_freq": 1,
+        }
+        config = model_config(self.args, dense.vocab_size or 0, source.description)
+        self._seed = _get_seed(source)
+        self._scale = _compute_expert_scale(config)
+        self._parameters = {spec.name: spec for spec in model_parameters(config)}
+        self._dense_keys: dict[str, str] = {}  # new key -> key of the dense model
+        self.tensors = {}
+        for key, spec in self._parameters.items():
+            dense_key = self._find_dense_key(spec)
+            if dense_key is not None:
+                self._dense_keys[key] = dense_key
+                dtype = source.tensors[dense_key].dtype
+            else:
+                dtype = source.tensors[WORD_EMBEDDINGS].dtype
+            if not is_trained(key):
+                dtype = torch.float32
+            elif options.dtype is not None:
+                dtype = options.dtype
+            self.tensors[key] = TensorInfo(spec.shape, dtype)
+
+        if optimizer_states(source.tensors):
+            options.note("optimizer state: dropped, since the dense MLP's does not fit its experts")
+        if source.training is not None:
+            self.training = dataclasses.replace(
+                source.training, param_groups=None, scheduler=None, grad_scaler=None
+            )
+
+    def _find_dense_key(self, spec: ParamSpec) -> str | None:
+        """Return the key of the dense model that `spec` copies, or None for a router's."""
+        if ".mlp.router." in spec.name:
+            return None
+        key = spec.name
+        for part, dense_part in _DENSE_PARTS.items():
+            key = key.replace(part, dense_part)
+        shape = spec.shape[1:] if _is_of_experts(spec.name) else spec.shape
+        if key not in self._source.tensors or self._source.tensors[key].shape != shape:
+            raise ValueError(
+                f"--upcycle-experts: {self.description} has nothing that {spec.name} of shape "
+                f"{list(spec.shape)} could copy: leave out the flags that add it"
+            )
+        return key
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        dtype = self.tensors[key].dtype
+        if key not in self._dense_keys:
+            values = torch.empty(shape)
+            spec = self._parameters[key]
+            spec.info.init(Box(offset, values), key, spec.shape, self._seed)
+            return values.to(dtype)
+        stored = full_precision_key(self._dense_keys[key], self._source.tensors)
+        if not _is_of_experts(key):
+            return self._source.read(stored, offset, shape).to(dtype)
+        values = self._source.read(stored, offset[1:], shape[1:])
+        if self._scale != 1 and key.endswith(".weight"):
+            values = values.float() * self._scale
+        return values.to(dtype).expand(shape).contiguous()
+
+
+def _is_of_experts(key: str) -> bool:
+    """Return whether a parameter has a leading axis of experts."""
+    return ".mlp.experts.experts." in key
+
+
+def _compute_expert_scale(config: TransformerConfig) -> float:
+    """Return the factor of the experts' weights, which Megatron-LM applies to both projections.
+
+    Without normalization a token's experts have weights that sum to about topk / experts. The
+    output is a product of two weights, or of three with a gate or a squared activation.
+    """
+    if not config.moe_router_pre_softmax:
+        return 1.0
+    num_factors = 3 if config.gated or config.squared_relu else 2
+    return float((config.experts / config.moe_router_topk) ** (1 / num_factors))

@@ -1,4 +1,4 @@
-"""Runs continue from edited checkpoints at other layouts, with their optimizer state."""
+"""Runs continue from edited checkpoints at other layouts."""
 
 import pytest
 import torch
@@ -48,3 +48,23 @@ def test_run_continues_from_an_edited_checkpoint(pool, run, tmp_path, edit, layo
     assert continued.iteration == 8 and continued.consumed_train_samples == 64
     assert len(continued.measured.losses) == 3
     assert all(loss < 4.5 for loss in continued.measured.losses)  # log(72) is 4.3
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "ep2"])
+def test_run_continues_with_experts(pool, run, tmp_path, layout):
+    """The first loss is that of the dense model: all experts of a layer are equal."""
+    done = run_convert(
+        *("--load-dir", run, "--save-dir", tmp_path / "experts", "--saver", "torch_dist"),
+        *("--upcycle-experts", 4, "--topk", 2),
+    )
+    assert done.returncode == 0, done.stderr
+    options = "--no-load-optim --no-load-rng"
+    dense = pool.run(train, 1, f"{FLAGS} --load {run} {options}")[0].measured.losses
+    flags = "--expert-model-parallel-size 2 --use-distributed-optimizer"
+    if layout != "ep2":
+        flags = LAYOUTS[layout][1]
+    model = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+    load = f"{FLAGS} {flags} {model} {options} --load {tmp_path / 'experts'}"
+    outcome = pool.run(train, 2, load)[0]
+    assert outcome.iteration == 8 and len(outcome.measured.losses) == len(dense) == 3
+    assert abs(outcome.measured.losses[0] - dense[0]) < 5e-3

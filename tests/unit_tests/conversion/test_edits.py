@@ -289,3 +289,100 @@ def test_merges_can_be_edited(tmp_path):
     found = read_whole(result, f"decoder.layers.1.{name}").double()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
     assert result.tensors[OUTPUT].shape == (70, 32) and result.args["num_layers"] == 3
+
+
+# ---- Experts ----
+
+
+@pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("saver", ["torch_dist", "legacy"])
+def test_experts_are_copies_of_the_dense_mlp(tmp_path, saver, args):
+    source = random_source(args | {"bf16": True})
+    result, output = convert_run(
+        *(tmp_path, source, "--upcycle-experts", 4, "--topk", 3, "--dtype", "fp32"), saver=saver
+    )
+    assert "optimizer state: dropped" in output and not result.training.param_groups
+    assert result.args["num_experts"] == 4 and result.args["moe_router_topk"] == 3
+    copied = 0
+    routers = []
+    for key in result.tensors:
+        value = read_whole(result, key)
+        if ".mlp.router." in key:
+            routers.append(value)
+            continue
+        dense = key.replace(".experts.experts.", ".")
+        dense = dense.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        main = source.values[optimizer_key("param", dense)]
+        assert torch.equal(value, main.expand(value.shape)), key
+        copied += 1
+    assert copied == sum(not key.startswith("optimizer.") for key in source.values)
+    assert all(torch.isfinite(router).all() and router.std() > 0 for router in routers)
+    assert not torch.equal(routers[0], routers[-1])
+
+
+@pytest.mark.parametrize("topk", [2, 3, 4])
+def test_equal_experts_compute_the_function_of_the_dense_model(tmp_path, topk):
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "dense")
+    words = ("--load-dir", tmp_path / "dense", "--save-dir", tmp_path / "experts", "--saver", "hf")
+    done = run_convert(*words, "--upcycle-experts", 4, "--topk", topk)
+    assert done.returncode == 0, done.stderr
+    experts = load_in_transformers(tmp_path / "experts")
+    assert experts.config.model_type == "mixtral" and experts.config.num_experts_per_tok == topk
+    expected = logits_of(load_in_transformers(tmp_path / "dense"))
+    torch.testing.assert_close(logits_of(experts), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "args, factors", [(LLAMA_ARGS, 3), (GPT_ARGS, 2), (GPT_ARGS | {"squared_relu": True}, 3)]
+)
+def test_experts_are_scaled_without_normalization(args, factors):
+    """As in Megatron-LM: 8 experts per token / 2 raises the output to that of the dense model."""
+    source = random_source(args | {"moe_router_pre_softmax": True})
+    result = edit(source, experts=8, topk=2)
+    for name in ("linear_fc1.weight", "linear_fc2.weight"):
+        dense = source.values[f"decoder.layers.1.mlp.{name}"].double().numpy()
+        found = read_whole(result, f"decoder.layers.1.mlp.experts.experts.{name}").double().numpy()
+        expected = np.broadcast_to(dense * 4 ** (1 / factors), found.shape)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    bias = "decoder.layers.1.mlp.linear_fc2.bias"
+    if bias in source.values:
+        found = read_whole(result, bias.replace(".mlp.", ".mlp.experts.experts."))
+        assert torch.equal(found, source.values[bias].expand(8, -1))
+
+
+def test_boxes_of_experts_fit_together():
+    result = edit(random_source(LLAMA_ARGS), experts=4)
+    for name in ("experts.experts.linear_fc1.weight", "router.weight"):
+        key = f"decoder.layers.0.mlp.{name}"
+        whole = read_whole(result, key)
+        offset = tuple(range(1, 1 + whole.dim()))
+        shape = tuple(n - 2 * start for n, start in zip(whole.shape, offset, strict=True))
+        box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        assert torch.equal(result.read(key, offset, shape), whole[box])
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--upcycle-experts", "1"], "has at least 2"),
+        (["--upcycle-experts", "4", "--topk", "5"], "--moe-router-topk 5 must be between 1 and"),
+        (["--upcycle-experts", "4", "--topk", "1"], "needs --moe-router-pre-softmax"),
+        (["--topk", "2"], "--topk 2 needs --upcycle-experts"),
+        (
+            ["--upcycle-experts", "4", "--moe-shared-expert-intermediate-size", "8"],
+            "could copy: leave out the flags that add it",
+        ),
+    ],
+)
+def test_bad_experts_are_one_error(tmp_path, flags, message):
+    write_torch_dist(random_source(LLAMA_ARGS), tmp_path / "run")
+    words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "out", "--saver", "hf")
+    done = run_convert(*words, *flags)
+    assert done.returncode and message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_a_model_with_experts_is_not_upcycled():
+    source = random_source(LLAMA_ARGS | {"num_experts": 4})
+    with pytest.raises(ValueError, match="already has 4 experts per layer"):
+        edit(source, experts=8)
