@@ -36,7 +36,11 @@ from megatron.core.dist_checkpointing.format.checksums import (
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, read_regular
-from megatron.core.dist_checkpointing.generation import Generation
+from megatron.core.dist_checkpointing.generation import (
+    Generation,
+    GenerationId,
+    generations_in,
+)
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.replication import (
     JOB_SECRET,
@@ -162,6 +166,28 @@ class LocalTier(NamedTuple):
         """Return the names of checkpoints of which this node has any files, oldest first."""
         names = [path.name for path in self.root.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(names, key=order_of)
+
+    def list_generations(self) -> list[GenerationId]:
+        """Return the starts that have recorded themselves or saved checkpoints on this node.
+
+        Names of checkpoints contain no token.
+        """
+        saved = [GenerationId(order_of(name)[0], "") for name in self.list_checkpoints()]
+        return generations_in(self.root) + saved
+
+    def record_generation(self, generation: GenerationId) -> None:
+        """Record on this node that a start has taken `generation`; remove records of older ones."""
+        if self.rank != self.node:
+            return
+        try:
+            (self.root / generation.name).touch()
+            for older in generations_in(self.root):
+                if older.number < generation.number:
+                    remove(self.root / older.name)
+        except OSError as error:
+            raise CheckpointError(
+                f"local checkpoints cannot be saved to {self.root}: {error}"
+            ) from error
 
     def find_writers(self, name: str) -> dict[int, tuple[int, int]]:
         """Return the writers whose files this node has: (number of writers, size of the marker).

@@ -18,12 +18,13 @@ import socket
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.files import clean_up
 from megatron.core.dist_checkpointing.generation import Generation, find_newest, read_owner
-from megatron.core.dist_checkpointing.local_tier import LocalTier, order_of
+from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.object_commit import take_generation
 from megatron.core.object_storage import ObjectPath, check_conditional_requests
@@ -184,9 +185,27 @@ def take_directory(root: Path, job: Job, tier: LocalTier | None = None) -> Gener
 
     From then on no earlier start can change the directory. Unfinished saves and removals of
     earlier starts are cleaned up.
+
+    Its number is unique among the starts that saved to the disks of the nodes (`tier`): names of
+    local checkpoints contain the number only. `root` alone cannot ensure that, because numbers
+    repeat after a backup was restored.
     """
     ranks = Coordination.of(None)
-    above = max(ranks.all_gather(_newest_local_generation(tier)))
+    above = _find_newest_local_generation(ranks, tier)
+    while True:
+        generation = _take_on_all(ranks, root, job, above)
+        if tier is None:
+            return generation
+        # Each start looks after it has recorded its number. So of two starts with the same number,
+        # at least one sees the other.
+        ranks.run_on_all(partial(tier.record_generation, generation.id))
+        above = _find_newest_local_generation(ranks, tier, generation.token)
+        if above < generation.number:
+            return generation
+
+
+def _take_on_all(ranks: Coordination, root: Path, job: Job, above: int) -> Generation:
+    """Take the next generation, which exceeds `above`, and return it on all ranks. Collective."""
     generation = ranks.run_on_rank0(lambda: _take(root, job, above))
     is_current = ranks.all_gather(generation.is_current())
     if not is_current[0]:
@@ -194,14 +213,16 @@ def take_directory(root: Path, job: Job, tier: LocalTier | None = None) -> Gener
     return generation
 
 
-def _newest_local_generation(tier: LocalTier | None) -> int:
-    """Return the newest generation whose local checkpoints this node has.
-
-    After a backup of the directory was restored, the nodes may have checkpoints of later starts.
-    """
-    if tier is None:
-        return 0
-    return max((order_of(name)[0] for name in tier.list_checkpoints()), default=0)
+def _find_newest_local_generation(
+    ranks: Coordination, tier: LocalTier | None, own_token: str | None = None
+) -> int:
+    """Return the newest generation that is recorded on a node, except the own one. Collective."""
+    newest = 0
+    if tier is not None:
+        for generation in tier.list_generations():
+            if generation.token != own_token:
+                newest = max(newest, generation.number)
+    return max(ranks.all_gather(newest))
 
 
 def _take(root: Path, job: Job, above: int) -> Generation:

@@ -1,9 +1,11 @@
 """Ownership of a directory of checkpoints: restarts, other jobs, directories not shared."""
 
 import os
+import shutil
 
 import pytest
 
+from megatron.core.dist_checkpointing.generation import GenerationId
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.ownership import (
     Job,
@@ -76,3 +78,35 @@ def test_job_is_identified_by_torchrun_or_slurm(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/tmp/torch/none_x/attempt_2/0/error.json")
     host = os.uname().nodename
     assert identify_job() == Job("torchrun none", (f"{host}:/tmp/torch/none_x",), True)
+
+
+def test_numbers_are_not_reused_on_the_nodes(tmp_path):
+    """A backup of --save is restored while a start is suspended that has not saved anything yet.
+
+    With the number of its successor, its next local checkpoint would count as one of the successor.
+    """
+    tier = LocalTier.create(tmp_path / "node")
+    root = tmp_path / "run"
+    root.mkdir()
+    suspended = take_directory(root, Job(), tier)
+    shutil.rmtree(root)
+    root.mkdir()
+    successor = take_directory(root, Job(), tier)
+    assert (suspended.number, successor.number) == (1, 2)
+    assert take_directory(root, Job(), tier).number == 3
+    assert len(list(tier.root.glob(".generation-*"))) == 1
+
+
+def test_number_that_another_start_records_meanwhile_is_not_used(tmp_path, monkeypatch):
+    tier = LocalTier.create(tmp_path / "node")
+    root = tmp_path / "run"
+    root.mkdir()
+    record = LocalTier.record_generation
+
+    def record_after_another_start(self, generation):
+        monkeypatch.setattr(LocalTier, "record_generation", record)
+        record(self, GenerationId(generation.number, "other"))
+        record(self, generation)
+
+    monkeypatch.setattr(LocalTier, "record_generation", record_after_another_start)
+    assert take_directory(root, Job(), tier).number == 2
