@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
-from megatron.core.flags import flag
+from megatron.core.flags import FlagSection, flag
 from megatron.core.progress import ProgressBar
 from megatron.core.terminal import format_error, print_line
 from megatron.training.config.arguments import FlagParser, build, parse_flags
@@ -41,7 +41,7 @@ MAX_BAD_LINES_PRINTED = 10
 
 
 @dataclass
-class PreprocessConfig:
+class PreprocessConfig(FlagSection):
     """Input, its documents, and output."""
 
     input: list[str] | None = flag(None)
@@ -77,9 +77,9 @@ class PreprocessConfig:
     log_interval: int = flag(1000, positive=True)
     """Number of documents between progress lines, if the output is not a terminal."""
 
-    def __post_init__(self) -> None:
+    def find_problems(self) -> Iterator[str]:
         if not self.input or self.output_prefix is None:
-            raise ValueError("--input and --output-prefix are required (--help lists all flags)")
+            yield "--input and --output-prefix are required (--help lists all flags)"
 
     @property
     def num_workers(self) -> int:

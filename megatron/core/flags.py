@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import types
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,9 +16,11 @@ def flag(
     *names: str,
     choices: tuple[str, ...] | None = None,
     parse: Callable[[str], Any] | None = None,
+    required: bool = False,
     positive: bool = False,
     at_least: float | None = None,
     at_most: float | None = None,
+    below: float | None = None,
     decides: str | None = None,
     when: Mapping[str, Any] | None = None,
     meaning: str | None = None,
@@ -28,9 +33,11 @@ def flag(
     that defaults to False is `--field-name`; one that defaults to True is `--no-field-name`.
     `names` overrides these spellings; a bool then takes the opposite of its default.
 
-    Values: `parse` converts a word when the type alone does not define the conversion. The bounds
-    `positive`, `at_least` and `at_most` are checked by the command line parser and by
-    `find_range_problems`.
+    Values: `parse` converts a word when the type alone does not define the conversion. The type,
+    the `choices`, and the bounds `positive`, `at_least`, `at_most` (inclusive) and `below`
+    (exclusive) are checked by the command line parser and by every instance of a `FlagSection`,
+    whether its values come from the command line, from Python or from a checkpoint. The default 0
+    of a `required` number means that it is missing.
 
     Fields of the model specify what they decide (`decides`): "shapes" (keys and shapes of the
     weights) or "mathematics" (the function that the same weights compute). The field matters only
@@ -41,9 +48,11 @@ def flag(
         "flags": names,
         "choices": choices,
         "parse": parse,
+        "required": required,
         "positive": positive,
         "at_least": at_least,
         "at_most": at_most,
+        "below": below,
         "decides": decides,
         "when": when or {},
         "meaning": meaning,
@@ -58,26 +67,141 @@ def raise_problems(problems: Iterable[str]) -> None:
         raise ValueError("\n".join(lines))
 
 
-def find_violated_bounds(value: Any, metadata: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a description of each bound in a flag's `metadata` that `value` violates."""
-    low = metadata["at_least"]
-    high = metadata["at_most"]
+class FlagSection:
+    """Base class of dataclasses of flags: checks the fields whenever an instance is created.
+
+    The metadata and the type of a field are the only statement of its accepted values. Subclasses
+    define `find_problems` for rules between fields.
+    """
+
+    def __post_init__(self) -> None:
+        raise_problems(find_field_problems(self))
+        raise_problems(self.find_problems())
+
+    def find_problems(self) -> Iterator[str]:
+        """Yield an error message for each violated rule between fields."""
+        yield from ()
+
+
+def spell_flag(field: dataclasses.Field[Any]) -> str:
+    """Return the spelling of a field's flag that --help shows; for a bool, one that changes its
+    default.
+    """
+    names = field.metadata["flags"]
+    if names:
+        return str(names[0])
+    prefix = "--no-" if field.default is True else "--"
+    return prefix + field.name.replace("_", "-")
+
+
+@functools.cache
+def get_field_types(section: type) -> dict[str, Any]:
+    """Return the type of each field of a dataclass if it is given: X for `X | None`."""
+    field_types = typing.get_type_hints(section)
+    for name, hint in field_types.items():
+        arms = [arm for arm in _get_arms(hint) if arm is not types.NoneType]
+        if len(arms) == 1:
+            field_types[name] = arms[0]
+    return field_types
+
+
+def _get_arms(hint: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a union; other types are their only alternative."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def describe_type(hint: Any) -> str:
+    """Return a type as an error message names it, e.g. "an integer"."""
+    if typing.get_origin(hint) is tuple:
+        return f"{len(typing.get_args(hint))} numbers joined by commas"
+    if typing.get_origin(hint) is list:
+        return "a list"
+    names = {int: "an integer", float: "a number", str: "a string", bool: "a boolean"}
+    arms = [arm for arm in _get_arms(hint) if arm is not types.NoneType]
+    return " or ".join(names.get(arm) or describe_type(arm) for arm in arms)
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Return whether `value` is an instance of `hint`.
+
+    A field of floats accepts integers, and a list or tuple the other one.
+    """
+    if typing.get_origin(hint) is list:
+        (kind,) = typing.get_args(hint)
+        return isinstance(value, list | tuple) and all(_has_type(item, kind) for item in value)
+    if typing.get_origin(hint) is tuple:
+        kinds = typing.get_args(hint)
+        is_sequence = isinstance(value, list | tuple) and len(value) == len(kinds)
+        return is_sequence and all(map(_has_type, value, kinds))
+    if isinstance(value, bool):
+        return bool in _get_arms(hint)
+    if isinstance(value, int) and hint is float:
+        return True
+    return any(
+        _has_type(value, arm) if typing.get_args(arm) else isinstance(value, arm)
+        for arm in _get_arms(hint)
+    )
+
+
+def _find_type_problems(name: str, value: Any, hint: Any) -> Iterator[str]:
+    if typing.get_origin(hint) is list and isinstance(value, list | tuple):
+        for element in value:
+            yield from _find_type_problems(name, element, typing.get_args(hint)[0])
+    elif not _has_type(value, hint):
+        yield f"{name}: {value!r} is not {describe_type(hint)}"
+
+
+def find_value_problems(
+    name: str, value: Any, metadata: Mapping[str, Any], word: str | None = None
+) -> Iterator[str]:
+    """Yield an error message for each choice and bound in a field's `metadata` that `value`
+    violates; each element of a list is checked.
+
+    `name` is the flag, and `word` the value as it was typed.
+    """
+    if isinstance(value, list | tuple):
+        for element in value:
+            yield from find_value_problems(name, element, metadata)
+        return
+    choices = metadata["choices"]
+    if choices is not None and value not in choices:
+        yield f"{name}: {value!r} is not one of {', '.join(choices)}"
+    if isinstance(value, int | float):
+        for requirement in _find_violated_bounds(value, metadata):
+            yield f"{name} must be {requirement}, got {word or value}"
+
+
+def _find_violated_bounds(value: float, metadata: Mapping[str, Any]) -> Iterator[str]:
+    at_least = metadata["at_least"]
+    at_most = metadata["at_most"]
+    below = metadata["below"]
     # NaN is neither below nor above a bound, so finiteness is checked for every number.
-    if isinstance(value, float) and not math.isfinite(value):
+    if not math.isfinite(value):
         yield "a finite number"
+    if metadata["required"] and value < 1:
+        yield "given and positive"
     if metadata["positive"] and value <= 0:
         yield "positive"
-    if low is not None and value < low:
-        yield f"at least {low}"
-    if high is not None and value > high:
-        yield f"at most {high}"
+    if at_least is not None and value < at_least:
+        yield f"at least {at_least}"
+    if at_most is not None and value > at_most:
+        yield f"at most {at_most}"
+    if below is not None and value >= below:
+        yield f"less than {below}"
 
 
-def find_range_problems(config: Any) -> Iterator[str]:
-    """Yield an error message for each number in a dataclass of flags that is out of bounds."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if not field.metadata or not isinstance(value, int | float):
-            continue
-        for requirement in find_violated_bounds(value, field.metadata):
-            yield f"--{field.name.replace('_', '-')} must be {requirement}, got {value}"
+def find_field_problems(section: Any) -> Iterator[str]:
+    """Yield an error message for each field of a dataclass of flags whose value has the wrong type,
+    is not one of the choices, or is out of bounds.
+    """
+    field_types = get_field_types(section.__class__)
+    for field in dataclasses.fields(section):
+        name = field.name
+        value = getattr(section, name)
+        if value is None or "flags" not in field.metadata:
+            continue  # None means that the value is not given
+        problems = list(_find_type_problems(spell_flag(field), value, field_types[name]))
+        if not problems:
+            problems = list(find_value_problems(spell_flag(field), value, field.metadata))
+        yield from problems

@@ -25,7 +25,7 @@ from itertools import product
 from operator import add
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.core.flags import flag
+from megatron.core.flags import FlagSection, flag
 from megatron.core.lazy_import import lazy_module
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(FlagSection):
     """Sizes of the parallel axes; data parallelism takes the remaining ranks."""
 
     tensor_model_parallel_size: int = flag(1, positive=True)
@@ -88,6 +88,7 @@ class ParallelConfig:
         types: Any = self.cp_comm_type
         types = [types] if isinstance(types, str) else list(types)
         object.__setattr__(self, "cp_comm_type", types)
+        super().__post_init__()
 
     @property
     def tp_size(self) -> int:
@@ -137,8 +138,6 @@ class ParallelConfig:
         Raises ValueError if the sizes do not divide `world_size`.
         """
         self.dp_size(world_size)
-        if min(self.etp_size, self.ep_size) < 1:
-            raise ValueError(f"parallel sizes must be positive, got {self}")
         ranks = self.etp_size * self.ep_size * self.pp_size
         if world_size % ranks != 0:
             raise ValueError(
@@ -161,8 +160,6 @@ class ParallelConfig:
 
         Raises ValueError if the sizes of the other axes do not divide `world_size`.
         """
-        if min(self.tp_size, self.cp_size, self.pp_size, self.vpp_size) < 1:
-            raise ValueError(f"parallel sizes must be positive, got {self}")
         if world_size % self.replica_size != 0:
             context = ""
             context_flag = ""

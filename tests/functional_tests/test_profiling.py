@@ -169,8 +169,8 @@ def test_synchronizations_are_counted():
 
 def test_errors_name_the_flag():
     for flags, message in {
-        "--profile-step-start 5 --profile-step-end 5": "--profile-step-start 5 must be at least 1 "
-        "and less than",
+        "--profile-step-start 5 --profile-step-end 5": "--profile-step-start 5 must be less than",
+        "--profile-step-start 0": "--profile-step-start must be at least 1, got 0",
         "--profile-ranks 2": "--profile-ranks 2: the run has ranks 0 to 1",
         "--log-memory-interval 0": "--log-memory-interval must be positive, got 0",
     }.items():

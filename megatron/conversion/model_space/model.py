@@ -33,6 +33,7 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
+from megatron.core.flags import find_value_problems
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
@@ -65,7 +66,19 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
         name: args[name] for name in _FIELDS if name in args and not name.startswith("recompute_")
     }
     ARGUMENTS(known, description)
+    known = {name: value for name, value in known.items() if not _is_foreign_choice(name, value)}
     return TransformerConfig(**(known | LOCAL_BACKEND_FIELDS | {"vocab_size": vocab_size}))
+
+
+def _is_foreign_choice(name: str, value: Any) -> bool:
+    """Return whether a field that does not define the model has an unsupported choice.
+
+    For example, Megatron-LM has more token dispatchers. The default gives the same model.
+    """
+    metadata = _FIELDS[name].metadata
+    if metadata["choices"] is None or metadata["decides"] or value is None:
+        return False
+    return any(find_value_problems(flag_name(name), value, metadata))
 
 
 def read_vocabulary_rows(tensors: Mapping[str, TensorInfo], where: str) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.core.flags import find_range_problems, flag, raise_problems
+from megatron.core.flags import FlagSection, flag
 
 Split = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
@@ -100,10 +100,10 @@ DEFAULT_SPLIT = "969, 30, 1"
 
 
 @dataclass
-class GPTDatasetConfig:
+class GPTDatasetConfig(FlagSection):
     """Options of the data and of its samples. Field names are Megatron-LM's argument names."""
 
-    seq_length: int = flag(0)
+    seq_length: int = flag(0, required=True)
     """Number of tokens per sample."""
     seed: int = flag(1234, at_least=0, at_most=2**32 - 1)
     """Seed of the shuffles of documents and samples, and of all other random numbers of a run."""
@@ -188,12 +188,7 @@ class GPTDatasetConfig:
     # enough.
     verify_index_cache: bool = True
 
-    def __post_init__(self) -> None:
-        raise_problems([*find_range_problems(self), *self._find_problems()])
-
-    def _find_problems(self) -> Iterator[str]:
-        if self.seq_length < 1:
-            yield f"--seq-length must be given and positive, got {self.seq_length}"
+    def find_problems(self) -> Iterator[str]:
         if self.reset_attention_mask and not self.create_attention_mask_in_dataloader:
             yield (
                 "--reset-attention-mask and --no-create-attention-mask-in-dataloader are mutually "

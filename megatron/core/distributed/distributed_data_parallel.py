@@ -15,13 +15,13 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamAndGradBuffer
-from megatron.core.flags import find_range_problems, flag, raise_problems
+from megatron.core.flags import FlagSection, flag
 from megatron.core.module import MegatronModule, param_info
 from megatron.core.parallel_state import Axis, ParallelState
 
 
 @dataclass
-class DistributedDataParallelConfig:
+class DistributedDataParallelConfig(FlagSection):
     """Options of the gradient reduction and parameter gathering over data parallelism."""
 
     use_distributed_optimizer: bool = flag(False)
@@ -43,10 +43,7 @@ class DistributedDataParallelConfig:
     ddp_num_buckets: int | None = flag(None, positive=True)
     """Approximate number of buckets per model chunk, instead of --ddp-bucket-size."""
 
-    def __post_init__(self) -> None:
-        raise_problems([*find_range_problems(self), *self._find_problems()])
-
-    def _find_problems(self) -> Iterator[str]:
+    def find_problems(self) -> Iterator[str]:
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             yield (
                 "--overlap-param-gather needs --use-distributed-optimizer: without it each rank "

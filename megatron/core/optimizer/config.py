@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.core.flags import find_range_problems, flag, raise_problems
+from megatron.core.flags import FlagSection, flag
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(FlagSection):
     """Options of the update rule, clipping, and loss scaling."""
 
     optimizer: str = flag("adam", choices=("adam", "sgd", "ademamix", "muon"))
@@ -23,29 +23,29 @@ class OptimizerConfig:
     """Maximum learning rate of the schedule."""
     min_lr: float = flag(0.0, at_least=0)
     """Learning rate at and after the end of the decay."""
-    decoupled_lr: float | None = flag(None)
+    decoupled_lr: float | None = flag(None, at_least=0)
     """Separate maximum learning rate of the word embedding and the output layer."""
-    decoupled_min_lr: float | None = flag(None)
+    decoupled_min_lr: float | None = flag(None, at_least=0)
     """Learning rate of the word embedding and the output layer at the end of the decay, with
     --decoupled-lr. Default: 0.
     """
     weight_decay: float = flag(0.01, at_least=0)
     """Weight decay of matrices and embeddings; biases and norms have none."""
-    start_weight_decay: float | None = flag(None)
+    start_weight_decay: float | None = flag(None, at_least=0)
     """Initial weight decay, with --weight-decay-incr-style other than constant."""
-    end_weight_decay: float | None = flag(None)
+    end_weight_decay: float | None = flag(None, at_least=0)
     """Final weight decay, with --weight-decay-incr-style other than constant."""
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
     """Shape of the change from the initial to the final weight decay over the run."""
-    adam_beta1: float = flag(0.9)
+    adam_beta1: float = flag(0.9, at_least=0, below=1)
     """Decay of the running mean of the gradient."""
-    adam_beta2: float = flag(0.999)
+    adam_beta2: float = flag(0.999, at_least=0, below=1)
     """Decay of the running mean of the squared gradient."""
     adam_eps: float = flag(1e-8, at_least=0)
     """Term added to the denominator of Adam for numerical stability."""
     sgd_momentum: float = flag(0.9, at_least=0)
     """Momentum of SGD."""
-    ademamix_beta3: float | None = flag(None, at_least=0, at_most=1)
+    ademamix_beta3: float | None = flag(None, at_least=0, below=1)
     """Decay of AdEMAMix's slow running mean of the gradient."""
     ademamix_alpha: float | None = flag(None, at_least=0)
     """Weight of AdEMAMix's slow mean."""
@@ -53,7 +53,7 @@ class OptimizerConfig:
     """Iterations over which the decay of the slow mean rises to --ademamix-beta3."""
     ademamix_alpha_warmup: int | None = flag(None, at_least=0)
     """Iterations over which the weight of the slow mean rises to --ademamix-alpha."""
-    muon_momentum: float = flag(0.9)
+    muon_momentum: float = flag(0.9, at_least=0, below=1)
     """Decay of Muon's running mean of the gradient."""
     muon_nesterov: bool = flag(False, "--muon-nesterov", "--muon-use-nesterov")
     """Use Nesterov momentum in Muon."""
@@ -81,48 +81,34 @@ class OptimizerConfig:
     """Fixed loss scale, preferably a power of 2. Default: a dynamic scale with --fp16, else 1."""
     initial_loss_scale: float = flag(2.0**32)
     """Initial dynamic loss scale."""
-    min_loss_scale: float = flag(1.0)
+    min_loss_scale: float = flag(1.0, positive=True)
     """Minimum dynamic loss scale."""
     loss_scale_window: int = flag(1000, positive=True)
     """Iterations without overflow after which the dynamic loss scale is doubled."""
     hysteresis: int = flag(2, positive=True)
     """Overflows, counted since the dynamic loss scale last grew, from which on it is halved."""
 
-    def __post_init__(self) -> None:
-        problems = [
-            *find_range_problems(self),
-            *self._find_problems(),
-            *self._find_weight_decay_problems(),
-        ]
-        raise_problems(problems)
-
-    def _find_problems(self) -> Iterator[str]:
+    def find_problems(self) -> Iterator[str]:
         if self.lr is not None and self.min_lr > self.lr:
             yield f"--min-lr {self.min_lr} must not be larger than --lr {self.lr}"
-        if not 0 <= (self.decoupled_min_lr or 0.0) <= (self.decoupled_lr or 0.0):
+        if (self.decoupled_min_lr or 0.0) > (self.decoupled_lr or 0.0):
             yield (
                 f"--decoupled-min-lr {self.decoupled_min_lr} must be between 0 and "
                 f"--decoupled-lr {self.decoupled_lr}"
             )
-        if not (0 <= self.adam_beta1 < 1 and 0 <= self.adam_beta2 < 1):
-            yield (
-                f"--adam-beta1 {self.adam_beta1} and --adam-beta2 {self.adam_beta2} "
-                "must be in [0, 1)"
-            )
-        if not 0 <= self.muon_momentum < 1:
-            yield f"--muon-momentum {self.muon_momentum} must be in [0, 1)"
         if self.optimizer_impl == "apex" and self.optimizer != "adam":
             yield (
                 "--optimizer-impl apex supports only --optimizer adam: remove it for --optimizer "
                 f"{self.optimizer}"
             )
-        if not 0 < self.min_loss_scale <= self.initial_loss_scale:
+        if self.min_loss_scale > self.initial_loss_scale:
             yield (
-                f"--min-loss-scale {self.min_loss_scale} must be positive and at most "
+                f"--min-loss-scale {self.min_loss_scale} must be at most "
                 f"--initial-loss-scale {self.initial_loss_scale}"
             )
         if self.optimizer == "ademamix":
             yield from self._find_ademamix_problems()
+        yield from self._find_weight_decay_problems()
 
     def _find_ademamix_problems(self) -> Iterator[str]:
         beta3 = self.ademamix_beta3
@@ -132,11 +118,10 @@ class OptimizerConfig:
                 "--optimizer ademamix requires --ademamix-beta3 (e.g. 0.9999) and "
                 "--ademamix-alpha (e.g. 5)"
             )
-        elif not 0 < self.adam_beta1 <= beta3 < 1 or alpha < 0:
+        elif not 0 < self.adam_beta1 <= beta3:
             yield (
                 f"--ademamix-beta3 {beta3}, the decay of the slower mean, must be at least "
-                f"--adam-beta1 {self.adam_beta1} and less than 1, both positive, and "
-                f"--ademamix-alpha {alpha} must not be negative"
+                f"--adam-beta1 {self.adam_beta1}, and both must be positive"
             )
 
     def _find_weight_decay_problems(self) -> Iterator[str]:
@@ -149,7 +134,7 @@ class OptimizerConfig:
                     "--weight-decay-incr-style linear or cosine; for a constant weight decay use "
                     "--weight-decay"
                 )
-        elif start is None or end is None or not 0 <= start <= end:
+        elif start is None or end is None or start > end:
             yield (
                 f"--weight-decay-incr-style {self.weight_decay_incr_style} requires "
                 f"0 <= --start-weight-decay <= --end-weight-decay, got {start} and {end}"
@@ -164,7 +149,7 @@ class OptimizerConfig:
 
 
 @dataclass
-class SchedulerConfig:
+class SchedulerConfig(FlagSection):
     """Schedule of the learning rate, in iterations (with --train-iters) or in samples (with
     --train-samples).
     """
@@ -177,7 +162,7 @@ class SchedulerConfig:
     """Iterations until --min-lr is reached. Default: --train-iters."""
     lr_decay_samples: int | None = flag(None)
     """Samples until --min-lr is reached. Default: --train-samples."""
-    lr_warmup_fraction: float | None = flag(None)
+    lr_warmup_fraction: float | None = flag(None, at_least=0, below=1)
     """Fraction of the decay length over which the learning rate rises linearly; replaces
     --lr-warmup-iters and --lr-warmup-samples.
     """
@@ -204,20 +189,15 @@ class SchedulerConfig:
     )
     """On resume, use the checkpoint's schedule instead of that of the flags."""
 
-    def __post_init__(self) -> None:
-        raise_problems(self._find_problems())
-
-    def _find_problems(self) -> Iterator[str]:
+    def find_problems(self) -> Iterator[str]:
         if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
             yield (
                 "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler are "
                 "mutually exclusive"
             )
-        if self.lr_warmup_fraction is not None:
-            if not 0 <= self.lr_warmup_fraction < 1:
-                yield f"--lr-warmup-fraction must be in [0, 1), got {self.lr_warmup_fraction}"
-            if self.lr_warmup_iters or self.lr_warmup_samples:
-                yield (
-                    f"--lr-warmup-fraction {self.lr_warmup_fraction} excludes --lr-warmup-iters "
-                    f"{self.lr_warmup_iters} and --lr-warmup-samples {self.lr_warmup_samples}"
-                )
+        has_fixed_warmup = self.lr_warmup_iters or self.lr_warmup_samples
+        if self.lr_warmup_fraction is not None and has_fixed_warmup:
+            yield (
+                f"--lr-warmup-fraction {self.lr_warmup_fraction} excludes --lr-warmup-iters "
+                f"{self.lr_warmup_iters} and --lr-warmup-samples {self.lr_warmup_samples}"
+            )

@@ -151,7 +151,7 @@ class ExpertOptions:
     """Every N-th layer has experts, starting with the first; or a pattern of 1 (experts) and 0
     (dense), e.g. [0]*3+[1]*61.
     """
-    moe_ffn_hidden_size: int | None = flag(None, decides="shapes", when=_MOE)
+    moe_ffn_hidden_size: int | None = flag(None, positive=True, decides="shapes", when=_MOE)
     """Inner width of an expert. Default: --ffn-hidden-size."""
     moe_shared_expert_intermediate_size: int | None = flag(None, decides="shapes", when=_MOE)
     """Inner width of the shared expert, which processes every token. Default: no shared expert."""

@@ -31,11 +31,11 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     the checks of an export are derived from that.
     """
 
-    num_layers: int = flag(0, decides="shapes")
+    num_layers: int = flag(0, required=True, decides="shapes")
     """Number of transformer layers."""
-    hidden_size: int = flag(0, decides="shapes")
+    hidden_size: int = flag(0, required=True, decides="shapes")
     """Width of the residual stream."""
-    num_attention_heads: int = flag(0, decides="shapes")
+    num_attention_heads: int = flag(0, required=True, decides="shapes")
     """Number of query heads."""
     ffn_hidden_size: int | None = flag(None, decides="shapes", when=_DENSE)
     """Inner width of the MLP. Default: 4 * hidden_size, or 8/3 * hidden_size rounded down to a
@@ -55,15 +55,15 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Project queries, and keys with values, from two low-rank latent vectors per token (MLA,
     DeepSeek-V2). It always uses RoPE.
     """
-    q_lora_rank: int | None = flag(None, decides="shapes", when=_LATENT)
+    q_lora_rank: int | None = flag(None, positive=True, decides="shapes", when=_LATENT)
     """Width of the latent vector of queries. Default: project them from the residual stream."""
-    kv_lora_rank: int = flag(32, decides="shapes", when=_LATENT)
+    kv_lora_rank: int = flag(32, positive=True, decides="shapes", when=_LATENT)
     """Width of the latent vector of keys and values."""
-    qk_head_dim: int = flag(128, decides="shapes", when=_LATENT)
+    qk_head_dim: int = flag(128, positive=True, decides="shapes", when=_LATENT)
     """Width of the part of a query or key head without rotary embedding."""
-    qk_pos_emb_head_dim: int = flag(64, decides="shapes", when=_LATENT)
+    qk_pos_emb_head_dim: int = flag(64, positive=True, decides="shapes", when=_LATENT)
     """Width of the part with rotary embedding, which all key heads share."""
-    v_head_dim: int = flag(128, decides="shapes", when=_LATENT)
+    v_head_dim: int = flag(128, positive=True, decides="shapes", when=_LATENT)
     """Width of a value head."""
     vocab_size: int | None = flag(None)
     """Number of tokens in the vocabulary. Default: the tokenizer's. With NullTokenizer N means N +

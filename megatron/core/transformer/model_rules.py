@@ -10,16 +10,11 @@ from collections.abc import Iterator
 from megatron.core.transformer.model_options import ModelOptions
 
 
-def find_missing_fields(config: ModelOptions) -> Iterator[str]:
-    """Yield the problems that prevent the defaults of other fields from being derived."""
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        value = getattr(config, name)
-        if value < 1:
-            yield f"{_format_flag(name)} must be given and positive, got {value}"
+def find_size_problems(config: ModelOptions) -> Iterator[str]:
+    """Yield the problems of the sizes from which the defaults of other fields are derived."""
     # The default head width is hidden_size / heads. Latent attention has widths of its own.
     needs_default = config.kv_channels is None and not config.multi_latent_attention
-    num_heads = max(config.num_attention_heads, 1)
-    if needs_default and config.hidden_size % num_heads:
+    if needs_default and config.hidden_size % config.num_attention_heads:
         yield (
             f"--hidden-size {config.hidden_size} is not a multiple of --num-attention-heads "
             f"{config.num_attention_heads}: change one of them or give --kv-channels"
@@ -199,18 +194,11 @@ def _check_rope(config: ModelOptions) -> Iterator[str]:
 def _check_latent_attention(config: ModelOptions) -> Iterator[str]:
     if not config.multi_latent_attention:
         return
-    widths = {
-        "--kv-lora-rank": config.kv_lora_rank,
-        "--qk-head-dim": config.qk_head_dim,
-        "--v-head-dim": config.v_head_dim,
-    }
-    if config.q_lora_rank is not None:
-        widths["--q-lora-rank"] = config.q_lora_rank
-    for name, width in widths.items():
-        if width is None or width < 1:
-            yield f"{name} must be positive, got {width}"
+    for name in ("kv_lora_rank", "qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim"):
+        if getattr(config, name) is None:
+            yield f"--multi-latent-attention requires --{name.replace('_', '-')}"
     rotated = config.qk_pos_emb_head_dim
-    if rotated is None or rotated < 1 or rotated % 2:
+    if rotated is not None and rotated % 2:
         yield f"--qk-pos-emb-head-dim must be even and positive, got {rotated}"
     if config.query_groups != config.num_attention_heads:
         yield (
@@ -227,8 +215,6 @@ def _check_latent_attention(config: ModelOptions) -> Iterator[str]:
 
 
 def _check_experts(config: ModelOptions) -> Iterator[str]:
-    if config.moe_ffn_size < 1:
-        yield f"--moe-ffn-hidden-size must be positive, got {config.moe_ffn_hidden_size}"
     yield from _check_moe_layer_freq(config)
     yield from _check_topk(config)
     if config.add_bias_linear and config.has_shared_experts:

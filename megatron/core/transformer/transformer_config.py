@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.core.flags import find_range_problems, raise_problems
+from megatron.core.flags import FlagSection, find_field_problems, raise_problems
 from megatron.core.transformer import model_rules
 from megatron.core.transformer.model_options import ModelOptions
 
 
 @dataclass
-class TransformerConfig(ModelOptions):
+class TransformerConfig(ModelOptions, FlagSection):
     """A complete and consistent definition of a model; it is stored in checkpoints."""
 
     def __post_init__(self) -> None:
@@ -21,8 +21,10 @@ class TransformerConfig(ModelOptions):
 
         Raises ValueError that lists everything that is missing, out of range or contradictory.
         """
-        # Defaults depend on these fields.
-        raise_problems(model_rules.find_missing_fields(self))
+        self._convert_losses_to_lists()
+        # Defaults depend on valid sizes.
+        raise_problems(find_field_problems(self))
+        raise_problems(model_rules.find_size_problems(self))
         self._fill_rope_type()
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // self.num_attention_heads
@@ -34,8 +36,7 @@ class TransformerConfig(ModelOptions):
             self.num_query_groups = 1
         if self.has_experts and self.moe_ffn_hidden_size is None:
             self.moe_ffn_hidden_size = self.ffn_hidden_size
-        self._convert_losses_to_lists()
-        raise_problems([*find_range_problems(self), *model_rules.find_problems(self)])
+        raise_problems([*find_field_problems(self), *model_rules.find_problems(self)])
 
     def _fill_rope_type(self) -> None:
         if self.position_embedding_type == "yarn":

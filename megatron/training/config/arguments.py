@@ -16,13 +16,18 @@ import functools
 import inspect
 import itertools
 import sys
-import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.flags import find_violated_bounds, raise_problems
+from megatron.core.flags import (
+    describe_type,
+    find_value_problems,
+    get_field_types,
+    raise_problems,
+    spell_flag,
+)
 from megatron.training.config.megatron_options import (
     MEGATRON_OPTIONS,
     OLD_VALUES,
@@ -47,9 +52,7 @@ def flag_fields(section: type) -> list[FlagField]:
 
 def option_names(field: FlagField) -> tuple[str, ...]:
     """Return the spellings that --help shows; for a bool, those that change its default."""
-    dashed = field.name.replace("_", "-")
-    default = f"--no-{dashed}" if field.default is True else f"--{dashed}"
-    return field.metadata["flags"] or (default,)
+    return field.metadata["flags"] or (spell_flag(field),)
 
 
 def both_spellings(field: FlagField) -> tuple[list[str], list[str]]:
@@ -89,44 +92,45 @@ def field_docs(section: type) -> dict[str, str]:
 def _parse_classes(module: str) -> dict[str, ast.ClassDef]:
     # A whole module at once: `inspect.getsource` would parse it again for each class.
     tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {
-        statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)
-    }
+    classes = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef):
+            classes[statement.name] = statement
+    return classes
 
 
 def flag_type(field: FlagField, section: type) -> Any:
     """Return the type of a given value; str if the field parses the word itself."""
-    hint = _get_type_hints(section)[field.name]
     if field.metadata["parse"]:
         return str
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        (hint,) = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
+    return get_field_types(section)[field.name]
+
+
+def get_word_type(hint: Any) -> Any:
+    """Return the type of one word of a flag: of an element of a list, otherwise `hint` itself."""
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0]
     return hint
 
 
-@functools.cache
-def _get_type_hints(section: type) -> dict[str, Any]:
-    return typing.get_type_hints(section)
+def convert_word(word: str, hint: Any) -> Any:
+    """Return the value of a word. `hint` is int, float, str, or a tuple of them, written `a,b`.
 
-
-def _get_converter(hint: Any) -> tuple[Callable[[str], Any], str]:
-    """Return the function from a word to a value, and the metavariable in --help.
-
-    The type is int, float, str, a list of one of them, or a tuple, which is written `a,b`.
+    Raises ValueError if the word does not have this type.
     """
-    if typing.get_origin(hint) is list:
-        return _get_converter(typing.get_args(hint)[0])
     if typing.get_origin(hint) is not tuple:
-        return hint, {int: "N", float: "X", str: "STR"}[hint]
-    converters, names = zip(*map(_get_converter, typing.get_args(hint)), strict=True)
+        return hint(word)
+    kinds = typing.get_args(hint)
+    parts = word.strip("() ").split(",")
+    pairs = zip(parts, kinds, strict=True)
+    return tuple(convert_word(part.strip(), kind) for part, kind in pairs)
 
-    def convert_tuple(text: str) -> tuple[Any, ...]:
-        words = text.strip("() ").split(",")
-        return tuple(convert(word.strip()) for convert, word in zip(converters, words, strict=True))
 
-    # The name of the type in error messages.
-    convert_tuple.__name__ = f"{len(converters)} numbers joined by commas"
-    return convert_tuple, ",".join(names)
+def get_metavariable(hint: Any) -> str:
+    """Return the name of a word of this type in --help."""
+    if typing.get_origin(hint) is tuple:
+        return ",".join(map(get_metavariable, typing.get_args(hint)))
+    return {int: "N", float: "X", str: "STR"}[hint]
 
 
 # Spellings.
@@ -138,8 +142,9 @@ class Spelling:
 
     dest: str
     words: str  # number of values: "0", "1", or "*" for all up to the next flag
-    convert: Callable[[str], Any] = str  # a word to a value
-    metadata: Mapping[str, Any] = field(default_factory=dict)  # of the field: choices and bounds
+    word_type: Any = str
+    # Of the field: `parse`, choices and bounds.
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     const: Any = None  # the value of a flag without words
 
     def parse(self, name: str, words: Sequence[str]) -> Any:
@@ -158,18 +163,23 @@ class Spelling:
                 f"or leave out {name}"
             )
         word = OLD_VALUES.get(self.dest, {}).get(word, word)
-        try:
-            value = self.convert(word)
-        except ValueError:
-            names: dict[Any, str] = {int: "an integer", float: "a number"}
-            kind = names.get(self.convert, self.convert.__name__)
-            raise ValueError(f"{name}: {word!r} is not {kind}") from None
-        choices = self.metadata["choices"]
-        if choices is not None and value not in choices:
-            raise ValueError(f"{name}: {word!r} is not one of {', '.join(choices)}")
-        for requirement in find_violated_bounds(value, self.metadata):
-            raise ValueError(f"{name} must be {requirement}, got {word}")
+        value = self._convert(name, word)
+        for problem in find_value_problems(name, value, self.metadata, word):
+            raise ValueError(problem)
         return value
+
+    def _convert(self, name: str, word: str) -> Any:
+        parse = self.metadata["parse"]
+        if parse is not None:
+            try:
+                return parse(word)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        try:
+            return convert_word(word, self.word_type)
+        except ValueError:
+            kind = describe_type(self.word_type)
+            raise ValueError(f"{name}: {word!r} is not {kind}") from None
 
 
 def _make_spellings(field: FlagField, hint: Any) -> dict[str, Spelling]:
@@ -178,10 +188,9 @@ def _make_spellings(field: FlagField, hint: Any) -> dict[str, Spelling]:
         on, off = both_spellings(field)
         switches = dict.fromkeys(on, Spelling(field.name, "0", const=True))
         return switches | dict.fromkeys(off, Spelling(field.name, "0", const=False))
-    metadata = field.metadata
-    convert = metadata["parse"] or _get_converter(hint)[0]
     words = "*" if typing.get_origin(hint) is list else "1"
-    return dict.fromkeys(option_names(field), Spelling(field.name, words, convert, metadata))
+    spelling = Spelling(field.name, words, get_word_type(hint), field.metadata)
+    return dict.fromkeys(option_names(field), spelling)
 
 
 # Parser.
@@ -344,7 +353,7 @@ def _add_help(group: argparse._ArgumentGroup, section: type, field: FlagField) -
                 text = text[0].lower() + text[1:]
             text = f"Disable this default: {text}"
     else:
-        options["metavar"] = _get_converter(hint)[1]
+        options["metavar"] = get_metavariable(get_word_type(hint))
         if field.metadata["choices"]:
             text += f" One of {', '.join(field.metadata['choices'])}."
         default: Any = field.default

@@ -7,14 +7,15 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.core.dist_checkpointing.loading.load import STRICTNESS
-from megatron.core.flags import flag
+from megatron.core.flags import FlagSection, flag
 
 
 @dataclass
-class TrainingConfig:
+class TrainingConfig(FlagSection):
     """Batches, length of the run, and how it ends."""
 
     micro_batch_size: int = flag(1, positive=True)
@@ -70,7 +71,7 @@ class TrainingConfig:
 
 
 @dataclass
-class DataLoaderConfig:
+class DataLoaderConfig(FlagSection):
     """How samples reach the training loop."""
 
     dataloader_type: str = flag("single", choices=("single", "cyclic"))
@@ -85,7 +86,7 @@ class DataLoaderConfig:
 
 
 @dataclass
-class DistributedConfig:
+class DistributedConfig(FlagSection):
     """Processes, devices and numerics."""
 
     distributed_backend: str | None = flag(None, choices=("nccl", "gloo"))
@@ -111,12 +112,12 @@ class DistributedConfig:
 
 
 @dataclass
-class ProfilingConfig:
+class ProfilingConfig(FlagSection):
     """Traces of iterations, and memory reports."""
 
     profile: bool = flag(False)
     """Trace iterations with torch's profiler, for chrome://tracing, Perfetto or TensorBoard."""
-    profile_step_start: int = flag(10)
+    profile_step_start: int = flag(10, at_least=1)
     """First iteration of the trace."""
     profile_step_end: int = flag(12)
     """First iteration after the trace."""
@@ -127,16 +128,16 @@ class ProfilingConfig:
     log_memory_interval: int | None = flag(None, positive=True)
     """Number of iterations between reports of the memory in use, the maximum over ranks."""
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.profile_step_start < self.profile_step_end:
-            raise ValueError(
-                f"--profile-step-start {self.profile_step_start} must be at least 1 and less than "
+    def find_problems(self) -> Iterator[str]:
+        if self.profile_step_start >= self.profile_step_end:
+            yield (
+                f"--profile-step-start {self.profile_step_start} must be less than "
                 f"--profile-step-end {self.profile_step_end}"
             )
 
 
 @dataclass
-class PipelineLayoutConfig:
+class PipelineLayoutConfig(FlagSection):
     """Assignment of layers to pipeline stages."""
 
     num_layers_per_virtual_pipeline_stage: int | None = flag(None)
@@ -159,7 +160,7 @@ class PipelineLayoutConfig:
 
 
 @dataclass
-class LoggingConfig:
+class LoggingConfig(FlagSection):
     """Metrics to report, and where."""
 
     log_interval: int = flag(100, positive=True)
@@ -207,7 +208,7 @@ class LoggingConfig:
 
 
 @dataclass
-class CheckpointConfig:
+class CheckpointConfig(FlagSection):
     """What to save and load, where, and when."""
 
     save: str | None = flag(None)

@@ -207,7 +207,7 @@ def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
     dp_size = config.parallel.dp_size(world_size)
     size = training.eval_global_batch_size
-    if size is not None and (size < 1 or size % (training.micro_batch_size * dp_size)):
+    if size is not None and size % (training.micro_batch_size * dp_size):
         yield (
             f"--eval-global-batch-size {size} is not a multiple of micro-batch size "
             f"{training.micro_batch_size} x "

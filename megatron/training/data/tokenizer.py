@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.format.schema import limit, parse_json, read_regular
-from megatron.core.flags import flag
+from megatron.core.flags import FlagSection, flag
 from megatron.core.terminal import format_error
 
 MAX_FILE_BYTES = limit("TOKENIZER_BYTES", 256 << 20)
@@ -19,7 +19,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass
-class TokenizerConfig:
+class TokenizerConfig(FlagSection):
     """Selection of a tokenizer. Field names are Megatron-LM's argument names."""
 
     tokenizer_type: str | None = flag(None)
@@ -73,11 +73,9 @@ class TokenizerConfig:
     the loss.
     """
 
-    def __post_init__(self) -> None:
+    def find_problems(self) -> Iterator[str]:
         if self.tokenizer_type is not None and self.tokenizer_type not in TOKENIZERS:
-            raise ValueError(
-                f"--tokenizer-type {self.tokenizer_type}: choose one of {', '.join(TOKENIZERS)}"
-            )
+            yield f"--tokenizer-type {self.tokenizer_type}: choose one of {', '.join(TOKENIZERS)}"
 
     @property
     def kind(self) -> str:

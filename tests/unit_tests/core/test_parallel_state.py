@@ -69,12 +69,27 @@ def test_embedding_axis_spans_the_first_and_last_stage():
             1,
             "needs --pipeline-model-parallel-size",
         ),
-        (ParallelConfig(0, 1), 1, "must be positive"),
     ],
 )
 def test_impossible_layouts_are_rejected(config, world, message):
     with pytest.raises(ValueError, match=message):
         ParallelState.for_rank(config, world, 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    ],
+)
+def test_sizes_must_be_positive(name):
+    with pytest.raises(ValueError, match="-size must be positive, got 0"):
+        ParallelConfig(**{name: 0})
 
 
 def test_rank_outside_the_world_is_rejected():
@@ -269,7 +284,6 @@ def test_default_expert_axes_are_those_of_dense_layers():
             {"expert_model_parallel_size": 2, "use_tp_pp_dp_mapping": True},
             "would consist of different ranks",
         ),
-        ({"expert_model_parallel_size": 0}, "must be positive"),
     ],
 )
 def test_impossible_expert_axes_are_rejected(options, message):

@@ -233,3 +233,23 @@ def test_layout_arguments_keep_their_order() -> None:
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
     ]
+
+
+def test_choices_that_do_not_define_the_model_may_be_unknown():
+    """Megatron-LM has more of them."""
+    args = LLAMA_ARGS | {"moe_token_dispatcher_type": "flex", "fp8_recipe": "custom"}
+    signature = compute_model_signature(model_config(args, 67, "test"))
+    assert signature == compute_model_signature(model_config(LLAMA_ARGS, 67, "test"))
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("softmax_type", "entmax", "--softmax-type: 'entmax' is not one of vanilla, "),
+        ("norm_placement", "sandwich", "--norm-placement: 'sandwich' is not one of pre, "),
+        ("rotary_percent", 1.5, "--rotary-percent must be at most 1, got 1.5"),
+    ],
+)
+def test_stored_values_are_checked_like_flags(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        model_config(LLAMA_ARGS | {name: value}, 67, "test")

@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, SchedulerConfig
         ({"lr": 1e-3, "min_lr": 1e-2}, "--min-lr 0.01"),
         ({"decoupled_min_lr": 1e-3}, "--decoupled-lr None"),
         ({"decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3}, "--decoupled-min-lr 0.001"),
-        ({"adam_beta2": 1.0}, "--adam-beta2 1.0"),
+        ({"adam_beta2": 1.0}, "--adam-beta2 must be less than 1, got 1.0"),
         ({"clip_grad": -1.0}, "--clip-grad"),
         ({"loss_scale": 0.0}, "--loss-scale must be positive, got 0.0"),
         ({"initial_loss_scale": 0.5}, "--initial-loss-scale 0.5"),

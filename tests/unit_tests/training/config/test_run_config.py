@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.config.arguments import field_docs, flag_fields, option_names
+from megatron.training.config.arguments import (
+    field_docs,
+    flag_fields,
+    flag_type,
+    get_word_type,
+    option_names,
+)
 from megatron.training.config.parsing import flag_parser, parse_args
 from megatron.training.config.run_config import SECTIONS
 from tests import ROOT
@@ -349,10 +355,48 @@ def test_numbers_must_be_finite():
     """
     parse = flag_parser().parse
     numbers = [
-        name for name, spelling in flag_parser().spellings.items() if spelling.convert is float
+        name for name, spelling in flag_parser().spellings.items() if spelling.word_type is float
     ]
     accepted = [name for name in numbers if not parse([name, "nan"]).problems]
     assert len(numbers) > 50 and accepted == []
+
+
+def list_invalid_values():
+    """Return (section, field, word, value) of a wrong choice, bound or type of each field."""
+    cases = []
+    for part, section in SECTIONS.values():
+        for field in flag_fields(section):
+            hint = flag_type(field, section)
+            kind = get_word_type(hint)
+            words = []
+            if field.metadata["choices"]:
+                words.append("no-such-choice")
+            elif kind in (int, float) and not field.metadata["parse"]:
+                words += ["four", "nan"] if kind is float else ["four"]
+                if field.metadata["positive"]:
+                    words.append("0")
+                if field.metadata["below"]:
+                    words.append("1")
+            for word in words:
+                value = word
+                if word not in ("no-such-choice", "four"):
+                    value = kind(word)
+                cases.append((part, field, word, [value] if kind is not hint else value))
+    return cases
+
+
+def test_python_and_command_line_report_the_same_problem():
+    """Both check the metadata of the field."""
+    cases = list_invalid_values()
+    assert len(cases) > 150
+    parser = flag_parser()
+    valid = config()
+    for part, field, word, value in cases:
+        (problem,) = parser.parse([option_names(field)[0], word]).problems
+        with pytest.raises(ValueError) as error:
+            dataclasses.replace(getattr(valid, part), **{field.name: value})
+        lines = [line.replace("got 0.0", "got 0") for line in str(error.value).splitlines()]
+        assert problem in [line.replace("got 1.0", "got 1") for line in lines]
 
 
 def test_vocab_size_must_not_be_less_than_the_tokenizers():
