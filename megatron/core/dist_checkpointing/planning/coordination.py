@@ -1,6 +1,4 @@
-"""The collectives of planning and loading; in a single process without process group they are
-local.
-"""
+"""The collectives of planning and loading, which are local in a process without process group."""
 
 from __future__ import annotations
 
@@ -98,14 +96,16 @@ class Coordination:
         if self.all_true(error is None):
             return
         texts = self.all_gather(None if error is None else f"{error}")
-        failed = {rank: text for rank, text in enumerate(texts) if text is not None}
         if self.size == 1 and error is not None:
             raise error
-        reasons = dict.fromkeys(failed.values())  # distinct, in order
+        # One line per distinct message, with the ranks that report it
+        ranks_of_text: dict[str, list[str]] = {}
+        for rank, text in enumerate(texts):
+            if text is not None:
+                ranks_of_text.setdefault(text, []).append(str(rank))
         lines = []
-        for reason in reasons:
-            ranks = [str(rank) for rank, text in failed.items() if text == reason]
-            lines.append(f"rank {', '.join(ranks)}: {reason}")
+        for text, ranks in ranks_of_text.items():
+            lines.append(f"rank {', '.join(ranks)}: {text}")
         raise CheckpointError("\n".join(lines)) from error
 
     def run_on_all(self, function: Callable[[], T]) -> T:
@@ -125,7 +125,10 @@ class Coordination:
     def _gather(self, value: Any) -> list[Any] | None:
         if self.size == 1:
             return [value]
-        values = [None] * self.size if self.is_coordinator else None
+        # Only the destination has a list for the results.
+        values: list[Any] | None = None
+        if self.is_coordinator:
+            values = [None] * self.size
         dist.gather_object(value, values, dst=self._global_rank(0), group=self.group)
         return values
 
@@ -138,7 +141,13 @@ class Coordination:
         return received[0]
 
     def _global_rank(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        """Return the rank in the world of a rank of the group."""
+        if self.group is None:
+            return rank
+        return dist.get_global_rank(self.group, rank)
 
     def _device(self) -> torch.device:
-        return torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+        """Return a device whose tensors the backend of the group supports."""
+        if dist.get_backend(self.group) == "nccl":
+            return torch.device("cuda")
+        return torch.device("cpu")

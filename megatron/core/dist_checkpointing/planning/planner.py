@@ -1,9 +1,8 @@
-"""Which rank writes which box: pure functions from the local states to a plan for all ranks.
+"""Assignment of boxes to ranks: pure functions from the local states to a plan for all ranks.
 
 `describe` and `pack` (on every rank) -> `make_plan` (on rank 0) -> one `RankPlan` per rank. There
-is
-no communication, and no tensor is touched. At 16,384 ranks there are millions of boxes, so the plan
-of all of them consists of arrays with a row per box.
+is no communication, and no tensor is touched. At 16,384 ranks there are millions of boxes, so the
+plan of all of them consists of arrays with a row per box.
 """
 
 from __future__ import annotations
@@ -100,49 +99,77 @@ def describe(state: ShardedStateDict) -> LocalSpec:
             raise CheckpointError(
                 f"{name}: {type(entry).__name__} is neither ShardedTensor nor ShardedObject"
             )
-        boxes = []
-        for box in entry.boxes:
-            shape = box.shape
-            if box.tensor.dtype != entry.dtype:
-                raise CheckpointError(
-                    f"{entry.key}: a box is {box.tensor.dtype}, the tensor {entry.dtype}"
-                )
-            if not _is_inside(box.offset, shape, entry.global_shape):
-                raise CheckpointError(
-                    f"{entry.key}: the box at {box.offset} of shape {shape} is not inside "
-                    f"{entry.global_shape}"
-                )
-            if 0 not in shape or 0 in entry.global_shape:
-                boxes.append((box.offset, shape))
-        tensors.append(TensorSpec(entry.key, entry.global_shape, entry.dtype, tuple(boxes)))
-    counts = Counter([tensor.key for tensor in tensors] + objects)
-    twice = [key for key, count in counts.items() if count > 1]
-    if twice:
-        raise CheckpointError(
-            f"one rank holds several entries with the same key: {abbreviate(twice, 10, ', ')}"
-        )
+        boxes = _select_boxes(entry)
+        tensors.append(TensorSpec(entry.key, entry.global_shape, entry.dtype, boxes))
+    _check_unique_keys([tensor.key for tensor in tensors] + objects)
     return LocalSpec(tuple(tensors), tuple(objects))
+
+
+def _select_boxes(entry: ShardedTensor) -> tuple[Extent, ...]:
+    """Return the boxes of a tensor that contain elements. Raises CheckpointError for a wrong one.
+
+    An empty box is kept if the whole tensor is empty, so that some rank writes it.
+    """
+    boxes = []
+    for box in entry.boxes:
+        shape = box.shape
+        if box.tensor.dtype != entry.dtype:
+            raise CheckpointError(
+                f"{entry.key}: a box is {box.tensor.dtype}, the tensor {entry.dtype}"
+            )
+        if not _is_inside(box.offset, shape, entry.global_shape):
+            raise CheckpointError(
+                f"{entry.key}: the box at {box.offset} of shape {shape} is not inside "
+                f"{entry.global_shape}"
+            )
+        if 0 not in shape or 0 in entry.global_shape:
+            boxes.append((box.offset, shape))
+    return tuple(boxes)
 
 
 def _is_inside(offset: Shape, shape: Shape, whole: Shape) -> bool:
     if not len(offset) == len(shape) == len(whole):
         return False
-    return all(o + n <= w for o, n, w in zip(offset, shape, whole, strict=True))
+    for start, size, limit in zip(offset, shape, whole, strict=True):
+        if start + size > limit:
+            return False
+    return True
+
+
+def _check_unique_keys(keys: Sequence[str]) -> None:
+    """Raise CheckpointError if two entries of a rank have the same key."""
+    duplicates = []
+    for key, count in Counter(keys).items():
+        if count > 1:
+            duplicates.append(key)
+    if duplicates:
+        raise CheckpointError(
+            f"one rank holds several entries with the same key: {abbreviate(duplicates, 10, ', ')}"
+        )
 
 
 def pack(spec: LocalSpec) -> PackedSpec:
     """Convert a spec to arrays in which all boxes have the same number of dimensions."""
-    dims = max((len(tensor.shape) for tensor in spec.tensors), default=0)
+    dims = 0
+    for tensor in spec.tensors:
+        dims = max(dims, len(tensor.shape))
+
+    # Dimensions that a tensor lacks have the offset 0 and the size 1.
+    types: list[TensorType] = []
+    counts = []
     extents = []
     for tensor in spec.tensors:
+        types.append((tensor.key, tensor.shape, tensor.dtype))
+        counts.append(len(tensor.boxes))
         missing = dims - len(tensor.shape)
+        offset_end = (0,) * missing
+        shape_end = (1,) * missing
         for offset, shape in tensor.boxes:
-            extents.append((offset + (0,) * missing, shape + (1,) * missing))
+            extents.append((offset + offset_end, shape + shape_end))
     boxes = np.array(extents, dtype=np.int64).reshape(len(extents), 2, dims)
     if boxes.max(initial=0) < 1 << 31:
         boxes = boxes.astype(np.int32)  # to send less
-    counts = np.array([len(tensor.boxes) for tensor in spec.tensors], dtype=np.int32)
-    return PackedSpec(tuple(tensor[:3] for tensor in spec.tensors), spec.objects, counts, boxes)
+    return PackedSpec(tuple(types), spec.objects, np.array(counts, dtype=np.int32), boxes)
 
 
 @dataclass
@@ -169,8 +196,8 @@ class SavePlan:
     @property
     def nbytes(self) -> np.ndarray:
         """Bytes of each line of `rows`."""
-        itemsize = np.array([dtype.itemsize for _, _, dtype in self.tensors], dtype=np.int64)
-        return self.rows.shape.prod(axis=1) * itemsize[self.rows.tensor]
+        num_elements = self.rows.shape.prod(axis=1)
+        return num_elements * _get_itemsizes(self.tensors)[self.rows.tensor]
 
     @property
     def loads(self) -> list[int]:
@@ -181,10 +208,15 @@ class SavePlan:
         """Yield key and box (offset, shape) of each line of `rows`."""
         offsets = self.rows.offset.tolist()
         shapes = self.rows.shape.tolist()
-        for number, offset, extent in zip(self.rows.tensor, offsets, shapes, strict=True):
-            key, shape, _ = self.tensors[number]
-            dims = len(shape)
-            yield key, (tuple(offset[:dims]), tuple(extent[:dims]))
+        for number, offset, box_shape in zip(self.rows.tensor, offsets, shapes, strict=True):
+            key, global_shape, _ = self.tensors[number]
+            dims = len(global_shape)
+            yield key, (tuple(offset[:dims]), tuple(box_shape[:dims]))
+
+
+def _get_itemsizes(tensors: Sequence[TensorType]) -> np.ndarray:
+    """Return the bytes per element of each tensor."""
+    return np.array([dtype.itemsize for _, _, dtype in tensors], dtype=np.int64)
 
 
 def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SavePlan:
@@ -196,25 +228,24 @@ def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SaveP
     whose boxes do not tile them.
     """
     # Phase 1: list the boxes of all ranks, and find replicas.
-    held = _BoxColumns.collect(specs)
-    order, starts = _group_replicas(held)
-    _check_coverage(held, order[starts])
+    boxes = _BoxColumns.collect(specs)
+    replicas = _group_replicas(boxes)
+    _check_coverage(boxes, replicas.order[replicas.starts])
     # Phase 2: choose the rank that writes each box, or the ranks that share its rows.
-    line, first, count = _choose_writers(held, order, starts, fully_parallel, len(specs))
+    written = _choose_writers(boxes, replicas, fully_parallel, len(specs))
     # Phase 3: make a line for each range of rows that is written.
-    offset = held.offset[line]
-    shape = held.shape[line]
-    part = np.flatnonzero(count != held.rows[line])
-    axis = held.axis[line[part]]
-    offset[part, axis] += first[part]
-    shape[part, axis] = count[part]
+    rows = _make_rows(boxes, written)
+    return SavePlan(boxes.tensors, _assign_objects(specs), rows)
+
+
+def _assign_objects(specs: Sequence[PackedSpec]) -> list[list[str]]:
+    """Return the keys of the objects that each rank writes: the lowest rank that has them."""
     objects: list[list[str]] = []
-    written: set[str] = set()
+    assigned: set[str] = set()
     for spec in specs:
-        objects.append([key for key in spec.objects if key not in written])
-        written.update(spec.objects)
-    rows = Rows(held.rank[line], held.box[line], held.tensor[line], first, count, offset, shape)
-    return SavePlan(held.tensors, objects, rows)
+        objects.append([key for key in spec.objects if key not in assigned])
+        assigned.update(spec.objects)
+    return objects
 
 
 @dataclass
@@ -234,37 +265,33 @@ class _BoxColumns:
     @classmethod
     def collect(cls, specs: Sequence[PackedSpec]) -> _BoxColumns:
         """Concatenate the boxes of all ranks. Raises CheckpointError if their tensors conflict."""
-        # Number the distinct tensors of all ranks.
-        numbers: dict[TensorType, int] = {}
-        numbers_of_rank = []
+        tensors, numbers_of_rank = _number_tensors(specs)
+        dims = 1
         for spec in specs:
-            ours = [numbers.setdefault(tensor, len(numbers)) for tensor in spec.tensors]
-            numbers_of_rank.append(np.array(ours, dtype=np.int64))
-        tensors = list(numbers)
-        keys = {key for key, _, _ in tensors}
-        objects = {key for spec in specs for key in spec.objects}
-        if len(keys) < len(tensors) or keys & objects:
-            raise CheckpointError(_describe_conflicts(specs))
+            dims = max(dims, spec.boxes.shape[2])
 
         # Concatenate the boxes, and repeat the numbers of rank and tensor for each of them.
-        dims = max(1, *(spec.boxes.shape[2] for spec in specs))
-        boxes = np.concatenate([_pad_dimensions(spec.boxes, dims) for spec in specs])
-        boxes = boxes.astype(np.int64)
+        lengths = []
+        box_parts = []
+        number_parts = []
+        tensor_parts = []
+        for spec, numbers in zip(specs, numbers_of_rank, strict=True):
+            length = len(spec.boxes)
+            lengths.append(length)
+            box_parts.append(_pad_dimensions(spec.boxes, dims))
+            number_parts.append(np.arange(length))
+            tensor_parts.append(np.repeat(numbers, spec.counts))
+        boxes = np.concatenate(box_parts).astype(np.int64)  # [boxes, 2, dims]
         offset = boxes[:, 0]
         shape = boxes[:, 1]
-        lengths = [len(spec.boxes) for spec in specs]
         rank = np.repeat(np.arange(len(specs)), lengths)
-        box = np.concatenate([np.arange(length) for length in lengths])
-        repeated = []
-        for ours_of_rank, spec in zip(numbers_of_rank, specs, strict=True):
-            repeated.append(np.repeat(ours_of_rank, spec.counts))
-        tensor = np.concatenate(repeated)
+        box = np.concatenate(number_parts)
+        tensor = np.concatenate(tensor_parts)
 
         # Rows are counted along the first axis that is longer than 1.
         axis = (shape > 1).argmax(axis=1)
         rows = np.maximum(1, shape[np.arange(len(shape)), axis])
-        itemsize = np.array([dtype.itemsize for _, _, dtype in tensors], dtype=np.int64)
-        nbytes = shape.prod(axis=1) * itemsize[tensor]
+        nbytes = shape.prod(axis=1) * _get_itemsizes(tensors)[tensor]
         return cls(tensors, rank, box, tensor, offset, shape, nbytes, axis, rows)
 
     def places(self) -> np.ndarray:
@@ -272,60 +299,102 @@ class _BoxColumns:
         return number_places(self.tensors, self.tensor, self.offset)
 
 
+def _number_tensors(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], list[np.ndarray]]:
+    """Return the distinct tensors of all ranks, and the numbers of each rank's tensors.
+
+    Raises CheckpointError if shape, dtype or kind of a key differs between ranks.
+    """
+    numbers: dict[TensorType, int] = {}
+    numbers_of_rank = []
+    objects: set[str] = set()
+    for spec in specs:
+        ours = [numbers.setdefault(tensor, len(numbers)) for tensor in spec.tensors]
+        numbers_of_rank.append(np.array(ours, dtype=np.int64))
+        objects.update(spec.objects)
+    tensors = list(numbers)
+    keys = {key for key, _, _ in tensors}
+    if len(keys) < len(tensors) or keys & objects:
+        raise CheckpointError(_describe_conflicts(specs))
+    return tensors, numbers_of_rank
+
+
 def number_places(
     tensors: Sequence[TensorType], tensor: np.ndarray, offset: np.ndarray
 ) -> np.ndarray:
     """Number the first element of each box: tensors in order, elements row-major."""
+    dims = offset.shape[1]
     strides = []
-    base = []
+    first_places = []
     position = 0
     for _, shape, _ in tensors:
-        padded = shape + (1,) * (offset.shape[1] - len(shape))
-        strides.append([math.prod(padded[axis + 1 :]) for axis in range(len(padded))])
-        base.append(position)
+        padded = shape + (1,) * (dims - len(shape))
+        strides.append([math.prod(padded[axis + 1 :]) for axis in range(dims)])
+        first_places.append(position)
         position += max(1, math.prod(shape))
     assert position < 1 << 63, f"{position} elements are more than 64 bits can number"
-    steps = np.array(strides, dtype=np.int64).reshape(-1, offset.shape[1])[tensor]
-    return np.array(base, dtype=np.int64)[tensor] + (offset * steps).sum(axis=1)
+    stride_of_box = np.array(strides, dtype=np.int64).reshape(-1, dims)[tensor]  # [boxes, dims]
+    first_place_of_box = np.array(first_places, dtype=np.int64)[tensor]  # [boxes]
+    return first_place_of_box + (offset * stride_of_box).sum(axis=1)
 
 
 def _pad_dimensions(boxes: np.ndarray, dims: int) -> np.ndarray:
+    """Return `[boxes, 2, fewer]` as `[boxes, 2, dims]`, with offset 0 and size 1 at the end."""
     missing = dims - boxes.shape[2]
     if not missing:
         return boxes
-    ends = np.broadcast_to(np.array([[0], [1]]), (len(boxes), 2, missing))
+    offset_and_size = np.array([[0], [1]])
+    ends = np.broadcast_to(offset_and_size, (len(boxes), 2, missing))
     return np.concatenate([boxes, ends], axis=2)
 
 
-def _group_replicas(held: _BoxColumns) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lines sorted by place, and the indices in this order where a new box begins.
+class _Replicas(NamedTuple):
+    """The lines of `_BoxColumns`, grouped by box."""
 
-    The lines of one box are in rank order.
+    order: np.ndarray
+    """The lines sorted by place; those of one box are in rank order."""
+    starts: np.ndarray
+    """The indices in `order` where a new box begins."""
+
+    def count_ranks(self) -> np.ndarray:
+        """Return the number of ranks that have each box."""
+        return np.diff(self.starts, append=len(self.order))
+
+
+def _group_replicas(boxes: _BoxColumns) -> _Replicas:
+    """Find the boxes that several ranks have.
+
+    Raises CheckpointError if a rank has a box twice.
     """
-    places = held.places()
+    places = boxes.places()
     order = np.argsort(places, kind="stable")
-    shape = held.shape[order]
-    rank = held.rank[order]
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = (np.diff(places[order]) != 0) | (shape[1:] != shape[:-1]).any(axis=1)
-    # Lines of one box are in rank order, so two of the same rank are neighbours.
-    twice = np.flatnonzero(~new[1:] & (rank[1:] == rank[:-1]))
-    if len(twice):
-        line = order[twice[0]]
-        key = held.tensors[held.tensor[line]][0]
-        dims = len(held.tensors[held.tensor[line]][1])
-        place = tuple(held.offset[line].tolist()[:dims])
-        raise CheckpointError(f"{key}: rank {held.rank[line]} holds the box at {place} twice")
-    return order, np.flatnonzero(new)
+    shape = boxes.shape[order]
+    rank = boxes.rank[order]
+
+    # A line begins a new box if its place or shape differs from the previous line's.
+    is_new_place = np.diff(places[order]) != 0
+    is_new_shape = (shape[1:] != shape[:-1]).any(axis=1)
+    is_new = np.ones(len(order), dtype=bool)
+    is_new[1:] = is_new_place | is_new_shape
+
+    # Lines of one box are in rank order, so two of the same rank are neighbors.
+    is_same_rank = rank[1:] == rank[:-1]
+    duplicates = np.flatnonzero(~is_new[1:] & is_same_rank)
+    if len(duplicates):
+        line = order[duplicates[0]]
+        key, global_shape, _ = boxes.tensors[boxes.tensor[line]]
+        offset = tuple(boxes.offset[line].tolist()[: len(global_shape)])
+        raise CheckpointError(f"{key}: rank {boxes.rank[line]} holds the box at {offset} twice")
+    return _Replicas(order, np.flatnonzero(is_new))
 
 
-def _check_coverage(held: _BoxColumns, distinct: np.ndarray) -> None:
+def _check_coverage(boxes: _BoxColumns, distinct: np.ndarray) -> None:
     """Raise CheckpointError unless the `distinct` boxes, sorted by tensor, tile the tensors."""
-    ends = np.searchsorted(held.tensor[distinct], np.arange(len(held.tensors) + 1))
+    ends = np.searchsorted(boxes.tensor[distinct], np.arange(len(boxes.tensors) + 1))
     problems = []
-    for number, (key, shape, _) in enumerate(held.tensors):
+    for number, (key, shape, _) in enumerate(boxes.tensors):
         lines = distinct[ends[number] : ends[number + 1]]
-        table = BoxTable(held.offset[lines, : len(shape)], held.shape[lines, : len(shape)])
+        dims = len(shape)
+        table = BoxTable(boxes.offset[lines, :dims], boxes.shape[lines, :dims])
         fault = table.find_gap_or_overlap(shape)
         if fault is not None:
             problems.append(f"{key} {shape}: {fault}")
@@ -339,84 +408,147 @@ def _describe_conflicts(specs: Sequence[PackedSpec]) -> str:
     objects: dict[str, int] = {}
     conflicts: dict[str, str] = {}
     for rank, spec in enumerate(specs):
-        objects.update({key: rank for key in spec.objects if key not in objects})
+        for key in spec.objects:
+            objects.setdefault(key, rank)
         for tensor in spec.tensors:
             key, shape, dtype = tensor
             known, other = first.setdefault(key, (tensor, rank))
             if known != tensor and key not in conflicts:
+                _, known_shape, known_dtype = known
                 conflicts[key] = (
-                    f"{key}: {known[1]} {known[2]} on rank {other}, {shape} {dtype} on rank {rank}"
+                    f"{key}: {known_shape} {known_dtype} on rank {other}, "
+                    f"{shape} {dtype} on rank {rank}"
                 )
     for key in objects.keys() & first.keys():
+        _, rank_of_tensor = first[key]
         conflicts[key] = (
-            f"{key}: an object on rank {objects[key]}, a tensor on rank {first[key][1]}"
+            f"{key}: an object on rank {objects[key]}, a tensor on rank {rank_of_tensor}"
         )
     return "ranks disagree about\n  " + abbreviate(list(conflicts.values()))
 
 
+@dataclass(frozen=True)
+class _WrittenRows:
+    """Ranges of rows that are written, sorted by the line of their box in `_BoxColumns`."""
+
+    line: np.ndarray
+    first: np.ndarray
+    count: np.ndarray
+
+
 def _choose_writers(
-    held: _BoxColumns, order: np.ndarray, starts: np.ndarray, fully_parallel: bool, world: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the lines to write and their rows, sorted by line: (line, first, count)."""
-    counts = np.diff(starts, append=len(order))
+    boxes: _BoxColumns, replicas: _Replicas, fully_parallel: bool, world_size: int
+) -> _WrittenRows:
+    """Choose the lines to write, and their rows."""
     # Boxes on one rank only (optimizer shards) have a fixed writer: count them before replicated
     # boxes are distributed.
-    alone = order[starts[(counts == 1) | (not fully_parallel)]]
-    loads = _sum_by_group(held.rank[alone], held.nbytes[alone], world).tolist()
+    has_fixed_writer = replicas.count_ranks() == 1
+    if not fully_parallel:
+        has_fixed_writer[:] = True
+    fixed = replicas.order[replicas.starts[has_fixed_writer]]
+    loads = _sum_by_group(boxes.rank[fixed], boxes.nbytes[fixed], world_size).tolist()
+    parts: list[tuple[int, int, int]] = []
+    if fully_parallel:
+        parts = _share_replicated_boxes(boxes, replicas, loads)
+
+    # Concatenate whole boxes and parts, [lines, 3]: line, first row, count.
+    whole = np.stack([fixed, np.zeros_like(fixed), boxes.rows[fixed]], axis=1)
+    shared = np.array(parts, dtype=np.int64).reshape(-1, 3)
+    line, first, count = np.concatenate([whole, shared]).T
+    order = np.argsort(line, kind="stable")
+    return _WrittenRows(line[order], first[order], count[order])
+
+
+def _share_replicated_boxes(
+    boxes: _BoxColumns, replicas: _Replicas, loads: list[int]
+) -> list[tuple[int, int, int]]:
+    """Distribute the rows of replicated boxes over the ranks that have them.
+
+    `loads` are the bytes of each rank so far, to which the assigned ones are added. Returns (line,
+    first row, count) of each part.
+    """
     # Lines of each replicated box, by the ranks that have it.
-    shared: dict[bytes, list[np.ndarray]] = defaultdict(list)
-    several = np.flatnonzero(counts > 1) if fully_parallel else ()
-    for number in several:
-        lines = order[starts[number] : starts[number] + counts[number]]
-        shared[held.rank[lines].tobytes()].append(lines)
+    order, starts = replicas
+    counts = replicas.count_ranks()
+    boxes_of_ranks: dict[bytes, list[np.ndarray]] = defaultdict(list)
+    for number in np.flatnonzero(counts > 1):
+        start = starts[number]
+        lines = order[start : start + counts[number]]
+        boxes_of_ranks[boxes.rank[lines].tobytes()].append(lines)
+
     # Assign small replica groups first; larger groups then balance the remaining load.
     groups = []
-    for ranks, boxes in shared.items():
-        groups.append((np.frombuffer(ranks, dtype=held.rank.dtype).tolist(), boxes))
-    groups.sort(key=lambda entry: (len(entry[0]), entry[0]))
-    cut = []
-    for group, boxes in groups:
-        heads = [lines[0] for lines in boxes]
-        sizes = list(zip(held.rows[heads].tolist(), held.nbytes[heads].tolist(), strict=True))
-        total = sum(nbytes for _, nbytes in sizes)
-        shares = _level_loads([loads[rank] for rank in group], total)
-        for member, box, start, rows in _cut_into_shares(shares, sizes):
-            cut.append((boxes[box][member], start, rows))
-            row_bytes = sizes[box][1] // sizes[box][0]
-            loads[group[member]] += rows * row_bytes
-    whole = np.stack([alone, np.zeros_like(alone), held.rows[alone]], axis=1)
-    line, first, count = np.concatenate([whole, np.array(cut, dtype=np.int64).reshape(-1, 3)]).T
-    in_order = np.argsort(line, kind="stable")
-    return line[in_order], first[in_order], count[in_order]
+    for packed_ranks, lines_of_boxes in boxes_of_ranks.items():
+        ranks = np.frombuffer(packed_ranks, dtype=boxes.rank.dtype).tolist()
+        groups.append((ranks, lines_of_boxes))
+    groups.sort(key=lambda group: (len(group[0]), group[0]))
+
+    parts = []
+    for ranks, lines_of_boxes in groups:
+        first_lines = [lines[0] for lines in lines_of_boxes]
+        num_rows = boxes.rows[first_lines].tolist()
+        nbytes = boxes.nbytes[first_lines].tolist()
+        group_loads = [loads[rank] for rank in ranks]
+        shares = _level_loads(group_loads, sum(nbytes))
+        sizes = list(zip(num_rows, nbytes, strict=True))
+        for member, box, first, count in _cut_into_shares(shares, sizes):
+            line = lines_of_boxes[box][member]
+            parts.append((line, first, count))
+            row_bytes = nbytes[box] // num_rows[box]
+            loads[ranks[member]] += count * row_bytes
+    return parts
+
+
+def _make_rows(boxes: _BoxColumns, written: _WrittenRows) -> Rows:
+    """Return the lines of the plan, in which boxes are narrowed to the rows that are written."""
+    line = written.line
+    offset = boxes.offset[line]  # copies, [lines, dims]
+    shape = boxes.shape[line]
+    partial = np.flatnonzero(written.count != boxes.rows[line])
+    axis = boxes.axis[line[partial]]
+    offset[partial, axis] += written.first[partial]
+    shape[partial, axis] = written.count[partial]
+    return Rows(
+        rank=boxes.rank[line],
+        box=boxes.box[line],
+        tensor=boxes.tensor[line],
+        first=written.first,
+        count=written.count,
+        offset=offset,
+        shape=shape,
+    )
 
 
 def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Split boxes that all `size` ranks have into one share per rank, equal in bytes up to
-    a row.
-    """
+    """Split boxes that all `size` ranks have into shares of equal bytes, up to a row."""
     sizes = []
+    total = 0
     for item in items:
         axis = find_row_axis(item.shape)
-        rows = 1 if axis is None else item.shape[axis]
-        sizes.append((rows, item.nbytes))
-    total = sum(nbytes for _, nbytes in sizes)
+        num_rows = 1 if axis is None else item.shape[axis]
+        sizes.append((num_rows, item.nbytes))
+        total += item.nbytes
+    bytes_of_rank = _level_loads([0] * size, total)
     shares: list[list[Item]] = [[] for _ in range(size)]
-    for rank, number, first, count in _cut_into_shares(_level_loads([0] * size, total), sizes):
-        shares[rank].append(items[number].select_rows(first, count))
+    for rank, number, first, count in _cut_into_shares(bytes_of_rank, sizes):
+        part = items[number].select_rows(first, count)
+        shares[rank].append(part)
     return shares
 
 
 def _level_loads(loads: list[int], total: int) -> list[int]:
     """Return the part of `total` bytes that each rank takes so that loads become equal."""
-    order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
+    order = sorted(range(len(loads)), key=lambda index: (loads[index], index))
+    # The ranks with the lowest loads are filled up to a common level, the others get no bytes.
+    # `filled` is the sum of the loads of the first `count` ranks afterwards.
     filled = total
     count = 0
-    # The ranks with the lowest loads are filled up to a common level, the others get no bytes.
     for index in order:
         if count and filled <= loads[index] * count:
             break
         filled += loads[index]
         count += 1
+    # The first ranks get the remainder of the division, one byte each.
     level, rest = divmod(filled, count)
     shares = [0] * len(loads)
     for position, index in enumerate(order[:count]):
@@ -432,25 +564,30 @@ def _cut_into_shares(
 
     Yields (number of the share, number of the box, first row, count).
     """
+    # The shares that are not empty, (number, bytes); without any bytes the first one gets all rows.
     due = [(member, share) for member, share in enumerate(shares) if share] or [(0, 0)]
     current = 0
-    left = due[0][1]
-    for number, (rows, nbytes) in enumerate(sizes):
-        row_bytes = nbytes // rows
+    member, left = due[current]
+    for number, (num_rows, nbytes) in enumerate(sizes):
+        row_bytes = nbytes // num_rows
         done = 0
-        while done < rows:
-            take = rows - done
-            if current < len(due) - 1 and row_bytes:
+        while done < num_rows:
+            count = num_rows - done
+            is_last = current == len(due) - 1
+            if row_bytes and not is_last:
                 # Round to the nearest row: rounding down would add all remainders to the last
                 # share.
-                take = min(take, -(-(2 * left - row_bytes) // (2 * row_bytes)))
-            if take > 0:
-                yield due[current][0], number, done, take
-                done += take
-                left -= take * row_bytes
-            if done < rows:
+                rows_left = -(-(2 * left - row_bytes) // (2 * row_bytes))
+                count = min(count, rows_left)
+            if count > 0:
+                yield member, number, done, count
+                done += count
+                left -= count * row_bytes
+            if done < num_rows:
+                # The share is complete. What was rounded to a row goes to the next one.
                 current += 1
-                left += due[current][1]  # what was rounded to a row goes to the next
+                member, share = due[current]
+                left += share
     assert current < len(due)
 
 
@@ -461,5 +598,7 @@ def _sum_by_group(group: np.ndarray, values: np.ndarray, size: int) -> np.ndarra
 
 def abbreviate(lines: Sequence[str], limit: int = 20, between: str = "\n  ") -> str:
     """Join the first `limit` lines, and append the number of the others."""
-    more = f" ... and {len(lines) - limit} more" if len(lines) > limit else ""
-    return between.join(lines[:limit]) + more
+    text = between.join(lines[:limit])
+    if len(lines) > limit:
+        text += f" ... and {len(lines) - limit} more"
+    return text

@@ -6,6 +6,7 @@ whose lengths may change from save to save.
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.format.metadata import (
@@ -63,14 +65,18 @@ class PlacedItem(NamedTuple):
 
     @property
     def length(self) -> int:
-        return sum(map(len, self.envelope)) + self.item.nbytes
+        envelope = self.envelope
+        return len(envelope.prefix) + self.item.nbytes + len(envelope.suffix)
 
     @property
     def end(self) -> int:
-        return self.position + -(-self.length // ALIGNMENT) * ALIGNMENT
+        aligned_length = -(-self.length // ALIGNMENT) * ALIGNMENT
+        return self.position + aligned_length
 
 
 class FileLayout(NamedTuple):
+    """A file and its items, in the order of their positions."""
+
     name: str
     items: list[PlacedItem]
 
@@ -97,7 +103,9 @@ class PlacedPlan:
     def select_rank(self, rank: int) -> RankPlan:
         """Return the part of the plan for one rank."""
         rows = self.plan.rows
-        mine = slice(*np.searchsorted(rows.rank, [rank, rank + 1]))
+        # Lines are sorted by rank.
+        start, stop = np.searchsorted(rows.rank, [rank, rank + 1])
+        mine = slice(start, stop)
         file = self.file[mine] - rank * self.workers
         columns = (rows.box[mine], rows.first[mine], rows.count[mine], file, self.position[mine])
         return RankPlan(np.stack(columns, axis=1), self.plan.objects[rank])
@@ -106,13 +114,18 @@ class PlacedPlan:
         """Return the metadata of the tensors; objects are added once their lengths are known."""
         rows = self.plan.rows
         tensors = self.plan.tensors
+        # The names of the files that are used, and the index of each line's file among them
         used, file = np.unique(self.file, return_inverse=True)
-        files = tuple(
-            file_name(number // self.workers, number % self.workers) for number in used.tolist()
-        )
+        files = []
+        for number in used.tolist():
+            rank, number_of_rank = divmod(number, self.workers)
+            files.append(file_name(rank, number_of_rank))
+
         # Chunks are sorted by tensor, and row-major in each tensor.
-        order = np.argsort(number_places(tensors, rows.tensor, rows.offset), kind="stable")
+        places = number_places(tensors, rows.tensor, rows.offset)
+        order = np.argsort(places, kind="stable")
         ends = np.searchsorted(rows.tensor[order], np.arange(len(tensors) + 1))
+        file_names = tuple(files)  # one object, which all tables share
         result = CheckpointMetadata()
         for number, (key, shape, dtype) in enumerate(tensors):
             lines = order[ends[number] : ends[number + 1]]
@@ -120,7 +133,7 @@ class PlacedPlan:
             table = ChunkTable(
                 rows.offset[lines, :dims],
                 rows.shape[lines, :dims],
-                files,
+                file_names,
                 file[lines],
                 self.position[lines],
                 self.length[lines],
@@ -130,6 +143,7 @@ class PlacedPlan:
 
 
 def file_name(rank: int, number: int) -> str:
+    """Return the name of a file of a rank, as torch DCP chooses it."""
     return f"__{rank}_{number}.distcp"
 
 
@@ -139,68 +153,103 @@ def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
     nbytes = plan.nbytes
     file = rank * workers + _spread_over_files(rank, nbytes, workers)
     length = nbytes + _compute_envelope_sizes(plan)
+
     # Positions are a running sum over all files, minus the position where each file begins.
     order = np.argsort(file, kind="stable")
     ends = np.cumsum(_align(length)[order])
     begins = np.concatenate([[0], ends[:-1]])
-    new = np.flatnonzero(np.diff(file[order], prepend=-1))
+    first_of_file = np.flatnonzero(np.diff(file[order], prepend=-1))
+    items_of_file = np.diff(first_of_file, append=len(order))
+    begin_of_file = np.repeat(begins[first_of_file], items_of_file)  # [items]
     position = np.empty_like(ends)
-    position[order] = begins - np.repeat(begins[new], np.diff(new, append=len(order)))
+    position[order] = begins - begin_of_file
     return PlacedPlan(plan, workers, file, position, length)
 
 
 def _spread_over_files(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
-    """Return the file of each item: largest items first, each into its rank's smallest file."""
+    """Return the file of each item: largest items first, each into its rank's smallest file.
+
+    The items are sorted by rank. The loop runs over turns: in each turn every rank places one item,
+    so that the number of iterations does not grow with the number of ranks.
+    """
+    # The turn of an item is its index among the items of its rank, by decreasing size.
     by_size = np.lexsort((-nbytes, rank))
-    first = np.searchsorted(rank, rank)  # of the same rank
-    turn = np.empty_like(first)
-    turn[by_size] = np.arange(len(rank)) - first[by_size]
+    first_of_rank = np.searchsorted(rank, rank)  # [items]
+    turn = np.empty_like(first_of_rank)
+    turn[by_size] = np.arange(len(rank)) - first_of_rank[by_size]
+
+    # The items of turn t are `in_turn[ends[t] : ends[t + 1]]`.
     in_turn = np.argsort(turn, kind="stable")
-    ends = np.searchsorted(turn[in_turn], np.arange(turn.max(initial=-1) + 2))
-    sizes = np.zeros((rank.max(initial=-1) + 1, workers), dtype=np.int64)
+    num_turns = turn.max(initial=-1) + 1
+    ends = np.searchsorted(turn[in_turn], np.arange(num_turns + 1))
+
+    num_ranks = rank.max(initial=-1) + 1
+    sizes = np.zeros((num_ranks, workers), dtype=np.int64)  # bytes of each file so far
     file = np.zeros_like(rank)
-    for start, stop in zip(ends[:-1], ends[1:], strict=True):  # one item of every rank at a time
+    for start, stop in itertools.pairwise(ends):
         items = in_turn[start:stop]
-        smallest = sizes[rank[items]].argmin(axis=1)
+        ranks = rank[items]
+        smallest = sizes[ranks].argmin(axis=1)
         file[items] = smallest
         # 1024 bytes are about an envelope: many small items fill a file, too.
-        sizes[rank[items], smallest] += nbytes[items] + 1024
+        sizes[ranks, smallest] += nbytes[items] + 1024
     return file
 
 
 def _compute_envelope_sizes(plan: SavePlan) -> np.ndarray:
-    """Return the bytes around the raw data of each item, which depend on dtype and shape."""
-    dtypes = list(dict.fromkeys(dtype for _, _, dtype in plan.tensors))
-    kinds = np.array(
-        [[dtypes.index(dtype), len(shape)] for _, shape, dtype in plan.tensors], dtype=np.int64
-    )
+    """Return the bytes around the raw data of each item, which depend on dtype and shape.
+
+    Millions of items have few combinations of dtype and shape: one envelope is made for each.
+    """
+    # The properties of each item on which its envelope depends
+    dtype_numbers: dict[torch.dtype, int] = {}
+    properties = []
+    for _, shape, dtype in plan.tensors:
+        number = dtype_numbers.setdefault(dtype, len(dtype_numbers))
+        properties.append((number, len(shape)))
+    by_tensor = np.array(properties, dtype=np.int64).reshape(-1, 2)  # dtype, dimensions
+    dtype_and_dims = by_tensor[plan.rows.tensor]  # [items, 2]
+    columns = [*dtype_and_dims.T, *plan.rows.shape.T]
+
+    # Number the combinations: items with the same `kind` agree in all columns so far.
     kind = np.zeros(len(plan.rows.rank), dtype=np.int64)
-    # Millions of items have few combinations of dtype and shape: one envelope is made for each.
-    for column in (*kinds.reshape(-1, 2)[plan.rows.tensor].T, *plan.rows.shape.T):
-        values, number = np.unique(column, return_inverse=True)
-        kind = np.unique(kind * len(values) + number, return_inverse=True)[1]
-    example = np.unique(kind, return_index=True)[1]
+    for column in columns:
+        values, value_number = np.unique(column, return_inverse=True)
+        combination = kind * len(values) + value_number
+        _, kind = np.unique(combination, return_inverse=True)
+
+    # Make one envelope per kind.
+    _, examples = np.unique(kind, return_index=True)
     sizes = []
-    for line in example.tolist():
+    for line in examples.tolist():
         _, shape, dtype = plan.tensors[plan.rows.tensor[line]]
-        extent = tuple(plan.rows.shape[line, : len(shape)].tolist())
-        sizes.append(sum(map(len, make_tensor_envelope(dtype, extent))))
+        item_shape = tuple(plan.rows.shape[line, : len(shape)].tolist())
+        envelope = make_tensor_envelope(dtype, item_shape)
+        sizes.append(len(envelope.prefix) + len(envelope.suffix))
     return np.array(sizes, dtype=np.int64)[kind]
 
 
 def _align(length: np.ndarray) -> np.ndarray:
+    """Round lengths up to the alignment of items in a file."""
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
 def build_file_layouts(spec: LocalSpec, plan: RankPlan, rank: int) -> list[FileLayout]:
     """Return the files that a rank writes."""
-    boxes = [(tensor, extent) for tensor in spec.tensors for extent in tensor.boxes]
-    files: dict[int, list[PlacedItem]] = {}
+    boxes = []
+    for tensor in spec.tensors:
+        for extent in tensor.boxes:
+            boxes.append((tensor, extent))
+    items_of_file: dict[int, list[PlacedItem]] = {}
     for box, first, count, file, position in plan.items.tolist():
         tensor, (offset, shape) = boxes[box]
-        item = Item(tensor.key, tensor.dtype, offset, offset, shape).select_rows(first, count)
-        files.setdefault(file, []).append(PlacedItem(item, position))
-    return [FileLayout(file_name(rank, file), items) for file, items in sorted(files.items())]
+        whole = Item(tensor.key, tensor.dtype, offset, offset, shape)
+        placed = PlacedItem(whole.select_rows(first, count), position)
+        items_of_file.setdefault(file, []).append(placed)
+    layouts = []
+    for file, items in sorted(items_of_file.items()):
+        layouts.append(FileLayout(file_name(rank, file), items))
+    return layouts
 
 
 class SourceRange(NamedTuple):
@@ -231,16 +280,15 @@ class FilePlan:
     def __init__(self, files: list[FileLayout]) -> None:
         self.files = files
         self.chunks = cut_chunks(files)
-        placed = [item for file in files for item in file.items]
-        self.items = [item.item for item in placed]
+        self.items: list[Item] = []
         # Constant bytes before and after the raw data of each item, encoded once for all saves.
-        self.envelopes = [
-            (
-                item.envelope.prefix,
-                item.envelope.suffix + bytes(item.end - item.position - item.length),
-            )
-            for item in placed
-        ]
+        self.envelopes: list[tuple[bytes, bytes]] = []
+        for file in files:
+            for placed in file.items:
+                prefix, suffix = placed.envelope
+                padding = bytes(placed.end - placed.position - placed.length)
+                self.items.append(placed.item)
+                self.envelopes.append((prefix, suffix + padding))
 
     @property
     def nbytes(self) -> int:
@@ -249,24 +297,30 @@ class FilePlan:
 
 def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
     """Cut all files into chunks of a slot's size, in the order of staging and writing."""
-    per_file: list[list[FileChunk]] = []
+    chunks_of_files: list[list[FileChunk]] = []
     source = 0
     for number, file in enumerate(files):
-        chunks = [
-            FileChunk(number, offset, min(SLOT_SIZE, file.size - offset), [])
-            for offset in range(0, file.size, SLOT_SIZE)
-        ]
+        chunks = []
+        for offset in range(0, file.size, SLOT_SIZE):
+            length = min(SLOT_SIZE, file.size - offset)
+            chunks.append(FileChunk(number, offset, length, []))
+        # An item is three sources: prefix, raw data, and suffix with the padding.
         for placed in file.items:
-            ends = (placed.data, placed.data + placed.item.nbytes, placed.end)
+            data_end = placed.data + placed.item.nbytes
             start = placed.position
-            for end in ends:
+            for end in (placed.data, data_end, placed.end):
                 _add_parts(chunks, source, start, end)
                 start = end
-                source = source + 1
-        per_file.append(chunks)
+                source += 1
+        chunks_of_files.append(chunks)
+
     # Interleave the files, so that each of them keeps a writer busy.
-    rounds = max(map(len, per_file), default=0)
-    return [chunks[i] for i in range(rounds) for chunks in per_file if i < len(chunks)]
+    interleaved = []
+    for chunks_of_round in itertools.zip_longest(*chunks_of_files):
+        for chunk in chunks_of_round:
+            if chunk is not None:
+                interleaved.append(chunk)
+    return interleaved
 
 
 def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> None:
@@ -274,7 +328,8 @@ def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> No
     position = start
     while position < end:
         chunk = chunks[position // SLOT_SIZE]
-        length = min(end, chunk.offset + chunk.length) - position
+        chunk_end = chunk.offset + chunk.length
+        length = min(end, chunk_end) - position
         chunk.parts.append(SourceRange(position - chunk.offset, source, position - start, length))
         position += length
 
@@ -298,21 +353,21 @@ class MetadataCache:
         (`SaveBarrier.collect`). `name_of` renames the files of tensors; those in the lines have
         been renamed.
         """
+        # `name_of` is known by its effect on an example.
         made_for = (objects, name_of("a.b"))
-        encoded = self._encoded
-        if encoded is None or encoded[0] != made_for:
-            places = {
-                key: Location(*place)
-                for line in objects
-                for key, place in json.loads(line)[1].items()
-            }
-            encoded = (
-                made_for,
-                encode_metadata(replace(rename_files(self.tensors, name_of), objects=places)),
-            )
-            # Assigned at once: another thread may encode for a copy of the checkpoint.
-            self._encoded = encoded
-        return encoded[1]
+        cached = self._encoded
+        if cached is not None and cached[0] == made_for:
+            return cached[1]
+        locations = {}
+        for line in objects:
+            _, location_of_key = json.loads(line)
+            for key, location in location_of_key.items():
+                locations[key] = Location(*location)
+        metadata = replace(rename_files(self.tensors, name_of), objects=locations)
+        encoded = encode_metadata(metadata)
+        # Assigned at once: another thread may encode for a copy of the checkpoint.
+        self._encoded = (made_for, encoded)
+        return encoded
 
 
 @dataclass
@@ -360,35 +415,48 @@ class Planner:
             if spec != plan.spec:
                 raise _structure_error(spec, plan.spec)
             return plan
-        if not self._coordination.all_true(plan is not None and spec == plan.spec):
-            self._plan = plan = self._plan_on_rank0(spec)
+        is_unchanged = plan is not None and spec == plan.spec
+        if not self._coordination.all_true(is_unchanged):
+            plan = self._plan_on_rank0(spec)
+            self._plan = plan
         assert plan is not None
         return plan
 
     def _plan_on_rank0(self, spec: LocalSpec | CheckpointError) -> PreparedPlan:
-        metadata: MetadataCache | None = None
+        """Send the spec to rank 0, which plans for all ranks, and receive this rank's part."""
+        metadata: MetadataCache | None = None  # on rank 0
 
         def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[RankPlan, str, int]]:
             nonlocal metadata
-            wrong = []
-            valid = []
-            for rank, item in enumerate(specs):
-                if isinstance(item, CheckpointError):
-                    wrong.append(f"rank {rank}: {item}")
-                else:
-                    valid.append(item)
-            if wrong:
-                raise CheckpointError("\n".join(wrong))
-            placed = place_items(make_plan(valid, self._fully_parallel), self._workers)
+            save_plan = make_plan(_select_valid(specs), self._fully_parallel)
+            placed = place_items(save_plan, self._workers)
             metadata = MetadataCache(placed.build_metadata())
             nonce = secrets.token_hex(4)
-            return [(placed.select_rank(rank), nonce, placed.nbytes) for rank in range(len(valid))]
+            total_bytes = placed.nbytes
+            results = []
+            for rank in range(len(specs)):
+                results.append((placed.select_rank(rank), nonce, total_bytes))
+            return results
 
         packed = spec if isinstance(spec, CheckpointError) else pack(spec)
         mine, nonce, total = self._coordination.gather_compute_scatter(packed, plan)
         assert isinstance(spec, LocalSpec)
         files = FilePlan(build_file_layouts(spec, mine, self._coordination.rank))
         return PreparedPlan(spec, mine, nonce, total, files, metadata)
+
+
+def _select_valid(specs: Sequence[PackedSpec | CheckpointError]) -> list[PackedSpec]:
+    """Return the specs. Raises CheckpointError if any rank has sent an error instead."""
+    problems = []
+    valid = []
+    for rank, spec in enumerate(specs):
+        if isinstance(spec, CheckpointError):
+            problems.append(f"rank {rank}: {spec}")
+        else:
+            valid.append(spec)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    return valid
 
 
 def _try_describe(state: ShardedStateDict) -> LocalSpec | CheckpointError:
@@ -402,9 +470,12 @@ def _try_describe(state: ShardedStateDict) -> LocalSpec | CheckpointError:
 def _structure_error(spec: LocalSpec | CheckpointError, before: LocalSpec) -> CheckpointError:
     if isinstance(spec, CheckpointError):
         return spec
-    tensors = {tensor.key for tensor in set(spec.tensors) ^ set(before.tensors)}
-    changed = sorted(tensors | (set(spec.objects) ^ set(before.objects)))
+    # Entries that are in one of the structures only
+    changed_tensors = set(spec.tensors) ^ set(before.tensors)
+    changed_keys = set(spec.objects) ^ set(before.objects)
+    for tensor in changed_tensors:
+        changed_keys.add(tensor.key)
     return CheckpointError(
         f"assume_constant_structure: the structure has changed since the last save: "
-        f"{', '.join(changed[:10])}"
+        f"{', '.join(sorted(changed_keys)[:10])}"
     )
