@@ -14,7 +14,6 @@ import itertools
 import logging
 import struct
 import threading
-from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
@@ -82,10 +81,15 @@ class LocalCheckpointInfo(NamedTuple):
 
 def find_local_checkpoints(tier: LocalTier) -> list[LocalCheckpointInfo]:
     """Return the complete local checkpoints on rank 0, newest first; [] elsewhere. Collective."""
-    mine = _find_on_this_node(tier) if tier.rank == tier.node else {}
+    # The first rank of each node reports what the node has.
+    mine: _CheckpointsOfNode = {}
+    if tier.rank == tier.node:
+        mine = _find_on_this_node(tier)
 
     def merge(nodes: list[_CheckpointsOfNode]) -> list[list[LocalCheckpointInfo]]:
-        return [_merge_nodes(nodes), *([] for _ in nodes[1:])]
+        results: list[list[LocalCheckpointInfo]] = [[] for _ in nodes]
+        results[0] = _merge_nodes(nodes)
+        return results
 
     result: list[LocalCheckpointInfo] = Coordination.of(None).gather_compute_scatter(mine, merge)
     return result
@@ -112,14 +116,17 @@ def _find_on_this_node(tier: LocalTier) -> _CheckpointsOfNode:
 
 def _merge_nodes(nodes: list[_CheckpointsOfNode]) -> list[LocalCheckpointInfo]:
     """Return the checkpoints that are complete on all nodes together, newest first."""
-    merged: dict[str, dict[int, tuple[int, list[int]]]] = defaultdict(dict)
+    # For each checkpoint and writer: (size of the marker, nodes with the files).
+    merged: dict[str, dict[int, tuple[int, list[int]]]] = {}
     counts: dict[str, int] = {}
     for node, checkpoints in enumerate(nodes):
         for name, writers in checkpoints.items():
-            merged[name].update({})  # also a checkpoint without any writer
+            writers_of_name = merged.setdefault(name, {})
             for writer, (count, marker_size) in writers.items():
-                if 0 <= writer < count <= MAX_WRITERS and 0 < marker_size <= MAX_MARKER:
-                    merged[name].setdefault(writer, (marker_size, []))[1].append(node)
+                is_valid = 0 <= writer < count <= MAX_WRITERS and 0 < marker_size <= MAX_MARKER
+                if is_valid:
+                    _, holders = writers_of_name.setdefault(writer, (marker_size, []))
+                    holders.append(node)
                     counts[name] = count
 
     complete = []
@@ -128,10 +135,10 @@ def _merge_nodes(nodes: list[_CheckpointsOfNode]) -> list[LocalCheckpointInfo]:
         count = counts.get(name, 1)
         missing = [writer for writer in range(count) if writer not in writers_of_name]
         if missing:
+            ranks = "rank" if len(missing) == 1 else "ranks"
             logger.warning(
                 f"local checkpoint {name} cannot be used: no node has what "
-                f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing[:8]))} "
-                f"of {count} wrote"
+                f"{ranks} {', '.join(map(str, missing[:8]))} of {count} wrote"
             )
             continue
         writers_in_order = [writers_of_name[writer] for writer in range(count)]
@@ -156,27 +163,33 @@ class DistributedLocalCheckpoint:
         self._markers: dict[int, dict[str, FileChecksums]] = {}
         self._reported: set[tuple[str, int]] = set()
         self._group: dist.ProcessGroup | None = None
-        if len(set(tier.nodes)) > 1:
-            self._group = dist.new_group(backend="gloo", timeout=_IDLE)
-            self._authenticator = MessageAuthenticator.create(self._group)
-            self._tags = itertools.count(_FIRST_ANSWER_TAG)
-            self._thread_buffer = _ThreadBuffer()
-            self._servers = Workers(_SERVERS, "checkpoint-server")
-            self._thread = threading.Thread(
-                target=self._serve, name="checkpoint-server", daemon=True
-            )
-            self._thread.start()
+        is_single_node = len(set(tier.nodes)) == 1
+        if not is_single_node:
+            self._start_serving()
+
+    def _start_serving(self) -> None:
+        """Serve the files of this node to the ranks of other nodes. Collective."""
+        self._group = dist.new_group(backend="gloo", timeout=_IDLE)
+        self._authenticator = MessageAuthenticator.create(self._group)
+        self._tags = itertools.count(_FIRST_ANSWER_TAG)
+        self._thread_buffer = _ThreadBuffer()
+        self._servers = Workers(_SERVERS, "checkpoint-server")
+        self._thread = threading.Thread(target=self._serve, name="checkpoint-server", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop serving, once all ranks have read what they need."""
         if self._group is None:
             return
-        ranks = Coordination.of(None)
-        ranks.all_true(True)
-        self._send_request((ranks.rank + 1) % ranks.size, "", 0, 0)
+        coordination = Coordination.of(None)
+        # All ranks have read: no request follows, except for those that end the service.
+        coordination.all_true(True)
+        next_rank = (coordination.rank + 1) % coordination.size
+        self._send_request(next_rank, "", 0, 0)
         self._thread.join()
         self._servers.close()
-        ranks.all_true(True)
+        # All ranks have received their last request.
+        coordination.all_true(True)
         dist.destroy_process_group(self._group)
         self._group = None
 
@@ -197,27 +210,33 @@ class DistributedLocalCheckpoint:
 
     def read_blocks_into(self, view: memoryview, file: str, first: int) -> None:
         """Fill `view` with whole blocks of a file, from block `first` on, as they were written."""
-        sums = self.sums(file)
         start = first * BLOCK_SIZE
+        stop = start + len(view)
         count = -(-len(view) // BLOCK_SIZE)
-        expected = sums.blocks[first * DIGEST_SIZE :][: count * DIGEST_SIZE]
+        digests = self.sums(file).blocks
+        expected = digests[first * DIGEST_SIZE : (first + count) * DIGEST_SIZE]
         for node, arrived in self._read_copies(writer_of(file), file, start, view):
-            if arrived and hash_blocks(view) == expected:
+            if not arrived:
+                self._report(file, node, "cannot be read")
+                continue
+            if hash_blocks(view) == expected:
                 return
-            damaged = f"is damaged in bytes {start}..{start + len(view)}"
-            self._report(file, node, damaged if arrived else "cannot be read")
+            self._report(file, node, f"is damaged in bytes {start}..{stop}")
         raise CheckpointError(
-            f"{self.directory / file}: no node has bytes {start}..{start + len(view)} undamaged"
+            f"{self.directory / file}: no node has bytes {start}..{stop} undamaged"
         )
 
     def _read_marker(self, writer: int) -> dict[str, FileChecksums]:
+        """Return the checksums of the files of a writer, from the first node with a valid copy."""
         file = marker_name(writer, len(self._info.writers))
-        content = bytearray(self._info.writers[writer][0])
+        marker_size, _ = self._info.writers[writer]
+        content = bytearray(marker_size)
         for node, arrived in self._read_copies(writer, file, 0, memoryview(content)):
-            try:
-                if arrived:
-                    return decode_checksums(bytes(content), str(self.directory / file))
+            if not arrived:
                 self._report(file, node, "cannot be read")
+                continue
+            try:
+                return decode_checksums(bytes(content), str(self.directory / file))
             except CheckpointError:
                 self._report(file, node, "is damaged")
         raise CheckpointError(f"{self.directory / file}: no node has it undamaged")
@@ -229,14 +248,16 @@ class DistributedLocalCheckpoint:
 
         Yields (node, whether it could be read) for each of them.
         """
-        nodes = self._info.writers[writer][1]
-        node = self._tier.node
-        turn = self._tier.rank % len(nodes)  # distributes the readers over the nodes
-        for holder in sorted(nodes[turn:] + nodes[:turn], key=lambda other: other != node):
-            if holder == node:
-                yield holder, self._read(file, position, view)
+        _, nodes = self._info.writers[writer]
+        this_node = self._tier.node
+        # Rotated, which distributes the readers over the nodes; this node first.
+        turn = self._tier.rank % len(nodes)
+        rotated = nodes[turn:] + nodes[:turn]
+        for node in sorted(rotated, key=lambda node: node != this_node):
+            if node == this_node:
+                yield node, self._read(file, position, view)
             else:
-                yield holder, self._read_remotely(holder, file, position, view)
+                yield node, self._read_remotely(node, file, position, view)
 
     def _read(self, file: str, position: int, view: memoryview) -> bool:
         """Read from the disk of this node. Returns whether that was possible."""
@@ -249,29 +270,34 @@ class DistributedLocalCheckpoint:
 
     def _read_remotely(self, node: int, file: str, position: int, view: memoryview) -> bool:
         """Read from the disk of `node`. Returns whether that was possible."""
+        # Distribute the requests over the ranks of the node.
         ranks = self._tier.ranks_of(node)
         rank = ranks[self._tier.rank % len(ranks)]
-        status = torch.empty(1 + self._authenticator.size, dtype=torch.uint8)
+        head = torch.empty(1 + self._authenticator.size, dtype=torch.uint8)
         try:
             tag = self._send_request(rank, file, position, len(view))
-            _wait(dist.irecv(status, rank, self._group, tag))
-            found = view_bytes(status)[:1]
-            if found[0]:
+            _wait(dist.irecv(head, rank, self._group, tag))
+            status = view_bytes(head)[:1]
+            mac = view_bytes(head)[1:]
+            parts = [status]
+            is_found = bool(status[0])
+            if is_found:
                 content = torch.frombuffer(view, dtype=torch.uint8)
                 _wait(dist.irecv(content, rank, self._group, tag))
+                parts.append(view)
         except RuntimeError as error:
             text = f"{self.directory / file}: rank {rank}, whose node has it, is dead or hanging"
             raise CheckpointError(f"{text}: {first_line(error)}") from error
-        parts = (found, view) if found[0] else (found,)
         purpose = f"answer {rank} {self._tier.rank} {tag}"
-        is_authentic = self._authenticator.is_valid(view_bytes(status)[1:], purpose, *parts)
-        return bool(found[0]) and is_authentic
+        is_authentic = self._authenticator.is_valid(mac, purpose, *parts)
+        return is_found and is_authentic
 
     def _send_request(self, rank: int, file: str, position: int, length: int) -> int:
         """Send a request and return the tag of the answer."""
         tag = next(self._tags)
         content = _REQUEST.pack(position, length, tag, file.encode())
-        mac = self._authenticator.sign(f"request {self._tier.rank} {rank}", content)
+        purpose = f"request {self._tier.rank} {rank}"
+        mac = self._authenticator.sign(purpose, content)
         request = torch.frombuffer(bytearray(content + mac), dtype=torch.uint8)
         _wait(dist.isend(request, rank, self._group, _REQUEST_TAG))
         return tag
@@ -286,8 +312,9 @@ class DistributedLocalCheckpoint:
                 return
             message = bytes(view_bytes(request))
             content = message[: _REQUEST.size]
+            mac = message[_REQUEST.size :]
             purpose = f"request {source} {self._tier.rank}"
-            if not self._authenticator.is_valid(message[_REQUEST.size :], purpose, content):
+            if not self._authenticator.is_valid(mac, purpose, content):
                 logger.warning(f"a request of rank {source} is not authentic: ignored")
                 continue
             position, length, tag, file = _REQUEST.unpack(content)
@@ -299,8 +326,11 @@ class DistributedLocalCheckpoint:
         """Send whether the range of the file can be read here, and its content."""
         content = self._read_requested(file, position, length)
         status = bytes([content is not None])
-        parts = [status] if content is None else [status, view_bytes(content)]
-        mac = self._authenticator.sign(f"answer {self._tier.rank} {rank} {tag}", *parts)
+        parts: list[bytes | memoryview] = [status]
+        if content is not None:
+            parts.append(view_bytes(content))
+        purpose = f"answer {self._tier.rank} {rank} {tag}"
+        mac = self._authenticator.sign(purpose, *parts)
         head = torch.frombuffer(bytearray(status + mac), dtype=torch.uint8)
         with contextlib.suppress(RuntimeError):  # the rank is lost: the next collective reports it
             dist.send(head, rank, self._group, tag)
@@ -319,19 +349,24 @@ class DistributedLocalCheckpoint:
         if len(buffer.buffer) < length:
             buffer.buffer = torch.empty(length, dtype=torch.uint8)
         content = buffer.buffer[:length]
-        return content if self._read(name, position, view_bytes(content)) else None
+        if not self._read(name, position, view_bytes(content)):
+            return None
+        return content
 
     def _report(self, file: str, node: int, problem: str) -> None:
-        if (file, node) not in self._reported:
-            self._reported.add((file, node))
-            logger.warning(
-                f"local checkpoint {self._info.name}: {file} on the node of rank {node} {problem}: "
-                "trying the next node that has it",
-                extra={"every_rank": True},
-            )
+        """Warn about a copy of a file, once."""
+        if (file, node) in self._reported:
+            return
+        self._reported.add((file, node))
+        logger.warning(
+            f"local checkpoint {self._info.name}: {file} on the node of rank {node} {problem}: "
+            "trying the next node that has it",
+            extra={"every_rank": True},
+        )
 
 
 def _wait(work: dist.Work | None) -> None:
+    """Wait for a message. Raises RuntimeError if it does not arrive in time."""
     assert work is not None
     work.wait(_PATIENCE)
 
@@ -377,24 +412,28 @@ class _LocalCheckpointFile(OpenFile):
         if not view:
             return 0
 
-        # Whole blocks are read directly into `view`.
-        first, start = divmod(position, BLOCK_SIZE)
+        # Whole blocks are read directly into `view`. The last block of the file may be shorter.
+        block_number, start_in_block = divmod(position, BLOCK_SIZE)
         whole = len(view)
         if position + len(view) < self.size:
             whole = len(view) // BLOCK_SIZE * BLOCK_SIZE
-        if start == 0 and whole:
+        if start_in_block == 0 and whole:
             direct = view[: min(whole, _MAX_BLOCKS * BLOCK_SIZE)]
-            self._checkpoint.read_blocks_into(direct, self.path.name, first)
+            self._checkpoint.read_blocks_into(direct, self.path.name, block_number)
             return len(direct)
 
         # A part of a block is copied from the block, which is kept for the next request.
-        if not 0 <= position - self._block_position < len(self._block):
-            self._block = memoryview(b"")  # if the next line raises
-            block = memoryview(bytearray(min(BLOCK_SIZE, self.size - first * BLOCK_SIZE)))
-            self._checkpoint.read_blocks_into(block, self.path.name, first)
-            self._block_position = first * BLOCK_SIZE
+        is_kept = 0 <= position - self._block_position < len(self._block)
+        if not is_kept:
+            self._block = memoryview(b"")  # if reading raises
+            block_position = block_number * BLOCK_SIZE
+            block_size = min(BLOCK_SIZE, self.size - block_position)
+            block = memoryview(bytearray(block_size))
+            self._checkpoint.read_blocks_into(block, self.path.name, block_number)
+            self._block_position = block_position
             self._block = block
-        part = self._block[position - self._block_position :][: len(view)]
+        rest_of_block = self._block[position - self._block_position :]
+        part = rest_of_block[: len(view)]
         view[: len(part)] = part
         return len(part)
 

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _ROUND_BYTES = 256 << 20  # the buffer of one round of gathering, all ranks together
 _LARGEST_PART = 16 << 20
 _DIGEST_SIZE = 16
+_MAX_SUGGESTIONS = 200
 
 BoxOf = dict[tuple[str, Shape], Box]
 
@@ -168,20 +169,24 @@ def fill(
         _check_apart(state)
         return spec, _compare_keys(spec, reader.metadata)
 
-    def report_of(comparisons: list[_KeyComparison]) -> list[LoadReport]:
+    def make_reports(comparisons: list[_KeyComparison]) -> list[LoadReport]:
         merged = _merge_comparisons(comparisons, reader.metadata, skip, where)
-        return [_apply_strictness(merged, strictness, reader.metadata, where)] * coordination.size
+        report = _apply_strictness(merged, strictness, reader.metadata, where)
+        return [report] * coordination.size
 
-    # All ranks learn of an error of any rank before they wait for the share of another one.
+    # Phase 1: compare the keys of all ranks with the checkpoint.
     spec, comparison = coordination.run_on_all(compare)
-    report: LoadReport = coordination.gather_compute_scatter(comparison, report_of)
+    report: LoadReport = coordination.gather_compute_scatter(comparison, make_reports)
+
+    # Phase 2: read. All ranks learn of an error of any rank before they wait for its share.
     shares = _share_reading(reader, spec, parallelization_group)
-    objects = coordination.run_on_all(
+    report.objects = coordination.run_on_all(
         lambda: _read_local(state, reader, workers, shares, parallelization_group)
     )
+
+    # Phase 3: exchange the data that replicas have read for each other.
     if any(shares):
-        _all_gather_shares(shares, _boxes_of(state), parallelization_group)
-    report.objects = objects
+        _all_gather_shares(shares, _index_boxes(state), parallelization_group)
     report.seconds = time.perf_counter() - started
     report.bytes_needed = reader.bytes_needed
     report.bytes_read = reader.bytes_read
@@ -193,27 +198,33 @@ def _check_apart(state: ShardedStateDict) -> None:
 
     Only contiguous boxes are checked.
     """
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, key)
-        for (key, _), box in _boxes_of(state).items()
-        if (tensor := box.tensor).is_contiguous() and tensor.nbytes
-    )
-    for (_, stop, key), (start, _, other) in pairwise(spans):
-        assert stop <= start or key == other, (
-            f"{key} and {other} are the same memory, which must have one source"
+    spans = []
+    for (key, _), box in _index_boxes(state).items():
+        tensor = box.tensor
+        if tensor.is_contiguous() and tensor.nbytes:
+            start = tensor.data_ptr()
+            spans.append((start, start + tensor.nbytes, key))
+    spans.sort()
+    for (_, stop, key), (next_start, _, next_key) in pairwise(spans):
+        assert stop <= next_start or key == next_key, (
+            f"{key} and {next_key} are the same memory, which must have one source"
         )
 
 
-def _boxes_of(state: ShardedStateDict) -> BoxOf:
-    tensors = [entry for entry in state.values() if isinstance(entry, ShardedTensor)]
-    return {(entry.key, box.offset): box for entry in tensors for box in entry.boxes}
+def _index_boxes(state: ShardedStateDict) -> BoxOf:
+    """Return the local boxes of all tensors by key and offset."""
+    boxes = {}
+    for entry in state.values():
+        if isinstance(entry, ShardedTensor):
+            for box in entry.boxes:
+                boxes[entry.key, box.offset] = box
+    return boxes
 
 
-def _view_of(item: Item, boxes: BoxOf) -> torch.Tensor:
+def _select_view(item: Item, boxes: BoxOf) -> torch.Tensor:
     """Return the rows of the local box that `item` selects."""
-    return narrow(
-        boxes[item.key, item.box].tensor.detach(), to_relative(item.offset, item.box), item.shape
-    )
+    whole = boxes[item.key, item.box].tensor.detach()
+    return narrow(whole, to_relative(item.offset, item.box), item.shape)
 
 
 def _read_local(
@@ -223,19 +234,32 @@ def _read_local(
     shares: list[list[Item]],
     group: dist.ProcessGroup | None,
 ) -> dict[str, Any]:
-    """Read this rank's share of shared boxes, and all other boxes completely."""
-    boxes = _boxes_of(state)
-    shared = {(item.key, item.box) for share in shares for item in share}
-    alone = [
-        place for place in boxes if place not in shared and place[0] in reader.metadata.tensors
-    ]
-    requests = [Request(key, offset, boxes[key, offset].tensor) for key, offset in alone]
+    """Read this rank's share of shared boxes, all other boxes completely, and the objects.
+
+    Returns the objects by key. Keys that the checkpoint does not have are left out.
+    """
+    contents = reader.metadata
+    boxes = _index_boxes(state)
+    shared = set()
+    for share in shares:
+        for item in share:
+            shared.add((item.key, item.box))
+
+    # Boxes of this rank only, then its share of the others
+    requests = []
+    for (key, offset), box in boxes.items():
+        if (key, offset) not in shared and key in contents.tensors:
+            requests.append(Request(key, offset, box.tensor))
     if shares:
-        mine = shares[dist.get_rank(group)]
-        requests += [Request(item.key, item.offset, _view_of(item, boxes)) for item in mine]
+        for item in shares[dist.get_rank(group)]:
+            requests.append(Request(item.key, item.offset, _select_view(item, boxes)))
     reader.read_into(requests, workers)
-    wanted = [entry.key for entry in state.values() if isinstance(entry, ShardedObject)]
-    return {key: reader.read_object(key) for key in wanted if key in reader.metadata.objects}
+
+    objects = {}
+    for entry in state.values():
+        if isinstance(entry, ShardedObject) and entry.key in contents.objects:
+            objects[entry.key] = reader.read_object(entry.key)
+    return objects
 
 
 def _share_reading(
@@ -250,19 +274,30 @@ def _share_reading(
     """
     if group is None or dist.get_world_size(group) == 1:
         return []
-    # Sorted, so that all ranks number their boxes equally: their models may have another order.
-    boxes = sorted(
-        Item(tensor.key, tensor.dtype, offset, offset, shape)
-        for tensor in spec.tensors
-        if tensor.key in reader.metadata.tensors
-        for offset, shape in tensor.boxes
-    )
+    boxes = []
+    for tensor in spec.tensors:
+        if tensor.key in reader.metadata.tensors:
+            for offset, shape in tensor.boxes:
+                boxes.append(Item(tensor.key, tensor.dtype, offset, offset, shape))
+    # All ranks must number their boxes equally, although their models may have another order.
+    boxes.sort()
+
+    # Find the boxes that all ranks have.
     digests = [xxhash.xxh3_128_digest(repr(item).encode()) for item in boxes]
-    everywhere = set(digests)
+    common = set(digests)
     for packed in Coordination.of(group).all_gather(b"".join(digests)):
-        everywhere &= {packed[i : i + _DIGEST_SIZE] for i in range(0, len(packed), _DIGEST_SIZE)}
-    shared = [item for item, digest in zip(boxes, digests, strict=True) if digest in everywhere]
+        common &= _unpack_digests(packed)
+    shared = []
+    for item, digest in zip(boxes, digests, strict=True):
+        if digest in common:
+            shared.append(item)
     return share_evenly(shared, dist.get_world_size(group))
+
+
+def _unpack_digests(packed: bytes) -> set[bytes]:
+    """Return the digests that are concatenated in `packed`."""
+    starts = range(0, len(packed), _DIGEST_SIZE)
+    return {packed[start : start + _DIGEST_SIZE] for start in starts}
 
 
 def _all_gather_shares(
@@ -272,38 +307,47 @@ def _all_gather_shares(
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    views = [[_view_of(item, boxes) for item in share] for share in shares]
-    longest = max(sum(view.nbytes for view in share) for share in views)
-    part = max(1, min(longest, _LARGEST_PART, _ROUND_BYTES // size))
-    mine = torch.empty(part, dtype=torch.uint8, device=device)
-    received = torch.empty(size, part, dtype=torch.uint8, device=device)
+
+    # The memory of all shares, by rank, and the bytes of the longest share
+    views_of_ranks = []
+    longest = 0
+    for share in shares:
+        views = [_select_view(item, boxes) for item in share]
+        views_of_ranks.append(views)
+        longest = max(longest, sum(view.nbytes for view in views))
+
     # Rounds of bounded size: gathering whole shares at once would double the memory of a replica.
-    for start in range(0, longest, part):
-        _copy_bytes(views[rank], start, mine)
+    round_size = max(1, min(longest, _LARGEST_PART, _ROUND_BYTES // size))
+    mine = torch.empty(round_size, dtype=torch.uint8, device=device)
+    received = torch.empty(size, round_size, dtype=torch.uint8, device=device)
+    for start in range(0, longest, round_size):
+        _copy_bytes(views_of_ranks[rank], start, mine)
         dist.all_gather(list(received.unbind()), mine, group=group)
         for other in range(size):
             if other != rank:
-                _copy_bytes(views[other], start, received[other], fill=True)
+                _copy_bytes(views_of_ranks[other], start, received[other], fill=True)
 
 
 def _copy_bytes(
     tensors: list[torch.Tensor], start: int, buffer: torch.Tensor, fill: bool = False
 ) -> None:
     """Copy bytes of concatenated tensors, from `start` on, to `buffer`; with `fill` from it."""
+    stop = start + len(buffer)
     position = 0
     for tensor in tensors:
+        # The bytes [first, last) of all tensors are in this one and in the buffer.
         first = max(start, position)
-        last = min(start + len(buffer), position + tensor.nbytes)
+        last = min(stop, position + tensor.nbytes)
         if first < last:
             flat = tensor.reshape(-1).view(torch.uint8)
-            part = buffer[first - start : last - start]
-            inside = slice(first - position, last - position)
-            if not fill:
-                part.copy_(flat[inside])
-            else:
-                flat[inside] = part
+            in_tensor = flat[first - position : last - position]
+            in_buffer = buffer[first - start : last - start]
+            if fill:
+                in_tensor.copy_(in_buffer)
                 if not tensor.is_contiguous():  # then `flat` was a copy
                     tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+            else:
+                in_buffer.copy_(in_tensor)
         position += tensor.nbytes
 
 
@@ -320,25 +364,26 @@ class _KeyComparison(NamedTuple):
 
 def _compare_keys(spec: LocalSpec, contents: Contents) -> _KeyComparison:
     """Compare the keys that this rank requests with the checkpoint."""
-    shapes: dict[str, tuple[int, ...] | None] = {
-        tensor.key: tensor.shape for tensor in spec.tensors
-    }
-    shapes.update(dict.fromkeys(spec.objects))
+    # Keys whose kind or shape differs
+    requested: set[str] = set()
     wrong = []
-    for key, shape in shapes.items():
-        if shape is None and key in contents.tensors:
-            wrong.append(f"{key}: a tensor in the checkpoint, an object here")
-        elif shape is not None and key in contents.objects:
+    for key, shape, *_ in spec.tensors:
+        requested.add(key)
+        if key in contents.objects:
             wrong.append(f"{key}: an object in the checkpoint, a tensor here")
-        elif shape is not None and key in contents.tensors and contents.tensors[key].shape != shape:
+        elif key in contents.tensors and contents.tensors[key].shape != shape:
             wrong.append(f"{key}: {contents.tensors[key].shape} in the checkpoint, {shape} here")
-    stored = _stored_keys(contents)
-    # Bits, because rank 0 receives them from every rank, and a large model has tens of thousands of
-    # keys.
-    requested = np.packbits(
-        np.fromiter((key in shapes for key in stored), dtype=bool, count=len(stored))
-    )
-    return _KeyComparison(wrong, sorted(shapes.keys() - set(stored)), requested.tobytes())
+    for key in spec.objects:
+        requested.add(key)
+        if key in contents.tensors:
+            wrong.append(f"{key}: a tensor in the checkpoint, an object here")
+
+    # Keys that one side lacks. The requested ones are sent as bits, because rank 0 receives them
+    # from every rank, and a large model has tens of thousands of keys.
+    stored = _list_keys(contents)
+    unexpected = sorted(requested - set(stored))
+    is_requested = np.array([key in requested for key in stored], dtype=bool)
+    return _KeyComparison(wrong, unexpected, np.packbits(is_requested).tobytes())
 
 
 def _merge_comparisons(
@@ -348,23 +393,31 @@ def _merge_comparisons(
     where: str,
 ) -> LoadReport:
     """Merge the comparisons of all ranks. Raises CheckpointError if a shape or kind differs."""
-    wrong = sorted({line for comparison in comparisons for line in comparison.wrong})
+    wrong: set[str] = set()
+    unexpected: set[str] = set()
+    rows = []
+    for comparison in comparisons:
+        wrong.update(comparison.wrong)
+        unexpected.update(comparison.unexpected)
+        rows.append(np.frombuffer(comparison.requested, np.uint8))
     if wrong:
-        raise CheckpointError(f"{where}: does not fit this model:\n  " + abbreviate(wrong, 50))
-    unexpected = sorted({key for comparison in comparisons for key in comparison.unexpected})
-    by_rank = np.frombuffer(b"".join(c.requested for c in comparisons), np.uint8).reshape(
-        len(comparisons), -1
-    )
-    stored = _stored_keys(contents)
-    requested = np.unpackbits(np.bitwise_or.reduce(by_rank, axis=0), count=len(stored))
+        raise CheckpointError(
+            f"{where}: does not fit this model:\n  " + abbreviate(sorted(wrong), 50)
+        )
+
+    # A key is missing if no rank requests it.
+    stored = _list_keys(contents)
+    bits_of_any_rank = np.bitwise_or.reduce(np.stack(rows), axis=0)  # [bytes]
+    requested = np.unpackbits(bits_of_any_rank, count=len(stored))
     missing = []
     for key, is_requested in zip(stored, requested, strict=True):
         if not is_requested and not skip(key):
             missing.append(key)
-    return LoadReport(unexpected=unexpected, missing=missing)
+    return LoadReport(unexpected=sorted(unexpected), missing=missing)
 
 
-def _stored_keys(contents: Contents) -> list[str]:
+def _list_keys(contents: Contents) -> list[str]:
+    """Return all keys of a checkpoint in the order of the bits of `_KeyComparison.requested`."""
     return sorted(contents.tensors.keys() | set(contents.objects))
 
 
@@ -372,25 +425,39 @@ def _apply_strictness(
     report: LoadReport, strictness: str, contents: Contents, where: str
 ) -> LoadReport:
     """Raise or log according to `strictness`; return the keys that are left to the caller."""
-    stored = _stored_keys(contents)
-    unexpected = [_suggest_similar(key, stored) for key in report.unexpected[:200]]
-    unexpected += report.unexpected[200:]
-    titles = ("asked for but not in the checkpoint", "in the checkpoint but asked for by no rank")
+    unexpected_reaction, missing_reaction = STRICTNESS[strictness]
+    unexpected_lines = _suggest_similar_keys(report.unexpected, _list_keys(contents))
+    problems = (
+        ("asked for but not in the checkpoint", unexpected_lines, unexpected_reaction),
+        ("in the checkpoint but asked for by no rank", report.missing, missing_reaction),
+    )
     raised = []
-    left = []
-    found = ((report.unexpected, unexpected), (report.missing, report.missing))
-    for (keys, lines), title, reaction in zip(found, titles, STRICTNESS[strictness], strict=True):
-        text = f"keys {title} ({len(keys)}):\n  {abbreviate(lines, 50)}"
-        if keys and reaction == RAISE:
+    for title, lines, reaction in problems:
+        text = f"keys {title} ({len(lines)}):\n  {abbreviate(lines, 50)}"
+        if lines and reaction == RAISE:
             raised.append(text)
-        elif keys and reaction == LOG:
+        elif lines and reaction == LOG:
             logger.warning("%s: %s", where, text)
-        left.append(keys if reaction == RETURN else [])
     if raised:
         raise CheckpointError(f"{where}: " + "\n".join(raised))
-    return LoadReport(unexpected=left[0], missing=left[1])
+
+    left = LoadReport()
+    if unexpected_reaction == RETURN:
+        left.unexpected = report.unexpected
+    if missing_reaction == RETURN:
+        left.missing = report.missing
+    return left
 
 
-def _suggest_similar(key: str, stored: list[str]) -> str:
-    near = difflib.get_close_matches(key, stored, n=2, cutoff=0.75)
-    return f"{key} (there is {' and '.join(near)})" if near else key
+def _suggest_similar_keys(keys: list[str], stored: list[str]) -> list[str]:
+    """Return the keys, each with the most similar ones of the checkpoint.
+
+    The search takes time: only the first keys are searched for.
+    """
+    lines = []
+    for key in keys[:_MAX_SUGGESTIONS]:
+        similar = difflib.get_close_matches(key, stored, n=2, cutoff=0.75)
+        if similar:
+            key = f"{key} (there is {' and '.join(similar)})"
+        lines.append(key)
+    return lines + keys[_MAX_SUGGESTIONS:]

@@ -108,38 +108,39 @@ class Reader:
         """
         by_file: dict[str, list[_Piece]] = defaultdict(list)
         for request in requests:
-            for piece in self._pieces(request):
+            for piece in self._find_pieces(request):
                 by_file[piece.chunk.location.file].append(piece)
         # A task reads one file from front to back, so that the disk receives few long reads,
         # independent of the order of the requests.
-        batches = [batch for pieces in by_file.values() for batch in _batches(pieces)]
+        batches: list[list[_Piece]] = []
+        for pieces in by_file.values():
+            batches.extend(_make_batches(pieces))
         if workers == 1 or len(batches) == 1:
             for batch in batches:
                 self._read_batch(batch)
             return
-        with ThreadPoolExecutor(
-            min(workers, max(1, len(batches))), "checkpoint-reader", same_cuda_device()
-        ) as pool:
+        num_threads = min(workers, max(1, len(batches)))
+        with ThreadPoolExecutor(num_threads, "checkpoint-reader", same_cuda_device()) as pool:
             for _ in pool.map(self._read_batch, batches):
-                pass
+                pass  # raises the error of the batch, if any
 
-    def _pieces(self, request: Request) -> Iterable[_Piece]:
+    def _find_pieces(self, request: Request) -> Iterable[_Piece]:
+        """Yield the parts of stored chunks that overlap the requested box."""
         stored = self.metadata.tensors[request.key]
         target = request.target.detach()
-        found = 0
-        for number, (in_chunk, in_target, shape) in stored.chunks.overlaps(
-            request.offset, tuple(target.shape)
-        ):
-            region = narrow(target, in_target, shape)
-            found += region.numel()
+        shape = tuple(target.shape)
+        num_found = 0
+        for number, overlap in stored.chunks.overlaps(request.offset, shape):
+            in_chunk, in_target, overlap_shape = overlap
+            region = narrow(target, in_target, overlap_shape)
+            num_found += region.numel()
             yield _Piece(stored.chunks[number], in_chunk, stored.dtype, region)
         # Chunks of a tensor do not overlap, so the number of elements is right only if none is
         # missing.
-        if found != target.numel():
+        if num_found != target.numel():
             raise CheckpointError(
                 f"{self.directory / METADATA}: {request.key}: the box at {request.offset} of shape "
-                f"{tuple(target.shape)} has {target.numel()} elements, the stored chunks give "
-                f"{found}"
+                f"{shape} has {target.numel()} elements, the stored chunks give {num_found}"
             )
 
     def _read_batch(self, pieces: Sequence[_Piece]) -> None:
@@ -152,12 +153,12 @@ class Reader:
         return self.directory / file
 
 
-def _batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
+def _make_batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
     """Yield batches of about `_BATCH` bytes of the pieces of one file, sorted by position."""
     batch: list[_Piece] = []
     size = 0
     for piece in sorted(pieces, key=lambda piece: piece.chunk.location.position):
-        for part in _split(piece):
+        for part in _split_piece(piece):
             batch.append(part)
             size += part.nbytes
             if size >= _BATCH:
@@ -168,15 +169,17 @@ def _batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
         yield batch
 
 
-def _split(piece: _Piece) -> Iterable[_Piece]:
+def _split_piece(piece: _Piece) -> Iterable[_Piece]:
     """Cut a large piece in rows, so that threads can share it and temporary buffers stay small."""
     # Up to twice the size: halves would be smaller than what a task should read.
     if piece.nbytes <= 2 * _BATCH:
         yield piece
         return
-    for offset, shape in cut_rows(tuple(piece.target.shape), piece.dtype.itemsize, _BATCH):
+    whole_shape = tuple(piece.target.shape)
+    for offset, shape in cut_rows(whole_shape, piece.dtype.itemsize, _BATCH):
         target = narrow(piece.target, offset, shape)
-        yield piece._replace(in_chunk=to_absolute(piece.in_chunk, offset), target=target)
+        in_chunk = to_absolute(piece.in_chunk, offset)
+        yield piece._replace(in_chunk=in_chunk, target=target)
 
 
 class _MappedRange(NamedTuple):
@@ -187,7 +190,8 @@ class _MappedRange(NamedTuple):
 
     def span(self, position: int) -> np.ndarray:
         """Return the bytes from byte `position` of the file on."""
-        return np.frombuffer(self.mapped, dtype=np.uint8)[position - self.start :]
+        content = np.frombuffer(self.mapped, dtype=np.uint8)
+        return content[position - self.start :]
 
     def close(self) -> None:
         self.mapped.close()
@@ -202,8 +206,9 @@ class _ShardReader:
 
     def __enter__(self) -> _ShardReader:
         verifier = self._reader._verifier
+        open_shard = open_file if verifier is None else verifier.open
         try:
-            self._file = open_file(self._path) if verifier is None else verifier.open(self._path)
+            self._file = open_shard(self._path)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self._path}: the shard file is missing") from error
         except OSError as error:
@@ -214,6 +219,7 @@ class _ShardReader:
         self._file.close()
 
     def read(self, position: int, length: int) -> memoryview:
+        """Return a range of the file in new memory."""
         buffer = memoryview(bytearray(length))
         self._read_into(buffer, position)
         return buffer
@@ -224,39 +230,42 @@ class _ShardReader:
         Reads directly where the target is contiguous CPU memory of the same dtype.
         """
         target = piece.target
-        data = self._data_offset(piece.chunk, piece.dtype)
+        data = self._find_data_offset(piece.chunk, piece.dtype)
         with self._reader._lock:
             self._reader.bytes_needed += piece.nbytes
         if data is None:
             self._fill_from_whole(piece)
             return
+
         # Directly where possible: a temporary copy of all weights would double the memory of a
         # load.
-        direct = (
+        is_direct = (
             target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
         )
-        flat = target.reshape(-1) if direct else torch.empty(target.numel(), dtype=piece.dtype)
+        flat = target.reshape(-1) if is_direct else torch.empty(target.numel(), dtype=piece.dtype)
+
+        # Read the bytes of the box, which are runs with gaps between them.
         buffer = view_bytes(flat)
         position = 0
-        for runs in compute_byte_runs(
-            piece.chunk.shape, piece.in_chunk, tuple(target.shape), piece.dtype.itemsize
-        ):
+        shape = tuple(target.shape)
+        itemsize = piece.dtype.itemsize
+        for runs in compute_byte_runs(piece.chunk.shape, piece.in_chunk, shape, itemsize):
             length = runs.repeats * runs.length
             self._read_runs(buffer[position : position + length], runs, data)
             position += length
-        if not direct:
+        if not is_direct:
             target.copy_(flat.view(target.shape))
 
     def _read_runs(self, buffer: memoryview, runs: Runs, data: int) -> None:
+        """Fill `buffer` with runs of the chunk whose raw bytes begin at `data` in the file."""
         start = data + runs.start
-        length = runs.length
-        stride = runs.stride
-        count = runs.repeats
-        if count > 1 and runs.gap < self._file.closest_gap:
+        if runs.repeats > 1 and runs.gap < self._file.closest_gap:
             self._read_through(buffer, runs, start)
             return
-        for i in range(count):
-            self._read_into(buffer[i * length : (i + 1) * length], start + i * stride)
+        length = runs.length
+        for index in range(runs.repeats):
+            part = buffer[index * length : (index + 1) * length]
+            self._read_into(part, start + index * runs.stride)
 
     def _read_through(self, buffer: memoryview, runs: Runs, start: int) -> None:
         """Read the runs together with the small gaps between them, via a mapping of the file.
@@ -264,10 +273,11 @@ class _ShardReader:
         Compared with one read per run this is 2.5 times as fast from the page cache, and 10 times
         from a disk. The runs are copied once.
         """
-        step = max(1, _SPAN // runs.stride)
+        runs_at_once = max(1, _SPAN // runs.stride)
         kept = np.frombuffer(buffer, dtype=np.uint8).reshape(runs.repeats, runs.length)
-        for first in range(0, runs.repeats, step):
-            count = min(step, runs.repeats - first)
+        for first in range(0, runs.repeats, runs_at_once):
+            # The bytes of `count` runs, from the begin of the first to the end of the last one
+            count = min(runs_at_once, runs.repeats - first)
             position = start + first * runs.stride
             length = (count - 1) * runs.stride + runs.length
             mapped = self._map(position, length)
@@ -275,6 +285,7 @@ class _ShardReader:
                 span = np.frombuffer(self.read(position, length), dtype=np.uint8)
             else:
                 span = mapped.span(position)
+            # Copy the runs without the gaps: [count, run length]
             kept[first : first + count] = as_strided(
                 span, (count, runs.length), (runs.stride, 1), writeable=False
             )
@@ -291,7 +302,9 @@ class _ShardReader:
         if self._file.descriptor is None or stop > self._file.size:
             return None
         if isinstance(self._file, VerifiedFile):
+            # Checksums are of whole blocks.
             position, stop = self._file.widen(position, stop)
+        # A mapping begins at a page.
         start = position - position % mmap.ALLOCATIONGRANULARITY
         try:
             mapped = mmap.mmap(
@@ -309,14 +322,14 @@ class _ShardReader:
             raise CheckpointError(
                 f"{self._path}: cannot be read at {position}: {error.strerror}"
             ) from error
-        self._count(stop - position)
+        self._count_read_bytes(stop - position)
         result = _MappedRange(mapped, start)
         if isinstance(self._file, VerifiedFile):
             with memoryview(mapped) as view, view[position - start :] as content:
                 self._file.check(content, position)
         return result
 
-    def _data_offset(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
+    def _find_data_offset(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
         """Return where in the file the raw bytes of the chunk begin.
 
         Returns None if its item has them in another order.
@@ -330,44 +343,47 @@ class _ShardReader:
             if self.read(location.position, size) == prefix:  # as we write it
                 known[location] = location.position + size
             else:
-                known[location] = self._find_data(chunk, dtype)
+                known[location] = self._find_data_in_archive(chunk, dtype)
         return known[location]
 
-    def _find_data(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
-        """Return the position of the data in an archive of `torch.save`, with records in
-        any order.
-        """
+    def _find_data_in_archive(self, chunk: StoredChunk, dtype: torch.dtype) -> int | None:
+        """Return the position of the data in an archive of `torch.save`, in any record order."""
         _, position, length = chunk.location
-        tensor = open_archive(self._file, position, length, self._item_name(chunk))
-        if isinstance(tensor, FileTensor) and (tensor.dtype, tensor.shape) == (dtype, chunk.shape):
-            return tensor.position
-        return None
+        tensor = open_archive(self._file, position, length, self._format_item(chunk))
+        if not isinstance(tensor, FileTensor):
+            return None
+        if tensor.dtype != dtype or tensor.shape != chunk.shape:
+            return None
+        return tensor.position
 
     def _fill_from_whole(self, piece: _Piece) -> None:
+        """Load the whole item of the chunk, and copy the requested part of it."""
         chunk = piece.chunk
+        where = self._format_item(chunk)
         item = self.read(chunk.location.position, chunk.location.length)
-        tensor = safe_load(bytes(item), where=self._item_name(chunk))
+        tensor = safe_load(bytes(item), where=where)
         if (
             not isinstance(tensor, torch.Tensor)
             or tuple(tensor.shape) != chunk.shape
             or tensor.dtype != piece.dtype
         ):
-            raise CheckpointError(
-                f"{self._item_name(chunk)}: not the {piece.dtype} tensor of shape {chunk.shape}"
-            )
-        piece.target.copy_(narrow(tensor, piece.in_chunk, tuple(piece.target.shape)))
+            raise CheckpointError(f"{where}: not the {piece.dtype} tensor of shape {chunk.shape}")
+        part = narrow(tensor, piece.in_chunk, tuple(piece.target.shape))
+        piece.target.copy_(part)
 
-    def _item_name(self, chunk: StoredChunk) -> str:
+    def _format_item(self, chunk: StoredChunk) -> str:
+        """Return the name of an item for messages."""
         return f"{self._path} (item at byte {chunk.location.position}, chunk at {chunk.offset})"
 
     def _read_into(self, buffer: memoryview, position: int) -> None:
         start = position
         stop = position + len(buffer)
         if isinstance(self._file, VerifiedFile):
+            # The whole blocks are read, in order to verify them.
             start, stop = self._file.widen(start, stop)
         self._file.read_into(buffer, position)
-        self._count(stop - start)
+        self._count_read_bytes(stop - start)
 
-    def _count(self, nbytes: int) -> None:
+    def _count_read_bytes(self, nbytes: int) -> None:
         with self._reader._lock:
             self._reader.bytes_read += nbytes
