@@ -110,7 +110,8 @@ class DistributedDataParallel(MegatronModule):
         self.module = module
         self.config = config
         self.dp = dp
-        self.edp = dp if edp is None else edp
+        self.edp = edp or dp
+        # The axis over which main parameters and optimizer state are sharded
         self.shard = dp if config.use_distributed_optimizer else Axis()
         self.require_sync = True  # False while more micro-batches follow
         self.grad_divisor: float | torch.Tensor = float(dp.size)
@@ -120,7 +121,10 @@ class DistributedDataParallel(MegatronModule):
         # although backward passes may complete the buckets in different orders: a bucket that is
         # complete early waits for those before it.
         self._next_bucket = 0  # the first bucket whose reduction has not started
-        bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
+        bucket_of = {}
+        for bucket in self.buckets:
+            for param in bucket.params:
+                bucket_of[param] = bucket
         # Gradients that are added to `main_grad` directly do not pass through `param.grad`, so that
         # post-accumulate hooks would miss them. Hooks on the autograd nodes run in either case.
         self._grad_accumulators = self._register_grad_hooks(bucket_of)
@@ -186,11 +190,15 @@ class DistributedDataParallel(MegatronModule):
         The latter include the output matrix, which is used without a call of its module.
         """
         for unit, recurse in iterate_forward_units(self.module):
-            used = {bucket_of[param] for param in unit.parameters(recurse) if param in bucket_of}
+            used = set()
+            for param in unit.parameters(recurse):
+                if param in bucket_of:
+                    used.add(bucket_of[param])
             if used:
                 unit.register_forward_pre_hook(partial(_wait_for_params, used))
-        for last_layer in list(iterate_outermost_layers(self.module))[-1:]:
-            last_layer.register_forward_hook(partial(_wait_for_params, self.buckets))
+        layers = list(iterate_outermost_layers(self.module))
+        if layers:
+            layers[-1].register_forward_hook(partial(_wait_for_params, self.buckets))
 
     def _register_grad_hooks(self, bucket_of: dict[nn.Parameter, Bucket]) -> list[Node]:
         """Call `_accumulate_grad` after autograd has processed each parameter's gradient, or None.
@@ -199,8 +207,9 @@ class DistributedDataParallel(MegatronModule):
         """
         nodes: list[Node] = []
         for param, bucket in bucket_of.items():
-            nodes.append(get_gradient_edge(param).node)
-            nodes[-1].register_hook(partial(self._accumulate_grad, param, bucket))
+            node = get_gradient_edge(param).node
+            node.register_hook(partial(self._accumulate_grad, param, bucket))
+            nodes.append(node)
         return nodes
 
     def _accumulate_grad(self, param: nn.Parameter, bucket: Bucket, *_: Any) -> None:
@@ -223,6 +232,7 @@ class DistributedDataParallel(MegatronModule):
                 self._start_next_bucket()
 
     def _start_next_bucket(self) -> None:
+        """Start the reduction of the next bucket in the order that is common to all ranks."""
         self.buckets[self._next_bucket].start_grad_reduce()
         self._next_bucket += 1
 
@@ -260,7 +270,8 @@ def _make_buffers(
     """Return one buffer per dtype, or fp8, and reduction axis of the parameters."""
     # (dtype, is fp8, ranks of the reduction axis) -> parameters
     kinds: dict[tuple[torch.dtype, bool, tuple[int, ...]], list[tuple[str, nn.Parameter]]] = {}
-    axes = {axis.ranks: axis for axis in (edp, dp)}
+    # Without expert parallelism both axes have the same ranks, and share a buffer.
+    axis_of_ranks = {edp.ranks: edp, dp.ranks: dp}
     for name, param in module.named_parameters():
         if param.requires_grad:
             info = param_info(param)
@@ -269,7 +280,7 @@ def _make_buffers(
             kinds.setdefault(kind, []).append((name, param))
     buffers = []
     for (dtype, _, ranks), named_params in kinds.items():
-        axis = axes[ranks]
+        axis = axis_of_ranks[ranks]
         shard = axis if config.use_distributed_optimizer else Axis()
         num_elements = sum(param.numel() for _, param in named_params)
         bucket_size = config.bucket_size(num_elements, axis.size)
@@ -280,10 +291,19 @@ def _make_buffers(
 
 def _sort_by_completion(module: nn.Module, buffers: list[ParamAndGradBuffer]) -> list[Bucket]:
     """Return the buckets of all buffers in the approximate order of their completion."""
-    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
-    if len(buffers) > 1:
-        index_of = {param: index for index, param in enumerate(module.parameters())}
-        buckets.sort(key=lambda bucket: -min(index_of[param] for param in bucket.params))
+    buckets: list[Bucket] = []
+    for buffer in buffers:
+        buckets += buffer.buckets
+    if len(buffers) == 1:
+        return buckets
+    # The buckets of one buffer are in order. Those of several are merged: a bucket is complete
+    # after its first parameter in the order of the forward pass.
+    index_of = {param: index for index, param in enumerate(module.parameters())}
+
+    def find_first_param(bucket: Bucket) -> int:
+        return min(index_of[param] for param in bucket.params)
+
+    buckets.sort(key=lambda bucket: -find_first_param(bucket))
     return buckets
 
 
@@ -337,6 +357,8 @@ def _all_reduce(tensors: Sequence[torch.Tensor], axis: Axis) -> None:
     """Sum each tensor over `axis`, all concurrently."""
     if axis.size == 1:
         return
-    works = [dist.all_reduce(tensor, group=axis.group, async_op=True) for tensor in tensors]
+    works = []
+    for tensor in tensors:
+        works.append(dist.all_reduce(tensor, group=axis.group, async_op=True))
     for work in works:
         work.wait()

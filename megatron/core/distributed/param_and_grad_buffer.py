@@ -56,8 +56,9 @@ class ParamSpec:
 
     @property
     def group(self) -> ParamGroup:
+        is_matrix = len(self.shape) > 1
         return ParamGroup(
-            weight_decay=len(self.shape) > 1 and not self.name.endswith(".bias"),
+            weight_decay=is_matrix and not self.name.endswith(".bias"),
             embedding=self.name.endswith(("word_embeddings.weight", "output_layer.weight")),
         )
 
@@ -102,17 +103,20 @@ def plan_buffer(
     norms of each kind need one contiguous range.
     """
     buckets: list[BucketPlan] = []
-    for run in _split_into_buckets(specs, bucket_size):
+    start = 0
+    for specs_of_bucket in _split_into_buckets(specs, bucket_size):
         spans = []
         position = 0
-        for spec in run:
-            spans.append(Span(spec, position, position + spec.numel))
-            position = round_up(position + spec.numel, ALIGNMENT)
+        for spec in specs_of_bucket:
+            stop = position + spec.numel
+            spans.append(Span(spec, position, stop))
+            position = round_up(stop, ALIGNMENT)
         # The size is a multiple of the number of shards, so that a reduce-scatter gives each rank
         # an equal, aligned part; a parameter may be in two shards.
-        start = buckets[-1].stop if buckets else 0
         numel = round_up(position, ALIGNMENT * num_shards)
-        buckets.append(BucketPlan(start, numel, run[0].group, tuple(spans)))
+        bucket = BucketPlan(start, numel, specs_of_bucket[0].group, tuple(spans))
+        buckets.append(bucket)
+        start = bucket.stop
     return tuple(buckets)
 
 
@@ -120,22 +124,31 @@ def _split_into_buckets(specs: Sequence[ParamSpec], bucket_size: int) -> Iterato
     """Yield the parameters of each bucket, in buffer order."""
     # The last layers complete their backward pass first: their buckets are reduced while the first
     # layers are still computing.
-    backward = list(reversed(specs))
-    matrices = [spec for spec in backward if spec.group.weight_decay]
-    vectors = [spec for spec in backward if not spec.group.weight_decay]
+    matrices = []
+    vectors = []
+    for spec in reversed(specs):
+        if spec.group.weight_decay:
+            matrices.append(spec)
+        else:
+            vectors.append(spec)
     vectors.sort(key=lambda spec: (spec.info.sharding.is_split, spec.info.partial_grad))
-    run: list[ParamSpec] = []
+
+    bucket: list[ParamSpec] = []
+    num_elements = 0
     for spec in matrices + vectors:
-        if run:
-            is_full = sum(other.numel for other in run) >= bucket_size
-            is_other_group = spec.group != run[0].group
-            is_tied = spec.info.shared_embedding or run[0].info.shared_embedding
+        if bucket:
+            first = bucket[0]
+            is_full = num_elements >= bucket_size
+            is_other_group = spec.group != first.group
+            is_tied = spec.info.shared_embedding or first.info.shared_embedding
             if is_full or is_other_group or is_tied:
-                yield run
-                run = []
-        run.append(spec)
-    if run:
-        yield run
+                yield bucket
+                bucket = []
+                num_elements = 0
+        bucket.append(spec)
+        num_elements += spec.numel
+    if bucket:
+        yield bucket
 
 
 def find_ranges(bucket: BucketPlan, keep: Callable[[ParamInfo], bool]) -> list[Range]:
@@ -147,11 +160,14 @@ def find_ranges(bucket: BucketPlan, keep: Callable[[ParamInfo], bool]) -> list[R
     for span in bucket.spans:
         if not keep(span.spec.info):
             continue
-        stop = round_up(span.stop, ALIGNMENT)
-        if ranges and ranges[-1][1] == span.start:
-            ranges[-1] = (ranges[-1][0], stop)
-        else:
-            ranges.append((span.start, stop))
+        start = span.start
+        if ranges:
+            previous_start, previous_stop = ranges[-1]
+            if previous_stop == start:
+                # Extend the previous range.
+                start = previous_start
+                ranges.pop()
+        ranges.append((start, round_up(span.stop, ALIGNMENT)))
     return ranges
 
 
@@ -189,8 +205,10 @@ def _start_shard_by_shard(
     With gloo this takes about half as long as all-gather and reduce-scatter, which copy the whole
     buffer.
     """
-    shards = zip(whole.chunk(dp.size), dp.ranks, strict=True)
-    return [collective(shard, rank, group=dp.group, async_op=True) for shard, rank in shards]
+    works = []
+    for shard, rank in zip(whole.chunk(dp.size), dp.ranks, strict=True):
+        works.append(collective(shard, rank, group=dp.group, async_op=True))
+    return works
 
 
 class Bucket:
@@ -215,6 +233,8 @@ class Bucket:
         self.params = tuple(params)  # in the order of plan.spans
         self.param_data = param_data
         self.grad_data = grad_data
+
+        # This rank's shard
         self.shard_start, self.shard_stop = even_range(plan.numel, shard.rank, shard.size)
         self.param_shard = param_data[self.shard_start : self.shard_stop]
         self._reduced = grad_data[self.shard_start : self.shard_stop]
@@ -237,14 +257,15 @@ class Bucket:
         assert self._dp.group is not None and not self._grad_works
         group = self._dp.group
         whole = self.grad_data
-        if self.is_sharded and whole.device.type == "cpu":  # gloo
+        if not self.is_sharded:
+            work = dist.all_reduce(whole, group=group, async_op=True)
+            self._grad_works = [work]
+        elif whole.device.type == "cpu":  # gloo
             self._grad_works = _start_shard_by_shard(dist.reduce, whole, self._dp)
-        elif self.is_sharded:
-            self._grad_works = [
-                reduce_scatter_tensor(self._reduced, whole, group=group, async_op=True)
-            ]
         else:
-            self._grad_works = [dist.all_reduce(whole, group=group, async_op=True)]
+            # In place: the output is this rank's part of the input.
+            work = reduce_scatter_tensor(self._reduced, whole, group=group, async_op=True)
+            self._grad_works = [work]
 
     def finish_grad_reduce(self) -> None:
         """Wait until `grad_shard` contains the sum; call once per iteration."""
@@ -266,12 +287,12 @@ class Bucket:
         assert self._dp.group is not None and not self._param_works
         group = self._dp.group
         whole = self.param_data
-        if whole.device.type == "cpu":
+        if whole.device.type == "cpu":  # gloo
             self._param_works = _start_shard_by_shard(dist.broadcast, whole, self._dp)
         else:
-            self._param_works = [
-                all_gather_into_tensor(whole, self.param_shard, group=group, async_op=True)
-            ]
+            # In place: the input is this rank's part of the output.
+            work = all_gather_into_tensor(whole, self.param_shard, group=group, async_op=True)
+            self._param_works = [work]
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -295,17 +316,17 @@ class Bucket:
         self._param_works = []
 
     def grad_ranges(self, keep: Callable[[ParamInfo], bool]) -> list[torch.Tensor]:
-        """Return the minimum number of views of `grad_shard` that cover the parameters selected by
-        `keep`.
-        """
-        ranges = intersect(find_ranges(self.plan, keep), self.shard_start, self.shard_stop)
-        return [self.grad_shard[start:stop] for start, stop in ranges]
+        """Return the minimum number of views of `grad_shard` that cover selected parameters."""
+        ranges = find_ranges(self.plan, keep)
+        ranges_in_shard = intersect(ranges, self.shard_start, self.shard_stop)
+        return [self.grad_shard[start:stop] for start, stop in ranges_in_shard]
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the parameters, or parts of them, in this rank's shard."""
         for span, param in zip(self.plan.spans, self.params, strict=True):
             whole = [(span.start, span.stop)]
             for start, stop in intersect(whole, self.shard_start, self.shard_stop):
+                # From an index of the shard to one of the bucket, and to one of the parameter
                 param_start = self.shard_start + start - span.start
                 yield Piece(param, span.spec.info, param_start, start, stop)
 
@@ -325,39 +346,47 @@ class ParamAndGradBuffer:
         dp: Axis,
         shard: Axis,
     ) -> None:
+        # Plan the buckets.
         by_name = dict(named_params)
-        specs = [
-            ParamSpec(name, tuple(param.shape), param_info(param)) for name, param in named_params
-        ]
+        specs = []
+        for name, param in named_params:
+            specs.append(ParamSpec(name, tuple(param.shape), param_info(param)))
         plans = plan_buffer(specs, bucket_size, shard.size)
-        first = named_params[0][1]
-        numel = plans[-1].stop
-        # Zeros, because the gaps between parameters take part in norms and updates.
-        self.param_data = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self.is_fp8 = specs[0].info.fp8 is not None
+
+        # Zeros, because the gaps between parameters take part in norms and updates.
+        _, first = named_params[0]
+        numel = plans[-1].stop
+        self.param_data = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self.grad_data = torch.zeros(numel, dtype=grad_dtype, device=first.device)
+
+        # Move each parameter into the buffer; the module keeps using the same nn.Parameter.
         self.buckets: list[Bucket] = []
         for plan in plans:
-            params = [by_name[span.spec.name] for span in plan.spans]
+            params = []
             param_data = self.param_data[plan.start : plan.stop]
             grad_data = self.grad_data[plan.start : plan.stop]
-            # Move each parameter into the buffer; the module keeps using the same nn.Parameter.
-            for span, param in zip(plan.spans, params, strict=True):
+            for span in plan.spans:
+                param = by_name[span.spec.name]
+                params.append(param)
                 view = param_data[span.start : span.stop].view(span.spec.shape)
                 view.copy_(param.detach())
                 param.data = view
-                param.main_grad = grad_data[span.start : span.stop].view(span.spec.shape)  # type: ignore[attr-defined]
+                grad_view = grad_data[span.start : span.stop].view(span.spec.shape)
+                param.main_grad = grad_view  # type: ignore[attr-defined]
             self.buckets.append(Bucket(plan, params, param_data, grad_data, dp, shard))
 
     @torch.no_grad()
     def quantize(self) -> None:
         """Convert fp8 parameters to one byte each, after the main parameters have their values."""
-        self.param_data = torch.zeros(
-            len(self.param_data), dtype=torch.uint8, device=self.param_data.device
-        )
+        numel = len(self.param_data)
+        device = self.param_data.device
+        self.param_data = torch.zeros(numel, dtype=torch.uint8, device=device)
         for bucket in self.buckets:
-            bucket.param_data = self.param_data[bucket.plan.start : bucket.plan.stop]
+            plan = bucket.plan
+            bucket.param_data = self.param_data[plan.start : plan.stop]
             bucket.param_shard = bucket.param_data[bucket.shard_start : bucket.shard_stop]
-            for span in bucket.plan.spans:
-                assert span.spec.info.fp8 is not None
-                span.spec.info.fp8.quantize(bucket.param_data[span.start : span.stop])
+            for span in plan.spans:
+                fp8 = span.spec.info.fp8
+                assert fp8 is not None
+                fp8.quantize(bucket.param_data[span.start : span.stop])

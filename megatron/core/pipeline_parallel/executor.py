@@ -62,8 +62,9 @@ class Exchange:
         the backend gives up.
         """
         labels = self._labels
-        if len(self._works) != len(labels):  # NCCL has one work per batch, gloo one per message
-            labels = [" and ".join(labels)] * len(self._works)
+        num_works = len(self._works)
+        if num_works != len(labels):  # NCCL has one work per batch, gloo one per message
+            labels = [" and ".join(labels)] * num_works
         for work, label in zip(self._works, labels, strict=True):
             try:
                 work.wait()
@@ -76,6 +77,7 @@ class Exchange:
         return self._received
 
     def _add(self, operation: Callable[..., Any], tensor: Tensor, peer: int, verb: str) -> None:
+        """Add a message, and its description for errors."""
         global_peer = self._pp.ranks[peer]
         self._operations.append(dist.P2POp(operation, tensor, global_peer, self._pp.group))
         self._labels.append(f"{verb} {self._format_rank(peer)}")
@@ -134,8 +136,10 @@ def run_schedule(
         result = None
         action = tick.action
         if action is not None:
+            received = None
             source = inputs.pop(action, None)
-            received = None if source is None else source.wait()
+            if source is not None:
+                received = source.wait()
             if action.kind == "forward":
                 result = stage.forward(action, received)
             else:
@@ -169,26 +173,33 @@ class _Stage:
 
     def forward(self, action: Action, activation: Tensor | None) -> Tensor | None:
         """Return the activation for the next virtual stage; None on the last one."""
-        if activation is not None and not self.forward_only:
+        trains = not self.forward_only
+        if activation is not None and trains:
+            # A leaf of the graph of this stage: its gradient goes to the previous stage.
             activation.requires_grad_()
-        with torch.set_grad_enabled(not self.forward_only):
+        with torch.set_grad_enabled(trains):
             output = self.forward_step(action.chunk, action.microbatch, activation)
         # The result of the last virtual stage has no consumer.
         is_loss = consumer(self.pp.rank, action, self.pp.size, self.num_chunks) is None
         self._check_output(action, output, is_loss)
-        if not self.forward_only:
+        if trains:
             # Keep the graph but not the activation, which is only needed until it is sent.
             root = output if is_loss else _StandIn.apply(output)
             self.in_flight[action.chunk, action.microbatch] = (activation, root)
-        return None if is_loss else output.detach()
+        if is_loss:
+            return None
+        return output.detach()
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """Return the gradient for the previous virtual stage; None on the first one."""
         activation, root = self.in_flight.pop((action.chunk, action.microbatch))
         torch.autograd.backward(root, gradient)
-        return None if activation is None else activation.grad
+        if activation is None:
+            return None
+        return activation.grad
 
     def _check_output(self, action: Action, output: Tensor, is_loss: bool) -> None:
+        """Raise ValueError if the result of `forward_step` does not fit the schedule."""
         if is_loss:
             if not self.forward_only and output.dim() != 0:
                 raise ValueError(
@@ -205,8 +216,7 @@ class _Stage:
 
 
 class _StandIn(torch.autograd.Function):
-    """Replaces an activation in the autograd graph by a tensor of its shape with one element of
-    memory.
+    """Replaces an activation in the autograd graph by one element, expanded to its shape.
 
     The backward pass starts from it, so that the activation can be freed as soon as it is sent.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 FIRST = "--decoder-first-pipeline-num-layers"
@@ -29,11 +28,13 @@ def pipeline_layer_ranges(
     count as a layer each. `layout`, in Megatron-LM's notation, overrides all of this. Raises
     ValueError for numbers that do not divide, with values that would.
     """
+    # The number of layers of each chunk, in model order
     if layout is not None:
         counts = parse_layout(layout)
-        if sum(counts) != num_layers or len(counts) != pp_size * vpp_size:
+        num_found = sum(counts)
+        if num_found != num_layers or len(counts) != pp_size * vpp_size:
             raise ValueError(
-                f"{LAYOUT} {layout} has {sum(counts)} layers on {len(counts)} chunks: the model "
+                f"{LAYOUT} {layout} has {num_found} layers on {len(counts)} chunks: the model "
                 f"has {num_layers} layers, and there are {pp_size} pipeline stages x {vpp_size} "
                 "chunks"
             )
@@ -49,10 +50,16 @@ def pipeline_layer_ranges(
                 _explain(num_slots, pp_size, vpp_size, first_stage_layers, last_stage_layers)
             )
         counts = [layers // vpp_size for layers in stages] * vpp_size
+        # Slots that are not layers
         counts[0] -= account_for_embedding
         counts[-1] -= account_for_loss
-    starts = [0, *itertools.accumulate(counts)]
-    ranges = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
+
+    # Consecutive ranges, of which every `pp_size`-th belongs to the same stage
+    ranges = []
+    start = 0
+    for count in counts:
+        ranges.append(range(start, start + count))
+        start += count
     return [ranges[stage::pp_size] for stage in range(pp_size)]
 
 
@@ -80,15 +87,17 @@ def parse_layout(layout: str) -> list[int]:
 
 
 def _repeat(match: re.Match[str]) -> str:
-    count = match[2]
+    """Return the text of the first group, as often as the second group specifies."""
+    text, count = match.groups()
     if len(count) > len(str(MAX_REPEAT)):
         raise ValueError(f"{LAYOUT}: repeat count {count} is too large (limit {MAX_REPEAT})")
-    return match[1] * int(count)
+    return str(text * int(count))
 
 
 def _check_sizes(
     num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None
 ) -> None:
+    """Raise ValueError for numbers that are not positive or need a pipeline."""
     if min(num_layers, pp_size, vpp_size) < 1:
         raise ValueError(
             f"the number of layers ({num_layers}), of pipeline stages ({pp_size}) and of chunks "
@@ -105,9 +114,13 @@ def _split(
     num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None
 ) -> list[int] | None:
     """Return the number of layers of each stage, or None if no such split exists."""
-    given = [layers for layers in (first, last) if layers is not None]
-    other_stages = pp_size - len(given)
-    remaining = num_layers - sum(given)
+    # Layers and stages besides those whose numbers are given
+    remaining = num_layers
+    other_stages = pp_size
+    for layers in (first, last):
+        if layers is not None:
+            remaining -= layers
+            other_stages -= 1
     if other_stages == 0:
         per_stage = 0
         if remaining != 0:
@@ -121,8 +134,9 @@ def _split(
         stages[0] = first
     if last is not None:
         stages[-1] = last
-    if any(layers <= 0 or layers % vpp_size != 0 for layers in stages):
-        return None
+    for layers in stages:
+        if layers <= 0 or layers % vpp_size != 0:
+            return None
     return stages
 
 
@@ -131,34 +145,39 @@ def _explain(
 ) -> str:
     """Return an error message with all numbers, and values of one flag that would work."""
     # The problem
-    chunks = f" x {vpp_size} chunks" if vpp_size > 1 else ""
+    problem = f"{num_layers} layers cannot be split over {pp_size} pipeline stages"
+    if vpp_size > 1:
+        problem += f" x {vpp_size} chunks"
     given = []
     if first is not None:
         given.append(f"{FIRST} {first}")
     if last is not None:
         given.append(f"{LAST} {last}")
-    uneven = f" with {' and '.join(given)}" if given else ""
-    problem = f"{num_layers} layers cannot be split over {pp_size} pipeline stages{chunks}{uneven}"
+    if given:
+        problem += f" with {' and '.join(given)}"
 
     # Advice: vary the first of the flags that were given
-    def is_possible(first: int | None, last: int | None) -> bool:
-        return _split(num_layers, pp_size, vpp_size, first, last) is not None
-
-    candidates = range(1, num_layers)
-    if first is None and last is not None:
-        works = [layers for layers in candidates if is_possible(None, layers)]
-        advice = f"with the other numbers unchanged, {LAST} could be {_format_list(works)}"
-    else:
-        works = [layers for layers in candidates if is_possible(layers, last)]
-        if first is not None:
-            advice = f"with the other numbers unchanged, {FIRST} could be {_format_list(works)}"
+    varies_last = first is None and last is not None
+    possible = []
+    for layers in range(1, num_layers):
+        if varies_last:
+            stages = _split(num_layers, pp_size, vpp_size, None, layers)
         else:
-            unit = pp_size * vpp_size
-            lower = num_layers // unit * unit
-            multiples = [layers for layers in (lower, lower + unit) if layers > 0]
-            advice = (
-                f"--num-layers could be {_format_list(multiples)}, {FIRST} {_format_list(works)}"
-            )
+            stages = _split(num_layers, pp_size, vpp_size, layers, last)
+        if stages is not None:
+            possible.append(layers)
+    if given:
+        flag = LAST if varies_last else FIRST
+        advice = f"with the other numbers unchanged, {flag} could be {_format_list(possible)}"
+    else:
+        num_chunks = pp_size * vpp_size
+        multiple = num_layers // num_chunks * num_chunks
+        multiples = [multiple + num_chunks]
+        if multiple > 0:
+            multiples.insert(0, multiple)
+        advice = (
+            f"--num-layers could be {_format_list(multiples)}, {FIRST} {_format_list(possible)}"
+        )
     return (
         f"{problem}: each chunk needs the same whole number of layers within its stage, at least "
         f"one; {advice}"
@@ -166,4 +185,6 @@ def _explain(
 
 
 def _format_list(values: list[int]) -> str:
-    return ", ".join(map(str, values)) if values else "no value"
+    if not values:
+        return "no value"
+    return ", ".join(map(str, values))

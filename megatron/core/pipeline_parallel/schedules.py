@@ -173,16 +173,20 @@ def _compute_clocks(
         # up to the last stage, then waits for the first gradient and continues at every second
         # clock; the backward passes take the clocks in between.
         in_flight = pp_size - pp_rank
-        forward = [pp_rank + (i if i < in_flight else 2 * i) for i in range(count)]
-        backward = [pp_size + in_flight - 1 + 2 * i for i in range(count)]
+        first_backward = pp_size + in_flight - 1
+        forward = []
+        for index in range(count):
+            step = 1 if index < in_flight else 2
+            forward.append(pp_rank + step * index)
     else:
         # A forward pass at each even clock and a backward pass at each odd one, at least 2 clocks
         # after the previous virtual stage: the first stage starts the next chunk a group later, and
         # no group is smaller than the pipeline. The communication of a forward pass thus overlaps
         # with a backward pass, and vice versa.
-        forward = [2 * (pp_rank + i) for i in range(count)]
         first_gradient = (vpp_size - 1) * first_group + 2 * (pp_size - 1) - pp_rank
-        backward = [2 * (first_gradient + i) + 1 for i in range(count)]
+        first_backward = 2 * first_gradient + 1
+        forward = [2 * (pp_rank + index) for index in range(count)]
+    backward = [first_backward + 2 * index for index in range(count)]
     return forward, backward
 
 
@@ -208,13 +212,16 @@ def _find_steady_clocks(actions: dict[int, Action]) -> range:
     It begins with the forward pass before the first backward pass, and ends with the backward pass
     after the last forward pass.
     """
-    forward = [clock for clock, action in actions.items() if action.kind == "forward"]
-    backward = [clock for clock, action in actions.items() if action.kind == "backward"]
+    clocks: dict[Pass, list[int]] = {"forward": [], "backward": []}
+    for clock, action in actions.items():
+        clocks[action.kind].append(clock)
+    forward = clocks["forward"]
+    backward = clocks["backward"]
     if not backward:  # forward only: a single phase
         return range(forward[-1] + 1)
-    first_pair = max(clock for clock in forward if clock < backward[0])
-    last_pair = min(clock for clock in backward if clock > forward[-1])
-    return range(first_pair, last_pair + 1)
+    start = max(clock for clock in forward if clock < backward[0])
+    last = min(clock for clock in backward if clock > forward[-1])
+    return range(start, last + 1)
 
 
 def _check_sizes(
