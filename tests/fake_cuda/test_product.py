@@ -1,4 +1,4 @@
-"""The product on several fake devices: process groups, and waits of the host for the device."""
+"""The product on fake devices: process groups, waits of the host, snapshots of delayed copies."""
 
 import json
 
@@ -27,3 +27,12 @@ def test_experts_wait_once_per_layer_and_micro_batch(dispatcher):
     waits = json.loads(result.stdout.splitlines()[-1])
     microbatches = 2
     assert sum(waits.values()) == 2 * microbatches, waits
+
+
+def test_an_asynchronous_save_is_a_snapshot():
+    """With copies of 3 ms each, an update that does not wait for them changes the checkpoint."""
+    result = launch(["-m", "tests.fake_cuda.staging"], 1, FAKE_CUDA_COPY_US="3000")
+    assert result.returncode == 0, result.stderr[-4000:]
+    lines = result.stdout.splitlines()
+    assert lines[:2] == ["unlimited True", "limited True"]
+    assert lines[2:] == ["unlimited False", "limited False"]
