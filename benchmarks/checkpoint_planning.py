@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.planning.save_plan import place_items  # n
 from megatron.core.distributed.param_and_grad_buffer import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
 from megatron.training.config.arguments import parse_flags  # noqa: E402
-from megatron.training.config.parsing import flag_parser, make_config  # noqa: E402
+from megatron.training.config.parsing import make_config, make_flag_parser  # noqa: E402
 from megatron.training.config.run_config import Config  # noqa: E402
 from megatron.training.planning.meta_model import MetaChunk, build_meta_chunks  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
@@ -75,7 +75,7 @@ CASES = {
 
 
 def config_of(flags: str, world: int) -> Config:
-    given, _ = parse_flags(flag_parser(), (LLAMA + flags).split())
+    given, _ = parse_flags(make_flag_parser(), (LLAMA + flags).split())
     config = make_config(given | {"global_batch_size": world}, world)
     config.model.vocab_size = given["vocab_size"]
     return config

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.config.megatron_options import MEGATRON_OPTIONS, OTHER_NAMES, base_name
-from megatron.training.config.parsing import flag_parser
+from megatron.training.config.parsing import make_flag_parser
 
 HEAD = """# Megatron-LM's options
 
@@ -27,7 +27,7 @@ otherwise
 
 def iterate_rows() -> Iterator[tuple[str, str, str, str]]:
     """Yield (group, option, support, reason) for every option of Megatron-LM, in group order."""
-    known = flag_parser().spellings
+    known = make_flag_parser().spellings
     bases = {base_name(name) for name, spelling in known.items() if spelling.words == "0"}
     for name, option in MEGATRON_OPTIONS.items():
         if option.group.startswith("fork: "):

@@ -65,12 +65,15 @@ def both_spellings(field: FlagField) -> tuple[list[str], list[str]]:
     base = dashed.removeprefix("no-")
     on = [f"--{base}"]
     off = [f"--no-{base}", f"--disable-{base}"]
-    if dashed != base:
-        on, off = off, on
-    changes_default = off if field.default else on
-    for name in option_names(field):
-        if name not in on + off:
-            changes_default.append(name)
+    # Other spellings change the default.
+    known = [*on, *off]
+    others = [name for name in option_names(field) if name not in known]
+    if dashed != base:  # the field itself is a negation, so that --x turns it off
+        on, off = [*off], [*on]
+    if field.default:
+        off += others
+    else:
+        on += others
     return on, off
 
 
@@ -213,20 +216,18 @@ class FlagParser:
 
     def _add_other_names(self) -> dict[str, OtherName]:
         """Add the aliases for flags of these sections to the spellings, and return them."""
-        known = {spelling.dest for spelling in self.spellings.values()}
-        with_value = {
-            spelling.dest: spelling for spelling in self.spellings.values() if spelling.words != "0"
-        }
+        # Any spelling of a field; those of a field that takes values are equal.
+        spelling_of_field = {spelling.dest: spelling for spelling in self.spellings.values()}
         aliases = {}
         for name, other in OTHER_NAMES.items():
-            needed = {*other.values} | ({other.takes} if other.takes else set())
-            if not needed <= known:
-                continue
-            aliases[name] = other
-            if other.takes:
-                self.spellings[name] = with_value[other.takes]
-            else:
-                self.spellings[name] = Spelling(name, "0", const=True)
+            fields = set(other.values)
+            spelling = Spelling(name, "0", const=True)
+            if other.takes is not None:
+                fields.add(other.takes)
+                spelling = spelling_of_field.get(other.takes, spelling)
+            if fields <= spelling_of_field.keys():
+                aliases[name] = other
+                self.spellings[name] = spelling
         return aliases
 
     def parse(self, argv: Sequence[str]) -> CommandLine:
@@ -238,17 +239,25 @@ class FlagParser:
         foreign = []
         words = collections.deque(argv)
         while words:
-            name, equals, attached = words.popleft().partition("=")
+            word = words.popleft()
+            name, equals, attached = word.partition("=")
             if not name.startswith("--"):
-                value = name + equals + attached
-                line.problems.append(f"unexpected value {value!r}: it belongs to no flag")
+                line.problems.append(f"unexpected value {word!r}: it belongs to no flag")
                 continue
+
+            # Take the values of the flag.
+            dest = name
+            arity = arity_of(name)
             spelling = self.spellings.get(name)
-            arity = spelling.words if spelling else arity_of(name)
+            if spelling is not None:
+                dest = spelling.dest
+                arity = spelling.words
             values = [attached] if equals else _take_values(words, arity)
+
+            # Store them.
             if arity in ("1", "+") and not values:
                 line.problems.append(f"{name} needs a value")
-                line.malformed.add(spelling.dest if spelling else name)
+                line.malformed.add(dest)
             elif arity == "0" and equals:
                 line.problems.append(f"{name} takes no value, got {attached!r}")
             elif spelling is None:
@@ -262,7 +271,8 @@ class FlagParser:
 
     def _resolve_other_names(self, argv: Sequence[str], line: CommandLine) -> None:
         """Replace aliases in `line.given` by the flags that they abbreviate."""
-        for name in dict.fromkeys(word.partition("=")[0] for word in argv):
+        names = [word.partition("=")[0] for word in argv]
+        for name in dict.fromkeys(names):
             other = self.other_names.get(name)
             if other is None:
                 continue
@@ -275,8 +285,9 @@ class FlagParser:
     def _explain_unknown(self, name: str) -> str:
         known = dict.fromkeys([*self.spellings, *MEGATRON_OPTIONS])
         near = difflib.get_close_matches(name.replace("_", "-"), known, n=3, cutoff=0.75)
-        hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all flags"
-        return f"unknown flag {name}: {hint}"
+        if not near:
+            return f"unknown flag {name}: --help lists all flags"
+        return f"unknown flag {name}: did you mean {' or '.join(near)}?"
 
     def format_help(self) -> str:
         """Return the help of all flags by section; a flag of several sections is in the first."""
@@ -309,9 +320,10 @@ def parse_flags(parser: FlagParser, argv: Sequence[str]) -> tuple[Given, list[st
 
 def build(section: type, given: Given) -> Any:
     """Return an instance of the dataclass `section` with the given values and its defaults."""
-    values = {
-        field.name: given[field.name] for field in flag_fields(section) if field.name in given
-    }
+    values = {}
+    for flag_field in flag_fields(section):
+        if flag_field.name in given:
+            values[flag_field.name] = given[flag_field.name]
     return section(**values)
 
 
@@ -341,26 +353,33 @@ def _store_value(line: CommandLine, name: str, spelling: Spelling, words: list[s
 
 def _add_help(group: argparse._ArgumentGroup, section: type, field: FlagField) -> None:
     """Add a flag to the help. Its text describes the flag as spelled, e.g. --no-x."""
-    text = field_docs(section)[field.name].replace("%", "%%")
     hint = flag_type(field, section)
-    name, *others = option_names(field)
     options: dict[str, Any] = {"dest": field.name}
     if hint is bool:
-        options |= {"action": "store_const", "const": not field.default}
-        if field.default is True:
-            first_word = text.split()[0]
-            if first_word.istitle():  # not a name such as YaRN
-                text = text[0].lower() + text[1:]
-            text = f"Disable this default: {text}"
+        options["action"] = "store_const"
+        options["const"] = not field.default
     else:
         options["metavar"] = get_metavariable(get_word_type(hint))
-        if field.metadata["choices"]:
-            text += f" One of {', '.join(field.metadata['choices'])}."
-        default: Any = field.default
         if typing.get_origin(hint) is list:
             options["nargs"] = "+"
-            default = " ".join(map(str, default)) if isinstance(default, tuple) else default
-        if default is not None:
-            text += f" (default: {default})"
-    text += "".join(f" Also {other}." for other in others)
-    group.add_argument(name, help=text, **options)
+    text = _make_help_text(section, field)
+    group.add_argument(option_names(field)[0], help=text.replace("%", "%%"), **options)
+
+
+def _make_help_text(section: type, field: FlagField) -> str:
+    text = field_docs(section)[field.name]
+    if field.default is True:
+        first_word = text.split()[0]
+        if first_word.istitle():  # not a name such as YaRN
+            text = text[0].lower() + text[1:]
+        text = f"Disable this default: {text}"
+    if field.metadata["choices"]:
+        text += f" One of {', '.join(field.metadata['choices'])}."
+    default = field.default
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    if default is not None and not isinstance(default, bool):
+        text += f" (default: {default})"
+    for other_name in option_names(field)[1:]:
+        text += f" Also {other_name}."
+    return text

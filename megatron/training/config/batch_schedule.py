@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -110,7 +109,7 @@ class BatchSchedule:
         while consumed_samples < self.steps[-1][0]:
             size = self.global_batch_size_at(consumed_samples)
             end, _ = self.steps[self._find_next_step(consumed_samples)]
-            length = -(-(end - consumed_samples) // size)
+            length = -(-(end - consumed_samples) // size)  # rounded up
             yield size, length
             consumed_samples += length * size
         yield self.global_batch_size_at(consumed_samples), None
@@ -138,7 +137,7 @@ def make_rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) 
         return ((0, global_batch_size),)
     steps = []
     for step in range(num_steps + 1):
-        begin = -(-step * samples // num_steps)
+        begin = -(-step * samples // num_steps)  # rounded up
         steps.append((begin, start + step * increment))
     return tuple(steps)
 
@@ -158,7 +157,7 @@ def make_token_steps(schedule: str, seq_length: int) -> tuple[Step, ...]:
         tokens = int(float(number) * _UNITS.get(unit, 1))
         steps.append((tokens // seq_length, int(size)))
     starts = [start for start, _ in steps]
-    is_ordered = all(first < second for first, second in itertools.pairwise(starts))
+    is_ordered = starts == sorted(set(starts))
     if not steps or starts[0] != 0 or not is_ordered:
         raise ValueError(
             f"--step-batch-size-schedule {schedule}: the first step must begin at 0, each other "

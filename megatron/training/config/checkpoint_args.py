@@ -13,7 +13,7 @@ from megatron.core.flags import raise_problems
 from megatron.core.object_storage import path_of
 from megatron.training.config.arguments import Given, build
 from megatron.training.config.options import DistributedConfig
-from megatron.training.config.parsing import flag_parser
+from megatron.training.config.parsing import make_flag_parser
 from megatron.training.config.stored_args import normalize_stored_args
 from megatron.training.initialize import join
 
@@ -27,7 +27,7 @@ def read_checkpoint_args(argv: Sequence[str], world_size: int = 1) -> dict[str, 
     Collective if `world_size` > 1: the ranks join the process group and rank 0 reads for all.
     With a `world_size` of 1 the process reads the checkpoint itself and no group is started.
     """
-    line = flag_parser().parse(argv)
+    line = make_flag_parser().parse(argv)
     given = line.given
     if not given.get("use_checkpoint_args"):
         return None

@@ -96,7 +96,9 @@ class MegatronOption:
     @property
     def fork(self) -> str | None:
         """The fork that has this option, or None for Megatron-LM's own."""
-        return self.group.removeprefix("fork: ") if self.group.startswith("fork: ") else None
+        if not self.group.startswith("fork: "):
+            return None
+        return self.group.removeprefix("fork: ")
 
 
 def _read_table() -> dict[str, MegatronOption]:
@@ -107,8 +109,10 @@ def _read_table() -> dict[str, MegatronOption]:
             continue
         columns = (line.split("\t") + [""] * 3)[:7]
         name, words, defaults, group, here, why, harmless = columns
-        values = tuple(harmless.split(" | ")) if harmless else ()
-        table[name] = MegatronOption(words, tuple(defaults.split(" | ")), group, here, why, values)
+        harmless_values = harmless.split(" | ") if harmless else []
+        table[name] = MegatronOption(
+            words, tuple(defaults.split(" | ")), group, here, why, tuple(harmless_values)
+        )
     return table
 
 
@@ -118,7 +122,10 @@ def base_name(name: str) -> str:
 
 
 MEGATRON_OPTIONS = _read_table()
-_SWITCHES = {base_name(name) for name, option in MEGATRON_OPTIONS.items() if option.words == "0"}
+_SWITCHES = set()
+for _name, _option in MEGATRON_OPTIONS.items():
+    if _option.words == "0":
+        _SWITCHES.add(base_name(_name))
 
 
 def arity_of(name: str) -> str:
@@ -159,11 +166,11 @@ def judge_options(options: Iterable[tuple[str, list[str]]], line: CommandLine) -
         if not switches:
             line.ignored += [spelled.split()[0] for spelled, _ in given]
             continue
+        listed = ", ".join(switches)
         num_others = len(given) - len(switches)
-        others = f" (and {num_others} more flags of it)" if num_others else ""
-        line.problems.append(
-            f"{', '.join(switches)}{others}: Megatron-LM's {feature} is not implemented here"
-        )
+        if num_others:
+            listed += f" (and {num_others} more flags of it)"
+        line.problems.append(f"{listed}: Megatron-LM's {feature} is not implemented here")
     for fork, names in forks.items():
         listed = ", ".join(dict.fromkeys(names))
         line.problems.append(f"{listed}: not a flag of Megatron-LM but of a fork of it ({fork})")
@@ -180,7 +187,7 @@ def _explain(option: MegatronOption) -> str:
 
 
 def _has_no_effect(option: MegatronOption, words: list[str]) -> bool:
-    """Whether an option has no effect: by its row, or because its value is Megatron-LM's
+    """Return whether an option has no effect: by its row, or because its value is Megatron-LM's
     default.
     """
     if option.here == "no effect" and not option.harmless:
@@ -189,8 +196,9 @@ def _has_no_effect(option: MegatronOption, words: list[str]) -> bool:
         return False
     if words[0] in option.harmless:
         return True
-    # The defaults of a fork are not Megatron-LM's.
-    return option.fork is None and any(_is_same(words[0], value) for value in option.defaults)
+    if option.fork is not None:
+        return False  # the defaults of a fork are not Megatron-LM's
+    return any(_is_same(words[0], default) for default in option.defaults)
 
 
 def _is_same(word: str, default: str) -> bool:

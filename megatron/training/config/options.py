@@ -72,7 +72,7 @@ class TrainingConfig(FlagSection):
 
 @dataclass
 class DataLoaderConfig(FlagSection):
-    """How samples reach the training loop."""
+    """Transport of samples to the training loop."""
 
     dataloader_type: str = flag("single", choices=("single", "cyclic"))
     """single: read the dataset once, in its order; cyclic: read it repeatedly, reshuffled for each
@@ -209,7 +209,7 @@ class LoggingConfig(FlagSection):
 
 @dataclass
 class CheckpointConfig(FlagSection):
-    """What to save and load, where, and when."""
+    """Directories, contents and intervals of saved and loaded checkpoints."""
 
     save: str | None = flag(None)
     """Directory for checkpoints."""
@@ -255,7 +255,7 @@ class CheckpointConfig(FlagSection):
     no_load_rng: bool = flag(False)
     """Do not load the states of the random number generators."""
     dist_ckpt_strictness: str = flag("raise_all", choices=tuple(STRICTNESS))
-    """How to handle keys that only the model has (unexpected), or that only one of model and
+    """Handling of keys that only the model has (unexpected), or that only one of model and
     checkpoint has (all).
     """
     ckpt_fully_parallel_load: bool = flag(False)
@@ -272,8 +272,9 @@ class CheckpointConfig(FlagSection):
     """Fail if --load contains no checkpoint, even if it is empty or the same directory as --save.
     """
     override_existing_run: bool = flag(False)
-    """Start from what --load and --ckpt-step name, or from random weights, although --save contains
-    another run or newer checkpoints of this one. They are replaced by saves of the same iteration.
+    """Start from the checkpoint of --load and --ckpt-step, or from random weights, although --save
+    contains another run or newer checkpoints of this one. They are replaced by saves of the same
+    iteration.
     """
     use_checkpoint_args: bool = flag(False)
     """Take the shape of the model and its tokenizer from the checkpoint, overriding the command

@@ -18,26 +18,27 @@ from megatron.training.config.run_config import SECTIONS, Config
 from megatron.training.config.stored_args import merge_stored_args
 
 
-def flag_parser() -> FlagParser:
+def make_flag_parser() -> FlagParser:
     """Return the parser for the flags of `pretrain_gpt.py`."""
-    return FlagParser({title: section for title, (_, section) in SECTIONS.items()})
+    sections = {title: section for title, (_, section) in SECTIONS.items()}
+    return FlagParser(sections)
 
 
-def replica_size(argv: Sequence[str]) -> int:
+def compute_replica_size(argv: Sequence[str]) -> int:
     """Return the minimum number of processes for the model and its experts; 1 if no flag
     sets it.
     """
-    given = flag_parser().parse(argv).given
+    given = make_flag_parser().parse(argv).given
 
-    def size_of(axis: str) -> int:
+    def get_size(axis: str) -> int:
         return max(1, given.get(f"{axis}_parallel_size", 1))
 
-    stages = size_of("pipeline_model")
-    dense = size_of("tensor_model") * size_of("context")
-    experts = size_of("expert_model")
+    # The dense layers and the experts of a stage divide the same ranks in two ways.
+    dense = get_size("tensor_model") * get_size("context")
+    experts = get_size("expert_model")
     if (given.get("num_experts") or 0) > 1:
-        experts *= given.get("expert_tensor_parallel_size") or size_of("tensor_model")
-    return stages * math.lcm(dense, experts)
+        experts *= given.get("expert_tensor_parallel_size") or get_size("tensor_model")
+    return get_size("pipeline_model") * math.lcm(dense, experts)
 
 
 def parse_args(
@@ -49,7 +50,7 @@ def parse_args(
     `checkpoint_args.read_checkpoint_args`. Raises ValueError that lists all problems, one per line,
     each with its fix.
     """
-    line = flag_parser().parse(argv)
+    line = make_flag_parser().parse(argv)
     notes = []
     if line.ignored:
         notes.append(f"accepted without effect: {', '.join(dict.fromkeys(line.ignored))}")
@@ -70,15 +71,17 @@ def parse_args(
 
 
 def use_stored_args(given: Given, stored_args: Mapping[str, Any]) -> tuple[Given, list[str]]:
-    """Return `given` with the arguments of a checkpoint, and notes; empty `stored_args`: there is
-    no checkpoint yet.
+    """Return `given` with the arguments of a checkpoint, and notes.
+
+    `stored_args` are empty if there is no checkpoint yet.
     """
     if stored_args:
         return merge_stored_args(given, stored_args)
-    return given, [
+    note = (
         f"--use-checkpoint-args: --load {given['load']} contains no checkpoint yet, "
         "so the flags on the command line are used"
-    ]
+    )
+    return given, [note]
 
 
 def make_config(given: Given, world_size: int) -> Config:
@@ -103,7 +106,8 @@ def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Co
     # Build the parts. Each checks its own fields.
     parts: dict[str, Any] = dict.fromkeys(attribute for attribute, _ in SECTIONS.values())
     for attribute, section in SECTIONS.values():
-        if malformed.intersection(field.name for field in flag_fields(section)):
+        names = {field.name for field in flag_fields(section)}
+        if names & malformed:
             continue
         try:
             parts[attribute] = build(section, given)
@@ -113,14 +117,15 @@ def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Co
 
     # Check the rules between parts that could be built.
     for check, needs in run_rules.CHECKS:
-        if any(parts[part] is None for part in needs.split()):
+        needed_parts = [parts[name] for name in needs.split()]
+        if None in needed_parts:
             continue
         try:
             problems += check(config, world_size)
         except ValueError as error:
             problems.append(str(error))
     if None not in parts.values():
-        config.notes += run_rules.save_notes(config)
+        config.notes += run_rules.make_save_notes(config)
     return config, list(dict.fromkeys(problems))
 
 
@@ -143,9 +148,11 @@ def _derive_values(given: Given, problems: list[str]) -> tuple[Given, list[str]]
         )
         given["sequence_parallel"] = False
     try:
-        chunks = _chunks_per_stage(given)
-        if chunks is not None:
-            given["virtual_pipeline_model_parallel_size"] = chunks if chunks > 1 else None
+        num_chunks = _compute_chunks_per_stage(given)
+        if num_chunks == 1:
+            given["virtual_pipeline_model_parallel_size"] = None
+        elif num_chunks is not None:
+            given["virtual_pipeline_model_parallel_size"] = num_chunks
     except ValueError as error:
         problems.append(str(error))
     has_experts = (given.get("num_experts") or 0) > 1
@@ -177,7 +184,7 @@ def _derive_values(given: Given, problems: list[str]) -> tuple[Given, list[str]]
     return given, notes
 
 
-def _chunks_per_stage(given: Given) -> int | None:
+def _compute_chunks_per_stage(given: Given) -> int | None:
     """Return the model chunks per stage that --num-layers-per-virtual-pipeline-stage or
     --pipeline-model-parallel-layout request; None without these flags.
     """
@@ -185,12 +192,14 @@ def _chunks_per_stage(given: Given) -> int | None:
     layout = given.get(_LAYOUT)
     if layers_per_chunk is None and layout is None:
         return None
-    names = (
+    flags = []
+    for name in (
         "virtual_pipeline_model_parallel_size",
         "num_layers_per_virtual_pipeline_stage",
         _LAYOUT,
-    )
-    flags = [f"--{name.replace('_', '-')}" for name in names if given.get(name) is not None]
+    ):
+        if given.get(name) is not None:
+            flags.append(f"--{name.replace('_', '-')}")
     if len(flags) > 1:
         raise ValueError(f"{' and '.join(flags)} are mutually exclusive")
     pp_size = given.get("pipeline_model_parallel_size", 1)
@@ -205,8 +214,9 @@ def _chunks_per_stage(given: Given) -> int | None:
         return num_chunks // pp_size
 
     # The embedding and the loss can count as layers.
-    counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    num_layers = given.get("num_layers", 0) + sum(bool(given.get(name)) for name in counted)
+    num_layers = given.get("num_layers", 0)
+    num_layers += bool(given.get("account_for_embedding_in_pipeline_split"))
+    num_layers += bool(given.get("account_for_loss_in_pipeline_split"))
     assert layers_per_chunk is not None
     if layers_per_chunk < 1 or num_layers % (pp_size * layers_per_chunk):
         raise ValueError(

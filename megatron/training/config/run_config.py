@@ -33,7 +33,7 @@ from megatron.training.config.options import (
 from megatron.training.data.tokenizer import TokenizerConfig
 
 
-def _titled(title: str) -> Any:
+def _make_section(title: str) -> Any:
     """Return a field of `Config` with its title in --help."""
     return field(metadata={"title": title})
 
@@ -42,26 +42,30 @@ def _titled(title: str) -> Any:
 class Config:
     """The options of a run; one dataclass per part of the code."""
 
-    model: TransformerConfig = _titled("Model")
-    parallel: ParallelConfig = _titled("Parallelism")
-    pipeline_layout: PipelineLayoutConfig = _titled("Pipeline stages")
-    training: TrainingConfig = _titled("Training")
-    optimizer: OptimizerConfig = _titled("Optimizer")
-    scheduler: SchedulerConfig = _titled("Schedules")
-    data: GPTDatasetConfig = _titled("Data")
-    loader: DataLoaderConfig = _titled("Reading data")
-    tokenizer: TokenizerConfig = _titled("Tokenizer")
-    checkpoint: CheckpointConfig = _titled("Checkpoints")
-    logging: LoggingConfig = _titled("Logging")
-    ddp: DistributedDataParallelConfig = _titled("Data parallelism")
-    distributed: DistributedConfig = _titled("Processes")
-    profiling: ProfilingConfig = _titled("Profiling")
+    model: TransformerConfig = _make_section("Model")
+    parallel: ParallelConfig = _make_section("Parallelism")
+    pipeline_layout: PipelineLayoutConfig = _make_section("Pipeline stages")
+    training: TrainingConfig = _make_section("Training")
+    optimizer: OptimizerConfig = _make_section("Optimizer")
+    scheduler: SchedulerConfig = _make_section("Schedules")
+    data: GPTDatasetConfig = _make_section("Data")
+    loader: DataLoaderConfig = _make_section("Reading data")
+    tokenizer: TokenizerConfig = _make_section("Tokenizer")
+    checkpoint: CheckpointConfig = _make_section("Checkpoints")
+    logging: LoggingConfig = _make_section("Logging")
+    ddp: DistributedDataParallelConfig = _make_section("Data parallelism")
+    distributed: DistributedConfig = _make_section("Processes")
+    profiling: ProfilingConfig = _make_section("Profiling")
     notes: list[str] = field(default_factory=list)  # changed or ignored flags, logged once
 
     def flags(self) -> dict[str, Any]:
         """Return every option by its field name, after all rules are applied."""
-        parts = [getattr(self, attribute) for attribute, _ in SECTIONS.values()]
-        return {f.name: getattr(part, f.name) for part in parts for f in flag_fields(type(part))}
+        flags = {}
+        for attribute, section in SECTIONS.values():
+            part = getattr(self, attribute)
+            for flag_field in flag_fields(section):
+                flags[flag_field.name] = getattr(part, flag_field.name)
+        return flags
 
     def set_vocab_size(self, tokenizer_vocab_size: int, stored: int | None = None) -> int:
         """Set and return the number of tokens of the model: the tokenizer's, or more if

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import check_group_size, groups_fit
 from megatron.training.config.run_config import Config
 
 
-def _not_divisible(sizes: Mapping[str, int], by: str, divisor: int) -> Iterator[str]:
+def _check_divisible(sizes: Mapping[str, int], by: str, divisor: int) -> Iterator[str]:
     """Yield a problem for each of `sizes` (by flag) that is not a multiple of `divisor`."""
     for name, value in sizes.items():
         if value % max(divisor, 1):
@@ -60,7 +60,7 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
         split["--seq-length (with --sequence-parallel)"] = config.data.seq_length
     if 0 not in config.model.moe_layer_pattern:
         del split["--ffn-hidden-size"]  # every layer has experts
-    yield from _not_divisible(split, "--tensor-model-parallel-size", tp_size)
+    yield from _check_divisible(split, "--tensor-model-parallel-size", tp_size)
 
 
 def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
@@ -73,8 +73,7 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
     if len(comm_types) not in (1, model.num_layers):
         yield (
             f"--cp-comm-type {' '.join(comm_types)} has {len(comm_types)} values, --num-layers is "
-            f"{model.num_layers}: give one for "
-            "all layers, or one for each"
+            f"{model.num_layers}: give one for all layers, or one for each"
         )
     if cp_size <= 1:
         return
@@ -82,39 +81,32 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
     if length % (2 * cp_size):
         yield (
             f"--seq-length {length} is not divisible by 2 x {context} = {2 * cp_size}: a rank "
-            "holds two chunks of a "
-            "sequence. Change one of them"
+            "holds two chunks of a sequence. Change one of them"
         )
     elif parallel.sequence_parallel and length % (cp_size * tp_size):
         yield (
             f"--seq-length {length} is not divisible by {context} x --tensor-model-parallel-size "
-            f"{tp_size} = "
-            f"{cp_size * tp_size}, as --sequence-parallel needs it: change the length, or leave "
-            "out --sequence-parallel"
+            f"{tp_size} = {cp_size * tp_size}, as --sequence-parallel needs it: change the "
+            "length, or leave out --sequence-parallel"
         )
     if "a2a" in comm_types and model.query_groups % (tp_size * cp_size):
         kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
         yield (
             f"--cp-comm-type a2a splits heads: {kind} {model.query_groups} is not divisible by "
             f"--tensor-model-parallel-size {tp_size} x {context} = {tp_size * cp_size}. Use "
-            "--cp-comm-type p2p or "
-            "all_gather, or smaller sizes"
+            "--cp-comm-type p2p or all_gather, or smaller sizes"
         )
     in_blocks = [comm_type for comm_type in comm_types if comm_type != "a2a"]
     if in_blocks and model.attention_dropout:
         yield (
             f"--attention-dropout {model.attention_dropout} with {context} and --cp-comm-type "
-            f"{in_blocks[0]}: "
-            "attention is computed in blocks, by kernels without dropout. Use --attention-dropout "
-            "0, or "
-            "--cp-comm-type a2a"
+            f"{in_blocks[0]}: attention is computed in blocks, by kernels without dropout. Use "
+            "--attention-dropout 0, or --cp-comm-type a2a"
         )
 
 
-def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
-    """Check the restrictions of Transformer Engine, e.g. of its attention over p2p and
-    all_gather.
-    """
+def _check_backend(config: Config, world_size: int) -> Iterator[str]:
+    """Check the restrictions of Transformer Engine, e.g. on attention over p2p and all_gather."""
     model = config.model
     parallel = config.parallel
     if model.transformer_impl == "local":
@@ -128,23 +120,24 @@ def _check_back_end(config: Config, world_size: int) -> Iterator[str]:
         yield "--fp8-param-gather requires --use-distributed-optimizer, whose all-gather it changes"
     if parallel.cp_size == 1 or len(parallel.cp_comm_type) not in (1, model.num_layers):
         return
-    of_layers = [
-        (parallel.cp_comm_type_of(n), model.get_window(n)) for n in range(model.num_layers)
-    ]
-    in_blocks = [way for way, _ in of_layers if way != "a2a"]
-    for flag_name, refused in {
-        "--reset-attention-mask": in_blocks if config.data.reset_attention_mask else [],
-        "--position-embedding-type alibi": in_blocks
-        if model.position_embedding_type == "alibi"
-        else [],
-        "--window-size": [way for way, window in of_layers if window is not None and way == "p2p"],
-    }.items():
-        if refused:
-            yield (
-                f"{flag_name} with --cp-comm-type {refused[0]} requires --transformer-impl local; "
-                "with "
-                "transformer_engine use --cp-comm-type a2a"
-            )
+
+    # Find a communication type of a layer that does not support each feature.
+    unsupported: dict[str, str] = {}  # flag -> communication type
+    for number in range(model.num_layers):
+        comm_type = parallel.cp_comm_type_of(number)
+        if comm_type == "a2a":
+            continue
+        if config.data.reset_attention_mask:
+            unsupported.setdefault("--reset-attention-mask", comm_type)
+        if model.position_embedding_type == "alibi":
+            unsupported.setdefault("--position-embedding-type alibi", comm_type)
+        if comm_type == "p2p" and model.get_window(number) is not None:
+            unsupported.setdefault("--window-size", comm_type)
+    for flag_name, comm_type in unsupported.items():
+        yield (
+            f"{flag_name} with --cp-comm-type {comm_type} requires --transformer-impl local; "
+            "with transformer_engine use --cp-comm-type a2a"
+        )
 
 
 def _check_experts(config: Config, world_size: int) -> Iterator[str]:
@@ -157,26 +150,20 @@ def _check_experts(config: Config, world_size: int) -> Iterator[str]:
                 "--num-experts: the model has no experts"
             )
         return
-    width = model.moe_ffn_size
-    shared = model.moe_shared_expert_intermediate_size or 0
-    yield from _not_divisible(
-        {"--num-experts": model.experts}, "--expert-model-parallel-size", parallel.ep_size
-    )
-    yield from _not_divisible(
-        {"--moe-ffn-hidden-size": width}, "--expert-tensor-parallel-size", parallel.etp_size
-    )
-    yield from _not_divisible(
-        {"--moe-shared-expert-intermediate-size": shared},
-        "--tensor-model-parallel-size",
-        parallel.tp_size,
-    )
+    experts = {"--num-experts": model.experts}
+    width = {"--moe-ffn-hidden-size": model.moe_ffn_size}
+    shared_width = {
+        "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size or 0
+    }
+    yield from _check_divisible(experts, "--expert-model-parallel-size", parallel.ep_size)
+    yield from _check_divisible(width, "--expert-tensor-parallel-size", parallel.etp_size)
+    yield from _check_divisible(shared_width, "--tensor-model-parallel-size", parallel.tp_size)
     if parallel.tp_size > 1 and not parallel.sequence_parallel:
         yield (
             f"--num-experts with --tensor-model-parallel-size {parallel.tp_size} requires "
-            "--sequence-parallel: every rank "
-            "routes its own tokens"
+            "--sequence-parallel: every rank routes its own tokens"
         )
-    parallel.edp_size(world_size)
+    parallel.edp_size(world_size)  # raises ValueError if the world size is not a multiple
 
 
 def _check_batches(config: Config, world_size: int) -> Iterator[str]:
@@ -190,16 +177,18 @@ def _check_batches(config: Config, world_size: int) -> Iterator[str]:
         return
     group_size = config.parallel.microbatch_group_size_per_vp_stage or pp_size
     check_group_size(pp_size, group_size)
-    counts = {size: size // batches.samples_per_microbatch for size in batches.sizes()}
-    wrong = [size for size, count in counts.items() if not groups_fit(count, pp_size, group_size)]
+    wrong: dict[int, int] = {}  # global batch size -> number of micro-batches
+    for size in batches.sizes():
+        num_microbatches = size // batches.samples_per_microbatch
+        if not groups_fit(num_microbatches, pp_size, group_size):
+            wrong[size] = num_microbatches
     if wrong:
+        sizes = " or ".join(map(str, list(wrong)[:3]))
+        counts = " or ".join(map(str, list(wrong.values())[:3]))
         yield (
             f"the interleaved schedule runs micro-batches in groups of {group_size}, the last one "
-            "of at least "
-            f"{pp_size}, the number of pipeline stages, but a global batch of "
-            f"{' or '.join(map(str, wrong[:3]))} / "
-            f"({training.micro_batch_size} per micro-batch x {dp_size} replicas) has "
-            f"{' or '.join(str(counts[size]) for size in wrong[:3])}"
+            f"of at least {pp_size}, the number of pipeline stages, but a global batch of {sizes} "
+            f"/ ({training.micro_batch_size} per micro-batch x {dp_size} replicas) has {counts}"
         )
 
 
@@ -210,8 +199,7 @@ def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
     if size is not None and size % (training.micro_batch_size * dp_size):
         yield (
             f"--eval-global-batch-size {size} is not a multiple of micro-batch size "
-            f"{training.micro_batch_size} x "
-            f"data-parallel size {dp_size}"
+            f"{training.micro_batch_size} x data-parallel size {dp_size}"
         )
 
 
@@ -226,12 +214,11 @@ def _check_gradients(config: Config, world_size: int) -> Iterator[str]:
 def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
     """Check the schedules of the optimizer by building them."""
     training = config.training
+    has_one_length = (training.train_iters is None) != (training.train_samples is None)
     if config.optimizer.lr is None:
         yield "--lr must be given"
-    elif (training.train_iters is None) != (
-        training.train_samples is None
-    ) and training.global_batch_size is not None:
-        config.schedule()
+    elif has_one_length and training.global_batch_size is not None:
+        config.schedule()  # raises ValueError for a contradictory schedule
 
 
 def _check_layers(config: Config, world_size: int) -> Iterator[str]:
@@ -239,21 +226,21 @@ def _check_layers(config: Config, world_size: int) -> Iterator[str]:
     yield from ()
 
 
-def save_notes(config: Config) -> list[str]:
+def make_save_notes(config: Config) -> list[str]:
     """Return notes about combinations of flags that do less than a user may expect."""
     checkpoint = config.checkpoint
     eval_interval = config.training.eval_interval
     notes = []
-    whens = (
+    given = []
+    for name in (
         "save_interval",
         "save_interval_secs",
         "keep_last_n",
         "save_retain_interval",
         "keep_best_n",
-    )
-    given = [
-        f"--{name.replace('_', '-')}" for name in whens if getattr(checkpoint, name) is not None
-    ]
+    ):
+        if getattr(checkpoint, name) is not None:
+            given.append(f"--{name.replace('_', '-')}")
     if given and checkpoint.save is None:
         notes.append(f"no checkpoints are saved: {', '.join(given)} without --save")
     if checkpoint.keep_best_n is not None and checkpoint.save_interval and eval_interval:
@@ -261,8 +248,8 @@ def save_notes(config: Config) -> list[str]:
         if common > checkpoint.save_interval:
             notes.append(
                 f"--keep-best-n: of checkpoints every {checkpoint.save_interval} iterations and "
-                "evaluations every "
-                f"{eval_interval}, only those every {common} have a validation loss"
+                f"evaluations every {eval_interval}, only those every {common} have a validation "
+                "loss"
             )
     return notes
 
@@ -275,20 +262,18 @@ def _check_profile_ranks(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     checkpoint = config.checkpoint
-    if checkpoint.keep_best_n is not None and not (
-        config.training.eval_iters and config.training.eval_interval
-    ):
+    is_evaluated = config.training.eval_iters and config.training.eval_interval
+    if checkpoint.keep_best_n is not None and not is_evaluated:
         yield (
             f"--keep-best-n {checkpoint.keep_best_n} compares validation losses: give "
-            "--eval-interval (one that meets "
-            "the saved iterations) and --eval-iters"
+            "--eval-interval (one that meets the saved iterations) and --eval-iters"
         )
     if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
         yield f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss"
     if "://" in (checkpoint.save or "") and checkpoint.ckpt_format == "torch":
         yield (
-            f"--ckpt-format torch: object storage (--save {checkpoint.save}) holds "
-            "torch_dist checkpoints alone"
+            f"--ckpt-format torch: object storage (--save {checkpoint.save}) supports only "
+            "torch_dist checkpoints"
         )
     if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
         yield "--ckpt-convert-format and --ckpt-convert-save go together"
@@ -299,11 +284,10 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_legacy_optimizer(config: Config, world_size: int) -> Iterator[str]:
-    """Reject an optimizer whose state has no place in legacy files, before the first save fails."""
+    """Reject an optimizer whose state legacy files cannot contain, before the first save fails."""
     checkpoint = config.checkpoint
     optimizer = config.optimizer.optimizer
-    has_place = UPDATE_RULES[optimizer].IS_CONVERTIBLE or checkpoint.no_save_optim
-    if has_place:
+    if UPDATE_RULES[optimizer].IS_CONVERTIBLE or checkpoint.no_save_optim:
         return
     if checkpoint.save is not None and checkpoint.ckpt_format == "torch":
         yield (
@@ -324,14 +308,12 @@ def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
     if kind in ("global", "in_memory"):
         yield (
             f"--non-persistent-ckpt-type {kind} is not supported: use local, or for global a "
-            "shorter --save-interval "
-            "with --keep-last-n"
+            "shorter --save-interval with --keep-last-n"
         )
     if checkpoint.replication and (kind is None or checkpoint.replication_factor < 2):
         yield (
             f"--replication with --replication-factor {checkpoint.replication_factor} needs a "
-            "factor of at least 2 and "
-            "--non-persistent-ckpt-type local"
+            "factor of at least 2 and --non-persistent-ckpt-type local"
         )
     needed = {
         "--non-persistent-ckpt-type": kind,
@@ -353,7 +335,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_positions, "model data"),
     (_check_tensor_parallel, "model parallel data"),
     (_check_context_parallel, "model parallel data"),
-    (_check_back_end, "model parallel data ddp"),
+    (_check_backend, "model parallel data ddp"),
     (_check_experts, "model parallel optimizer"),
     (_check_batches, "training parallel data"),
     (_check_evaluation, "training parallel"),

@@ -1,5 +1,5 @@
-"""Arguments of a checkpoint: read under the names of this project, and merged into a
-command line.
+"""Arguments of a checkpoint: normalized to the flags of this project, and merged into a command
+line.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.transformer.transformer_config import select_architecture_fields
 
-# What --use-checkpoint-args takes from the checkpoint besides the fields that define the model.
+# Arguments that --use-checkpoint-args reads in addition to the fields that define the model.
 TOKENIZER_FIELDS = (
     "group_query_attention",
     "make_vocab_size_divisible_by",
@@ -38,7 +38,8 @@ def normalize_stored_args(args: Mapping[str, Any]) -> dict[str, Any]:
     if known.get("add_bias_linear"):
         known["add_qkv_bias"] = False  # implied; stored is True
     if known.get("rope_type", "") is None:  # Megatron-LM stores the default as None
-        known["rope_type"] = "yarn" if known.get("multi_latent_attention") else "rope"
+        is_latent = known.get("multi_latent_attention")
+        known["rope_type"] = "yarn" if is_latent else "rope"
     is_null_tokenizer = known.get("tokenizer_type") == "NullTokenizer"
     if is_null_tokenizer and known.get("null_tokenizer_eod_id", 0) is None:
         # Megatron-LM since 0.19: None selects the last token.
@@ -54,7 +55,8 @@ def merge_stored_args(
     """
     merged = dict(given)
     notes = []
-    for name in (*(field.name for field in select_architecture_fields()), *TOKENIZER_FIELDS):
+    names = [field.name for field in select_architecture_fields()]
+    for name in [*names, *TOKENIZER_FIELDS]:
         if name not in stored:
             continue
         if name in given and given[name] != stored[name]:

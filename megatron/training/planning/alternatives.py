@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.training.config.arguments import Given, parse_flags
 from megatron.training.config.checkpoint_args import read_checkpoint_args
-from megatron.training.config.parsing import flag_parser, make_config, use_stored_args
+from megatron.training.config.parsing import make_config, make_flag_parser, use_stored_args
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.planning.run_plan import RunPlan, plan_run
 from megatron.training.planning.summary import set_planned_vocab_size
@@ -40,7 +40,7 @@ def parse_planned_flags(argv: Sequence[str]) -> Given:
 
     Raises ValueError that lists all problems.
     """
-    given, _ = parse_flags(flag_parser(), argv)
+    given, _ = parse_flags(make_flag_parser(), argv)
     stored_args = read_checkpoint_args(argv)
     if stored_args is not None:
         given, _ = use_stored_args(given, stored_args)

@@ -12,7 +12,7 @@ import torch
 from megatron import __version__
 from megatron.core.progress import format_size
 from megatron.training.config.checkpoint_args import read_checkpoint_args
-from megatron.training.config.parsing import parse_args, replica_size
+from megatron.training.config.parsing import compute_replica_size, parse_args
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import build_tokenizer
 from megatron.training.planning.run_plan import RunPlan, StagePlan, plan_run
@@ -26,7 +26,7 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     ValueError if the run would.
     """
     is_launched = "WORLD_SIZE" in os.environ
-    world_size = environment_world_size() if is_launched else replica_size(argv)
+    world_size = environment_world_size() if is_launched else compute_replica_size(argv)
     # A dry run has no process group, so that this process reads the checkpoint.
     config = parse_args(argv, world_size, read_checkpoint_args(argv))
     set_planned_vocab_size(config)

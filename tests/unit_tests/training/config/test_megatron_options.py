@@ -12,7 +12,7 @@ from megatron.training.config.arguments import (
     option_names,
 )
 from megatron.training.config.megatron_options import MEGATRON_OPTIONS
-from megatron.training.config.parsing import flag_parser
+from megatron.training.config.parsing import make_flag_parser
 from megatron.training.config.run_config import SECTIONS
 from tests import GOLDEN
 from tests.support.flag_sets import outcome, read
@@ -33,7 +33,7 @@ def test_every_boolean_has_both_spellings(field):
     """
     on, off = both_spellings(field)
     assert on and off
-    parse = flag_parser().parse
+    parse = make_flag_parser().parse
     for names, value in ((on, True), (off, False)):
         for name in names:
             other = (off if value else on)[0]
@@ -42,7 +42,9 @@ def test_every_boolean_has_both_spellings(field):
 
 
 def test_common_flags():
-    line = flag_parser().parse(["--use-dist-ckpt", "--async-save", "--ckpt-fully-parallel-save"])
+    line = make_flag_parser().parse(
+        ["--use-dist-ckpt", "--async-save", "--ckpt-fully-parallel-save"]
+    )
     assert line.problems == []
     assert line.given == {
         "ckpt_format": "torch_dist",
@@ -52,7 +54,7 @@ def test_common_flags():
 
 
 def test_dispatcher_aliases():
-    line = flag_parser().parse(
+    line = make_flag_parser().parse(
         ["--moe-token-dispatcher-type", "flex", "--moe-enable-deepep", "--moe-deepep-num-sms", "24"]
     )
     assert line.given == {"moe_token_dispatcher_type": "alltoall"} and line.problems == []
@@ -60,7 +62,7 @@ def test_dispatcher_aliases():
 
 
 def test_no_option_of_megatron_lm_is_unknown():
-    parse = flag_parser().parse
+    parse = make_flag_parser().parse
     words = {"0": [], "2": ["1", "2"], "3": ["1", "2", "3"]}
     for name, option in MEGATRON_OPTIONS.items():
         line = parse([name, *words.get(option.words, ["1"])])

@@ -16,7 +16,7 @@ from megatron.training.config.arguments import (
     get_word_type,
     option_names,
 )
-from megatron.training.config.parsing import flag_parser, parse_args
+from megatron.training.config.parsing import make_flag_parser, parse_args
 from megatron.training.config.run_config import SECTIONS
 from tests import ROOT
 
@@ -353,9 +353,11 @@ def test_numbers_must_be_finite():
     """It would pass every comparison of the rules, and train a model of NaNs, or with another
     schedule.
     """
-    parse = flag_parser().parse
+    parse = make_flag_parser().parse
     numbers = [
-        name for name, spelling in flag_parser().spellings.items() if spelling.word_type is float
+        name
+        for name, spelling in make_flag_parser().spellings.items()
+        if spelling.word_type is float
     ]
     accepted = [name for name in numbers if not parse([name, "nan"]).problems]
     assert len(numbers) > 50 and accepted == []
@@ -389,7 +391,7 @@ def test_python_and_command_line_report_the_same_problem():
     """Both check the metadata of the field."""
     cases = list_invalid_values()
     assert len(cases) > 150
-    parser = flag_parser()
+    parser = make_flag_parser()
     valid = config()
     for part, field, word, value in cases:
         (problem,) = parser.parse([option_names(field)[0], word]).problems
@@ -430,14 +432,14 @@ def test_every_flag_has_help_and_shared_ones_agree():
                 flag.type,
                 flag.default,
             ), flag.name
-    assert len(flag_parser().format_help().splitlines()) > len(seen)
+    assert len(make_flag_parser().format_help().splitlines()) > len(seen)
 
 
 def test_help_describes_flags_as_spelled():
     """The docstring of a field that is on by default describes it when on; --help lists the flag
     that turns it off.
     """
-    help_text = " ".join(flag_parser().format_help().split())
+    help_text = " ".join(make_flag_parser().format_help().split())
     on = [
         (section, flag)
         for _, section in SECTIONS.values()
