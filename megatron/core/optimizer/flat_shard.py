@@ -45,11 +45,13 @@ def allocate_shard(bucket: Bucket, state_names: Sequence[str]) -> FlatShard:
 
     The main parameters are not filled yet, unless the model is fp32.
     """
-    model = bucket.param_shard
     # An fp32 model is its own main copy; otherwise the update needs more precision than the model.
-    param = model if model.dtype == torch.float32 else torch.empty_like(model, dtype=torch.float32)
+    param = bucket.param_shard
+    if param.dtype != torch.float32:
+        param = torch.empty_like(param, dtype=torch.float32)
     param.grad = bucket.grad_shard
-    return FlatShard(bucket, param, {name: torch.zeros_like(param) for name in state_names})
+    state = {name: torch.zeros_like(param) for name in state_names}
+    return FlatShard(bucket, param, state)
 
 
 class _Fp8Part(NamedTuple):
@@ -71,30 +73,35 @@ def cast_to_fp8(shards: Sequence[FlatShard], rescale: bool) -> None:
     for shard in shards:
         by_group.setdefault(shard.bucket.shard_group, []).append(shard)
     for group, members in by_group.items():
-        parts = [part for shard in members for part in _iterate_fp8_parts(shard)]
+        tensors = []
+        main_parts = []
+        starts = []
+        for shard in members:
+            for part in _iterate_fp8_parts(shard):
+                tensors.append(part.tensor)
+                main_parts.append(part.main)
+                starts.append(part.start)
+        # Any of the parameters provides the operation, which casts all of them.
         fp8 = members[0].bucket.plan.spans[0].spec.info.fp8
         assert fp8 is not None
-        fp8.cast(
-            [part.tensor for part in parts],
-            [part.main for part in parts],
-            [part.start for part in parts],
-            group,
-            rescale,
-        )
+        fp8.cast(tensors, main_parts, starts, group, rescale)
 
 
 def _iterate_fp8_parts(shard: FlatShard) -> Iterator[_Fp8Part]:
     """Yield the part of each fp8 tensor of the bucket that is in this rank's shard."""
     bucket = shard.bucket
+    shard_start = bucket.shard_start
     for span in bucket.plan.spans:
-        assert span.spec.info.fp8 is not None
+        fp8 = span.spec.info.fp8
+        assert fp8 is not None
+        # Indices of the bucket
         tensor_start = span.start
-        for tensor in span.spec.info.fp8.tensors:
+        for tensor in fp8.tensors:
             tensor_stop = tensor_start + tensor.numel()
-            start = max(tensor_start, bucket.shard_start)
+            start = max(tensor_start, shard_start)
             stop = min(tensor_stop, bucket.shard_stop)
             if start < stop:
-                main = shard.param[start - bucket.shard_start : stop - bucket.shard_start]
+                main = shard.param[start - shard_start : stop - shard_start]
                 yield _Fp8Part(tensor, main, start - tensor_start)
             else:
                 yield _Fp8Part(tensor, None, None)

@@ -24,9 +24,12 @@ def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:
-        whole_rows = grad.numel() // _ROW * _ROW
-        for rows in (grad[:whole_rows].view(-1, _ROW), grad[whole_rows:].view(1, -1)):
-            total += torch.linalg.vector_norm(rows, dim=1).double().square().sum()
+        end_of_rows = grad.numel() // _ROW * _ROW
+        rows = grad[:end_of_rows].view(-1, _ROW)
+        rest = grad[end_of_rows:].view(1, -1)
+        for part in (rows, rest):
+            row_norms = torch.linalg.vector_norm(part, dim=1)
+            total += row_norms.double().square().sum()
     return total
 
 
@@ -37,7 +40,10 @@ def apex_sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> 
     amp_c = import_apex("amp_C", "--optimizer-impl")
     # Kernels of this family report overflow in this argument; the norm kernel does not use it.
     overflow = torch.zeros(1, dtype=torch.int, device=device)
-    norm, _ = amp_c.multi_tensor_l2norm(2048 * 32, overflow, [split_for_kernels(grads)], False)
+    chunk_size = 2048 * 32  # elements, as in apex's own optimizers
+    per_tensor = False
+    tensors = [split_for_kernels(grads)]
+    norm, _ = amp_c.multi_tensor_l2norm(chunk_size, overflow, tensors, per_tensor)
     return norm.squeeze().double().square()  # type: ignore[no-any-return]
 
 
@@ -61,13 +67,15 @@ def counts_for_model(info: ParamInfo, ps: ParallelState, sharded: bool) -> bool:
 
     The sum is taken over `find_norm_axis`. `sharded`: the values are sharded over data parallelism.
     """
-    is_split = info.sharding.is_split
     # A value that is replicated over an axis is counted by the first rank of that axis.
-    if not ps.config.splits_experts:
-        return info.counted and (is_split or ps.tp.is_first)
-    if info.sharding.is_expert:
+    is_split = info.sharding.is_split
+    if ps.config.splits_experts and info.sharding.is_expert:
         return (is_split or ps.etp.is_first) and (sharded or ps.edp.is_first)
-    return info.counted and (is_split or ps.tp.is_first) and (sharded or ps.dp_cp.is_first)
+    is_counted_over_tp = info.counted and (is_split or ps.tp.is_first)
+    if not ps.config.splits_experts:
+        return is_counted_over_tp
+    # The sum is over all ranks, and includes the replicas.
+    return is_counted_over_tp and (sharded or ps.dp_cp.is_first)
 
 
 def find_norm_axis(shard: Axis, ps: ParallelState) -> Axis:
@@ -77,7 +85,8 @@ def find_norm_axis(shard: Axis, ps: ParallelState) -> Axis:
     """
     if shard.size == 1 and not ps.config.splits_experts:
         return ps.model
-    return Axis(ps.rank, ps.world_size, tuple(range(ps.world_size)), dist.group.WORLD)
+    all_ranks = tuple(range(ps.world_size))
+    return Axis(ps.rank, ps.world_size, all_ranks, dist.group.WORLD)
 
 
 class GradNorm:
@@ -99,7 +108,8 @@ class GradNorm:
             for piece in shard.bucket.pieces():
                 if counted(piece.info):
                     num_elements += piece.stop - piece.start
-        self._num_gaps = sum(len(grad) for grad in self._grads) - num_elements
+        num_covered = sum(len(grad) for grad in self._grads)
+        self._num_gaps = num_covered - num_elements
 
     def compute(self, with_zeros: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the sum of squares and the number of zeros over the whole model. Collective.
@@ -108,8 +118,12 @@ class GradNorm:
         """
         sums = [self._sum_of_squares(self._grads, self._device)]
         if with_zeros:
-            sums.append(count_zeros(self._grads, self._device) - self._num_gaps)
+            num_zeros = count_zeros(self._grads, self._device) - self._num_gaps
+            sums.append(num_zeros)
+        # One reduction for both.
         total = torch.stack(sums)
         if self._axis.size > 1:
             dist.all_reduce(total, group=self._axis.group)
-        return total[0], total[1] if with_zeros else None
+        if with_zeros:
+            return total[0], total[1]
+        return total[0], None

@@ -108,19 +108,24 @@ class MegatronOptimizer:
         `main_grad` stays scaled. Collective over all ranks.
         """
         self._finish_param_sync()
+
         # Phase 1: the norm; a small reduction over all ranks
         divisor = self.chunks[0].grad_divisor * self.loss_scale
         squares, num_zeros = self._grad_norm.compute(count_zeros)
         norm = squares.sqrt() / divisor
         skipped = ~torch.isfinite(norm)
+
         # Phase 2: the update; the fused kernels divide gradients by grad_scale, and skip the step
         # if found_inf is 1
         grad_scale = divisor / compute_clip_coefficient(norm, self.config.clip_grad)
         self._rule.grad_scale = grad_scale.float()
         self._rule.found_inf = skipped.float()
         self._rule.step()
+
         # Phase 3: the model's parameters
         self._copy_to_model()
+
+        # Phase 4: the loss scale of the next step.
         # Only a dynamic loss scale needs the outcome on the host, which waits for the device.
         held_back = self.grad_scaler.dynamic and bool(skipped)
         self.grad_scaler.update(held_back)
@@ -132,7 +137,7 @@ class MegatronOptimizer:
         `model_state` is the sharded state of all chunks, merged. Without copies or communication.
         """
         state: ShardedStateDict = {}
-        for shard, piece, entry in self._pieces(model_state):
+        for shard, piece, entry in self._iterate_pieces(model_state):
             for name, data in shard.tensors.items():
                 key = f"optimizer.state.{name}.{entry.key}"
                 assert key not in state, f"two parameters of this rank have the key {entry.key}"
@@ -148,22 +153,26 @@ class MegatronOptimizer:
         Parameters in fp8 are represented by this rank's main parameters in the model's dtype, or if
         `live` by the main parameters themselves, to be loaded into.
         """
-        fp8 = {id(param) for s in self.shards if s.is_fp8 for param in s.bucket.params}
-        if not fp8:
-            return model_state
-        state = _without_parameters(model_state, fp8)
-        for shard, piece, entry in self._pieces(model_state):
+        fp8_params: set[int] = set()
+        for shard in self.shards:
             if shard.is_fp8:
-                main = shard.param[piece.start : piece.stop]
-                data = main if live else main.to(entry.dtype)
+                fp8_params.update(id(param) for param in shard.bucket.params)
+        if not fp8_params:
+            return model_state
+        state = _exclude_parameters(model_state, fp8_params)
+        for shard, piece, entry in self._iterate_pieces(model_state):
+            if shard.is_fp8:
+                data = shard.param[piece.start : piece.stop]
+                if not live:
+                    data = data.to(entry.dtype)
                 state[entry.key] = entry.flat_range(entry.key, piece.param_start, data)
         return state
 
-    def _pieces(
+    def _iterate_pieces(
         self, model_state: ShardedStateDict
     ) -> Iterator[tuple[FlatShard, Piece, ShardedTensor]]:
         """Yield each parameter piece of this rank's shards with its sharded tensor."""
-        entries = _entries_by_param(model_state)
+        entries = _index_by_param(model_state)
         for shard in self.shards:
             for piece in shard.bucket.pieces():
                 yield shard, piece, entries[id(piece.param)]
@@ -178,7 +187,7 @@ class MegatronOptimizer:
         trained: set[int] = set()
         for shard in self.shards:
             trained.update(id(param) for param in shard.bucket.params)
-        frozen = _without_parameters(model_state, trained)
+        frozen = _exclude_parameters(model_state, trained)
         return frozen | self.sharded_state_dict(model_state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,19 +195,24 @@ class MegatronOptimizer:
 
         Waits for the device.
         """
-        steps = self._steps()
+        steps = self._collect_steps()
         groups: list[dict[str, Any]] = []
         for group in self.param_groups:
-            stored = {name: group[name] for name in _HYPERPARAMETERS if name in group}
+            stored: dict[str, Any] = dict(_CONSTANTS)
+            for name in _HYPERPARAMETERS:
+                if name in group:
+                    stored[name] = group[name]
             if steps:
                 stored["step"] = int(steps[0])
-            groups.append(_CONSTANTS | stored)
-        state = {
+            groups.append(stored)
+        state: dict[str, Any] = {
             "optimizer": {"param_groups": groups},
             "param_state_sharding_type": "fully_reshardable",
         }
         scaler = self.grad_scaler.state_dict()
-        return {**state, "grad_scaler": scaler} if scaler else state
+        if scaler:
+            state["grad_scaler"] = scaler
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], model_state: ShardedStateDict) -> None:
@@ -209,19 +223,23 @@ class MegatronOptimizer:
         Raises ValueError when the stored step is missing or ambiguous.
         """
         self._finish_param_sync()
-        groups = (state.get("optimizer") or {}).get("param_groups") or []
-        steps = self._steps()
+        # Step and hyperparameters
+        stored_optimizer = state.get("optimizer") or {}
+        groups = stored_optimizer.get("param_groups") or []
+        steps = self._collect_steps()
         if steps:
-            stored = {group.get("step") for group in groups}
-            if len(stored) != 1 or None in stored:
+            stored_steps = {group.get("step") for group in groups}
+            if len(stored_steps) != 1 or None in stored_steps:
                 raise ValueError(
                     "the checkpoint's optimizer must have the same step in all param_groups, got "
-                    f"{stored}; use --no-load-optim to start with a fresh optimizer"
+                    f"{stored_steps}; use --no-load-optim to start with a fresh optimizer"
                 )
             for step in steps:  # shards of all groups have taken the same number of steps
                 step.fill_(groups[0]["step"])
         self._log_differences(groups)
         self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
+
+        # Main parameters, then the weights
         self._zero_padding(model_state)
         self._copy_to_model(rescale=True)
 
@@ -244,6 +262,7 @@ class MegatronOptimizer:
             chunk.finish_param_sync()
 
     def _copy_from_model(self) -> None:
+        """Set the main parameters from the model's, except for shared memory and fp8."""
         for shard in self.shards:
             if not (shard.is_model or shard.is_fp8):
                 shard.param.copy_(shard.bucket.param_shard)
@@ -269,39 +288,51 @@ class MegatronOptimizer:
 
         As their gradients are zero, they stay zero for the whole run.
         """
-        entries = _entries_by_param(model_state)
-        for entry in entries.values():
+        # The model's parameters: the padding follows the boxes.
+        for entry in _index_by_param(model_state).values():
             assert entry.local is not None
-            entry.local.detach().view(-1)[_numel_in_boxes(entry) :].zero_()
-        for shard in self.shards:
-            for piece in shard.bucket.pieces():
-                in_boxes = _numel_in_boxes(entries[id(piece.param)]) - piece.param_start
-                padding_start = min(piece.start + max(0, in_boxes), piece.stop)
-                for data in shard.tensors.values():
-                    data[padding_start : piece.stop].zero_()
+            flat = entry.local.detach().view(-1)
+            flat[_count_elements(entry) :].zero_()
 
-    def _steps(self) -> list[torch.Tensor]:
-        """Step counters of the parameters whose state has one, all equal; none for SGD."""
-        return [state["step"] for state in self._rule.state.values() if "step" in state]
+        # Main parameters and state, of which this rank may have any part
+        for shard, piece, entry in self._iterate_pieces(model_state):
+            num_in_boxes = max(0, _count_elements(entry) - piece.param_start)
+            padding_start = min(piece.start + num_in_boxes, piece.stop)
+            for data in shard.tensors.values():
+                data[padding_start : piece.stop].zero_()
+
+    def _collect_steps(self) -> list[torch.Tensor]:
+        """Return the step counters of parameters, all equal; SGD does not have any."""
+        steps = []
+        for state in self._rule.state.values():
+            if "step" in state:
+                steps.append(state["step"])
+        return steps
 
     def _log_differences(self, stored: Sequence[Mapping[str, Any]]) -> None:
         """Warn about each hyperparameter with other values than in the `stored` groups."""
         for name in ("betas", "eps", "momentum"):
-            old = _distinct_values(stored, name)
-            new = _distinct_values(self.param_groups, name)
+            old = _collect_values(stored, name)
+            new = _collect_values(self.param_groups, name)
             if old and old != new:
                 logger.warning(
                     "optimizer %s: the checkpoint has %s, continuing with %s", name, old, new
                 )
 
 
-def _distinct_values(groups: Sequence[Mapping[str, Any]], name: str) -> set[Any]:
+def _collect_values(groups: Sequence[Mapping[str, Any]], name: str) -> set[Any]:
     """Return the values of a hyperparameter in the groups that have it."""
-    values = [group[name] for group in groups if name in group]
-    return {tuple(value) if isinstance(value, list) else value for value in values}
+    values = set()
+    for group in groups:
+        if name in group:
+            value = group[name]
+            if isinstance(value, list):
+                value = tuple(value)
+            values.add(value)
+    return values
 
 
-def _without_parameters(state: ShardedStateDict, params: set[int]) -> ShardedStateDict:
+def _exclude_parameters(state: ShardedStateDict, params: set[int]) -> ShardedStateDict:
     """Return the entries of `state` except those of parameters with the given identities."""
     kept: ShardedStateDict = {}
     for key, entry in state.items():
@@ -310,11 +341,15 @@ def _without_parameters(state: ShardedStateDict, params: set[int]) -> ShardedSta
     return kept
 
 
-def _entries_by_param(model_state: ShardedStateDict) -> dict[int, ShardedTensor]:
+def _index_by_param(model_state: ShardedStateDict) -> dict[int, ShardedTensor]:
     """Return the entries that describe a whole local tensor, by the identity of that tensor."""
-    tensors = [entry for entry in model_state.values() if isinstance(entry, ShardedTensor)]
-    return {id(entry.local): entry for entry in tensors if entry.local is not None}
+    entries = {}
+    for entry in model_state.values():
+        if isinstance(entry, ShardedTensor) and entry.local is not None:
+            entries[id(entry.local)] = entry
+    return entries
 
 
-def _numel_in_boxes(entry: ShardedTensor) -> int:
+def _count_elements(entry: ShardedTensor) -> int:
+    """Return the number of local elements that are part of the global tensor, without padding."""
     return sum(box.tensor.numel() for box in entry.boxes)

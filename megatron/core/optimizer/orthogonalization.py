@@ -33,15 +33,21 @@ def orthogonalize(matrix: Tensor, coefficient_type: str = "quintic", num_steps: 
     Newton-Schulz iteration; `matrix` is [rows, columns].
     """
     coefficients = COEFFICIENTS[coefficient_type]
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.mT if is_tall else matrix  # the smaller Gram matrix
+    rows, columns = matrix.shape
+    is_tall = rows > columns
+    x = matrix
+    if is_tall:
+        x = x.mT  # the smaller Gram matrix
     x = x / x.norm().clamp(min=1e-7)  # the iteration converges for singular values up to 1
     for step in range(num_steps):
+        # x <- a x + (b gram + c gram^2) x
         a, b, c = coefficients[step % len(coefficients)]
         gram = x @ x.mT
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, polynomial, x, beta=a)
-    return x.mT if is_tall else x
+    if is_tall:
+        x = x.mT
+    return x
 
 
 def compute_scale(rows: int, columns: int, mode: str) -> float:
@@ -71,11 +77,13 @@ class Orthogonalizer:
         if local.dim() == 3:  # [experts, rows, columns]
             experts = [self._orthogonalize_matrix(expert, split_dim, tp) for expert in local]
             return torch.stack(experts)
-        row_blocks = sharding.row_blocks if self._config.muon_split_qkv else ()
-        if not row_blocks:
+        row_blocks = sharding.row_blocks
+        if not (row_blocks and self._config.muon_split_qkv):
             return self._orthogonalize_matrix(local, split_dim, tp)
+
+        # The rows of queries, keys and values alternate in blocks: collect those of each matrix.
         columns = local.shape[1]
-        groups = local.view(-1, sum(row_blocks), columns)
+        groups = local.view(-1, sum(row_blocks), columns)  # [groups, rows of a group, columns]
         results = []
         for block in groups.split(row_blocks, dim=1):
             matrix = block.reshape(-1, columns)
@@ -84,10 +92,14 @@ class Orthogonalizer:
         return torch.cat(results, dim=1).view(local.shape)
 
     def _orthogonalize_matrix(self, local: Tensor, split_dim: int | None, tp: Axis) -> Tensor:
+        """Return this rank's part of an orthogonalized and scaled matrix."""
         config = self._config
-        # Each rank stacks its part of gate and up, so rows of the gathered matrix may be permuted.
-        # That is harmless: orthogonalizing a row-permuted matrix permutes the rows of the result.
-        matrix = local if split_dim is None else _gather(local, split_dim, tp)
+        matrix = local
+        if split_dim is not None:
+            # Each rank stacks its part of gate and up, so rows of the gathered matrix may be
+            # permuted. That is harmless: orthogonalizing a row-permuted matrix permutes the rows of
+            # the result.
+            matrix = _gather_matrix(local, split_dim, tp)
         with _set_matmul_precision(config.muon_fp32_matmul_prec, matrix.device):
             result = orthogonalize(matrix, config.muon_coefficient_type, config.muon_num_ns_steps)
         rows, columns = matrix.shape
@@ -99,11 +111,13 @@ class Orthogonalizer:
         return result.narrow(split_dim, tp.rank * length, length)
 
 
-def _gather(local: Tensor, dim: int, tp: Axis) -> Tensor:
+def _gather_matrix(local: Tensor, dim: int, tp: Axis) -> Tensor:
+    """Concatenate the parts of all TP ranks along `dim`."""
     # Gather flat parts first: the collective concatenates only along the first dimension.
-    parts = local.new_empty(tp.size * local.numel())
-    all_gather_into_tensor(parts, local.reshape(-1), group=tp.group)
-    return torch.cat(list(parts.view(tp.size, *local.shape)), dim=dim)
+    flat = local.new_empty(tp.size * local.numel())
+    all_gather_into_tensor(flat, local.reshape(-1), group=tp.group)
+    parts = flat.view(tp.size, *local.shape)
+    return torch.cat(list(parts), dim=dim)
 
 
 @contextmanager

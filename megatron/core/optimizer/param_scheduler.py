@@ -64,8 +64,10 @@ class Schedule:
         self, num_steps: int, max_lr: float | None = None, min_lr: float | None = None
     ) -> float:
         """Return the learning rate after `num_steps` samples, with other limits if given."""
-        max_lr = self.max_lr if max_lr is None else max_lr
-        min_lr = self.min_lr if min_lr is None else min_lr
+        if max_lr is None:
+            max_lr = self.max_lr
+        if min_lr is None:
+            min_lr = self.min_lr
         warmup = self.lr_warmup_steps
         # The order of these cases is Megatron-LM's: the warmup first, then the exact minimum at the
         # end of the decay.
@@ -76,8 +78,10 @@ class Schedule:
         if num_steps > self.lr_decay_steps:
             return min_lr
         if self.lr_decay_style == "inverse-square-root":
-            return max(min_lr, max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(num_steps, 1)))
+            lr = max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(num_steps, 1))
+            return max(min_lr, lr)
         if self.lr_decay_style == "WSD":
+            # Stable until the decay phase at the end.
             assert self.wsd_decay_steps is not None
             decay_start = self.lr_decay_steps - self.wsd_decay_steps
             ratio = max(0, num_steps - decay_start) / self.wsd_decay_steps
@@ -91,7 +95,8 @@ class Schedule:
         """Return the weight decay after `num_steps` samples."""
         if self.wd_incr_style == "constant" or num_steps > self.wd_incr_steps:
             return self.end_wd
-        remaining = DECAY[self.wd_incr_style](num_steps / self.wd_incr_steps)
+        ratio = num_steps / self.wd_incr_steps
+        remaining = DECAY[self.wd_incr_style](ratio)
         return self.end_wd + remaining * (self.start_wd - self.end_wd)
 
 
@@ -124,8 +129,11 @@ def make_schedule(
         _check_unit(scheduler, unit, other_unit="iters")
 
     def to_samples(name: str) -> int | None:
+        """Return the value of the flag for this unit."""
         value: int | None = getattr(scheduler, f"{name}_{unit}")
-        return None if value is None else value * samples_per_unit
+        if value is None:
+            return None
+        return value * samples_per_unit
 
     length = (train_iters or train_samples or 0) * samples_per_unit
     decay_steps = to_samples("lr_decay")
@@ -194,8 +202,9 @@ def _has_effect(name: str, state: Mapping[str, Any]) -> bool:
 
 
 class OptimizerParamScheduler:
-    """Writes `lr` and `weight_decay` into the optimizer's `param_groups`: on construction and after
-    each `step`.
+    """Writes `lr` and `weight_decay` into the `param_groups` of an optimizer.
+
+    It does so on construction, after each `step`, and after a load.
     """
 
     def __init__(
@@ -225,17 +234,21 @@ class OptimizerParamScheduler:
         self._apply()
 
     def _apply(self) -> None:
+        """Write the values of the current step into the groups."""
+        schedule = self.schedule
+        weight_decay = schedule.weight_decay(self.num_steps)
         for group in self.param_groups:
             if not group["is_decoupled_lr"]:
-                group["max_lr"] = self.schedule.max_lr
-                group["min_lr"] = self.schedule.min_lr
-            lr = self.schedule.learning_rate(self.num_steps, group["max_lr"], group["min_lr"])
+                # A load may have changed the schedule.
+                group["max_lr"] = schedule.max_lr
+                group["min_lr"] = schedule.min_lr
+            lr = schedule.learning_rate(self.num_steps, group["max_lr"], group["min_lr"])
             group["lr"] = lr * group["lr_mult"]
-            group["weight_decay"] = self.schedule.weight_decay(self.num_steps) * group["wd_mult"]
+            group["weight_decay"] = weight_decay * group["wd_mult"]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of Megatron-LM's `opt_param_scheduler`."""
-        return {"num_steps": self.num_steps, **self._stored_fields()}
+        return {"num_steps": self.num_steps, **self._collect_fields()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the position, and resolve differences between the stored and the given schedule.
@@ -243,11 +256,14 @@ class OptimizerParamScheduler:
         Raises ValueError naming all of them unless one of the schedules has precedence. A field
         that has no effect may differ: a constant learning rate, for example, may go on longer.
         """
-        current = self._stored_fields()
+        # Compare the schedules.
+        current = self._collect_fields()
         different: dict[str, Any] = {}
         for name in _STORED:
             if name in state and state[name] != current[name]:
                 different[name] = state[name]
+
+        # Select one of them.
         if self._use_checkpoint:
             self.schedule = replace(self.schedule, **different)
         elif not self._override:
@@ -256,6 +272,8 @@ class OptimizerParamScheduler:
                     del different[name]
         if different:
             self._report_differences(different, current)
+
+        # Restore the position.
         if "num_steps" not in state:
             raise ValueError(
                 "the checkpoint's schedule has no num_steps: use --finetune or --no-load-optim"
@@ -263,12 +281,15 @@ class OptimizerParamScheduler:
         self.num_steps = state["num_steps"]
         self._apply()
 
-    def _stored_fields(self) -> dict[str, Any]:
+    def _collect_fields(self) -> dict[str, Any]:
+        """Return the fields of the schedule that checkpoints store."""
         return {name: getattr(self.schedule, name) for name in _STORED}
 
     def _report_differences(self, different: Mapping[str, Any], current: Mapping[str, Any]) -> None:
         """Log the stored values that differ, or raise ValueError without precedence."""
-        values = [f"{name}: {value} (now {current[name]})" for name, value in different.items()]
+        values = []
+        for name, value in different.items():
+            values.append(f"{name}: {value} (now {current[name]})")
         listed = ", ".join(values)
         if self._use_checkpoint:
             logger.warning("schedule taken from the checkpoint, not from the flags: %s", listed)

@@ -18,7 +18,6 @@ from torch.optim.sgd import sgd
 
 from megatron.core.apex import import_apex, split_for_kernels
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamGroup
-from megatron.core.module import param_info
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import FlatShard
 from megatron.core.optimizer.orthogonalization import Orthogonalizer
@@ -87,19 +86,25 @@ class UpdateRule:
 
     def collect_gradients(self, group: dict[str, Any]) -> list[Tensor]:
         """Return the gradients, not divided yet."""
-        grads = [param.grad for param in group["params"]]
-        return [grad for grad in grads if grad is not None]
+        grads = []
+        for param in group["params"]:
+            if param.grad is not None:
+                grads.append(param.grad)
+        return grads
 
     def collect_states(self, group: dict[str, Any], name: str) -> list[Tensor]:
+        """Return the state tensor `name` of each parameter of the group."""
         return [self.state[param][name] for param in group["params"]]
 
     def copy_gradient(self, param: Tensor) -> Tensor:
         """Return the divided gradient, or zeros if the step must not change anything."""
         assert param.grad is not None
-        return (param.grad / self.grad_scale).masked_fill_(self.found_inf.bool(), 0.0)
+        gradient = param.grad / self.grad_scale
+        # Zeros, because nonfinite values would remain nonfinite when multiplied by 0.
+        return gradient.masked_fill_(self.found_inf.bool(), 0.0)
 
 
-def _adam_hyperparameters(config: OptimizerConfig) -> dict[str, Any]:
+def _get_adam_hyperparameters(config: OptimizerConfig) -> dict[str, Any]:
     return {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
 
 
@@ -112,8 +117,10 @@ class AdamW(UpdateRule):
     def from_config(
         cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
     ) -> UpdateRule:
-        implementation = ApexAdam if config.optimizer_impl == "apex" else AdamW
-        return implementation(groups, _adam_hyperparameters(config))
+        hyperparameters = _get_adam_hyperparameters(config)
+        if config.optimizer_impl == "apex":
+            return ApexAdam(groups, hyperparameters)
+        return AdamW(groups, hyperparameters)
 
     def update_group(self, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -155,7 +162,9 @@ class ApexAdam(UpdateRule):
         apex_groups = []
         for group in self.param_groups:
             parts = split_for_kernels(group["params"])
-            apex_groups.append(group | {"lr": torch.tensor(group["lr"]), "params": parts})
+            # The learning rate on the device, where `step` changes it.
+            lr = torch.tensor(group["lr"])
+            apex_groups.append(group | {"lr": lr, "params": parts})
         optimizers = import_apex("apex.optimizers", "--optimizer-impl")
         self._adam = optimizers.FusedAdam(apex_groups, capturable=True)
 
@@ -167,9 +176,12 @@ class ApexAdam(UpdateRule):
             if group["params"]:
                 apex_group["lr"].fill_(group["lr"])
                 apex_group["weight_decay"] = group["weight_decay"]
-                apex_group["step"] = self.collect_states(group, "step")[0].int().view(1)
+                # The parameters of a group have taken the same number of steps.
+                first_step = self.collect_states(group, "step")[0]
+                apex_group["step"] = first_step.int().view(1)
                 self._share_tensors(group, apex_group["params"])
         self._adam.step(grad_scaler=self)
+        # A skipped step does not count.
         for state in self.state.values():
             state["step"].add_(1.0 - self.found_inf)
 
@@ -196,12 +208,15 @@ class SGD(UpdateRule):
 
     @classmethod
     def select_states(cls, config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
-        return cls.STATE_SETS[0] if config.sgd_momentum else ()
+        if not config.sgd_momentum:
+            return ()
+        return cls.STATE_SETS[0]
 
     @classmethod
     def find_conflict(
         cls, config: OptimizerConfig, stored: Sequence[Mapping[str, Any]]
     ) -> tuple[str, Any, Any] | None:
+        # Momentum other than 0 has a state, which does not depend on its value.
         momentum = stored[0].get("momentum") if stored else None
         if momentum is None or bool(momentum) == bool(config.sgd_momentum):
             return None
@@ -214,9 +229,9 @@ class SGD(UpdateRule):
         return cls(groups, {"momentum": config.sgd_momentum})
 
     def update_group(self, group: dict[str, Any]) -> None:
-        buffers: list[Tensor | None] = [
-            self.state[param].get("momentum_buffer") for param in group["params"]
-        ]
+        buffers: list[Tensor | None] = []
+        for param in group["params"]:
+            buffers.append(self.state[param].get("momentum_buffer"))
         sgd(
             group["params"],
             self.collect_gradients(group),
@@ -249,6 +264,7 @@ def compute_slow_beta(
     """
     if not warmup:
         return torch.full_like(step, beta_end)
+    # The half-life of a decay beta is proportional to 1 / log(beta).
     done = (step / warmup).clamp(max=1.0)
     log_start = math.log(beta_start)
     log_end = math.log(beta_end)
@@ -284,6 +300,7 @@ class AdEMAMix(UpdateRule):
             self._update_param(param, group, keep)
 
     def _update_param(self, param: Tensor, group: dict[str, Any], keep: Tensor) -> None:
+        """Update a parameter and its state; nothing changes if `keep` is 0."""
         beta1, beta2, beta3 = group["betas"]
         state = self.state[param]
         step = state["step"].add_(keep)
@@ -300,7 +317,8 @@ class AdEMAMix(UpdateRule):
         slow_weight = compute_slow_weight(step, group["alpha"], group["alpha_warmup"])
         update = state["exp_avg"] / (1.0 - beta1**step)
         update.addcmul_(state["exp_avg_slow"], slow_weight)
-        update /= (state["exp_avg_sq"] / (1.0 - beta2**step)).sqrt_().add_(group["eps"])
+        mean_square = state["exp_avg_sq"] / (1.0 - beta2**step)
+        update /= mean_square.sqrt_().add_(group["eps"])
         update.add_(param, alpha=group["weight_decay"])
         param.sub_(update.mul_(group["lr"] * keep))
 
@@ -329,14 +347,16 @@ class Muon(AdamW):
         config: OptimizerConfig,
         bucket_of: Mapping[Tensor, Bucket],
     ) -> None:
-        super().__init__(groups, _adam_hyperparameters(config))
+        super().__init__(groups, _get_adam_hyperparameters(config))
         self._nesterov = config.muon_nesterov
         self._bucket_of = bucket_of
         self._orthogonalizer = Orthogonalizer(config)
 
     @classmethod
     def select_states(cls, config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
-        return cls._MATRIX_STATES if group.is_matrix else AdamW.select_states(config, group)
+        if group.is_matrix:
+            return cls._MATRIX_STATES
+        return AdamW.select_states(config, group)
 
     @classmethod
     def matrix_hyperparameters(cls, config: OptimizerConfig) -> dict[str, Any] | None:
@@ -366,7 +386,9 @@ class Muon(AdamW):
         buffer = self.state[param]["momentum_buffer"]
         gradient = self.copy_gradient(param)
         buffer.lerp_(gradient, (1.0 - momentum) * keep)
-        return gradient.lerp_(buffer, momentum) if self._nesterov else buffer
+        if not self._nesterov:
+            return buffer
+        return gradient.lerp_(buffer, momentum)
 
     def _orthogonalize_bucket(self, bucket: Bucket, update: Tensor) -> Tensor:
         """Return `update`, this rank's shard of a bucket, with each matrix orthogonalized."""
@@ -374,11 +396,14 @@ class Muon(AdamW):
         whole = bucket.gather(update)  # 1-D, all parameters of the bucket
         result = torch.zeros_like(update)
         for piece in bucket.pieces():
+            # The whole matrix, of which the shard may have a part only
+            param = piece.param
             start = bucket.shard_start + piece.start - piece.param_start
-            matrix = whole[start : start + piece.param.numel()].view(piece.param.shape)
-            sharding = param_info(piece.param).sharding
-            flat = self._orthogonalizer.orthogonalize(matrix, sharding).reshape(-1)
+            matrix = whole[start : start + param.numel()].view(param.shape)
+            orthogonal = self._orthogonalizer.orthogonalize(matrix, piece.info.sharding)
+            # Keep the part of the shard.
             param_stop = piece.param_start + piece.stop - piece.start
+            flat = orthogonal.reshape(-1)
             result[piece.start : piece.stop] = flat[piece.param_start : param_stop]
         return result
 
@@ -432,9 +457,11 @@ def _make_param_groups(
         groups.append(embeddings)
     matrices = decayed
     if matrix_hyperparameters is not None:
-        matrices = {**_make_param_group(config, wd_mult=1.0), **matrix_hyperparameters}
+        matrices = _make_param_group(config, wd_mult=1.0)
+        matrices.update(matrix_hyperparameters)
         groups.append(matrices)
 
+    # Assign the shards.
     for shard in shards:
         kind = shard.bucket.plan.group
         if not kind.weight_decay:
