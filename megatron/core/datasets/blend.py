@@ -38,18 +38,23 @@ class BlendedDataset:
         self.members = members
         lengths = [len(member) for member in members]
         total = sum(lengths)
+        limits: list[int] | None = None  # samples of each member, if none may repeat
         if weights is None:
             self.weights = [length / total for length in lengths]
+            limits = lengths
         else:
             self.weights = list(weights)
-        self.size = total if size is None else size
+        self.size = total
+        if size is not None:
+            self.size = size
         if weights is None and self.size > total:
             raise ValueError(
                 f"{self.size} samples are requested of a blend without weights, which is read once "
                 f"and holds {total} ({' + '.join(map(str, lengths))}): give weights to repeat "
                 "members, or request fewer samples"
             )
-        limits = lengths if weights is None else None
+
+        # Describe the index by all values that it depends on, and load or build it.
         description = {
             "class": "BlendedDataset",
             "weights": [float(weight).hex() for weight in self.weights],  # exact
@@ -66,11 +71,10 @@ class BlendedDataset:
         self._check_members(lengths)
 
     def _build_index(self, limits: list[int] | None) -> Arrays:
-        dataset_index, dataset_sample_index = build_blend_index(
-            np.array(self.weights, dtype=np.float64),
-            self.size,
-            None if limits is None else np.array(limits),
-        )
+        """Return the member of each sample of the blend, and the number of its sample."""
+        weights = np.array(self.weights, dtype=np.float64)
+        limit_array = None if limits is None else np.array(limits)
+        dataset_index, dataset_sample_index = build_blend_index(weights, self.size, limit_array)
         return {"dataset_index": dataset_index, "dataset_sample_index": dataset_sample_index}
 
     def _check_members(self, lengths: list[int]) -> None:
@@ -89,5 +93,6 @@ class BlendedDataset:
         return self.size
 
     def __getitem__(self, index: int) -> Sample:
-        member = self.members[int(self.dataset_index[index])]
-        return member[int(self.dataset_sample_index[index])]
+        member = int(self.dataset_index[index])
+        sample = int(self.dataset_sample_index[index])
+        return self.members[member][sample]

@@ -55,7 +55,10 @@ def build_datasets(
         build = _Builder(config, eod, vocab_size, fim).build
     datasets = []
     for split, count in zip(SPLITS, num_samples, strict=True):
-        datasets.append(build(split, count) if count != 0 else None)
+        dataset = None
+        if count != 0:
+            dataset = build(split, count)
+        datasets.append(dataset)
     train, valid, test = datasets
     if train is None and num_samples[0] != 0:
         raise ValueError(
@@ -85,14 +88,16 @@ class _Builder:
         self.eod = eod
         self.vocab_size = vocab_size
         self.sources = config.sources()
+
+        # Open every prefix once, although splits and blends may share it.
         prefixes: dict[str, None] = {}  # an ordered set
         for blend, _ in self.sources.values():
             prefixes.update(dict.fromkeys(blend.prefixes))
-        opened = self._map(
-            "opening data",
-            lambda prefix: IndexedDataset(prefix, config.mmap_bin_files),
-            list(prefixes),
-        )
+
+        def open_prefix(prefix: str) -> IndexedDataset:
+            return IndexedDataset(prefix, config.mmap_bin_files)
+
+        opened = self._map("opening data", open_prefix, list(prefixes))
         self.indexed = dict(zip(prefixes, opened, strict=True))
 
     def _map(
@@ -115,7 +120,8 @@ class _Builder:
         if split not in self.sources:
             return None
         blend, fractions = self.sources[split]
-        if len(blend.prefixes) == 1 and blend.weights is None:
+        is_single = len(blend.prefixes) == 1 and blend.weights is None
+        if is_single:
             return self._build_member(split, fractions, blend.prefixes[0], num_samples)
         return self._build_blend(split, blend, fractions, num_samples)
 
@@ -131,8 +137,9 @@ class _Builder:
             blend, num_samples, self.config.mid_level_dataset_surplus
         )
 
-        def build_member(prefix_and_size: tuple[str, int | None]) -> GPTDataset:
-            return self._build_member(split, fractions, *prefix_and_size)
+        def build_member(job: tuple[str, int | None]) -> GPTDataset:
+            prefix, num_samples_of_member = job
+            return self._build_member(split, fractions, prefix, num_samples_of_member)
 
         jobs = list(zip(blend.prefixes, member_sizes, strict=True))
         members = self._map(f"{split} indices", build_member, jobs)
@@ -169,6 +176,11 @@ def _compute_blend_sizes(
     if blend.weights is None:
         return num_samples, [None] * len(blend.prefixes)
     assert num_samples is not None
-    shares = [math.ceil(num_samples * weight) for weight in blend.weights]
-    # A member may contribute slightly more than its share: the surplus makes room for that.
-    return sum(shares), [math.ceil(share * (1 + surplus)) for share in shares]
+    total = 0
+    member_sizes: list[int | None] = []
+    for weight in blend.weights:
+        share = math.ceil(num_samples * weight)
+        total += share
+        # A member may contribute slightly more than its share: the surplus makes room for that.
+        member_sizes.append(math.ceil(share * (1 + surplus)))
+    return total, member_sizes

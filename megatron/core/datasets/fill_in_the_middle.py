@@ -61,11 +61,13 @@ class FillInTheMiddle:
         return token_id
 
     def __call__(self, text: np.ndarray, random: np.random.RandomState) -> np.ndarray:
+        """Return the tokens with reordered documents, cut or padded to the same length."""
         pieces = _map_between(
             text, self.eod, lambda document: self._reorder_document(document, random)
         )
-        reordered = np.concatenate(list(pieces))[: len(text)]
-        padding = np.full(len(text) - len(reordered), self.pad)
+        length = len(text)
+        reordered = np.concatenate(list(pieces))[:length]
+        padding = np.full(length - len(reordered), self.pad)
         return np.append(reordered, padding)
 
     def _reorder_document(self, document: np.ndarray, random: np.random.RandomState) -> np.ndarray:
@@ -93,8 +95,11 @@ class FillInTheMiddle:
             return piece
         is_text = ~np.isin(piece, self._special)
         text = self.tokenizer.detokenize(piece[is_text].tolist())
-        if self.config.fim_no_prefix is not None and text.startswith(self.config.fim_no_prefix):
+        excluded_prefix = self.config.fim_no_prefix
+        if excluded_prefix is not None and text.startswith(excluded_prefix):
             return piece
+
+        # Cut the text at two random positions.
         first, second = sorted(random.randint(0, len(text) + 1, size=2))
         prefix = self._tokenize(text[:first])
         middle = self._tokenize(text[first:second])
@@ -106,7 +111,9 @@ class FillInTheMiddle:
         return np.array(ids, dtype=np.int64)
 
     def _tokenize(self, text: str) -> list[int]:
-        return self.tokenizer.tokenize(text)[self._num_leading_tokens :]
+        """Return the tokens of a part of a text, without those at the beginning of any text."""
+        tokens = self.tokenizer.tokenize(text)
+        return tokens[self._num_leading_tokens :]
 
 
 def _map_between(

@@ -44,10 +44,9 @@ class GPTIndexPlan:
 def plan_epochs(
     tokens_per_epoch: int, num_samples: int | None, seq_length: int, extra_tokens: int
 ) -> tuple[int, bool]:
-    """Return the minimum number of epochs that contain `num_samples`, and whether the last one is
-    shuffled separately.
+    """Return the minimum number of epochs that contain `num_samples` (None: one epoch).
 
-    `num_samples` None means one epoch.
+    The second result is whether the last epoch is shuffled separately.
     """
     assert tokens_per_epoch > 0
     if num_samples is None:
@@ -56,10 +55,12 @@ def plan_epochs(
     num_epochs = max(1, -(-tokens // tokens_per_epoch))  # rounded up
     if num_epochs == 1:
         return 1, False
+    # Samples of the other epochs, of a whole epoch, and of those that the last epoch provides
     without_last = ((num_epochs - 1) * tokens_per_epoch - extra_tokens) // seq_length
     per_epoch = (tokens_per_epoch - extra_tokens) // seq_length
     from_last = num_samples - without_last
-    return num_epochs, from_last < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch)
+    is_separate = from_last < int(SEPARATE_LAST_EPOCH_BELOW * per_epoch)
+    return num_epochs, is_separate
 
 
 def build_gpt_index(plan: GPTIndexPlan, sequence_lengths: np.ndarray) -> Arrays:
@@ -85,16 +86,23 @@ def build_gpt_index(plan: GPTIndexPlan, sequence_lengths: np.ndarray) -> Arrays:
 
 
 def _build_document_index(plan: GPTIndexPlan, random: np.random.RandomState) -> np.ndarray:
+    """Return the sequences of all epochs, shuffled together or with a separate last epoch."""
     epoch = np.arange(plan.first_sequence, plan.last_sequence, dtype=np.int32)
-    groups = (plan.num_epochs - 1, 1) if plan.separate_last_epoch else (plan.num_epochs,)
-    documents = [np.tile(epoch, num_epochs) for num_epochs in groups]
-    for group in documents:
+    epochs_of_groups = [plan.num_epochs]
+    if plan.separate_last_epoch:
+        epochs_of_groups = [plan.num_epochs - 1, 1]
+    groups = []
+    for num_epochs in epochs_of_groups:
+        group = np.tile(epoch, num_epochs)
         random.shuffle(group)
-    return np.concatenate(documents)
+        groups.append(group)
+    return np.concatenate(groups)
 
 
 def _build_shuffle_index(plan: GPTIndexPlan, random: np.random.RandomState) -> np.ndarray:
-    dtype = np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64
+    """Return the order of the samples, in which those of a separate last epoch come last."""
+    fits_uint32 = plan.num_samples < np.iinfo(np.uint32).max - 1
+    dtype = np.uint32 if fits_uint32 else np.int64
     order = np.arange(plan.num_samples, dtype=dtype)
     groups = [order]
     if plan.separate_last_epoch:

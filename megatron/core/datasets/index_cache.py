@@ -68,7 +68,8 @@ def load_or_build(
         return _build_with_progress(name, build)
 
     # Load
-    stem = directory / f"{compute_digest({'record': RECORD_VERSION, **description})}-{name}"
+    digest = compute_digest({"record": RECORD_VERSION, **description})
+    stem = directory / f"{digest}-{name}"
     arrays, damage = _load(stem, verify)
     if arrays is not None:
         return arrays
@@ -112,6 +113,8 @@ def _load(stem: Path, verify: bool) -> tuple[Arrays | None, str]:
         return None, ""
     except (OSError, UnicodeDecodeError) as error:
         return None, f"{path.name}: {error}"
+
+    # Map the arrays.
     arrays: Arrays = {}
     try:
         record = json.loads(text)
@@ -123,6 +126,8 @@ def _load(stem: Path, verify: bool) -> tuple[Arrays | None, str]:
             arrays[key] = np.asarray(mapped)  # indexing np.memmap itself is slow
     except Exception as error:  # NumPy and json raise many types; in any case it is built again
         return None, f"{type(error).__name__}: {error}"
+
+    # Compare them with the record.
     total = sum(array.nbytes for array in arrays.values())
     with ProgressBar(f"verifying {stem.name}", total) as progress:
         for key, array in arrays.items():
@@ -136,15 +141,15 @@ def _load(stem: Path, verify: bool) -> tuple[Arrays | None, str]:
 
 
 def _store(stem: Path, description: dict[str, Any], arrays: Arrays, replace: bool) -> None:
+    """Write the arrays, then the record of their digests."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     for key, array in arrays.items():
         with committed(f"{stem}-{key}.npy", replace) as temporary, temporary.open("wb") as file:
             np.save(file, array, allow_pickle=False)
-    record: dict[str, Any] = {
-        "description": description,
-        "arrays": {key: _describe(array) for key, array in arrays.items()},
-    }
+    digests = {key: _describe(array) for key, array in arrays.items()}
+    record: dict[str, Any] = {"description": description, "arrays": digests}
     record["digest"] = compute_digest(record)
+    # Last, since it makes the index visible.
     with committed(_record_path(stem), replace) as temporary:
         temporary.write_text(json.dumps(record, indent=1))
     fsync_directory(stem.parent)

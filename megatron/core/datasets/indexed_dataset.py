@@ -52,7 +52,9 @@ UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's limit, a little below 2**16
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return Megatron-LM's token type for a vocabulary: uint16 below 65500 tokens, else int32."""
-    return np.dtype(np.uint16 if vocab_size < UINT16_VOCAB_LIMIT else np.int32)
+    if vocab_size < UINT16_VOCAB_LIMIT:
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32)
 
 
 class IndexedDataset:
@@ -89,12 +91,15 @@ class IndexedDataset:
         if not 0 <= sequence < len(self.lengths):
             raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self.lengths)}")
         length = int(self.lengths[sequence])
-        count = length - start if count is None else count
+        if count is None:
+            count = length - start
         assert min(start, count) >= 0 and start + count <= length, (sequence, start, count, length)
-        offset = int(self.offsets[sequence]) + start * self.dtype.itemsize
+        itemsize = self.dtype.itemsize
+        offset = int(self.offsets[sequence]) + start * itemsize
         if self._map is not None:
             return np.frombuffer(self._map, self.dtype, count, offset)
-        return np.frombuffer(self._pread(count * self.dtype.itemsize, offset), self.dtype)
+        content = self._pread(count * itemsize, offset)
+        return np.frombuffer(content, self.dtype)
 
     def _pread(self, num_bytes: int, offset: int) -> bytes:
         """Read exactly `num_bytes`; a single `pread` may return fewer."""
@@ -117,6 +122,7 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
 
     Raises ValueError for missing, truncated or damaged files.
     """
+    # Phase 1: the size of the file
     path = f"{prefix}.idx"
     for needed in (path, f"{prefix}.bin"):
         if not os.path.isfile(needed):
@@ -129,11 +135,11 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
             f"{path} has {size} bytes, less than the {HEADER.size} of an index header: it is empty "
             "or truncated"
         )
-    # Map the index: it may have 10^9 entries, of which a rank reads few.
+
+    # Phase 2: the header. Map the index: it may have 10^9 entries, of which a rank reads few.
     buffer = np.memmap(path, np.uint8, "r")
-    magic, version, code, num_sequences, num_documents = HEADER.unpack(
-        buffer[: HEADER.size].tobytes()
-    )
+    header = buffer[: HEADER.size].tobytes()
+    magic, version, code, num_sequences, num_documents = HEADER.unpack(header)
     if magic != MAGIC:
         raise ValueError(
             f"{path} starts with {magic!r}, not with {MAGIC!r}: it is not the index of a dataset"
@@ -152,9 +158,13 @@ def _read_index(prefix: str) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
     if num_sequences == 0:
         raise ValueError(f"{path} holds no sequences: the dataset is empty")
 
-    lengths = np.frombuffer(buffer, "<i4", num_sequences, HEADER.size)
-    offsets = np.frombuffer(buffer, "<i8", num_sequences, HEADER.size + 4 * num_sequences)
-    documents = np.frombuffer(buffer, "<i8", num_documents, HEADER.size + 12 * num_sequences)
+    # Phase 3: the arrays, which follow each other without gaps
+    lengths_start = HEADER.size
+    offsets_start = lengths_start + 4 * num_sequences
+    documents_start = offsets_start + 8 * num_sequences
+    lengths = np.frombuffer(buffer, "<i4", num_sequences, lengths_start)
+    offsets = np.frombuffer(buffer, "<i8", num_sequences, offsets_start)
+    documents = np.frombuffer(buffer, "<i8", num_documents, documents_start)
     if num_documents < 2 or documents[0] != 0 or documents[-1] != num_sequences:
         raise ValueError(
             f"{path}: its document boundaries do not range from 0 to {num_sequences}: it is damaged"
@@ -169,13 +179,15 @@ def _check_offsets(path: str, lengths: np.ndarray, offsets: np.ndarray, itemsize
     block = 1 << 20  # bounds memory: an index can have 10^9 entries
     for first in range(0, len(lengths), block):
         sizes = lengths[first : first + block].astype(np.int64) * itemsize
+        stored = offsets[first : first + block]
         expected = end + np.cumsum(sizes) - sizes
-        wrong = (sizes < 0) | (offsets[first : first + block] != expected)
-        if wrong.any():
-            i = first + int(np.argmax(wrong))
+        is_wrong = (sizes < 0) | (stored != expected)
+        if is_wrong.any():
+            in_block = int(np.argmax(is_wrong))
+            sequence = first + in_block
             raise ValueError(
-                f"{path} is damaged: sequence {i} has {lengths[i]} tokens from byte {offsets[i]} "
-                f"on, but the one before ends at byte {expected[i - first]}"
+                f"{path} is damaged: sequence {sequence} has {lengths[sequence]} tokens from byte "
+                f"{offsets[sequence]} on, but the one before ends at byte {expected[in_block]}"
             )
         end = int(expected[-1] + sizes[-1])
 
@@ -246,7 +258,10 @@ class IndexedDatasetBuilder:
         self.num_tokens = 0
         self._lengths = array("i")
         self._documents = array("q", [0])
-        self._temporary = {name: temporary_name(f"{self.prefix}.{name}") for name in ("bin", "idx")}
+        self._temporary = {
+            "bin": temporary_name(f"{self.prefix}.bin"),
+            "idx": temporary_name(f"{self.prefix}.idx"),
+        }
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         # Closed by commit or discard.
         self._file = open(self._temporary["bin"], "wb")  # noqa: SIM115
@@ -270,8 +285,10 @@ class IndexedDatasetBuilder:
         `lengths` are the tokens of each sequence, `documents` the sequences of each document.
         """
         stored = self._to_dtype(np.asarray(tokens))
-        lengths = [len(stored)] if lengths is None else lengths
-        documents = [len(lengths)] if documents is None else documents
+        if lengths is None:
+            lengths = [len(stored)]
+        if documents is None:
+            documents = [len(lengths)]
         assert sum(lengths) == len(stored) and sum(documents) == len(lengths)
         self._file.write(stored.tobytes())
         self.num_tokens += len(stored)
@@ -280,6 +297,7 @@ class IndexedDatasetBuilder:
             self._documents.append(self._documents[-1] + count)
 
     def _to_dtype(self, tokens: np.ndarray) -> np.ndarray:
+        """Convert tokens to the dtype of the file. Raises ValueError if they do not fit."""
         assert tokens.ndim == 1, tokens.shape
         if self.dtype.kind in "iu" and len(tokens):
             limits = np.iinfo(self.dtype)
@@ -296,18 +314,20 @@ class IndexedDatasetBuilder:
     def commit(self) -> None:
         """Give both files their names, the .idx last, so that a visible .idx is a whole dataset."""
         self._file.close()
+
+        # Write the index.
+        lengths = np.asarray(self._lengths, dtype="<i4")
+        documents = np.asarray(self._documents, dtype="<i8")
+        offsets = np.zeros(len(lengths), dtype="<i8")
+        np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+        offsets *= self.dtype.itemsize
+        dtype_code = DTYPE_CODES[self.dtype]
+        header = HEADER.pack(MAGIC, VERSION, dtype_code, len(lengths), len(documents))
         with open(self._temporary["idx"], "wb") as file:
-            lengths = np.asarray(self._lengths, dtype="<i4")
-            offsets = np.zeros(len(lengths), dtype="<i8")
-            np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
-            offsets *= self.dtype.itemsize
-            file.write(
-                HEADER.pack(
-                    MAGIC, VERSION, DTYPE_CODES[self.dtype], len(lengths), len(self._documents)
-                )
-            )
-            for values in (lengths, offsets, np.asarray(self._documents, dtype="<i8")):
+            file.write(header)
+            for values in (lengths, offsets, documents):
                 file.write(values.tobytes())
+
         # Flush before renaming: after a power failure a named file must be complete.
         for temporary in self._temporary.values():
             fsync_file(temporary)
