@@ -53,20 +53,23 @@ class FileChecksums(NamedTuple):
 def hash_blocks(data: bytes | memoryview) -> bytes:
     """Return the digests of consecutive blocks of `data`."""
     view = memoryview(data)
-    return b"".join(
-        xxhash.xxh3_64_digest(view[i : i + BLOCK_SIZE]) for i in range(0, len(view), BLOCK_SIZE)
-    )
+    digests = []
+    for start in range(0, len(view), BLOCK_SIZE):
+        digests.append(xxhash.xxh3_64_digest(view[start : start + BLOCK_SIZE]))
+    return b"".join(digests)
 
 
 def _get_digests_size(size: int) -> int:
     """Return the bytes of the digests of a file of `size` bytes."""
-    return -(-size // BLOCK_SIZE) * DIGEST_SIZE
+    num_blocks = -(-size // BLOCK_SIZE)  # rounded up: the last block may be short
+    return num_blocks * DIGEST_SIZE
 
 
 def compute_checksums(*parts: bytes) -> FileChecksums:
     """Compute the checksums of a file that consists of `parts`."""
-    blocks = [hash_blocks(block) for block in split_into_blocks(parts)]
-    return FileChecksums(sum(map(len, parts)), b"".join(blocks))
+    digests = [hash_blocks(block) for block in split_into_blocks(parts)]
+    size = sum(map(len, parts))
+    return FileChecksums(size, b"".join(digests))
 
 
 def split_into_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
@@ -74,16 +77,19 @@ def split_into_blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
 
     Large parts are copied block by block, because a copy holds the interpreter's lock.
     """
-    gathered: list[bytes] = []
-    size = 0
+    gathered: list[bytes] = []  # the beginning of the next block
+    size = 0  # bytes in `gathered`
     for part in parts:
+        # Complete as many blocks as possible with this part.
         start = 0
         while size + len(part) - start >= BLOCK_SIZE:
             end = start + BLOCK_SIZE - size
-            yield b"".join([*gathered, part[start:end]])
+            gathered.append(part[start:end])
+            yield b"".join(gathered)
             gathered = []
             size = 0
             start = end
+        # Keep the rest.
         gathered.append(part[start:])
         size += len(part) - start
     if size:
@@ -95,7 +101,10 @@ def encode_checksum_records(files: Mapping[str, FileChecksums]) -> bytes:
     parts = []
     for name, file in files.items():
         encoded = name.encode()
-        parts += [_NAME_LENGTH.pack(len(encoded)), encoded, _SIZE.pack(file.size), file.blocks]
+        parts.append(_NAME_LENGTH.pack(len(encoded)))
+        parts.append(encoded)
+        parts.append(_SIZE.pack(file.size))
+        parts.append(file.blocks)
     return b"".join(parts)
 
 
@@ -114,20 +123,29 @@ def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
     """Decode either form, by file name. Raises CheckpointError if any byte has changed."""
     if data.startswith(b"{"):
         return _decode_json(data, where)
+
+    # The hash of the whole content, and the header.
     content = memoryview(data)[:-DIGEST_SIZE]
     if data[-DIGEST_SIZE:] != xxhash.xxh3_64_digest(content):
         raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")
     if not data.startswith(_HEADER):
         raise CheckpointError(f"{where}: checksums of an unknown kind: {data[:40]!r}")
+
+    # The records.
     files: dict[str, FileChecksums] = {}
     position = len(_HEADER)
     try:
         while position < len(content):
+            # Name.
             (length,) = _NAME_LENGTH.unpack_from(content, position)
             position += _NAME_LENGTH.size
-            name = schema.file_name(bytes(content[position : position + length]).decode(), where)
-            (size,) = _SIZE.unpack_from(content, position + length)
-            position += length + _SIZE.size
+            encoded = bytes(content[position : position + length])
+            name = schema.file_name(encoded.decode(), where)
+            position += length
+            # Size.
+            (size,) = _SIZE.unpack_from(content, position)
+            position += _SIZE.size
+            # Digests.
             end = position + _get_digests_size(size)
             if end > len(content):
                 raise ValueError(f"the blocks of {name} are cut off")
@@ -139,23 +157,25 @@ def decode_checksums(data: bytes, where: str) -> dict[str, FileChecksums]:
 
 
 def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
+    """Decode the form of older checkpoints: a line of JSON, and its hash."""
     line, _, digest = data.partition(b"\n")
     if digest != xxhash.xxh3_64_hexdigest(line).encode() + b"\n":
         raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")
     body = _OLD_FORM(schema.parse_json(line, where), where)
     files: dict[str, FileChecksums] = {}
     for name, file in body["files"].items():
+        size = file["size"]
         try:
-            files[name] = FileChecksums(file["size"], bytes.fromhex(file["blocks"]))
+            digests = bytes.fromhex(file["blocks"])
         except ValueError as error:
             raise CheckpointError(
                 f"{where}: {name}: the blocks are not hexadecimal digits"
             ) from error
-        if len(files[name].blocks) != _get_digests_size(file["size"]):
+        if len(digests) != _get_digests_size(size):
             raise CheckpointError(
-                f"{where}: {name}: {len(files[name].blocks)} bytes of hashes "
-                f"for {file['size']} bytes"
+                f"{where}: {name}: {len(digests)} bytes of hashes for {size} bytes"
             )
+        files[name] = FileChecksums(size, digests)
     return files
 
 

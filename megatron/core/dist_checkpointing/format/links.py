@@ -35,13 +35,15 @@ def allow_links() -> None:
 
 
 def find_outside_target(path: str | os.PathLike[str]) -> str | None:
-    """Return where `path` leads if it leaves its checkpoint via a link, else None."""
-    if isinstance(path, ObjectPath) or os.environ.get(FOLLOW_LINKS, "0") not in ("", "0"):
+    """Return the target of `path` if it leaves its checkpoint via a link, else None."""
+    are_links_allowed = os.environ.get(FOLLOW_LINKS, "0") not in ("", "0")
+    if are_links_allowed or isinstance(path, ObjectPath):
         return None
     target = os.path.realpath(path)
     home = _find_home(os.path.abspath(path))
     if _is_inside(target, home):
         return None
+    # Hugging Face's cache: snapshots/<revision>/<file> is a link to blobs/<hash>.
     snapshots = Path(home).parent
     if snapshots.name == "snapshots" and _is_inside(target, str(snapshots.parent / "blobs")):
         return None

@@ -97,7 +97,9 @@ class StoredTensor:
 def get_itemsize(dtype_name: str) -> int:
     """Return the bytes of an element: the first number in the name is its size in bits."""
     bits = re.search(r"\d+", dtype_name)
-    return max(1, int(bits[0]) // 8) if bits else 1
+    if bits is None:  # bool
+        return 1
+    return max(1, int(bits[0]) // 8)
 
 
 @dataclass
@@ -124,31 +126,36 @@ class CheckpointMetadata:
         """Return the files that contain tensors and the minimum size of each."""
         if self.tensor_sizes is not None:
             return dict(self.tensor_sizes)
-        tables = [tensor.chunks for tensor in self.tensors.values()]
-        if not tables:
+        if not self.tensors:
             return {}
-        ends = np.zeros(len(tables[0].files), dtype=np.int64)
+
+        # All tables number the files in the same way. The end of a file is that of its last box.
+        tables = [tensor.chunks for tensor in self.tensors.values()]
+        files = tables[0].files
+        ends = np.zeros(len(files), dtype=np.int64)
         for table in tables:
             np.maximum.at(ends, table.file, table.position + table.length)
-        return {file: int(end) for file, end in zip(tables[0].files, ends, strict=True) if end}
+        sizes = {}
+        for file, end in zip(files, ends.tolist(), strict=True):
+            if end > 0:
+                sizes[file] = end
+        return sizes
 
 
 def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
     """Raise CheckpointError for a box outside of a tensor of `shape`."""
+    # [boxes, dims]. The remaining extent is compared, because a sum could overflow.
     end = np.array(shape, dtype=np.int64)
-    wrong = (
-        (table.offset < 0)
-        | (table.shape < 0)
-        | (table.offset > end)
-        | (table.shape > end - table.offset)
-    )
-    numbers = np.flatnonzero(wrong.any(axis=1))
-    if len(numbers):
-        offset = tuple(table.offset[numbers[0]].tolist())
-        extent = tuple(table.shape[numbers[0]].tolist())
-        raise CheckpointError(
-            f"{what}: a chunk at {offset} of shape {extent} is not inside of {shape}"
-        )
+    starts_outside = (table.offset < 0) | (table.offset > end)
+    ends_outside = (table.shape < 0) | (table.shape > end - table.offset)
+    wrong_boxes = (starts_outside | ends_outside).any(axis=1)
+    numbers = np.flatnonzero(wrong_boxes)
+    if not len(numbers):
+        return
+    first = numbers[0]
+    offset = tuple(table.offset[first].tolist())
+    extent = tuple(table.shape[first].tolist())
+    raise CheckpointError(f"{what}: a chunk at {offset} of shape {extent} is not inside of {shape}")
 
 
 def rename_files(metadata: CheckpointMetadata, name_of: Callable[[str], str]) -> CheckpointMetadata:
@@ -162,6 +169,5 @@ def rename_files(metadata: CheckpointMetadata, name_of: Callable[[str], str]) ->
         files = names[id(table.files)]
         return StoredTensor(stored.shape, stored.dtype_name, replace(table, files=files))
 
-    return replace(
-        metadata, tensors={key: rename(stored) for key, stored in metadata.tensors.items()}
-    )
+    tensors = {key: rename(stored) for key, stored in metadata.tensors.items()}
+    return replace(metadata, tensors=tensors)

@@ -49,13 +49,18 @@ def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
 
     Raises CheckpointError that names `where`.
     """
-    footer = read(size - FOOTER.size, FOOTER.size) if size >= FOOTER.size else b""
-    if footer[-len(MAGIC) :] != MAGIC:
+    footer = b""
+    if size >= FOOTER.size:
+        footer = read(size - FOOTER.size, FOOTER.size)
+    if not footer.endswith(MAGIC):
         return decode_dcp(read(0, size), where)
+
     position, length, digest, _ = FOOTER.unpack(footer)
     if length > MAX_JSON:
         raise CheckpointError(f"{where}: damaged: its index has {length} bytes")
-    content = read(position, length) if position + length <= size else b""
+    content = b""  # whose hash differs
+    if position + length <= size:
+        content = read(position, length)
     if xxhash.xxh3_64_intdigest(content) != digest:
         raise CheckpointError(
             f"{where}: damaged: its index does not have the checksum that it ends with"
@@ -90,11 +95,14 @@ def read_metadata(
 
 def decode_metadata(data: bytes, where: str) -> CheckpointMetadata:
     """Decode the content of a `.metadata`."""
-    return open_metadata(
-        lambda position, length: data[position : position + length], len(data), where
-    )
+
+    def read(position: int, length: int) -> bytes:
+        return data[position : position + length]
+
+    return open_metadata(read, len(data), where)
 
 
+# Fields of DCP's Metadata.
 _KNOWN_FIELDS = (
     "state_dict_metadata",
     "storage_data",
@@ -119,7 +127,12 @@ def decode_dcp(data: bytes, where: str) -> CheckpointMetadata:
         ) from error
 
 
+# Location of a stored item: (number of the file, position, length).
+_Place = tuple[int, int, int]
+
+
 def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
+    """Convert the fields of DCP's Metadata. Any exception means that its content is damaged."""
     files: dict[str, int] = {}  # name -> number
     places = _decode_places(root["storage_data"], files, where)
     names = tuple(files)
@@ -129,41 +142,50 @@ def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
         if type(entry).__qualname__ == "BytesStorageMetadata":
             file, position, length = places[key, None]
             result.objects[key] = Location(names[file], position, length)
-            continue
-        shape = _check_shape(entry.state["size"], key, where)
-        what = f"{where}: {format_value(key)}"
-        boxes = []
-        for chunk in entry.state["chunks"]:
-            offset = _check_shape(chunk.state["offsets"], key, where)
-            extent = _check_shape(chunk.state["sizes"], key, where)
-            if not len(offset) == len(extent) == len(shape):
-                raise CheckpointError(
-                    f"{what} of shape {shape} has a chunk at {offset} of {extent}"
-                )
-            boxes.append((offset, extent))
-        box_table = BoxTable.of(boxes, len(shape))
-        columns = (
-            np.array([places[key, offset] for offset, _ in boxes], dtype=np.int64).reshape(-1, 3).T
-        )
-        table = ChunkTable(box_table.offset, box_table.shape, names, *columns)
-        check_inside(table, shape, what)
-        result.tensors[key] = StoredTensor(shape, _get_dtype(entry.state["properties"]), table)
+        else:
+            result.tensors[key] = _decode_tensor(key, entry.state, places, names, where)
     result.extra = {name: value for name, value in root.items() if name not in _KNOWN_FIELDS}
     check_bounded(result.extra, where)
     return result
 
 
+def _decode_tensor(
+    key: str,
+    entry: Mapping[str, Any],
+    places: Mapping[tuple[str, Shape | None], _Place],
+    names: tuple[str, ...],
+    where: str,
+) -> StoredTensor:
+    """Convert DCP's TensorStorageMetadata; `names` are the files that `places` refers to."""
+    shape = _check_shape(entry["size"], key, where)
+    what = f"{where}: {format_value(key)}"
+    boxes = []
+    locations = []
+    for chunk in entry["chunks"]:
+        offset = _check_shape(chunk.state["offsets"], key, where)
+        extent = _check_shape(chunk.state["sizes"], key, where)
+        if not len(offset) == len(extent) == len(shape):
+            raise CheckpointError(f"{what} of shape {shape} has a chunk at {offset} of {extent}")
+        boxes.append((offset, extent))
+        locations.append(places[key, offset])
+    box_table = BoxTable.of(boxes, len(shape))
+    # [boxes, 3] -> a column each of files, positions and lengths
+    columns = np.array(locations, dtype=np.int64).reshape(-1, 3).T
+    table = ChunkTable(box_table.offset, box_table.shape, names, *columns)
+    check_inside(table, shape, what)
+    return StoredTensor(shape, _get_dtype(entry["properties"]), table)
+
+
 def _decode_places(
     stored: Mapping[Any, Any], files: dict[str, int], where: str
-) -> dict[tuple[str, Shape | None], tuple[int, int, int]]:
-    """Return (file, position, length) by key and offset; the offset of an object is None.
+) -> dict[tuple[str, Shape | None], _Place]:
+    """Return the location of each item by key and offset; the offset of an object is None.
 
     Adds the numbers of the files to `files`.
     """
-    places: dict[tuple[str, Shape | None], tuple[int, int, int]] = {}
+    places: dict[tuple[str, Shape | None], _Place] = {}
     for index, info in stored.items():
         key = index.state["fqn"]
-        offset = index.state.get("offset")
         place = info.state
         if place.get("transform_descriptors"):
             raise CheckpointError(
@@ -174,27 +196,27 @@ def _decode_places(
         length = place["length"]
         if file not in files:
             files[file_name(file, f"{where}: {format_value(key)}: its file")] = len(files)
-        if not (
-            type(position) is type(length) is int
-            and 0 <= position <= MAX_COUNT
-            and 0 <= length <= MAX_COUNT
-        ):
+        if not _is_count(position) or not _is_count(length):
             refuse(
                 f"{where}: {format_value(key)}: its location",
                 (position, length),
                 f"two whole numbers from 0 to {MAX_COUNT}",
             )
-        places[key, None if offset is None else _check_shape(offset, key, where)] = (
-            files[file],
-            position,
-            length,
-        )
+        offset = index.state.get("offset")
+        if offset is not None:
+            offset = _check_shape(offset, key, where)
+        places[key, offset] = (files[file], position, length)
     return places
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
 def _check_shape(value: Any, key: str, where: str) -> Shape:
-    is_shape = type(value) is tuple and len(value) <= MAX_RANK
-    if not is_shape or not {int}.issuperset(map(type, value)) or min(value, default=0) < 0:
+    """Return a shape or an offset; raise CheckpointError for any other value."""
+    is_short_tuple = type(value) is tuple and len(value) <= MAX_RANK
+    if not is_short_tuple or not {int}.issuperset(map(type, value)) or min(value, default=0) < 0:
         raise CheckpointError(
             f"{where}: {format_value(key)} has a shape or an offset {format_value(value)}"
         )
@@ -203,6 +225,10 @@ def _check_shape(value: Any, key: str, where: str) -> Shape:
 
 
 def _get_dtype(properties: Placeholder) -> str:
+    """Return the name of the dtype in DCP's TensorProperties.
+
+    Its state is a tuple or a dictionary, depending on the version of torch.
+    """
     state: Any = properties.state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     if not isinstance(dtype, DtypeName):

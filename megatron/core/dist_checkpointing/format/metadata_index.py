@@ -6,9 +6,9 @@ fixed positions, written and read as one array. DCP and Megatron-core unpickle t
 other. An index follows after the end of the pickle, where they do not look: JSON with the positions
 of the entries of each tensor, then position, length and xxh3_64 of that JSON and a magic number.
 
-A rank reads the index, and the entries of a tensor on first access. These must be identical, byte
-by byte, to what would be written for them, so that DCP cannot find anything in the file that this
-reader does not. A file without an index is unpickled as a whole.
+A rank reads the index, and the entries of a tensor on first access. These must be byte for byte
+those that this program would write, so that DCP cannot find anything in the file that this reader
+does not. A file without an index is unpickled as a whole.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ _NAMES = (
     "size",
     "chunks",
 )
+# BINGET of each shared value.
 _SIZE, _CHUNK, _INDEX, _INFO, _TENSOR = (b"h" + bytes([i]) for i in range(_NUM_CLASSES))
-_NAME = {name: b"h" + bytes([_NUM_CLASSES + i]) for i, name in enumerate(_NAMES)}
+_NAME = {name: b"h" + bytes([i]) for i, name in enumerate(_NAMES, _NUM_CLASSES)}
 
 # Opcode and dtype of an integer, by width in bytes.
 INTEGERS = {
@@ -72,6 +73,7 @@ class Entry:
     """Template of a piece of a pickle that repeats with different numbers in fixed positions."""
 
     def __init__(self, *parts: Part) -> None:
+        # The opcodes, with zeros in the positions of the numbers.
         self._template = b""
         offsets = []
         kinds = []
@@ -80,10 +82,13 @@ class Entry:
                 self._template += part
                 continue
             opcode, kind = part
-            offsets.append(len(self._template) + len(opcode))
+            self._template += opcode
+            offsets.append(len(self._template))
             kinds.append(kind)
-            self._template += opcode + bytes(np.dtype(kind).itemsize)
+            self._template += bytes(np.dtype(kind).itemsize)
         self.size = len(self._template)
+
+        # A structured dtype of the same size, with a field for each number.
         self._names = tuple(map(str, range(len(kinds))))
         self._dtype = np.dtype(
             {"names": self._names, "formats": kinds, "offsets": offsets, "itemsize": self.size}  # type: ignore[arg-type]
@@ -108,17 +113,22 @@ class Entry:
 
 def _encode_instance(kind: bytes, **fields: Sequence[Part]) -> list[Part]:
     """Return the opcodes of an object with these attributes, as in `object.__reduce_ex__`."""
+    # EMPTY_TUPLE, NEWOBJ, EMPTY_DICT, MARK.
     parts: list[Part] = [kind + b")\x81}("]
     for name, value in fields.items():
         parts += [_NAME[name], *value]
+    # SETITEMS, BUILD.
     return [*parts, b"ub"]
 
 
 def _encode_size(extents: Iterable[Part]) -> list[Part]:
+    """Return the opcodes of a torch.Size."""
     parts = list(extents)
+    call = b"\x85R"  # TUPLE1 (the arguments), REDUCE
     if len(parts) > 3:
-        return [_SIZE, b"(", *parts, b"t\x85R"]
-    return [_SIZE, *parts, (b")", b"\x85", b"\x86", b"\x87")[len(parts)] + b"\x85R"]
+        return [_SIZE, b"(", *parts, b"t" + call]  # MARK, TUPLE
+    make_tuple = (b")", b"\x85", b"\x86", b"\x87")[len(parts)]  # EMPTY_TUPLE, TUPLE1, 2, 3
+    return [_SIZE, *parts, make_tuple + call]
 
 
 @lru_cache
@@ -128,11 +138,8 @@ def make_box_entry(offset: tuple[int, ...], shape: tuple[int, ...]) -> Entry:
     `offset` and `shape` are widths of integers. The offset is stored in the memo.
     """
     offsets = _encode_size(INTEGERS[width] for width in offset)
-    return Entry(
-        *_encode_instance(
-            _CHUNK, offsets=[*offsets, _PUT], sizes=_encode_size(INTEGERS[width] for width in shape)
-        )
-    )
+    sizes = _encode_size(INTEGERS[width] for width in shape)
+    return Entry(*_encode_instance(_CHUNK, offsets=[*offsets, _PUT], sizes=sizes))
 
 
 def make_place_entry(key: int, position: int, length: int) -> Entry:
@@ -141,12 +148,10 @@ def make_place_entry(key: int, position: int, length: int) -> Entry:
     Key, offset and file are memo numbers; `position` and `length` are widths of integers.
     """
     index = _encode_instance(_INDEX, fqn=[_encode_get(key)], offset=[_GET], index=[b"N"])
-    return Entry(
-        *index,
-        *_encode_instance(
-            _INFO, relative_path=[_GET], offset=[INTEGERS[position]], length=[INTEGERS[length]]
-        ),
+    info = _encode_instance(
+        _INFO, relative_path=[_GET], offset=[INTEGERS[position]], length=[INTEGERS[length]]
     )
+    return Entry(*index, *info)
 
 
 def _choose_widths(*columns: np.ndarray) -> tuple[int, ...]:
@@ -154,25 +159,36 @@ def _choose_widths(*columns: np.ndarray) -> tuple[int, ...]:
     widths = []
     for column in columns:
         largest = int(column.max(initial=0))
-        limits = ((1, 1 << 8), (2, 1 << 16), (4, 1 << 31), (8, 1 << 63))
-        widths.append(next(width for width, limit in limits if largest < limit))
+        # The opcodes of 1 and 2 bytes are unsigned, the others signed.
+        if largest < 1 << 8:
+            widths.append(1)
+        elif largest < 1 << 16:
+            widths.append(2)
+        elif largest < 1 << 31:
+            widths.append(4)
+        else:
+            widths.append(8)
     return tuple(widths)
 
 
 def _encode_get(number: int) -> bytes:
+    """Return the opcode that pushes a value of the memo (LONG_BINGET)."""
     return b"j" + struct.pack("<I", number)
 
 
 def _encode_number(value: int) -> bytes:
+    """Return the opcode of an integer, in 8 bytes for any value (LONG1)."""
     return b"\x8a\x08" + struct.pack("<q", value)
 
 
 def _encode_text(value: str) -> bytes:
+    """Return the opcode of a text (BINUNICODE)."""
     encoded = value.encode("utf-8", "surrogatepass")
     return b"X" + struct.pack("<I", len(encoded)) + encoded
 
 
 def _encode_global(module: str, name: str) -> bytes:
+    """Return the opcode of a class or function (GLOBAL)."""
     return f"c{module}\n{name}\n".encode()
 
 
@@ -253,12 +269,11 @@ class _PickleWriter:
         """Store values in the memo and return the number of the first one."""
         first = self.memo
         for value in values:
-            put = (
-                b"q" + bytes([self.memo])
-                if self.memo < 256
-                else b"r" + struct.pack("<I", self.memo)
-            )
-            self.add(value, put, b"0")  # pop it from the stack
+            if self.memo < 256:
+                put = b"q" + bytes([self.memo])  # BINPUT
+            else:
+                put = b"r" + struct.pack("<I", self.memo)  # LONG_BINPUT
+            self.add(value, put, b"0")  # POP
             self.memo += 1
         return first
 
@@ -274,13 +289,23 @@ class _PickleWriter:
         number = len(self.boxes)
         memo = self.memo
         self._lists[content] = (number, memo)
-        offset = table.offset.T
-        shape = table.shape.T
-        boxes = BoxList(0, len(table), _choose_widths(*offset), _choose_widths(*shape), memo + 1)
-        memos = np.arange(len(table)) + boxes.first
+
+        # EMPTY_LIST, LONG_BINPUT, MARK, the boxes, APPENDS. The memo contains the list, followed by
+        # the offset of each box.
         start = self.add(b"]r", struct.pack("<I", memo), b"(")
-        self.boxes.append(boxes._replace(position=start))
-        self.add(make_box_entry(boxes.offset, boxes.shape).encode([*offset, memos, *shape]), b"e")
+        offset = table.offset.T  # [dims, boxes]
+        shape = table.shape.T
+        boxes = BoxList(
+            position=start,
+            number=len(table),
+            offset=_choose_widths(*offset),
+            shape=_choose_widths(*shape),
+            first=memo + 1,
+        )
+        self.boxes.append(boxes)
+        memos = np.arange(len(table)) + boxes.first
+        entry = make_box_entry(boxes.offset, boxes.shape)
+        self.add(entry.encode([*offset, memos, *shape]), b"e")
         self.memo += 1 + len(table)
         return number
 
@@ -291,65 +316,76 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     tensors = metadata.tensors
     # Phase 1: values that entries share are stored in the memo, so that every entry is short and of
     # fixed length.
-    writer.add(b"\x80\4")
+    writer.add(b"\x80\4")  # PROTO 4
     writer.remember([*_CLASSES, *map(_encode_text, _NAMES)])
     files = next((tensor.chunks.files for tensor in tensors.values()), ())
     first_file = writer.remember(map(_encode_text, files))
     first_key = writer.remember(map(_encode_text, tensors))
-    dtypes = {tensor.dtype_name: 0 for tensor in tensors.values()}
-    for dtype in dtypes:
-        dtypes[dtype] = writer.remember([encode_tensor_properties(dtype)])
+    dtypes: dict[str, int] = {}  # name -> memo number of its properties
+    for tensor in tensors.values():
+        dtype = tensor.dtype_name
+        if dtype not in dtypes:
+            dtypes[dtype] = writer.remember([encode_tensor_properties(dtype)])
 
     # Phase 2: DCP's Metadata, field by field. The boxes of each tensor are one array of entries.
-    writer.add(_dcp("Metadata"), b")\x81}(", _encode_text("state_dict_metadata"), b"}")
-    lists = []
-    for number, tensor in enumerate(tensors.values(), first_key):
+    writer.add(_dcp("Metadata"), b")\x81}(")
+
+    # state_dict_metadata: shape, dtype and boxes of each tensor, and the names of objects.
+    writer.add(_encode_text("state_dict_metadata"), b"}")
+    lists = []  # numbers of box lists, in the order of the tensors
+    for key_memo, tensor in enumerate(tensors.values(), first_key):
         size = _encode_size(map(_encode_number, tensor.shape))
-        *head, end = _encode_instance(
-            _TENSOR, properties=[_encode_get(dtypes[tensor.dtype_name])], size=size, chunks=[]
-        )
-        writer.add(_encode_get(number), *head)
+        properties = _encode_get(dtypes[tensor.dtype_name])
+        *head, end = _encode_instance(_TENSOR, properties=[properties], size=size, chunks=[])
+        writer.add(_encode_get(key_memo), *head)
         lists.append(writer.add_boxes(tensor.chunks))
-        writer.add(end, b"s")
+        writer.add(end, b"s")  # SETITEM
     for key in metadata.objects:
         writer.add(_encode_text(key), BYTES, b"s")
-    # A flat dictionary, which older versions of torch require
+
+    # planner_data: a flat dictionary, which older versions of torch require.
     writer.add(_encode_text("planner_data"), b"}")
     for key in [*tensors, *metadata.objects]:
-        writer.add(_encode_text(key), _encode_text(key), b"\x85s")
+        writer.add(_encode_text(key), _encode_text(key), b"\x85s")  # TUPLE1, SETITEM
+
+    # storage_data: the location of each box and of each object.
     writer.add(_encode_text("storage_data"), b"}")
     index = []
     for number, (key, tensor) in enumerate(tensors.items()):
         table = tensor.chunks
-        widths = _choose_widths(tensor.chunks.position, tensor.chunks.length)
-        memos = np.arange(len(table)) + writer.boxes[lists[number]].first
+        widths = _choose_widths(table.position, table.length)
+        position = writer.add(b"(")  # MARK
         index.append(
-            PlaceList(key, tensor.shape, tensor.dtype_name, lists[number], writer.add(b"("), widths)
+            PlaceList(key, tensor.shape, tensor.dtype_name, lists[number], position, widths)
         )
+        memos = np.arange(len(table)) + writer.boxes[lists[number]].first
         columns = [memos, table.file + first_file, table.position, table.length]
-        writer.add(make_place_entry(first_key + number, *widths).encode(columns), b"u")
-    for key, (file, position, length) in metadata.objects.items():
+        entry = make_place_entry(first_key + number, *widths)
+        writer.add(entry.encode(columns), b"u")  # SETITEMS
+    for key, place in metadata.objects.items():
         writer.add(*_encode_instance(_INDEX, fqn=[_encode_text(key)], index=[b"N"]))
-        place = {"offset": [_encode_number(position)], "length": [_encode_number(length)]}
-        writer.add(*_encode_instance(_INFO, relative_path=[_encode_text(file)], **place), b"s")
-    start = writer.add(
-        _encode_text("storage_meta"),
-        STORAGE_META,
-        _encode_text("version"),
-        _encode_text("1.0.0"),
-        b"ub.",
-    )
+        info = _encode_instance(
+            _INFO,
+            relative_path=[_encode_text(place.file)],
+            offset=[_encode_number(place.position)],
+            length=[_encode_number(place.length)],
+        )
+        writer.add(*info, b"s")
+
+    # The remaining fields.
+    writer.add(_encode_text("storage_meta"), STORAGE_META)
+    writer.add(_encode_text("version"), _encode_text("1.0.0"))
+    start = writer.add(b"ub.")  # SETITEMS, BUILD, STOP
 
     # Phase 3: the index after the pickle, for our own reader.
     sizes = metadata.tensor_file_sizes()
+    objects = {key: _encode_json(place) for key, place in metadata.objects.items()}
     content = _encode_json_object(
         files=_encode_json_list((file, sizes.get(file, 0)) for file in files),
         memo=_encode_json((first_file, first_key)),
         boxes=_encode_json_list(writer.boxes),
         tensors=_encode_json_list(index),
-        objects=_encode_json_object(
-            **{key: _encode_json(place) for key, place in metadata.objects.items()}
-        ),
+        objects=_encode_json_object(**objects),
     )
     writer.add(content, FOOTER.pack(start, len(content), xxhash.xxh3_64_intdigest(content), MAGIC))
     return list(split_into_blocks(writer.parts))
@@ -366,16 +402,18 @@ def _encode_json_list(values: Iterable[Any]) -> bytes:
 
 
 def _encode_json_object(**encoded: bytes) -> bytes:
-    return (
-        b"{"
-        + b",".join(_encode_json(name) + b":" + value for name, value in encoded.items())
-        + b"}"
-    )
+    """Return an object whose values are encoded already."""
+    fields = []
+    for name, value in encoded.items():
+        fields.append(_encode_json(name) + b":" + value)
+    return b"{" + b",".join(fields) + b"}"
 
 
 def _check_tuple(*checks: schema.Check) -> schema.Check:
+    """Accept a list with one entry per check."""
+
     def check(value: Any, where: str) -> Any:
-        schema.sequence(lambda item, _: item, len(checks), len(checks))(value, where)
+        schema.sequence(schema.anything, len(checks), len(checks))(value, where)
         for item, check_item in zip(value, checks, strict=True):
             check_item(item, where)
         return value
@@ -425,9 +463,8 @@ class MetadataIndex:
     """The index that follows the pickle. Errors are CheckpointErrors that name `where`."""
 
     def __init__(self, read: Read, content: bytes, size: int, where: str) -> None:
-        fields = _INDEX_FIELDS(
-            schema.parse_json(content, f"{where}: its index"), f"{where}: its index"
-        )
+        what = f"{where}: its index"
+        fields = _INDEX_FIELDS(schema.parse_json(content, what), what)
         self._read = read
         self._size = size
         self._where = where
@@ -442,9 +479,9 @@ class MetadataIndex:
 
         The result is not stored here, so that the file is closed with the last of the tensors.
         """
-        result = CheckpointMetadata(
-            tensor_sizes={file: end for file, end in self._fields["files"] if end}
-        )
+        # An end of 0 means that the file contains no tensors.
+        sizes = {file: end for file, end in self._fields["files"] if end}
+        result = CheckpointMetadata(tensor_sizes=sizes)
         for number, entry in enumerate(self._fields["tensors"]):
             places = PlaceList(*entry)
             table = partial(self._read_table, number, places)
@@ -453,12 +490,16 @@ class MetadataIndex:
         return result
 
     def _read_table(self, number: int, places: PlaceList) -> ChunkTable:
+        """Read the chunks of tensor `number`; raise CheckpointError if they are damaged."""
         what = f"{self._where}: {schema.format_value(places.key)}"
         try:
+            # Offsets and shapes: [boxes, dims].
             boxes = self._boxes[places.boxes]
             offset, shape = self._read_boxes(places.boxes)
             if not offset.shape[1] == shape.shape[1] == len(places.shape):
                 raise ValueError("boxes with another number of dimensions")
+
+            # Locations, which refer to the offsets and the files by their memo numbers.
             entry = make_place_entry(self._first_key + number, *places.widths)
             memos, file, position, length = self._read_entries(
                 entry, places.position, boxes.number, b"u"
@@ -480,20 +521,20 @@ class MetadataIndex:
 
     def _read_boxes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Read offsets and shapes of a box list, once for all tensors that share it."""
-        if number not in self._known:
-            boxes = self._boxes[number]
-            dims = len(boxes.offset)
-            columns = self._read_entries(
-                make_box_entry(tuple(boxes.offset), tuple(boxes.shape)), *boxes[:2], b"e"
-            )
-            if not np.array_equal(columns.pop(dims), np.arange(boxes.number) + boxes.first):
-                raise ValueError("boxes in another order")
-            table = (
-                np.stack(columns, axis=1)
-                if columns
-                else np.empty((boxes.number, 0), dtype=np.int64)
-            )
-            self._known[number] = table[:, :dims], table[:, dims:]
+        if number in self._known:
+            return self._known[number]
+        boxes = self._boxes[number]
+        dims = len(boxes.offset)
+        entry = make_box_entry(tuple(boxes.offset), tuple(boxes.shape))
+        # The columns are those of the offset, the memo number, and those of the shape.
+        columns = self._read_entries(entry, boxes.position, boxes.number, b"e")
+        memos = columns.pop(dims)
+        if not np.array_equal(memos, np.arange(boxes.number) + boxes.first):
+            raise ValueError("boxes in another order")
+        table = np.empty((boxes.number, 0), dtype=np.int64)  # of a scalar
+        if columns:
+            table = np.stack(columns, axis=1)
+        self._known[number] = (table[:, :dims], table[:, dims:])
         return self._known[number]
 
     def _read_entries(

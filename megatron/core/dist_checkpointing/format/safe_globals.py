@@ -59,6 +59,7 @@ class Placeholder:
 
 @lru_cache(maxsize=4096)
 def make_placeholder_type(module: str, name: str) -> type[Placeholder]:
+    """Return a class without behavior that has the name of a class of another project."""
     return type(name, (Placeholder,), {"__module__": module, "__slots__": ()})
 
 
@@ -128,8 +129,12 @@ def _build_tensor(
         raise _make_layout_error(f"offset {format_value(offset)}, shape {shape}, strides {stride}")
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
+
+    # The last element must be in the storage.
     numel = content.nbytes // dtype.itemsize
-    last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    last = offset
+    for extent, step in zip(shape, stride, strict=True):
+        last += (extent - 1) * step
     if last >= numel:
         raise _make_layout_error(
             f"shape {shape} at {offset}, which exceeds its storage of {numel} elements"
@@ -169,7 +174,9 @@ def _decode_content(data: Any) -> bytes:
     """Return the bytes of an array, which old pickles store as text."""
     if not isinstance(data, str | bytes | bytearray):
         raise UnsafePickleError(f"an array of {format_value(data)}")
-    return data.encode("latin1") if isinstance(data, str) else bytes(data)
+    if isinstance(data, str):
+        return data.encode("latin1")
+    return bytes(data)
 
 
 def _build_numpy_dtype(name: Any, *_: Any) -> np.dtype:
@@ -177,11 +184,11 @@ def _build_numpy_dtype(name: Any, *_: Any) -> np.dtype:
 
     It is a new object, because the pickle sets its byte order afterwards.
     """
-    plain = type(name) is str and len(name) < 32 and "," not in name
-    dtype = np.dtype(name, False, True) if plain else None
-    if dtype is None or dtype.kind not in "biufcSU":
-        raise UnsafePickleError(f"numpy dtype {format_value(name)}")
-    return dtype
+    if type(name) is str and len(name) < 32 and "," not in name:
+        dtype = np.dtype(name, False, True)
+        if dtype.kind in "biufcSU":
+            return dtype
+    raise UnsafePickleError(f"numpy dtype {format_value(name)}")
 
 
 def _build_numpy_scalar(dtype: Any, data: Any) -> Any:
@@ -201,7 +208,9 @@ def set_numpy_state(value: Any, state: Any) -> None:
         raise UnsafePickleError(f"a numpy array of dtype {format_value(dtype)}")
     flat = np.frombuffer(_decode_content(data), dtype)
     shape = _check_extents(shape)
-    array = flat.reshape(shape[::-1]).T if fortran else flat.reshape(shape)
+    array = flat.reshape(shape)
+    if fortran:  # column-major order
+        array = flat.reshape(shape[::-1]).T
     # `__setstate__` trusts its argument, so it gets the state of an array built here.
     state_of_array: Any = array.__reduce__()[2]
     value.__setstate__(state_of_array)
@@ -215,7 +224,9 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
 
 
 def _build_bytearray(data: Any = b"", encoding: Any = "latin1") -> bytearray:
-    return bytearray(_encode(data, encoding) if isinstance(data, str) else _decode_content(data))
+    if isinstance(data, str):
+        return bytearray(_encode(data, encoding))
+    return bytearray(_decode_content(data))
 
 
 def _list_items(value: Any = ()) -> list[Any]:
@@ -227,26 +238,35 @@ def _list_items(value: Any = ()) -> list[Any]:
 
 def _list_pairs(content: Any = ()) -> list[Any]:
     """Return the (key, value) pairs of a dictionary, or of a list of pairs."""
-    pairs = list(content.items()) if type(content) is dict else _list_items(content)
-    if not all(type(pair) in (list, tuple) and len(pair) == 2 for pair in pairs):
-        raise UnsafePickleError("a dictionary that is not built from pairs")
+    if type(content) is dict:
+        return list(content.items())
+    pairs = _list_items(content)
+    for pair in pairs:
+        if type(pair) not in (list, tuple) or len(pair) != 2:
+            raise UnsafePickleError("a dictionary that is not built from pairs")
     return pairs
 
 
 def _make_dict_function(kind: type[dict]) -> Function:
-    return Function(
-        lambda *args: kind(_list_pairs(*args)), lambda *args: [key for key, _ in _list_pairs(*args)]
-    )
+    """Return the constructor of a dictionary, which hashes its keys."""
+
+    def build(*args: Any) -> Any:
+        return kind(_list_pairs(*args))
+
+    def list_keys(*args: Any) -> list[Any]:
+        return [key for key, _ in _list_pairs(*args)]
+
+    return Function(build, list_keys)
 
 
 def _restrict(make: Callable[..., Any], *kinds: type) -> Function:
     """Restrict a function to short arguments of these types."""
 
     def call(*args: Any) -> Any:
-        if not all(
-            type(arg) in kinds and (type(arg) is not str or len(arg) <= 4096) for arg in args
-        ):
-            raise UnsafePickleError(f"a call with {', '.join(map(format_value, args))}")
+        for arg in args:
+            is_long = type(arg) is str and len(arg) > 4096
+            if type(arg) not in kinds or is_long:
+                raise UnsafePickleError(f"a call with {', '.join(map(format_value, args))}")
         return make(*args)
 
     return Function(call)
@@ -255,14 +275,13 @@ def _restrict(make: Callable[..., Any], *kinds: type) -> Function:
 @lru_cache
 def get_torch_globals() -> dict[tuple[str, str], Any]:
     """Return the globals of torch except dtypes. Only pickles that name one of them need torch."""
-    storages = {
-        name: StorageKind(dtype)
-        for dtype, name in torch.storage._dtype_to_storage_type_map().items()
-        if not name.startswith("Q")
-    }
+    storages: dict[tuple[str, str], Any] = {}
+    for dtype, name in torch.storage._dtype_to_storage_type_map().items():
+        if not name.startswith("Q"):  # quantized
+            storages["torch", name] = StorageKind(dtype)
     same = Function(lambda data, *_: data)  # a parameter is read as a tensor
     return {
-        **{("torch", name): kind for name, kind in storages.items()},
+        **storages,
         ("torch.storage", "UntypedStorage"): StorageKind(torch.uint8),
         ("torch", "UntypedStorage"): StorageKind(torch.uint8),
         ("torch", "Size"): Function(lambda shape=(): torch.Size(_check_extents(shape))),

@@ -1,12 +1,12 @@
 """Validation of untrusted files: composable checks for their type, size and content.
 
 Files must be regular ones, of bounded size, inside the directory they belong to. Reading a pipe or
-`/dev/zero` would never end, and a link or a `../` in the content of a file would make us read what
-its author has no right to.
+`/dev/zero` would never end, and a link or a `../` in the content of a file would make us read files
+that its author has no right to.
 
 A check is a function `(value, where) -> value` that raises CheckpointError with file, field and
-value. A check does not trust the value: it never calls `repr` on a container, so that a structure
-that unfolds without end costs nothing.
+value. A check does not trust the value: it never calls `repr` on a container, which might unfold
+without end.
 
     TRAINING = record({"iteration": COUNT, "note?": text()})
     STATE = record({"files": sequence(file_name), "training": TRAINING})
@@ -33,12 +33,12 @@ from megatron.core.terminal import escape_control_chars
 class CheckpointError(ValueError):
     """A checkpoint cannot be written or read.
 
-    The message names the file or key, the reason and what to do about it.
+    The message names the file or key, the reason and the fix.
     """
 
 
 class UnsafePickleError(CheckpointError):
-    """A pickle names something that no checkpoint needs. Nothing of it was executed."""
+    """A pickle names something that no checkpoint needs. No code of it was executed."""
 
 
 Check = Callable[[Any, str], Any]
@@ -64,8 +64,10 @@ _MAX_LISTED = 8  # entries of a container in a message
 def format_value(value: Any) -> str:
     """Return one short printable line for any value, without trusting it."""
     if isinstance(value, str | bytes):
-        ellipsis = "..." if len(value) > _MAX_FORMATTED else ""
-        return repr(value[:_MAX_FORMATTED]) + ellipsis
+        shortened = repr(value[:_MAX_FORMATTED])
+        if len(value) > _MAX_FORMATTED:
+            shortened += "..."
+        return shortened
     if type(value) is int and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     if value is None or type(value) in (bool, int, float, complex) or is_dtype(value):
@@ -90,6 +92,7 @@ def is_dtype(value: Any) -> bool:
 
 
 def refuse(where: str, value: Any, wanted: str) -> NoReturn:
+    """Raise CheckpointError for a value that is not `wanted`."""
     raise CheckpointError(f"{where} is {format_value(value)}, but must be {wanted}")
 
 
@@ -97,16 +100,20 @@ def refuse(where: str, value: Any, wanted: str) -> NoReturn:
 
 
 def anything(value: Any, where: str) -> Any:
+    """Accept any value."""
     return value
 
 
 def boolean(value: Any, where: str) -> Any:
+    """Accept True or False."""
     if type(value) is not bool:
         refuse(where, value, "true or false")
     return value
 
 
 def integer(low: int = 0, high: int = MAX_COUNT) -> Check:
+    """Accept a whole number from `low` to `high`."""
+
     def check(value: Any, where: str) -> Any:
         if type(value) is not int or not low <= value <= high:
             refuse(where, value, f"a whole number from {low} to {high}")
@@ -135,8 +142,9 @@ def plausible(name: str, default: int, low: int = 1) -> Check:
 
 def number(low: float = -math.inf, high: float = math.inf) -> Check:
     """Accept a finite number from `low` to `high`."""
-    is_bounded = (low, high) != (-math.inf, math.inf)
-    limits = f" from {low:g} to {high:g}" if is_bounded else ""
+    limits = ""
+    if (low, high) != (-math.inf, math.inf):
+        limits = f" from {low:g} to {high:g}"
 
     def check(value: Any, where: str) -> Any:
         is_number = type(value) in (int, float)
@@ -148,6 +156,8 @@ def number(low: float = -math.inf, high: float = math.inf) -> Check:
 
 
 def text(limit: int = 4096) -> Check:
+    """Accept a text of at most `limit` characters."""
+
     def check(value: Any, where: str) -> Any:
         if type(value) is not str or len(value) > limit:
             refuse(where, value, f"a text of at most {limit} characters")
@@ -157,17 +167,26 @@ def text(limit: int = 4096) -> Check:
 
 
 def one_of(*choices: Any) -> Check:
+    """Accept a value that is equal to a choice and has the same type."""
+
     def check(value: Any, where: str) -> Any:
-        if not any(type(value) is type(choice) and value == choice for choice in choices):
-            refuse(where, value, f"one of {', '.join(map(str, choices))}")
-        return value
+        for choice in choices:
+            if type(value) is type(choice) and value == choice:
+                return value
+        refuse(where, value, f"one of {', '.join(map(str, choices))}")
 
     return check
 
 
 def optional(check: Check) -> Check:
     """Accept None in addition to the values that `check` accepts."""
-    return lambda value, where: value if value is None else check(value, where)
+
+    def check_optional(value: Any, where: str) -> Any:
+        if value is None:
+            return None
+        return check(value, where)
+
+    return check_optional
 
 
 def sequence(check: Check, limit: int = 10**7, least: int = 0) -> Check:
@@ -261,10 +280,10 @@ def plain(value: Any, where: str) -> Any:
 # Files
 
 
-MAX_JSON = 256 << 20  # bytes
-# Bytes of a file that is read whole: always accepted, and at most.
-_PLAUSIBLE_SIZE = 64 << 20
-_MAX_SIZE = 1 << 30
+# Bytes of a file that is read whole.
+MAX_JSON = 256 << 20
+_PLAUSIBLE_SIZE = 64 << 20  # always accepted
+_MAX_SIZE = 1 << 30  # accepted if the files next to it are as large
 
 
 def _open_descriptor(path: str | os.PathLike[str], follow_links: bool) -> int:
@@ -273,7 +292,9 @@ def _open_descriptor(path: str | os.PathLike[str], follow_links: bool) -> int:
     Raises CheckpointError unless it is a regular file inside its checkpoint, OSError if it is
     missing.
     """
-    target = None if follow_links else links.find_outside_target(path)
+    target = None
+    if not follow_links:
+        target = links.find_outside_target(path)
     if target is not None:
         raise CheckpointError(
             f"{escape_control_chars(str(path))} is a link to {escape_control_chars(target)}, "
@@ -374,9 +395,13 @@ class OpenFile:
 
     def measure_directory(self) -> int:
         """Return the bytes that the files next to this one use on disk, this one included."""
+        total = 0
         with os.scandir(os.path.dirname(os.path.abspath(self.path))) as entries:
-            stats = [entry.stat(follow_symlinks=False) for entry in entries]
-        return sum(min(status.st_size, 512 * status.st_blocks) for status in stats)
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                # A sparse file uses fewer blocks (512 bytes each) than its size suggests.
+                total += min(status.st_size, 512 * status.st_blocks)
+        return total
 
 
 class _OpenObject(OpenFile):
@@ -397,9 +422,8 @@ class _OpenObject(OpenFile):
 
         def fetch(start: int) -> None:
             part = view[start : min(start + PART_SIZE, length)]
-            content = memoryview(
-                self._object.store.get_range(self._object.key, position + start, len(part))
-            )
+            store = self._object.store
+            content = memoryview(store.get_range(self._object.key, position + start, len(part)))
             if len(content) != len(part):
                 raise OSError(errno.EIO, f"{len(content)} bytes came instead of {len(part)}")
             part[:] = content
@@ -428,7 +452,9 @@ def open_file(path: str | os.PathLike[str], *, follow_links: bool = False) -> Op
     """
     path = path_of(path)
     opener = OPENERS.get(type(path))
-    return OpenFile(path, follow_links) if opener is None else opener(path)
+    if opener is None:
+        return OpenFile(path, follow_links)
+    return opener(path)
 
 
 def read_regular(
@@ -461,6 +487,8 @@ def parse_json(content: bytes, where: str, **options: Any) -> Any:
     except ValueError as error:
         message = f"{where} is not valid JSON ({error}): it is damaged or of another format"
         raise CheckpointError(message) from error
+
+    # Descend level by level, because the parser's own limit depends on the version of Python.
     level = [value]
     for _ in range(MAX_DEPTH):
         level = list(_iterate_children(level))
@@ -470,6 +498,7 @@ def parse_json(content: bytes, where: str, **options: Any) -> Any:
 
 
 def _iterate_children(values: list[Any]) -> Iterable[Any]:
+    """Yield the entries of all containers among the values."""
     for value in values:
         if type(value) is dict:
             yield from value.values()

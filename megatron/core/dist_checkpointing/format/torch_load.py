@@ -53,12 +53,14 @@ class FileTensor:
         """
         assert 0 <= start <= start + count <= self.numel(), (start, count, self.shape)
         result = torch.empty(count, dtype=self.dtype)
-        if count:
-            try:
-                with open_file(self.path) as file:
-                    file.read_into(view_bytes(result), self.position + start * self.dtype.itemsize)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
+        if count == 0:
+            return result
+        position = self.position + start * self.dtype.itemsize
+        try:
+            with open_file(self.path) as file:
+                file.read_into(view_bytes(result), position)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be opened: {error.strerror}") from error
         return result
 
     def read(self) -> torch.Tensor:
@@ -85,7 +87,7 @@ def safe_load(
     placeholders: bool = True,
     names: bool = False,
 ) -> Any:
-    """Return what `torch.load(source, weights_only=False, map_location="cpu")` returns.
+    """Load a file like `torch.load(source, weights_only=False, map_location="cpu")`.
 
     No code of the file is executed. `source` is a path or the bytes of an archive.
 
@@ -105,12 +107,12 @@ def safe_load(
     where = where or str(path)
     try:
         with open_file(path) as file:
+            # Objects and empty files cannot be mapped.
             if mmap and file.size and file.descriptor is not None:
                 mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
                 return _load_archive(mapped, where, placeholders, names)
-            return _load_archive(
-                bytearray(file.read_whole()), where, placeholders, names, check_crc=True
-            )
+            content = bytearray(file.read_whole())
+            return _load_archive(content, where, placeholders, names, check_crc=True)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
 
@@ -118,7 +120,7 @@ def safe_load(
 def load_common(
     directory: str | os.PathLike[str], *, verify: bool = True, names: bool = False
 ) -> dict[str, Any]:
-    """Return what was saved as `common`; {} if the checkpoint has no `common.pt`.
+    """Return the dictionary saved as `common`; {} if the checkpoint has no `common.pt`.
 
     `verify` compares the file with its checksum if the checkpoint has checksums. With `names`
     dtypes are returned as their names.
@@ -126,7 +128,9 @@ def load_common(
     path = path_of(directory) / COMMON
     if not path.exists():
         return {}
-    verifier = ChecksumVerifier.find(path.parent) if verify else None
+    verifier = None
+    if verify:
+        verifier = ChecksumVerifier.find(path.parent)
     if verifier is not None:
         common = safe_load(verifier.read_file(path), where=str(path), names=names)
     else:
@@ -171,10 +175,18 @@ def _view_in_file(
     shape: Shape,
     stride: Shape,
 ) -> FileTensor | torch.Tensor:
-    """Return a FileTensor, or a tensor if it is not row-major, which checkpoints do not need."""
-    if stride == torch.empty(shape, device="meta").stride() or math.prod(shape) <= 1:
+    """Return a FileTensor, or a tensor if it is not row-major, which checkpoints do not need.
+
+    `position` and `nbytes` locate the storage in the file; `offset` is in elements.
+    """
+    row_major_stride = torch.empty(shape, device="meta").stride()
+    if stride == row_major_stride or math.prod(shape) <= 1:
         return FileTensor(path, position + offset * dtype.itemsize, dtype, shape)
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+    # Read all elements from the first to the last, and view them with the strides.
+    span = 1
+    for extent, step in zip(shape, stride, strict=True):
+        span += (extent - 1) * step
     copies.charge(span * dtype.itemsize)
     whole = FileTensor(path, position, dtype, (nbytes // dtype.itemsize,))
     return whole.read_flat(offset, span).as_strided(shape, stride)
@@ -194,7 +206,8 @@ def _load_archive(
         if not nbytes:
             return Storage(0, partial(_view_in_memory, torch.empty(0, dtype=torch.uint8)))
         data = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=position)
-        data = data.clone() if data.data_ptr() % 16 else data  # aligned for every dtype
+        if data.data_ptr() % 16 != 0:
+            data = data.clone()  # is aligned for every dtype
         return Storage(nbytes, partial(_view_in_memory, data))
 
     def read(offset: int, size: int) -> memoryview:
@@ -206,7 +219,9 @@ def _load_archive(
 def _view_in_memory(
     data: torch.Tensor, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape
 ) -> torch.Tensor:
-    typed = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
+    """Return a tensor over the bytes of a storage."""
+    numel = len(data) // dtype.itemsize
+    typed = data[: numel * dtype.itemsize].view(dtype)
     return typed.as_strided(shape, stride, typed.storage_offset() + offset)
 
 
@@ -223,6 +238,7 @@ def _load(
 
     `storage_at(position, nbytes)` returns the storage of tensor data in it.
     """
+    # Check the format.
     if not length:
         raise CheckpointError(f"{where}: the file is empty")
     start = bytes(read(0, 8))
@@ -234,6 +250,8 @@ def _load(
     archive = Archive(read, length, where)
     if "byteorder" in archive.records and archive.read("byteorder") != b"little":
         raise CheckpointError(f"{where}: written on a big-endian machine, which is not supported")
+
+    # Unpickle.
     storages: dict[str, Storage] = {}
 
     def storage(name: str) -> Storage:

@@ -105,31 +105,36 @@ class _Pickler(pickle.Pickler):
         self.slots: list[TensorSlot] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        return obj.persistent_id if isinstance(obj, _Storage) else None
+        if isinstance(obj, _Storage):
+            return obj.persistent_id
+        return None  # pickled by value
 
     def reducer_override(self, obj: Any) -> Any:
+        """Return the function that rebuilds a tensor and its arguments."""
         if isinstance(obj, torch.Tensor):
             obj = TensorSlot(obj.dtype, tuple(obj.shape), obj.detach().cpu().contiguous())
         if not isinstance(obj, TensorSlot):
             return NotImplemented
-        strides = []
-        numel = 1
-        for extent in reversed(obj.shape):
-            strides.append(numel)
-            numel *= max(1, extent)
         storage = _Storage(obj.dtype, math.prod(obj.shape), str(len(self.slots)))
         self.slots.append(obj)
-        common: tuple[Any, ...] = (
-            storage,
-            0,
-            obj.shape,
-            tuple(reversed(strides)),
-            False,
-            OrderedDict(),
-        )
+        offset = 0
+        requires_grad = False
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        stride = _compute_row_major_stride(obj.shape)
+        common = (storage, offset, obj.shape, stride, requires_grad, hooks)
         if obj.dtype in torch.storage._new_dtypes():
             return torch._utils._rebuild_tensor_v3, (*common, obj.dtype)
         return torch._utils._rebuild_tensor_v2, common
+
+
+def _compute_row_major_stride(shape: Shape) -> Shape:
+    """Return the strides of a contiguous tensor as in torch, which counts an extent of 0 as 1."""
+    strides = []
+    numel = 1
+    for extent in reversed(shape):
+        strides.append(numel)
+        numel *= max(1, extent)
+    return tuple(reversed(strides))
 
 
 def lay_out_archive(value: Any) -> ArchiveLayout:
@@ -137,102 +142,98 @@ def lay_out_archive(value: Any) -> ArchiveLayout:
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(value)
-    # Records with known content
+
+    # Records with known content.
     central = bytearray()  # the directory at the end of the archive
     head = bytearray()  # everything before the bytes of the next tensor
-    for name, content in (
-        (b"data.pkl", pickled.getvalue()),
-        (b"byteorder", b"little"),
-        (b"version", b"3\n"),
-    ):
-        name = b"archive/" + name
-        crc = zlib.crc32(content)
-        size = len(content)
-        central += _CENTRAL.pack(
-            b"PK\1\2",
-            0,
-            0,
-            _UTF8_NAMES,
-            0,
-            0,
-            0,
-            crc,
-            size,
-            size,
-            len(name),
-            0,
-            0,
-            0,
-            0,
-            0,
-            len(head),
-        )
-        central += name
-        head += (
-            _LOCAL.pack(b"PK\3\4", 0, _UTF8_NAMES, 0, 0, 0, crc, size, size, len(name), 0)
-            + name
-            + content
-        )
+    known_records = (
+        (b"archive/data.pkl", pickled.getvalue()),
+        (b"archive/byteorder", b"little"),
+        (b"archive/version", b"3\n"),
+    )
+    for name, content in known_records:
+        local, entry = _encode_known_record(name, content, len(head))
+        head += local
+        central += entry
 
-    # Records of tensors
+    # Records of tensors.
     fixed = []
     places = []
-    start = 0
+    start = 0  # of `head` in the archive
     for number, slot in enumerate(pickler.slots):
-        local, entry = _encode_data_record(
-            b"archive/data/%d" % number, slot.nbytes, start + len(head)
-        )
+        name = b"archive/data/%d" % number
+        local, entry = _encode_data_record(name, slot.nbytes, start + len(head))
         head += local
         central += entry
         fixed.append((start, bytes(head)))
-        places.append((slot, start + len(head)))
-        start = start + len(head) + slot.nbytes
+        data = start + len(head)
+        places.append((slot, data))
+        start = data + slot.nbytes
         head = bytearray()
+
+    # The directory.
     end = start + len(head)
-    tail = bytes(head + central) + _encode_end(3 + len(places), len(central), end)
+    num_records = len(known_records) + len(places)
+    tail = bytes(head + central) + _encode_end(num_records, len(central), end)
     fixed.append((start, tail))
     return ArchiveLayout(fixed, places, start + len(tail))
 
 
-def _encode_data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
-    """Return local header and directory entry of tensor data, in zip64 form for any size."""
-    sizes = struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
-    padding = -(header + _LOCAL.size + len(name) + len(sizes) + 4) % ALIGNMENT
-    extra = sizes + struct.pack("<2s H", b"FB", padding) + bytes(padding)
-    local = (
-        b"PK\3\4",
-        _ZIP64_VERSION,
-        _UTF8_NAMES,
-        0,
-        0,
-        0,
-        0,
-        _MAX32,
-        _MAX32,
-        len(name),
-        len(extra),
-    )
-    # The offset is the third, optional entry of the zip64 field.
-    place = struct.pack("<Q", header) if header >= _MAX32 else b""
-    wide = struct.pack("<2H2Q", 1, 16 + len(place), nbytes, nbytes) + place
-    entry = (
-        b"PK\1\2",
-        _ZIP64_VERSION,
-        _ZIP64_VERSION,
-        _UTF8_NAMES,
-        0,
-        0,
-        0,
-        0,
-        _MAX32,
-        _MAX32,
-        len(name),
-        len(wide),
-    )
+def _encode_local_header(
+    name: bytes, version: int, crc: int, size: int, extra: bytes = b""
+) -> bytes:
+    """Return the header before a record's content. Its time is 0, and it is not compressed."""
+    method = 0
+    time = 0
+    date = 0
+    fields = (version, _UTF8_NAMES, method, time, date, crc, size, size, len(name), len(extra))
+    return _LOCAL.pack(b"PK\3\4", *fields) + name + extra
+
+
+def _encode_directory_entry(
+    name: bytes, version: int, crc: int, size: int, header: int, extra: bytes = b""
+) -> bytes:
+    """Return the entry of a record in the directory; `header` is the offset of its header."""
+    method = 0
+    time = 0
+    date = 0
+    fields = (version, version, _UTF8_NAMES, method, time, date, crc, size, size)
+    # No comment, on the first disk, no attributes.
     return (
-        _LOCAL.pack(*local) + name + extra,
-        _CENTRAL.pack(*entry, 0, 0, 0, 0, min(header, _MAX32)) + name + wide,
+        _CENTRAL.pack(b"PK\1\2", *fields, len(name), len(extra), 0, 0, 0, 0, header) + name + extra
     )
+
+
+def _encode_known_record(name: bytes, content: bytes, header: int) -> tuple[bytes, bytes]:
+    """Return a record, and its directory entry."""
+    crc = zlib.crc32(content)
+    local = _encode_local_header(name, 0, crc, len(content))
+    entry = _encode_directory_entry(name, 0, crc, len(content), header)
+    return local + content, entry
+
+
+def _encode_data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
+    """Return local header and directory entry of tensor data, in zip64 form for any size.
+
+    A field with the maximum is replaced by an entry of the zip64 extra field (kind 1).
+    """
+    # Align the data, as torch does.
+    sizes = struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
+    padding_header_size = 4
+    unaligned = header + _LOCAL.size + len(name) + len(sizes) + padding_header_size
+    padding = -unaligned % ALIGNMENT
+    extra = sizes + struct.pack("<2s H", b"FB", padding) + bytes(padding)
+    local = _encode_local_header(name, _ZIP64_VERSION, 0, _MAX32, extra)
+
+    # The offset is the third, optional entry of the zip64 field.
+    place = b""
+    if header >= _MAX32:
+        place = struct.pack("<Q", header)
+    wide = struct.pack("<2H2Q", 1, 16 + len(place), nbytes, nbytes) + place
+    entry = _encode_directory_entry(
+        name, _ZIP64_VERSION, 0, _MAX32, min(header, _MAX32), extra=wide
+    )
+    return local, entry
 
 
 @lru_cache(maxsize=65536)
@@ -243,6 +244,7 @@ def make_tensor_envelope(dtype: torch.dtype, shape: Shape) -> Envelope:
 
 
 def _encode_end(entries: int, central_size: int, central_offset: int) -> bytes:
+    """Return the end record of the directory, with its zip64 form and the locator of that."""
     end64 = _END64.pack(
         b"PK\6\6",
         44,
@@ -264,19 +266,22 @@ def _encode_end(entries: int, central_size: int, central_offset: int) -> bytes:
 
 
 def encode_object(value: Any, in_list: bool = True) -> bytes:
-    """Return the archive of a bytes entry: a list with the object (Megatron-core), or the object
-    itself (plain DCP).
+    """Return the archive of a bytes entry.
+
+    It contains a list with the object (Megatron-core), or the object itself (plain DCP).
     """
+    if in_list:
+        value = [value]
     buffer = io.BytesIO()
-    torch.save([value] if in_list else value, buffer)
+    torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def pad_archive(archive: bytes, length: int) -> bytes:
-    """The same archive in exactly `length` bytes: the padding is the zip comment at its end.
+    """Return the archive in exactly `length` bytes: the padding is the zip comment at its end.
 
-    At most 4000 bytes: torch's reader looks for the end record in the last 4 KiB, and fails on some
-    files beyond.
+    The padding has at most 4000 bytes: torch's reader looks for the end record in the last 4 KiB,
+    and fails on some files beyond.
     """
     padding = length - len(archive)
     assert 0 <= padding <= 4000 and archive[-2:] == b"\0\0", (length, len(archive))
@@ -307,8 +312,9 @@ class Archive:
         header = bytes(self._read(record.header, _LOCAL.size))
         if len(header) < _LOCAL.size or header[:4] != b"PK\3\4":
             raise self._make_error(f"no record header at byte {record.header}")
-        fields = _LOCAL.unpack(header)
-        offset = record.header + _LOCAL.size + fields[9] + fields[10]
+        # The name and the extra field follow.
+        *_, name_size, extra_size = _LOCAL.unpack(header)
+        offset = record.header + _LOCAL.size + name_size + extra_size
         if offset + record.size > self._length:
             raise self._make_error(f"record {name} ends after the archive")
         return offset
@@ -317,9 +323,10 @@ class Archive:
         """Return a record that is small in any checkpoint: the pickle, not the data of a tensor."""
         if name not in self.records:
             raise self._make_error(f"no record {name}")
-        self._check_size(f"record {name}", self.records[name].size)
-        data = bytes(self._read(self.find_data(name), self.records[name].size))
-        if len(data) != self.records[name].size:
+        size = self.records[name].size
+        self._check_size(f"record {name}", size)
+        data = bytes(self._read(self.find_data(name), size))
+        if len(data) != size:
             raise self._make_error(f"record {name} is truncated")
         self.check_crc(name, data)
         return data
@@ -343,7 +350,8 @@ class Archive:
         return CheckpointError(f"{self._where}: not an intact torch.save archive: {reason}")
 
     def _read_directory(self) -> None:
-        # The end record, which a comment of up to 64 kB may follow
+        """Fill `records`."""
+        # The end record, which a comment of up to 64 kB may follow.
         for tail_size in (min(self._length, 4096), min(self._length, 1 << 17)):
             tail = bytes(self._read(self._length - tail_size, tail_size))
             end = tail.rfind(b"PK\5\6")
@@ -352,13 +360,13 @@ class Archive:
         else:
             raise self._make_error("no end record (the file is truncated or of another format)")
         _, _, _, _, entries, size, offset, _ = _END.unpack_from(tail, end)
-        # Its zip64 form, if there is one
+        # Its zip64 form, if there is one.
         locator = end - _LOCATOR64.size
         if locator >= 0 and tail[locator : locator + 4] == b"PK\6\7":
-            end64 = _LOCATOR64.unpack_from(tail, locator)[2]
-            _, _, _, _, _, _, _, entries, size, offset = _END64.unpack(
-                bytes(self._read(end64, _END64.size))
-            )
+            _, _, end64_offset, _ = _LOCATOR64.unpack_from(tail, locator)
+            end64 = bytes(self._read(end64_offset, _END64.size))
+            *_, entries, size, offset = _END64.unpack(end64)
+        # The entries.
         if offset + size > self._length:
             raise self._make_error("its directory exceeds its end")
         self._check_size("its directory", size)
@@ -368,17 +376,16 @@ class Archive:
             position = self._read_entry(directory, position)
 
     def _read_entry(self, directory: bytes, position: int) -> int:
-        fields = _CENTRAL.unpack_from(directory, position)
-        signature, method, size, (name_size, extra_size, comment_size) = (
-            fields[0],
-            fields[4],
-            fields[9],
-            fields[10:13],
+        """Add the record at `position` of the directory; return the position after its entry."""
+        signature, _, _, _, method, _, _, crc, packed_size, size, *rest = _CENTRAL.unpack_from(
+            directory, position
         )
-        header = fields[16]
+        name_size, extra_size, comment_size, _, _, _, header = rest
         position += _CENTRAL.size
-        name = directory[position : position + name_size].decode()
-        extra = directory[position + name_size : position + name_size + extra_size]
+        extra_start = position + name_size
+        extra_stop = extra_start + extra_size
+        name = directory[position:extra_start].decode()
+        extra = directory[extra_start:extra_stop]
         if signature != b"PK\1\2":
             raise self._make_error("its directory is garbled")
         if method != 0:
@@ -390,15 +397,15 @@ class Archive:
         # compressed size (the same number), offset.
         if size == _MAX32 and wide:
             size = wide.pop(0)
-            if fields[8] == _MAX32:
+            if packed_size == _MAX32:
                 wide = wide[1:]
         if header == _MAX32 and wide:
             header = wide.pop(0)
         name = name.partition("/")[2]
         if name in self.records:
             raise self._make_error(f"it has two records {escape_control_chars(name)}")
-        self.records[name] = Record(header, size, fields[7])
-        return position + name_size + extra_size + comment_size
+        self.records[name] = Record(header, size, crc)
+        return extra_stop + comment_size
 
 
 def _read_zip64_values(extra: bytes) -> list[int]:
@@ -406,9 +413,10 @@ def _read_zip64_values(extra: bytes) -> list[int]:
     position = 0
     while position + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, position)
+        position += 4
         if kind == 1:
-            return list(struct.unpack_from(f"<{size // 8}Q", extra, position + 4))
-        position += 4 + size
+            return list(struct.unpack_from(f"<{size // 8}Q", extra, position))
+        position += size
     return []
 
 

@@ -1,11 +1,11 @@
 """An unpickler for plain data that executes no code from the file.
 
 Three formats consist of pickles: `.metadata`, `common.pt` with bytes entries, and legacy `.pt`. A
-pickle is a program for a stack machine, and the machine of the standard library trusts it: it
-calls, instantiates and sets what the program requests, allocates 8 GB for a memo index of 2^30,
-overflows the C stack when it hashes a deeply nested tuple, and never finishes hashing a tuple that
-contains another one twice, 60 levels deep. This module implements the machine for what Python
-pickles in protocols 2 to 5. A global is one of
+pickle is a program for a stack machine, and the machine of the standard library trusts it: it makes
+any call that the program requests, allocates 8 GB for a memo index of 2^30, overflows the C stack
+when it hashes a deeply nested tuple, and never finishes hashing a tuple that contains another one
+twice, 60 levels deep. This module implements the machine for the opcodes that Python writes in
+protocols 2 to 5. A global is one of
 
 * a value or a function of `safe_globals`, which builds plain data;
 * for a class of another project (e.g., Megatron's enums): an inert `Placeholder` with its name and
@@ -138,6 +138,7 @@ class _Unpickler:
         self._known: dict[tuple[str, str], Any] = {}
 
     def run(self) -> Any:
+        """Execute the pickle and return its object."""
         data = self.data
         stack = self.stack
         memo = self.memo
@@ -212,6 +213,7 @@ class _Unpickler:
         return values
 
     def pop_to_mark(self) -> list[Any]:
+        """Pop the values above the topmost mark, and the mark."""
         mark = self.marks.pop()
         values = self.stack[mark:]
         del self.stack[mark:]
@@ -225,6 +227,7 @@ class _Unpickler:
             self.stack.pop()
 
     def put(self, number: int) -> None:
+        """Store the value on top of the stack in the memo."""
         # Every writer numbers its values consecutively. A memo as long as the number would let a
         # few bytes allocate gigabytes.
         if number > len(self.memo):
@@ -259,6 +262,7 @@ class _Unpickler:
                 )
 
     def set_items(self, items: list[Any]) -> None:
+        """Set alternating keys and values in the dictionary on top of the stack."""
         target = self.stack[-1]
         keys = items[::2]
         values = items[1::2]
@@ -269,6 +273,7 @@ class _Unpickler:
             self.extend(list(zip(keys, values, strict=True)))
 
     def extend(self, items: list[Any]) -> None:
+        """Append items to the list on top of the stack."""
         target = self.stack[-1]
         if isinstance(target, Placeholder):
             target.items = target.items or []
@@ -279,6 +284,7 @@ class _Unpickler:
             raise UnsafePickleError(f"a pickle appends to {format_value(target)}")
 
     def add(self, members: list[Any]) -> None:
+        """Add members to the set on top of the stack."""
         self.check_hashed(members)
         if type(self.stack[-1]) is not set:
             raise UnsafePickleError(f"a pickle adds members to {format_value(self.stack[-1])}")
@@ -291,6 +297,7 @@ class _Unpickler:
     # Globals and calls
 
     def find(self, module: Any, name: Any) -> Any:
+        """Return the replacement of a global."""
         if type(module) is not str or type(name) is not str:
             raise UnsafePickleError(f"its pickle names {format_value(module)}.{format_value(name)}")
         if (module, name) not in self._known:
@@ -302,11 +309,12 @@ class _Unpickler:
         return self._known[module, name]
 
     def _find(self, module: str, name: str) -> Any:
-        # Other names of the same thing
+        # Other names of the same thing.
         module = _RENAMED_MODULES.get(module, module)
         if module.startswith("torch.cuda"):
             module = "torch"  # e.g., `torch.cuda.FloatStorage`: the device is ignored
-        # Harmless values and functions
+
+        # Harmless values and functions.
         if (module, name) in SAFE_GLOBALS:
             return SAFE_GLOBALS[module, name]
         if self._names and module == "torch" and DTYPE_NAME.fullmatch(name):
@@ -317,10 +325,12 @@ class _Unpickler:
         if module.partition(".")[0] == "torch" and not is_inert:
             if (module, name) in get_torch_globals():
                 return get_torch_globals()[module, name]
-            found = vars(sys.modules["torch"]).get(name) if module == "torch" else None
-            if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-                return found
-        # Everything else: refused, or an inert placeholder
+            if module == "torch":
+                found = vars(sys.modules["torch"]).get(name)
+                if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+                    return found
+
+        # Everything else: refused, or an inert placeholder.
         full_name = escape_control_chars(f"{module}.{name}")
         if module.partition(".")[0] in _GUARDED and not is_inert:
             raise UnsafePickleError(
@@ -336,8 +346,9 @@ class _Unpickler:
     def charge_copies(self, values: Iterable[Any]) -> None:
         """Account for the copies that a function may make of its arguments."""
         for value in values:
-            if type(value) in _BYTES_PER_ITEM:
-                self.charge(_BYTES_PER_ITEM[type(value)] * len(value))
+            item_size = _BYTES_PER_ITEM.get(type(value))
+            if item_size is not None:
+                self.charge(item_size * len(value))
 
     def call(self, state: Any = None) -> None:
         """Execute REDUCE or NEWOBJ."""
@@ -349,6 +360,8 @@ class _Unpickler:
         if type(args) is not tuple:
             raise UnsafePickleError(f"a pickle calls with {format_value(args)}")
         self.charge(_OBJECT_SIZE)
+
+        # Instantiate a placeholder, or call a known function; `state` are keyword arguments.
         if type(function) is type and issubclass(function, Placeholder):
             value: Any = function.__new__(function)
             value.args = args
@@ -364,6 +377,7 @@ class _Unpickler:
         self.stack.append(value)
 
     def build(self, state: Any) -> None:
+        """Set the state of the object on top of the stack."""
         target = self.stack[-1]
         if isinstance(target, Placeholder):
             target.state = state
@@ -390,7 +404,12 @@ class _Unpickler:
 
 def _read_counted(size: int, decode: Callable[[bytes], Any]) -> Callable[[_Unpickler], None]:
     """Return the handler of an opcode followed by a length of `size` bytes and the content."""
-    return lambda run: run.stack.append(decode(run.read_bytes(run.read_number(size))))
+
+    def push(run: _Unpickler) -> None:
+        length = run.read_number(size)
+        run.stack.append(decode(run.read_bytes(length)))
+
+    return push
 
 
 def _decode_utf8(content: bytes) -> str:
@@ -415,10 +434,19 @@ _OPCODES: dict[int, Callable[[_Unpickler], object]] = {
     ord("M"): lambda run: run.stack.append(run.read_number(2)),
     ord("J"): lambda run: run.stack.append(_decode_signed(run.read_bytes(4))),
     ord("G"): lambda run: run.stack.extend(struct.unpack(">d", run.read_bytes(8))),
-    **{op: _read_counted(size, _decode_signed) for op, size in ((0x8A, 1), (0x8B, 4))},
-    **{op: _read_counted(size, _decode_utf8) for op, size in ((0x8C, 1), (ord("X"), 4), (0x8D, 8))},
-    **{op: _read_counted(size, _decode_latin1) for op, size in ((ord("U"), 1), (ord("T"), 4))},
-    **{op: _read_counted(size, bytes) for op, size in ((ord("C"), 1), (ord("B"), 4), (0x8E, 8))},
+    # Integers
+    0x8A: _read_counted(1, _decode_signed),
+    0x8B: _read_counted(4, _decode_signed),
+    # Texts
+    0x8C: _read_counted(1, _decode_utf8),
+    ord("X"): _read_counted(4, _decode_utf8),
+    0x8D: _read_counted(8, _decode_utf8),
+    ord("U"): _read_counted(1, _decode_latin1),
+    ord("T"): _read_counted(4, _decode_latin1),
+    # Bytes
+    ord("C"): _read_counted(1, bytes),
+    ord("B"): _read_counted(4, bytes),
+    0x8E: _read_counted(8, bytes),
     0x96: _read_counted(8, bytearray),
     # Memo and stack
     ord("q"): lambda run: run.put(run.read_number(1)),
@@ -479,26 +507,31 @@ def check_bounded(root: Any, where: str) -> None:
     bytes in a pickle, but `repr`, `==`, `json.dumps` and `copy` never finish. Each container is
     visited once.
     """
-    sizes: dict[int, float] = {}
+    sizes: dict[int, float] = {}  # id of a container -> number of values when it is unfolded
+    num_values = 0  # in all containers, each counted once
 
-    def size_of(value: Any, depth: int) -> float:
+    def unfold(value: Any, depth: int) -> float:
+        """Return the number of values that a value unfolds to."""
+        nonlocal num_values
         children = _get_children(value)
         if children is None:
             return 1
         if depth > MAX_DEPTH:
             raise CheckpointError(f"{where}: its containers are nested more than {MAX_DEPTH} deep")
-        size = sizes.get(id(value))
-        if size is None:
-            sizes[id(value)] = math.inf  # until all children are counted
-            size = 1.0
-            for child in children:
-                size += 1 if type(child) in _LEAVES else size_of(child, depth + 1)
-            sizes[id(value)] = size
-            count[0] += len(children)
+        if id(value) in sizes:
+            return sizes[id(value)]
+        sizes[id(value)] = math.inf  # until all children are counted: a cycle unfolds without end
+        size = 1.0
+        for child in children:
+            if type(child) in _LEAVES:  # without a call, for speed
+                size += 1
+            else:
+                size += unfold(child, depth + 1)
+        sizes[id(value)] = size
+        num_values += len(children)
         return size
 
-    count = [0]
-    if size_of(root, 0) > _MAX_UNFOLDED + 8 * count[0]:
+    if unfold(root, 0) > _MAX_UNFOLDED + 8 * num_values:
         raise CheckpointError(
             f"{where}: a container contains itself, "
             "or unfolds to far more values than are in the file"
@@ -506,6 +539,7 @@ def check_bounded(root: Any, where: str) -> None:
 
 
 def _get_children(value: Any) -> Collection[Any] | None:
+    """Return the values in a container; None for any other value."""
     if isinstance(value, dict):
         return value.values()  # keys are plain or flat
     if isinstance(value, list | tuple | set | frozenset):

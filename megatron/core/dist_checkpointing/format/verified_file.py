@@ -30,7 +30,9 @@ class ChecksumVerifier:
     @classmethod
     def find(cls, directory: Path) -> ChecksumVerifier | None:
         """Return the verifier of `directory`, or None if the checkpoint has no checksums."""
-        return None if find_checksums(directory) is None else cls(directory)
+        if find_checksums(directory) is None:
+            return None
+        return cls(directory)
 
     def open(self, path: Path) -> VerifiedFile:
         """Open a file of the checkpoint. Raises CheckpointError if its size is wrong."""
@@ -45,7 +47,9 @@ class ChecksumVerifier:
         file = open_file(path)
         if file.size != expected.size:
             file.close()
-            state = "truncated" if file.size < expected.size else "damaged"
+            state = "damaged"
+            if file.size < expected.size:
+                state = "truncated"
             raise CheckpointError(
                 f"{path}: {state}: it has {file.size} bytes instead of {expected.size}"
             )
@@ -107,16 +111,21 @@ class VerifiedFile(OpenFile):
         """Return the smallest range that contains `[start, stop)` and can be verified by itself."""
         first = start // BLOCK_SIZE
         last = -(-stop // BLOCK_SIZE) - 1
-        if first <= last and not self._is_verified(first):
+        if first > last:  # an empty range
+            return start, stop
+        if not self._is_verified(first):
             start = first * BLOCK_SIZE
-        if first <= last and not self._is_verified(last):
-            stop = max(stop, min((last + 1) * BLOCK_SIZE, self.size))
+        if not self._is_verified(last):
+            end_of_block = min((last + 1) * BLOCK_SIZE, self.size)
+            stop = max(stop, end_of_block)
         return start, stop
 
     def check(self, view: memoryview, position: int) -> None:
         """Compare the blocks of `view`, a range returned by `widen` that begins at `position`."""
         stop = position + len(view)
-        for block in range(position // BLOCK_SIZE, -(-stop // BLOCK_SIZE)):
+        first = position // BLOCK_SIZE
+        end = -(-stop // BLOCK_SIZE)  # rounded up
+        for block in range(first, end):
             if self._is_verified(block):
                 continue
             start = block * BLOCK_SIZE
@@ -150,15 +159,16 @@ class VerifiedFile(OpenFile):
         stop = position + len(view)
         start = position
         while start < stop:
-            end = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
-            first, last = self.widen(start, min(end, stop))
-            if (first, last) == (start, min(end, stop)):
+            end_of_block = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
+            end = min(end_of_block, stop)
+            first, last = self.widen(start, end)
+            if (first, last) == (start, end):
                 # Extend the direct read up to the last block, which may be a partial one.
-                end = max(end, stop // BLOCK_SIZE * BLOCK_SIZE)
+                start_of_last = stop // BLOCK_SIZE * BLOCK_SIZE
+                end = max(end, start_of_last)
                 self._read_blocks(view[start - position : end - position], start)
             else:
                 block = memoryview(bytearray(last - first))
                 self._read_blocks(block, first)
-                part = block[start - first : end - first][: stop - start]
-                view[start - position :][: len(part)] = part
+                view[start - position : end - position] = block[start - first : end - first]
             start = end
