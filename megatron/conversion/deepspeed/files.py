@@ -71,13 +71,18 @@ def list_universal_damage(directory: Path) -> list[str]:
     If one parameter has a state (Adam's moments or the momentum of SGD), all must have it.
     """
     folders = _list_parameter_folders(directory)
+
+    # The states that any parameter has.
     names = [STATE_FILES["param"]]
     for name in STATE_FILES.values():
         if any((folder / name).exists() for folder in folders):
             names.append(name)
+
+    # Check these files of every parameter, and all other files that there are.
     files = {directory / model_state_name(0), *directory.rglob("*.pt")}
     for folder in folders:
-        files |= {folder / name for name in names}
+        for name in names:
+            files.add(folder / name)
     return find_archive_faults(sorted(files), directory)
 
 
@@ -134,9 +139,11 @@ class UniversalFiles:
                 raise ValueError(
                     f"{self.description}: {self.names[key]} is an expert, which is not supported"
                 )
+
+        # Check the tensor: any shape for the parameter itself, and the same one for its states.
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{where} contains no tensor")
-        shape = self.shapes.get(key, tensor.shape)  # the parameter itself is read first
+        shape = self.shapes.get(key, tensor.shape)
         if tensor.shape != shape or not tensor.is_floating_point():
             raise ValueError(
                 f"{where} has {tensor.dtype} of shape {list(tensor.shape)}, but must have "
@@ -153,7 +160,9 @@ class UniversalFiles:
 
     def find_states(self) -> tuple[str, ...]:
         """Return the states that the optimizer has of each parameter."""
-        rule = UPDATE_RULES.get(self.args.get("optimizer") or "adam", UPDATE_RULES["adam"])
+        optimizer = self.args.get("optimizer") or "adam"
+        rule = UPDATE_RULES.get(optimizer, UPDATE_RULES["adam"])
+        # The word embedding has the same states as all other parameters.
         folder = self.directory / ZERO / self.names[WORD_EMBEDDINGS]
         for states in rule.STATE_SETS:
             if all((folder / STATE_FILES[name]).exists() for name in states):
@@ -176,4 +185,6 @@ class UniversalFiles:
             )
         if steps:
             return steps.pop()
-        return (self.state.get("global_steps") or 0) - (self.state.get("skipped_steps") or 0)
+        num_steps = self.state.get("global_steps") or 0
+        num_skipped = self.state.get("skipped_steps") or 0
+        return num_steps - num_skipped

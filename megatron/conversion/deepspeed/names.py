@@ -48,19 +48,20 @@ class Style(NamedTuple):
 
         Raises ValueError for a tensor that these programs do not have.
         """
-        end = self.first_layer + num_layers + self.gap
+        end = self.first_layer + num_layers + self.gap  # number of the final norm
         match = _KEY.fullmatch(key)
-        number, module, kind = match.groups() if match else (None, key, "")
-        if number is not None and module in _IN_LAYER:
-            layer = self.layer.format(n=self.first_layer + int(number))
-            return layer + _IN_LAYER[module] + kind
-        if module in _IN_EMBEDDING:
-            embedding = self.tied_embedding if tied else self.untied_embedding
-            return embedding + _IN_EMBEDDING[module] + kind
-        if module == _FINAL_NORM:
-            return self.final_norm.format(n=end) + kind
-        if key == _HEAD:
-            return self.head.format(n=end + 1)
+        if match is not None:
+            layer, module, kind = match.groups()
+            if layer is not None and module in _IN_LAYER:
+                prefix = self.layer.format(n=self.first_layer + int(layer))
+                return prefix + _IN_LAYER[module] + kind
+            if module in _IN_EMBEDDING:
+                prefix = self.tied_embedding if tied else self.untied_embedding
+                return prefix + _IN_EMBEDDING[module] + kind
+            if module == _FINAL_NORM:
+                return self.final_norm.format(n=end) + kind
+            if key == _HEAD:
+                return self.head.format(n=end + 1)
         raise ValueError(
             f"universal checkpoints have no name for {key}, nor for any parameter of "
             "--num-experts, --multi-latent-attention and norms after a block: write torch_dist, "
@@ -69,16 +70,16 @@ class Style(NamedTuple):
 
 
 STYLES = {
-    "pipeline": Style(2, 0),
-    "bigscience": Style(3, 1),
+    "pipeline": Style(first_layer=2, gap=0),
+    "bigscience": Style(first_layer=3, gap=1),
     "no-pipeline": Style(
-        0,
-        0,
-        "language_model.embedding.",
-        "language_model.embedding.",
-        "language_model.encoder.layers.{n}.",
-        "language_model.encoder.final_layernorm.",
-        "language_model.output_layer.weight",
+        first_layer=0,
+        gap=0,
+        tied_embedding="language_model.embedding.",
+        untied_embedding="language_model.embedding.",
+        layer="language_model.encoder.layers.{n}.",
+        final_norm="language_model.encoder.final_layernorm.",
+        head="language_model.output_layer.weight",
     ),
 }
 
@@ -91,12 +92,45 @@ def map_to_model_space(names: Sequence[str], description: str) -> dict[str, str]
     Layers are counted from the smallest number that has an input norm. Raises ValueError for names
     of another kind of model, and for layers with gaps.
     """
-    plain = {name: name.removeprefix("module.") for name in names}
+    first_layer, num_layers = _find_layers(names, description)
+    known = _list_known_names(first_layer, num_layers)
 
-    # Layer numbers.
+    # Look up each name.
+    keys: dict[str, str] = {}  # name -> model-space key
+    unknown = []
+    for name in names:
+        key = known.get(_remove_wrapper(name))
+        if key is None:
+            unknown.append(name)
+        else:
+            keys[name] = key
+    if unknown:
+        raise ValueError(
+            f"{description}: {', '.join(unknown)} are not parameters of a GPT that is supported "
+            "here"
+        )
+
+    # Invert the mapping.
+    found = {key: name for name, key in keys.items()}
+    duplicates = [name for name, key in keys.items() if found[key] != name]
+    if duplicates:
+        raise ValueError(
+            f"{description}: {', '.join(duplicates)} and other names are the same parameters of a "
+            "GPT"
+        )
+    return found
+
+
+def _remove_wrapper(name: str) -> str:
+    """Return the name without the prefix of a wrapper around the module."""
+    return name.removeprefix("module.")
+
+
+def _find_layers(names: Sequence[str], description: str) -> tuple[int, int]:
+    """Return the number of the first layer, and the number of layers."""
     layers = set()
-    for name in plain.values():
-        match = _FIRST_NORM.fullmatch(name)
+    for name in names:
+        match = _FIRST_NORM.fullmatch(_remove_wrapper(name))
         if match is not None:
             layers.add(int(match[1]))
     if not layers:
@@ -109,37 +143,28 @@ def map_to_model_space(names: Sequence[str], description: str) -> dict[str, str]
         raise ValueError(
             f"{description}: layers {sorted(layers)} have gaps: the directory is incomplete"
         )
+    return first, len(layers)
 
-    # Every name that any style gives to a parameter.
+
+def _list_known_names(first_layer: int, num_layers: int) -> dict[str, str]:
+    """Return every name that any style gives to a parameter -> model-space key."""
     known: dict[str, str] = {}
     for style in STYLES.values():
-        shifted = style._replace(first_layer=first)
+        shifted = style._replace(first_layer=first_layer)
         for tied in (True, False):
-            for key in _list_keys(len(layers)):
-                known[shifted.make_name(key, len(layers), tied)] = key
-
-    unknown = [name for name in names if plain[name] not in known]
-    if unknown:
-        raise ValueError(
-            f"{description}: {', '.join(unknown)} are not parameters of a GPT that is supported "
-            "here"
-        )
-    found = {known[plain[name]]: name for name in names}
-    duplicates = [name for name in names if found[known[plain[name]]] != name]
-    if duplicates:
-        raise ValueError(
-            f"{description}: {', '.join(duplicates)} and other names are the same parameters of a "
-            "GPT"
-        )
-    return found
+            for key in _list_keys(num_layers):
+                known[shifted.make_name(key, num_layers, tied)] = key
+    return known
 
 
 def _list_keys(num_layers: int) -> list[str]:
     """Return every model-space key that universal checkpoints have a name for."""
     modules = [*_IN_EMBEDDING, _FINAL_NORM]
     for layer in range(num_layers):
-        modules += [f"decoder.layers.{layer}.{module}" for module in _IN_LAYER]
+        for module in _IN_LAYER:
+            modules.append(f"decoder.layers.{layer}.{module}")
     keys = [_HEAD]
     for module in modules:
-        keys += [f"{module}weight", f"{module}bias"]
+        keys.append(f"{module}weight")
+        keys.append(f"{module}bias")
     return keys

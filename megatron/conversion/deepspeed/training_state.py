@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.conversion.model_space.source import (
@@ -36,17 +36,19 @@ _RENAMED = {
     "rope_theta": "rotary_base",
 }
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-_POSITION_TYPES = {
-    1: "rope",
-    2: "learned_absolute",
-    3: "alibi",
-}  # PositionEmbeddingType of BigScience's fork
+# PositionEmbeddingType of BigScience's fork.
+_POSITION_TYPES = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 _SCHEDULE = (
     "max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr",
     "start_wd", "end_wd",
     "wd_incr_style", "wd_incr_steps", "init_lr", "wsd_decay_steps", "wsd_decay_style",
 )  # fmt: skip
-_RENAMED_SCHEDULE = {name: f"lr_{name}" for name in ("warmup_steps", "decay_steps", "decay_style")}
+# Name in BigScience's fork -> name in Megatron-LM.
+_RENAMED_SCHEDULE = {
+    "warmup_steps": "lr_warmup_steps",
+    "decay_steps": "lr_decay_steps",
+    "decay_style": "lr_decay_style",
+}
 _BY_TOKENS = ("lr_decay_tokens", "decay_tokens")
 
 
@@ -56,20 +58,38 @@ _BY_TOKENS = ("lr_decay_tokens", "decay_tokens")
 def read_args(namespace: Mapping[str, Any], description: str) -> dict[str, Any]:
     """Return their arguments under our names, without values that are not plain data."""
     refuse_other_models(namespace, _REQUIRED, description)
-    args = {_RENAMED.get(name, name): value for name, value in plain_args(namespace).items()}
+    args = _rename(plain_args(namespace), _RENAMED)
     args["num_experts"] = None  # their [1] is Megatron-LM's None
     args["position_embedding_type"] = _read_position_type(namespace)
     normalization = args.get("normalization", "layernorm")
     args["normalization"] = _NORMS.get(normalization, normalization)
-    if args.get("num_key_value_heads") is not None:
-        args["num_query_groups"] = args["num_key_value_heads"]
-        args["group_query_attention"] = args["num_query_groups"] != args.get("num_attention_heads")
+    groups = args.get("num_key_value_heads")
+    if groups is not None:
+        args["num_query_groups"] = groups
+        args["group_query_attention"] = groups != args.get("num_attention_heads")
     return args
 
 
+def _rename(values: Mapping[str, Any], new_names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values under new names, those that `new_names` lacks unchanged."""
+    return {new_names.get(name, name): value for name, value in values.items()}
+
+
+def _invert(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the mapping from values to keys."""
+    return {new: old for old, new in names.items()}
+
+
+def _copy_fields(source: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of `source` with these names, in the order of the names."""
+    return {name: source[name] for name in names if name in source}
+
+
 def _read_position_type(namespace: Mapping[str, Any]) -> str:
+    """Return the position embedding, which some programs store as flags instead of a name."""
     kind = namespace.get("position_embedding_type")
     if isinstance(kind, Placeholder):  # an enum of BigScience's fork
+        # The argument is of a file, and possibly not hashable.
         if kind.args not in [(number,) for number in _POSITION_TYPES]:
             raise ValueError(f"position_embedding_type {kind} is not supported")
         return _POSITION_TYPES[kind.args[0]]
@@ -77,7 +97,9 @@ def _read_position_type(namespace: Mapping[str, Any]) -> str:
         return str(kind)
     if namespace.get("use_rotary_position_embeddings"):
         return "rope"
-    return "learned_absolute" if namespace.get("add_position_embedding", True) else "none"
+    if namespace.get("add_position_embedding", True):
+        return "learned_absolute"
+    return "none"
 
 
 def build_args(
@@ -89,7 +111,7 @@ def build_args(
     number of [q; k; v] blocks, if any; they are marked as their writers do.
     """
     position = config.position_embedding_type
-    norms = {ours: theirs for theirs, ours in _NORMS.items()}
+    norms = _invert(_NORMS)
     theirs: dict[str, Any] = {
         "num_key_value_heads": config.query_groups,
         "add_position_embedding": position == "learned_absolute",
@@ -144,8 +166,13 @@ def list_unsupported_parts(config: TransformerConfig) -> list[str]:
         "qk_layernorm": config.qk_layernorm,
         "add_qkv_bias": config.has_qkv_bias and not config.add_bias_linear,
     }
-    note = "Megatron-DeepSpeed has no such model; other readers need to know"
-    return [f"{name}: {note}" for name, is_used in parts.items() if is_used]
+    lines = []
+    for name, is_used in parts.items():
+        if is_used:
+            lines.append(
+                f"{name}: Megatron-DeepSpeed has no such model; other readers need to know"
+            )
+    return lines
 
 
 # ---- Training state ----
@@ -165,13 +192,14 @@ def read_training(
     scheduler = _read_scheduler(state.get("lr_scheduler"), args)
     samples = args.get("consumed_train_samples") or state.get("global_samples") or 0
     operations = state.get("num_floating_point_operations_so_far") or 0.0
-    groups = state.get("megatron_param_groups")
+    grad_scaler = plain_numbers(state.get("grad_scaler") or {})
+    groups = state.get("megatron_param_groups")  # in directories that this program wrote
     return TrainingState(
         iteration=state.get("iteration") or state.get("global_steps") or 0,
         consumed_train_samples=samples,
         consumed_valid_samples=args.get("consumed_valid_samples") or 0,
         num_floating_point_operations_so_far=float(operations),
-        grad_scaler=plain_numbers(state.get("grad_scaler") or {}) or None,
+        grad_scaler=grad_scaler or None,
         param_groups=groups or _read_groups(optimizer, scheduler, step, args),
         scheduler=scheduler,
     )
@@ -183,7 +211,7 @@ def _read_scheduler(
     """Return Megatron-LM's schedule, or None for one that counts tokens (see `list_lost_state`)."""
     if not state or any(state.get(name) for name in _BY_TOKENS):
         return None
-    stored = {_RENAMED_SCHEDULE.get(name, name): value for name, value in state.items()}
+    stored = _rename(state, _RENAMED_SCHEDULE)
     # BigScience's fork has no schedule for the weight decay.
     weight_decay = args.get("weight_decay", 0.0)
     schedule = {
@@ -193,7 +221,7 @@ def _read_scheduler(
         "wd_incr_steps": stored.get("lr_decay_steps"),
     }
     schedule |= stored
-    return {name: schedule[name] for name in _SCHEDULE if name in schedule}
+    return _copy_fields(schedule, _SCHEDULE)
 
 
 def _read_groups(
@@ -210,7 +238,9 @@ def _read_groups(
     if optimizer is None and "lr" not in args:
         return None
     schedule = scheduler or {}
-    stored = [] if optimizer is None else list(optimizer["param_groups"])
+    stored: list[Mapping[str, Any]] = []
+    if optimizer is not None:
+        stored = optimizer["param_groups"]
     defaults = {
         "lr": args.get("lr"),
         "betas": (args.get("adam_beta1", 0.9), args.get("adam_beta2", 0.999)),
@@ -220,8 +250,6 @@ def _read_groups(
     }
     result = []
     for decays in (True, False):
-        matching = [group for group in stored if _has_weight_decay(group) == decays]
-        known = matching[0] if matching else {}
         group: dict[str, Any] = {
             "is_expert_parallel": False,
             "is_decoupled_lr": False,
@@ -230,7 +258,8 @@ def _read_groups(
             "max_lr": schedule.get("max_lr", args.get("lr")),
             "min_lr": schedule.get("min_lr", args.get("min_lr")),
         }
-        group |= {name: known.get(name, value) for name, value in defaults.items()}
+        group |= defaults
+        group |= _copy_fields(_find_group(stored, decays), defaults)
         group["betas"] = tuple(group["betas"])
         if not decays:
             group["weight_decay"] = 0.0
@@ -239,8 +268,13 @@ def _read_groups(
     return result
 
 
-def _has_weight_decay(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("wd_mult", 1.0) and group.get("weight_decay"))
+def _find_group(groups: Iterable[Mapping[str, Any]], decays: bool) -> Mapping[str, Any]:
+    """Return the first group with (or without) weight decay, or an empty one."""
+    for group in groups:
+        has_weight_decay = bool(group.get("wd_mult", 1.0) and group.get("weight_decay"))
+        if has_weight_decay == decays:
+            return group
+    return {}
 
 
 def build_groups(training: TrainingState, counts: tuple[int, int]) -> list[dict[str, Any]]:
@@ -248,18 +282,21 @@ def build_groups(training: TrainingState, counts: tuple[int, int]) -> list[dict[
 
     Its loader copies every key.
     """
-    copied = ("lr", "betas", "eps", "weight_decay", "lr_mult")
+    num_decayed, num_others = counts
     result = []
-    for index in range(sum(counts)):
-        is_decayed = index < counts[0]
+    for index in range(num_decayed + num_others):
+        is_decayed = index < num_decayed
         group: dict[str, Any] = {
             "name": "wd_no_scale_lr" if is_decayed else "no_wd_no_scale_lr",
             "wd_mult": float(is_decayed),
             "lr_mult": 1.0,
         }
         for known in training.param_groups or []:
-            if bool(known.get("wd_mult", 1.0)) == is_decayed:
-                group |= {name: known[name] for name in copied if known.get(name) is not None}
+            if bool(known.get("wd_mult", 1.0)) != is_decayed:
+                continue
+            for name in ("lr", "betas", "eps", "weight_decay", "lr_mult"):
+                if known.get(name) is not None:
+                    group[name] = known[name]
         group["params"] = [index]
         result.append(group)
     return result
@@ -274,17 +311,21 @@ def build_scheduler(
     """
     if training.scheduler is None:
         return None
-    state = {name: training.scheduler[name] for name in _SCHEDULE if name in training.scheduler}
+    state = _copy_fields(training.scheduler, _SCHEDULE)
     if bigscience:
-        older = {new: name for name, new in _RENAMED_SCHEDULE.items()}
-        state = {older.get(name, name): value for name, value in state.items()}
+        state = _rename(state, _invert(_RENAMED_SCHEDULE))
         return state | {"warmup_tokens": 0, "num_tokens": tokens}
     return state | {"lr_warmup_tokens": None, "num_tokens": tokens, "lr_decay_tokens": None}
 
 
 def list_lost_state(state: Mapping[str, Any]) -> list[str]:
     """Return the names of state in a model-state file that a `Source` cannot hold."""
-    names = ("rng_state", "random_rng_state", "data_sampler", "random_ltd")
-    lost = [name for name in names if state.get(name)]
+    lost = []
+    for name in ("rng_state", "random_rng_state", "data_sampler", "random_ltd"):
+        if state.get(name):
+            lost.append(name)
     scheduler = state.get("lr_scheduler") or {}
-    return lost + [f"lr_scheduler.{name}" for name in _BY_TOKENS if scheduler.get(name)]
+    for name in _BY_TOKENS:
+        if scheduler.get(name):
+            lost.append(f"lr_scheduler.{name}")
+    return lost

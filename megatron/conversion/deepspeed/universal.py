@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,11 @@ class UniversalSource:
         stored = self._files.read_tensor(parameter, state or "param")
         if stored.dim() != len(info.shape):
             stored = stored.view(info.shape)  # flat, from ZeRO-3
-        columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
+
+        # Cut the box out of the other dimensions, and map its rows.
+        columns = []
+        for start, length in zip(offset[1:], shape[1:], strict=True):
+            columns.append(slice(start, start + length))
 
         def read_rows(source: int, first: int, count: int) -> torch.Tensor:
             return stored[(slice(first, first + count), *columns)]
@@ -170,16 +174,17 @@ def _find_vocab_size(files: UniversalFiles, given: Mapping[str, Any]) -> int:
     if not files.shapes.get(WORD_EMBEDDINGS):
         raise ValueError(f"{files.description} has no word embedding")
     rows = files.shapes[WORD_EMBEDDINGS][0]
+    # BigScience's fork has the older name.
     info = files.state.get("universal_checkpoint_info") or files.state.get("checkpoint_info") or {}
     wanted = given.get("vocab_size") or info.get("original_vocab_size")
     if wanted is None:
         # DeepSpeed's converter marks embeddings whose padding it has removed.
         entry = files.read_entry(WORD_EMBEDDINGS, "param")
-        if not (isinstance(entry, dict) and entry.get("vocab_tensor")):
+        is_marked = isinstance(entry, dict) and entry.get("vocab_tensor")
+        if not is_marked:
             raise ValueError(
                 f"{files.description} does not separate tokens from padding: give --vocab-size "
-                "(rows: "
-                f"{rows})"
+                f"(rows: {rows})"
             )
         wanted = rows
     if len(files.shapes[WORD_EMBEDDINGS]) > 1 and wanted > rows:
@@ -193,15 +198,23 @@ def _infer_args(files: UniversalFiles, given: Mapping[str, Any]) -> dict[str, An
     """Return the arguments that names and shapes imply, for directories without arguments."""
     names = files.names
     shapes = files.shapes
+    num_layers = 0
+    for key in names:
+        if key.endswith("linear_qkv.layer_norm_weight"):
+            num_layers += 1
+    normalization = "RMSNorm"
+    if "decoder.final_layernorm.bias" in names:
+        normalization = "LayerNorm"
     inferred: dict[str, Any] = {
-        "num_layers": sum(key.endswith("linear_qkv.layer_norm_weight") for key in names),
-        "normalization": "LayerNorm" if "decoder.final_layernorm.bias" in names else "RMSNorm",
+        "num_layers": num_layers,
+        "normalization": normalization,
         "add_bias_linear": "decoder.layers.0.mlp.linear_fc2.bias" in names,
         "untie_embeddings_and_output_weights": "output_layer.weight" in names,
         "embedding_layernorm": "embedding.word_embeddings_layernorm.weight" in names,
     }
 
-    # Sizes of the first layer.
+    # Sizes of the first layer. fc1: [ffn, hidden], twice as many rows with SwiGLU; fc2: [hidden,
+    # ffn]; proj: [hidden, heads * head_dim]; qkv: [(heads + 2 * groups) * head_dim, hidden].
     layer = "decoder.layers.0"
     fc1 = shapes.get(f"{layer}.mlp.linear_fc1.weight", ())
     fc2 = shapes.get(f"{layer}.mlp.linear_fc2.weight", ())
@@ -237,26 +250,38 @@ def _list_tensors(
     Raises ValueError unless files and arguments describe the same model.
     """
     wanted = model_tensors(config)
-    missing = [key for key in wanted if key not in files.names]
-    extra = [files.names[key] for key in files.names if key not in wanted]
-    if missing or extra:
-        problem = f"lacks {', '.join(missing)}" if missing else f"also has {', '.join(extra)}"
-        raise ValueError(f"{files.description} is not the model of its arguments: it {problem}")
+    _check_names(files, wanted)
     for key, shape in wanted.items():
         found = files.shapes[key]
-        is_flat = found == (math.prod(shape),)
+        is_flat = found == (math.prod(shape),)  # ZeRO-3
         is_padded = key in _VOCABULARY and found[1:] == shape[1:] and found[0] >= shape[0]
         if found != shape and not is_flat and not is_padded:
             raise ValueError(
                 f"{files.description}: {files.names[key]} has shape {list(found)}, its arguments "
                 f"make it {list(shape)}"
             )
-    tensors = {key: TensorInfo(shape, config.params_dtype) for key, shape in wanted.items()}
+
+    tensors = {}
+    for key, shape in wanted.items():
+        tensors[key] = TensorInfo(shape, config.params_dtype)
     if optimizer:
         for state in files.find_states():
             for key, shape in wanted.items():
                 tensors[optimizer_key(state, key)] = TensorInfo(shape, torch.float32)
     return tensors
+
+
+def _check_names(files: UniversalFiles, wanted: Collection[str]) -> None:
+    """Raise ValueError unless the files contain the parameters with the keys `wanted`."""
+    problem = None
+    extra = [name for key, name in files.names.items() if key not in wanted]
+    if extra:
+        problem = f"also has {', '.join(extra)}"
+    missing = [key for key in wanted if key not in files.names]
+    if missing:
+        problem = f"lacks {', '.join(missing)}"
+    if problem is not None:
+        raise ValueError(f"{files.description} is not the model of its arguments: it {problem}")
 
 
 # ---- Writing ----
@@ -271,18 +296,21 @@ def write_universal(
     """Write `source` to the empty `directory`; return a note for each lost part.
 
     `latest_universal` is written last. A source without an optimizer gets an initial optimizer
-    state,
-    which DeepSpeed's loader requires. Raises ValueError before anything is written for a model that
-    the programs in question lack.
+    state, which DeepSpeed's loader requires. Raises ValueError before anything is written for a
+    model that the programs in question lack.
     """
+    # Check that the model has this form.
     options = options or WriteOptions()
     writer = _UniversalWriter(source, options)
-    layers = writer.config.num_layers
-    tied = not writer.config.untie_embeddings_and_output_weights
+    num_layers = writer.config.num_layers
+    is_tied = not writer.config.untie_embeddings_and_output_weights
     style = STYLES[writer.style]
-    names = {key: style.make_name(key, layers, tied) for key in writer.parameters}
+    names = {}
+    for key in writer.parameters:
+        names[key] = style.make_name(key, num_layers, is_tied)
     lost = list_unsupported_parts(writer.config)
 
+    # Write the parameters with their optimizer state, a directory each.
     make_empty_directory(directory)
     training = source.training or TrainingState()
     target = directory / file_name(f"global_step{training.iteration}_universal", "the iteration")
@@ -291,7 +319,8 @@ def write_universal(
     for key, name in names.items():
         jobs.append(partial(writer.write_parameter, target / ZERO / name, key, progress))
     run_jobs(jobs, options.workers)
-    # Apply the schemas of the reader, so that a result is never unreadable.
+
+    # Write the other state. The schemas of the reader ensure that it is readable.
     optimizer_state = writer.build_optimizer_state(training)
     _save(target / ZERO / OPTIMIZER_STATE, OPTIMIZER_SCHEMA(optimizer_state, source.description))
     model_state = writer.build_model_state(training, names)
@@ -337,7 +366,9 @@ class _UniversalWriter:
 
         self.states = optimizer_states(source.tensors)
         self.has_optimizer = bool(self.states)
-        self.step = self._find_step() if self.has_optimizer else 0.0
+        self.step = 0.0
+        if self.has_optimizer:
+            self.step = self._find_step()
 
     def _find_step(self) -> float:
         """Return the step of the parameter groups; SGD, which does not count, has the iteration."""
@@ -389,11 +420,14 @@ class _UniversalWriter:
 
     def build_optimizer_state(self, training: TrainingState) -> dict[str, Any]:
         """Return the content of `optimizer_state.pt`."""
-        counts = (2, 1) if self.style == "bigscience" else (1, 1)
+        counts = (1, 1)  # groups with and without weight decay
+        if self.style == "bigscience":
+            counts = (2, 1)
+        num_groups = sum(counts)
         return {
             "clip_grad": self.source.args.get("clip_grad", 1.0),
-            "group_paddings": [0] * sum(counts),
-            "partition_count": [1] * sum(counts),
+            "group_paddings": [0] * num_groups,
+            "partition_count": [1] * num_groups,
             "ds_version": _DS_VERSION,
             "param_groups": build_groups(training, counts),
         }
@@ -407,7 +441,12 @@ class _UniversalWriter:
             "original_vocab_size": self.config.vocab_size,
             "padded_vocab_size": self.config.vocab_size,
         }
+        info = {"universal_checkpoint_version": 0.4, **vocabulary, **self._list_patterns(names)}
         tokens = training.consumed_train_samples * int(self.source.args.get("seq_length") or 0)
+        is_bigscience = self.style == "bigscience"
+        skipped_steps = 0
+        if self.has_optimizer:
+            skipped_steps = training.iteration - int(self.step)
         groups = training.param_groups
         if groups is not None:
             groups = [plain_args(group) for group in groups]
@@ -419,12 +458,10 @@ class _UniversalWriter:
             "frozen_param_shapes": None,
             "shared_params": {},
             "frozen_param_fragments": None,
-            "lr_scheduler": build_scheduler(
-                training, tokens, bigscience=self.style == "bigscience"
-            ),
+            "lr_scheduler": build_scheduler(training, tokens, is_bigscience),
             "data_sampler": None,
             "random_ltd": None,
-            "skipped_steps": training.iteration - int(self.step) if self.has_optimizer else 0,
+            "skipped_steps": skipped_steps,
             "global_steps": training.iteration,
             "global_samples": training.consumed_train_samples,
             "dp_world_size": 1,
@@ -432,9 +469,7 @@ class _UniversalWriter:
             "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": self.blocks or 1},
             "ds_config": {},
             "ds_version": _DS_VERSION,
-            "universal_checkpoint_info": {"universal_checkpoint_version": 0.4}
-            | vocabulary
-            | self._list_patterns(names),
+            "universal_checkpoint_info": info,
             "args": args,
             "checkpoint_version": 3.0,
             "iteration": training.iteration,
@@ -444,7 +479,7 @@ class _UniversalWriter:
             "num_floating_point_operations_so_far": training.num_floating_point_operations_so_far,
             "grad_scaler": training.grad_scaler,
         }
-        if self.style == "bigscience":
+        if is_bigscience:
             state["checkpoint_info"] = vocabulary
         return state
 
@@ -461,8 +496,10 @@ class _UniversalWriter:
     def _list_patterns(self, names: Mapping[str, str]) -> dict[str, list[str]]:
         """Return the names of parameters by the way they are split."""
 
+        marks = {name: self._make_marks(key) for key, name in names.items()}
+
         def select(mark: str, value: Any) -> list[str]:
-            return [name for key, name in names.items() if self._make_marks(key).get(mark) == value]
+            return [name for name in marks if marks[name].get(mark) == value]
 
         return {
             "vocabulary_parameter_patterns": select("vocab_tensor", True),
@@ -490,5 +527,6 @@ def _choose_style(name: str | None, config: TransformerConfig) -> str:
 
 
 def _save(path: Path, value: Any) -> None:
+    """Write an archive of torch.save, atomically."""
     with committed(path) as temporary:
         write_archive(temporary, value)
