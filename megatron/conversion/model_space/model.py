@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,13 +61,20 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
     for name in _REQUIRED:
         if not args.get(name):
             raise ValueError(f"{description} lacks {name}: give {flag_name(name)}")
-    # Recomputation of activations does not change the model, and Megatron-LM has other kinds of it.
-    known = {
-        name: args[name] for name in _FIELDS if name in args and not name.startswith("recompute_")
-    }
+    known = {}
+    for name in _FIELDS:
+        # Recomputation of activations does not change the model, and Megatron-LM has other kinds
+        # of it.
+        if name in args and not name.startswith("recompute_"):
+            known[name] = args[name]
     ARGUMENTS(known, description)
-    known = {name: value for name, value in known.items() if not _is_foreign_choice(name, value)}
-    return TransformerConfig(**(known | LOCAL_BACKEND_FIELDS | {"vocab_size": vocab_size}))
+    fields: dict[str, Any] = {}
+    for name, value in known.items():
+        if not _is_foreign_choice(name, value):
+            fields[name] = value
+    fields |= LOCAL_BACKEND_FIELDS
+    fields["vocab_size"] = vocab_size
+    return TransformerConfig(**fields)
 
 
 def _is_foreign_choice(name: str, value: Any) -> bool:
@@ -84,9 +91,12 @@ def _is_foreign_choice(name: str, value: Any) -> bool:
 def read_vocabulary_rows(tensors: Mapping[str, TensorInfo], where: str) -> int:
     """Return the number of rows of the word embedding. Raises CheckpointError if it is missing."""
     found = tensors.get(WORD_EMBEDDINGS)
-    if found is None or len(found.shape) != 2:
-        shape = "no" if found is None else f"{list(found.shape)} as"
-        raise CheckpointError(f"{where} has {shape} {WORD_EMBEDDINGS}: it is not a GPT model")
+    if found is None:
+        raise CheckpointError(f"{where} has no {WORD_EMBEDDINGS}: it is not a GPT model")
+    if len(found.shape) != 2:
+        raise CheckpointError(
+            f"{where} has {list(found.shape)} as {WORD_EMBEDDINGS}: it is not a GPT model"
+        )
     return found.shape[0]
 
 
@@ -130,12 +140,16 @@ def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> N
     The message names states that are missing or have another shape than their parameter.
     """
     found = optimizer_states(tensors)
-    states = complete_states(found) if found else ()
+    if not found:
+        return
+    states = complete_states(found)
     if states is None:
         raise CheckpointError(
             f"{where}: {', '.join(found)} are not the state of one optimizer: leave it out "
             "(--no-optim of convert.py, --no-load-optim of a run)"
         )
+
+    # Every trained parameter has every state, in its own shape.
     missing = []
     for parameter, info in tensors.items():
         if parameter.startswith("optimizer.") or not is_trained(parameter):
@@ -169,28 +183,36 @@ def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
     # Building all layers of a large model takes minutes, even on the meta device. Layers of a kind
     # (dense, with experts) have the same parameters, so one of each is enough.
     pattern = config.moe_layer_pattern
-    first = {kind: pattern.index(kind) for kind in set(pattern)}
+    models: dict[int, list[ParamSpec]] = {}  # kind of layer -> parameters of a model with one
     try:
-        models = {kind: _parameters_with_layer(config, number) for kind, number in first.items()}
+        for number, kind in enumerate(pattern):
+            if kind not in models:
+                models[kind] = _list_parameters_with_layer(config, number)
     except RuntimeError as error:  # more elements than 64 bits can count
         raise ValueError(f"no model has these sizes: {error}") from error
-    # Parameters before and after the layers are the same in each; replace the layer between them.
-    parameters = models[pattern[0]]
-    layers: dict[int, list[ParamSpec]] = {}
-    for kind, of_model in models.items():
-        layers[kind] = [parameter for parameter in of_model if _LAYER.match(parameter.name)]
-    one_layer = layers[pattern[0]]
-    begin = parameters.index(one_layer[0])
+
+    # Repeat the layers.
     all_layers = []
     for number, kind in enumerate(pattern):
         prefix = f"decoder.layers.{number}."
-        for parameter in layers[kind]:
-            name = _LAYER.sub(prefix, parameter.name)
-            all_layers.append(dataclasses.replace(parameter, name=name))
-    return parameters[:begin] + all_layers + parameters[begin + len(one_layer) :]
+        for parameter in models[kind]:
+            if _LAYER.match(parameter.name):
+                name = _LAYER.sub(prefix, parameter.name)
+                all_layers.append(dataclasses.replace(parameter, name=name))
+
+    # Parameters before and after the layers are the same in each model.
+    before: list[ParamSpec] = []
+    after: list[ParamSpec] = []
+    section = before
+    for parameter in models[pattern[0]]:
+        if _LAYER.match(parameter.name):
+            section = after
+        else:
+            section.append(parameter)
+    return before + all_layers + after
 
 
-def _parameters_with_layer(config: TransformerConfig, number: int) -> list[ParamSpec]:
+def _list_parameters_with_layer(config: TransformerConfig, number: int) -> list[ParamSpec]:
     """Return the parameters of a model whose only layer is number `number`."""
     layers = range(number, number + 1)
     model = GPTModel(
@@ -206,6 +228,9 @@ def _parameters_with_layer(config: TransformerConfig, number: int) -> list[Param
 def model_tensors(config: TransformerConfig) -> dict[str, Shape]:
     """Return key and global shape of every parameter, in the order of the model."""
     return {parameter.name: parameter.shape for parameter in model_parameters(config)}
+
+
+# ---- Layouts ----
 
 
 # Uneven pipeline stages: Megatron-LM's argument -> parameter of `pipeline_layer_ranges`.
@@ -240,12 +265,16 @@ class Layout:
 
         Raises ValueError if the model cannot be split like that.
         """
+        # Check the sizes. Those of the experts are added later, because they need not divide the
+        # smallest world of dense layers.
         RANKS(tp * pp, f"{tp} x {pp} ranks")
         ep, etp = experts
         RANKS(ep * (etp or tp), f"{ep} x {etp or tp} ranks of experts")
         parallel = ParallelConfig(tp, pp, vpp if vpp > 1 else None)
         parallel.dp_size(tp * pp)
         parallel = replace(parallel, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+
+        # Split the layers.
         splits: dict[str, Any] = {}
         rules: dict[str, Any] = {}
         for name, rule in SPLITS.items():
@@ -270,11 +299,13 @@ class Layout:
     def arguments(self) -> dict[str, Any]:
         """Return the layout in Megatron-LM's arguments, the inverse of `from_args`."""
         parallel = self.parallel
-        chunks = parallel.vpp_size if parallel.vpp_size > 1 else None
+        chunks = None
+        if parallel.vpp_size > 1:
+            chunks = parallel.vpp_size
         splits: dict[str, Any] = {}
         for name in SPLITS:
-            default = False if name.startswith("account_") else None
-            splits[name] = self.splits.get(name, default)
+            is_flag = name.startswith("account_")
+            splits[name] = self.splits.get(name, False if is_flag else None)
         arguments: dict[str, Any] = {
             "tensor_model_parallel_size": parallel.tp_size,
             "context_parallel_size": 1,
@@ -291,9 +322,14 @@ class Layout:
     @property
     def ranks(self) -> list[tuple[int, int]]:
         """(tp, pp) of every model-parallel rank, TP fastest."""
-        return [
-            (tp, pp) for pp in range(self.parallel.pp_size) for tp in range(self.parallel.tp_size)
-        ]
+        ranks = []
+        for pp in range(self.parallel.pp_size):
+            for tp in range(self.parallel.tp_size):
+                ranks.append((tp, pp))
+        return ranks
+
+
+# ---- Parameters of a rank ----
 
 
 @dataclass(frozen=True)
@@ -340,6 +376,8 @@ def rank_parameters(
         etp_rank, ep_rank = expert_rank
         etp = Axis(etp_rank, layout.parallel.etp_size)
         ep = Axis(ep_rank, layout.parallel.ep_size)
+
+    # Build each chunk without memory, as a run would build it.
     chunks = []
     for index, layers in enumerate(layout.stages[pp_rank]):
         model = GPTModel(
@@ -353,38 +391,51 @@ def rank_parameters(
             rng=TensorParallelRng(0, tp_rank),
             device=torch.device("meta"),
         )
-        chunks.append(_parameters_of(model))
-    if args is None:
-        return chunks
-    return [_arrange_as_modules(parameters, args, tp_rank) for parameters in chunks]
+        parameters = _list_chunk_parameters(model)
+        if args is not None:
+            parameters = _arrange_as_modules(parameters, args, tp_rank)
+        chunks.append(parameters)
+    return chunks
 
 
-def _parameters_of(model: GPTModel) -> list[LocalParameter]:
+def _list_chunk_parameters(model: GPTModel) -> list[LocalParameter]:
     """Return the parameters of a chunk, experts one by one."""
+    # The entry of each parameter in the checkpoint.
     entries: dict[Any, ShardedTensor] = {}
     for entry in model.sharded_state_dict().values():
         if isinstance(entry, ShardedTensor):
             entries[entry.local] = entry
+
+    # The parameters, in module order.
     parameters = []
     for name, param in model.named_parameters():
         entry = entries[param]
-        boxes = tuple(
-            LocalBox(box.offset, box.shape, int(box.tensor.storage_offset())) for box in entry.boxes
-        )
+        boxes = []
+        for box in entry.boxes:
+            start = int(box.tensor.storage_offset())
+            boxes.append(LocalBox(box.offset, box.shape, start))
         parameters.append(
             LocalParameter(
-                name, tuple(param.shape), param_info(param), entry.key, entry.global_shape, boxes
+                name,
+                tuple(param.shape),
+                param_info(param),
+                entry.key,
+                entry.global_shape,
+                tuple(boxes),
             )
         )
+
+    # Split the experts. Both projections of a module's experts are taken together.
     result: list[LocalParameter] = []
-    # Both projections of a module's experts are taken together.
-    for module, group in itertools.groupby(parameters, _experts_module):
+    for module, group in itertools.groupby(parameters, _get_experts_module):
         members = list(group)
-        result += members if module is None else _split_experts(members, module)
+        if module is not None:
+            members = _split_experts(members, module)
+        result += members
     return result
 
 
-def _experts_module(parameter: LocalParameter) -> str | None:
+def _get_experts_module(parameter: LocalParameter) -> str | None:
     """Return the module of a parameter of experts; None for all others."""
     if not parameter.info.sharding.is_expert:
         return None
@@ -392,24 +443,38 @@ def _experts_module(parameter: LocalParameter) -> str | None:
 
 
 def _split_experts(projections: Sequence[LocalParameter], module: str) -> list[LocalParameter]:
-    """Return the parameters of a rank's experts one by one, under Megatron-LM's names."""
+    """Return the parameters of a rank's experts one by one, under Megatron-LM's names.
+
+    `projections` are the stacked parameters of all experts, [experts, rows, columns] each.
+    """
+    num_experts = projections[0].shape[0]
     result = []
-    for expert in range(projections[0].shape[0]):
+    for expert in range(num_experts):
         for parameter in projections:
-            numel = parameter.numel // parameter.shape[0]
-            name = f"{module}.local_experts.{expert}.{parameter.name.removeprefix(module + '.')}"
-            boxes = []
-            for box in parameter.boxes:
-                has_expert = box.shape[0] > 1 or box.start // numel == expert
-                if not has_expert:
-                    continue
-                inside = expert * numel - box.start  # first element of this expert in the box
-                first = box.offset[0] + max(inside, 0) // math.prod(box.shape[1:])
-                offset = (first, *box.offset[1:])
-                boxes.append(LocalBox(offset, (1, *box.shape[1:]), max(-inside, 0)))
+            suffix = parameter.name.removeprefix(module + ".")
+            name = f"{module}.local_experts.{expert}.{suffix}"
             shape = parameter.shape[1:]
-            result.append(replace(parameter, name=name, shape=shape, boxes=tuple(boxes)))
+            boxes = _select_expert_boxes(parameter, expert)
+            result.append(replace(parameter, name=name, shape=shape, boxes=boxes))
     return result
+
+
+def _select_expert_boxes(parameter: LocalParameter, expert: int) -> tuple[LocalBox, ...]:
+    """Return the parts of a stacked parameter's boxes that belong to one of the rank's experts.
+
+    A box contains all experts, or with several blocks per expert (gate and up) a block of one.
+    """
+    numel = parameter.numel // parameter.shape[0]  # of one expert
+    boxes = []
+    for box in parameter.boxes:
+        has_expert = box.shape[0] > 1 or box.start // numel == expert
+        if not has_expert:
+            continue
+        inside = expert * numel - box.start  # first element of this expert in the box
+        first = box.offset[0] + max(inside, 0) // math.prod(box.shape[1:])
+        offset = (first, *box.offset[1:])
+        boxes.append(LocalBox(offset, (1, *box.shape[1:]), max(-inside, 0)))
+    return tuple(boxes)
 
 
 # Name of a norm in Megatron-core's local modules -> its name in ours and Transformer Engine's,
@@ -430,14 +495,17 @@ def find_norm_key(name: str, names: Container[str]) -> str:
     `names` contains the names of all weights.
     """
     for local, fused in _NORMS.items():
-        separator = f".{local}" if f".{local}" in name else f".{fused}"
-        before, found, part = name.partition(separator)
-        if not found:
+        if f".{local}" in name:
+            before, _, part = name.partition(f".{local}")
+        elif f".{fused}" in name:
+            before, _, part = name.partition(f".{fused}")
+        else:
             continue
         # The norm is fused if the projection that follows is in the model.
         projection = f"{before}.{fused}".replace(".layer_norm_", ".weight")
-        own_name = fused if projection in names else local
-        return f"{before}.{own_name}{part}"
+        if projection in names:
+            return f"{before}.{fused}{part}"
+        return f"{before}.{local}{part}"
     return name
 
 
@@ -460,7 +528,8 @@ def _arrange_as_modules(
     """
     if args.get("transformer_impl", "transformer_engine") != "local":
         return list(parameters)
-    tp_size = args.get("tensor_model_parallel_size") or 1
+
+    # Names.
     renamed: list[LocalParameter] = []
     position: dict[str, float] = {}
     for parameter in parameters:
@@ -468,17 +537,22 @@ def _arrange_as_modules(
         position[name] = len(renamed)
         renamed.append(replace(parameter, name=name))
 
+    # Order: a fraction places a norm before or after the parameter at the whole number.
     def get_position(parameter: LocalParameter) -> float:
         before, is_input_norm, _ = parameter.name.partition("input_layernorm.")
         if is_input_norm:
             return position[f"{before}self_attention.linear_proj.weight"] - 0.5
         before, is_norm, _ = parameter.name.partition("_layernorm.")
-        latent = f"{before.rpartition('.')[0]}.linear_kv_up_proj.weight"
+        attention, _, norm = before.rpartition(".")
+        latent = f"{attention}.linear_kv_up_proj.weight"
         if is_norm and latent in position:
-            # Queries before keys and values.
-            return position[latent] + (0.25 if before.endswith(".q") else 0.5)
+            if norm == "q":  # before that of keys and values
+                return position[latent] + 0.25
+            return position[latent] + 0.5
         return position[parameter.name]
 
+    # Shapes.
+    tp_size = args.get("tensor_model_parallel_size") or 1
     arranged = []
     for parameter in sorted(renamed, key=get_position):
         if "_down_proj." in parameter.name:
@@ -491,16 +565,17 @@ def _split_rows(parameter: LocalParameter, rank: int, size: int) -> LocalParamet
     """Return the share of a replicated parameter's rows that local modules give to one of
     `size`.
     """
-    if parameter.shape[0] % size:
+    all_rows = parameter.shape[0]
+    if all_rows % size:
         raise ValueError(
-            f"{parameter.key} has {parameter.shape[0]} rows, which {size} ranks cannot split "
-            "evenly "
+            f"{parameter.key} has {all_rows} rows, which {size} ranks cannot split evenly "
             "as Megatron-core's local modules do: give --target-transformer-impl "
             "transformer_engine, or another tensor-parallel size"
         )
+    rows = all_rows // size
+    shape = (rows, *parameter.shape[1:])
     (box,) = parameter.boxes
-    shape = (parameter.shape[0] // size, *parameter.shape[1:])
-    share = replace(box, offset=(rank * shape[0], 0), shape=shape)
+    share = replace(box, offset=(rank * rows, 0), shape=shape)
     return replace(parameter, shape=shape, boxes=(share,))
 
 
@@ -531,24 +606,32 @@ def plan_load(source: Source, layout: Layout) -> list[RankLoad]:
     config = model_config(source.args, rows, source.description)
     plans = []
     for tp, pp in layout.ranks:
-        parameters: list[LocalParameter] = []
-        for chunk in rank_parameters(config, layout, tp, pp):
-            parameters += chunk
+        chunks = rank_parameters(config, layout, tp, pp)
+        parameters = list(itertools.chain.from_iterable(chunks))
         shapes = {parameter.key: parameter.global_shape for parameter in parameters}
         check_parameters(source.tensors, shapes, source.description)
-        parts: dict[str, dict[str, int]] = {}
-        total = 0
-        for parameter in parameters:
-            numel = sum(math.prod(box.shape) for box in parameter.boxes)
-            total += numel
-            part = parts.setdefault(name_model_part(parameter.key), {"weights": 0, "optimizer": 0})
-            part["weights"] += numel * source.tensors[parameter.key].dtype.itemsize
-            for state in OPTIMIZER_STATES:
-                info = source.tensors.get(optimizer_key(state, parameter.key))
-                if info is not None:
-                    part["optimizer"] += numel * info.dtype.itemsize
+        total, parts = _sum_loaded_bytes(source, parameters)
         plans.append(RankLoad(tp, pp, layout.stages[pp], total, parts))
     return plans
+
+
+def _sum_loaded_bytes(
+    source: Source, parameters: Iterable[LocalParameter]
+) -> tuple[int, dict[str, dict[str, int]]]:
+    """Return the elements of a rank's parameters, and the `parts` of `RankLoad`."""
+    total = 0
+    parts: dict[str, dict[str, int]] = {}
+    for parameter in parameters:
+        # Elements in the global tensor: local padding is not loaded.
+        numel = sum(math.prod(box.shape) for box in parameter.boxes)
+        total += numel
+        part = parts.setdefault(name_model_part(parameter.key), {"weights": 0, "optimizer": 0})
+        part["weights"] += numel * source.tensors[parameter.key].dtype.itemsize
+        for state in OPTIMIZER_STATES:
+            info = source.tensors.get(optimizer_key(state, parameter.key))
+            if info is not None:
+                part["optimizer"] += numel * info.dtype.itemsize
+    return total, parts
 
 
 def name_model_part(key: str) -> str:

@@ -53,7 +53,8 @@ class RowRun(NamedTuple):
     @property
     def stored_slice(self) -> slice:
         """Slice of the stored tensor."""
-        return slice(self.start, self.start + (self.rows - 1) * self.step + 1, self.step)
+        last = self.start + (self.rows - 1) * self.step
+        return slice(self.start, last + 1, self.step)
 
 
 RowMap = tuple[RowRun, ...]
@@ -82,12 +83,17 @@ def map_separate_qkv(heads: int, groups: int, head_dim: int) -> RowMap:
 
     The model has query heads, key and value of each group in turn.
     """
-    each = (heads // groups * head_dim, head_dim, head_dim)
+    rows_per_group = _count_qkv_rows(heads, groups, head_dim)
     runs = []
     for group in range(groups):
-        for source, rows in enumerate(each):
+        for source, rows in enumerate(rows_per_group):
             runs.append(RowRun(source, group * rows, rows))
     return tuple(runs)
+
+
+def _count_qkv_rows(heads: int, groups: int, head_dim: int) -> tuple[int, int, int]:
+    """Return the numbers of query, key and value rows of a query group."""
+    return (heads // groups * head_dim, head_dim, head_dim)
 
 
 def map_fused_qkv(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap:
@@ -98,21 +104,23 @@ def map_fused_qkv(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap
     """
     if groups % blocks:
         raise ValueError(f"{groups} query groups do not divide into {blocks} blocks of q, k and v")
-    each = (heads // groups * head_dim, head_dim, head_dim)
-    share = groups // blocks
+    rows_per_group = _count_qkv_rows(heads, groups, head_dim)
+    groups_per_block = groups // blocks
     runs = []
     for group in range(groups):
-        block, number = divmod(group, share)
-        start = block * share * sum(each)
-        for rows in each:
+        block, number = divmod(group, groups_per_block)
+        # First row of q, then of k, then of v in the block.
+        start = block * groups_per_block * sum(rows_per_group)
+        for rows in rows_per_group:
             runs.append(RowRun(0, start + number * rows, rows))
-            start += share * rows
+            start += groups_per_block * rows
     return tuple(runs)
 
 
 def count_stored_rows(row_map: RowMap) -> list[int]:
     """Return the number of rows of every stored tensor."""
-    rows = [0] * (1 + max(run.source for run in row_map))
+    num_tensors = 1 + max(run.source for run in row_map)
+    rows = [0] * num_tensors
     for run in row_map:
         rows[run.source] += run.rows
     return rows
@@ -120,12 +128,13 @@ def count_stored_rows(row_map: RowMap) -> list[int]:
 
 def cut_runs(row_map: RowMap, start: int, stop: int) -> Iterator[RowRun]:
     """Yield the runs with the model's rows `[start, stop)`, in the order of the model."""
-    begin = 0
+    begin = 0  # of the run in the model
     for run in row_map:
+        # Cut the run to `[first, end)`, relative to its own rows.
         first = max(start - begin, 0)
-        last = min(stop - begin, run.rows)
-        if first < last:
-            yield RowRun(run.source, run.start + first * run.step, last - first, run.step)
+        end = min(stop - begin, run.rows)
+        if first < end:
+            yield RowRun(run.source, run.start + first * run.step, end - first, run.step)
         begin += run.rows
 
 
@@ -133,12 +142,19 @@ def unpack_rows(
     row_map: RowMap, start: int, stop: int, read: Callable[[int, int, int], torch.Tensor]
 ) -> torch.Tensor:
     """Return the model's rows `[start, stop)`; `read(source, first, count)` returns stored rows."""
-    runs = list(cut_runs(row_map, start, stop))
     pieces = []
-    for run in runs:
-        stored = read(run.source, run.start, run.stored_slice.stop - run.start)
+    for run in cut_runs(row_map, start, stop):
+        span = run.stored_slice.stop - run.start
+        stored = read(run.source, run.start, span)
         pieces.append(stored[:: run.step])
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return _join(pieces)
+
+
+def _join(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate along the first axis, without a copy of a single piece."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces)
 
 
 def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor:
@@ -156,8 +172,11 @@ def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor
 
 def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether tensors are equal bitwise, including the sign of zeros and bits of NaNs."""
-    one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (first, second))
-    return torch.equal(one, other)
+    return torch.equal(_view_as_bytes(first), _view_as_bytes(second))
+
+
+def _view_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def make_region_reader(read_flat: ReadFlat, start: int, shape: Shape) -> ReadRegion:
@@ -169,9 +188,13 @@ def make_region_reader(read_flat: ReadFlat, start: int, shape: Shape) -> ReadReg
 
     def read_runs(runs: Runs) -> list[torch.Tensor]:
         first = start + runs.start
+        # Read each run.
         if runs.repeats == 1 or runs.gap >= _SMALL_GAP:
-            starts = [first + number * runs.stride for number in range(runs.repeats)]
-            return [read_flat(position, runs.length) for position in starts]
+            parts = []
+            for number in range(runs.repeats):
+                parts.append(read_flat(first + number * runs.stride, runs.length))
+            return parts
+        # Read all runs with the gaps between them, and view the runs: [repeats, length].
         span = read_flat(first, (runs.repeats - 1) * runs.stride + runs.length)
         rows = span.as_strided((runs.repeats, runs.length), (runs.stride, 1), span.storage_offset())
         return [rows.reshape(-1)]
@@ -180,8 +203,7 @@ def make_region_reader(read_flat: ReadFlat, start: int, shape: Shape) -> ReadReg
         parts: list[torch.Tensor] = []
         for runs in compute_byte_runs(shape, offset, extent, itemsize=1):
             parts += read_runs(runs)
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined.reshape(extent)
+        return _join(parts).reshape(extent)
 
     return read
 
@@ -200,8 +222,9 @@ def write_to_places(
 ) -> None:
     """Stream the tensor `key`, a few rows at a time, to existing files that are long enough."""
     info = source.tensors[key]
-    for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
-        block: torch.Tensor | None = None
+    itemsize = info.dtype.itemsize
+    for offset, shape in cut_rows(info.shape, itemsize, _BLOCK):
+        block: torch.Tensor | None = None  # read if any place needs it
         for place in places:
             common = compute_overlap((offset, shape), (place.offset, place.shape))
             if common is None:
@@ -210,7 +233,6 @@ def write_to_places(
                 block = source.read(key, offset, shape)
             part = narrow(block, common.in_first, common.shape).contiguous()
             # Whole rows of a piece are contiguous in its file: one run, one write.
-            itemsize = info.dtype.itemsize
             (run,) = compute_byte_runs(place.shape, common.in_second, common.shape, itemsize)
             write_at(place.path, part, place.position + run.start)
             progress(part.nbytes)
@@ -249,16 +271,19 @@ def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
     Returns these slots with the positions of their bytes.
     """
     layout = lay_out_archive(value)
+    empty_slots = []
     with naming(path), path.open("wb") as file:
         file.truncate(layout.size)
         for position, fixed in layout.fixed:
             file.seek(position)
             file.write(fixed)
         for slot, position in layout.places:
-            if slot.content is not None:
+            if slot.content is None:
+                empty_slots.append((slot, position))
+            else:
                 file.seek(position)
                 file.write(view_bytes(slot.content.view(-1)))
-    return [(slot, position) for slot, position in layout.places if slot.content is None]
+    return empty_slots
 
 
 def find_archive_faults(paths: Iterable[Path], directory: Path) -> list[str]:

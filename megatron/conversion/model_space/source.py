@@ -14,6 +14,7 @@ model that is larger than any trained one. `MEGATRON_MAX_LAYERS`, `MEGATRON_MAX_
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import types
 import typing
@@ -71,28 +72,37 @@ def _make_check(kind: Any) -> Check:
     """Return the check for a field of a dataclass of type `kind`; None is accepted as well."""
     if kind in _CHECKS_BY_TYPE:
         return optional(_CHECKS_BY_TYPE[kind])
-    if typing.get_origin(kind) is tuple:
+    if typing.get_origin(kind) is tuple:  # a pair, e.g., the attention window
         return optional(sequence(schema.integer(-1, 2**31 - 1), 2, least=2))
     alternatives = [arm for arm in typing.get_args(kind) if arm is not types.NoneType]
     check_one = _make_check(alternatives[0])
     if typing.get_origin(kind) is not list and len(alternatives) == 1:  # X | None
         return check_one
+
+    # list[X] or X | list[X].
     check_many = sequence(check_one, 10_000)
 
     def check_list(value: Any, where: str) -> Any:
         # Megatron-LM stores one value instead of a list of one.
-        is_list = isinstance(value, list | tuple)
-        return check_many(value, where) if is_list else check_one(value, where)
+        if isinstance(value, list | tuple):
+            return check_many(value, where)
+        return check_one(value, where)
 
     return check_list
 
 
-MODEL_ARGUMENTS = {
-    name: _make_check(kind) for name, kind in typing.get_type_hints(TransformerConfig).items()
-} | {
-    "num_layers": optional(LAYERS),
-    "rotary_base": optional(schema.number(1, 1e15)),
-}
+def _make_model_checks() -> dict[str, Check]:
+    """Return a check for each field of TransformerConfig."""
+    checks = {}
+    for name, kind in typing.get_type_hints(TransformerConfig).items():
+        checks[name] = _make_check(kind)
+    # Narrower than their types.
+    checks["num_layers"] = optional(LAYERS)
+    checks["rotary_base"] = optional(schema.number(1, 1e15))
+    return checks
+
+
+MODEL_ARGUMENTS = _make_model_checks()
 
 
 def _fields(check: Check, names: str) -> dict[str, Check]:
@@ -140,6 +150,7 @@ GRAD_SCALER = record(
 
 
 def check_scheduler(value: Any, where: str) -> Any:
+    """Check the state of a learning rate schedule: plain values by name."""
     schema.mapping(_check_plain)(value, where)
     return record({"num_steps?": COUNT})(value, where)
 
@@ -189,7 +200,10 @@ def check_namespace(value: Any, where: str) -> Any:
     """
     if not isinstance(value, argparse.Namespace):
         schema.refuse(where, value, "the arguments of a run (a Namespace)")
-    known = {name: item for name, item in vars(value).items() if not isinstance(item, Placeholder)}
+    known = {}
+    for name, item in vars(value).items():
+        if not isinstance(item, Placeholder):
+            known[name] = item
     ARGUMENTS(known, where)
     return value
 
@@ -216,8 +230,9 @@ def plain_args(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether the value consists of None, booleans, numbers, texts and containers."""
     if isinstance(value, dict):
-        return all(type(name) is str and _is_plain(item) for name, item in value.items())
+        return all(type(name) is str for name in value) and all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
@@ -248,11 +263,24 @@ def refuse_other_models(
         raise ValueError(f"{where} was trained with {', '.join(wrong)}, which is not supported")
 
 
+# ---- Keys in model space ----
+
+
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+
+
+def _list_state_sets() -> list[tuple[str, ...]]:
+    """Return the sets of states that the registered optimizers may have of a parameter."""
+    state_sets: list[tuple[str, ...]] = []
+    for rule in UPDATE_RULES.values():
+        state_sets.extend(rule.STATE_SETS)
+    return state_sets
+
+
+_STATE_SETS = _list_state_sets()
 # Names of the optimizer's tensors; param is the fp32 main parameter. The rest are the states of the
 # registered optimizers, each once.
-_STATE_SETS = [states for rule in UPDATE_RULES.values() for states in rule.STATE_SETS]
-OPTIMIZER_STATES = ("param", *dict.fromkeys(name for states in _STATE_SETS for name in states))
+OPTIMIZER_STATES = ("param", *dict.fromkeys(itertools.chain.from_iterable(_STATE_SETS)))
 ADAM = ("param", *UPDATE_RULES["adam"].STATE_SETS[0])
 SGD = ("param", *UPDATE_RULES["sgd"].STATE_SETS[0])
 
@@ -273,7 +301,11 @@ def split_key(key: str) -> tuple[str, str | None]:
 
 def optimizer_states(keys: Iterable[str]) -> tuple[str, ...]:
     """Return the optimizer states of a parameter that `keys` contain, in order."""
-    found = {key.split(".", 3)[2] for key in keys if key.startswith("optimizer.state.")}
+    found = set()
+    for key in keys:
+        _, state = split_key(key)
+        if state is not None:
+            found.add(state)
     return tuple(state for state in OPTIMIZER_STATES if state in found)
 
 
@@ -284,13 +316,18 @@ def complete_states(found: Iterable[str]) -> tuple[str, ...] | None:
     """
     moments = set(found) - {"param"}
     fitting = [states for states in _STATE_SETS if moments.issubset(states)]
-    return ("param", *min(fitting, key=len)) if fitting else None
+    if not fitting:
+        return None
+    smallest = min(fitting, key=len)
+    return ("param", *smallest)
 
 
 def full_precision_key(parameter: str, keys: Container[str]) -> str:
     """Return the key of the fp32 main parameter if it is in `keys`, else `parameter`."""
     main = optimizer_key("param", parameter)
-    return main if main in keys else parameter
+    if main in keys:
+        return main
+    return parameter
 
 
 def is_trained(key: str) -> bool:
@@ -298,6 +335,9 @@ def is_trained(key: str) -> bool:
     instead.
     """
     return not key.endswith(".router.expert_bias")
+
+
+# ---- Checkpoints ----
 
 
 @dataclass(frozen=True)
