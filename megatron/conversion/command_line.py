@@ -10,7 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from megatron.conversion.edit_options import NEW_ROWS, EditOptions, parse_layers
+from megatron.conversion.edit_options import (
+    NEW_ROWS,
+    EditOptions,
+    Rename,
+    parse_layers,
+    parse_rename,
+)
 from megatron.conversion.formats import FORMATS
 from megatron.conversion.options import (
     QKV_LAYOUTS,
@@ -132,6 +138,13 @@ TARGET_FLAGS = {
 }
 
 
+def _parse_rename(text: str) -> Rename:
+    try:
+        return parse_rename(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def add_read_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that describe how sources are read."""
     add = parser.add_argument
@@ -146,6 +159,15 @@ def add_read_flags(parser: argparse.ArgumentParser) -> None:
         "--universal-qkv-layout",
         choices=QKV_LAYOUTS,
         help="QKV layout of a universal source; default: as its arguments imply",
+    )
+    add(
+        "--rename",
+        nargs="+",
+        type=_parse_rename,
+        default=[],
+        metavar="OLD=NEW",
+        help="new names for tensors in the files of an hf or torch_dist source; one * in OLD and "
+        "in NEW stands for any text, e.g. language_model.*=*",
     )
     add("--follow-links", action="store_true", help="follow links that leave a source's directory")
     add(
@@ -259,6 +281,7 @@ def make_read_options(
         qkv_layout=args.universal_qkv_layout,
         optimizer=optimizer,
         verify=False if args.no_verify_source else None,
+        renames=tuple(args.rename),
     )
 
 

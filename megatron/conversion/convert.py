@@ -61,6 +61,7 @@ READERS: dict[str, Callable[[Path, ReadOptions], Source]] = {
     "hf": HuggingFaceSource,
     "universal": UniversalSource,
 }
+_RENAMING_READERS = ("torch_dist", "hf")
 
 
 def open_checkpoint(
@@ -78,6 +79,11 @@ def open_found(found: CheckpointRef, read_options: ReadOptions | None = None) ->
     read_options = read_options or ReadOptions()
     if read_options.verify:
         _require_checksums(found)
+    if read_options.renames and found.format not in _RENAMING_READERS:
+        raise ValueError(
+            f"--rename: {found.directory} is a {found.format} checkpoint; tensors of "
+            f"{' and '.join(_RENAMING_READERS)} checkpoints can be renamed"
+        )
     source = READERS[found.format](found.directory, read_options)
     source.args.update(read_options.args)
     return source

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+_T = TypeVar("_T")
 
 NEW_ROWS = ("mean", "init", "zero")  # initial values of new rows of the vocabulary
 _MAX_LAYERS = 10_000
@@ -40,3 +44,58 @@ def parse_layers(text: str) -> tuple[int, ...]:
             raise ValueError(f"the result has more than {_MAX_LAYERS} layers")
         layers += range(first, last + 1)
     return tuple(layers)
+
+
+class Rename(NamedTuple):
+    """A new name for tensors of a source. One `*` in both stands for any text."""
+
+    old: str
+    new: str
+
+    def apply(self, name: str) -> str | None:
+        """Return the new name of the tensor `name`, or None if this is not about it."""
+        if "*" not in self.old:
+            return self.new if name == self.old else None
+        before, _, after = self.old.partition("*")
+        fits = len(name) >= len(before) + len(after)
+        if not fits or not name.startswith(before) or not name.endswith(after):
+            return None
+        return self.new.replace("*", name[len(before) : len(name) - len(after)])
+
+
+def parse_rename(text: str) -> Rename:
+    """Return the rename that `old=new` specifies."""
+    old, separator, new = text.partition("=")
+    if not separator or not old or not new:
+        raise ValueError(f"{text!r} is not OLD=NEW")
+    if old.count("*") > 1 or old.count("*") != new.count("*"):
+        raise ValueError(f"{text!r}: OLD and NEW need one * each, or none")
+    return Rename(old, new)
+
+
+def rename_tensors(
+    tensors: Mapping[str, _T], renames: Sequence[Rename], where: str
+) -> dict[str, _T]:
+    """Return `tensors` under their new names. The first rename that fits a name is applied.
+
+    Raises ValueError for a rename that fits no name, and for two tensors with the same new name.
+    """
+    result: dict[str, _T] = {}
+    unused = list(renames)
+    old_names: dict[str, str] = {}
+    for name, value in tensors.items():
+        new = name
+        for rename in renames:
+            renamed = rename.apply(name)
+            if renamed is not None:
+                new = renamed
+                if rename in unused:
+                    unused.remove(rename)
+                break
+        if new in result:
+            raise ValueError(f"--rename: {where}: {old_names[new]} and {name} both become {new}")
+        result[new] = value
+        old_names[new] = name
+    if unused:
+        raise ValueError(f"--rename {unused[0].old}={unused[0].new}: {where} has no such tensor")
+    return result

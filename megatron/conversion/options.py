@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.conversion.edit_options import EditOptions
+from megatron.conversion.edit_options import EditOptions, Rename
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,8 @@ class ReadOptions:
     """Whether to compare blocks that are read with checksums.bin. None: if the checkpoint contains
     it; True: it is required; False: never.
     """
+    renames: tuple[Rename, ...] = ()
+    """New names of tensors in the files of a Hugging Face or torch_dist source."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.edit_options import rename_tensors
 from megatron.conversion.huggingface.families import Family, choose_family, find_family
 from megatron.conversion.huggingface.quantized_weights import dequantize, read_block_size
 from megatron.conversion.huggingface.safetensors_files import Stored
@@ -83,7 +84,7 @@ class HuggingFaceSource:
             raise schema.CheckpointError(f"{directory}: {error}") from error
         config = model_config(self.args, self.args["vocab_size"], self.description)
         # Open the weights. Biases that config.json switches off are zero in a model with others.
-        files = open_weights(directory)
+        files = rename_tensors(open_weights(directory), read_options.renames, self.description)
         if block is not None:
             files = dequantize(files, block, config.params_dtype)
         zero_biases = [part for field, part in family.switched_biases() if not hf.get(field)]

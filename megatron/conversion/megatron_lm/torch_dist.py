@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.conversion.edit_options import rename_tensors
 from megatron.conversion.formats import is_extra_state
 from megatron.conversion.megatron_lm.args import (
     LOADER_DEFAULTS,
@@ -182,7 +183,11 @@ class TorchDistSource:
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(directory, verify=verify)
         stored = self._reader.metadata
-        _refuse_fsdp(stored.tensors, directory)
+        # Name of every tensor -> its key in the files.
+        self._keys = rename_tensors(
+            {key: key for key in stored.tensors}, read_options.renames, self.description
+        )
+        _refuse_fsdp(self._keys, directory)
 
         # Arguments.
         common = read_common(self._reader, directory, verify)
@@ -196,16 +201,16 @@ class TorchDistSource:
         self.unused: list[str] = []
         self._table = PieceTable(self.description)
         if with_optimizer:
-            self._check_optimizer_states(stored.tensors)
+            self._check_optimizer_states(self._keys)
         buckets: Buckets = {}
-        for key in stored.tensors:
-            match = _BUCKET.fullmatch(key)
+        for name, key in self._keys.items():
+            match = _BUCKET.fullmatch(name)
             if match is not None and with_optimizer:
                 optimizer, rank, chunk, number, state = match.groups()
                 place = _ChunkPlace(int(optimizer or 0), int(rank), int(chunk))
                 buckets[place, int(number), state] = key
-            elif with_optimizer or not key.startswith(("optimizer.", "chained_")):
-                self._add(key)
+            elif with_optimizer or not name.startswith(("optimizer.", "chained_")):
+                self._add(name, key)
 
         # The stored rows define the vocabulary: Megatron-LM stores its padding, runs here do not.
         rows = read_vocabulary_rows(self._table.tensors, str(directory))
@@ -244,10 +249,10 @@ class TorchDistSource:
         if states:
             refuse_unknown_optimizer(self.args, states, self.description)
 
-    def _add(self, key: str) -> None:
+    def _add(self, name: str, key: str) -> None:
         """Add one stored tensor: a whole global tensor, or the tensor of all layers stacked."""
-        parameter, state = _split_stored_key(key)
-        name = find_norm_key(parameter, self._reader.metadata.tensors)
+        parameter, state = _split_stored_key(name)
+        name = find_norm_key(parameter, self._keys)
         is_stacked = name.startswith("decoder.layers.") and not _NUMBERED.match(name)
         if not is_stacked:
             self._add_layer(key, name, state, ())

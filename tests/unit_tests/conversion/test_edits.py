@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from torch import nn
 
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint
@@ -23,6 +23,7 @@ from megatron.conversion.model_space.source import (
     read_whole,
 )
 from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing import Reader, ShardedTensor, load_common, save
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, MemorySource, random_source
 from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
 
@@ -386,3 +387,74 @@ def test_a_model_with_experts_is_not_upcycled():
     source = random_source(LLAMA_ARGS | {"num_experts": 4})
     with pytest.raises(ValueError, match="already has 4 experts per layer"):
         edit(source, experts=8)
+
+
+# ---- Names ----
+
+
+def rename_stored_weights(directory: Path, rename) -> None:
+    """Rename the tensors of a model of transformers in its file."""
+    path = directory / "model.safetensors"
+    weights = {rename(name): value for name, value in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_foreign_names_of_transformers_are_read_under_new_names(tmp_path):
+    source = random_source(LLAMA_ARGS, optimizer=False)
+    write_huggingface(source, tmp_path / "hf")
+    names = {"lm_head.weight": "head"}
+    rename_stored_weights(tmp_path / "hf", lambda name: names.get(name, f"text.{name}"))
+    words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "torch_dist")
+    assert run_convert(*words).returncode
+    done = run_convert(*words, "--rename", "text.*=*", "head=lm_head.weight")
+    assert done.returncode == 0, done.stderr
+    result = open_checkpoint(tmp_path / "out")
+    assert result.tensors.keys() == source.tensors.keys()
+    for key, value in source.values.items():
+        assert torch.equal(read_whole(result, key), value)
+
+
+def test_foreign_names_of_torch_dist_are_read_under_new_names(tmp_path):
+    source = random_source(LLAMA_ARGS)
+    write_torch_dist(source, tmp_path / "run")
+    reader = Reader(tmp_path / "run")
+    state = {}
+    for key, info in reader.metadata.tensors.items():
+        value = reader.read(key, (0,) * len(info.shape), info.shape)
+        state[key] = ShardedTensor.replicated(key.replace("linear_proj", "dense"), value)
+    save(state, tmp_path / "foreign", common=load_common(tmp_path / "run"))
+    words = ("--load-dir", tmp_path / "foreign", "--save-dir", tmp_path / "out", "--saver")
+    assert "linear_proj" in run_convert(*words, "torch_dist").stderr
+    done = run_convert(*words, "torch_dist", "--rename", "*.dense.weight=*.linear_proj.weight")
+    assert done.returncode == 0, done.stderr
+    result = open_checkpoint(tmp_path / "out")
+    assert result.tensors.keys() == source.tensors.keys()
+    for key, value in source.values.items():
+        assert torch.equal(read_whole(result, key), value)
+
+
+@pytest.mark.parametrize(
+    "renames, message",
+    [
+        (["a"], "'a' is not OLD=NEW"),
+        (["a="], "is not OLD=NEW"),
+        (["a*=b"], "need one * each, or none"),
+        (["a**=b**"], "need one * each, or none"),
+        (["nothing=x"], "--rename nothing=x: Hugging Face directory"),
+        (["lm_head.weight=model.norm.weight"], "both become model.norm.weight"),
+    ],
+)
+def test_bad_renames_are_one_error(tmp_path, renames, message):
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "hf")
+    words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "legacy")
+    done = run_convert(*words, "--rename", *renames)
+    assert done.returncode and message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_names_of_legacy_files_are_fixed(tmp_path):
+    write_torch_dist(random_source(LLAMA_ARGS), tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "old", "legacy")
+    words = ("--load-dir", tmp_path / "old", "--save-dir", tmp_path / "out", "--saver", "hf")
+    done = run_convert(*words, "--rename", "a=b")
+    assert done.returncode and "is a legacy checkpoint; tensors of torch_dist" in done.stderr
