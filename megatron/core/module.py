@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -40,36 +41,44 @@ class Normal:
         if len(global_shape) == 3:
             self._fill_stacked_matrices(box, key, global_shape, seed)
             return
-        row_shape = global_shape[1:]
-        rows_per_block = max(1, _INIT_BLOCK // max(1, torch.Size(row_shape).numel()))
+        num_rows, *row_shape = global_shape
+        row_size = max(1, math.prod(row_shape))
+        rows_per_block = max(1, _INIT_BLOCK // row_size)
+
+        # The box as a range of rows and a slice of each other dimension
         start = box.offset[0]
         stop = start + box.shape[0]
         columns = []
         for offset, size in zip(box.offset[1:], box.shape[1:], strict=True):
             columns.append(slice(offset, offset + size))
-        for block in range(start // rows_per_block, -(-stop // rows_per_block)):
-            first = block * rows_per_block
-            rows = min(rows_per_block, global_shape[0] - first)
+
+        # Draw each block that overlaps the box, and copy the overlap.
+        first_block = start // rows_per_block
+        end_block = -(-stop // rows_per_block)
+        for block in range(first_block, end_block):
+            block_start = block * rows_per_block
+            block_stop = min(block_start + rows_per_block, num_rows)
             generator = torch.Generator().manual_seed(_compute_block_seed(seed, key, block))
-            values = torch.empty(rows, *row_shape).normal_(0.0, self.std, generator=generator)
-            # The rows of the block that are in the box
-            low = max(start, first)
-            high = min(stop, first + rows)
-            selected = values[(slice(low - first, high - first), *columns)]
-            box.tensor[low - start : high - start].copy_(selected)
+            values = torch.empty(block_stop - block_start, *row_shape)
+            values.normal_(0.0, self.std, generator=generator)
+            low = max(start, block_start)
+            high = min(stop, block_stop)
+            rows = slice(low - block_start, high - block_start)
+            box.tensor[low - start : high - start].copy_(values[(rows, *columns)])
 
     def _fill_stacked_matrices(self, box: Box, key: str, global_shape: Shape, seed: int) -> None:
         """Fill `[matrices, rows, columns]` as one tall matrix."""
-        count, rows, columns = global_shape
+        num_matrices, num_rows, num_columns = global_shape
+        tall_shape = (num_matrices * num_rows, num_columns)
         first_matrix, first_row, first_column = box.offset
         for index, matrix in enumerate(box.tensor):
-            row = (first_matrix + index) * rows + first_row
-            self(Box((row, first_column), matrix), key, (count * rows, columns), seed)
+            row = (first_matrix + index) * num_rows + first_row
+            self(Box((row, first_column), matrix), key, tall_shape, seed)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value for all elements."""
+    """One value for all elements."""
 
     value: float
 
@@ -78,7 +87,9 @@ class Constant:
 
 
 def _compute_block_seed(seed: int, key: str, block: int) -> int:
-    digest = hashlib.sha256(f"{seed}\0{key}\0{block}".encode()).digest()
+    """Return a seed of 63 bits, the nonnegative ones that generators accept."""
+    identity = f"{seed}\0{key}\0{block}"
+    digest = hashlib.sha256(identity.encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
@@ -148,6 +159,7 @@ def param_info(param: nn.Parameter) -> ParamInfo:
 
 
 def set_param_info(param: nn.Parameter, info: ParamInfo) -> None:
+    """Replace the properties of a parameter."""
     param.megatron_info = info  # type: ignore[attr-defined]
 
 
@@ -162,25 +174,26 @@ class MegatronModule(nn.Module):
         state: ShardedStateDict = {}
         for name, param in self._parameters.items():
             if param is not None:
-                state[prefix + name] = param_info(param).sharding.describe(prefix + name, param)
+                key = prefix + name
+                state[key] = param_info(param).sharding.describe(key, param)
         for name, child in self.named_children():
             state.update(child_sharded_state_dict(child, f"{prefix}{name}."))
         return state
 
     @torch.no_grad()
     def initialize(self, seed: int | None) -> None:
-        """Fill every parameter with values that depend on `seed` and on its key, and padding with
-        0.
+        """Fill every parameter with values that depend on `seed` and on its key.
 
-        Without a seed all values become zero, for weights that are about to be loaded.
+        Padding becomes zero. Without a seed all values do, for weights that are about to be loaded.
         """
         for key, entry in self.sharded_state_dict().items():
             assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter), key
             entry.local.zero_()
             if seed is None:
                 continue
+            fill = param_info(entry.local).init
             for box in entry.boxes:
-                param_info(entry.local).init(box, key, entry.global_shape, seed)
+                fill(box, key, entry.global_shape, seed)
 
 
 def child_sharded_state_dict(child: nn.Module, prefix: str) -> ShardedStateDict:

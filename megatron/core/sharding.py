@@ -37,22 +37,19 @@ class Sharding:
 
     @property
     def is_split(self) -> bool:
-        """Return whether the parameter is split over TP (ETP for experts), which may have a single
-        rank.
-        """
+        """Return whether a dimension is split over `axis`, which may have a single rank."""
         return self.dim is not None
 
     @property
     def is_expert(self) -> bool:
-        """Return whether it is replicated over the expert-data-parallel ranks instead of the DP
-        ranks.
-        """
+        """Return whether replicas are on the expert-data-parallel instead of the DP ranks."""
         return self.ep is not None
 
     def split_dim_of_matrix(self, num_dims: int) -> int | None:
         """Return which dimension (0 or 1) of each matrix is cut; None if ranks hold whole ones."""
         if self.dim is None or self.axis.size == 1:
             return None
+        # The matrix is the last two dimensions; experts have another one before them.
         return self.dim - (num_dims - 2)
 
     def local_shape(self, shape: Shape) -> Shape:
@@ -61,12 +58,14 @@ class Sharding:
         if self.ep is not None:
             local[0] = divide(local[0], self.ep.size, "experts over the expert-parallel ranks")
         if self.dim is not None:
-            parts = self.blocks * self.axis.size
+            # A rank has an equal part of every block.
+            num_parts = self.blocks * self.axis.size
             quantity = (
                 f"dimension {self.dim} of a parameter over {self.blocks} blocks and "
                 f"{self.axis.size} tensor-parallel ranks"
             )
-            local[self.dim] = divide(local[self.dim], parts, quantity) * self.blocks
+            part = divide(local[self.dim], num_parts, quantity)
+            local[self.dim] = part * self.blocks
         return tuple(local)
 
     def global_shape(self, local_shape: Shape) -> Shape:
@@ -84,7 +83,8 @@ class Sharding:
         """Return the global tensor `key` with the boxes that `param` holds of it."""
         local = param.detach()
         shape = self.global_shape(tuple(local.shape))
-        return ShardedTensor(key, shape, local.dtype, self._make_boxes(local), param)
+        boxes = self._make_boxes(local)
+        return ShardedTensor(key, shape, local.dtype, boxes, param)
 
     def _make_boxes(self, local: Tensor) -> tuple[Box, ...]:
         """Return views of `local` that tile it in row-major order, except for its padding."""
@@ -98,30 +98,33 @@ class Sharding:
         offset[self.dim] = self.axis.rank * local.shape[self.dim]
         if self.num_rows is not None:
             # The last ranks may have a few rows of the vocabulary, or padding only.
-            local = local[: max(0, self.num_rows - offset[0])]
-        return (Box(tuple(offset), local),) if len(local) else ()
+            rows_without_padding = max(0, self.num_rows - offset[0])
+            local = local[:rows_without_padding]
+        if len(local) == 0:
+            return ()
+        return (Box(tuple(offset), local),)
 
     def _has_scattered_rows(self) -> bool:
         """Return whether the local rows come from separate places of the global tensor."""
         if self.axis.size == 1:
             return False
+        # The rows of other ranks are between those of a rank's experts, and between its blocks.
         is_row_of_expert = self.is_expert and self.dim == 1
         return self.blocks > 1 or is_row_of_expert
 
     def _make_box_per_block(self, local: Tensor, offset: list[int]) -> tuple[Box, ...]:
-        """Return one box for each block of each expert (of the only matrix if it has no
-        experts).
-        """
+        """Return one box for each block of each expert, or of the only matrix of a dense layer."""
         assert self.dim is not None
-        rows = local.shape[self.dim] // self.blocks
+        num_rows = local.shape[self.dim] // self.blocks  # of a block on this rank
         matrices = local.split(1) if self.is_expert else (local,)
         boxes = []
         for index, matrix in enumerate(matrices):
             for block in range(self.blocks):
+                part = matrix.narrow(self.dim, block * num_rows, num_rows)
                 start = list(offset)
                 start[0] += index
-                start[self.dim] = (block * self.axis.size + self.axis.rank) * rows
-                boxes.append(Box(tuple(start), matrix.narrow(self.dim, block * rows, rows)))
+                start[self.dim] = (block * self.axis.size + self.axis.rank) * num_rows
+                boxes.append(Box(tuple(start), part))
         return tuple(boxes)
 
 

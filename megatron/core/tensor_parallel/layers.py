@@ -174,14 +174,12 @@ class ColumnParallelLinear(MegatronModule):
         super().__init__()
         if replicated:
             sharding = REPLICATED
-            bias_sharding = REPLICATED
             # Each rank projects its own part of the sequence.
             partial_grad = sequence_parallel
             tp = Axis()
             sequence_parallel = False
         else:
             sharding = Sharding(dim=0, axis=tp, blocks=num_blocks, row_blocks=row_blocks)
-            bias_sharding = Sharding(dim=0, axis=tp, blocks=num_blocks)
             partial_grad = False
         self.tp = tp
         self.sequence_parallel = sequence_parallel
@@ -189,7 +187,8 @@ class ColumnParallelLinear(MegatronModule):
         self.weight = make_parameter((output_size, input_size), dtype, device, weight_info)
         self.bias = None
         if bias:
-            bias_info = ParamInfo(Constant(0.0), bias_sharding, partial_grad=partial_grad)
+            # Its elements are split like the rows of the weight.
+            bias_info = ParamInfo(Constant(0.0), sharding, partial_grad=partial_grad)
             self.bias = make_parameter((output_size,), dtype, device, bias_info)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -39,12 +39,13 @@ class GroupedLinear(MegatronModule):
     ) -> None:
         super().__init__()
         assert config.num_experts is not None
-        self.axes = axes
-        self.split_dim = split_dim
         shape = (config.num_experts, output_size, input_size)
         sharding = Sharding(dim=split_dim, axis=axes.etp, blocks=num_blocks, ep=axes.ep)
         weight_info = ParamInfo(init, sharding)
         self.weight = make_parameter(shape, config.params_dtype, device, weight_info)
+        # With split columns the outputs of the ETP ranks are summed: only the first one adds the
+        # bias.
+        self.adds_bias = split_dim == 1 or axes.etp.is_first
         self.bias = None
         if bias:
             bias_sharding = sharding
@@ -64,10 +65,9 @@ class GroupedLinear(MegatronModule):
         y = self.project(x, counts)
         if self.bias is None:
             return y
-        # The outputs of the ETP ranks are summed, and the gradient of that sum is the same on all
-        # of them: a replicated bias must be added once, but has the same gradient on each rank.
-        is_added = self.split_dim == 1 or self.axes.etp.is_first
-        bias_rows = _RepeatBias.apply(self.bias, counts, len(y), is_added)
+        # The gradient of a sum over the ETP ranks is the same on all of them: a replicated bias is
+        # added once, but has its gradient on each rank.
+        bias_rows = _RepeatBias.apply(self.bias, counts, len(y), self.adds_bias)
         if probs is not None:
             bias_rows = (bias_rows * probs).to(y.dtype)
         return y + bias_rows
