@@ -1,4 +1,4 @@
-"""Small exchanges whose result is needed one iteration later, so that nobody waits for them."""
+"""Small exchanges that run in the background: their results are needed one iteration later."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def start_copy(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         return lambda: tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
+    # An event, because a wait for the stream would include later work.
     copied = torch.cuda.Event()
     copied.record()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 
 class _LazyModule:
-    """Stand-in for a module, which it imports on the first access to an attribute."""
+    """Proxy of a module, which it imports on the first access to an attribute."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,7 +31,7 @@ class _LazyModule:
 
 
 def lazy_module(name: str) -> Any:
-    """Return a stand-in for the module `name` that imports it on first use."""
+    """Return a proxy of the module `name` that imports it on first use."""
     return _LazyModule(name)
 
 
@@ -41,6 +41,7 @@ def lazy_names(package: str, file: str) -> tuple[Any, list[str]]:
     The names are those that `file`, the package's `__init__.py`, imports for type checkers in its
     first `if` statement.
     """
+    # The file is parsed, because executing the block would import the modules.
     statements = ast.parse(Path(file).read_bytes()).body
     type_checking_block = next(node for node in statements if isinstance(node, ast.If))
     home: dict[str, str] = {}  # name -> module that defines it

@@ -64,11 +64,12 @@ def _choose_defaults(root: str) -> dict[str, Any]:
     Signing the SHA-256 of all data costs five times the CPU time of sending it (1.0 of 1.2 s per
     GB). Messages of https are authenticated without it; with http it is the only protection.
     """
-    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3")
-    endpoints = [os.environ.get(name, "") for name in names]
-    unprotected = any(endpoint.startswith("http:") for endpoint in endpoints)
-    if not root.startswith("s3:") or unprotected or "AWS_UNSIGNED_PAYLOAD" in os.environ:
+    if not root.startswith("s3:") or "AWS_UNSIGNED_PAYLOAD" in os.environ:
         return {}
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3"):
+        endpoint = os.environ.get(name, "")
+        if endpoint.startswith("http:"):
+            return {}
     return {"aws_unsigned_payload": True}
 
 
@@ -181,7 +182,8 @@ class ObjectStore:
         async def collect() -> dict[str, int]:
             found: dict[str, int] = {}
             async for chunk in self._api.list(self._store, prefix):
-                found |= {item["path"]: item["size"] for item in chunk}
+                for item in chunk:
+                    found[item["path"]] = item["size"]
                 if len(found) > _MAX_LISTED:
                     raise OSError(errno.EFBIG, f"more than {_MAX_LISTED} objects", prefix)
             return found
@@ -194,7 +196,9 @@ class ObjectStore:
 
         async def collect() -> tuple[list[str], list[str]]:
             answer = await self._api.list_with_delimiter_async(self._store, prefix or None)
-            return list(answer["common_prefixes"]), [item["path"] for item in answer["objects"]]
+            directories = list(answer["common_prefixes"])
+            objects = [item["path"] for item in answer["objects"]]
+            return directories, objects
 
         with self.errors(prefix):
             return self._run_in_time(collect, prefix)
@@ -209,7 +213,8 @@ class ObjectStore:
         # In a thread of its own: the caller may have a running event loop, as notebooks do.
         with ThreadPoolExecutor(1, "object-lister") as pool:
             try:
-                return pool.submit(lambda: asyncio.run(run())).result()
+                listing = pool.submit(lambda: asyncio.run(run()))
+                return listing.result()
             except (TimeoutError, asyncio.TimeoutError) as error:
                 where = f"{self._root}/{prefix}"
                 text = f"the list of objects did not end within {seconds:g} seconds"
@@ -263,7 +268,8 @@ class Upload:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error: those of some libraries are pages long."""
-    return str(error).partition("\n")[0][:300]
+    line, _, _ = str(error).partition("\n")
+    return line[:300]
 
 
 @lru_cache
@@ -359,7 +365,8 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
             return False
 
     def is_dir(self) -> bool:
-        return any(map(bool, self.store.children(self.key)))
+        directories, objects = self.store.children(self.key)
+        return bool(directories or objects)
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
         return self.is_file() or self.is_dir()
@@ -372,14 +379,22 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
 
     def iterdir(self) -> Any:
         directories, objects = self.store.children(self.key)
-        return (self / key.rpartition("/")[2] for key in directories + objects)
+        paths = []
+        for key in directories + objects:
+            _, _, name = key.rpartition("/")
+            paths.append(self / name)
+        return iter(paths)
 
     def glob(self, pattern: str) -> Any:  # type: ignore[override]
         """Yield the paths that match a pattern without `**`."""
         first, _, rest = pattern.partition("/")
         for path in self.iterdir():
-            if fnmatch.fnmatchcase(path.name, first):
-                yield from path.glob(rest) if rest else [path]
+            if not fnmatch.fnmatchcase(path.name, first):
+                continue
+            if rest:
+                yield from path.glob(rest)
+            else:
+                yield path
 
     def read_bytes(self) -> bytes:
         return self.store.read(self.key).content
@@ -400,8 +415,6 @@ def path_of(name: str | os.PathLike[str]) -> Path:
     if not separator:
         return Path(text)
     if scheme not in SCHEMES or not rest.strip("/"):
-        raise ValueError(
-            f"{text}: give a directory, or one of "
-            f"{', '.join(f'{known}://bucket/prefix' for known in SCHEMES)}"
-        )
+        examples = [f"{known}://bucket/prefix" for known in SCHEMES]
+        raise ValueError(f"{text}: give a directory, or one of {', '.join(examples)}")
     return ObjectPath(text)

@@ -341,20 +341,17 @@ class ParallelState:
         rank = dist.get_rank()
         world_size = dist.get_world_size()
         state = cls.for_rank(config, world_size, rank)
-        all_groups = _list_groups(config, world_size) if _can_split() else None
         own = _list_groups(config, world_size, rank)
-        axes = {name: getattr(state, name) for name in own}
+        # To split a communicator, every rank lists the groups of all ranks.
+        all_groups = _list_groups(config, world_size) if _can_split() else None
+        axes: dict[str, Axis] = {}
         for name, (ranks,) in own.items():
-            group = None
+            axes[name] = getattr(state, name)
             if name == "dp":  # no communication over `dp` alone
                 continue
+            group = None
             if all_groups is not None:
-                split_ranks = [list(members) for members in all_groups[name] if len(members) > 1]
-                if split_ranks:
-                    split_ranks += _list_others(split_ranks, world_size)
-                    group = dist.split_group(
-                        split_ranks=split_ranks, timeout=timeout, group_desc=name
-                    )
+                group = _split_world(name, all_groups[name], world_size, timeout)
             elif len(ranks) > 1 or (name == "embedding" and config.pp_size > 2):
                 # Each rank of a middle stage creates a group of itself, see `_list_others`.
                 group = dist.new_group(
@@ -398,6 +395,20 @@ def _can_split() -> bool:
     return dist.get_backend() == "nccl" and world is not None and world.bound_device_id is not None
 
 
+def _split_world(
+    name: str, groups: Sequence[tuple[int, ...]], world_size: int, timeout: timedelta | None
+) -> dist.ProcessGroup | None:
+    """Split the groups of an axis off the world; return that of this rank. Collective."""
+    split_ranks = []
+    for members in groups:
+        if len(members) > 1:
+            split_ranks.append(list(members))
+    if not split_ranks:
+        return None
+    split_ranks += _list_others(split_ranks, world_size)
+    return dist.split_group(split_ranks=split_ranks, timeout=timeout, group_desc=name)
+
+
 def _list_others(groups: list[list[int]], world_size: int) -> list[list[int]]:
     """Return a group of each rank that is in none of `groups`.
 
@@ -405,8 +416,14 @@ def _list_others(groups: list[list[int]], world_size: int) -> list[list[int]]:
     number of groups that its members have created. With different numbers, later groups of these
     ranks would wait for each other under different names.
     """
-    members = {rank for group in groups for rank in group}
-    return [[rank] for rank in range(world_size) if rank not in members]
+    members: set[int] = set()
+    for group in groups:
+        members.update(group)
+    others = []
+    for rank in range(world_size):
+        if rank not in members:
+            others.append([rank])
+    return others
 
 
 def _list_groups(
@@ -464,7 +481,7 @@ def _list_groups_along(
     fixed: list[Sequence[int]] = [range(size) for size in sizes]
     if rank is not None:
         fixed = [(coordinate,) for coordinate in config.place(rank, world_size)]
-    # Coordinates of a member relative to its group's origin, and of the origins.
+    # A group is an origin and the places of its members relative to it.
     inner_spans: list[Sequence[int]] = []
     outer_spans: list[Sequence[int]] = []
     for name, size, coordinates in zip(Place._fields, sizes, fixed, strict=True):
@@ -474,11 +491,18 @@ def _list_groups_along(
     members = _list_places(inner_spans)
     groups = []
     for origin in _list_places(outer_spans):
-        places = [Place(*map(add, origin, member)) for member in members]
-        groups.append(tuple(config.rank_at(place, world_size) for place in places))
+        ranks = []
+        for member in members:
+            place = Place(*map(add, origin, member))
+            ranks.append(config.rank_at(place, world_size))
+        groups.append(tuple(ranks))
     return groups
 
 
 def _list_places(spans: Sequence[Sequence[int]]) -> list[Place]:
     """Return all places with a coordinate of each span; TP varies fastest."""
-    return [Place(*reversed(coordinates)) for coordinates in product(*reversed(spans))]
+    # `product` varies the last coordinate fastest.
+    places = []
+    for coordinates in product(*reversed(spans)):
+        places.append(Place(*reversed(coordinates)))
+    return places

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,10 +34,17 @@ def parse_blend(values: Sequence[str], flag: str) -> Blend:
     """
     if not values:
         raise ValueError(f"{flag} is empty: give a path, paths, or weights and paths in turn")
-    numbers = [_parse_number(value) for value in values[::2]]
-    if len(values) % 2 or all(number is None for number in numbers):
+
+    # Paths only
+    candidates = values[::2]
+    numbers = [_parse_number(value) for value in candidates]
+    has_numbers = any(number is not None for number in numbers)
+    if len(values) % 2 or not has_numbers:
         return Blend(tuple(values))
-    for value, number in zip(values[::2], numbers, strict=True):
+
+    # Weights and paths in turn
+    weights = []
+    for value, number in zip(candidates, numbers, strict=True):
         if number is None:
             raise ValueError(
                 f"{flag}: {value!r} in {' '.join(values)!r} must be a weight: give only paths, or "
@@ -49,10 +55,11 @@ def parse_blend(values: Sequence[str], flag: str) -> Blend:
                 f"{flag}: weight {value} of {' '.join(values)!r} must be positive and finite; to "
                 "exclude a path, leave it out"
             )
+        weights.append(number)
     # Normalize, so that weights may be given as percentages or token counts.
-    weights = [number for number in numbers if number is not None]
     total = sum(weights)
-    return Blend(tuple(values[1::2]), tuple(weight / total for weight in weights))
+    normalized = tuple(weight / total for weight in weights)
+    return Blend(tuple(values[1::2]), normalized)
 
 
 def _parse_number(value: str) -> float | None:
@@ -67,24 +74,28 @@ def parse_split(text: str) -> tuple[Fractions | None, Fractions | None, Fraction
 
     Missing shares are 0; an empty interval is None.
     """
-    shares = [_parse_number(part) for part in text.split(",")]
-    if len(shares) > 3 or any(share is None or not 0 <= share < float("inf") for share in shares):
-        raise ValueError(
-            f"--split {text!r}: expected up to three non-negative numbers such as 969,30,1"
-        )
-    values = [share for share in shares if share is not None] + [0.0] * (3 - len(shares))
-    total = sum(values)
+    shares: list[float] = []
+    for part in text.split(","):
+        share = _parse_number(part)
+        if share is None or not 0 <= share < float("inf") or len(shares) == 3:
+            raise ValueError(
+                f"--split {text!r}: expected up to three non-negative numbers such as 969,30,1"
+            )
+        shares.append(share)
+    total = sum(shares)
     if total == 0:
         raise ValueError(f"--split {text!r}: at least one share must be positive")
-    bounds = [0.0]
-    for value in values:
-        bounds.append(bounds[-1] + value / total)
-    train, valid, test = itertools.pairwise(bounds)
-    return _interval_or_none(*train), _interval_or_none(*valid), _interval_or_none(*test)
 
-
-def _interval_or_none(low: float, high: float) -> Fractions | None:
-    return (low, high) if high > low else None
+    # Consecutive intervals
+    intervals: list[Fractions | None] = [None, None, None]
+    low = 0.0
+    for index, share in enumerate(shares):
+        high = low + share / total
+        if high > low:
+            intervals[index] = (low, high)
+        low = high
+    train, valid, test = intervals
+    return train, valid, test
 
 
 def compute_sequence_range(fractions: Fractions, num_sequences: int) -> tuple[int, int]:
@@ -254,7 +265,10 @@ class GPTDatasetConfig(FlagSection):
                 flag_name = self.data_args_path
             assert words is not None
             blend = parse_blend(words, flag_name)
-            return {split: (blend, part) for split, part in self.split_intervals().items()}
+            sources = {}
+            for split, interval in self.split_intervals().items():
+                sources[split] = (blend, interval)
+            return sources
 
         # A blend for each split
         if self.split is not None:
@@ -264,17 +278,21 @@ class GPTDatasetConfig(FlagSection):
             )
         if self.per_split_data_args_path is not None:
             own = _read_lists(self.per_split_data_args_path)
-        return {
-            split: (parse_blend(path, f"{given[0]} ({split})"), (0.0, 1.0))
-            for split, path in own.items()
-        }
+        whole = (0.0, 1.0)
+        sources = {}
+        for split, path in own.items():
+            blend = parse_blend(path, f"{given[0]} ({split})")
+            sources[split] = (blend, whole)
+        return sources
 
     def split_intervals(self) -> dict[Split, Fractions]:
         """Return the interval of the data of each split that has a share in --split."""
-        intervals = parse_split(DEFAULT_SPLIT if self.split is None else self.split)
-        return {
-            split: part for split, part in zip(SPLITS, intervals, strict=True) if part is not None
-        }
+        text = DEFAULT_SPLIT if self.split is None else self.split
+        intervals: dict[Split, Fractions] = {}
+        for split, interval in zip(SPLITS, parse_split(text), strict=True):
+            if interval is not None:
+                intervals[split] = interval
+        return intervals
 
 
 def _read_lists(path: str) -> dict[Split, list[str]]:
@@ -289,7 +307,11 @@ def _read_lists(path: str) -> dict[Split, list[str]]:
             f"--per-split-data-args-path {path}: expected "
             '{"train": [...], "valid": [...], "test": [...]}'
         )
-    return {split: list(map(str, lists[split])) for split in SPLITS if lists.get(split)}
+    words = {}
+    for split in SPLITS:
+        if lists.get(split):
+            words[split] = [str(word) for word in lists[split]]
+    return words
 
 
 def _is_list_of_words(value: object) -> bool:
