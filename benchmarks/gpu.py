@@ -543,7 +543,7 @@ def main() -> None:
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
     )
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *SMALL], default=list(MODELS))
     parser.add_argument(
         "--variants", nargs="+", choices=list(VARIANTS), help="default: those that can run here"
     )
@@ -567,7 +567,7 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this PyTorch sees no CUDA device; --smoke tries the program without one")
 
-    models = SMALL if options.smoke else {name: MODELS[name] for name in options.models}
+    models = SMALL if options.smoke else {name: (MODELS | SMALL)[name] for name in options.models}
     where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     commit = subprocess.run(
         ["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True

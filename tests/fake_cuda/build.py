@@ -106,6 +106,8 @@ def main() -> None:
         installed.touch()
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site_packages = Path(run(python, "-c", code).strip())
+    if not (site_packages / "torch" / "lib" / "libtorch_cuda.so").exists():
+        sys.exit(f"torch {version} in {environment} was not built for CUDA: remove {environment}")
     build_libraries(site_packages / "torch" / "lib", environment)
     enable_numerics(site_packages)
     print(python)
@@ -116,7 +118,7 @@ def install(environment: Path, python: Path, version: str) -> None:
     print(f"== setting up {environment} (a few minutes the first time)", file=sys.stderr)
     venv.create(environment, with_pip=True)
     pip = (python, "-m", "pip", "install", "--quiet", "--no-deps")
-    run(*pip, f"torch=={version}")
+    run(*pip, f"torch==={version}")  # exactly: no build of this version for CPUs
     run(*pip, "--require-hashes", "-r", ROOT / "requirements" / "hashed.txt")
     run(*pip, "--upgrade", "--target", environment / "headers", *HEADERS)
     # Compiles the dataset index builders next to their sources, as `make setup` does.

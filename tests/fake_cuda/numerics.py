@@ -98,7 +98,8 @@ class _HostOperators(TorchDispatchMode):
         host_args, host_kwargs = tree_unflatten(on_host, spec)
         if creates_cuda:
             host_kwargs.pop("pin_memory", None)
-        compute = _KERNELS.get(name, func)
+        overload = f"{name}.{func._schema.overload_name}"
+        compute = _KERNELS.get(overload) or _KERNELS.get(name, func)
         result = compute(*host_args, **host_kwargs)
 
         def return_to_device(tensor: Tensor) -> Tensor:
@@ -297,7 +298,37 @@ def _grouped_mm(x, weight, offs=None, bias=None, out_dtype=None):
     return out
 
 
+def _rms_norm(x, shape, weight, epsilon):
+    """Return the norm over the last dimension, and 1 / rms in fp32."""
+    epsilon = torch.finfo(x.dtype).eps if epsilon is None else epsilon
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    result = wide * scale
+    if weight is not None:
+        result = result * weight.float()
+    return result.to(x.dtype), scale
+
+
+def _rms_norm_backward(dy, x, shape, scale, weight, needs_grad):
+    normalized = x.float() * scale
+    dnormalized = dy.float() if weight is None else dy.float() * weight.float()
+    mean = (dnormalized * normalized).mean(-1, keepdim=True)
+    dx = (dnormalized - normalized * mean) * scale
+    dweight = None
+    if weight is not None:
+        dweight = (dy.float() * normalized).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    return dx.to(x.dtype), dweight
+
+
+def _add_mixed_product(matrix, a, b, out_dtype, *, beta=1, alpha=1, out):
+    """Add a product of half precision, which is not rounded, to an fp32 matrix."""
+    return torch.addmm(matrix, a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha, out=out)
+
+
 _KERNELS = {
+    "_fused_rms_norm": _rms_norm,
+    "_fused_rms_norm_backward": _rms_norm_backward,
+    "addmm.dtype_out": _add_mixed_product,
     "_scaled_dot_product_flash_attention": _flash_attention,
     "_scaled_dot_product_flash_attention_backward": _flash_attention_backward,
     "_scaled_dot_product_efficient_attention": _efficient_attention,

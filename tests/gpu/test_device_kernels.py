@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import (
     get_loss_chunk_elements,
     linear_cross_entropy,
 )
+from megatron.core.tensor_parallel.layers import compute_linear_weight_grad
 from megatron.core.transformer.attention import core as attention_module
 from megatron.core.transformer.attention.core import supports_grouped_heads
 from megatron.core.transformer.attention.multi_head import SelfAttention
@@ -139,6 +140,22 @@ def test_which_kernels_take_groups():
     assert not supports_grouped_heads("cuda", half, True) and not supports_grouped_heads(
         "cuda", single, False
     )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_weight_gradients_are_added_in_fp32(dtype, device):
+    """The sum with `main_grad`, which is a view into a larger buffer."""
+    torch.manual_seed(0)
+    dy = torch.randn(16, 24).to(dtype)
+    x = torch.randn(16, 32).to(dtype)
+    buffer = torch.randn(2 + 24 * 32)
+    expected = buffer[2:].view(24, 32) + dy.float().T @ x.float()
+    weight = torch.nn.Parameter(torch.zeros(24, 32, device=device, dtype=dtype))
+    main_grad = buffer.to(device)[2:].view(24, 32)
+    weight.main_grad = main_grad
+    assert compute_linear_weight_grad(weight, dy.to(device), x.to(device)) is None
+    assert weight.main_grad is main_grad and main_grad.dtype == torch.float32
+    assert_close([main_grad.cpu()], [expected], TOLERANCES[dtype])
 
 
 def test_experts_without_tokens_have_no_gradient(device):

@@ -33,6 +33,9 @@ from megatron.core.tensor_parallel.mappings import (
     start_output_sum,
 )
 
+# Newer versions of torch add products of half precision to an fp32 matrix in one CUDA kernel.
+_HAS_MIXED_ADDMM = "dtype_out" in torch.ops.aten.addmm.overloads()
+
 
 def compute_linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     """Compute `dW = dy^T x` for `dy [n, out]` and `x [n, in]`.
@@ -45,6 +48,9 @@ def compute_linear_weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor 
     if main_grad.dtype == x.dtype:
         # Product and sum in one kernel, which requires the same dtype.
         main_grad.addmm_(dy.t(), x)
+    elif x.is_cuda and _HAS_MIXED_ADDMM and not torch.compiler.is_compiling():
+        # The same for an fp32 sum of products of half precision, which are not rounded.
+        torch.addmm(main_grad, dy.t(), x, out_dtype=main_grad.dtype, out=main_grad)
     else:
         main_grad.add_(dy.t() @ x)
     return None

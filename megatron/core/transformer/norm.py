@@ -115,6 +115,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return self.normalize(x, self.layer_norm_weight, self.layer_norm_bias)
 
 
+_HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, "_fused_rms_norm")  # not in older versions
+
+
 @dataclass(frozen=True)
 class Normalization:
     """The computation of a norm."""
@@ -149,6 +152,8 @@ class Normalization:
             return F.rms_norm(x, weight.shape, weight, self.epsilon)  # fused with its neighbors
         if self.apex is not None and not is_compiling:
             return self._run_apex(x, weight, bias)
+        if self.rms and _has_fused_rms_norm(x, weight):
+            return F.rms_norm(x, weight.shape, weight, self.epsilon)
         if self.rms:
             return _RMSNorm.apply(x, weight, self.epsilon)
         return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
@@ -160,6 +165,14 @@ class Normalization:
         else:
             normed = self.apex.fused_layer_norm_affine(x, weight, bias, weight.shape, self.epsilon)
         return normed
+
+
+def _has_fused_rms_norm(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch computes an RMSNorm in one kernel for each direction.
+
+    Otherwise it takes more kernels, and keeps more tensors, than `_RMSNorm`.
+    """
+    return x.is_cuda and x.dtype == weight.dtype and _HAS_FUSED_RMS_NORM
 
 
 @cache
