@@ -42,7 +42,7 @@ from megatron.core.transformer.placement import Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.training.config.parsing import parse_args  # noqa: E402
 from megatron.training.planning.run_plan import plan_run  # noqa: E402
-from megatron.training.reporting.measurements import model_flops_per_token  # noqa: E402
+from megatron.training.reporting.measurements import compute_flops_per_token  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
 
 
@@ -244,7 +244,7 @@ def training(models: dict[str, Shape], options: argparse.Namespace, report: Repo
         shape = models[name]
         config = parse_args(shape.ours(iterations), 1).model
         tokens = shape.seq * shape.batch
-        work = model_flops_per_token(config, shape.seq, shape.vocab) * tokens
+        work = compute_flops_per_token(config, shape.seq, shape.vocab) * tokens
         seconds = statistics.median(times) / 1e3
         speed = work / seconds
         line = (

@@ -1,4 +1,4 @@
-"""`--compile`: compile what lies between the linear layers of a chunk with torch.compile."""
+"""`--compile`: compile the operations between the linear layers of a chunk with torch.compile."""
 
 from __future__ import annotations
 
@@ -23,22 +23,18 @@ _EXCHANGES = (
 def compile_layers(chunk: MegatronModule) -> None:
     """Compile norms, rotation, attention, activation and residual sums of every layer.
 
-    One compilation serves all layers of one shape. The matrix products of linear layers are left as
-    they are: they are library calls in any case, and they add to gradient buffers and overlap with
+    Layers of the same shape share one compilation. The matrix products of linear layers are not
+    compiled: they are library calls in any case, and they add to gradient buffers and overlap with
     collectives. Modules, hooks and keys stay the same.
     """
     for owner, name in _EXCHANGES:
         _leave_uncompiled(owner, name)
     for layer in iterate_outermost_layers(chunk):
-        linear_layers = [
-            module
-            for module in layer.modules()
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear)
-        ]
-        for kind in {type(module) for module in linear_layers}:
-            # Replace the method of the class: torch before 2.8 compiles again for every module
-            # that has its own function.
-            _leave_uncompiled(kind, "project")
+        for module in layer.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                # Replace the method of the class: torch before 2.8 compiles again for every module
+                # that has its own function.
+                _leave_uncompiled(type(module), "project")
         # `fallback_random`: dropout draws the same numbers as without compilation.
         compiled = torch.compile(layer.forward, options={"fallback_random": True})
         layer.forward = compiled  # type: ignore[method-assign]
@@ -56,7 +52,7 @@ def _leave_uncompiled(owner: Any, name: str) -> None:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compile a trivial function, and forget what was compiled before.
+    """Compile a trivial function, and discard earlier compilations.
 
     Raises ValueError with the reason if torch.compile does not work on this machine.
     """
@@ -64,8 +60,7 @@ def check_compiler(device: torch.device) -> None:
         torch.compiler.reset()
         torch.compile(lambda x: x.sin() + 1)(torch.ones(2, device=device))
     except Exception as error:  # of a backend, a compiler or a system library
-        lines = str(error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
             f"--compile: torch.compile does not work here ({type(error).__name__}: {reason}); it "
             "needs a C++ compiler on the CPU ($CXX or g++) and Triton on CUDA: install them, or "

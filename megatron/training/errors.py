@@ -38,20 +38,22 @@ def errors_explained_once(status: int = 1) -> Iterator[None]:
 
     These are ValueError, lack of memory and Ctrl-C. If all ranks have the same error, rank 0
     reports it: the others wait before they report, and if rank 0 fails, too, the launcher ends them
-    meanwhile; if it does not, the error is theirs alone. torchrun shows the first error of all
+    in the meantime; otherwise they report their own error. torchrun shows the first error of all
     ranks as the root cause.
     """
     try:
         yield
     except KeyboardInterrupt as error:
         if environment_rank() == 0:
-            print(f"\n{error}" if str(error) else "\ninterrupted", file=sys.stderr)
+            print(f"\n{str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except LostRankError as error:
         _write_error_file(str(error), time.time())
         raise
     except Exception as error:
-        explained = str(error) if isinstance(error, ValueError) else explain_lack_of_memory(error)
+        explained: str | None = str(error)
+        if not isinstance(error, ValueError):
+            explained = explain_lack_of_memory(error)
         if explained is None:
             _write_error_file(traceback.format_exc(), time.time())
             raise
@@ -61,9 +63,10 @@ def errors_explained_once(status: int = 1) -> Iterator[None]:
 def _report_and_exit(explained: str, status: int) -> None:
     rank = environment_rank()
     when = time.time()
+    message = f"error: {explained}"
     if rank > 0:
         time.sleep(_WAIT_FOR_RANK_0)
-    message = f"error on rank {rank}: {explained}" if rank > 0 else f"error: {explained}"
+        message = f"error on rank {rank}: {explained}"
     _write_error_file(message, when)
     print(message, file=sys.stderr)
     sys.exit(status)
@@ -72,8 +75,10 @@ def _report_and_exit(explained: str, status: int) -> None:
 def explain_lack_of_memory(error: BaseException) -> str | None:
     """Return a message for an error of an allocator, None for any other error."""
     text = str(error)
-    is_torch = isinstance(error, RuntimeError) and any(words in text for words in _OUT_OF_MEMORY)
-    if not (is_torch or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+    is_out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if isinstance(error, RuntimeError):
+        is_out_of_memory |= any(words in text for words in _OUT_OF_MEMORY)
+    if not is_out_of_memory:
         return None
     # PyTorch appends its C++ stack in further lines.
     reason = text.partition("\n")[0] or type(error).__name__

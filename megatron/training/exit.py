@@ -41,11 +41,14 @@ def exit_signals(wanted: bool) -> Iterator[list[signal.Signals]]:
     def remember(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
-    before = {number: signal.signal(number, remember) for number in EXIT_SIGNALS} if wanted else {}
+    previous = {}
+    if wanted:
+        for number in EXIT_SIGNALS:
+            previous[number] = signal.signal(number, remember)
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
@@ -131,9 +134,11 @@ class SaveAndExitPolicy:
 
     def finish(self) -> _Votes:
         """Complete the last exchange, for which other ranks may be waiting."""
+        if self._exchange is None:
+            return _Votes()
         exchange = self._exchange
         self._exchange = None
-        return _Votes() if exchange is None else _Votes(*exchange())
+        return _Votes(*exchange())
 
     def _find_exit(self, iteration: int, votes: _Votes) -> Exit | None:
         """Return the reason to exit after `iteration`, if any."""
@@ -154,17 +159,19 @@ class SaveAndExitPolicy:
     def _make_votes(self, seconds: float) -> _Votes:
         """Return this rank's votes; the last iteration took `seconds`."""
         now = self._clock()
-        minutes = self._training.exit_duration_in_mins
-        since_save = now - self._last_save
-        due = self._checkpoint.save_interval_secs
+        received = 0
+        if self._signals:
+            received = int(self._signals[0])
+
         # The vote takes effect after the next iteration, and then the last save must still fit in.
+        minutes = self._training.exit_duration_in_mins
         end = now - self._start + 2 * seconds + self._saver.expected_seconds
-        return _Votes(
-            signal=self._signals[0] if self._signals else 0,
-            late=minutes is not None and end > 60 * minutes,
-            save=due is not None and since_save >= due,
-            failed=self._may_fail and self._saver.failure is not None,
-        )
+        is_late = minutes is not None and end > 60 * minutes
+
+        interval = self._checkpoint.save_interval_secs
+        is_save_due = interval is not None and now - self._last_save >= interval
+        has_failed = self._may_fail and self._saver.failure is not None
+        return _Votes(received, is_late, is_save_due, has_failed)
 
 
 def is_multiple(iteration: int, interval: int | None) -> bool:
@@ -177,7 +184,8 @@ class NotFiniteError(ValueError):
 
 
 class NanCheck:
-    """Checks losses and gradients one iteration later, so that the host never waits for the device.
+    """Check of losses and gradients one iteration later, so that the host never waits for the
+    device.
 
     The optimizer skips every update whose gradient norm is not finite, so nothing is damaged
     in the meantime. With a dynamic loss scale an overflow of the gradient is expected; a loss that
@@ -208,12 +216,12 @@ class NanCheck:
         if not skipped():  # the same on all ranks: the norm is over all gradients
             return
         # The norm is the same on all ranks; only the loss shows on which ranks the problem began.
-        finite = bool(torch.isfinite(loss).all())
-        places: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            places, None if finite else f"rank {self._ps.rank} ({self._ps.place})"
-        )
-        where = ", ".join(place for place in places if place is not None)
+        own_place = ""
+        if not bool(torch.isfinite(loss).all()):
+            own_place = f"rank {self._ps.rank} ({self._ps.place})"
+        places = [""] * dist.get_world_size()
+        dist.all_gather_object(places, own_place)
+        where = ", ".join(filter(None, places))
         if where:
             raise NotFiniteError(
                 f"iteration {iteration}: the loss is not finite on {where}. {_ADVICE}"

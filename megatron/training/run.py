@@ -28,7 +28,7 @@ from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.initialize import seed_everything
 from megatron.training.reporting.intervals import reduce_losses
-from megatron.training.reporting.measurements import model_flops_per_token
+from megatron.training.reporting.measurements import compute_flops_per_token
 from megatron.training.reporting.profiling import Timers
 from megatron.training.reporting.writers import Writer
 
@@ -96,7 +96,7 @@ class Run:
     # Identifies the order of samples; None until the data is built or a checkpoint is loaded.
     train_data_fingerprint: str | None = None
     state: TrainState = field(default_factory=TrainState)
-    # Where metrics go in addition to the log; empty except on rank 0.
+    # Destinations of metrics in addition to the log; empty except on rank 0.
     writers: list[Writer] = field(default_factory=list)
 
     @property
@@ -158,9 +158,8 @@ def build_run(
     seed_everything(config.training.seed, ps, rng)
     tokens = config.data.seq_length // config.parallel.cp_size * config.training.micro_batch_size
     select_layer_spec(config.model).set_up(config.model, tokens, ps.tp.size)
-    chunks = build_chunks(
-        config, ps, rng, model_provider, config.training.seed if random_weights else None
-    )
+    weights_seed = config.training.seed if random_weights else None
+    chunks = build_chunks(config, ps, rng, model_provider, weights_seed)
     optimizer = MegatronOptimizer(chunks, config.optimizer, ps)
     saves = SaveLog()
     return Run(
@@ -182,7 +181,7 @@ def build_run(
         saves=saves,
         timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option, device),
         vocab_size=vocab_size,
-        flops_per_token=model_flops_per_token(config.model, config.data.seq_length, vocab_size),
+        flops_per_token=compute_flops_per_token(config.model, config.data.seq_length, vocab_size),
     )
 
 
@@ -235,11 +234,19 @@ class MicrobatchFeed:
         if chunk == self._users[0]:
             assert self._batches is not None
             batch = next(self._batches)
-            self._held[microbatch] = {
-                key: x if key == "documents" else x.to(self._device, non_blocking=True)
-                for key, x in batch.items()
-            }
-        return self._held.pop(microbatch) if chunk == self._users[-1] else self._held[microbatch]
+            self._held[microbatch] = self._move_to_device(batch)
+        if chunk == self._users[-1]:
+            return self._held.pop(microbatch)
+        return self._held[microbatch]
+
+    def _move_to_device(self, batch: Batch) -> Batch:
+        moved = {}
+        for key, values in batch.items():
+            if key == "documents":
+                moved[key] = values
+            else:
+                moved[key] = values.to(self._device, non_blocking=True)
+        return moved
 
 
 def forward_backward(
@@ -290,7 +297,9 @@ def start_step(run: Run, num_microbatches: int) -> None:
     They are means over micro-batches and replicas, like the loss; ranks of CP compute shares.
     """
     per_token = run.config.training.calculate_per_token_loss
-    scale = run.optimizer.loss_scale * (1.0 if per_token else run.ps.cp.size / num_microbatches)
+    scale = run.optimizer.loss_scale
+    if not per_token:
+        scale *= run.ps.cp.size / num_microbatches
     for router in find_routers(run.chunks):
         router.start_step(scale, per_token)
 
@@ -302,9 +311,10 @@ def measure_experts(run: Run, num_microbatches: int) -> Tensor | None:
     """
     if not run.config.model.has_experts:
         return None
-    of_rank = find_routers(run.chunks)
-    finish_step(of_rank)
-    return compute_metrics(run.config.model, of_rank, num_microbatches, run.device) / run.ps.dp.size
+    routers = find_routers(run.chunks)
+    finish_step(routers)
+    metrics = compute_metrics(run.config.model, routers, num_microbatches, run.device)
+    return metrics / run.ps.dp.size
 
 
 def activation_shape(run: Run) -> tuple[int, int, int]:
@@ -334,8 +344,12 @@ def _make_forward_step(
             return output
         total, num_tokens = output
         mean = total / num_tokens.clamp(min=1)
-        reported = (mean, torch.ones_like(mean)) if means else (total, num_tokens.float())
-        totals.add_(torch.stack(reported).detach())
+        numerator = total
+        denominator = num_tokens.float()
+        if means:
+            numerator = mean
+            denominator = torch.ones_like(mean)
+        totals.add_(torch.stack((numerator, denominator)).detach())
         # The scale keeps small fp16 gradients from underflow; the optimizer divides by it.
         if per_token:
             # The gradients are divided by the number of tokens of the global batch at the end.

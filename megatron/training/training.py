@@ -180,7 +180,9 @@ def interrupts_explained(run: Run) -> Iterator[None]:
         message = f"interrupted after iteration {run.state.iteration}"
         save = run.config.checkpoint.save
         generation = run.saver.generation
-        saved = None if generation is None or run.ps.rank > 0 else find_saved(generation.root)
+        saved = None
+        if generation is not None and run.ps.rank == 0:
+            saved = find_saved(generation.root)
         if save is None:
             message += "; nothing is saved without --save"
         elif saved is None:
@@ -294,7 +296,8 @@ def save_if_finite(
     """
     config = run.config.checkpoint
     since = time.perf_counter()
-    with nullcontext() if config.async_save else log.paused():
+    pause = nullcontext() if config.async_save else log.paused()
+    with pause:
         nan_check.finish()
         if locally:
             run.saver.save_locally(
@@ -342,14 +345,19 @@ def iterate(
     state = run.state
     batch_size = run.batches.global_batch_size_at(state.consumed_train_samples)
     loss_scale = run.optimizer.loss_scale
-    loss, step, experts = train_step(
-        run, batches, run.batches.num_microbatches_at(state.consumed_train_samples)
-    )
+    num_microbatches = run.batches.num_microbatches_at(state.consumed_train_samples)
+    loss, step, experts = train_step(run, batches, num_microbatches)
+    params_norm = None
+    if run.config.logging.log_params_norm:
+        params_norm = compute_params_norm(run.chunks, run.ps)
+
+    # Update the counters.
     state.iteration += 1
     state.consumed_train_samples += batch_size
-    state.num_floating_point_operations_so_far += (
-        run.flops_per_token * run.config.data.seq_length * batch_size
-    )
+    num_tokens = run.config.data.seq_length * batch_size
+    state.num_floating_point_operations_so_far += run.flops_per_token * num_tokens
+
+    # Record losses without reading them from the device.
     nan_check.submit(state.iteration, loss, step)
     log.record(
         Iteration(
@@ -359,12 +367,7 @@ def iterate(
             learning_rate=run.learning_rate,  # of the next iteration, as Megatron-LM logs it
             loss_scale=loss_scale,
         ),
-        OnDevice(
-            loss,
-            step,
-            compute_params_norm(run.chunks, run.ps) if run.config.logging.log_params_norm else None,
-            experts,
-        ),
+        OnDevice(loss, step, params_norm, experts),
     )
 
 
@@ -383,8 +386,10 @@ def train_step(
     with run.timers("finalize-model-grads"):
         # Sums over DP, TP and the tied embedding; most of the DP reductions have overlapped with
         # the backward pass.
-        per_token = run.config.training.calculate_per_token_loss
-        finalize_model_grads(run.chunks, run.ps, loss[1] if per_token else None)
+        num_tokens = None
+        if run.config.training.calculate_per_token_loss:
+            num_tokens = loss[1]
+        finalize_model_grads(run.chunks, run.ps, num_tokens)
         experts = measure_experts(run, num_microbatches)
     with run.timers("optimizer"):
         # The only place where a background save delays training: the optimizer changes the tensors
@@ -403,7 +408,7 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
     config = run.config.logging
     fields = interval.as_fields() | {
         "train_iters": run.train_iters,
-        "eta_seconds": interval.seconds_to_go(run.train_iters),
+        "eta_seconds": interval.estimate_remaining_seconds(run.train_iters),
     }
     report_line(format_log_line(interval, run.train_iters), event="interval", **fields)
     times = run.timers.take()
@@ -416,10 +421,9 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
         if config.log_memory_to_tensorboard:
             writer.scalars(measure_memory(run.device), interval.last.iteration)
         if config.log_timers_to_tensorboard:
-            slowest = {
-                f"{name}-time": max(seconds) / len(interval.iterations)
-                for name, seconds in times.items()
-            }
+            slowest = {}
+            for name, seconds in times.items():
+                slowest[f"{name}-time"] = max(seconds) / len(interval.iterations)
             writer.scalars(slowest, interval.last.iteration)
     nan_check.check_interval(interval)
 
@@ -477,9 +481,9 @@ def reporting(
         return
     config = run.config
     flags = run.config.flags()
-    start = f"iteration {run.state.iteration}" + (
-        f" of {run.loaded}" if run.loaded else ", from random weights"
-    )
+    start = f"iteration {run.state.iteration}, from random weights"
+    if run.loaded:
+        start = f"iteration {run.state.iteration} of {run.loaded}"
     world_size = run.ps.world_size
     plan = plan_run(config, world_size, model_provider, run.device.type)
     device = f"{describe_device(run.device)} on every rank"
@@ -493,11 +497,13 @@ def reporting(
         )
     # Records and logs are appended to line by line, which object storage cannot: they need a
     # directory of their own.
-    save = config.checkpoint.save
-    directory = None if save is None or isinstance(path_of(save), ObjectPath) else save
+    directory = config.checkpoint.save
+    if directory is not None and isinstance(path_of(directory), ObjectPath):
+        directory = None
     run.writers = [*writers, *make_writers(config.logging, directory, flags)]
-    record = None if directory is None else RunRecord(directory)
-    if record is not None:
+    record = None
+    if directory is not None:
+        record = RunRecord(directory)
         run.writers.append(RecordWriter(record))
     ended: dict[str, Any] = {"reason": "stopped", "failed": True}
     try:
@@ -519,24 +525,24 @@ def _report_goodput(run: Run, save: Path) -> None:
     """Report how the time of all starts was spent (--goodput)."""
     try:
         spent = compute_goodput(read_record(save))
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-    ) as error:  # a gap in the record must not end the run
+    except (OSError, ValueError, LookupError) as error:
+        # A gap in the record must not end the run.
         logger.warning(
             f"--goodput: the record in {save / RECORDS} cannot be read ({type(error).__name__}: "
             f"{error})"
         )
         return
     total = sum(spent.values()) or 1.0
-    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent.items())
+    parts = [f"{name} {seconds:.1f} s" for name, seconds in spent.items()]
     line = (
-        f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first start: {parts}"
+        f"goodput {spent['training'] / total:.1%} of {total:.1f} s since the first start: "
+        f"{', '.join(parts)}"
     )
     report_line(f" > {line}", event="goodput", seconds=spent)
+    points = {}
+    for name, seconds in spent.items():
+        points[f"goodput/{name.replace(' ', '-')}"] = seconds
     for writer in run.writers:
-        points = {f"goodput/{name.replace(' ', '-')}": seconds for name, seconds in spent.items()}
         writer.scalars(points, run.state.iteration)
 
 

@@ -84,15 +84,17 @@ class WorkerLimits:
         if self._base_memory is None:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             self._base_memory = _read_address_space()
-        seconds = time.process_time() + self.seconds + SECONDS_PER_BYTE * num_bytes
-        megabytes = num_bytes >> 20  # rounded: the limit then changes rarely
-        memory = self._base_memory + WORKER_MEMORY + MEMORY_PER_BYTE * (megabytes << 20)
-        limits = (int(seconds) + 1, memory)
-        if limits != self._current:
-            _set_soft_limit(resource.RLIMIT_CPU, limits[0])
+
+        # Rounded, so that the limits change rarely: each change is two system calls.
+        end = time.process_time() + self.seconds + SECONDS_PER_BYTE * num_bytes
+        seconds = int(end) + 1
+        rounded_bytes = num_bytes >> 20 << 20
+        memory = self._base_memory + WORKER_MEMORY + MEMORY_PER_BYTE * rounded_bytes
+        if (seconds, memory) != self._current:
+            _set_soft_limit(resource.RLIMIT_CPU, seconds)
             if self._base_memory:
-                _set_soft_limit(resource.RLIMIT_AS, limits[1])
-            self._current = limits
+                _set_soft_limit(resource.RLIMIT_AS, memory)
+            self._current = (seconds, memory)
 
     def find_document(self, exit_codes: Mapping[int, int]) -> BadLine | None:
         """Return the document on which a worker died; None if none died on a document.
@@ -106,7 +108,8 @@ class WorkerLimits:
             signal.SIGSEGV: "the tokenizer crashed",
         }
         for worker, path in enumerate(self._paths):
-            pid, line = self._positions[self._FIELDS * worker : self._FIELDS * (worker + 1)]
+            pid = self._positions[self._FIELDS * worker]
+            line = self._positions[self._FIELDS * worker + 1]
             reason = reasons.get(-exit_codes.get(pid, 0))
             if reason is not None and line > 0:
                 return BadLine(os.fsdecode(path.value), line, reason)
@@ -141,6 +144,7 @@ def encode_chunks(
                     bad = encoder.limits.find_document(workers.exit_codes)
                     _mark_bad_line(in_flight, bad, death)
                     death = None
+                # Chunks whose results were lost with the workers come first.
                 work = itertools.chain(list(in_flight), read_on())
                 workers = OrderedWorkers(encoder, work, num_workers, CHUNKS_AHEAD)
                 for _, encoded in workers:
@@ -194,19 +198,22 @@ class DocumentEncoder:
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         dtype = token_dtype(self.tokenizer.vocab_size)
+        # key -> document -> sequence -> tokens
         columns: dict[str, list[list[np.ndarray]]] = {key: [] for key in self.keys}
         bad_lines = list(chunk.bad_lines)
         self.limits.begin_chunk(chunk.path)
         for line, content in chunk.documents:
             self.limits.begin_document(line, len(content))
             try:
-                texts = self._parse(content, chunk.is_json)
-                document = {key: self._encode(texts[key], dtype) for key in self.keys}
+                document = {}
+                for key, texts in self._parse(content, chunk.is_json).items():
+                    document[key] = self._encode(texts, dtype)
             except ValueError as error:
                 bad_lines.append(BadLine(chunk.path, line, format_error(error)))
                 continue
-            for key in self.keys:
-                columns[key].append(document[key])
+            # Only when all keys are tokenized, so that they have the same documents.
+            for key, sequences in document.items():
+                columns[key].append(sequences)
         bad_lines.sort(key=lambda bad: bad.line)
         tokens = {key: _pack(documents, dtype) for key, documents in columns.items()}
         return EncodedChunk(tokens, len(chunk.documents) + len(chunk.bad_lines), bad_lines)
@@ -267,8 +274,9 @@ def _get_texts(record: dict[str, object], key: str) -> list[str]:
             names.append("...")
         raise ValueError(f"no field {key!r}, only {', '.join(names)}: see --json-keys")
     value = record[key]
+    values = value if isinstance(value, list) else [value]
     texts: list[str] = []
-    for text in value if isinstance(value, list) else [value]:
+    for text in values:
         if not isinstance(text, str):
             raise ValueError(
                 f"field {key!r} is {format_value(value)}, expected a string or a list of strings"
@@ -292,10 +300,15 @@ def _check_surrogates(key: str, text: str) -> None:
 
 def _pack(documents: list[list[np.ndarray]], dtype: np.dtype) -> Tokens:
     """Concatenate documents; documents without tokens are omitted."""
-    sequences = [sequence for document in documents for sequence in document]
-    tokens = np.concatenate(sequences) if sequences else np.empty(0, dtype)
-    sequences_per_document = [len(document) for document in documents if document]
-    return tokens, list(map(len, sequences)), sequences_per_document
+    sequences = [np.empty(0, dtype)]  # so that there is one to concatenate
+    lengths: list[int] = []
+    sequences_per_document: list[int] = []
+    for document in documents:
+        if document:
+            sequences += document
+            lengths += map(len, document)
+            sequences_per_document.append(len(document))
+    return np.concatenate(sequences), lengths, sequences_per_document
 
 
 def _read_address_space() -> int:

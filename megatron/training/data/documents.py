@@ -46,7 +46,7 @@ class Chunk:
 
     def without(self, bad: BadLine) -> Chunk:
         """Return this chunk with the document that starts at a bad line marked as such."""
-        documents = [(line, content) for line, content in self.documents if line != bad.line]
+        documents = [document for document in self.documents if document[0] != bad.line]
         bad_lines = sorted([*self.bad_lines, bad], key=lambda bad: bad.line)
         return Chunk(self.path, self.is_json, documents, bad_lines, self.num_bytes)
 
@@ -55,7 +55,9 @@ def find_files(patterns: list[str]) -> list[str]:
     """Return the files that match the patterns, in order, each once."""
     paths: dict[str, None] = {}
     for pattern in patterns:
-        found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        found = [pattern]  # the name of a file may contain wildcards
+        if not os.path.exists(pattern):
+            found = sorted(glob.glob(pattern, recursive=True))
         files = [path for path in found if not os.path.isdir(path)]  # a pipe is accepted
         if not files:
             name = escape_control_chars(pattern)
@@ -87,8 +89,9 @@ def read_chunks(
     file cannot be read.
     """
     split = split_into_lines if is_json else SPLITTERS[text_documents]
+    open_file = gzip.open if path.endswith(".gz") else open
     try:
-        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+        with open_file(path, "rb") as file:
             documents: list[tuple[int, bytes]] = []
             bad_lines: list[BadLine] = []
             size = 0
@@ -103,6 +106,7 @@ def read_chunks(
                 else:
                     documents.append((line, content))
                     size += len(content)
+                # A bad line ends its chunk, so that it is reported without delay.
                 if size >= CHUNK_BYTES or bad_lines:
                     yield Chunk(path, is_json, documents, bad_lines, size)
                     documents = []
@@ -125,6 +129,7 @@ def read_lines(file: BinaryIO, limit: int) -> Iterator[Line]:
         if len(line) <= limit or line.endswith(b"\n"):
             yield number, line
             continue
+        # Skip the rest of the line.
         while line and not line.endswith(b"\n"):
             line = file.readline(SKIP_BYTES)
         yield number, None
@@ -147,7 +152,9 @@ def split_into_blocks(lines: Iterable[Line], limit: int) -> Iterator[Line]:
     for is_text, group in itertools.groupby(lines, key=_is_text):
         if is_text:
             number, text = _join(group, limit)
-            yield number, None if text is None else text.rstrip(b"\r\n")
+            if text is not None:
+                text = text.rstrip(b"\r\n")
+            yield number, text
 
 
 def split_into_files(lines: Iterable[Line], limit: int) -> Iterator[Line]:
@@ -176,11 +183,16 @@ def _join(lines: Iterable[Line], limit: int) -> Line:
     first = 0
     parts: list[bytes] = []
     size = 0
+    is_too_large = False
     for number, line in lines:
         first = first or number
-        size += limit + 1 if line is None else len(line)
+        if line is not None:
+            size += len(line)
         if line is None or size > limit:
-            parts.clear()  # the memory is bounded, however long the text is
+            is_too_large = True
+        if is_too_large:
+            parts.clear()  # to bound the memory, however long the text is
         else:
+            assert line is not None
             parts.append(line)
-    return first, b"".join(parts) if size <= limit else None
+    return first, None if is_too_large else b"".join(parts)

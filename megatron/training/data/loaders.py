@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Split:
-    """One split of the data. `batches` is this rank's iterator, or None if its chunks need
-    no data.
+    """One split of the data. `batches` is this rank's iterator, or None if the rank does not need
+    data.
     """
 
     exists: bool
@@ -64,11 +64,14 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
         data = replace(run.config.data, verify_index_cache=verify)
         return provider(replace(run.config, data=data), count_samples(run), tokenizer)
 
-    needs_data = any(run.needs_batch(chunk) for chunk in range(len(run.chunks)))
-    datasets = one_rank_per_node_first(build, needs_data) or (None, None, None)
+    needs_data = any(map(run.needs_batch, range(len(run.chunks))))
+    datasets = build_on_one_rank_per_node_first(build, needs_data) or (None, None, None)
     _compare_fingerprints(run, datasets[0])
+
+    # Ranks without data also need to know which splits exist: all ranks evaluate together.
     exists: list[list[bool]] = [[dataset is not None for dataset in datasets]]
     dist.broadcast_object_list(exists, src=0)
+
     consumed = (run.state.consumed_train_samples, run.state.consumed_valid_samples, 0)
     splits = []
     for split_exists, dataset, start in zip(exists[0], datasets, consumed, strict=True):
@@ -76,34 +79,42 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
     return Data(*splits)
 
 
-def one_rank_per_node_first(build: Callable[[bool], Datasets], needs_data: bool) -> Datasets | None:
+def build_on_one_rank_per_node_first(
+    build: Callable[[bool], Datasets], needs_data: bool
+) -> Datasets | None:
     """Call `build(True)` on one rank of each node, to build and verify index caches, and then
     `build(False)` on the other ranks, to map them.
 
-    Returns None on ranks that need no data. Collective.
+    Returns None on ranks that do not need data. Collective.
     """
     places: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
     mine = (socket.gethostname(), needs_data)
     dist.all_gather_object(places, mine)
     # The first rank on each host that needs data: ranks of a host share the page cache.
-    first = needs_data and places.index(mine) == dist.get_rank()
+    is_first = needs_data and places.index(mine) == dist.get_rank()
+    datasets = None
     try:
-        datasets = build(True) if first else None
-    finally:  # also after an error, which the others then meet themselves
+        if is_first:
+            datasets = build(True)
+    finally:
+        # Also after an error: the other ranks then have the same error instead of waiting.
         dist.barrier()
-    return build(False) if needs_data and not first else datasets
+    if needs_data and not is_first:
+        datasets = build(False)
+    return datasets
 
 
 def count_samples(run: Run) -> tuple[int, int, int]:
     """Return the samples of (train, valid, test) that the whole run needs, from the beginning."""
     training = run.config.training
     state = run.state
-    remaining = max(0, run.train_iters - state.iteration)
-    train = training.train_samples or run.batches.consumed_after(
-        remaining, state.consumed_train_samples
-    )
     if training.skip_train:
         train = 0
+    elif training.train_samples is not None:
+        train = training.train_samples
+    else:
+        remaining = max(0, run.train_iters - state.iteration)
+        train = run.batches.consumed_after(remaining, state.consumed_train_samples)
 
     # Remaining evaluations on the validation set, and the one at the end.
     interval = training.eval_interval
@@ -147,7 +158,7 @@ def _make_iterator(run: Run, dataset: Dataset | None, consumed: int) -> DataIter
 
 
 Stream = Callable[[int, int], list[int]]
-"""Function from positions [start, stop) to sample numbers."""
+"""Function from positions [start, stop) of the stream to sample numbers."""
 
 
 def _read_in_order(start: int, stop: int) -> list[int]:
@@ -162,10 +173,12 @@ class CyclicStream:
     def __init__(self, num_samples: int, seed: int) -> None:
         self.num_samples = num_samples
         self.seed = seed
+        # One permutation in memory: batches are read in order.
         self._permutation = functools.lru_cache(maxsize=1)(self._shuffle)
 
     def __call__(self, start: int, stop: int) -> list[int]:
         samples: list[int] = []
+        # A range can span several epochs.
         while start < stop:
             epoch, first = divmod(start, self.num_samples)
             count = min(stop - start, self.num_samples - first)
@@ -200,7 +213,10 @@ def iterate_microbatches(
 def _read_samples(dataset: Dataset, numbers: list[int]) -> dict[str, np.ndarray]:
     """Return arrays [micro-batch, ...] of these samples."""
     samples = [dataset[number] for number in numbers]
-    return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+    arrays = {}
+    for key in samples[0]:
+        arrays[key] = np.stack([sample[key] for sample in samples])
+    return arrays
 
 
 class DataIterator:
@@ -226,15 +242,18 @@ class DataIterator:
         pin_memory: bool = False,
     ) -> None:
         assert 0 <= dp_rank < dp_size and micro_batch_size > 0 and consumed_samples >= 0
-        cyclic = config.dataloader_type == "cyclic"
-        stream: Stream = _read_in_order
-        if cyclic:
-            stream = CyclicStream(len(dataset), config.seed)
         self._position = (consumed_samples, micro_batch_size, dp_rank, dp_size)
         self.dataset = dataset
         self.cp = cp
         self.pin_memory = pin_memory
-        numbers = iterate_microbatches(stream, None if cyclic else len(dataset), *self._position)
+
+        # The samples of each micro-batch, in the order of the dataset or endlessly reshuffled.
+        stream: Stream = _read_in_order
+        end: int | None = len(dataset)
+        if config.dataloader_type == "cyclic":
+            stream = CyclicStream(len(dataset), config.seed)
+            end = None
+        numbers = iterate_microbatches(stream, end, *self._position)
         self._batches = OrderedWorkers(
             functools.partial(_read_samples, dataset), numbers, config.num_workers
         )
@@ -247,10 +266,9 @@ class DataIterator:
             _, arrays = next(self._batches)
         except StopIteration:
             raise ValueError(self._explain_exhausted()) from None
-        batch = self.cp.select_local(
-            {key: torch.from_numpy(array) for key, array in arrays.items()}
-        )
-        if self.pin_memory:
+        batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        batch = self.cp.select_local(batch)
+        if self.pin_memory:  # for asynchronous copies to the device
             batch = {key: tensor.pin_memory() for key, tensor in batch.items()}
         return batch
 

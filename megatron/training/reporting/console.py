@@ -25,7 +25,8 @@ def configure_logging(rank: int, log_format: str = "text") -> None:
     for handler in list(package.handlers):
         if isinstance(handler, _Printer):
             package.removeHandler(handler)
-    package.addHandler(_Printer(rank, _format_json if log_format == "json" else _format_text))
+    format_record = _format_json if log_format == "json" else _format_text
+    package.addHandler(_Printer(rank, format_record))
     package.setLevel(logging.INFO)
 
 
@@ -49,10 +50,13 @@ class _Printer(logging.Handler):
 
 
 def _format_text(record: logging.LogRecord) -> str:
+    # Measurements are complete lines of their own.
     if "fields" in vars(record):
         return record.getMessage()
-    level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
-    return f" > {level}{record.getMessage()}"
+    message = record.getMessage()
+    if record.levelno >= logging.WARNING:
+        message = f"{record.levelname}: {message}"
+    return f" > {message}"
 
 
 def _format_json(record: logging.LogRecord) -> str:

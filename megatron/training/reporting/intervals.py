@@ -78,25 +78,26 @@ class Interval:
 
     @property
     def num_nan(self) -> int:
-        return sum(not math.isfinite(it.lm_loss) for it in self.iterations)
+        return sum(not math.isfinite(iteration.lm_loss) for iteration in self.iterations)
 
     @property
     def num_skipped(self) -> int:
-        return sum(it.skipped for it in self.iterations)
+        return sum(iteration.skipped for iteration in self.iterations)
 
     @property
     def mean_loss(self) -> float:
         """Mean over the iterations that were not skipped, or over all if all were."""
-        losses = [it.lm_loss for it in self.iterations if not it.skipped]
-        if not losses:
-            losses = [it.lm_loss for it in self.iterations]
-        return sum(losses) / len(losses)
+        counted = [iteration for iteration in self.iterations if not iteration.skipped]
+        if not counted:
+            counted = list(self.iterations)
+        return sum(iteration.lm_loss for iteration in counted) / len(counted)
 
-    def seconds_to_go(self, train_iters: int) -> float:
+    def estimate_remaining_seconds(self, train_iters: int) -> float:
         """Return the time until iteration `train_iters` at this speed, without evaluations and
         saves.
         """
-        return max(0, train_iters - self.last.iteration) * self.seconds_per_iteration
+        num_remaining = max(0, train_iters - self.last.iteration)
+        return num_remaining * self.seconds_per_iteration
 
     def as_fields(self) -> dict[str, Any]:
         """Return the numbers of a log line by name; times in seconds."""
@@ -161,42 +162,51 @@ class TrainingLog:
         Collective.
         """
         assert self._pending
-        losses = reduce_losses([on_device.loss for _, on_device in self._pending], self._ps)
+        pairs = [on_device.loss for _, on_device in self._pending]
+        losses = reduce_losses(pairs, self._ps)
         rows = zip(self._pending, losses, self._reduce_expert_metrics(), strict=True)
         iterations = []
         for (iteration, on_device), loss, experts in rows:
             iterations.append(_read_metrics(iteration, on_device, loss, experts))
+
+        # Reading the losses has waited for the device, so that the clock includes all its work.
         now = self._now()
-        tokens = self._seq_length * sum(it.batch_size for it in iterations)
         seconds = max(now - self._start - self._excluded, 1e-9)
+        num_samples = sum(iteration.batch_size for iteration in iterations)
+        tokens = self._seq_length * num_samples
+        flops = tokens * self._flops_per_token
+
+        # Start the next interval.
         self._pending = []
         self._excluded = 0.0
         self._start = now
-        return Interval(
-            iterations, seconds, tokens, tokens * self._flops_per_token, self._ps.world_size
-        )
+        return Interval(iterations, seconds, tokens, flops, self._ps.world_size)
 
     def _reduce_expert_metrics(self) -> list[dict[str, list[float]]]:
         """Return the metrics of the layers with experts for every pending iteration. Collective if
         there are any.
         """
-        shares = [
-            on_device.experts for _, on_device in self._pending if on_device.experts is not None
-        ]
+        shares = []
+        for _, on_device in self._pending:
+            if on_device.experts is not None:
+                shares.append(on_device.experts)
         if not shares or self._model is None:
             return [{} for _ in self._pending]
         total = torch.stack(shares)  # [iteration, metric, layer]
         dist.all_reduce(total)
+
+        # Select the layers with experts: the rows of dense layers are zero.
         has_experts = torch.tensor(self._model.moe_layer_pattern, dtype=torch.bool)
         names = get_metric_names(self._model)
         metrics = []
-        for rows in total.cpu():
-            metrics.append(dict(zip(names, rows[:, has_experts].tolist(), strict=True)))
+        for of_iteration in total.cpu():  # [metric, layer]
+            values = of_iteration[:, has_experts].tolist()
+            metrics.append(dict(zip(names, values, strict=True)))
         return metrics
 
     def _now(self) -> float:
         if self._device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # kernels are asynchronous
         return self._clock()
 
 
@@ -204,30 +214,34 @@ def _read_metrics(
     iteration: Iteration, on_device: OnDevice, loss: float, experts: dict[str, list[float]]
 ) -> Iteration:
     """Return `iteration` with its metrics from the device; waits for the device."""
-    num_zeros = on_device.step.num_zeros
-    norm = on_device.params_norm
-    return replace(
+    metrics = replace(
         iteration,
         lm_loss=loss,
         grad_norm=on_device.step.grad_norm.item(),
         skipped=bool(on_device.step.skipped.item()),
-        num_zeros_in_grad=None if num_zeros is None else num_zeros.item(),
-        params_norm=None if norm is None else norm.item(),
         experts=experts,
     )
+    if on_device.step.num_zeros is not None:
+        metrics = replace(metrics, num_zeros_in_grad=on_device.step.num_zeros.item())
+    if on_device.params_norm is not None:
+        metrics = replace(metrics, params_norm=on_device.params_norm.item())
+    return metrics
 
 
 def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[float]:
     """Reduce [numerator, denominator] pairs of every rank to losses of the whole batch.
 
-    The last stage has them. Its tensor-parallel ranks have the same values, so only the first of
-    them contributes. Collective.
+    Only the last stage has losses. Its tensor-parallel ranks have the same values, so only the
+    first of them contributes. Collective.
     """
-    pairs = torch.stack(list(losses)).to(torch.float64)
+    # In fp64, so that the sum over ranks does not round.
+    pairs = torch.stack(list(losses)).to(torch.float64)  # [iteration, 2]
     if not (ps.pp.is_last and ps.tp.is_first):
         pairs.zero_()
     dist.all_reduce(pairs)
     means = []
     for numerator, denominator in pairs.tolist():
-        means.append(numerator / denominator if denominator else math.nan)
+        # Without a token that counts, the loss is not defined.
+        mean = numerator / denominator if denominator else math.nan
+        means.append(mean)
     return means

@@ -32,7 +32,7 @@ def measure_memory(device: torch.device) -> dict[str, float]:
             "mem-max-reserved-bytes": stats.get("reserved_bytes.all.peak", 0),
             "mem-alloc-retries": stats.get("num_alloc_retries", 0),
         }
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
     values: dict[str, float] = {"mem-max-resident-bytes": peak}
     if _STATM.exists():
         resident_pages = int(_STATM.read_text().split()[1])
@@ -48,11 +48,13 @@ def format_memory_line(iteration: int, device: torch.device) -> str:
     dist.all_gather_object(gathered, measure_memory(device))
     parts = []
     for name in gathered[0]:
-        largest = max(range(len(gathered)), key=lambda rank: gathered[rank][name])
-        value = gathered[largest][name]
+        values = [metrics[name] for metrics in gathered]
+        largest = max(values)
         label = name.removeprefix("mem-").removesuffix("-bytes").replace("-", " ")
-        amount = f"{value / 1e9:.3f} GB" if name.endswith("-bytes") else f"{value:.0f}"
-        parts.append(f"{label} {amount} (rank {largest})")
+        amount = f"{largest:.0f}"
+        if name.endswith("-bytes"):
+            amount = f"{largest / 1e9:.3f} GB"
+        parts.append(f"{label} {amount} (rank {values.index(largest)})")
     return f"memory after iteration {iteration}, maximum over ranks: {', '.join(parts)}"
 
 
@@ -63,15 +65,20 @@ def compute_params_norm(
     """Return the Euclidean norm of the whole model as a scalar on the device; each parameter counts
     once. Collective.
     """
-    total = torch.zeros((), dtype=torch.float64, device=chunks[0].flat_buffers[0].param_data.device)
+    # Sum the squares in fp64: the norms of large models exceed the precision of fp32.
+    device = chunks[0].flat_buffers[0].param_data.device
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for chunk in chunks:
         chunk.finish_param_sync()
         for param in chunk.parameters():
             info = param_info(param)
-            if counts_for_model(info, ps, sharded=False):
-                tensors = (param,) if info.fp8 is None else info.fp8.tensors
-                for values in tensors:
-                    total += torch.linalg.vector_norm(values.float()).double().square()
+            if not counts_for_model(info, ps, sharded=False):
+                continue
+            tensors = (param,) if info.fp8 is None else info.fp8.tensors
+            for values in tensors:
+                total += torch.linalg.vector_norm(values.float()).double().square()
+
+    # Ranks of another replica have the same parameters, unless experts are split over them.
     if ps.config.splits_experts:
         dist.all_reduce(total)
     elif ps.model.size > 1:
@@ -79,7 +86,7 @@ def compute_params_norm(
     return total.sqrt()
 
 
-def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size: int) -> float:
+def compute_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size: int) -> float:
     """Return the operations of forward and backward per token: 2 per multiply-add, backward twice
     the forward.
 
@@ -88,34 +95,51 @@ def model_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size
     operations do not count (Chowdhery et al. 2022, "PaLM", appendix B; the convention of
     Megatron-LM's TFLOP/s).
     """
+    attention = config.num_layers * _count_attention_products(config, seq_length)
+    logits = config.hidden_size * vocab_size
+    return 6 * (attention + _count_mlp_products(config) + logits)
+
+
+def _count_attention_products(config: TransformerConfig, seq_length: int) -> float:
+    """Return the multiply-adds per token of attention, as a mean over layers."""
     num_heads = config.num_attention_heads
     hidden_size = config.hidden_size
 
-    # Attention: projections of queries, keys and values, scores and weighted sum, output.
+    # Projections of queries, keys and values.
     if config.multi_latent_attention:
         qkv = hidden_size * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
         qkv += config.kv_lora_rank * num_heads * (config.qk_head_dim + config.v_head_dim)
-        query_rank = config.q_lora_rank or 0
-        qkv += (query_rank or hidden_size) * num_heads * config.qk_width + hidden_size * query_rank
+        query_input = hidden_size
+        if config.q_lora_rank is not None:
+            qkv += hidden_size * config.q_lora_rank
+            query_input = config.q_lora_rank
+        qkv += query_input * num_heads * config.qk_width
     else:
         qkv = hidden_size * (num_heads + 2 * config.query_groups) * config.head_dim
-    share_with_window = sum(config.window_pattern) / config.num_layers
-    num_keys = share_with_window * count_attended_keys(config, seq_length)
-    num_keys += (1 - share_with_window) * seq_length / 2
-    scores_and_values = num_heads * (config.qk_width + config.v_width) * num_keys
-    projection = num_heads * config.v_width * hidden_size
 
-    # MLPs: dense layers, and for layers with experts those that a token is routed to.
-    per_width = (3 if config.gated else 2) * hidden_size
+    # Scores and weighted sum. Without a window, a token attends to half of the sequence on average.
+    window_fraction = sum(config.window_pattern) / config.num_layers
+    num_keys = window_fraction * count_attended_keys(config, seq_length)
+    num_keys += (1 - window_fraction) * seq_length / 2
+    scores_and_values = num_heads * (config.qk_width + config.v_width) * num_keys
+
+    output = num_heads * config.v_width * hidden_size
+    return qkv + scores_and_values + output
+
+
+def _count_mlp_products(config: TransformerConfig) -> float:
+    """Return the multiply-adds per token of all MLPs; of the experts only the chosen ones."""
+    hidden_size = config.hidden_size
+    num_matrices = 3 if config.gated else 2
+    per_width = num_matrices * hidden_size
     num_moe_layers = sum(config.moe_layer_pattern)
     mlps = per_width * config.ffn_size * (config.num_layers - num_moe_layers)
     if config.has_experts:
-        widths = config.moe_router_topk * config.moe_ffn_size
-        widths += config.moe_shared_expert_intermediate_size or 0
-        mlps += num_moe_layers * (per_width * widths + hidden_size * config.experts)
-
-    logits = hidden_size * vocab_size
-    return 6 * (config.num_layers * (qkv + scores_and_values + projection) + mlps + logits)
+        width = config.moe_router_topk * config.moe_ffn_size
+        width += config.moe_shared_expert_intermediate_size or 0
+        router = hidden_size * config.experts
+        mlps += num_moe_layers * (per_width * width + router)
+    return mlps
 
 
 def count_attended_keys(config: TransformerConfig, seq_length: int) -> float:

@@ -45,7 +45,8 @@ class Timers:
     @contextmanager
     def __call__(self, name: str, level: int = 1) -> Iterator[None]:
         """Time the block under `name`."""
-        with torch.profiler.record_function(name) if self.traced else nullcontext():
+        trace = torch.profiler.record_function(name) if self.traced else nullcontext()
+        with trace:
             if level > self.level:
                 yield
                 return
@@ -67,10 +68,14 @@ class Timers:
         gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
         dist.all_gather_object(gathered, dict(self._seconds))
         self._seconds.clear()
-        names: dict[str, None] = {}
-        for seconds in gathered:
-            names |= dict.fromkeys(seconds)
-        return {name: [seconds.get(name, 0.0) for seconds in gathered] for name in names}
+
+        # Stages have different timers: the others' are 0.
+        num_ranks = len(gathered)
+        result: dict[str, list[float]] = {}
+        for rank, seconds_by_name in enumerate(gathered):
+            for name, seconds in seconds_by_name.items():
+                result.setdefault(name, [0.0] * num_ranks)[rank] = seconds
+        return result
 
     def report(self, taken: dict[str, list[float]], iterations: int) -> str:
         """Return log lines for the result of `take`, in milliseconds per iteration."""
@@ -78,7 +83,7 @@ class Timers:
             return ""
         lines = [f"{TITLES[self._option]} (ms):"]
         for name, seconds in taken.items():
-            milliseconds = [1000 * s / iterations for s in seconds]
+            milliseconds = [1000 * total / iterations for total in seconds]
             lines.append(f"    {name + ' ':.<46}: {_format_times(milliseconds, self._option)}")
         return "\n".join(lines)
 
@@ -89,7 +94,8 @@ def _format_times(times: Sequence[float], option: str) -> str:
         return f"{max(times):.2f}"
     if option == "minmax":
         return f"({min(times):.2f}, {max(times):.2f})"
-    return "  ".join(f"rank {rank}: {time:.2f}" for rank, time in enumerate(times))
+    of_ranks = [f"rank {rank}: {time:.2f}" for rank, time in enumerate(times)]
+    return "  ".join(of_ranks)
 
 
 class StepProfiler:
@@ -158,7 +164,9 @@ class StepProfiler:
         # TensorBoard finds traces by this suffix.
         trace = self._directory / f"{name}.pt.trace.json"
         self._profiler.export_chrome_trace(str(trace))
-        sort_key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        sort_key = "self_cpu_time_total"
+        if torch.cuda.is_available():
+            sort_key = "self_device_time_total"
         table = self._profiler.key_averages().table(sort_by=sort_key, row_limit=40)
         (self._directory / f"{name}.txt").write_text(table)
         logger.info(

@@ -89,9 +89,11 @@ def to_json_value(value: Any) -> Any:
         return {key: to_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json_value(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, str | int | None) else str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str | int | float | None):
+        return value
+    return str(value)
 
 
 class RunRecord:
@@ -112,7 +114,7 @@ class RunRecord:
         self._warned = False
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append a line; nothing is written before the line of kind `start`."""
+        """Append a line. Before the line of kind `start`, lines are dropped."""
         row = {"kind": kind, "time": round(self._clock(), 3), **fields}
         line = json.dumps(to_json_value(row))
         try:
@@ -196,15 +198,16 @@ def _read_rows(path: Path) -> list[Row]:
             row = parse_json(line, where)
         except ValueError:
             continue
-        kind = row.get("kind") if isinstance(row, dict) else None
-        check = ROW_CHECKS.get(kind) if isinstance(kind, str) else None
-        if check is not None:
-            rows.append(check(row, where))
+        if not isinstance(row, dict):
+            continue
+        kind = row.get("kind")
+        if isinstance(kind, str) and kind in ROW_CHECKS:
+            rows.append(ROW_CHECKS[kind](row, where))
     return rows
 
 
 def find_kept_iterations(launches: Sequence[RecordedLaunch]) -> list[int]:
-    """Return, for each launch, the last iteration that no later launch repeated."""
+    """Return the last iteration of each launch that no later launch repeated."""
     kept_iterations = []
     kept = sys.maxsize
     for launch in reversed(launches):
@@ -214,7 +217,7 @@ def find_kept_iterations(launches: Sequence[RecordedLaunch]) -> list[int]:
 
 
 def compute_goodput(launches: Sequence[RecordedLaunch]) -> dict[str, float]:
-    """Return the seconds between the first and the last line by what they were spent on."""
+    """Return the seconds between the first and the last line by activity."""
     names = (
         "training",
         "done again later",
@@ -224,18 +227,22 @@ def compute_goodput(launches: Sequence[RecordedLaunch]) -> dict[str, float]:
         "between starts",
     )
     spent = dict.fromkeys(names, 0.0)
-    ended = launches[0].began
+    ended = launches[0].began  # of the launches before
     for launch, kept in zip(launches, find_kept_iterations(launches), strict=True):
+        # From the end of the previous launch to the first iteration.
         loading = launch.start.get("loading", 0.0)
         spent["between starts"] += max(0.0, launch.began - ended)
         spent["loading"] += loading
         spent["starting"] += max(0.0, launch.start["time"] - launch.began - loading)
+
+        # Iterations, of which a later launch may have repeated some, and saves.
         for row in launch.points:
             for name in ("save-blocking-time", "local-save-blocking-time"):
                 spent["held up by saves"] += max(0.0, row["values"].get(name) or 0.0)
         for row in launch.intervals:
-            repeated_iterations = min(max(0, row["iteration"] - kept), row["iterations"])
-            repeated = repeated_iterations / row["iterations"]
+            num_iterations = row["iterations"]
+            num_repeated = min(max(0, row["iteration"] - kept), num_iterations)
+            repeated = num_repeated / num_iterations
             spent["done again later"] += repeated * row["seconds"]
             spent["training"] += (1 - repeated) * row["seconds"]
         ended = max(ended, launch.ended)

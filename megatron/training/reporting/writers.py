@@ -47,7 +47,9 @@ def format_throughput(tflops: float) -> str:
     """Format with one decimal, or three significant digits below 10; never with an exponent."""
     if tflops >= 10:
         return f"{tflops:.1f}"
-    magnitude = math.floor(math.log10(tflops)) if tflops > 0 else 0
+    magnitude = 0
+    if tflops > 0:
+        magnitude = math.floor(math.log10(tflops))
     return f"{tflops:.{2 - magnitude}f}"
 
 
@@ -76,7 +78,7 @@ def format_log_line(interval: Interval, train_iters: int) -> str:
     parts.append(f"number of nan iterations: {interval.num_nan:3d}")
 
     # Fields that Megatron-LM does not have come last: scripts cut its line by position.
-    remaining = timedelta(seconds=round(interval.seconds_to_go(train_iters)))
+    remaining = timedelta(seconds=round(interval.estimate_remaining_seconds(train_iters)))
     parts.append(f"tokens/s: {interval.tokens_per_second:.0f}")
     parts.append(f"ETA: {remaining}")
     return " | ".join(parts) + " |"
@@ -85,7 +87,7 @@ def format_log_line(interval: Interval, train_iters: int) -> str:
 # Scalars.
 
 
-def iteration_scalars(iteration: Iteration) -> dict[str, float]:
+def make_iteration_scalars(iteration: Iteration) -> dict[str, float]:
     """Return the scalars of an iteration under Megatron-LM's names."""
     values: dict[str, float | None] = {
         "lm loss": iteration.lm_loss,
@@ -96,14 +98,16 @@ def iteration_scalars(iteration: Iteration) -> dict[str, float]:
         "num-zeros": iteration.num_zeros_in_grad,
         "params-norm": iteration.params_norm,
     }
-    for name, of_layers in iteration.experts.items():
-        values[name if name != LOAD else "moe/max-load-over-mean"] = _mean(of_layers)
-        for index, value in enumerate(of_layers):
+    for name, layer_values in iteration.experts.items():
+        mean_name = "moe/max-load-over-mean" if name == LOAD else name
+        values[mean_name] = _mean(layer_values)
+        for index, value in enumerate(layer_values):
             values[f"moe/{name}_layer_{index}"] = value
+    # Metrics that the flags do not request are None.
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def throughput_scalars(interval: Interval) -> dict[str, float]:
+def make_throughput_scalars(interval: Interval) -> dict[str, float]:
     """Return the speed of an interval."""
     return {
         "iteration-time": interval.seconds_per_iteration,
@@ -141,7 +145,8 @@ class TensorBoardWriter:
     """
 
     def __init__(self, config: LoggingConfig, args: dict[str, Any]) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # here: it takes half a second to import
+        # Imported on first use: it takes half a second.
+        from torch.utils.tensorboard import SummaryWriter
 
         self._every = config.tensorboard_log_interval
         self._writer = SummaryWriter(
@@ -153,16 +158,13 @@ class TensorBoardWriter:
     def interval(self, interval: Interval) -> None:
         for iteration in interval.iterations:
             if iteration.iteration % self._every == 0:
-                self.scalars(
-                    iteration_scalars(iteration),
-                    iteration.iteration,
-                    iteration.consumed_train_samples,
-                )
+                values = make_iteration_scalars(iteration)
+                samples = iteration.consumed_train_samples
+                self.scalars(values, iteration.iteration, samples)
         last = interval.last
-        self.scalars(
-            {"world-size": interval.world_size}, last.iteration, last.consumed_train_samples
-        )
-        self.scalars(throughput_scalars(interval), last.iteration)
+        world_size = {"world-size": float(interval.world_size)}
+        self.scalars(world_size, last.iteration, last.consumed_train_samples)
+        self.scalars(make_throughput_scalars(interval), last.iteration)
         self._writer.flush()
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
@@ -199,9 +201,9 @@ class WandbWriter:
             is_last = iteration is interval.last
             if not is_last and iteration.iteration % self._every != 0:
                 continue
-            values = iteration_scalars(iteration)
+            values = make_iteration_scalars(iteration)
             if is_last:
-                values |= throughput_scalars(interval)
+                values |= make_throughput_scalars(interval)
             self.scalars(values, iteration.iteration)
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:

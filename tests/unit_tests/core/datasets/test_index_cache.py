@@ -21,7 +21,7 @@ from megatron.core.datasets import (
 )
 from megatron.core.datasets.gpt_index import build_gpt_index
 from megatron.core.datasets.index_cache import compute_array_digest, load_or_build
-from megatron.training.data.loaders import one_rank_per_node_first
+from megatron.training.data.loaders import build_on_one_rank_per_node_first
 
 NAMES = ["document_index.npy", "index.json", "sample_index.npy", "shuffle_index.npy"]
 
@@ -210,7 +210,7 @@ def loaded_by_node(rank, world_size, corpus, cache, hosts, needs_data):
         return build_datasets(config, (300, 0, 0), 0, 100)
 
     try:
-        datasets = one_rank_per_node_first(build, needs_data[rank])
+        datasets = build_on_one_rank_per_node_first(build, needs_data[rank])
     finally:
         gpt_dataset.build_gpt_index = build_gpt_index
         index_cache.compute_array_digest = compute_array_digest

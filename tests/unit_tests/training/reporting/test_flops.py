@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.reporting.measurements import count_attended_keys, model_flops_per_token
+from megatron.training.reporting.measurements import compute_flops_per_token, count_attended_keys
 
 GOLDEN = TransformerConfig(
     num_layers=4,
@@ -22,7 +22,7 @@ GOLDEN = TransformerConfig(
 def test_flops_equal_megatron_lm():
     # num_floating_point_operations_so_far in a checkpoint of Megatron-LM 0.16.1 (core_v0.16.1, this
     # model, sequence 64, padded vocabulary 288) after 5 iterations of 8 samples
-    assert model_flops_per_token(GOLDEN, 64, 288) * 5 * 8 * 64 == 927989760
+    assert compute_flops_per_token(GOLDEN, 64, 288) * 5 * 8 * 64 == 927989760
 
 
 def test_flops_equal_a_count_of_the_products():
@@ -44,7 +44,7 @@ def test_flops_equal_a_count_of_the_products():
     layer = counter.get_total_flops() / seq
     causal = 2 * (2 * heads * d * seq) / 2  # half of the scores and of the weighted sums
     expected = 3 * (4 * (layer - causal) + 2 * h * vocab)
-    assert model_flops_per_token(GOLDEN, seq, vocab) == expected
+    assert compute_flops_per_token(GOLDEN, seq, vocab) == expected
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_fields_of_a_json_line(pool):
         and fields["seconds"] == 6.0
         and fields["nan"] == 1
     )
-    assert interval.seconds_to_go(100) == 270.0 and math.isnan(fields["lm_loss"])
+    assert interval.estimate_remaining_seconds(100) == 270.0 and math.isnan(fields["lm_loss"])
 
 
 def test_tensorboard(pool, tmp_path):
