@@ -167,7 +167,7 @@ def add_read_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="OLD=NEW",
         help="new names for tensors in the files of an hf or torch_dist source; one * in OLD and "
-        "in NEW stands for any text, e.g. language_model.*=*",
+        "in NEW matches any text, e.g. language_model.*=*",
     )
     add("--follow-links", action="store_true", help="follow links that leave a source's directory")
     add(
@@ -302,7 +302,7 @@ def make_write_options(
 def print_report(
     outcome: conversion.ConversionReport, args: argparse.Namespace, notes: Sequence[str]
 ) -> None:
-    """Print what was written, and everything that was not carried over."""
+    """Print the source, the target, notes, and the parts that were not carried over."""
     print_line(str(outcome.source))
     print_line(f"-> {outcome.target} ({outcome.saver}, {outcome.num_tensors} tensors)")
     for text in notes:

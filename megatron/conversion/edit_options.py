@@ -47,7 +47,7 @@ def parse_layers(text: str) -> tuple[int, ...]:
 
 
 class Rename(NamedTuple):
-    """A new name for tensors of a source. One `*` in both stands for any text."""
+    """A new name for tensors of a source. One `*` in both matches any text."""
 
     old: str
     new: str

@@ -93,7 +93,7 @@ class SelectedLayers(_EditedSource):
             )
         self._layers = layers
 
-        # Tensors, in the order of the new layers.
+        # List the tensors in the order of the new layers.
         stored: dict[int, list[tuple[str, str]]] = {}  # layer -> (prefix, name) of its tensors
         self.tensors = {}
         for key, info in source.tensors.items():
@@ -107,7 +107,7 @@ class SelectedLayers(_EditedSource):
             for prefix, name in stored[old]:
                 self.tensors[f"{prefix}{new}{name}"] = source.tensors[f"{prefix}{old}{name}"]
 
-        # Arguments: a pattern per layer moves with the layers.
+        # Adapt the arguments: a pattern with an entry per layer moves with the layers.
         self.args["num_layers"] = len(layers)
         if config.has_experts:
             self.args["moe_layer_freq"] = [config.moe_layer_pattern[old] for old in layers]
@@ -118,7 +118,7 @@ class SelectedLayers(_EditedSource):
                 )
         if config.window_size is not None:
             self.args["window_attn_skip_freq"] = [config.window_pattern[old] for old in layers]
-        # Stages that were assigned to the old layers.
+        # Uneven stages were assigned to the old layers.
         for name in SPLITS:
             self.args.pop(name, None)
 
@@ -149,6 +149,7 @@ class ResizedVocabulary(_EditedSource):
         self._new_rows = new_rows
         self._means: dict[str, torch.Tensor] = {}
         config = model_config(source.args, vocab_size, source.description)
+        # The layers define which of their parameters have a row per token.
         self._seed = _get_seed(source)
         self._resized: dict[str, ParamSpec] = {}
         for old, new in zip(model_parameters(old_config), model_parameters(config), strict=True):
@@ -209,6 +210,7 @@ class ResizedVocabulary(_EditedSource):
         parameter, state = split_key(key)
         if parameter not in self._resized:
             return self._source.read(key, offset, shape)
+        # The box begins with stored rows, continues with new ones, or has both.
         start = offset[0]
         num_stored = min(max(self._old_rows - start, 0), shape[0])
         parts = []
@@ -262,7 +264,7 @@ class UpcycledExperts(_EditedSource):
 
     While all experts of a layer are equal, the model computes the function of the dense one, if the
     weights of a token's experts sum to 1. With --moe-router-pre-softmax they do not, and the
-    experts are scaled as Megatron-LM's --moe-use-upcycling does. There is no optimizer state.
+    experts are scaled as Megatron-LM's --moe-use-upcycling does. The optimizer state is dropped.
     """
 
     def __init__(
@@ -319,8 +321,8 @@ class UpcycledExperts(_EditedSource):
         shape = spec.shape[1:] if _is_of_experts(spec.name) else spec.shape
         if key not in self._source.tensors or self._source.tensors[key].shape != shape:
             raise ValueError(
-                f"--upcycle-experts: {self.description} has nothing that {spec.name} of shape "
-                f"{list(spec.shape)} could copy: leave out the flags that add it"
+                f"--upcycle-experts: {self.description} has no parameter that {spec.name} of shape "
+                f"{list(spec.shape)} can be copied from: leave out the flags that add it"
             )
         return key
 
@@ -334,6 +336,7 @@ class UpcycledExperts(_EditedSource):
         stored = full_precision_key(self._dense_keys[key], self._source.tensors)
         if not _is_of_experts(key):
             return self._source.read(stored, offset, shape).to(dtype)
+        # All experts of the box, [experts, rows, columns], are copies of one dense box.
         values = self._source.read(stored, offset[1:], shape[1:])
         if self._scale != 1 and key.endswith(".weight"):
             values = values.float() * self._scale

@@ -250,7 +250,7 @@ class MergedSource:
             return self._base.read(key, offset, shape)
         total = torch.zeros(shape, dtype=torch.float32)
         for source, weight in zip(self._sources, self._weights, strict=True):
-            if weight == 0:
+            if weight == 0:  # such an input is not read, and may have any values
                 continue
             stored = full_precision_key(parameter, source.tensors)
             total.add_(source.read(stored, offset, shape), alpha=weight)

@@ -123,7 +123,7 @@ def count_tokens(
         has_null_tokenizer = args.get("tokenizer_type") == "NullTokenizer"
         return last + 1 if has_null_tokenizer and last is not None else None
     if tokenizer.is_file():
-        return int(open_model(tokenizer).vocab_size())
+        return _count_pieces(tokenizer)
     tokens: set[int] = set()
     for name in ("vocab.json", "added_tokens.json"):
         path = schema.named_file(tokenizer, name, str(tokenizer))
@@ -140,8 +140,14 @@ def count_tokens(
         tokens |= {token["id"] for token in content.get("added_tokens") or ()}
     path = schema.named_file(tokenizer, "tokenizer.model", str(tokenizer))
     if path.exists():
-        tokens |= set(range(open_model(path).vocab_size()))
+        tokens |= set(range(_count_pieces(path)))
     return max(tokens) + 1 if tokens else None
+
+
+def _count_pieces(model: Path) -> int:
+    """Return the number of pieces of a SentencePiece model."""
+    check_model(schema.read_regular(model), str(model))
+    return int(open_model(model).vocab_size())
 
 
 def _allows_bpe(tokenizer: Path | None) -> bool:

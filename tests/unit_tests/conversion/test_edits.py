@@ -275,6 +275,23 @@ def test_without_a_tokenizer_only_zero_rows_are_removed(tmp_path):
     assert apply_edits(source, options).tensors[OUTPUT].shape == (50, 32)
 
 
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("tokenizer.json", "{", "is not valid JSON"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": "b"}}}', "vocab: a is 'b'"),
+        ("tokenizer.model", "damaged", "is not a SentencePiece model"),
+    ],
+)
+def test_damaged_tokenizers_are_one_error(tmp_path, name, content, message):
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "hf")
+    (tmp_path / "hf" / name).write_text(content)
+    words = ("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "out", "--saver", "hf")
+    done = run_convert(*words, "--target-vocab-size", 60)
+    assert done.returncode and message in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "out").exists()
+
+
 def test_merges_can_be_edited(tmp_path):
     sources = [random_source(LLAMA_ARGS, seed=seed) for seed in range(2)]
     for seed, source in enumerate(sources):
@@ -371,7 +388,7 @@ def test_boxes_of_experts_fit_together():
         (["--topk", "2"], "--topk 2 needs --upcycle-experts"),
         (
             ["--upcycle-experts", "4", "--moe-shared-expert-intermediate-size", "8"],
-            "could copy: leave out the flags that add it",
+            "can be copied from: leave out the flags that add it",
         ),
     ],
 )

@@ -150,6 +150,20 @@ def test_weight_of_one_keeps_the_input_bitwise(tmp_path):
         assert torch.equal(read_whole(result, key), sources[0].values[key])
 
 
+def test_experts_and_router_biases_are_merged(tmp_path):
+    experts = {"num_experts": 4, "moe_router_topk": 2, "moe_router_enable_expert_bias": True}
+    experts |= {"moe_router_score_function": "sigmoid"}
+    sources = [random_source(BF16 | experts, optimizer=False, seed=seed) for seed in range(2)]
+    for source in sources:
+        for key, value in source.values.items():
+            if key.endswith("expert_bias"):
+                source.values[key] = value.float()
+    merged = MergedSource(sources, [0.75, 0.25], dtype=torch.bfloat16)
+    bias = "decoder.layers.0.mlp.router.expert_bias"
+    assert merged.tensors[bias].dtype == torch.float32
+    assert_merged(merged, sources, [0.75, 0.25], state=None)
+
+
 def test_normalized_weights(tmp_path):
     sources = make_run(tmp_path / "run", [1, 2])
     words = [f"{tmp_path / 'run/iter_0000001'}:3", f"{tmp_path / 'run/iter_0000002'}:1"]
