@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 
-def divide(numerator: int, denominator: int, what: str) -> int:
-    """Return the exact quotient; `what` names the quantity in the error.
+def divide(numerator: int, denominator: int, quantity: str) -> int:
+    """Return the exact quotient; `quantity` describes it in the error.
 
     Raises ValueError when the division leaves a remainder.
     """
     if numerator % denominator != 0:
-        raise ValueError(f"{what}: {numerator} is not divisible by {denominator}")
+        raise ValueError(f"{quantity}: {numerator} is not divisible by {denominator}")
     return numerator // denominator
 
 

@@ -222,7 +222,7 @@ class Axis:
 
     @property
     def sends_from_host(self) -> bool:
-        """Whether messages to single ranks must be in host memory.
+        """Return whether messages to single ranks must be in host memory.
 
         gloo passes their addresses to sockets; its collectives copy tensors of a GPU themselves.
         """

@@ -57,7 +57,7 @@ class OrderedWorkers(Generic[Item, Result]):
         self._results: Any = None  # iterator of a DataLoader; created for the first result
         # Exit codes of workers that ended before `close`, by process id; negative: a signal.
         self.exit_codes: dict[int, int] = {}
-        # The interpreter terminates worker processes on exit; this tells them that it is intended.
+        # The interpreter terminates worker processes on exit; the event marks this as intended.
         atexit.register(weakref.finalize(self, self._stop.set))
 
     def __iter__(self) -> Iterator[tuple[Item, Result]]:

@@ -300,7 +300,7 @@ class AdEMAMix(UpdateRule):
             self._update_param(param, group, keep)
 
     def _update_param(self, param: Tensor, group: dict[str, Any], keep: Tensor) -> None:
-        """Update a parameter and its state; nothing changes if `keep` is 0."""
+        """Update a parameter and its state, without any effect if `keep` is 0."""
         beta1, beta2, beta3 = group["betas"]
         state = self.state[param]
         step = state["step"].add_(keep)

@@ -4,10 +4,10 @@ Each action (the forward or backward pass of one micro-batch through one model c
 in closed form, such that its input is produced at an earlier clock. A message is exchanged at the
 clock of the action that produces it, at both ends. This has two consequences:
 
-- There is no deadlock. Each rank passes its clocks in order; once all exchanges before clock t are
-  complete, both ends of each message of clock t arrive at its exchange. This holds even if a send
-  completes only when it is received and if a rank waits for the whole exchange before continuing;
-  within an exchange the order of posting does not matter.
+- A deadlock cannot occur. Each rank passes its clocks in order; once all exchanges before clock t
+  are complete, both ends of each message of clock t arrive at its exchange. This holds even if a
+  send completes only when it is received and if a rank waits for the whole exchange before
+  continuing; within an exchange the order of posting does not matter.
 - Messages between two ranks match in order, because both ends sort them by clock.
 
 The order of actions on each rank is that of Narayanan et al. 2021 ("Efficient Large-Scale Language

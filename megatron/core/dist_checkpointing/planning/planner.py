@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import (
     locate_rows,
     to_absolute,
 )
+from megatron.core.dist_checkpointing.planning.balancing import cut_into_shares, level_loads
 
 TensorType = tuple[str, Shape, torch.dtype]  # key, global shape, dtype
 
@@ -72,8 +73,9 @@ class Item(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def select_rows(self, first: int, count: int) -> Item:
-        offset, shape = locate_rows(self.shape, first, count)
-        return self._replace(offset=to_absolute(self.offset, offset), shape=shape)
+        """Return the item of `count` rows from row `first` on."""
+        start, shape = locate_rows(self.shape, first, count)
+        return self._replace(offset=to_absolute(self.offset, start), shape=shape)
 
 
 class RankPlan(NamedTuple):
@@ -210,8 +212,9 @@ class SavePlan:
         shapes = self.rows.shape.tolist()
         for number, offset, box_shape in zip(self.rows.tensor, offsets, shapes, strict=True):
             key, global_shape, _ = self.tensors[number]
-            dims = len(global_shape)
-            yield key, (tuple(offset[:dims]), tuple(box_shape[:dims]))
+            dims = len(global_shape)  # the columns have those of the largest tensor
+            extent = (tuple(offset[:dims]), tuple(box_shape[:dims]))
+            yield key, extent
 
 
 def _get_itemsizes(tensors: Sequence[TensorType]) -> np.ndarray:
@@ -328,13 +331,24 @@ def number_places(
     position = 0
     for _, shape, _ in tensors:
         padded = shape + (1,) * (dims - len(shape))
-        strides.append([math.prod(padded[axis + 1 :]) for axis in range(dims)])
+        strides.append(_compute_strides(padded))
         first_places.append(position)
         position += max(1, math.prod(shape))
     assert position < 1 << 63, f"{position} elements are more than 64 bits can number"
     stride_of_box = np.array(strides, dtype=np.int64).reshape(-1, dims)[tensor]  # [boxes, dims]
     first_place_of_box = np.array(first_places, dtype=np.int64)[tensor]  # [boxes]
     return first_place_of_box + (offset * stride_of_box).sum(axis=1)
+
+
+def _compute_strides(shape: Shape) -> list[int]:
+    """Return the distance in elements between neighbors along each axis, in row-major order."""
+    strides = []
+    distance = 1
+    for size in reversed(shape):
+        strides.append(distance)
+        distance *= size
+    strides.reverse()
+    return strides
 
 
 def _pad_dimensions(boxes: np.ndarray, dims: int) -> np.ndarray:
@@ -489,9 +503,9 @@ def _share_replicated_boxes(
         num_rows = boxes.rows[first_lines].tolist()
         nbytes = boxes.nbytes[first_lines].tolist()
         group_loads = [loads[rank] for rank in ranks]
-        shares = _level_loads(group_loads, sum(nbytes))
+        shares = level_loads(group_loads, sum(nbytes))
         sizes = list(zip(num_rows, nbytes, strict=True))
-        for member, box, first, count in _cut_into_shares(shares, sizes):
+        for member, box, first, count in cut_into_shares(shares, sizes):
             line = lines_of_boxes[box][member]
             parts.append((line, first, count))
             row_bytes = nbytes[box] // num_rows[box]
@@ -528,67 +542,12 @@ def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:
         num_rows = 1 if axis is None else item.shape[axis]
         sizes.append((num_rows, item.nbytes))
         total += item.nbytes
-    bytes_of_rank = _level_loads([0] * size, total)
+    bytes_of_rank = level_loads([0] * size, total)
     shares: list[list[Item]] = [[] for _ in range(size)]
-    for rank, number, first, count in _cut_into_shares(bytes_of_rank, sizes):
+    for rank, number, first, count in cut_into_shares(bytes_of_rank, sizes):
         part = items[number].select_rows(first, count)
         shares[rank].append(part)
     return shares
-
-
-def _level_loads(loads: list[int], total: int) -> list[int]:
-    """Return the part of `total` bytes that each rank takes so that loads become equal."""
-    order = sorted(range(len(loads)), key=lambda index: (loads[index], index))
-    # The ranks with the lowest loads are filled up to a common level, the others get no bytes.
-    # `filled` is the sum of the loads of the first `count` ranks afterwards.
-    filled = total
-    count = 0
-    for index in order:
-        if count and filled <= loads[index] * count:
-            break
-        filled += loads[index]
-        count += 1
-    # The first ranks get the remainder of the division, one byte each.
-    level, rest = divmod(filled, count)
-    shares = [0] * len(loads)
-    for position, index in enumerate(order[:count]):
-        shares[index] = level + (position < rest) - loads[index]
-    assert sum(shares) == total, (shares, total)
-    return shares
-
-
-def _cut_into_shares(
-    shares: list[int], sizes: Sequence[tuple[int, int]]
-) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a sequence of boxes (rows, bytes) into shares of the given bytes, between rows.
-
-    Yields (number of the share, number of the box, first row, count).
-    """
-    # The shares that are not empty, (number, bytes); without any bytes the first one gets all rows.
-    due = [(member, share) for member, share in enumerate(shares) if share] or [(0, 0)]
-    current = 0
-    member, left = due[current]
-    for number, (num_rows, nbytes) in enumerate(sizes):
-        row_bytes = nbytes // num_rows
-        done = 0
-        while done < num_rows:
-            count = num_rows - done
-            is_last = current == len(due) - 1
-            if row_bytes and not is_last:
-                # Round to the nearest row: rounding down would add all remainders to the last
-                # share.
-                rows_left = -(-(2 * left - row_bytes) // (2 * row_bytes))
-                count = min(count, rows_left)
-            if count > 0:
-                yield member, number, done, count
-                done += count
-                left -= count * row_bytes
-            if done < num_rows:
-                # The share is complete. What was rounded to a row goes to the next one.
-                current += 1
-                member, share = due[current]
-                left += share
-    assert current < len(due)
 
 
 def _sum_by_group(group: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:

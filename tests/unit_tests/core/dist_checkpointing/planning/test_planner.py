@@ -8,10 +8,10 @@ import torch
 
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Box, BoxTable, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.planning.balancing import level_loads
 from megatron.core.dist_checkpointing.planning.planner import (
     LocalSpec,
     TensorSpec,
-    _level_loads,
     describe,
     pack,
 )
@@ -97,7 +97,7 @@ def test_level_is_water_filling(loads, total):
     expected = list(loads)
     for _ in range(total):
         expected[expected.index(min(expected))] += 1
-    result = [load + share for load, share in zip(loads, _level_loads(loads, total), strict=True)]
+    result = [load + share for load, share in zip(loads, level_loads(loads, total), strict=True)]
     assert sorted(result) == sorted(expected)
     assert all(new >= old for new, old in zip(result, loads, strict=True))
 
