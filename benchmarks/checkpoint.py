@@ -176,7 +176,7 @@ class Bench:
         self.state = State(self.rows, self.layers)
         self.root = Path(args.directory)
         self.saver = AsyncSaver(workers=args.workers)
-        self.saver.prepare(self.state.boxes)
+        self.saver.prepare(self.state.boxes).result()
         self.results: dict[str, dict[str, float]] = {}
         self.began = time.monotonic()
 
@@ -220,7 +220,7 @@ class Bench:
         saver = AsyncSaver(
             workers=workers, staging_mem_limit=staging_for_waiting(workers)
         )  # as without --async-save
-        saver.prepare(state.boxes)
+        saver.prepare(state.boxes).result()
 
         def ours() -> dict[str, float]:
             self.remove(self.path("ours"))

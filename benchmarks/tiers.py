@@ -119,7 +119,7 @@ def measure_saves(rank, size, training, root, turns):
     for copies, way in enumerate(WAYS, 1):
         tier = LocalTier.create(root / f"copies{copies}" / f"node{rank}", copies)
         savers[way] = AsyncSaver(), LocalSaver(tier, Generation(root, 1, ""), None)
-        savers[way][0].prepare(training.state)
+        savers[way][0].prepare(training.state).result()
     for turn in range(turns + 1):
         for way, (saver, nodes) in savers.items():
             dist.barrier()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.deferred import start_copy, start_max_reduce
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
@@ -232,6 +233,24 @@ class NanCheck:
                 f"iteration {iteration}: the gradient norm is {norm}, the loss is finite on all "
                 f"ranks. {_ADVICE}"
             )
+
+    def start_check(self) -> Callable[[], None]:
+        """Return a check of the last submitted iteration for another thread, which may wait.
+
+        It raises CheckpointError; `finish` then raises NotFiniteError after the next iteration. A
+        dynamic loss scale requires the losses of all ranks, so `finish` is called at once.
+        """
+        if self._dynamic_loss_scale:
+            self.finish()
+        if self._last is None:
+            return lambda: None
+        iteration, _, _, skipped = self._last
+
+        def check() -> None:
+            if skipped():
+                raise CheckpointError(f"the gradient of iteration {iteration} is not finite")
+
+        return check
 
     def check_interval(self, interval: Interval) -> None:
         """Check the losses of a closed interval: one may be NaN while its gradient is finite."""

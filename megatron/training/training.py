@@ -32,7 +32,11 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.durable_files import encode_json, write_json
 from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.optimizer import StepResult
-from megatron.training.checkpoint.contents import get_common_state, get_state_to_save
+from megatron.training.checkpoint.contents import (
+    get_state_to_save,
+    get_validation_loss,
+    start_common_state,
+)
 from megatron.training.checkpoint.export import check_hf_target, make_legacy_rewrite, save_hf
 from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weights
 from megatron.training.checkpoint.save_directory import (
@@ -147,6 +151,8 @@ def pretrain(
     if config.checkpoint.ckpt_convert_format is not None:
         save_converted(run)
         return run
+    if save is not None and not config.training.skip_train:
+        run.saver.prepare(get_state_to_save(run))  # in the background of building the data
     data = build_data(run, tokenizer, datasets_provider)
 
     # Train, evaluate, save.
@@ -160,6 +166,7 @@ def pretrain(
                 data.close()
                 data = build_data(run, tokenizer, datasets_provider)
             own_save_directory(run, generation, tier, start)
+        run.saver.finish_preparing()
         record_start()
         if not config.training.skip_train:
             train(run, data)
@@ -298,17 +305,37 @@ def save_if_finite(
     since = time.perf_counter()
     pause = nullcontext() if config.async_save else log.paused()
     with pause:
-        nan_check.finish()
+        if config.async_save and not last:
+            # A background save is refused before it writes anything, so that the host need not wait
+            # for the device here.
+            check = nan_check.start_check()
+        else:
+            nan_check.finish()
+            check = _accept
         if locally:
             run.saver.save_locally(
-                get_state_to_save(run), run.state.iteration, get_common_state(run), since
+                get_state_to_save(run),
+                run.state.iteration,
+                start_common_state(run),
+                since,
+                loss=get_validation_loss(run),
+                check=check,
             )
         elif config.save is not None:
-            save_checkpoint(run, config.save, config.ckpt_format, since, last)
+            save_checkpoint(run, config.save, config.ckpt_format, since, last, check)
+
+
+def _accept() -> None:
+    """Accept the state to save, which has been checked."""
 
 
 def save_checkpoint(
-    run: Run, root: str, ckpt_format: str, since: float | None = None, last: bool = True
+    run: Run,
+    root: str,
+    ckpt_format: str,
+    since: float | None = None,
+    last: bool = True,
+    check: Callable[[], None] = _accept,
 ) -> None:
     """Save the run under `root`. Collective.
 
@@ -319,10 +346,12 @@ def save_checkpoint(
         get_state_to_save(run),
         path_of(root),
         run.state.iteration,
-        get_common_state(run),
+        start_common_state(run),
         rewrite,
         since,
         last,
+        get_validation_loss(run),
+        check,
     )
 
 

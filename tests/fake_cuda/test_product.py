@@ -36,3 +36,15 @@ def test_an_asynchronous_save_is_a_snapshot():
     lines = result.stdout.splitlines()
     assert lines[:2] == ["unlimited True", "limited True"]
     assert lines[2:] == ["unlimited False", "limited False"]
+
+
+def test_background_saves_do_not_wait_for_training(tmp_path):
+    """The only wait is for an all-reduce on a stream of its own: a flag to the device, and back."""
+    flags = (
+        f"{COMMON}{LLAMA}--mock-data --bf16 --device cuda --train-iters 6 --log-interval 100 --num-layers 2 "
+        f"--use-distributed-optimizer --async-save --save {tmp_path} --save-interval 3"
+    )
+    result = launch(["-m", "tests.support.find_waits", *flags.split()], 2)
+    assert result.returncode == 0, result.stderr[-4000:]
+    waits = json.loads(result.stdout.splitlines()[-1])
+    assert waits == {"core/dist_checkpointing/planning/coordination.py: all_true": 2}

@@ -46,3 +46,37 @@ def test_buffers_are_pinned():
     buffer = StagingBuffer(2, pinned=True)
     assert all(slot.tensor.is_pinned() for slot in buffer.slots)
     buffer.close()
+
+
+class LimitedDriver:
+    """CUDA's runtime on a host that pins blocks of at most `limit` bytes."""
+
+    def __init__(self, driver, limit):
+        self._driver = driver
+        self._limit = limit
+
+    def __getattr__(self, name):
+        return getattr(self._driver, name)
+
+    def cudaHostRegister(self, address, size, flags):
+        if size > self._limit:
+            return 2  # cudaErrorMemoryAllocation
+        return self._driver.cudaHostRegister(address, size, flags)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("limit", "pinned"), [(20 * SLOT_SIZE, True), (0, False)])
+def test_save_uses_less_memory_if_it_cannot_be_pinned(limit, pinned, monkeypatch, tmp_path, caplog):
+    driver = LimitedDriver(torch.cuda.cudart(), limit)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    value = torch.randn(24 * SLOT_SIZE // 4, device="cuda")
+    state = {"t": ShardedTensor.replicated("t", value)}
+    with AsyncSaver() as saver:
+        for number in range(2):
+            report = saver.save(state, tmp_path / str(number), common={}).wait()
+            assert report.error is None, report.error
+    assert caplog.text.count("asynchronous saves use 128 MiB") == 1
+    assert ("not pinned" in caplog.text) != pinned
+    loaded = torch.zeros_like(value)
+    load({"t": ShardedTensor.replicated("t", loaded)}, tmp_path / "1")
+    assert torch.equal(loaded, value)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron.core.deferred import start_copy
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import Piece
@@ -195,24 +196,37 @@ class MegatronOptimizer:
 
         Waits for the device.
         """
+        return self.start_state_dict()()
+
+    def start_state_dict(self) -> Callable[[], dict[str, Any]]:
+        """Begin to copy the present `state_dict` from the device.
+
+        Returns a function that waits for the copy and returns the state, in any thread.
+        """
         steps = self._collect_steps()
+        step = start_copy(steps[0].clone()) if steps else None
         groups: list[dict[str, Any]] = []
         for group in self.param_groups:
             stored: dict[str, Any] = dict(_CONSTANTS)
             for name in _HYPERPARAMETERS:
                 if name in group:
                     stored[name] = group[name]
-            if steps:
-                stored["step"] = int(steps[0])
             groups.append(stored)
-        state: dict[str, Any] = {
-            "optimizer": {"param_groups": groups},
-            "param_state_sharding_type": "fully_reshardable",
-        }
         scaler = self.grad_scaler.state_dict()
-        if scaler:
-            state["grad_scaler"] = scaler
-        return state
+
+        def finish() -> dict[str, Any]:
+            if step is not None:
+                for group in groups:
+                    group["step"] = int(step())
+            state: dict[str, Any] = {
+                "optimizer": {"param_groups": groups},
+                "param_state_sharding_type": "fully_reshardable",
+            }
+            if scaler:
+                state["grad_scaler"] = scaler
+            return state
+
+        return finish
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], model_state: ShardedStateDict) -> None:

@@ -7,7 +7,7 @@ Everything else is in `common`: arguments, iteration, schedules.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.conversion.megatron_lm.args import add_loader_defaults, split_by_expert_optimizer
@@ -60,7 +60,18 @@ def _get_generators(run: Run) -> ShardedStateDict:
 
 
 def get_common_state(run: Run) -> dict[str, Any]:
-    """Return the part of a checkpoint that is the same on every rank, in Megatron-LM's form."""
+    """Return the part of a checkpoint that is the same on every rank, in Megatron-LM's form.
+
+    Waits for the device.
+    """
+    return start_common_state(run)()
+
+
+def start_common_state(run: Run) -> Callable[[], dict[str, Any]]:
+    """Begin to collect the common state of this moment.
+
+    Returns a function that waits for the device and returns the state, in any thread.
+    """
     config = run.config
     state = run.state
     padded_vocab_size = compute_padded_vocab_size(
@@ -78,13 +89,29 @@ def get_common_state(run: Run) -> dict[str, Any]:
         "train_data_fingerprint": run.train_data_fingerprint,
     }
     common = megatron_common_state(make_namespace(config.flags(), derived), state)
-    if not config.checkpoint.no_save_optim:
-        common["optimizer"] = split_by_expert_optimizer(run.optimizer.state_dict(), config.flags())
-        common["opt_param_scheduler"] = run.scheduler.state_dict()
-    if run.validated is not None and run.validated[0] == state.iteration:
-        common[VALIDATION_LOSS] = run.validated[1]
-    # Loads apply this schema, so a save must fail rather than write an unloadable checkpoint.
-    return COMMON(common, "the state of the run")
+    has_optimizer = not config.checkpoint.no_save_optim
+    flags = config.flags()
+    scheduler = run.scheduler.state_dict()
+    finish_optimizer = run.optimizer.start_state_dict()
+    loss = get_validation_loss(run)
+
+    def finish() -> dict[str, Any]:
+        if has_optimizer:
+            common["optimizer"] = split_by_expert_optimizer(finish_optimizer(), flags)
+            common["opt_param_scheduler"] = scheduler
+        if loss is not None:
+            common[VALIDATION_LOSS] = loss
+        # Loads apply this schema, so a save must fail rather than write an unloadable checkpoint.
+        return COMMON(common, "the state of the run")
+
+    return finish
+
+
+def get_validation_loss(run: Run) -> float | None:
+    """Return the validation loss of the present iteration, None if it was not measured."""
+    if run.validated is None or run.validated[0] != run.state.iteration:
+        return None
+    return run.validated[1]
 
 
 def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argparse.Namespace:

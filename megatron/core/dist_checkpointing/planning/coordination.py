@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +14,19 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 
 T = TypeVar("T")
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context whose CUDA operations are queued on a stream of their own."""
+    if device.type != "cuda":
+        return nullcontext()
+    current = torch.device("cuda", torch.cuda.current_device())
+    return torch.cuda.stream(_stream_of(current))
 
 
 @dataclass(frozen=True)
@@ -40,12 +55,17 @@ class Coordination:
         return self.rank == 0
 
     def all_true(self, value: bool) -> bool:
-        """Return whether `value` is true on every rank, via an all-reduce of one number."""
+        """Return whether `value` is true on every rank, via an all-reduce of one number.
+
+        On a GPU it does not wait for the kernels that are queued on the current stream.
+        """
         if self.size == 1:
             return value
-        flag = torch.tensor([int(value)], dtype=torch.int32, device=self._device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
-        return bool(flag.item())
+        device = self._device()
+        with _own_stream(device):
+            flag = torch.tensor([int(value)], dtype=torch.int32, device=device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
+            return bool(flag.item())
 
     def all_gather(self, value: Any) -> list[Any]:
         if self.size == 1:

@@ -6,10 +6,10 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
 from megatron.core.dist_checkpointing.files import is_complete, write_tracker
@@ -19,7 +19,6 @@ from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.dist_checkpointing.saving.retention import (
-    VALIDATION_LOSS,
     Retention,
     RetentionRules,
 )
@@ -27,6 +26,7 @@ from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, Save
 from megatron.core.dist_checkpointing.saving.saver import (
     AsyncSaver,
     CheckpointCopier,
+    Common,
     staging_for_waiting,
 )
 
@@ -94,6 +94,7 @@ class RunSaver:
         self._saver: AsyncSaver | None = None
         self._copier: CheckpointCopier | None = None
         self._local_saver: LocalSaver | None = None
+        self._preparation: Future[object] | None = None
 
         # Ownership of the run's directory and of the one on the nodes.
         self._generation: Generation | None = None
@@ -141,20 +142,38 @@ class RunSaver:
 
     # ---- Saving ----
 
+    def prepare(self, state: ShardedStateDict) -> None:
+        """Plan and begin to allocate host memory for background saves of `state`. Collective.
+
+        Pinning takes seconds for tens of gigabytes, for which the first save would delay training.
+        """
+        if self._options.async_save:
+            self._preparation = self._get_saver().prepare(state)
+
+    def finish_preparing(self) -> None:
+        """Wait for the memory that `prepare` allocates; the first save reports a failure."""
+        if self._preparation is not None:
+            self._preparation.exception()
+            self._preparation = None
+
     def save(
         self,
         state: ShardedStateDict,
         root: Path,
         iteration: int,
-        common: dict[str, Any],
+        common: Common,
         rewrite: Rewrite | None = None,
         since: float | None = None,
         last: bool = True,
+        loss: float | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin a save under `root` after the previous ones; if not `async_save`, also finish it.
 
         `rewrite` converts the files before the directory gets its name. Training has been waiting
-        since `since` (time.perf_counter), and ends if this is the `last` save.
+        since `since` (time.perf_counter), and ends if this is the `last` save. `loss` is the
+        validation loss of `state`, if it was measured. `check` runs in the background of rank 0
+        before anything is written; the save fails if it raises.
         """
         began = time.perf_counter()
         since = began if since is None else since
@@ -166,7 +185,7 @@ class RunSaver:
         if self._generation is not None and root == self._generation.root:
             generation = self._generation
         lineage = self._make_lineage(generation, iteration)
-        loss = common.get(VALIDATION_LOSS, math.nan)
+        before_writing = partial(self._before_writing, check)
 
         def on_commit() -> None:
             """Make the committed checkpoint the latest one, on rank 0."""
@@ -174,7 +193,7 @@ class RunSaver:
                 write_tracker(root, iteration)
                 return
             generation.move_tracker(iteration)
-            self._remove_superseded(iteration, lineage, loss)
+            self._remove_superseded(iteration, lineage, math.nan if loss is None else loss)
 
         directory = CheckpointDirectory(root).path(iteration)
         extra_files = {} if generation is None else {LINEAGE: lineage.encode(self._parent)}
@@ -182,12 +201,12 @@ class RunSaver:
         self._copied_report = None
         use_tier = self._tier is not None and in_background and rewrite is None
         if use_tier and not _has_failed(self._local_report):
-            local = self._begin_locally(state, iteration, common, since)
+            local = self._begin_locally(state, iteration, common, since, check)
             self._get_copier().copy(
                 local,
                 directory,
                 generation=generation,
-                before_writing=self._wait_for_removals,
+                before_writing=before_writing,
                 extra_files=extra_files,
                 on_commit=on_commit,
             )
@@ -198,7 +217,7 @@ class RunSaver:
                 directory,
                 common=common,
                 generation=generation,
-                before_writing=self._wait_for_removals,
+                before_writing=before_writing,
                 rewrite=rewrite,
                 extra_files=extra_files,
                 on_commit=on_commit,
@@ -207,22 +226,37 @@ class RunSaver:
         self._finish_unless_async()
 
     def save_locally(
-        self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float
+        self,
+        state: ShardedStateDict,
+        iteration: int,
+        common: Common,
+        since: float,
+        loss: float | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begin a save to the disks of the nodes; if not `async_save`, also finish it."""
+        """Begin a save to the disks of the nodes; if not `async_save`, also finish it.
+
+        See `save` for the arguments.
+        """
         assert self._generation is not None
         if self._saver is not None:
             # Only this rank may have reached this point: copies end at different times.
             self._report(self._saver.finish(), on_all_ranks=False)
         if _has_failed(self._copied_report):
             # A checkpoint was not copied because the local save of it failed: save directly.
-            self.save(state, self._generation.root, iteration, common, since=since)
+            root = self._generation.root
+            self.save(state, root, iteration, common, since=since, loss=loss, check=check)
             return
-        self._begin_locally(state, iteration, common, since)
+        self._begin_locally(state, iteration, common, since, check)
         self._finish_unless_async()
 
     def _begin_locally(
-        self, state: ShardedStateDict, iteration: int, common: dict[str, Any], since: float
+        self,
+        state: ShardedStateDict,
+        iteration: int,
+        common: Common,
+        since: float,
+        check: Callable[[], None],
     ) -> SaveHandle:
         assert self._tier is not None and self._generation is not None
         if self._local_saver is None:
@@ -233,6 +267,7 @@ class RunSaver:
             self._tier.root,
             common=common,
             pending=partial(self._local_saver.checkpoint, iteration),
+            before_writing=check,
             extra_files={LINEAGE: lineage.encode(self._parent)},
             since=since,
         )
@@ -333,7 +368,9 @@ class RunSaver:
 
     # ---- Reporting ----
 
-    def _wait_for_removals(self) -> None:
+    def _before_writing(self, check: Callable[[], None]) -> None:
+        """Check the state, and wait until the disk has room, on rank 0 in the background."""
+        check()
         if self._retention is not None:
             self._retention.wait()
 

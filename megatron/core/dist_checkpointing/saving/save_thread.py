@@ -96,7 +96,7 @@ class SaveHandle:
         self.report = SaveReport(
             pending.directory, bytes=plan.files.nbytes, total_bytes=plan.total_bytes
         )
-        self.common = b""  # the content of common.pt, on rank 0
+        self.make_common: Callable[[], bytes] = bytes  # the content of common.pt, on rank 0
         # Transfer of tensors and objects; None if the snapshot failed with `failure`.
         self.transfer: StageAndWrite | None = None
         self.failure: BaseException | None = None
@@ -243,6 +243,7 @@ class SaveThread:
         if self._coordination.is_coordinator:
             self._forget_past(save.barrier)
             self._remove_leftover()
+            save.make_common()  # an invalid one fails the save before anything is written
             save.hooks.before_writing()
             save.pending.begin(save.plan.total_bytes)
             save.barrier.begin()
@@ -278,7 +279,7 @@ class SaveThread:
         save.pending.commit(
             checksums,
             metadata,
-            save.common,
+            save.make_common(),
             save.hooks.extra_files,
             save.hooks.rewrite,
             lambda nbytes: save.barrier.check_before_commit(),

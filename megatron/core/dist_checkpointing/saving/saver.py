@@ -18,10 +18,12 @@ saves continue.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from concurrent.futures import Future
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,10 @@ from megatron.core.dist_checkpointing.saving.staging import (
     object_file,
 )
 from megatron.core.object_storage import path_of
+
+logger = logging.getLogger(__name__)
+
+Common = dict[str, Any] | Callable[[], dict[str, Any]]
 
 
 class AsyncSaver(SaveThread):
@@ -92,22 +98,23 @@ class AsyncSaver(SaveThread):
             2 * workers, "checkpoint-writer"
         )  # while one copies and hashes, another one writes
 
-    def prepare(self, state: ShardedStateDict) -> None:
+    def prepare(self, state: ShardedStateDict) -> Future[object]:
         """Plan and allocate before the first save, which then costs as much as the others.
 
-        Collective.
+        Collective. Returns at once; the result is ready when the memory is allocated. A failure is
+        not reported here: the first save tries again.
         """
         plan = self._planner.plan_for(state)
         tensors = [entry for entry in state.values() if not isinstance(entry, ShardedObject)]
         pinned = any(box.tensor.is_cuda for entry in tensors for box in entry.boxes)
-        self._thread.submit(lambda: self._slots(plan, pinned, touch=True)).result()
+        return self._thread.submit(lambda: self._slots(plan, pinned, touch=True))
 
     def save(
         self,
         state: ShardedStateDict,
         directory: str | os.PathLike[str],
         *,
-        common: dict[str, Any],
+        common: Common,
         generation: Generation | None = None,
         pending: Callable[[str], PendingCheckpoint] | None = None,
         before_writing: Callable[[], None] = lambda: None,
@@ -119,9 +126,9 @@ class AsyncSaver(SaveThread):
         """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if
         that still runs.
 
-        `common` is stored by rank 0. With a `generation` the checkpoint appears only as long as
-        that owns the directory
-        of checkpoints. `pending` makes another kind of checkpoint from the save's id.
+        `common` is stored by rank 0; a function that returns it is called in the background. With a
+        `generation` the checkpoint appears only as long as that owns the directory of checkpoints.
+        `pending` makes another kind of checkpoint from the save's id.
 
         On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores
         the checkpoint in another form before it has its name; `extra_files` are small files that
@@ -146,7 +153,7 @@ class AsyncSaver(SaveThread):
         # rank.
         current.failure = CheckpointError("interrupted")
         try:
-            current.common, current.transfer = self._take_snapshot(plan, state, common)
+            current.make_common, current.transfer = self._take_snapshot(plan, state, common)
             current.failure = None
         except Exception as error:
             current.failure = error
@@ -192,13 +199,14 @@ class AsyncSaver(SaveThread):
         self.close()
 
     def _take_snapshot(
-        self, plan: PreparedPlan, state: ShardedStateDict, common: dict[str, Any]
-    ) -> tuple[bytes, StageAndWrite]:
+        self, plan: PreparedPlan, state: ShardedStateDict, common: Common
+    ) -> tuple[Callable[[], bytes], StageAndWrite]:
         """Copy objects and `common` before `save` returns.
 
-        Returns the content of common.pt, and the transfer of everything else.
+        Returns the function that makes the content of common.pt, and the transfer of everything
+        else.
         """
-        archive = common_archive(common) if self._coordination.is_coordinator else b""
+        make_archive = self._encode_common(common)
         mine = set(plan.plan.objects)
         entries = [
             entry
@@ -212,7 +220,15 @@ class AsyncSaver(SaveThread):
             self._stream = stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())  # the copies must see the last update
         slots = partial(self._slots, plan, stream is not None)
-        return archive, StageAndWrite(plan.files, sources, objects, stream, self._pool, slots)
+        return make_archive, StageAndWrite(plan.files, sources, objects, stream, self._pool, slots)
+
+    def _encode_common(self, common: Common) -> Callable[[], bytes]:
+        if not self._coordination.is_coordinator:
+            return bytes
+        if callable(common):
+            return cache(lambda: common_archive(common()))
+        archive = common_archive(common)  # now, because the caller may change the dictionary
+        return lambda: archive
 
     def _slots(self, plan: PreparedPlan, pinned: bool, touch: bool = False) -> list:
         """Return the staging slots; allocates them if the plan needs more."""
@@ -221,10 +237,39 @@ class AsyncSaver(SaveThread):
             if self._buffer is not None:
                 self._buffer.close()
                 self._buffer = None  # in case the allocation below fails
-            self._buffer = StagingBuffer(needed, pinned)
+            self._buffer = self._allocate(needed, pinned)
             if touch:
                 self._buffer.touch()
         return self._buffer.slots
+
+    def _allocate(self, count: int, pinned: bool) -> StagingBuffer:
+        """Allocate slots; fewer or unpinned ones if that many cannot be pinned.
+
+        The limit of pinned memory depends on the host and its other processes. A slower save is
+        better than none.
+        """
+        if not pinned:
+            return StagingBuffer(count, pinned=False)
+        fewest = min(count, staging_for_waiting(self._workers) // SLOT_SIZE)
+        for attempt in (count, fewest):
+            try:
+                buffer = StagingBuffer(attempt, pinned=True)
+            except MemoryError as error:
+                failure = error
+                continue
+            if attempt < count:
+                self._max_slots = attempt
+                logger.warning(
+                    f"{failure}: asynchronous saves use {attempt * SLOT_SIZE >> 20} MiB per rank "
+                    "instead, and take longer to copy the state"
+                )
+            return buffer
+        logger.warning(
+            f"{failure}: asynchronous saves use {fewest * SLOT_SIZE >> 20} MiB of memory that is "
+            "not pinned, and training waits for their copies"
+        )
+        self._max_slots = fewest
+        return StagingBuffer(fewest, pinned=False)
 
 
 def staging_for_waiting(workers: int) -> int:
@@ -307,7 +352,7 @@ class CheckpointCopier(SaveThread):
         current = SaveHandle(local.plan, barrier, pending, hooks, started)
         self._start(current)
         checkpoint.keep_until(current.done)
-        current.common = local.common
+        current.make_common = local.make_common
         current.failure = local.failure
         if local.transfer is not None:
             current.transfer = _FromDisk(

@@ -161,7 +161,7 @@ def test_a_failing_tracker_does_not_undo_the_commit(tmp_path):
 def test_prepare_makes_the_first_save_like_the_others(tmp_path):
     training = Training(1)
     with AsyncSaver() as saver:
-        saver.prepare(training.state())
+        saver.prepare(training.state()).result()
         report = saver.save(training.state(), tmp_path / "c", common=training.common).wait()
         assert report.error is None
     assert_holds(tmp_path / "c", 1)

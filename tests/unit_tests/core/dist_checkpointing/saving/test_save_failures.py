@@ -259,7 +259,7 @@ def silent_rank(rank, size, root, victim):
     with AsyncSaver() as saver:
         assert saver.save(sharded(rank, size, 0), f"{root}/0", common={}).wait().error is None
     saver = AsyncSaver(timeout=1, assume_constant_structure=True)  # no collective with the silent
-    saver.prepare(sharded(rank, size, 1))
+    saver.prepare(sharded(rank, size, 1)).result()
     error = None
     if rank == victim:
         while not answered.exists():
