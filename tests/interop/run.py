@@ -219,6 +219,22 @@ def storage(variables: dict[str, str]) -> Iterator[None]:
         yield
 
 
+def check_checkpointer(python: Path, work: Path) -> None:
+    """Resume a model of megatron-core on another number of ranks with `megatron_checkpoint`."""
+    install = ("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
+    run(python, *install, REPOSITORY / "checkpointing", quiet=True)
+    losses: list[dict[str, float]] = []
+    for directory, ranks, steps in (("run", 2, 4), ("run", 1, 6), ("at-once", 1, 6)):
+        target = work / f"losses-{len(losses)}.json"
+        program = (*torchrun(ranks), HERE / "checkpointer_megatron_core.py")
+        run(python, *program, work / directory, steps, target, quiet=True)
+        losses.append(json.loads(target.read_text()))
+    saved, resumed, at_once = losses
+    assert list(resumed) == ["4", "5"], resumed
+    assert saved | resumed == at_once, f"{saved | resumed}, {at_once} expected"
+    print("megatron_checkpoint: losses of two ranks, then one, are those of one: same bits: ok")
+
+
 def check_apex(python: Path, work: Path, source: Path) -> None:
     """Check its Python part over stand-ins of its kernels."""
     run(OURS, HERE / "apex_check.py", source)
@@ -318,6 +334,10 @@ PEERS = {
     ),
     "megatron-core-0.19": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.19.2"), check_megatron_core, (3, 12)
+    ),
+    "checkpointer": Peer(
+        ("torch==2.13.0", "numpy", "xxhash", "setuptools", "megatron-core==0.16.1"),
+        check_checkpointer,
     ),
     "megatron-lm-0.16": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.16.1", *TRAINER),

@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.ownership import (
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.retention import RetentionRules
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
+from megatron.core.dist_checkpointing.saving.save_thread import SaveReport
 from megatron.core.dist_checkpointing.torch_programs.export import export_safetensors
 from megatron.core.dist_checkpointing.torch_programs.state import ProgramState, Stateful
 from megatron.core.dist_checkpointing.verification import find_missing_or_truncated
@@ -93,6 +94,8 @@ class Checkpointer:
 
     A save that fails is logged, and training goes on with the previous checkpoint, unless
     `must_succeed`. SaveFailedError is raised if another start has taken over the directory.
+    `on_saved` is called on every rank, by a later method call of this object, with the times and
+    sizes of each committed checkpoint.
     """
 
     def __init__(
@@ -118,6 +121,7 @@ class Checkpointer:
         timeout: float = 600.0,
         must_succeed: bool = False,
         override_existing_run: bool = False,
+        on_saved: Callable[[SaveReport], None] = lambda report: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         numbers = {
@@ -149,7 +153,8 @@ class Checkpointer:
                 timeout=timeout,
                 must_succeed=must_succeed,
                 retention=RetentionRules(keep_last=keep_last, keep_every=keep_every),
-            )
+            ),
+            lambda report, is_local: on_saved(report),
         )
 
         # When to save.

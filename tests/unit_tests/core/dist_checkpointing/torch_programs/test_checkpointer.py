@@ -344,6 +344,10 @@ def test_values_changed_before_staging_fail_the_save(tmp_path, caplog):
 
 
 def test_interval_and_retention(tmp_path):
+    reports = []
+    train(0, 1, "plain", tmp_path / "all", 5, {"save_interval": 2, "on_saved": reports.append})
+    assert [report.directory.name for report in reports] == ["iter_0000002", "iter_0000004"]
+    assert all(report.total_bytes > 0 and report.error is None for report in reports)
     train(0, 1, "plain", tmp_path, 11, {"save_interval": 2, "keep_last": 2, "keep_every": 4})
     assert CheckpointDirectory(tmp_path).list_iterations() == [4, 8, 10]
 
