@@ -50,9 +50,11 @@ def _scale_by_yarn(frequencies: Tensor, rotated: int, config: TransformerConfig)
 
     def find_pair(turns: float) -> float:
         """Return the (fractional) index of the pair with this number of turns."""
+        # Positions per radian: base^(2 i / rotated) for pair i
         wavelength = config.original_max_position_embeddings / (2 * math.pi * turns)
         return rotated * math.log(wavelength) / (2 * math.log(config.rotary_base))
 
+    # Ends of the ramp
     low = find_pair(config.beta_fast)
     high = find_pair(config.beta_slow)
     if config.yarn_correction_range_round_to_int:
@@ -60,8 +62,13 @@ def _scale_by_yarn(frequencies: Tensor, rotated: int, config: TransformerConfig)
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, rotated - 1)
-    length = high - low if high != low else 0.001
-    ramp = (torch.arange(rotated // 2, dtype=torch.float32) - low) / length
+    length = high - low
+    if length == 0:
+        length = 0.001  # a step instead of a ramp
+
+    # Share of the unchanged frequency of each pair: 1 before the ramp, 0 after it
+    pairs = torch.arange(rotated // 2, dtype=torch.float32)
+    ramp = (pairs - low) / length
     unchanged = 1.0 - ramp.clamp(0.0, 1.0)
     scaled = (1 - unchanged) * frequencies / config.rotary_scaling_factor
     return unchanged * frequencies + scaled
@@ -83,6 +90,7 @@ def _scale_as_llama3(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     """
     low = config.rope_low_freq_factor
     high = config.rope_high_freq_factor
+    # Rotations of each pair within the original context
     turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
     unchanged = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     scaled = (1 - unchanged) * frequencies / config.rope_scaling_factor
@@ -102,10 +110,15 @@ class Rotary(NamedTuple):
 
     def split_pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return views `[s, b, g, heads, pairs]` of the first and second elements of all pairs."""
-        half = self.cos.shape[-1]
+        num_pairs = self.cos.shape[-1]
+        num_rotated = 2 * num_pairs
         if self.interleaved:
-            return x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
-        return x[..., :half], x[..., half : 2 * half]
+            first = x[..., 0:num_rotated:2]
+            second = x[..., 1:num_rotated:2]
+        else:
+            first = x[..., :num_pairs]
+            second = x[..., num_pairs:num_rotated]
+        return first, second
 
 
 class RotaryTables:
@@ -135,10 +148,12 @@ class RotaryTables:
         # if an untrusted config.json has a huge head width.
         self._make_frequencies = partial(compute_rotary_frequencies, config, width, base)
         self._interleaved = interleaved
+        # Factor of cos and sin, and thereby of queries and keys
         self._factor = 1.0
         if config.rope_type == "yarn" and base is None:
             numerator = compute_yarn_mscale(config, config.mscale)
-            self._factor = numerator / compute_yarn_mscale(config, config.mscale_all_dim)
+            denominator = compute_yarn_mscale(config, config.mscale_all_dim)
+            self._factor = numerator / denominator
         self._tables: dict[tuple[int, torch.dtype, torch.device], Rotary] = {}
 
     def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
@@ -223,9 +238,12 @@ class _SplitQKV(torch.autograd.Function):
         ctx.num_query_heads = num_query_heads
         ctx.rotary = rotary
         query, key, value = _split_heads(mixed, num_query_heads)
-        query_out = _rotate_into(mixed.new_empty(query.shape), query, rotary)
-        key_out = _rotate_into(mixed.new_empty(key.shape), key, rotary)
-        value_out = mixed.new_empty(value.shape).copy_(value)
+        query_out = mixed.new_empty(query.shape)
+        key_out = mixed.new_empty(key.shape)
+        value_out = mixed.new_empty(value.shape)
+        _rotate_into(query_out, query, rotary)
+        _rotate_into(key_out, key, rotary)
+        value_out.copy_(value)
         return query_out, key_out, value_out
 
     @staticmethod
@@ -246,11 +264,13 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotary: Rotary) -> Tensor:
         ctx.rotary = rotary
-        return _rotate_into(x.new_empty(x.shape), x, rotary)
+        y = x.new_empty(x.shape)
+        return _rotate_into(y, x, rotary)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        dx = _rotate_into(dy.new_empty(dy.shape), dy, ctx.rotary, inverse=True)
+        dx = dy.new_empty(dy.shape)
+        _rotate_into(dx, dy, ctx.rotary, inverse=True)
         return dx, None
 
 

@@ -379,12 +379,15 @@ def compute_loss_scores(logits: Tensor, config: TransformerConfig) -> Tensor:
     if config.moe_router_score_function == "softmax":
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
     scores = torch.sigmoid(logits.float())
-    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+    # Normalized, because sigmoids do not add up to 1.
+    total = scores.sum(dim=-1, keepdim=True)
+    return scores / (total + 1e-20)
 
 
 def _count_choices(experts: Tensor, num_experts: int, batch: int) -> Tensor:
     """Count the choices of each expert per sequence: `[s * b, k]` -> `[b, experts]` fp32."""
-    by_position = experts.view(-1, batch, experts.shape[1])  # [s, b, k]
+    topk = experts.shape[1]
+    by_position = experts.view(-1, batch, topk)  # [s, b, k]
     by_sequence = by_position.transpose(0, 1).reshape(batch, -1)  # [b, s * k]
     counts = by_sequence.new_zeros(batch, num_experts)
     counts.scatter_add_(1, by_sequence, torch.ones_like(by_sequence))
