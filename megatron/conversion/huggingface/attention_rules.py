@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron.conversion.huggingface.config_fields import ConfigFields, Json
 from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, unsupported
@@ -70,30 +70,41 @@ QUERY_SCALAR = Rule({"query_pre_attn_scalar": number(1)}, _read_query_scalar, _w
 # Windows: transformers counts the token itself, `window_size` does not.
 
 _LAYER_TYPES = {"layer_types": schema.sequence(SHORT_TEXT, 10**5)}
-_KINDS = ("full_attention", "sliding_attention")
+_KINDS = ("full_attention", "sliding_attention")  # without and with a window
 
 
-def _window_arguments(window: int | None, kinds: Sequence[str]) -> Json:
+def _list_kinds(pattern: Iterable[bool | int]) -> list[str]:
+    """Return `layer_types`; the pattern has an entry for each layer: whether it has a window."""
+    return [_KINDS[bool(has_window)] for has_window in pattern]
+
+
+def _make_uniform_window(window: int | None) -> Json:
+    """Return the arguments of a model whose layers all have this window, or none."""
+    size = None
+    if window:
+        size = (window - 1, 0)
+    return {"window_size": size, "window_attn_skip_freq": None}
+
+
+def _make_windows(window: int | None, kinds: Sequence[str]) -> Json:
     """Return the arguments of a model with these kinds of layers."""
     strange = set(kinds) - set(_KINDS)
     if strange:
         raise ValueError(f"config.json: layer_types {sorted(strange)} is not supported")
     if "sliding_attention" not in kinds:
-        return {"window_size": None, "window_attn_skip_freq": None}
+        return _make_uniform_window(None)
     if not window:
         raise ValueError(
             f"config.json: layer_types sliding_attention with sliding_window = {window}"
         )
-    pattern = [_KINDS.index(kind) for kind in kinds]
-    skipped = None if all(pattern) else pattern
-    return {"window_size": (window - 1, 0), "window_attn_skip_freq": skipped}
+    arguments = _make_uniform_window(window)
+    if "full_attention" in kinds:
+        # 1 for each layer that has a window, as in `window_pattern`.
+        arguments["window_attn_skip_freq"] = [_KINDS.index(kind) for kind in kinds]
+    return arguments
 
 
-def _layer_kinds(config: TransformerConfig) -> list[str]:
-    return [_KINDS[has_window] for has_window in config.window_pattern]
-
-
-def _written_window(config: TransformerConfig) -> int | None:
+def _get_written_window(config: TransformerConfig) -> int | None:
     """Return `sliding_window`; None where no layer has a window."""
     if config.window_size is None or not any(config.window_pattern):
         return None
@@ -113,38 +124,41 @@ def alternating_windows(every: int, free: bool = False) -> Rule:
             raise unsupported(field, skip, f"{every} is")
         kinds = found.first("layer_types")
         if kinds is None:
-            kinds = [_KINDS[(layer + 1) % skip > 0] for layer in range(args["num_layers"])]
-        return _window_arguments(found.get("sliding_window"), kinds)
+            # The last of every `skip` layers has no window.
+            pattern = [(layer + 1) % skip > 0 for layer in range(args["num_layers"])]
+            kinds = _list_kinds(pattern)
+        return _make_windows(found.get("sliding_window"), kinds)
 
     def write(config: TransformerConfig) -> Json:
         # transformers builds the mask of windows even where no layer has one, and needs a size.
-        window = _written_window(config) or max(config.max_position_embeddings or 0, 1)
-        return {"sliding_window": window, "layer_types": _layer_kinds(config)}
+        window = _get_written_window(config) or max(config.max_position_embeddings or 0, 1)
+        return {"sliding_window": window, "layer_types": _list_kinds(config.window_pattern)}
 
     return Rule(_LAYER_TYPES | {"sliding_window": COUNT, field: COUNT}, read, write)
 
 
-def _same_in_all_layers(found: ConfigFields, window: int | None) -> Json:
-    wanted = "sliding_attention" if window else "full_attention"
-    others = set(found.first("layer_types") or ()) - {wanted}
+def _read_uniform_window(found: ConfigFields, window: int | None) -> Json:
+    """Return the arguments of one window for all layers; check that `layer_types` agrees."""
+    (kind,) = _list_kinds([bool(window)])
+    others = set(found.first("layer_types") or ()) - {kind}
     if others:
         raise ValueError(
             f"config.json: layer_types {sorted(others)} is not supported with "
             f"sliding_window = {window}"
         )
-    return {"window_size": (window - 1, 0) if window else None, "window_attn_skip_freq": None}
+    return _make_uniform_window(window)
 
 
 def _read_no_window(found: ConfigFields, args: Json) -> Json:
-    return _same_in_all_layers(found, None)
+    return _read_uniform_window(found, None)
 
 
 def _read_common_window(found: ConfigFields, args: Json) -> Json:
-    return _same_in_all_layers(found, found.get("sliding_window"))
+    return _read_uniform_window(found, found.get("sliding_window"))
 
 
 def _write_common_window(config: TransformerConfig) -> Json:
-    return {"sliding_window": _written_window(config)}
+    return {"sliding_window": _get_written_window(config)}
 
 
 FULL_ATTENTION = Rule(_LAYER_TYPES, _read_no_window)
@@ -155,11 +169,13 @@ COMMON_WINDOW = Rule(
 
 def _read_switched_window(found: ConfigFields) -> int | None:
     """Return the window of a Qwen model, which has one only with `use_sliding_window`."""
-    return found.get("sliding_window") if found.first("use_sliding_window") else None
+    if not found.first("use_sliding_window"):
+        return None
+    return found.get("sliding_window")
 
 
 def _write_switched_window(config: TransformerConfig) -> Json:
-    window = _written_window(config)
+    window = _get_written_window(config)
     return {"use_sliding_window": window is not None, "sliding_window": window}
 
 
@@ -183,14 +199,14 @@ def qwen_windows(in_first_layers: bool) -> Rule:
         kinds = found.first("layer_types")
         if kinds is None:
             limit = found.first("max_window_layers")
-            kinds = [
-                _KINDS[window is not None and has_window(layer, limit)]
-                for layer in range(args["num_layers"])
-            ]
-        return _window_arguments(window, kinds)
+            pattern = []
+            for layer in range(args["num_layers"]):
+                pattern.append(window is not None and has_window(layer, limit))
+            kinds = _list_kinds(pattern)
+        return _make_windows(window, kinds)
 
     def write(config: TransformerConfig) -> Json:
-        kinds = _layer_kinds(config)
+        kinds = _list_kinds(config.window_pattern)
         limit = config.num_layers
         if not in_first_layers and "sliding_attention" in kinds:
             limit = kinds.index("sliding_attention")
@@ -202,8 +218,7 @@ def qwen_windows(in_first_layers: bool) -> Rule:
 
 
 def _read_qwen3_moe_window(found: ConfigFields, args: Json) -> Json:
-    window = _read_switched_window(found)
-    return {"window_size": (window - 1, 0) if window else None, "window_attn_skip_freq": None}
+    return _make_uniform_window(_read_switched_window(found))
 
 
 # transformers applies the window of a Qwen3-MoE to every layer and reads neither `layer_types` nor

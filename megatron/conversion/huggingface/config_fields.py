@@ -24,7 +24,9 @@ class ConfigFields:
 
     def get(self, name: str) -> Any:
         """Return the value of a field for which null is a value of its own."""
-        return self.stated[name] if name in self.stated else self.defaults.get(name)
+        if name in self.stated:
+            return self.stated[name]
+        return self.defaults.get(name)
 
     def first(self, *names: str) -> Any:
         """Return the first value that is not null, stated fields before defaults; else None."""
@@ -54,11 +56,10 @@ def config_class(model_type: str) -> Any:
 def transformers_defaults(model_type: str) -> Mapping[str, Any]:
     """Return the values that transformers takes for missing fields of `model_type`."""
     declared = config_class(model_type)
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(declared).parameters.items()
-        if parameter.default is not parameter.empty
-    }
+    defaults = {}
+    for name, parameter in inspect.signature(declared).parameters.items():
+        if parameter.default is not parameter.empty:
+            defaults[name] = parameter.default
     # Fields that some releases do not declare, but compute. All other computed fields depend on the
     # sizes of the model, so the instance does not have their defaults.
     instance = declared()
@@ -68,7 +69,7 @@ def transformers_defaults(model_type: str) -> Mapping[str, Any]:
 
 
 def refusal_of_transformers(model_type: str, fields: Json) -> str | None:
-    """Return why transformers does not accept `fields` of a config.json; None if it does."""
+    """Return the reason for which transformers refuses `fields` of a config.json; None if none."""
     # Special tokens are not part of the check: defaults may exceed the vocabulary.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     try:

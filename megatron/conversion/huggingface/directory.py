@@ -71,18 +71,23 @@ class HuggingFaceSource:
         self.description = f"Hugging Face directory {directory}"
         self._directory = directory
         given = read_options.args
+
         # Read config.json.
         hf = schema.read_json(directory / "config.json")
         quantization = hf.get(_QUANTIZATION)
         if _QUANTIZATION in read_options.ignored_fields:
             quantization = None
+        ignored_fields = (*read_options.ignored_fields, _QUANTIZATION)
+        block = None
         try:
             family = find_family(hf)
-            self.args = family.read_config(hf, given, (*read_options.ignored_fields, _QUANTIZATION))
-            block = None if quantization is None else read_block_size(quantization)
+            self.args = family.read_config(hf, given, ignored_fields)
+            if quantization is not None:
+                block = read_block_size(quantization)
         except ValueError as error:
             raise schema.CheckpointError(f"{directory}: {error}") from error
         config = model_config(self.args, self.args["vocab_size"], self.description)
+
         # Open the weights. Biases that config.json switches off are zero in a model with others.
         files = rename_tensors(open_weights(directory), read_options.renames, self.description)
         if block is not None:
@@ -93,6 +98,7 @@ class HuggingFaceSource:
         self.tensors: dict[str, TensorInfo] = {}
         for key, shape in self._weights.shapes.items():
             self.tensors[key] = TensorInfo(shape, self._weights.dtype_of(key))
+
         # Complete the arguments. Those of the user come last: they override all files.
         if "bf16" not in self.args and "fp16" not in self.args:  # config.json has no dtype
             dtype = self._weights.default_dtype
@@ -101,7 +107,11 @@ class HuggingFaceSource:
         self.args["hf_model_type"] = family.model_type
         self.args["hf_fields"] = family.repeated_fields(hf)
         self.args |= read_tokenizer_arguments(directory, hf) | dict(given)
-        self._sidecar = open_sidecar(directory / DIRECTORY) if read_options.optimizer else None
+
+        # Add the optimizer and the run, if an export left them.
+        self._sidecar: Sidecar | None = None
+        if read_options.optimizer:
+            self._sidecar = open_sidecar(directory / DIRECTORY)
         self.training: TrainingState | None = None
         if self._sidecar is not None:
             self._add_sidecar(self._sidecar, config, given)
@@ -122,8 +132,9 @@ class HuggingFaceSource:
     def _read_optimizer(
         self, stored: Stored, key: str, offset: Shape, shape: Shape
     ) -> torch.Tensor:
-        """Read optimizer state. Main parameters must equal the weights bitwise: else the moments
-        belong to another model.
+        """Read optimizer state.
+
+        Main parameters must equal the weights bitwise: else the moments belong to another model.
         """
         value = stored.read(offset, shape)
         parameter, state = split_key(key)
@@ -139,11 +150,13 @@ class HuggingFaceSource:
     def _add_sidecar(
         self, sidecar: Sidecar, config: TransformerConfig, given: Mapping[str, Any]
     ) -> None:
+        """Add the arguments, the training state and the tensors of the sidecar."""
         where = self._directory / DIRECTORY
         run = model_config(sidecar.args, self.args["vocab_size"], str(where))
         _check_same_model(compute_model_signature(run), compute_model_signature(config), where)
         self.args |= {**sidecar.args, **given}
         self.training = sidecar.training
+        # The weights have the dtype of the run, even if they were exported in another one.
         for key, info in self.tensors.items():
             if is_trained(key):
                 self.tensors[key] = TensorInfo(info.shape, run.params_dtype)
@@ -180,6 +193,7 @@ def write_huggingface(
     ValueError for a model that transformers cannot express, before anything is written.
     """
     options = options or WriteOptions()
+
     # Plan and check everything.
     config = _make_config(source, options)
     family = choose_family(config, source.args.get("hf_model_type"))
@@ -189,16 +203,21 @@ def write_huggingface(
     parts = list(stored_parameters(shapes, family.rows, family.layers, config, _has_none))
     _check_complete(source, config, shapes, {part.key for part in parts})
     parts = _leave_out_biases(source, family, fields, parts)
-    optimizer = collect_optimizer_tensors(source, shapes) if options.optim_sidecar else []
+    weights = [_prepare_weight(source, part, config.params_dtype) for part in parts]
+    optimizer: list[Outgoing] = []
+    if options.optim_sidecar:
+        optimizer = collect_optimizer_tensors(source, shapes)
+
     # Write weights and sidecar.
     make_empty_directory(directory)
     limits = (options.max_shard_size, options.workers, progress)
-    weights = [_prepare_weight(source, part, config.params_dtype) for part in parts]
     write_weight_files(directory, "model", weights, *limits)
     if optimizer:
         folder = directory / DIRECTORY
         folder.mkdir()
-        write_state(folder, source, write_weight_files(folder, "optimizer", optimizer, *limits))
+        files = write_weight_files(folder, "optimizer", optimizer, *limits)
+        write_state(folder, source, files)
+
     # Write tokenizer and configuration.
     tokenizer = export_tokenizer(source.args, options.tokenizer, directory, options.trusted)
     write_generation_config(directory, tokenizer.ids)
@@ -238,7 +257,10 @@ def _check_complete(
                 f"{source.description}: {key} is not zero, and models of this family have no such "
                 "bias"
             )
-    extra = [k for k in source.tensors if k not in shapes and not k.startswith("optimizer.")]
+    extra = []
+    for key in source.tensors:
+        if key not in shapes and not key.startswith("optimizer."):
+            extra.append(key)
     if extra:
         raise ValueError(
             f"{source.description}: {', '.join(extra)} are not part of the model that its "
@@ -267,7 +289,8 @@ def _leave_out_biases(
         biases = [part for part in parts if part.is_bias and name in part.key]
         if fields[field] or not biases:
             continue
-        if any(torch.count_nonzero(read_whole(source, bias.key)) for bias in biases):
+        is_used = any(torch.count_nonzero(read_whole(source, bias.key)) for bias in biases)
+        if is_used:
             fields[field] = True
         else:
             parts = [part for part in parts if part not in biases]

@@ -84,13 +84,16 @@ SIGMOID_NORMALIZATION = Rule(
 
 
 def _read_expert_layers(found: ConfigFields, args: Json) -> Json:
-    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
+    """Give experts to every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     step = found.first("decoder_sparse_step") or 1
     dense = set(found.first("mlp_only_layers") or ())
-    pattern = [
-        int((layer + 1) % step == 0 and layer not in dense) for layer in range(args["num_layers"])
-    ]
-    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+    pattern = []  # 1 for each layer that has experts
+    for layer in range(args["num_layers"]):
+        has_experts = (layer + 1) % step == 0 and layer not in dense
+        pattern.append(int(has_experts))
+    if all(pattern):
+        return {"moe_layer_freq": 1}
+    return {"moe_layer_freq": pattern}
 
 
 def _write_expert_layers(config: TransformerConfig) -> Json:
@@ -126,32 +129,46 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
     """
 
     def read(found: ConfigFields, args: Json) -> Json:
-        layers = args["num_layers"]
         method = found.first("topk_method") or methods[0]
         if method not in methods:
             verb = "are" if len(methods) > 1 else "is"
             raise unsupported("topk_method", method, f"{' and '.join(methods)} {verb}")
-        dense = found.get("first_k_dense_replace") or 0
-        if dense > layers:
-            wanted = f"at most num_hidden_layers = {layers} is"
-            raise unsupported("first_k_dense_replace", dense, wanted)
-        shared = found.get("n_shared_experts") or 0
-        groups = found.get("n_group") or 1
-        # The method decides, not the number of groups.
-        is_grouped = method == methods[-1] and groups > 1
-        return {
-            "moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1,
-            "moe_router_num_groups": groups if is_grouped else None,
-            "moe_router_group_topk": found.get("topk_group") if is_grouped else None,
-            "moe_router_group_score_topk": best if is_grouped else None,
-            "moe_shared_expert_intermediate_size": shared * args["moe_ffn_hidden_size"],
-            "moe_router_topk_scaling_factor": float(found.get("routed_scaling_factor") or 1.0),
+
+        # Layers: the first ones are dense.
+        num_layers = args["num_layers"]
+        num_dense = found.get("first_k_dense_replace") or 0
+        if num_dense > num_layers:
+            wanted = f"at most num_hidden_layers = {num_layers} is"
+            raise unsupported("first_k_dense_replace", num_dense, wanted)
+        layer_pattern: int | list[int] = 1
+        if num_dense:
+            layer_pattern = [0] * num_dense + [1] * (num_layers - num_dense)
+
+        # Groups. The method decides, not the number of groups.
+        num_groups = found.get("n_group") or 1
+        grouping: Json = dict.fromkeys(
+            ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
+        )
+        if method == methods[-1] and num_groups > 1:
+            grouping["moe_router_num_groups"] = num_groups
+            grouping["moe_router_group_topk"] = found.get("topk_group")
+            grouping["moe_router_group_score_topk"] = best
+
+        num_shared = found.get("n_shared_experts") or 0
+        scaling_factor = found.get("routed_scaling_factor") or 1.0
+        return grouping | {
+            "moe_layer_freq": layer_pattern,
+            "moe_shared_expert_intermediate_size": num_shared * args["moe_ffn_hidden_size"],
+            "moe_router_topk_scaling_factor": float(scaling_factor),
         }
 
     def write(config: TransformerConfig) -> Json:
         shared_width = config.moe_shared_expert_intermediate_size or 0
+        method = methods[0]
+        if config.moe_router_num_groups:
+            method = methods[-1]
         return {
-            "topk_method": methods[-1] if config.moe_router_num_groups else methods[0],
+            "topk_method": method,
             "first_k_dense_replace": config.num_layers - sum(config.moe_layer_pattern),
             "n_group": config.moe_router_num_groups or 1,
             "topk_group": config.moe_router_group_topk or 1,

@@ -89,8 +89,8 @@ HARMLESS = """
 class Family:
     """One `model_type` of transformers.
 
-    Rows for parameters that no model of the family has are harmless: `find_obstacles` compares
-    whole models.
+    Rows for parameters that the family's models lack are harmless: `find_obstacles` compares whole
+    models.
     """
 
     model_type: str
@@ -126,28 +126,34 @@ class Family:
 
     def check_fields(self, hf: Json, ignored: Collection[str] = ()) -> None:
         """Raise ValueError for a field that is unknown or has a value of the wrong type."""
-        checks = self._field_checks()
+        checks = self._collect_checks()
         # An unknown field may change the model: reject unknown fields before reading any.
         known = {*HARMLESS.split(), *self.harmless.split(), *ignored, *checks}
-        unknown = sorted(
-            name for name, value in hf.items() if value is not None and name not in known
-        )
+        unknown = []
+        for name, value in hf.items():
+            if value is not None and name not in known:
+                unknown.append(name)
         if unknown:
-            listed = ", ".join(
-                f"{escape_control_chars(name)} = {format_value(hf[name])}" for name in unknown
-            )
+            unknown.sort()
+            listed = []
+            for name in unknown:
+                listed.append(f"{escape_control_chars(name)} = {format_value(hf[name])}")
             raise ValueError(
                 "config.json has fields that are not supported and may change what the model "
-                f"computes: {listed}. If they do not, convert it with --hf-ignore-fields "
-                f"{escape_control_chars(' '.join(unknown))}"
+                f"computes: {', '.join(listed)}. If they do not, convert it with "
+                f"--hf-ignore-fields {escape_control_chars(' '.join(unknown))}"
             )
-        record({f"{name}?": optional(check) for name, check in checks.items()})(hf, "config.json")
+        check_all = record({f"{name}?": optional(check) for name, check in checks.items()})
+        check_all(hf, "config.json")
 
-    def _field_checks(self) -> dict[str, Check]:
+    def _collect_checks(self) -> dict[str, Check]:
+        """Return the check of each field that a rule reads."""
         checks: dict[str, Check] = {}
         for rule in self.all_rules:
             for field, check in rule.fields.items():
-                checks[field] = MODEL_ARGUMENTS[check] if isinstance(check, str) else check
+                if isinstance(check, str):  # the name of an argument
+                    check = MODEL_ARGUMENTS[check]
+                checks[field] = check
         return checks
 
     def write_config(
@@ -163,12 +169,15 @@ class Family:
         for rule in self.all_rules:
             fields |= rule.write(config)
             repeated = {name: imported[name] for name in rule.repeated if name in imported}
-            if repeated:
-                found = ConfigFields(repeated, transformers_defaults(self.model_type))
-                arguments = rule.read(found, {})
-                if all(getattr(config, name) == value for name, value in arguments.items()):
-                    fields |= repeated
+            if repeated and self._describes(rule, repeated, config):
+                fields |= repeated
         return fields
+
+    def _describes(self, rule: Rule, fields: Json, config: TransformerConfig) -> bool:
+        """Return whether the rule reads the arguments of this model from the fields."""
+        found = ConfigFields(fields, transformers_defaults(self.model_type))
+        arguments = rule.read(found, {})
+        return all(getattr(config, name) == value for name, value in arguments.items())
 
     def repeated_fields(self, hf: Json) -> Json:
         """Return the fields that `write_config` repeats, with defaults for missing ones."""
@@ -181,8 +190,12 @@ class Family:
 
     def switched_biases(self) -> list[tuple[str, str]]:
         """Return the switches of biases with the part of a layer that each is for, e.g. ".mlp."."""
-        names = [name for rule in self.rules for name in rule.repeated]
-        return [(name, BIASED_PARTS[name]) for name in names if name in BIASED_PARTS]
+        switches = []
+        for rule in self.rules:
+            for name in rule.repeated:
+                if name in BIASED_PARTS:
+                    switches.append((name, BIASED_PARTS[name]))
+        return switches
 
     def find_obstacles(self, config: TransformerConfig) -> list[str]:
         """Return the properties of a model that this family cannot express.
@@ -194,28 +207,39 @@ class Family:
             config = replace(
                 config, window_size=None, window_attn_skip_freq=None, rotary_base_local=None
             )
-        fields = self.write_config(config)
         wanted = compute_model_signature(config)
+
+        # Write and read config.json.
+        fields = self.write_config(config)
         usual = {"kv_channels": config.hidden_size // config.num_attention_heads}
         try:
             args = usual | self.read_config(fields, {})
         except ValueError as error:  # a value that the family does not have
-            return [str(error), *(f"{name} = {value}" for name, value in wanted.items())]
+            return [str(error), *_list_differences(wanted, {})]
+
+        # Compare the model that it describes.
         try:
-            got = compute_model_signature(TransformerConfig(**(args | LOCAL_BACKEND_FIELDS)))
+            found = compute_model_signature(TransformerConfig(**(args | LOCAL_BACKEND_FIELDS)))
         except ValueError as error:  # the model contradicts the family
-            differing = [
-                f"{name} = {value}"
-                for name, value in wanted.items()
-                if args.get(name, value) != value
-            ]
-            return [*str(error).splitlines(), *differing]
-        differing = [f"{name} = {wanted[name]}" for name in wanted if wanted[name] != got[name]]
-        if not differing:
+            return [*str(error).splitlines(), *_list_differences(wanted, wanted | args)]
+        obstacles = _list_differences(wanted, found)
+        if not obstacles:
             refusal = refusal_of_transformers(self.model_type, fields)
             if refusal is not None:
-                differing.append(f"a config.json that transformers accepts ({refusal})")
-        return differing
+                obstacles.append(f"a config.json that transformers accepts ({refusal})")
+        return obstacles
+
+
+_MISSING = object()
+
+
+def _list_differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Return a line for each value of `wanted` that is missing or different in `found`."""
+    lines = []
+    for name, value in wanted.items():
+        if found.get(name, _MISSING) != value:
+            lines.append(f"{name} = {value}")
+    return lines
 
 
 _NO_BIAS = implied(add_bias_linear=False)
@@ -588,14 +612,19 @@ def find_family(hf: Json) -> Family:
         if not model_type and family.architecture in architectures:
             break
     else:
-        reason = f" (it has {_LACKING[model_type]})" if model_type in _LACKING else ""
+        reason = ""
+        if model_type in _LACKING:
+            reason = f" (it has {_LACKING[model_type]})"
         supported = ", ".join(family.model_type for family in FAMILIES)
         raise ValueError(
             f"config.json: model_type {model_type!r} is not supported{reason}; "
             f"supported are {supported}"
         )
-    headless = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + "Model"
-    if architectures and not {family.architecture, headless} & set(architectures):
+
+    # The architecture is the class with the language model head, or the base model.
+    base_name = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    accepted = {family.architecture, f"{base_name}Model"}
+    if architectures and accepted.isdisjoint(architectures):
         raise ValueError(
             f"config.json: architecture {escape_control_chars(architectures[0])} is not "
             f"{family.architecture}: not supported"
@@ -609,6 +638,7 @@ def choose_family(config: TransformerConfig, preferred: str | None) -> Family:
     Raises ValueError with the obstacles of the closest family.
     """
     obstacles: dict[str, list[str]] = {}
+    # Sorting is stable: only the preferred family moves to the front.
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         found = family.find_obstacles(config)
         if not found:

@@ -35,8 +35,8 @@ def read_block_size(quantization: Any) -> Sequence[int]:
         raise ValueError(
             f"config.json: quantization_config of {schema.format_value(method)} is not supported, "
             "only fp8 with weight_block_size is: load the model in transformers with "
-            "dequantize=True in its quantization config, save and convert that; or, if nothing is "
-            "quantized, give --hf-ignore-fields quantization_config"
+            "dequantize=True in its quantization config, save and convert that; or, if no weight "
+            "is quantized, give --hf-ignore-fields quantization_config"
         )
     return block
 
@@ -63,7 +63,11 @@ def _scale_blocks(
     name: str, stored: Stored, scales: Stored, block: Sequence[int], dtype: torch.dtype
 ) -> Stored:
     """Return a matrix of 8-bit floats, multiplied by the scale of each of its blocks."""
-    expected = tuple(-(-n // size) for n, size in zip(stored.shape, block, strict=False))
+    # [blocks of rows, blocks of columns]; the last blocks may be partial.
+    num_blocks = []
+    for extent, size in zip(stored.shape, block, strict=False):
+        num_blocks.append(-(-extent // size))  # rounded up
+    expected = tuple(num_blocks)
     is_number = scales.dtype in (torch.float32, torch.bfloat16)
     if len(stored.shape) != 2 or scales.shape != expected or not is_number:
         raise ValueError(
@@ -74,6 +78,7 @@ def _scale_blocks(
 
     def read(offset: Shape, shape: Shape) -> torch.Tensor:
         factors = scales.read((0, 0), scales.shape).float()
+        # The block of each row and of each column.
         rows = torch.arange(offset[0], offset[0] + shape[0]) // block[0]
         columns = torch.arange(offset[1], offset[1] + shape[1]) // block[1]
         values = stored.read(offset, shape).float() * factors[rows][:, columns]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from megatron.conversion.huggingface.config_fields import ConfigFields, Json
@@ -45,16 +45,18 @@ _TYPE_FIELDS = ("rope_type", "type")
 _NUMBERS = {"rope_theta": number(1), "partial_rotary_factor": number(0)}
 
 
-def _scaling_schema() -> schema.Check:
+def _make_scaling_check() -> schema.Check:
+    """Return the check of a dictionary with the parameters of a rope; its keys are optional."""
     fields: dict[str, schema.Check] = {}
     for name in _TYPE_FIELDS:
         fields[f"{name}?"] = optional(SHORT_TEXT)
     for name in (*_NUMBERS, *_LLAMA3, *_YARN):
-        fields[f"{name}?"] = optional(boolean if name == "truncate" else number())
+        fields[f"{name}?"] = optional(number())
+    fields["truncate?"] = optional(boolean)
     return record(fields)
 
 
-_SCALING = _scaling_schema()
+_SCALING = _make_scaling_check()
 
 
 def rope(
@@ -67,10 +69,12 @@ def rope(
 
     def read(found: ConfigFields, args: Json) -> Json:
         default = found.defaults.get("rope_scaling") or found.defaults.get("rope_parameters") or {}
-        stated = found.stated.get("rope_scaling") or found.stated.get("rope_parameters")
         base = default.get("rope_theta") or found.defaults.get("rope_theta")
-        implied = {name: value for name, value in default.items() if name not in _NUMBERS}
-        return _read_rope(found, stated or implied, base, scalings, partial, args)
+        parameters = found.stated.get("rope_scaling") or found.stated.get("rope_parameters")
+        if not parameters:
+            # The default scaling; base and fraction have fields of their own.
+            parameters = _leave_out(default, _NUMBERS)
+        return _read_rope(found, parameters, base, scalings, partial, args)
 
     def write(config: TransformerConfig) -> Json:
         scaling = _write_scaling(config)
@@ -84,6 +88,11 @@ def rope(
     return Rule({**_NUMBERS, "rope_scaling": _SCALING, "rope_parameters": _SCALING}, read, write)
 
 
+def _leave_out(values: Mapping[str, Any], names: Container[str]) -> Json:
+    """Return `values` without those called `names`."""
+    return {name: value for name, value in values.items() if name not in names}
+
+
 def _read_rope(
     found: ConfigFields,
     parameters: Mapping[str, Any],
@@ -94,33 +103,37 @@ def _read_rope(
 ) -> Json:
     """Return the arguments of one set of rope parameters."""
     parameters = {name: value for name, value in parameters.items() if value is not None}
-    base = parameters.get("rope_theta") or found.stated.get("rope_theta") or default_base or 1e4
-    if found.stated.get("rope_theta") not in (None, base):
+
+    # Base.
+    stated_base = found.stated.get("rope_theta")
+    base = parameters.get("rope_theta") or stated_base or default_base or 1e4
+    if stated_base not in (None, base):
         # transformers 4.x would use the one, 5.x the other.
         raise ValueError(
-            f"config.json has rope_theta = {found.stated['rope_theta']} and {base}: "
-            "remove the wrong one"
+            f"config.json has rope_theta = {stated_base} and {base}: remove the wrong one"
         )
-    fraction = (
-        parameters.get("partial_rotary_factor") or found.first("partial_rotary_factor") or 1.0
-    )
+
+    # Rotated fraction.
+    fraction = parameters.get("partial_rotary_factor")
+    fraction = fraction or found.first("partial_rotary_factor") or 1.0
     if fraction != 1.0 and not partial:
         raise unsupported("partial_rotary_factor", fraction, "1.0 is")
+
+    # Scaling.
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in scalings:
         verb = "is" if len(scalings) == 1 else "are"
         raise ValueError(
             f"config.json: rope type {kind!r} is not supported, only {', '.join(scalings)} {verb}"
         )
-    scaling = {
-        name: value for name, value in parameters.items() if name not in (*_TYPE_FIELDS, *_NUMBERS)
-    }
-    return {
+    scaling = _leave_out(parameters, (*_TYPE_FIELDS, *_NUMBERS))
+    arguments = {
         "rotary_base": float(base),
         "rotary_percent": float(fraction),
         "use_rope_scaling": kind == "llama3",
         "rope_type": "yarn" if kind == "yarn" else "rope",
-    } | _read_scaling(kind, scaling, found, args)
+    }
+    return arguments | _read_scaling(kind, scaling, found, args)
 
 
 def _read_scaling(kind: str, scaling: Json, found: ConfigFields, args: Json) -> Json:
@@ -162,6 +175,7 @@ def _check_mscale(scaling: Json) -> None:
 
 
 def _write_scaling(config: TransformerConfig) -> Json | None:
+    """Return the field `rope_scaling`; None without scaling."""
     if config.use_rope_scaling:
         kind = "llama3"
     elif config.rope_type == "yarn":
@@ -188,11 +202,14 @@ _LAYER_ROPES = record(
 
 def _read_two_ropes(found: ConfigFields, args: Json) -> Json:
     """Read both generations: 5.x nests the parameters of each kind of layer by its name."""
+    # Layers with a window.
     nested = found.stated.get("rope_parameters") or {}
     local = nested.get("sliding_attention") or {}
     local_kind = local.get("rope_type") or local.get("type") or "default"
     if local_kind != "default":
         raise unsupported("rope_parameters.sliding_attention.rope_type", local_kind, "default is")
+
+    # Layers without a window.
     scaling = found.stated.get("rope_scaling") or {}
     if scaling.get("type", "default") != "default" and not scaling.get("rope_type"):
         # transformers 5 ignores this name here, transformers 4 does not.
@@ -207,13 +224,17 @@ def _read_two_ropes(found: ConfigFields, args: Json) -> Json:
     default = found.defaults.get("rope_parameters") or {}
     base = default.get("full_attention", {}).get("rope_theta") or found.defaults.get("rope_theta")
     result = _read_rope(found, parameters, base, tuple(SCALINGS), False, args)
-    local_base = (
-        local.get("rope_theta")
-        or found.first("rope_local_base_freq")
-        or default.get("sliding_attention", {}).get("rope_theta")
-    )
-    has_window = bool(found.get("sliding_window"))
-    return result | {"rotary_base_local": float(local_base) if has_window else None}
+
+    # The second base, if any layer has a window.
+    result["rotary_base_local"] = None
+    if found.get("sliding_window"):
+        local_base = (
+            local.get("rope_theta")
+            or found.first("rope_local_base_freq")
+            or default.get("sliding_attention", {}).get("rope_theta")
+        )
+        result["rotary_base_local"] = float(local_base)
+    return result
 
 
 def _write_two_ropes(config: TransformerConfig) -> Json:

@@ -55,7 +55,9 @@ def copied(argument: str, *fields: str, required: bool = False) -> Rule:
 
     def write(config: TransformerConfig) -> Json:
         value = getattr(config, argument)
-        return {} if value is None else {fields[0]: value}
+        if value is None:
+            return {}
+        return {fields[0]: value}
 
     return Rule(dict.fromkeys(fields, argument), read, write)
 

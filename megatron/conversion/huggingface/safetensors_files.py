@@ -24,6 +24,7 @@ from megatron.conversion.model_space.pieces import ReadRegion, write_at
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.core.dist_checkpointing import FileTensor
 from megatron.core.dist_checkpointing.format import schema
+from megatron.core.dist_checkpointing.mapping import narrow
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -104,20 +105,26 @@ def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _read_box(stored: FileTensor, offset: Shape, shape: Shape) -> torch.Tensor:
-    # The file is opened for each read: a model may have more shards than a process may have open
-    # files.
+    """Return a box of a tensor.
+
+    The file is opened for each read: a model may have more shards than a process may have open
+    files.
+    """
+    # Whole rows are contiguous.
     first = offset[0] if offset else 0
-    row = math.prod(stored.shape[1:])
-    if shape[1:] == stored.shape[1:]:
-        return stored.read_flat(first * row, math.prod(shape)).view(shape)
+    row_shape = stored.shape[1:]
+    row_size = math.prod(row_shape)
+    if shape[1:] == row_shape:
+        return stored.read_flat(first * row_size, math.prod(shape)).view(shape)
+
     # Read blocks of whole rows and keep the columns: one large read beats many small ones.
     result = torch.empty(shape, dtype=stored.dtype)
-    columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], shape[1:], strict=True))
-    rows_per_block = max(1, _BLOCK // (row * stored.dtype.itemsize))
+    rows_per_block = max(1, _BLOCK // (row_size * stored.dtype.itemsize))
     for part in result.split(rows_per_block):
-        block = stored.read_flat(first * row, len(part) * row)
-        part.copy_(block.view(len(part), *stored.shape[1:])[(slice(None), *columns)])
-        first += len(part)
+        num_rows = len(part)
+        block = stored.read_flat(first * row_size, num_rows * row_size).view(num_rows, *row_shape)
+        part.copy_(narrow(block, (0, *offset[1:]), (num_rows, *shape[1:])))
+        first += num_rows
     return result
 
 
@@ -131,7 +138,8 @@ class SafetensorsWriter:
         self._path = path
         self._tensors = dict(tensors)
         self._starts: dict[str, int] = {}
-        # Older releases of transformers require the format.
+
+        # Lay out the tensors. Older releases of transformers require the format.
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name, info in tensors.items():
@@ -143,6 +151,8 @@ class SafetensorsWriter:
                 "data_offsets": [start, end],
             }
             self._starts[name] = start
+
+        # Write the header.
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
         path.write_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
@@ -155,7 +165,9 @@ class SafetensorsWriter:
         info = self._tensors[name]
         assert rows.dtype == info.dtype, (name, rows.dtype)
         assert tuple(rows.shape[1:]) == info.shape[1:], (name, rows.shape)
-        start = first * rows[:1].nbytes if rows.dim() else 0
+        start = 0  # byte of the tensor
+        if rows.dim() > 0:
+            start = first * rows[:1].nbytes
         assert start + rows.nbytes <= info.nbytes, (name, first, rows.shape)
         write_at(self._path, rows.contiguous(), self._data_start + self._starts[name] + start)
         with self._lock:

@@ -26,6 +26,7 @@ _PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would c
 
 
 def open_model(model: Path) -> sentencepiece.SentencePieceProcessor:
+    """Open a model that `check_model` has accepted."""
     return sentencepiece.SentencePieceProcessor(model_file=str(model))
 
 
@@ -62,6 +63,7 @@ def make_tokenizer(
     if normalized not in (unchanged, _SPACE + unchanged):
         return None
     has_prefix = normalized != unchanged
+
     # Model: pieces and merges.
     pieces = [processor.id_to_piece(number) for number in range(count)]
     numbers = {piece: number for number, piece in enumerate(pieces)}
@@ -73,6 +75,7 @@ def make_tokenizer(
         byte_fallback=any(processor.is_byte(number) for number in range(count)),
     )
     tokenizer = tokenizers.Tokenizer(bpe)
+
     # Spaces, and the one before the text.
     steps: list[Any] = [tokenizers.normalizers.Replace(" ", _SPACE)]
     undo: list[Any] = [
@@ -85,6 +88,7 @@ def make_tokenizer(
         undo.append(tokenizers.decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = tokenizers.normalizers.Sequence(steps)
     tokenizer.decoder = tokenizers.decoders.Sequence(undo)
+
     # Special pieces.
     special = []
     for number, piece in enumerate(pieces):
@@ -96,12 +100,11 @@ def make_tokenizer(
 
 def _make_merges(numbers: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """Return every way to make a piece of two others, best pieces first."""
-    ranked = []
+    ranks: dict[tuple[str, str], tuple[float, int, int]] = {}
     for piece, number in numbers.items():
         for cut in range(1, len(piece)):
             left = piece[:cut]
             right = piece[cut:]
             if left in numbers and right in numbers:
-                ranked.append((-scores[number], numbers[left], numbers[right], left, right))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
+                ranks[left, right] = (-scores[number], numbers[left], numbers[right])
+    return sorted(ranks, key=lambda merge: ranks[merge])

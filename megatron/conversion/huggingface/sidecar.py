@@ -1,8 +1,8 @@
-"""The sidecar of an exported model: what transformers has no place for.
+"""The sidecar of an exported model: optimizer state and run, which transformers does not store.
 
 It is the directory `megatron_state/` in the model's directory, so that no loader takes its files
 for weights. It contains the optimizer state in model space as safetensors, and run arguments and
-training state as JSON: with them, importing an export loses nothing.
+training state as JSON. With them, an imported export is complete.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def open_sidecar(directory: Path) -> Sidecar | None:
     """Return the sidecar in `directory`, if any. Raises ValueError if it is incomplete."""
     if not (directory / _STATE).exists():
         return None
+    # Read the JSON part, which names the other files.
     where = str(directory / _STATE)
     state = _SCHEMA(schema.read_json(directory / _STATE), where)
     paths = [schema.named_file(directory, name, where) for name in state["files"]]
@@ -89,14 +90,16 @@ def collect_optimizer_tensors(source: Source, parameters: Mapping[str, Shape]) -
             continue
         for state in states:
             key = optimizer_key(state, parameter)
-            read = full_precision_key(parameter, source.tensors) if state == "param" else key
-            if read not in source.tensors:
+            source_key = key
+            if state == "param":
+                source_key = full_precision_key(parameter, source.tensors)
+            if source_key not in source.tensors:
                 raise ValueError(
                     f"{source.description} has no {key}: --save-optim-sidecar needs the optimizer "
                     "state"
                 )
             part = StoredParameter(key, (), shape, (key,), map_unchanged(shape[0]))
-            tensors.append(Outgoing(source, read, part, torch.float32))
+            tensors.append(Outgoing(source, source_key, part, torch.float32))
     return tensors
 
 
@@ -115,6 +118,7 @@ def write_state(directory: Path, source: Source, files: list[str]) -> None:
 
 
 def _restore_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with the lists that were tuples before they were written as JSON."""
     result = dict(values)
     for name in _TUPLES:
         if isinstance(result.get(name), list):

@@ -41,11 +41,14 @@ class StoredParameter:
 
     def stored_shapes(self) -> list[Shape]:
         """Return the shapes of the tensors called `names`."""
-        lead = () if self.packed is None else (self.packed,)
         shapes = []
         for rows in count_stored_rows(self.row_map):
             shape = (rows, *self.shape[1:])
-            shapes.append(lead + (shape[::-1] if self.transposed else shape))
+            if self.transposed:
+                shape = shape[::-1]
+            if self.packed is not None:
+                shape = (self.packed, *shape)
+            shapes.append(shape)
         return shapes
 
 
@@ -70,33 +73,44 @@ def stored_parameters(
         row = rows[module]
         if kind == "bias" and not row.biased:
             continue
-        prefix = "" if layer is None else f"{layers}{layer}."
+        prefix = ""
+        if layer is not None:
+            prefix = f"{layers}{layer}."
+        suffix = row.suffixes.get(kind, kind)
+
+        # One tensor for all experts, with the rows of the model.
         if row.fused is not None and has(prefix + row.fused):
             yield StoredParameter(key, (), shape, (prefix + row.fused,), map_unchanged(shape[0]))
             continue
-        suffix = row.suffixes.get(kind, kind)
+
+        # A parameter without experts.
         if not row.packed and len(shape) < 3:
-            names = tuple(prefix + name + suffix for name in row.names)
+            names = tuple(f"{prefix}{name}{suffix}" for name in row.names)
             row_map = _make_row_map(row, shape[0], config)
-            transposed = row.transposed and len(shape) == 2
-            yield StoredParameter(key, (), shape, names, row_map, transposed)
+            is_transposed = row.transposed and len(shape) == 2
+            yield StoredParameter(key, (), shape, names, row_map, is_transposed)
             continue
+
         # Experts: the first dimension of the model's parameter counts them.
-        count, *rest = shape
+        num_experts, *rest = shape
         row_map = _make_row_map(row, rest[0], config)
-        transposed = row.transposed and len(rest) == 2
-        packed = count if row.packed else None
-        for expert in range(count):
-            names = tuple(prefix + name.replace("{e}", str(expert)) + suffix for name in row.names)
-            yield StoredParameter(key, (expert,), tuple(rest), names, row_map, transposed, packed)
+        is_transposed = row.transposed and len(rest) == 2
+        packed = num_experts if row.packed else None
+        for expert in range(num_experts):
+            templates = (f"{prefix}{name}{suffix}" for name in row.names)
+            names = tuple(name.replace("{e}", str(expert)) for name in templates)
+            yield StoredParameter(
+                key, (expert,), tuple(rest), names, row_map, is_transposed, packed
+            )
 
 
 def _make_row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
     """Return how `rows` rows of the model are distributed over the stored tensors of a row."""
     if row.qkv:
         sizes = (config.num_attention_heads, config.query_groups, config.head_dim)
-        is_separate = len(row.names) == 3
-        return map_separate_qkv(*sizes) if is_separate else map_fused_qkv(*sizes, blocks=1)
+        if len(row.names) == 3:
+            return map_separate_qkv(*sizes)
+        return map_fused_qkv(*sizes, blocks=1)
     if row.alternating:
         return map_alternating(rows // 2, 2)
     return map_stacked(rows // len(row.names), len(row.names))

@@ -41,7 +41,7 @@ class StoredWeights:
         # A save of the base model alone (AutoModel instead of AutoModelForCausalLM) names its
         # tensors without the prefix.
         has_prefix = any(name.startswith(family.prefix) for name in files)
-        self._prefix = "" if has_prefix else family.prefix
+        self._removed_prefix = "" if has_prefix else family.prefix
         self.shapes = model_tensors(config)
         # Key -> its stored tensors: one, or one per expert.
         self._parts: dict[str, list[StoredParameter]] = defaultdict(list)
@@ -62,15 +62,18 @@ class StoredWeights:
         """Return the stored dtype, promoted if the tensors of a parameter differ."""
         if key not in self._parts:
             return self.default_dtype
-        dtypes = {self._stored(name).dtype for part in self._parts[key] for name in part.names}
+        dtypes = set()
+        for part in self._parts[key]:
+            for name in part.names:
+                dtypes.add(self._stored(name).dtype)
         return reduce(torch.promote_types, dtypes)
 
     def find_unused(self) -> list[str]:
         """Return the names of stored tensors that are not part of the model."""
-        used = set()
+        used: set[str] = set()
         for parts in self._parts.values():
             for part in parts:
-                used |= {self._name(name) for name in part.names}
+                used.update(map(self._name, part.names))
         return sorted(set(self._files) - used)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -80,15 +83,24 @@ class StoredWeights:
         parts = self._parts[key]
         if not parts[0].lead:
             return self._read_part(parts[0], offset, shape)
-        experts = parts[offset[0] : offset[0] + shape[0]]
-        return torch.stack([self._read_part(part, offset[1:], shape[1:]) for part in experts])
+        # The first axis is that of the experts.
+        first = offset[0]
+        last = first + shape[0]
+        experts = []
+        for part in parts[first:last]:
+            experts.append(self._read_part(part, offset[1:], shape[1:]))
+        return torch.stack(experts)
 
     def _read_part(self, part: StoredParameter, offset: Shape, shape: Shape) -> torch.Tensor:
-        lead = part.lead if part.packed is not None else ()
+        """Return a box of a parameter, or of the matrix of one expert."""
+        # Index of the expert in a stored tensor that contains all of them.
+        lead: Shape = ()
+        if part.packed is not None:
+            lead = part.lead
 
         def read_box(source: int, start: Shape, extent: Shape) -> torch.Tensor:
             stored = self._stored(part.names[source])
-            box = stored.read((*lead, *start), (*[1] * len(lead), *extent))
+            box = stored.read(lead + start, (1,) * len(lead) + extent)
             return box.view(extent)
 
         def read_rows(source: int, first: int, count: int) -> torch.Tensor:
@@ -109,7 +121,7 @@ class StoredWeights:
 
     def _name(self, name: str) -> str:
         """Return the name that a tensor of a row has in these files."""
-        return name.removeprefix(self._prefix)
+        return name.removeprefix(self._removed_prefix)
 
     def _contains(self, name: str) -> bool:
         return self._name(name) in self._files
@@ -129,6 +141,7 @@ class StoredWeights:
         return not missing
 
     def _check_shapes(self, part: StoredParameter) -> None:
+        """Raise ValueError for a tensor of another dtype or shape than config.json implies."""
         for name, expected in zip(part.names, part.stored_shapes(), strict=True):
             found = self._stored(name)
             if not found.dtype.is_floating_point or found.dtype.itemsize == 1:

@@ -86,9 +86,12 @@ def export_tokenizer(
     """
     known_ids = args.get("hf_token_ids") or {}
     TOKEN_IDS(known_ids, "the arguments: hf_token_ids")
-    result = ExportedTokenizer({name: known_ids.get(name) for name in _IDS}, [], [])
+    ids = {name: known_ids.get(name) for name in _IDS}
+    result = ExportedTokenizer(ids, lost=[], copied=[])
     if tokenizer is not None:
         trusted = (*trusted, tokenizer)
+
+    # Find the tokenizer. That of GPT-2 has two files.
     bpe = [args.get("vocab_file"), args.get("merge_file")]
     if tokenizer is None and args.get("tokenizer_model"):
         tokenizer = _confirm_path(args["tokenizer_model"], trusted, result)
@@ -97,6 +100,8 @@ def export_tokenizer(
         if vocab is not None and merges is not None:
             _export_bpe(vocab, merges, directory, result)
         return result
+
+    # Copy it.
     if tokenizer is None:
         return result
     if tokenizer.is_dir():
@@ -189,12 +194,17 @@ def _export_sentencepiece(model: Path, directory: Path, result: ExportedTokenize
     if not _copy(model, directory / "tokenizer.model", result):
         return
     processor = open_model(directory / "tokenizer.model")
+
+    # Special tokens; -1 means that the model does not have one.
     numbers = (processor.bos_id(), processor.eos_id(), processor.pad_id())
     names: dict[str, str] = {}
     for id_name, number in zip(_IDS, numbers, strict=True):
-        result.ids[id_name] = number if number >= 0 else None
+        result.ids[id_name] = None
         if number >= 0:
+            result.ids[id_name] = number
             names[id_name.removesuffix("_id")] = processor.id_to_piece(number)
+
+    # The tokenizer of transformers.
     tokenizer = make_tokenizer(processor)
     if tokenizer is None:
         result.lost.append(
@@ -229,8 +239,11 @@ def write_generation_config(directory: Path, ids: Mapping[str, Any]) -> None:
     """Write generation_config.json unless one came with the tokenizer."""
     path = directory / "generation_config.json"
     if not path.exists():
-        known = {name: value for name, value in ids.items() if value is not None}
-        write_json(path, {"_from_model_config": True, **known})
+        config: dict[str, Any] = {"_from_model_config": True}
+        for name, value in ids.items():
+            if value is not None:
+                config[name] = value
+        write_json(path, config)
 
 
 def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
@@ -251,6 +264,8 @@ def _copy(source: Path, target: Path, result: ExportedTokenizer) -> bool:
 
 
 def _json(check: Callable[[Any, str], Any]) -> Callable[[bytes, str], None]:
+    """Return a check of content that is JSON whose value passes `check`."""
+
     def check_content(content: bytes, where: str) -> None:
         check(schema.parse_json(content, where), where)
 
@@ -258,6 +273,7 @@ def _json(check: Callable[[Any, str], Any]) -> Callable[[bytes, str], None]:
 
 
 def _decode_lines(content: bytes, where: str) -> list[str]:
+    """Return the lines of a text; raise CheckpointError for other content."""
     try:
         return content.decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -273,8 +289,10 @@ def _check_merges(content: bytes, where: str) -> None:
 
 
 def _check_template(content: bytes, where: str) -> None:
-    if not any("{{" in line or "{%" in line for line in _decode_lines(content, where)):
-        raise CheckpointError(f"{where} is not a Jinja template")
+    for line in _decode_lines(content, where):
+        if "{{" in line or "{%" in line:
+            return
+    raise CheckpointError(f"{where} is not a Jinja template")
 
 
 _OBJECT = _json(schema.mapping(schema.anything))

@@ -71,6 +71,7 @@ def open_weights(directory: Path) -> dict[str, Stored]:
 def _open_shards(
     directory: Path, index: Path, open_file: Callable[[Path], dict[str, Stored]]
 ) -> dict[str, Stored]:
+    """Return the tensors of all shards that the index lists."""
     weight_map = _INDEX(schema.read_json(index), str(index))["weight_map"]
     paths: dict[str, Path] = {}
     for name in sorted(set(weight_map.values())):
@@ -103,8 +104,11 @@ class Outgoing:
     dtype: torch.dtype
 
     def stored_tensors(self) -> dict[str, TensorInfo]:
-        shapes = zip(self.part.names, self.part.stored_shapes(), strict=True)
-        return {name: TensorInfo(shape, self.dtype) for name, shape in shapes}
+        """Return shape and dtype of the tensors in the files, by name."""
+        tensors = {}
+        for name, shape in zip(self.part.names, self.part.stored_shapes(), strict=True):
+            tensors[name] = TensorInfo(shape, self.dtype)
+        return tensors
 
     @property
     def is_written_at_once(self) -> bool:
@@ -113,11 +117,13 @@ class Outgoing:
 
     @property
     def rows_at_once(self) -> int:
+        """Number of rows that one job writes."""
         rows = self.part.shape[0]
         if self.is_written_at_once:
             return rows
         elements = max(1, math.prod(self.part.shape))
-        return max(1, _RUN_BYTES // 4 * rows // elements)
+        max_elements = _RUN_BYTES // 4
+        return max(1, max_elements * rows // elements)
 
     def write(self, files: Mapping[str, SafetensorsWriter], first: int, progress: Progress) -> None:
         """Write the model's rows from `first` on, at most `rows_at_once`, to the files by name."""
@@ -125,14 +131,7 @@ class Outgoing:
         count = min(self.rows_at_once, part.shape[0] - first)
         rows = self._read_rows(first, count)
         if self.is_written_at_once:
-            for number, name in enumerate(part.names):
-                stored = pack_rows(part.row_map, number, rows)
-                if part.transposed:
-                    stored = stored.t()
-                if part.packed is None:
-                    files[name].write(name, stored)
-                else:
-                    files[name].write(name, stored[None], part.lead[0])
+            self._write_whole(files, rows)
         else:
             runs = list(cut_runs(part.row_map, first, first + count))
             pieces = rows.split([run.rows for run in runs])
@@ -141,11 +140,25 @@ class Outgoing:
                 files[name].write(name, piece, run.start)
         progress(rows.nbytes)
 
+    def _write_whole(self, files: Mapping[str, SafetensorsWriter], rows: torch.Tensor) -> None:
+        """Write a tensor, or one expert of it, whose files have other rows than the model."""
+        part = self.part
+        for number, name in enumerate(part.names):
+            stored = pack_rows(part.row_map, number, rows)
+            if part.transposed:
+                stored = stored.t()
+            if part.packed is None:
+                files[name].write(name, stored)
+            else:
+                (expert,) = part.lead
+                files[name].write(name, stored[None], expert)
+
     def _read_rows(self, first: int, count: int) -> torch.Tensor:
+        """Return rows of the model: [count, ...]."""
         lead = self.part.lead
         rest = self.part.shape[1:]
-        offset = (*lead, first, *[0] * len(rest))
-        shape = (*[1] * len(lead), count, *rest)
+        offset = (*lead, first) + (0,) * len(rest)
+        shape = (1,) * len(lead) + (count, *rest)
         return self.source.read(self.key, offset, shape).view(count, *rest).to(self.dtype)
 
 
@@ -161,6 +174,7 @@ def write_weight_files(
 
     Returns the names of the files.
     """
+    # Lay out the files.
     infos: dict[str, TensorInfo] = {}
     for tensor in tensors:
         infos |= tensor.stored_tensors()
@@ -169,12 +183,15 @@ def write_weight_files(
     files = [f"{stem}.safetensors"]
     if count > 1:
         files = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    # Any worker may write to any shard, so all are created first and renamed when all are complete.
+
+    # Write them. Any worker may write to any shard, so all are created first, and renamed when all
+    # are complete.
     with ExitStack() as stack:
         writers: dict[str, SafetensorsWriter] = {}
         for file, shard in zip(files, shards, strict=True):
             path = stack.enter_context(committed(directory / file))
-            writers |= dict.fromkeys(shard, stack.enter_context(SafetensorsWriter(path, shard)))
+            writer = stack.enter_context(SafetensorsWriter(path, shard))
+            writers |= dict.fromkeys(shard, writer)
         run_jobs(_make_jobs(tensors, writers, progress), workers)
     if count > 1:
         _write_index(directory / f"{stem}.safetensors.index.json", files, shards)
@@ -184,6 +201,7 @@ def write_weight_files(
 def _make_jobs(
     tensors: Sequence[Outgoing], writers: Mapping[str, SafetensorsWriter], progress: Progress
 ) -> Iterator[Callable[[], None]]:
+    """Yield jobs that write a few rows each."""
     for tensor in tensors:
         for first in range(0, tensor.part.shape[0], tensor.rows_at_once):
             yield partial(tensor.write, writers, first, progress)
@@ -203,6 +221,7 @@ def _split_into_shards(tensors: dict[str, TensorInfo], limit: int) -> list[dict[
 
 
 def _write_index(path: Path, files: list[str], shards: list[dict[str, TensorInfo]]) -> None:
+    """Write the index of a model: the file of each tensor, and the total size."""
     weight_map: dict[str, str] = {}
     total_size = 0
     total_parameters = 0
