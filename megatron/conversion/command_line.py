@@ -257,8 +257,13 @@ def make_edits(args: argparse.Namespace) -> EditOptions:
 
 def get_target_values(args: argparse.Namespace) -> dict[str, Any]:
     """Return the target flags on the command line with their values."""
-    values = {name: vars(args)[name[2:].replace("-", "_")] for name in TARGET_FLAGS}
-    return {name: value for name, value in values.items() if value}
+    values = {}
+    for name in TARGET_FLAGS:
+        field = name.removeprefix("--").replace("-", "_")
+        value = getattr(args, field)
+        if value:
+            values[name] = value
+    return values
 
 
 def list_flags_without_effect(args: argparse.Namespace, saver: str) -> list[str]:
@@ -275,12 +280,16 @@ def make_read_options(
     args: argparse.Namespace, given: dict[str, Any], optimizer: bool
 ) -> ReadOptions:
     """Return the read options; `given` contains the model's arguments on the command line."""
+    # By default, checksums are compared if the source has any.
+    verify = None
+    if args.no_verify_source:
+        verify = False
     return ReadOptions(
         args=given,
         ignored_fields=tuple(args.hf_ignore_fields),
         qkv_layout=args.universal_qkv_layout,
         optimizer=optimizer,
-        verify=False if args.no_verify_source else None,
+        verify=verify,
         renames=tuple(args.rename),
     )
 

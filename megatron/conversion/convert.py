@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,9 @@ from megatron.conversion.model_space.source import (
     Progress,
     Shape,
     Source,
+    SourceView,
     TensorInfo,
-    TrainingState,
     full_precision_key,
-    is_trained,
     no_progress,
     optimizer_states,
 )
@@ -116,7 +115,9 @@ def _require_checksums(found: CheckpointRef) -> None:
 def _write_torch_dist(
     source: Source, root: Path, options: WriteOptions, progress: Progress
 ) -> list[str]:
-    stored = StackedLayers(source) if options.stacked_layers else source
+    stored = source
+    if options.stacked_layers:
+        stored = StackedLayers(source)
 
     def write(directory: Path) -> list[str]:
         return write_torch_dist(stored, directory, options.workers, progress)
@@ -190,7 +191,9 @@ def choose_target_layout(args: Mapping[str, Any], options: WriteOptions) -> Layo
         )
     if etp is None and tp == get_stored_size("tensor_model"):
         etp = args.get("expert_tensor_parallel_size")
-    return Layout.of(args["num_layers"], tp, pp, vpp, splits, (ep, etp if ep > 1 else None))
+    if ep == 1:  # experts are split like dense layers
+        etp = None
+    return Layout.of(args["num_layers"], tp, pp, vpp, splits, (ep, etp))
 
 
 # ---- Conversion ----
@@ -264,15 +267,17 @@ def write_checkpoint(
             # Universal files of a source without optimizer state contain zeros.
             has_optimizer = bool(optimizer_states(changed.tensors))
             target = open_checkpoint(directory, read_options=ReadOptions(optimizer=has_optimizer))
-            starting(sum(info.nbytes for info in target.tensors.values()))
+            starting(_sum_bytes(target.tensors.values()))
             compared = compare(changed, target, progress)
         return ConversionReport(
             source.description, save_dir, saver, len(changed.tensors), lost, compared
         )
 
-    if isinstance(save_dir, ObjectPath):  # committed with one request at the end
+    # Object storage: the checkpoint is committed with one request at the end.
+    if isinstance(save_dir, ObjectPath):
         return write(save_dir)
-    # Next to the target, so that the final rename stays within one file system.
+
+    # Files: write next to the target, so that the final rename stays within one file system.
     pending = save_dir.with_name(f".{save_dir.name}.converting")
     with exclusive_output_dir(pending):
         report = write(pending)
@@ -281,43 +286,29 @@ def write_checkpoint(
     return report
 
 
-class CastSource:
+class CastSource(SourceView):
     """A view of a source with weights of another dtype, or without the optimizer.
 
     Weights of a new dtype are cast from the fp32 main parameters, if the source has them.
     """
 
     def __init__(self, source: Source, options: WriteOptions) -> None:
-        self._source = source
-        self.description = source.description
-        self.unused = source.unused
-        self.args = dict(source.args)
-        self.training: TrainingState | None = source.training
-        self.tensors: dict[str, TensorInfo] = {}
-        for key, info in source.tensors.items():
-            if key.startswith("optimizer.state."):
-                if options.optimizer:
-                    self.tensors[key] = info
-                continue
-            # A router's bias is fp32 in every model.
-            dtype = options.dtype if is_trained(key) else None
-            self.tensors[key] = TensorInfo(info.shape, dtype or info.dtype)
+        super().__init__(source)
         if options.dtype is not None:
+            self.cast_weights(options.dtype)
             self.args["bf16"] = options.dtype == torch.bfloat16
             self.args["fp16"] = options.dtype == torch.float16
             self.args["params_dtype"] = options.dtype
         if options.transformer_impl is not None:
             self.args["transformer_impl"] = options.transformer_impl
-        if not options.optimizer and source.training is not None:
-            self.training = dataclasses.replace(
-                source.training, param_groups=None, scheduler=None, grad_scaler=None
-            )
+        if not options.optimizer:
+            self.drop_optimizer()
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        wanted = self.tensors[key].dtype
-        if wanted != self._source.tensors[key].dtype:
+        dtype = self.tensors[key].dtype
+        if dtype != self._source.tensors[key].dtype:
             key = full_precision_key(key, self._source.tensors)
-        return self._source.read(key, offset, shape).to(wanted)
+        return self._source.read(key, offset, shape).to(dtype)
 
 
 def _check_target(save_dir: Path, origins: Sequence[Path], saver: str, overwrite: bool) -> None:
@@ -345,13 +336,21 @@ def _check_target(save_dir: Path, origins: Sequence[Path], saver: str, overwrite
 
 def estimate_bytes(source: Source, saver: str, options: WriteOptions) -> int:
     """Return the bytes to write, without the overhead of the format."""
-    weights = [info for key, info in source.tensors.items() if not key.startswith("optimizer.")]
+    weights = []
+    for key, info in source.tensors.items():
+        if not key.startswith("optimizer."):
+            weights.append(info)
     if saver == "hf" and not options.optim_sidecar:
-        return sum(info.nbytes for info in weights)
+        return _sum_bytes(weights)
     if saver == "universal":  # every state in fp32
-        states = len(optimizer_states(source.tensors) or ADAM)
-        return sum(states * 4 * math.prod(info.shape) for info in weights)
-    return sum(info.nbytes for info in source.tensors.values())
+        num_states = len(optimizer_states(source.tensors) or ADAM)
+        num_elements = sum(math.prod(info.shape) for info in weights)
+        return num_states * num_elements * torch.float32.itemsize
+    return _sum_bytes(source.tensors.values())
+
+
+def _sum_bytes(tensors: Iterable[TensorInfo]) -> int:
+    return sum(info.nbytes for info in tensors)
 
 
 def compare(source: Source, result: Source, progress: Progress = no_progress) -> int:
@@ -359,6 +358,7 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
 
     Raises ValueError for the first difference.
     """
+    # Every tensor of the result is that of the source.
     for key, info in result.tensors.items():
         if key not in source.tensors:
             raise ValueError(
@@ -372,7 +372,9 @@ def compare(source: Source, result: Source, progress: Progress = no_progress) ->
                     f"{shape})"
                 )
             progress(expected.nbytes)
-    # A result without any optimizer state has no place for it, or it was not requested.
+
+    # Every tensor of the source is in the result. A result without any optimizer state has no place
+    # for it, or it was not requested.
     has_optimizer = bool(optimizer_states(result.tensors))
     lost = []
     for key in source.tensors:

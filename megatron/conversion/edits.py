@@ -5,10 +5,8 @@ Optimizer state follows its parameters, except into experts.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from typing import Any
 
 import torch
 
@@ -23,8 +21,8 @@ from megatron.conversion.model_space.source import (
     WORD_EMBEDDINGS,
     Shape,
     Source,
+    SourceView,
     TensorInfo,
-    TrainingState,
     full_precision_key,
     is_trained,
     optimizer_states,
@@ -65,22 +63,10 @@ def _get_seed(source: Source) -> int:
     return int(source.args.get("seed") or _DEFAULT_SEED)
 
 
-class _EditedSource:
-    """A view of a source that keeps everything but the tensors and arguments that it overrides."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self.description = source.description
-        self.unused = source.unused
-        self.args: dict[str, Any] = dict(source.args)
-        self.training: TrainingState | None = source.training
-        self.tensors: dict[str, TensorInfo] = dict(source.tensors)
-
-
 # ---- Layers ----
 
 
-class SelectedLayers(_EditedSource):
+class SelectedLayers(SourceView):
     """A model whose layer i is layer `layers[i]` of the source, with its optimizer state."""
 
     def __init__(self, source: Source, layers: tuple[int, ...]) -> None:
@@ -103,9 +89,10 @@ class SelectedLayers(_EditedSource):
             else:
                 prefix, number, name = match.groups()
                 stored.setdefault(int(number), []).append((prefix, name))
-        for new, old in enumerate(layers):
-            for prefix, name in stored[old]:
-                self.tensors[f"{prefix}{new}{name}"] = source.tensors[f"{prefix}{old}{name}"]
+        for new_layer, old_layer in enumerate(layers):
+            for prefix, name in stored[old_layer]:
+                info = source.tensors[f"{prefix}{old_layer}{name}"]
+                self.tensors[f"{prefix}{new_layer}{name}"] = info
 
         # Adapt the arguments: a pattern with an entry per layer moves with the layers.
         self.args["num_layers"] = len(layers)
@@ -125,14 +112,16 @@ class SelectedLayers(_EditedSource):
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         match = _LAYER.fullmatch(key)
         if match is not None:
-            key = f"{match[1]}{self._layers[int(match[2])]}{match[3]}"
+            prefix, layer, name = match.groups()
+            old_layer = self._layers[int(layer)]
+            key = f"{prefix}{old_layer}{name}"
         return self._source.read(key, offset, shape)
 
 
 # ---- Vocabulary ----
 
 
-class ResizedVocabulary(_EditedSource):
+class ResizedVocabulary(SourceView):
     """A model with another number of tokens.
 
     New rows of weights and main parameters are the mean of the existing rows, the initial values of
@@ -166,6 +155,7 @@ class ResizedVocabulary(_EditedSource):
         self._set_vocabulary_arguments(vocab_size)
 
     def _set_vocabulary_arguments(self, vocab_size: int) -> None:
+        """Set the arguments with sizes of the vocabulary that the source has."""
         divisible_by = int(self.args.get("make_vocab_size_divisible_by") or 1)
         tp = int(self.args.get("tensor_model_parallel_size") or 1)
         sizes = {
@@ -210,17 +200,20 @@ class ResizedVocabulary(_EditedSource):
         parameter, state = split_key(key)
         if parameter not in self._resized:
             return self._source.read(key, offset, shape)
-        # The box begins with stored rows, continues with new ones, or has both.
+        # The first rows of the box are stored ones, the rest are new.
         start = offset[0]
-        num_stored = min(max(self._old_rows - start, 0), shape[0])
-        parts = []
-        if num_stored:
-            parts.append(self._source.read(key, offset, (num_stored, *shape[1:])))
-        if num_stored < shape[0]:
-            new_offset = (start + num_stored, *offset[1:])
-            new_shape = (shape[0] - num_stored, *shape[1:])
-            parts.append(self._make_rows(key, parameter, state, new_offset, new_shape))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        num_rows = shape[0]
+        num_stored = min(max(self._old_rows - start, 0), num_rows)
+        stored_shape = (num_stored, *shape[1:])
+        new_offset = (start + num_stored, *offset[1:])
+        new_shape = (num_rows - num_stored, *shape[1:])
+        if num_stored == num_rows:
+            return self._source.read(key, offset, shape)
+        if num_stored == 0:
+            return self._make_rows(key, parameter, state, new_offset, new_shape)
+        stored = self._source.read(key, offset, stored_shape)
+        new = self._make_rows(key, parameter, state, new_offset, new_shape)
+        return torch.cat([stored, new])
 
     def _make_rows(
         self, key: str, parameter: str, state: str | None, offset: Shape, shape: Shape
@@ -259,7 +252,7 @@ _DENSE_PARTS = {
 }
 
 
-class UpcycledExperts(_EditedSource):
+class UpcycledExperts(SourceView):
     """A model whose layers have copies of the dense MLP as experts, and an initialized router.
 
     While all experts of a layer are equal, the model computes the function of the dense one, if the
@@ -285,6 +278,8 @@ class UpcycledExperts(_EditedSource):
             "moe_ffn_hidden_size": dense.ffn_size,
             "moe_layer_freq": 1,
         }
+
+        # Tensors: copies of dense ones, and the routers.
         config = model_config(self.args, dense.vocab_size or 0, source.description)
         self._seed = _get_seed(source)
         self._scale = _compute_expert_scale(config)
@@ -306,10 +301,7 @@ class UpcycledExperts(_EditedSource):
 
         if optimizer_states(source.tensors):
             options.note("optimizer state: dropped, since the dense MLP's does not fit its experts")
-        if source.training is not None:
-            self.training = dataclasses.replace(
-                source.training, param_groups=None, scheduler=None, grad_scaler=None
-            )
+        self.drop_optimizer()
 
     def _find_dense_key(self, spec: ParamSpec) -> str | None:
         """Return the key of the dense model that `spec` copies, or None for a router's."""

@@ -73,7 +73,9 @@ def _is_legacy(directory: Path) -> bool:
 def is_huggingface(directory: Path) -> bool:
     """Return whether `directory` contains a model of transformers."""
     path = directory / "config.json"
-    config = read_json(path) if path.is_file() else None
+    if not path.is_file():
+        return False
+    config = read_json(path)
     return isinstance(config, dict) and ("model_type" in config or "architectures" in config)
 
 
@@ -98,9 +100,11 @@ def list_formats(directory: Path) -> list[str]:
 def detect_format(directory: Path, loader: str = "auto") -> str:
     """Return `loader`, or with "auto" the only format that the directory looks like.
 
-    Raises NoCheckpointError if there is no such format, or more than one.
+    Raises NoCheckpointError if it looks like none, or like several.
     """
-    formats = list_formats(directory) if loader == "auto" else [loader]
+    if loader != "auto":
+        return loader
+    formats = list_formats(directory)
     if len(formats) == 1:
         return formats[0]
     appearance = "is in no known format"
@@ -132,13 +136,15 @@ def _list_damage(directory: Path, form: str) -> list[str]:
 
 
 def find_problem(directory: Path) -> str | None:
-    """Return why the checkpoint `directory` cannot be loaded, or None if it can.
+    """Return the reason for which the checkpoint `directory` cannot be loaded, or None if it can.
 
-    No tensors are read, but the files of all ranks are looked at: only one rank should call this.
+    No tensors are read, but the files of all ranks are examined: only one rank should call this.
     """
     formats = list_formats(directory)
     if not formats:
-        return "it is not complete" if directory.is_dir() else "it does not exist"
+        if directory.is_dir():
+            return "it is not complete"
+        return "it does not exist"
     damage = []
     try:
         for form in formats:
@@ -210,17 +216,22 @@ def list_newest_first(root: Path, head: Path | None = None) -> list[Path]:
     end = None
     if head is not None and head.is_dir() and head.parent == root:
         end = read_lineage(head)
-    numbered = {
-        checkpoints.path(iteration): iteration for iteration in checkpoints.list_branch(end)
-    }
+
+    # Iterations, those of DeepSpeed included.
+    iterations: dict[Path, int] = {}
+    for iteration in checkpoints.list_branch(end):
+        iterations[checkpoints.path(iteration)] = iteration
     for path in root.glob("global_step*_universal"):
         match = _UNIVERSAL.fullmatch(path.name)
         if match is not None:
-            numbered[path] = int(match[1])
-    ordered = sorted(numbered, key=lambda path: -numbered[path])
+            iterations[path] = int(match[1])
+    ordered = sorted(iterations, key=lambda path: -iterations[path])
+
+    # Then a release. Copies under another name belong to no branch: they are the last resort.
     ordered.append(root / RELEASE)
-    # Copies under another name belong to no branch: they are the last resort.
-    ordered += [path for path in checkpoints.list_misnamed() if path not in ordered]
+    for path in checkpoints.list_misnamed():
+        if path not in ordered:
+            ordered.append(path)
     return [path for path in ordered if path.is_dir() and any(path.iterdir())]
 
 
@@ -287,7 +298,8 @@ def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto"
     if found is None:
         contents = "no such directory"
         if root.is_dir():
-            contents = ", ".join(sorted(path.name for path in root.iterdir())[:8])
+            names = sorted(path.name for path in root.iterdir())
+            contents = ", ".join(names[:8])
         raise NoCheckpointError(
             f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); it holds: "
             f"{contents}"
@@ -301,11 +313,16 @@ def _describe_contents(root: Path) -> str:
     """Return a list of the complete or damaged checkpoints in `root`, for messages."""
     if not root.is_dir():
         return f"{root} is not a directory"
-    problems = {directory.name: find_problem(directory) for directory in list_newest_first(root)}
-    complete = [name for name, problem in problems.items() if problem is None]
+    complete = []
+    lines = []
+    for directory in list_newest_first(root):
+        problem = find_problem(directory)
+        if problem is None:
+            complete.append(directory.name)
+        else:
+            lines.append(f"\n  {directory.name}: {problem}")
     if complete:
         return f"complete are: {', '.join(complete)}"
-    lines = [f"\n  {name}: {problem}" for name, problem in problems.items()]
     return f"{root} holds no complete checkpoint{''.join(lines[:5])}"
 
 

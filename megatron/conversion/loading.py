@@ -26,7 +26,9 @@ class _SourceReader:
         self._source = source
         self.metadata = self
         self.tensors = source.tensors
-        self.objects: Collection[str] = source.training.rng if source.training is not None else ()
+        self.objects: Collection[str] = ()
+        if source.training is not None:
+            self.objects = source.training.rng
         self.bytes_needed = 0
         self.bytes_read = 0
 
@@ -59,6 +61,8 @@ class _MainParametersFromWeights:
         self.tensors: dict[str, Any] = dict(reader.metadata.tensors)
         self._weights: dict[str, str] = {}  # main parameter -> weight
         tolerates_missing = strictness not in STRICTNESS or STRICTNESS[strictness][0] != RAISE
+
+        # Find the main parameters that the run wants and the checkpoint lacks.
         rounded = []
         for entry in state.values():
             weight, optimizer_state = split_key(entry.key)
@@ -83,10 +87,10 @@ class _MainParametersFromWeights:
         return key in self._weights.values()
 
     def read_into(self, requests: Sequence[Request], workers: int = 1) -> None:
-        stored = [
-            request._replace(key=self._weights.get(request.key, request.key))
-            for request in requests
-        ]
+        stored = []
+        for request in requests:
+            stored_key = self._weights.get(request.key, request.key)
+            stored.append(request._replace(key=stored_key))
         self._reader.read_into(stored, workers)
         self.bytes_needed = self._reader.bytes_needed
         self.bytes_read = self._reader.bytes_read
@@ -108,15 +112,17 @@ def load_from_source(
 
     Raises CheckpointError on every rank if any rank fails; the tensors are undefined then.
     """
-    stored: BoxReader = (
-        source.reader if isinstance(source, RunCheckpoint) else _SourceReader(source)
-    )
+    # A checkpoint under its own keys is read directly, in parallel.
+    stored: BoxReader = _SourceReader(source)
+    if isinstance(source, RunCheckpoint):
+        stored = source.reader
     reader = _MainParametersFromWeights(stored, state, strictness)
+
+    # Rank 0 shows its own share: it represents those of the others.
     total = 0
     for entry in state.values():
         if isinstance(entry, ShardedTensor):
             total += sum(box.tensor.nbytes for box in entry.boxes)
-    # Rank 0 shows its own share: it represents those of the others.
     quiet = dist.is_initialized() and dist.get_rank() > 0
     with ProgressBar(
         f"loading {source.description}", total, count=lambda: stored.bytes_read, quiet=quiet

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +20,8 @@ from megatron.conversion.model_space.model import model_config, read_vocabulary_
 from megatron.conversion.model_space.source import (
     Shape,
     Source,
-    TensorInfo,
-    TrainingState,
+    SourceView,
     full_precision_key,
-    is_trained,
     optimizer_states,
     split_key,
 )
@@ -196,7 +193,7 @@ def _describe_model(source: Source) -> dict[str, Any]:
     return compute_model_signature(model_config(source.args, rows, source.description))
 
 
-class MergedSource:
+class MergedSource(SourceView):
     """The weighted sum of several checkpoints of one model.
 
     Parameters are summed in fp32, from the main parameters of inputs that have them, and rounded
@@ -214,40 +211,30 @@ class MergedSource:
     ) -> None:
         assert len(sources) == len(weights) > 0
         check_same_model(sources)
+        super().__init__(sources[base])
         self._sources = sources
         self._weights = weights
-        self._base = sources[base]
-        self.args = dict(self._base.args)
-        self.training: TrainingState | None = self._base.training
-        self.unused: list[str] = []
+        self.unused = []
         for source in sources:
             self.unused += [f"{name} of {source.description}" for name in source.unused]
         names = [source.description for source in sources]
         self.description = f"{len(names)} merged checkpoints, {names[0]} to {names[-1]}"
 
         # Tensors.
-        if keep_optimizer and not optimizer_states(self._base.tensors):
+        if not keep_optimizer:
+            self.drop_optimizer()
+        elif not optimizer_states(self.tensors):
             raise ValueError(
-                f"--optimizer: {self._base.description} has no optimizer state: choose another "
+                f"--optimizer: {self._source.description} has no optimizer state: choose another "
                 "input, or drop the flag"
             )
-        self.tensors: dict[str, TensorInfo] = {}
-        for key, info in self._base.tensors.items():
-            if not key.startswith("optimizer."):
-                # A router's bias is fp32 in every model.
-                new_dtype = dtype if dtype is not None and is_trained(key) else info.dtype
-                self.tensors[key] = TensorInfo(info.shape, new_dtype)
-            elif keep_optimizer:
-                self.tensors[key] = info
-        if not keep_optimizer and self.training is not None:
-            self.training = dataclasses.replace(
-                self.training, param_groups=None, scheduler=None, grad_scaler=None
-            )
+        if dtype is not None:
+            self.cast_weights(dtype)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         parameter, state = split_key(key)
         if state not in (None, "param"):
-            return self._base.read(key, offset, shape)
+            return self._source.read(key, offset, shape)
         total = torch.zeros(shape, dtype=torch.float32)
         for source, weight in zip(self._sources, self._weights, strict=True):
             if weight == 0:  # such an input is not read, and may have any values

@@ -91,7 +91,8 @@ def parse_size(text: str | int) -> int:
     if match is not None:
         number, unit, binary = match.groups()
         base = 1024 if binary else 1000
-        size = int(float(number) * base ** " KMGT".index(unit or " "))
+        exponent = " KMGT".index(unit or " ")
+        size = int(float(number) * base**exponent)
     if size <= 0:
         raise ValueError(
             f"--max-shard-size {text!r} is not a size: use a number with KB, MB, GB, KiB, MiB or "

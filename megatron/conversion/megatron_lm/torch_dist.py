@@ -62,6 +62,7 @@ from megatron.conversion.model_space.source import (
     Progress,
     Shape,
     Source,
+    SourceView,
     TensorInfo,
     TrainingState,
     no_progress,
@@ -465,18 +466,14 @@ class RunCheckpoint:
 _LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers\.)(\d+)\.(.+)")
 
 
-class StackedLayers:
+class StackedLayers(SourceView):
     """A view of `source` with stacked layers, which must have equal shapes."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        super().__init__(source)
         self.by_layer = source.tensors
         self.num_layers = int(source.args["num_layers"])
-        self.description = source.description
-        self.args = source.args
-        self.unused = source.unused
-        self.training: TrainingState | None = source.training
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors = {}
         self._layers: dict[str, list[str]] = {}  # stacked key -> the key of every layer
 
         # Group the keys of layers: stacked key -> number of the layer -> its key.

@@ -14,6 +14,7 @@ model that is larger than any trained one. `MEGATRON_MAX_LAYERS`, `MEGATRON_MAX_
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import math
 import types
@@ -397,6 +398,37 @@ class Source(Protocol):
         Raises KeyError for an unknown key, ValueError where the file is damaged.
         """
         ...
+
+
+class SourceView:
+    """Base of sources that change `source`: they override tensors, arguments or `read`."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.description = source.description
+        self.unused = source.unused
+        self.args: dict[str, Any] = dict(source.args)
+        self.training: TrainingState | None = source.training
+        self.tensors: dict[str, TensorInfo] = dict(source.tensors)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        return self._source.read(key, offset, shape)
+
+    def cast_weights(self, dtype: torch.dtype) -> None:
+        """Change the dtype of the weights. A router's bias is fp32 in every model."""
+        for key, info in self.tensors.items():
+            if not key.startswith("optimizer.") and is_trained(key):
+                self.tensors[key] = TensorInfo(info.shape, dtype)
+
+    def drop_optimizer(self) -> None:
+        """Leave out the optimizer state, and the parts of the training state that belong to it."""
+        for key in list(self.tensors):
+            if key.startswith("optimizer."):
+                del self.tensors[key]
+        if self.training is not None:
+            self.training = dataclasses.replace(
+                self.training, param_groups=None, scheduler=None, grad_scaler=None
+            )
 
 
 def read_whole(source: Source, key: str) -> torch.Tensor:
