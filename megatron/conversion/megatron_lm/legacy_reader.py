@@ -172,8 +172,11 @@ class LegacySource:
         parallel = self._layout.parallel
         sizes = f"tensor parallel {parallel.tp_size}, pipeline parallel {parallel.pp_size}"
         known = {file.folder.name for file in files}
-        names = {path.name for path in directory.glob("mp_rank_*")}
-        return [f"{name} (the arguments specify {sizes})" for name in sorted(names - known)]
+        found = {path.name for path in directory.glob("mp_rank_*")}
+        stale = []
+        for name in sorted(found - known):
+            stale.append(f"{name} (the arguments specify {sizes})")
+        return stale
 
     def _list_parameters(
         self, rank: MegatronRank, rows_per_rank: int
@@ -200,12 +203,15 @@ class LegacySource:
             )
         result = []
         for model, parameters in zip(models, chunks, strict=True):
+            # Find each parameter of the chunk in the file.
             model = _split_grouped_experts(model, parameters, path)
             stored: dict[str, LocalParameter] = {}
             for parameter in parameters:
                 name = _find_stored_name(model, parameter, path)
                 stored[name] = replace(parameter, name=name)
                 self._add_tensor(parameter.key, parameter, model[name], path)
+
+            # Report the rest of the file; extra states are empty.
             for name in sorted(model.keys() - stored.keys()):
                 if not name.endswith("_extra_state"):
                     self.unused.append(f"{file.folder.name}: {name}")
@@ -214,7 +220,8 @@ class LegacySource:
 
     def _add_tensor(self, key: str, parameter: LocalParameter, tensor: Stored, path: Path) -> None:
         """Add a tensor of the parameter's local shape."""
-        shape = tuple(_check_tensor(tensor, f"{path}: {key}").shape)
+        _check_tensor(tensor, f"{path}: {key}")
+        shape = tuple(tensor.shape)
         if shape != parameter.shape:
             raise CheckpointError(
                 f"{path}: {key} has shape {shape}, but the stored arguments make it "
@@ -297,38 +304,25 @@ class LegacySource:
 
         With half precision the main parameters are stored separately.
         """
+        # Check the form.
         where = f"{path}: optimizer"
         mapping(anything)(optimizer, where)
         inner = optimizer.get("optimizer", optimizer) or {}
         if "state" not in inner:
             return
         _NUMBERED(inner, where)
-        check_main = schema.optional(sequence(sequence(_check_tensor)))
-        main = check_main(optimizer.get("fp32_from_fp16_params"), f"{where}: fp32_from_fp16_params")
+        main = optimizer.get("fp32_from_fp16_params")
+        _MAIN_PARAMETERS(main, f"{where}: fp32_from_fp16_params")
         states = inner["state"]
         names = set().union(*states.values())
         refuse_unknown_optimizer(self.args, names - {"step"}, str(path))
 
+        # Add the parameters group by group: those with weight decay, and those without.
         parameters = list(itertools.chain.from_iterable(chunks))
         for index, group in enumerate(inner["param_groups"]):
-            # A group contains the parameters with weight decay, or those without.
-            decay = float(load_file_tensors(group.get("wd_mult", 1.0))) > 0.0
-            members = [p for p in parameters if p.group.weight_decay == decay]
-            numbers = group["params"]
-            if len(members) != len(numbers):
-                raise CheckpointError(
-                    f"{path}: parameter group {index} (wd_mult {group.get('wd_mult')}) has "
-                    f"{len(numbers)} parameters, the model has {len(members)} of that kind"
-                )
-            for position, (parameter, number) in enumerate(zip(members, numbers, strict=True)):
-                # The moments.
-                for state, value in states.get(number, {}).items():
-                    if state == "step":
-                        continue
-                    tensor = _check_tensor(value, f"{where}: state[{number}]: {state}")
-                    key = optimizer_key(state, parameter.key)
-                    self._add_tensor(key, parameter, tensor, path)
-                # The main parameter.
+            members = _select_members(parameters, group, f"{path}: parameter group {index}")
+            for position, parameter in enumerate(members):
+                self._add_moments(states, group["params"][position], parameter, path)
                 if main is None:
                     continue
                 if index >= len(main) or position >= len(main[index]):
@@ -338,6 +332,40 @@ class LegacySource:
                 key = optimizer_key("param", parameter.key)
                 self._add_tensor(key, parameter, main[index][position], path)
 
+    def _add_moments(
+        self,
+        states: Mapping[int, Mapping[str, Any]],
+        number: int,
+        parameter: LocalParameter,
+        path: Path,
+    ) -> None:
+        """Add the state that torch's optimizer has of parameter `number`, if any."""
+        for state, value in states.get(number, {}).items():
+            if state == "step":
+                continue
+            tensor = _check_tensor(value, f"{path}: optimizer: state[{number}]: {state}")
+            key = optimizer_key(state, parameter.key)
+            self._add_tensor(key, parameter, tensor, path)
+
+
+def _select_members(
+    parameters: Iterable[LocalParameter], group: Mapping[str, Any], where: str
+) -> list[LocalParameter]:
+    """Return the parameters in a parameter group, in the order of its numbers."""
+    factor = load_file_tensors(group.get("wd_mult", 1.0))
+    has_weight_decay = float(factor) > 0.0
+    members = []
+    for parameter in parameters:
+        if parameter.group.weight_decay == has_weight_decay:
+            members.append(parameter)
+    stored = len(group["params"])
+    if len(members) != stored:
+        raise CheckpointError(
+            f"{where} (wd_mult {group.get('wd_mult')}) has {stored} parameters, the model has "
+            f"{len(members)} of that kind"
+        )
+    return members
+
 
 def _check_tensor(value: Any, where: str) -> Stored:
     if isinstance(value, Stored):
@@ -346,6 +374,7 @@ def _check_tensor(value: Any, where: str) -> Stored:
 
 
 _BUFFER = record({"numel_unpadded": COUNT, "param": _check_tensor})
+_MAIN_PARAMETERS = schema.optional(sequence(sequence(_check_tensor)))  # by group
 _NUMBERED = record(
     {
         "state": mapping(mapping(anything), keys=COUNT),
@@ -428,6 +457,7 @@ def _split_grouped_experts(
         if match is not None and match[3] in _GROUPED:
             num_experts[match[1] + _GROUPED[match[3]]] += 1
 
+    # Replace each stored matrix by its experts.
     result = dict(model)
     for parameter in parameters:
         match = _EXPERT_MATRIX.fullmatch(parameter.name)
@@ -438,6 +468,9 @@ def _split_grouped_experts(
         if grouped not in model:
             continue
         result.pop(grouped, None)
+
+        # The nominal shape of the stored matrix: [columns, experts * rows], or for fc2 [experts *
+        # columns, rows].
         stored = _check_tensor(model[grouped], f"{path}: {grouped}")
         rows, columns = parameter.shape
         shape = (columns, num_experts[grouped] * rows)

@@ -10,7 +10,7 @@ import argparse
 import itertools
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,8 @@ class _Contents:
         self._source = source
         self._args = args
         self._config = model_config(args, args["model_vocab_size"], source.description)
+
+        # Results, which grow with each rank.
         self.sources: dict[TensorSlot, list[tuple[str, LocalBox, int]]] = defaultdict(list)
         self.implied: set[str] = set()  # main parameters that are the weights, and not stored
         self.not_carried: list[str] = []
@@ -332,15 +334,12 @@ class _Contents:
         # The moments of each group's parameters. The second group may be missing.
         state: dict[int, dict[str, TensorSlot]] = {}
         groups = []
-        moments = [name for name in optimizer_states(tensors) if name != "param"]
         for group, members in zip(param_groups, (decayed, others), strict=False):
             first_number = len(state)
             for number, parameter in enumerate(members, start=first_number):
-                state[number] = {}
-                for name in moments:
-                    key = optimizer_key(name, parameter.key)
-                    state[number][name] = self._make_slot(key, parameter)
-            groups.append(group | {"params": list(range(first_number, len(state)))})
+                state[number] = self._make_moment_slots(parameter)
+            numbers = list(range(first_number, len(state)))
+            groups.append(group | {"params": numbers})
         inner = {"state": state, "param_groups": groups}
 
         # The main parameters, which fp32 weights are themselves.
@@ -348,14 +347,25 @@ class _Contents:
             for parameter in parameters:
                 self.implied.add(optimizer_key("param", parameter.key))
             return inner
-        main = []
-        for members in (decayed, others):
-            slots = []
-            for parameter in members:
-                key = optimizer_key("param", parameter.key)
-                slots.append(self._make_slot(key, parameter))
-            main.append(slots)
+        main = [self._make_main_slots(decayed), self._make_main_slots(others)]
         return {"optimizer": inner, "fp32_from_fp16_params": main}
+
+    def _make_moment_slots(self, parameter: LocalParameter) -> dict[str, TensorSlot]:
+        """Return a slot for each optimizer state of a parameter, except the main parameter."""
+        slots = {}
+        for name in optimizer_states(self._source.tensors):
+            if name != "param":
+                key = optimizer_key(name, parameter.key)
+                slots[name] = self._make_slot(key, parameter)
+        return slots
+
+    def _make_main_slots(self, parameters: Iterable[LocalParameter]) -> list[TensorSlot]:
+        """Return a slot for each main parameter."""
+        slots = []
+        for parameter in parameters:
+            key = optimizer_key("param", parameter.key)
+            slots.append(self._make_slot(key, parameter))
+        return slots
 
     def _check_groups(self, param_groups: list[dict[str, Any]], has_others: bool) -> None:
         """Raise ValueError unless the groups are one with weight decay and one without."""
@@ -378,6 +388,8 @@ class _Contents:
         if key in training.rng and rank.expert is None:
             state: list[dict[str, Any]] = training.rng[key]()
             return state
+
+        # Initial generators, reported once for all ranks.
         seed = int(self._args.get("seed") or _SEED)
         note = f"random number generators of another layout (they start again from seed {seed})"
         if note not in self.not_carried:

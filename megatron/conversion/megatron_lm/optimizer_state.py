@@ -222,8 +222,10 @@ class PieceTable:
     def __init__(self, where: str) -> None:
         self._where = where
         self.tensors: dict[str, TensorInfo] = {}
-        self._pieces: dict[str, dict[Extent, ReadRegion]] = {}  # by key, then by (offset, shape)
-        self._implied: set[str] = set()  # main parameters that are the weights themselves
+        # Key -> (offset, shape) of each piece -> its reader.
+        self._pieces: dict[str, dict[Extent, ReadRegion]] = {}
+        # Main parameters that are the weights themselves.
+        self._implied: set[str] = set()
 
     def add(
         self, key: str, info: TensorInfo, offset: Shape, shape: Shape, read: ReadRegion

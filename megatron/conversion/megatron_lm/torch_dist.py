@@ -305,11 +305,12 @@ class TorchDistSource:
                 f"{self.description}: {key} of shape {shape} is stored as a grid of {grid} "
                 "fragments"
             )
-        extent = tuple(map(operator.floordiv, shape, grid))  # of each fragment
+
         info = TensorInfo(shape, stored.dtype)
+        extent = tuple(map(operator.floordiv, shape, grid))  # of each fragment
         for index in itertools.product(*map(range, grid)):
             offset = tuple(map(operator.mul, index, extent))
-            read_flat = self._make_flat_reader(key, (*lead, *index))
+            read_flat = self._make_flat_reader(key, lead + index)
             region = make_region_reader(read_flat, 0, extent)
             self._table.add(target, info, offset, extent, region)
 
@@ -445,16 +446,22 @@ class RunCheckpoint:
             raise CheckpointError(
                 f"{directory} holds tensors, but not the arguments and the state of a training run"
             )
+
+        # Arguments. A released model contains weights alone.
         self.args: dict[str, Any] = dict(vars(common["args"]))
         is_released = "iteration" not in common and "optimizer" not in common
         if not is_released:
             _POSITION(common, f"{directory}: the state of the run")
             _CONSUMED(self.args, f"{directory}: the arguments of the run")
+
+        # Tensors.
         self.reader = Reader(directory, verify=verify)
         self.unused: list[str] = []
         self.tensors: dict[str, TensorInfo] = {}
         for key, tensor in self.reader.metadata.tensors.items():
             self.tensors[key] = TensorInfo(tensor.shape, tensor.dtype)
+
+        # Training state.
         groups = find_param_groups(common.get("optimizer"))
         self.training: TrainingState | None = read_training_state(common, self.args, groups)
         self.training.rng = _list_generators(self.reader)
@@ -488,13 +495,14 @@ class StackedLayers(SourceView):
 
         # Stack those that all layers have, with the same shape and dtype.
         for key, layers in found.items():
-            infos = {source.tensors[layer] for layer in layers.values()}
+            infos = {source.tensors[layer_key] for layer_key in layers.values()}
             if len(infos) > 1 or len(layers) != self.num_layers:
                 raise ValueError(
                     f"{self.description}: {key} differs between the {self.num_layers} layers"
                 )
             (info,) = infos
-            self.tensors[key] = TensorInfo((len(layers), *info.shape), info.dtype)
+            stacked_shape = (self.num_layers, *info.shape)
+            self.tensors[key] = TensorInfo(stacked_shape, info.dtype)
             self._layers[key] = [layers[number] for number in range(self.num_layers)]
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -560,10 +568,13 @@ def _build_extra_states(source: Source) -> ShardedStateDict:
 
 def _build_common(source: Source) -> dict[str, Any]:
     """Return `common.pt` with the arguments and the training state of `source`."""
+    # Arguments and counters.
     training = source.training
     args = _build_args(source)
     is_stacked = isinstance(source, StackedLayers)
     common = build_common_state(argparse.Namespace(**args), training, stacked=is_stacked)
+
+    # Parameter groups and schedule, without tensors.
     if training is not None and training.param_groups is not None:
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
         if training.grad_scaler is not None:
