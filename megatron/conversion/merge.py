@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,22 +64,24 @@ def compute_schedule_weights(schedule: str, count: int) -> list[float]:
     and `one_minus_sqrt` take w[i] from the decay of that name, with w[0] = 1 and w[count] = 0. A
     linear decay results in equal weights.
     """
+    if schedule in ("uniform", "linear"):
+        return [1 / count] * count
+
+    # c[i] is the difference between two consecutive points of a curve between 0 and 1.
     name, _, parameter = schedule.partition(":")
-    positions = [number / count for number in range(count + 1)]
     if name == "ema":
         decay = _parse_decay(schedule, parameter)
         # The average starts at the oldest checkpoint.
-        retained = [0.0] + [decay ** (count - number) for number in range(1, count)] + [1.0]
-        return [after - before for before, after in zip(retained, retained[1:], strict=False)]
-    if schedule in ("uniform", "linear"):
-        return [1 / count] * count
+        sums = [0.0] + [decay ** (count - number) for number in range(1, count)] + [1.0]
+        return [after - before for before, after in itertools.pairwise(sums)]
     if schedule == "one_minus_sqrt":
-        decays = [1 - math.sqrt(position) for position in positions]
-        return [before - after for before, after in zip(decays, decays[1:], strict=False)]
+        decays = [1 - math.sqrt(number / count) for number in range(count + 1)]
+        return [before - after for before, after in itertools.pairwise(decays)]
     raise ValueError(f"--schedule {schedule} is not one of {', '.join(SCHEDULES)}")
 
 
 def _parse_decay(schedule: str, text: str) -> float:
+    """Return the DECAY of `ema:DECAY`; raise ValueError unless it is at least 0 and below 1."""
     try:
         decay = float(text)
     except ValueError:
@@ -94,14 +97,17 @@ def resolve_weights(
     inputs: Sequence[WeightedInput], schedule: str | None = None, normalize: bool = False
 ) -> list[float]:
     """Return the weights of `inputs`, which sum to 1."""
-    given = [item for item in inputs if item.weight is not None]
+    # From a schedule.
     if schedule is not None:
-        if given:
-            raise ValueError(
-                f"--schedule {schedule} and the weight of --input {given[0].path}:"
-                f"{given[0].weight:g} are mutually exclusive"
-            )
+        for item in inputs:
+            if item.weight is not None:
+                raise ValueError(
+                    f"--schedule {schedule} and the weight of --input {item.path}:"
+                    f"{item.weight:g} are mutually exclusive"
+                )
         return compute_schedule_weights(schedule, len(inputs))
+
+    # From the inputs.
     weights = []
     for item in inputs:
         if item.weight is None:
@@ -110,6 +116,8 @@ def resolve_weights(
                 "--schedule"
             )
         weights.append(item.weight)
+
+    # Their sum must be 1.
     total = math.fsum(weights)
     if normalize:
         if abs(total) < _SUM_TOLERANCE:
@@ -140,9 +148,13 @@ def find_last_checkpoints(root: Path, count: int, step: int | None = None) -> li
     head, _ = find_named_checkpoint(root, step)
     if step is not None and (head is None or not head.is_dir()):
         raise NoCheckpointError(f"--ckpt-step {step}: {head} does not exist")
+
+    # List the iterations up to the last one to merge, newest first.
     candidates = [path for path in list_newest_first(root, head) if _read_iteration(path) >= 0]
     if head is not None and head in candidates:
         candidates = candidates[candidates.index(head) :]
+
+    # Take as many complete ones as requested.
     complete: list[Path] = []
     problems = []
     for path in candidates:
@@ -165,7 +177,9 @@ def find_last_checkpoints(root: Path, count: int, step: int | None = None) -> li
 def _read_iteration(path: Path) -> int:
     """Return the iteration in the name of a checkpoint, or -1 without one."""
     name = path.name.removeprefix("iter_").removeprefix("global_step").removesuffix("_universal")
-    return int(name) if name.isascii() and name.isdigit() else -1
+    if name.isascii() and name.isdigit():
+        return int(name)
+    return -1
 
 
 # ---- The merged checkpoint ----
@@ -189,6 +203,7 @@ def check_same_model(sources: Sequence[Source]) -> None:
 
 
 def _describe_model(source: Source) -> dict[str, Any]:
+    """Return the values that define the model in `source`."""
     rows = read_vocabulary_rows(source.tensors, source.description)
     return compute_model_signature(model_config(source.args, rows, source.description))
 
@@ -235,6 +250,7 @@ class MergedSource(SourceView):
         parameter, state = split_key(key)
         if state not in (None, "param"):
             return self._source.read(key, offset, shape)
+        # Weights and main parameters: the weighted sum in fp32, rounded once.
         total = torch.zeros(shape, dtype=torch.float32)
         for source, weight in zip(self._sources, self._weights, strict=True):
             if weight == 0:  # such an input is not read, and may have any values

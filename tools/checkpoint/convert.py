@@ -100,6 +100,7 @@ def run(
 
 
 def main() -> None:
+    """Run this process's command line; also the console entry point."""
     with reported_errors():
         args, given = parse(sys.argv[1:])
         notes: list[str] = []

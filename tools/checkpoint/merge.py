@@ -129,19 +129,22 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 def choose_inputs(args: argparse.Namespace) -> tuple[list[Path], list[float]]:
     """Return the paths of the checkpoints to merge and their weights."""
     inputs = [merging.parse_input(text) for text in args.input]
-    schedule = args.schedule
+
+    # Each input is a checkpoint.
     if args.average_last is None:
         paths = [path_of(item.path) for item in inputs]
-    else:
-        if len(inputs) > 1 or inputs[0].weight is not None:
-            raise ValueError(
-                f"--average-last {args.average_last} takes one --input, the directory of a run, "
-                f"without a weight; got {' '.join(args.input)}"
-            )
-        root = path_of(inputs[0].path)
-        paths = merging.find_last_checkpoints(root, args.average_last, args.ckpt_step)
-        inputs = [merging.WeightedInput(str(path), None) for path in paths]
-        schedule = schedule or "uniform"
+        return paths, merging.resolve_weights(inputs, args.schedule, args.normalize)
+
+    # The input is a run, of which the last checkpoints are merged.
+    if len(inputs) > 1 or inputs[0].weight is not None:
+        raise ValueError(
+            f"--average-last {args.average_last} takes one --input, the directory of a run, "
+            f"without a weight; got {' '.join(args.input)}"
+        )
+    root = path_of(inputs[0].path)
+    paths = merging.find_last_checkpoints(root, args.average_last, args.ckpt_step)
+    inputs = [merging.WeightedInput(str(path), None) for path in paths]
+    schedule = args.schedule or "uniform"
     return paths, merging.resolve_weights(inputs, schedule, args.normalize)
 
 
@@ -194,6 +197,7 @@ def run(
 
 
 def main() -> None:
+    """Run this process's command line."""
     with reported_errors():
         args, given = parse(sys.argv[1:])
         notes: list[str] = []

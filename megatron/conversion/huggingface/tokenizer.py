@@ -125,28 +125,41 @@ def count_tokens(
         tokenizer = _confirm_path(args["tokenizer_model"], trusted, unknown)
     if tokenizer is None:
         last = args.get("null_tokenizer_eod_id")
-        has_null_tokenizer = args.get("tokenizer_type") == "NullTokenizer"
-        return last + 1 if has_null_tokenizer and last is not None else None
-    if tokenizer.is_file():
+        if args.get("tokenizer_type") != "NullTokenizer" or last is None:
+            return None
+        return int(last) + 1
+    if tokenizer.is_file():  # a SentencePiece model
         return _count_pieces(tokenizer)
+    tokens = _collect_tokens(tokenizer)
+    if not tokens:
+        return None
+    return max(tokens) + 1
+
+
+def _collect_tokens(tokenizer: Path) -> set[int]:
+    """Return the tokens in all files of a tokenizer's directory."""
     tokens: set[int] = set()
     for name in ("vocab.json", "added_tokens.json"):
         path = schema.named_file(tokenizer, name, str(tokenizer))
         if path.exists():
-            tokens |= set(_VOCABULARY(schema.read_json(path), str(path)).values())
+            vocabulary = _VOCABULARY(schema.read_json(path), str(path))
+            tokens.update(vocabulary.values())
+
     path = schema.named_file(tokenizer, "tokenizer.json", str(tokenizer))
     if path.exists():
         content = _TOKENIZER(schema.read_json(path), str(path))
         vocabulary = content["model"]["vocab"]
-        # Unigram models have a list of pieces.
-        tokens |= set(
-            vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        )
-        tokens |= {token["id"] for token in content.get("added_tokens") or ()}
+        if isinstance(vocabulary, dict):
+            tokens.update(vocabulary.values())
+        else:  # unigram models have a list of pieces
+            tokens.update(range(len(vocabulary)))
+        for token in content.get("added_tokens") or ():
+            tokens.add(token["id"])
+
     path = schema.named_file(tokenizer, "tokenizer.model", str(tokenizer))
     if path.exists():
-        tokens |= set(range(_count_pieces(path)))
-    return max(tokens) + 1 if tokens else None
+        tokens.update(range(_count_pieces(path)))
+    return tokens
 
 
 def _count_pieces(model: Path) -> int:
