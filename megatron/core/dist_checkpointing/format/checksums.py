@@ -59,10 +59,14 @@ def hash_blocks(data: bytes | memoryview) -> bytes:
     return b"".join(digests)
 
 
+def count_blocks(size: int) -> int:
+    """Return the number of blocks of `size` bytes; the last one may be short."""
+    return -(-size // BLOCK_SIZE)
+
+
 def _get_digests_size(size: int) -> int:
     """Return the bytes of the digests of a file of `size` bytes."""
-    num_blocks = -(-size // BLOCK_SIZE)  # rounded up: the last block may be short
-    return num_blocks * DIGEST_SIZE
+    return count_blocks(size) * DIGEST_SIZE
 
 
 def compute_checksums(*parts: bytes) -> FileChecksums:

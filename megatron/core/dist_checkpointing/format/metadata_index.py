@@ -313,54 +313,91 @@ class _PickleWriter:
 def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
     """Encode the pickle that DCP and Megatron-core read, and our index; return blocks."""
     writer = _PickleWriter()
-    tensors = metadata.tensors
-    # Phase 1: values that entries share are stored in the memo, so that every entry is short and of
-    # fixed length.
     writer.add(b"\x80\4")  # PROTO 4
+    shared = _write_shared_values(writer, metadata)
+
+    # DCP's Metadata, field by field.
+    writer.add(_dcp("Metadata"), b")\x81}(")
+    lists = _write_state_dict_metadata(writer, metadata, shared)
+    _write_planner_data(writer, metadata)
+    places = _write_storage_data(writer, metadata, shared, lists)
+    writer.add(_encode_text("storage_meta"), STORAGE_META)
+    writer.add(_encode_text("version"), _encode_text("1.0.0"))
+    end = writer.add(b"ub.")  # SETITEMS, BUILD, STOP
+
+    # The index after the pickle, for our own reader.
+    index = _encode_index(metadata, shared, writer.boxes, places)
+    writer.add(index, FOOTER.pack(end, len(index), xxhash.xxh3_64_intdigest(index), MAGIC))
+    return list(split_into_blocks(writer.parts))
+
+
+class _SharedValues(NamedTuple):
+    """Values in the memo that entries share, so that every entry is short and of fixed length."""
+
+    files: Sequence[str]
+    first_file: int  # memo number of the first file name
+    first_key: int  # memo number of the first key of a tensor
+    properties: dict[str, int]  # name of a dtype -> memo number of its TensorProperties
+
+
+def _write_shared_values(writer: _PickleWriter, metadata: CheckpointMetadata) -> _SharedValues:
+    """Store shared values in the memo: classes and names, files, keys, and dtypes."""
+    tensors = metadata.tensors
     writer.remember([*_CLASSES, *map(_encode_text, _NAMES)])
     files = next((tensor.chunks.files for tensor in tensors.values()), ())
     first_file = writer.remember(map(_encode_text, files))
     first_key = writer.remember(map(_encode_text, tensors))
-    dtypes: dict[str, int] = {}  # name -> memo number of its properties
+    properties: dict[str, int] = {}
     for tensor in tensors.values():
         dtype = tensor.dtype_name
-        if dtype not in dtypes:
-            dtypes[dtype] = writer.remember([encode_tensor_properties(dtype)])
+        if dtype not in properties:
+            properties[dtype] = writer.remember([encode_tensor_properties(dtype)])
+    return _SharedValues(files, first_file, first_key, properties)
 
-    # Phase 2: DCP's Metadata, field by field. The boxes of each tensor are one array of entries.
-    writer.add(_dcp("Metadata"), b")\x81}(")
 
-    # state_dict_metadata: shape, dtype and boxes of each tensor, and the names of objects.
+def _write_state_dict_metadata(
+    writer: _PickleWriter, metadata: CheckpointMetadata, shared: _SharedValues
+) -> list[int]:
+    """Write shape, dtype and boxes of each tensor, and the names of objects.
+
+    Returns the number of each tensor's box list.
+    """
     writer.add(_encode_text("state_dict_metadata"), b"}")
-    lists = []  # numbers of box lists, in the order of the tensors
-    for key_memo, tensor in enumerate(tensors.values(), first_key):
+    lists = []
+    for key_memo, tensor in enumerate(metadata.tensors.values(), shared.first_key):
         size = _encode_size(map(_encode_number, tensor.shape))
-        properties = _encode_get(dtypes[tensor.dtype_name])
+        properties = _encode_get(shared.properties[tensor.dtype_name])
         *head, end = _encode_instance(_TENSOR, properties=[properties], size=size, chunks=[])
         writer.add(_encode_get(key_memo), *head)
         lists.append(writer.add_boxes(tensor.chunks))
         writer.add(end, b"s")  # SETITEM
     for key in metadata.objects:
         writer.add(_encode_text(key), BYTES, b"s")
+    return lists
 
-    # planner_data: a flat dictionary, which older versions of torch require.
+
+def _write_planner_data(writer: _PickleWriter, metadata: CheckpointMetadata) -> None:
+    """Write a flat dictionary of all keys, which older versions of torch require."""
     writer.add(_encode_text("planner_data"), b"}")
-    for key in [*tensors, *metadata.objects]:
+    for key in [*metadata.tensors, *metadata.objects]:
         writer.add(_encode_text(key), _encode_text(key), b"\x85s")  # TUPLE1, SETITEM
 
-    # storage_data: the location of each box and of each object.
+
+def _write_storage_data(
+    writer: _PickleWriter, metadata: CheckpointMetadata, shared: _SharedValues, lists: list[int]
+) -> list[PlaceList]:
+    """Write the location of each box and of each object; return those of the boxes by tensor."""
     writer.add(_encode_text("storage_data"), b"}")
-    index = []
-    for number, (key, tensor) in enumerate(tensors.items()):
+    places = []
+    for number, (key, tensor) in enumerate(metadata.tensors.items()):
         table = tensor.chunks
         widths = _choose_widths(table.position, table.length)
-        position = writer.add(b"(")  # MARK
-        index.append(
-            PlaceList(key, tensor.shape, tensor.dtype_name, lists[number], position, widths)
-        )
+        start = writer.add(b"(")  # MARK
+        places.append(PlaceList(key, tensor.shape, tensor.dtype_name, lists[number], start, widths))
+        # A row per box: memo number of its offset, memo number of its file, position, length.
         memos = np.arange(len(table)) + writer.boxes[lists[number]].first
-        columns = [memos, table.file + first_file, table.position, table.length]
-        entry = make_place_entry(first_key + number, *widths)
+        columns = [memos, table.file + shared.first_file, table.position, table.length]
+        entry = make_place_entry(shared.first_key + number, *widths)
         writer.add(entry.encode(columns), b"u")  # SETITEMS
     for key, place in metadata.objects.items():
         writer.add(*_encode_instance(_INDEX, fqn=[_encode_text(key)], index=[b"N"]))
@@ -371,24 +408,25 @@ def encode_metadata(metadata: CheckpointMetadata) -> list[bytes]:
             length=[_encode_number(place.length)],
         )
         writer.add(*info, b"s")
+    return places
 
-    # The remaining fields.
-    writer.add(_encode_text("storage_meta"), STORAGE_META)
-    writer.add(_encode_text("version"), _encode_text("1.0.0"))
-    start = writer.add(b"ub.")  # SETITEMS, BUILD, STOP
 
-    # Phase 3: the index after the pickle, for our own reader.
+def _encode_index(
+    metadata: CheckpointMetadata,
+    shared: _SharedValues,
+    boxes: Iterable[BoxList],
+    places: Iterable[PlaceList],
+) -> bytes:
+    """Encode the index: `_INDEX_FIELDS` is its schema."""
     sizes = metadata.tensor_file_sizes()
     objects = {key: _encode_json(place) for key, place in metadata.objects.items()}
-    content = _encode_json_object(
-        files=_encode_json_list((file, sizes.get(file, 0)) for file in files),
-        memo=_encode_json((first_file, first_key)),
-        boxes=_encode_json_list(writer.boxes),
-        tensors=_encode_json_list(index),
+    return _encode_json_object(
+        files=_encode_json_list((file, sizes.get(file, 0)) for file in shared.files),
+        memo=_encode_json((shared.first_file, shared.first_key)),
+        boxes=_encode_json_list(boxes),
+        tensors=_encode_json_list(places),
         objects=_encode_json_object(**objects),
     )
-    writer.add(content, FOOTER.pack(start, len(content), xxhash.xxh3_64_intdigest(content), MAGIC))
-    return list(split_into_blocks(writer.parts))
 
 
 def _encode_json(value: Any) -> bytes:

@@ -396,9 +396,11 @@ class _Unpickler:
     def find_storage(self, pid: Any) -> TypedStorage:
         """Return the storage that a persistent id names: the record `data/<key>` as a dtype."""
         if type(pid) is tuple and len(pid) >= 5 and self._storage is not None:
+            # ("storage", class, key of the record, device, number of elements)
             tag, kind, key, *_ = pid
             if tag == "storage" and isinstance(kind, StorageKind) and type(key) in (str, int):
-                return TypedStorage(kind.dtype, self._storage(f"data/{key}"))
+                content = self._storage(f"data/{key}")
+                return TypedStorage(kind.dtype, content)
         raise UnsafePickleError(f"unknown persistent id {format_value(pid)}")
 
 

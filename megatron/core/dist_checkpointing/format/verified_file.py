@@ -8,6 +8,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     DIGEST_SIZE,
     FileChecksums,
+    count_blocks,
     find_checksums,
     hash_blocks,
     read_checksums,
@@ -110,7 +111,7 @@ class VerifiedFile(OpenFile):
     def widen(self, start: int, stop: int) -> tuple[int, int]:
         """Return the smallest range that contains `[start, stop)` and can be verified by itself."""
         first = start // BLOCK_SIZE
-        last = -(-stop // BLOCK_SIZE) - 1
+        last = count_blocks(stop) - 1
         if first > last:  # an empty range
             return start, stop
         if not self._is_verified(first):
@@ -124,13 +125,13 @@ class VerifiedFile(OpenFile):
         """Compare the blocks of `view`, a range returned by `widen` that begins at `position`."""
         stop = position + len(view)
         first = position // BLOCK_SIZE
-        end = -(-stop // BLOCK_SIZE)  # rounded up
-        for block in range(first, end):
+        for block in range(first, count_blocks(stop)):
             if self._is_verified(block):
                 continue
             start = block * BLOCK_SIZE
             content = view[start - position : start + BLOCK_SIZE - position]
-            expected = self._expected[block * DIGEST_SIZE : (block + 1) * DIGEST_SIZE]
+            digest_start = block * DIGEST_SIZE
+            expected = self._expected[digest_start : digest_start + DIGEST_SIZE]
             if hash_blocks(content) != expected:
                 raise CheckpointError(
                     f"{self.path}: damaged: wrong checksum of bytes {start}..{start + len(content)}"
