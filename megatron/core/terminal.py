@@ -1,6 +1,6 @@
-"""Output of tools. Text from files cannot control the terminal, or forge another line of output.
+"""Output of all programs. Text from files cannot control the terminal, or forge another line.
 
-The tools print only via these functions; `tests/unit_tests/tools/test_terminal_output.py` checks
+Everything is printed via these functions; `tests/unit_tests/tools/test_terminal_output.py` checks
 that.
 """
 
@@ -22,14 +22,24 @@ def _escape(char: str) -> str:
     return char.encode("unicode_escape", "surrogatepass").decode()
 
 
+def escape_lines(text: str) -> str:
+    """Escape control characters, but keep line breaks."""
+    return "\n".join(escape_control_chars(line) for line in text.split("\n"))
+
+
 def format_error(error: BaseException) -> str:
     """Return the message of an error with its lines kept and control characters escaped."""
-    return "\n".join(escape_control_chars(line) for line in str(error).split("\n"))
+    return escape_lines(str(error))
 
 
 def print_line(text: str = "", *, file: TextIO | None = None) -> None:
     """Print one line. Line breaks in `text` are escaped like other control characters."""
     print(escape_control_chars(text), file=file, flush=file is not None)
+
+
+def print_text(text: str, *, file: TextIO | None = None) -> None:
+    """Print text of several lines, at once."""
+    print(escape_lines(text), file=file, flush=True)
 
 
 def print_json(value: Any, indent: int | None = None) -> None:

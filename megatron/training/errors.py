@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.parallel_state import ParallelState
+from megatron.core.terminal import escape_lines, print_text
 from megatron.training.rendezvous import environment_rank
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended, as of every shell
@@ -45,7 +46,7 @@ def errors_explained_once(status: int = 1) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         if environment_rank() == 0:
-            print(f"\n{str(error) or 'interrupted'}", file=sys.stderr)
+            print_text(f"\n{str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except LostRankError as error:
         _write_error_file(str(error), time.time())
@@ -68,7 +69,7 @@ def _report_and_exit(explained: str, status: int) -> None:
         time.sleep(_WAIT_FOR_RANK_0)
         message = f"error on rank {rank}: {explained}"
     _write_error_file(message, when)
-    print(message, file=sys.stderr)
+    print_text(message, file=sys.stderr)
     sys.exit(status)
 
 
@@ -97,6 +98,7 @@ def _write_error_file(message: str, when: float) -> None:
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if name is None:
         return
+    message = escape_lines(message)  # torchrun prints it as it is
     # The form of torch.distributed.elastic's ErrorHandler, which always adds the traceback.
     error = {
         "message": message,

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.optimizer import UPDATE_RULES, OptimizerConfig
+from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import is_used, select_architecture_fields
 from megatron.training.checkpoint.contents import get_model_state
 from megatron.training.checkpoint.fp8_state import fp8_state_to_load, restore_fp8_state
@@ -144,7 +145,8 @@ def _list_differences(kind: str, flags: Mapping[str, Any], stored: Mapping[str, 
     for field in select_architecture_fields(kind):
         name = field.name
         if name in stored and is_used(field, flags) and stored[name] != flags[name]:
-            lines.append(f"{name}: {stored[name]} in the checkpoint, {flags[name]} now")
+            value = escape_control_chars(str(stored[name]))
+            lines.append(f"{name}: {value} in the checkpoint, {flags[name]} now")
     return lines
 
 

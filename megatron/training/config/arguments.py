@@ -28,6 +28,7 @@ from megatron.core.flags import (
     raise_problems,
     spell_flag,
 )
+from megatron.core.terminal import print_text
 from megatron.training.config.megatron_options import (
     MEGATRON_OPTIONS,
     OLD_VALUES,
@@ -233,7 +234,7 @@ class FlagParser:
     def parse(self, argv: Sequence[str]) -> CommandLine:
         """Return values by field name, and all problems; --help prints all flags and exits."""
         if "-h" in argv or "--help" in argv:
-            print(self.format_help())
+            print_text(self.format_help())
             sys.exit(0)
         line = CommandLine()
         foreign = []

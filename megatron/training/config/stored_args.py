@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import select_architecture_fields
 
 # Arguments that --use-checkpoint-args reads in addition to the fields that define the model.
@@ -60,9 +61,9 @@ def merge_stored_args(
         if name not in stored:
             continue
         if name in given and given[name] != stored[name]:
+            value = escape_control_chars(str(stored[name]))
             notes.append(
-                f"--use-checkpoint-args: {name} is {stored[name]} as in the checkpoint, "
-                f"not {given[name]}"
+                f"--use-checkpoint-args: {name} is {value} as in the checkpoint, not {given[name]}"
             )
         merged[name] = stored[name]
     if "seq_length" in stored:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.format.schema import limit, parse_json, read_regular
 from megatron.core.flags import FlagSection, flag
-from megatron.core.terminal import format_error
+from megatron.core.terminal import escape_control_chars, format_error
 
 MAX_FILE_BYTES = limit("TOKENIZER_BYTES", 256 << 20)
 END_OF_TEXT = "<|endoftext|>"
@@ -75,7 +75,8 @@ class TokenizerConfig(FlagSection):
 
     def find_problems(self) -> Iterator[str]:
         if self.tokenizer_type is not None and self.tokenizer_type not in TOKENIZERS:
-            yield f"--tokenizer-type {self.tokenizer_type}: choose one of {', '.join(TOKENIZERS)}"
+            value = escape_control_chars(str(self.tokenizer_type))
+            yield f"--tokenizer-type {value}: choose one of {', '.join(TOKENIZERS)}"
 
     @property
     def kind(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
+from megatron.core.terminal import print_text
 from megatron.training.reporting.run_record import to_json_value
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class _Printer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         is_for_all = record.levelno >= logging.ERROR or vars(record).get("every_rank")
         if self._rank == 0 or is_for_all:
-            print(self._format_record(record), flush=True)
+            print_text(self._format_record(record))
 
 
 def _format_text(record: logging.LogRecord) -> str:

@@ -21,6 +21,14 @@ def test_value_error_is_one_line(capsys):
     assert end_with(ValueError("wrong"), capsys) == (1, "error: wrong\n")
 
 
+def test_text_of_files_cannot_control_the_terminal(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    _, output = end_with(ValueError("rope_type: \x1b[2J\u202e\nnext"), capsys)
+    assert output == "error: rope_type: \\x1b[2J\\u202e\nnext\n"
+    reported = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert reported == output.rstrip("\n")
+
+
 @pytest.mark.parametrize("shape", [(1 << 50,), (1 << 25, 1 << 25)])
 def test_lack_of_memory_is_one_line(capsys, shape):
     with pytest.raises(RuntimeError) as allocation:

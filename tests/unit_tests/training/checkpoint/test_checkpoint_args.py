@@ -112,6 +112,18 @@ def test_other_mathematics_is_a_note():
     )
 
 
+def test_text_of_a_checkpoint_cannot_forge_a_line():
+    forged = {"rope_type": "\x1b[2J\n > loaded", "normalization": "\r > loaded"}
+    (note,) = check_same_model(flags(), flags() | {"rope_type": forged["rope_type"]}, "here")
+    assert note.isprintable() and r"\x1b[2J\n > loaded in the checkpoint" in note
+    with pytest.raises(ValueError, match=r"normalization: \\r > loaded in the checkpoint"):
+        check_same_model(flags(), flags() | forged, "here")
+    _, notes = merge_stored_args(flags(), forged)
+    assert len(notes) == 2 and all(note.isprintable() for note in notes)
+    with pytest.raises(ValueError, match=r"--tokenizer-type \\n > loaded: choose one of"):
+        TokenizerConfig("\n > loaded")
+
+
 def test_taking_arguments_over():
     stored = normalize_stored_args(vars(make_namespace(flags(), {})))
     given = {

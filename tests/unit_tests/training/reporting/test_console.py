@@ -41,6 +41,14 @@ def test_rank_0_prints_every_message_once(capsys):
     ]
 
 
+def test_text_of_files_cannot_control_the_terminal(capsys):
+    configure_logging(0)
+    core.warning("of the checkpoint: \x1b]0;pwn\x07\x1b[2J\u202e\nnext")
+    assert capsys.readouterr().out == (
+        " > WARNING: of the checkpoint: \\x1b]0;pwn\\x07\\x1b[2J\\u202e\nnext\n"
+    )
+
+
 def test_other_ranks_print_errors_and_marked_messages(capsys):
     configure_logging(1)
     say_everything()

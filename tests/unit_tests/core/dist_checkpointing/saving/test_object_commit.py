@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing import (
     verify,
 )
 from megatron.core.dist_checkpointing.format.checksums import BLOCK_SIZE
+from megatron.core.dist_checkpointing.generation import SupersededError
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.saving import object_commit
@@ -252,6 +253,25 @@ def test_slow_start_does_not_reuse_a_removed_number(root, monkeypatch):
     monkeypatch.setattr(object_commit, "find_newest", look_before_the_others)
     generation = take_generation(root, {})
     assert generation.number == 3 and generation.is_current()
+
+
+def test_old_owner_cannot_touch_a_prefix_whose_numbers_start_again(root):
+    """All objects were deleted while the old owner was suspended."""
+    old = take_generation(root, {"host": "old"})
+    assert save_one(root / "iter_0000005", 1, old).error is None
+    root.store.delete(list(root.store.sizes(root.key)))
+    new = take_generation(root, {"host": "new"})
+    assert (old.number, new.number) == (1, 1)
+    assert save_one(root / "iter_0000005", 2, new).error is None
+    new.move_tracker(5)
+    for iteration in (5, 9):
+        assert save_one(root / f"iter_{iteration:07d}", 3, old).superseded
+    with pytest.raises(SupersededError, match="host new"):
+        old.move_tracker(65)
+    with pytest.raises(SupersededError):
+        old.put_aside([root / "iter_0000005"])
+    assert_holds(root / "iter_0000005", 2, ROWS)
+    assert read_tracker(root) == 5 and not is_complete(root / "iter_0000009")
 
 
 def test_removal_revokes_the_checkpoint_first(root, monkeypatch):
