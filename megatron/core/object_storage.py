@@ -375,7 +375,7 @@ class ObjectPath(type(Path())):  # type: ignore[misc]
         return False
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing: a directory exists as soon as it contains an object."""
+        """Return at once: a directory exists as soon as it contains an object."""
 
     def iterdir(self) -> Any:
         directories, objects = self.store.children(self.key)

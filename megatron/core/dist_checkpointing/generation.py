@@ -1,4 +1,4 @@
-"""Fencing: which start of a job owns a directory of checkpoints.
+"""Fencing: ownership of a directory of checkpoints by one start of a job.
 
 Every start that saves takes the next generation. It creates `.generation-0000007-<token>/`, where
 the token is random, and renames the directories of earlier generations away. Whatever an owner
@@ -221,9 +221,7 @@ class Generation:
         return aside
 
     def remove(self, aside: Path) -> None:
-        """Remove a directory that was put aside; what remains is removed by the next
-        `put_aside`.
-        """
+        """Remove a directory that was put aside; the next `put_aside` removes leftovers."""
         with contextlib.suppress(OSError):
             remove(aside)
 
@@ -264,7 +262,7 @@ class Generation:
         return None
 
     def _revoke_older(self) -> None:
-        """Rename earlier generations and claims away, then remove them and what they contain."""
+        """Rename earlier generations and claims away, then remove them with their content."""
         older = [found.name for found in generations_in(self.root) if found < self.id]
         older += [path.name for path in self.root.glob(f"{_CLAIM}*")]
         for name in older:
@@ -331,6 +329,6 @@ def read_owner(root: Path, generation: GenerationId) -> dict[str, Any]:
 
 
 def read_current_owner(root: Path) -> dict[str, Any]:
-    """Read who owns the directory of checkpoints `root` now; empty if nobody does."""
+    """Read the owner of the directory of checkpoints `root`; empty if there is none."""
     newest = find_newest(root)
     return {} if newest is None else read_owner(root, newest)

@@ -67,7 +67,7 @@ _NAME = re.compile(r"iter_(\d{1,18})-(\d{1,18})\.[\w-]+")
 def order_of(name: str) -> tuple[int, int]:
     """Return (start of the job, iteration) of a local checkpoint.
 
-    A later start replaces what an earlier one saved, as after a rollback.
+    Checkpoints of a later start replace those of an earlier one, as after a rollback.
     """
     match = _NAME.fullmatch(name)
     assert match is not None, name
@@ -377,7 +377,7 @@ class LocalCheckpoint(PendingCheckpoint):
             link.abort()
         for received in self.received:
             received.exception()
-        with contextlib.suppress(OSError):  # what remains is removed after the next save
+        with contextlib.suppress(OSError):  # leftovers are removed after the next save
             if outcome.error is None:
                 self._saver.remove_superseded(self.directory.name, outcome.warning is None)
             elif self._rank == self._saver.tier.node:

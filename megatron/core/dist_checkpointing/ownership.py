@@ -1,4 +1,4 @@
-"""Ownership: which start may take over a directory of checkpoints.
+"""Ownership: rules for taking over a directory of checkpoints.
 
 A start takes ownership at the last possible moment: after its checkpoint is loaded, before it
 trains. A start that fails before has changed nothing, and a run that is training to the same
@@ -162,8 +162,9 @@ def _create_probe(root: Path) -> Path | None:
 
 
 def _check_shared(root: Path, seen: list[tuple[str, bool]]) -> None:
-    """Raise ValueError unless all ranks see what rank 0 has created; `seen` is (host, is it
-    visible).
+    """Raise ValueError unless all ranks see the directory that rank 0 has created.
+
+    `seen` contains (host, whether it is visible) of each rank.
     """
     blind = defaultdict(list)
     for rank, (host, sees) in enumerate(seen):

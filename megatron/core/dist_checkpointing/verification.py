@@ -110,7 +110,7 @@ def find_missing_or_truncated(directory: str | os.PathLike[str]) -> list[str]:
     problems = []
     if isinstance(path, ObjectPath) and (listed := read_commit(path)) != {}:
         return _find_object_problems(path, listed)
-    # Checksums list the exact sizes; `.metadata` alone says how far each file is used.
+    # Checksums list the exact sizes; `.metadata` alone specifies minimum sizes.
     if checksums.find_checksums(path) is not None:
         exact = True
         sizes = {name: sums.size for name, sums in checksums.read_checksums(path).items()}

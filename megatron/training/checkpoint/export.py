@@ -41,7 +41,9 @@ def make_legacy_rewrite(config: Config) -> Rewrite:
     """
     parallel = config.parallel
     sizes = parallel.tp_size, parallel.pp_size, parallel.vpp_size
-    experts = (parallel.ep_size, parallel.etp_size) if parallel.ep_size > 1 else (1, None)
+    experts: tuple[int, int | None] = (1, None)
+    if parallel.ep_size > 1:
+        experts = (parallel.ep_size, parallel.etp_size)
     layout = Layout.of(config.model.num_layers, *sizes, vars(config.pipeline_layout), experts)
 
     def rewrite(directory: Path, progress: Progress) -> None:

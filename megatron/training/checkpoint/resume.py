@@ -115,7 +115,9 @@ def _load(run: Run, start: Start) -> None:
 
     run.loaded = source.description
     run.loading_seconds = time.perf_counter() - began
-    loaded = "weights and optimizer" if with_optimizer else "weights"
+    loaded = "weights"
+    if with_optimizer:
+        loaded = "weights and optimizer"
     logger.info(
         f"loaded {loaded} of {source.description} at iteration {run.state.iteration} in "
         f"{run.loading_seconds:.2f} s"
@@ -229,7 +231,9 @@ def _restore_fp8(
     if restore_fp8_state(run.chunks, run.ps.ep, model, objects, config):
         run.optimizer.requantize()
     elif had_fp8:
-        now = "without fp8" if config.fp8 is None else f"of --fp8-recipe {config.fp8_recipe}"
+        now = f"of --fp8-recipe {config.fp8_recipe}"
+        if config.fp8 is None:
+            now = "without fp8"
         logger.info(
             f"the scales of fp8 in the checkpoint are not used: this run is {now}, or of another "
             "layout"

@@ -45,7 +45,9 @@ def newest_saved(root: Path | None) -> str | None:
     """
 
     def find() -> str | None:
-        found = None if root is None else find_saved(root)
+        if root is None:
+            return None
+        found = find_saved(root)
         return None if found is None else found.directory.name
 
     return Coordination.of(None).run_on_rank0(find)
@@ -54,7 +56,7 @@ def newest_saved(root: Path | None) -> str | None:
 def open_local_tier(config: CheckpointConfig, save: Path | None) -> LocalTier | None:
     """Return the checkpoints of `save` on the disks of the nodes. Collective.
 
-    None without --non-persistent-ckpt-type, and for a run that saves nothing.
+    None without --non-persistent-ckpt-type, and for a run without --save.
     """
     directory = config.non_persistent_local_ckpt_dir
     if save is None or config.non_persistent_ckpt_type is None or directory is None:

@@ -22,16 +22,21 @@ class SaveLog:
         """Report a committed checkpoint, the disks of the nodes' if `is_local`."""
         iteration = iteration_in_name(report.directory)
         metrics = get_save_metrics(report)
-        prefix = "local-" if is_local else ""
+        kind = "checkpoint"
+        event = "save"
+        prefix = ""  # of the metrics' names
+        if is_local:
+            kind = "local checkpoint"
+            event = "local-save"
+            prefix = "local-"
         named = {f"{prefix}{name}": value for name, value in metrics.items()}
         self._metrics.append((iteration, named))
 
         # Other programs look for this line of Megatron-LM.
-        kind = "local checkpoint" if is_local else "checkpoint"
         report_line(
             f"  successfully saved {kind} from iteration {iteration:7d} to "
             f"{report.directory.parent}",
-            event="local-save" if is_local else "save",
+            event=event,
             directory=str(report.directory),
             iteration=iteration,
             **metrics,

@@ -96,9 +96,12 @@ def find_start(
     Raises ValueError for a --load without a checkpoint where one is required, and for a --save that
     contains another run.
     """
+    # Collect the checkpoints of the nodes, and let rank 0 choose.
     coordination = Coordination.of(None)
-    held = [] if tier is None else find_local_checkpoints(tier)
-    held = [checkpoint for checkpoint in held if checkpoint.name not in damaged]
+    held: list[LocalCheckpointInfo] = []
+    if tier is not None:
+        found_locally = find_local_checkpoints(tier)
+        held = [checkpoint for checkpoint in found_locally if checkpoint.name not in damaged]
     chooser = _Chooser(config, save, job or Job(), held)
     choice = coordination.run_on_rank0(chooser.choose)
     if choice is None:
@@ -113,6 +116,7 @@ def find_start(
         if start is not None:
             return start
         return find_start(config, save, tier, job, damaged | {choice.found.name})
+    # Open it on every rank. An error on any rank is raised on all.
     found = choice.found
     without_optimizer = choice.weights_only or (config.no_load_optim and not choice.continues)
     options = ReadOptions(optimizer=not without_optimizer, as_saved=True, verify=config.ckpt_verify)
@@ -126,7 +130,9 @@ def _base_lineage(choice: _Choice, directory: Path) -> Lineage:
     if not choice.extends_branch:
         return Lineage((), choice.origin)
     lineage = read_lineage(directory)
-    return lineage if choice.origin is None else lineage._replace(origin=choice.origin)
+    if choice.origin is None:
+        return lineage
+    return lineage._replace(origin=choice.origin)
 
 
 def _open_local(
@@ -181,12 +187,17 @@ class _Chooser:
         """Return the choice by the rules above; None for random weights."""
         config = self._config
         saved = None if self._save is None else find_saved(self._save)
+
+        # Rule 1: an automatic restart.
         own = self._find_own(saved)
         if own is not None:
             return own
+
+        # Rule 2: --load and --save are the same directory.
         if is_restart_idiom(config):
             return self._continue_newest()
 
+        # Rule 3: a branch in --save that began with the named checkpoint.
         named, weights_only = self._find_named()
         if named is None:
             self._check_replaced(saved, 0, "random weights")
@@ -194,6 +205,8 @@ class _Chooser:
         origin = Origin(identify_checkpoint(named.directory), weights_only, config.ckpt_step)
         if saved is not None and self._continues(saved, origin):
             return self._continue_branch(saved, named)
+
+        # Rule 4: the named checkpoint.
         returns = _is_same_directory(config) and config.ckpt_step is not None and not weights_only
         if returns:
             self._warn_of_return(named)
@@ -273,7 +286,9 @@ class _Chooser:
     def _find_named(self) -> tuple[CheckpointRef | None, bool]:
         """Return the checkpoint that the flags name, and whether only its weights are loaded."""
         config = self._config
-        found = None if config.load is None else find_checkpoint(config.load, config.ckpt_step)
+        if config.load is None:
+            return self._find_first()
+        found = find_checkpoint(config.load, config.ckpt_step)
         if found is None:
             return self._find_first()
         if found.note is not None:
@@ -336,8 +351,10 @@ def _list_later(root: Path, iteration: int) -> str:
     checkpoints = CheckpointDirectory(root)
     later = [number for number in checkpoints.list_iterations() if number > iteration]
     names = [checkpoints.path(number).name for number in later]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
+    text = ", ".join(names[:_SHOWN])
+    if len(names) > _SHOWN:
+        text += f" and {len(names) - _SHOWN} more"
+    return text
 
 
 def _check_random_weights(config: CheckpointConfig, directory: Path) -> None:
@@ -386,7 +403,9 @@ def stored_vocab_size(start: Start | None) -> int | None:
     if start is None:
         return None
     embedding = start.source.tensors.get(WORD_EMBEDDINGS)
-    return start.source.args.get("model_vocab_size") if embedding is None else embedding.shape[0]
+    if embedding is None:
+        return start.source.args.get("model_vocab_size")
+    return embedding.shape[0]
 
 
 def adopt_end_of_document(config: Config, start: Start | None) -> bool:

@@ -60,7 +60,7 @@ _FIRST_ANSWER_TAG = 2  # every answer has its own tag
 # MAC. The answer is a byte (whether the range could be read), the MAC, and in a second message the
 # content.
 _REQUEST = struct.Struct("<QQQ256p")
-_IDLE = timedelta(days=1)  # a rank may have nothing to serve for as long as a load takes
+_IDLE = timedelta(days=1)  # a rank may not be asked for data during the whole load
 _PATIENCE = timedelta(minutes=10)  # for one answer
 
 
@@ -81,7 +81,7 @@ class LocalCheckpointInfo(NamedTuple):
 
 def find_local_checkpoints(tier: LocalTier) -> list[LocalCheckpointInfo]:
     """Return the complete local checkpoints on rank 0, newest first; [] elsewhere. Collective."""
-    # The first rank of each node reports what the node has.
+    # The first rank of each node reports the files of the node.
     mine: _CheckpointsOfNode = {}
     if tier.rank == tier.node:
         mine = _find_on_this_node(tier)
@@ -178,7 +178,7 @@ class DistributedLocalCheckpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving, once all ranks have read what they need."""
+        """Stop serving, once all ranks have read their data."""
         if self._group is None:
             return
         coordination = Coordination.of(None)

@@ -171,7 +171,7 @@ def _make_batches(pieces: list[_Piece]) -> Iterable[list[_Piece]]:
 
 def _split_piece(piece: _Piece) -> Iterable[_Piece]:
     """Cut a large piece in rows, so that threads can share it and temporary buffers stay small."""
-    # Up to twice the size: halves would be smaller than what a task should read.
+    # Up to twice the size: halves would be too small for a task.
     if piece.nbytes <= 2 * _BATCH:
         yield piece
         return

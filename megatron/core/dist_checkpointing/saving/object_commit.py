@@ -71,7 +71,7 @@ class ObjectGeneration(Generation):
 
     @classmethod
     def take(cls, root: Path, owner: dict[str, Any], above: int = 0) -> ObjectGeneration:
-        """Take the next generation of `root`; its former owner can commit nothing any more."""
+        """Take the next generation of `root`; its former owner cannot commit any more."""
         assert isinstance(root, ObjectPath)
         token = secrets.token_hex(8)
         content = describe_owner(token, owner)
@@ -237,11 +237,11 @@ class ObjectCheckpoint(PendingCheckpoint):
         content = b"".join(parts)
         if self.generation is None or name.endswith(".distcp"):
             self.directory.store.create((self.directory / name).key, content)
-        else:  # an old owner that wakes up must not change what its successor has committed
+        else:  # an old owner that wakes up must not change a checkpoint of its successor
             put_checked(self.directory, name, content, self.generation.check)
 
     def finish(self, sums: Mapping[str, FileChecksums]) -> None:
-        """Do nothing: objects are durable when their upload has ended."""
+        """Return at once: objects are durable when their upload has ended."""
 
     def commit(
         self,

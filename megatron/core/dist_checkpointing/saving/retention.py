@@ -22,7 +22,7 @@ VALIDATION_LOSS = "validation_loss"
 
 @dataclass(frozen=True)
 class RetentionRules:
-    """Which checkpoints to keep. Without any rule all are kept.
+    """Rules for keeping checkpoints. Without any rule all are kept.
 
     A checkpoint is kept if any rule keeps it; the newest one always is. `keep_last` keeps the last
     N (1 if only other rules are given), `keep_every` the multiples of N iterations, and `keep_best`
@@ -35,7 +35,7 @@ class RetentionRules:
 
     @property
     def removes_checkpoints(self) -> bool:
-        """Whether any rule is given."""
+        """Return whether any rule is given."""
         rules = (self.keep_last, self.keep_every, self.keep_best)
         return any(rule is not None for rule in rules)
 

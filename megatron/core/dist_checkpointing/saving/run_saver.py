@@ -39,7 +39,7 @@ class SaveFailedError(ValueError):
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How the checkpoints of a run are saved.
+    """Options for saving the checkpoints of a run.
 
     `async_save` writes them in the background. `fully_parallel` distributes the writing of
     replicated data over all ranks that hold it. Each rank writes `workers` files at once.
@@ -115,7 +115,7 @@ class RunSaver:
 
     @property
     def generation(self) -> Generation | None:
-        """The ownership of the run's directory; None for a run that saves nothing."""
+        """The ownership of the run's directory; None for a run that is not saved."""
         return self._generation
 
     def own(

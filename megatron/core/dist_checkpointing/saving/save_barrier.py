@@ -1,5 +1,4 @@
-"""How the ranks of a save coordinate in the background: messages and heartbeats via the job's
-store.
+"""Coordination of a save in the background: messages and heartbeats via the job's store.
 
 Ranks use the job's TCPStore and never poll the file system. The store carries notifications only:
 whether a checkpoint is committed is decided by the file system. If the store is lost during a save,
@@ -33,11 +32,11 @@ _BUCKETS = 64
 
 
 class Outcome(NamedTuple):
-    """How a save ended; `error` is None for a committed checkpoint."""
+    """The outcome of a save; `error` is None for a committed checkpoint."""
 
     error: str | None = None
     superseded: bool = False  # another start has taken over the directory
-    warning: str | None = None  # what the committed checkpoint lacks, e.g., a replica
+    warning: str | None = None  # missing parts of the committed checkpoint, e.g., a replica
 
 
 def open_store(timeout: timedelta) -> dist.Store:
@@ -177,7 +176,7 @@ class SaveBarrier:
             self._store.set("ready", "")
 
     def warn(self, warnings: Sequence[str]) -> None:
-        """Record what the checkpoint lacks on this rank; call it before `report`."""
+        """Record missing parts of the checkpoint on this rank; call it before `report`."""
         for text in warnings:
             self._store.append("warnings", f"rank {self._rank}: {text}\n")  # type: ignore[attr-defined]
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SaveReport:
-    """How a save went on this rank.
+    """Result and times of a save on this rank.
 
     Times are in seconds: `blocking` is how long the training thread waited, the others overlap with
     training. `bytes` counts this rank's bytes, `total_bytes` those of all ranks. `error` is None
@@ -168,7 +168,7 @@ class SaveThread:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in progress on this rank; the next one would wait for it."""
+        """Return whether a save is in progress on this rank; the next one would wait for it."""
         return self._current is not None and not self._current.done()
 
     def poll(self) -> list[SaveReport]:

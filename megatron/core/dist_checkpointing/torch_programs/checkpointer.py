@@ -1,4 +1,4 @@
-"""Checkpoints of a training loop in plain PyTorch: when to save, what to load, how to resume."""
+"""Checkpoints of a training loop in plain PyTorch: policy, ownership, loading and saving."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Checkpointer:
         """Load the newest complete checkpoint of the run, and return the step to continue with.
 
         The number of ranks and the sharding may differ from those that saved it. Takes ownership of
-        the directory: an earlier start of the run can save nothing any more.
+        the directory: an earlier start of the run cannot save to it any more.
 
         If the directory contains no checkpoint, the run begins with the checkpoint `initial`, if
         given (ours, or any other DCP directory with the same names), or with the present state; the
@@ -411,7 +411,7 @@ class Checkpointer:
     # ---- Votes ----
 
     def _start_votes(self) -> None:
-        """Begin to exchange what this rank has noticed, if anything can be."""
+        """Begin to exchange the requests of this rank, if there can be any."""
         if self._save_seconds is None and not self._signals.wanted:
             return
         votes = _Votes(

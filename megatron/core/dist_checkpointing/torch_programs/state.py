@@ -81,7 +81,7 @@ class _LoadPlan:
             return not self.with_optimizer
         if key in self.handled:
             return True
-        # Without a prefix, other entries of the checkpoint cannot be told from the model's.
+        # Without a prefix, entries of the model cannot be distinguished from others.
         return not self.prefix or not key.startswith(self.prefix)
 
 
@@ -282,13 +282,12 @@ class ProgramState:
         names = {id(parameter): name for name, parameter in self._named_parameters()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                stored = [
-                    options_of[names[id(parameter)]]
-                    for parameter in group["params"]
-                    if names[id(parameter)] in options_of
-                ]
-                if stored:
-                    plan.group_options.append((group, stored[0]))
+                # All parameters of a group had the same options, unless it is a new group.
+                for parameter in group["params"]:
+                    options = options_of.get(names[id(parameter)])
+                    if options is not None:
+                        plan.group_options.append((group, options))
+                        break
 
     def _read_options(self, reader: Reader, where: str) -> dict[str, dict[str, Any]]:
         """Return the stored options of the optimizer by parameter."""
@@ -301,11 +300,10 @@ class ProgramState:
         number = 0
         while f"{number}.params" in stored:
             start = f"{number}."
-            options = {
-                key.removeprefix(start): reader.read_object(_GROUPS + key)
-                for key in stored
-                if key.startswith(start)
-            }
+            options: dict[str, Any] = {}
+            for key in stored:
+                if key.startswith(start):
+                    options[key.removeprefix(start)] = reader.read_object(_GROUPS + key)
             params = options.pop("params")
             names = [params] if isinstance(params, str) else params
             options_of |= dict.fromkeys(names, options)
@@ -342,12 +340,11 @@ class ProgramState:
 
     def _parameters(self) -> Iterator[_Parameter]:
         """Yield the parameters that an optimizer updates, in the order of the model."""
-        owners = {
-            id(parameter): (optimizer, group)
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+        owners: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    owners[id(parameter)] = optimizer, group
         for name, parameter in self._named_parameters():
             if id(parameter) in owners:
                 yield _Parameter(name, parameter, *owners[id(parameter)])

@@ -77,7 +77,7 @@ def compute_shard(
 def _order_of_splits(placements: Sequence[Placement]) -> list[int]:
     """Return the mesh dimensions in the order in which they split the tensor.
 
-    Usually that is from left to right. FSDP2 splits what tensor parallelism has already split,
+    Usually that is from left to right. FSDP2 splits the shards of tensor parallelism further,
     although its mesh dimension is on the left: DTensor marks such a placement with a
     `split_factor`, the number of parts that the dimensions on its right have made before.
     """
