@@ -198,17 +198,12 @@ def find_file_name(library: Library, torch_libraries: list[Path]) -> str | None:
 
 
 def enable_numerics(site_packages: Path) -> None:
-    """Let the import of torch enable numerics.py, unless FAKE_CUDA_NUMERICS is 0."""
+    """Let the import of torch enable numerics.py."""
     module = site_packages / "fake_cuda_numerics.py"
     module.unlink(missing_ok=True)
     module.symlink_to(HERE / "numerics.py")
     initialization = site_packages / "torch" / "__init__.py"
-    hook = (
-        "\nimport os as _os\n"
-        'if _os.environ.get("FAKE_CUDA_NUMERICS") != "0":\n'
-        "    import fake_cuda_numerics as _fake_cuda_numerics\n"
-        "    _fake_cuda_numerics.enable()\n"
-    )
+    hook = "\nimport fake_cuda_numerics as _fake_cuda_numerics\n_fake_cuda_numerics.enable()\n"
     text = initialization.read_text()
     if hook not in text:
         initialization.write_text(text + hook)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,14 @@ _NATIVE = {
 
 
 def enable() -> None:
-    """Compute operators of CUDA tensors from now on, in this thread and in its backward passes."""
+    """Compute operators of CUDA tensors from now on, in this thread and in its backward passes.
+
+    With FAKE_CUDA_NUMERICS=0 kernels do nothing.
+    """
     # The real cuDNN decides at run time what it supports; its stub cannot.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    _HostOperators().__enter__()
+    if os.environ.get("FAKE_CUDA_NUMERICS") != "0":
+        _HostOperators().__enter__()
 
 
 def view_on_host(tensor: Tensor) -> Tensor:
