@@ -233,7 +233,8 @@ def experts(models: dict[str, Shape], options: argparse.Namespace, report: Repor
 
 def training(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """Measure speed and memory of each model, ours and the peer's, eager and compiled."""
-    ceiling = matmul_ceiling(options.device, 512 if options.smoke else 8192)
+    widest = max(shape.hidden for shape in models.values())
+    ceiling = matmul_ceiling(options.device, min(8192, 4 * widest))
     card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     sheet = next((flops for name, flops in DATA_SHEET.items() if name in card), None)
     report.add(f"training: matmul ceiling {ceiling / 1e12:.3g} TFLOP/s")
