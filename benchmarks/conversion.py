@@ -83,7 +83,7 @@ class DiskUse:
 
     def _watch(self) -> None:
         while self._root is not None and not self._done.wait(0.1):
-            self._peak = max(self._peak, allocated(self._root))
+            self._peak = max(self._peak, count_allocated_bytes(self._root))
 
     def stop(self) -> int:
         self._done.set()
@@ -91,22 +91,22 @@ class DiskUse:
         return self._peak
 
 
-def allocated(root: Path) -> int:
+def count_allocated_bytes(root: Path) -> int:
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # renamed in the meantime
                 total += os.stat(os.path.join(folder, name)).st_blocks * 512
     return total
 
 
-def files(directory: Path) -> list[Path]:
+def list_files(directory: Path) -> list[Path]:
     return [path for path in directory.rglob("*") if path.is_file()]
 
 
-def settle(directory: Path, cold: bool) -> None:
+def prepare_page_cache(directory: Path, cold: bool) -> None:
     """Bring the files into the page cache, or drop them from it (they must be clean)."""
-    for path in files(directory):
+    for path in list_files(directory):
         with path.open("rb", buffering=0) as file:
             if cold:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -119,34 +119,32 @@ def copy(source: Path, target: Path) -> float:
     """Return the seconds of `cp -r` and an fsync of every file."""
     began = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
-    for path in files(target):
+    for path in list_files(target):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
     return time.perf_counter() - began
 
 
-def tool(source: Path, target: Path, result: str, args: argparse.Namespace) -> list[str]:
-    command = [
-        sys.executable,
-        "tools/checkpoint/convert.py",
-        "--load-dir",
-        str(source),
-        "--save-dir",
-        str(target),
-    ]
+def make_command(source: Path, target: Path, result: str, args: argparse.Namespace) -> list[str]:
+    command = [sys.executable, "tools/checkpoint/convert.py"]
+    command += ["--load-dir", str(source), "--save-dir", str(target)]
     return [*command, *SAVERS[result], "--workers", str(args.workers)]
 
 
 def warm_up(root: Path, args: argparse.Namespace) -> None:
-    run(tool(root / "torch_dist", root / "unused", "legacy", args))
+    run(make_command(root / "torch_dist", root / "unused", "legacy", args))
     copy(root / "unused", root / "copy")
     shutil.rmtree(root / "unused")
     shutil.rmtree(root / "copy")
 
 
-def listed(times: list[float]) -> str:
+def format_times(times: list[float]) -> str:
     return ", ".join(f"{seconds:.1f}" for seconds in times)
+
+
+def count_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in list_files(directory))
 
 
 def convert(
@@ -154,30 +152,31 @@ def convert(
 ) -> None:
     target = root / f"{source}_to_{result}"
     copied = root / "copy"
-    command = tool(root / source, target, result, args)
+    command = make_command(root / source, target, result, args)
     times = []
     copies = []
     memory = 0
     extra = 0
     for _ in range(args.turns):
         shutil.rmtree(target, ignore_errors=True)
-        settle(root / source, args.cold)
+        prepare_page_cache(root / source, args.cold)
         seconds, resident, disk = run(command, root)
         times.append(seconds)
         memory = max(memory, resident)
-        extra = max(extra, disk - allocated(root))
-        settle(target, args.cold)
+        extra = max(extra, disk - count_allocated_bytes(root))
+        prepare_page_cache(target, args.cold)
         copies.append(copy(target, copied))
         shutil.rmtree(copied)
     seconds = min(times)
     copying = min(copies)
-    nbytes = sum(path.stat().st_size for path in files(target))
+    nbytes = count_bytes(target)
     print(
         f"{f'{source} -> {result}':28}{nbytes / 1e9:6.2f} GB {seconds:6.2f} s "
         f"{nbytes / seconds / 1e9:6.2f} GB/s   "
         f"cp {copying:5.2f} s {nbytes / copying / 1e9:6.2f} GB/s   {copying / seconds:5.2f}x cp, "
         f"{copying / (seconds - start_up):5.2f}x without start-up   peak {memory / 1e6:6.0f} MB   "
-        f"extra disk {extra / 1e6:4.0f} MB   all turns: {listed(times)}; cp {listed(copies)}",
+        f"extra disk {extra / 1e6:4.0f} MB   all turns: {format_times(times)}; "
+        f"cp {format_times(copies)}",
         flush=True,
     )
     if (root / result).exists():
@@ -204,7 +203,7 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     try:
         train_one_step(root / "torch_dist", args)
-        nbytes = sum(path.stat().st_size for path in files(root / "torch_dist"))
+        nbytes = count_bytes(root / "torch_dist")
         largest = args.vocab * args.hidden * 4
         bare = min(run([sys.executable, "-c", "import torch"])[0] for _ in range(3))
         print(

@@ -41,9 +41,8 @@ def make_corpus(directory: Path) -> Path:
     """Write JSON lines, vocab.json, merges.txt, and hf/ for transformers."""
     from tokenizers import ByteLevelBPETokenizer
 
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) + sorted(
-        Path(sysconfig.get_path("stdlib")).glob("*/*.py")
-    )
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = [*sorted(library.glob("*.py")), *sorted(library.glob("*/*.py"))]
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in sources]
     corpus = directory / "corpus.jsonl"
     size = 0
@@ -63,7 +62,7 @@ def make_corpus(directory: Path) -> Path:
     return corpus
 
 
-def cpu_seconds(root: Path, command: list[str], python: str = sys.executable) -> float:
+def measure_cpu_seconds(root: Path, command: list[str], python: str = sys.executable) -> float:
     """Return the processor seconds of a command and all processes it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {
@@ -90,10 +89,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     tools = {"ours": (TOOL, sys.executable)}
-    tools |= {
-        f"ours of {tool.resolve().parents[1].name}": (tool.resolve(), sys.executable)
-        for tool in args.tool
-    }
+    for other in args.tool:
+        tool = other.resolve()
+        tools[f"ours of {tool.parents[1].name}"] = (tool, sys.executable)
     if args.megatron_lm is not None:
         tool = (args.megatron_lm / "tools/preprocess_data.py").resolve()
         tools["Megatron-LM's"] = (tool, args.megatron_core_python or sys.executable)
@@ -120,34 +118,24 @@ def measure(
             "vocab_file": str(directory / "vocab.json"),
             "merge_file": str(directory / "merges.txt"),
         }
-    common = [
-        word for name, value in options.items() for word in ("--" + name.replace("_", "-"), value)
-    ]
+    common = ["--append-eod", "--output-prefix", str(directory / "out")]
+    for option, value in options.items():
+        common += ["--" + option.replace("_", "-"), value]
     seconds: dict[str, list[float]] = {}
     for _ in range(turns):
         alone = ["-c", TOKENIZER_ALONE, json.dumps(options), str(corpus)]
-        start = cpu_seconds(TOOL.parents[1], alone)  # imports, and reading the text
-        spent = cpu_seconds(TOOL.parents[1], [*alone, "tokenize"]) - start
+        start = measure_cpu_seconds(TOOL.parents[1], alone)  # imports, and reading the text
+        spent = measure_cpu_seconds(TOOL.parents[1], [*alone, "tokenize"]) - start
         seconds.setdefault("tokenizer alone", []).append(spent)
         written = set()
         for (name, (tool, python)), workers in itertools.product(tools.items(), (1, 2)):
-            flags = [
-                *common,
-                "--workers",
-                str(workers),
-                "--output-prefix",
-                str(directory / "out"),
-                "--append-eod",
-            ]
-            start = cpu_seconds(tool.parents[1], [str(tool), "--input", str(empty), *flags], python)
-            spent = (
-                cpu_seconds(tool.parents[1], [str(tool), "--input", str(corpus), *flags], python)
-                - start
-            )
+            root = tool.parents[1]
+            command = [str(tool), *common, "--workers", str(workers), "--input"]
+            start = measure_cpu_seconds(root, [*command, str(empty)], python)
+            spent = measure_cpu_seconds(root, [*command, str(corpus)], python) - start
             seconds.setdefault(f"{name}, --workers {workers}", []).append(spent)
-            written.add(
-                hashlib.sha256((directory / "out_text_document.bin").read_bytes()).hexdigest()
-            )
+            tokens = (directory / "out_text_document.bin").read_bytes()
+            written.add(hashlib.sha256(tokens).hexdigest())
         assert len(written) == 1, "not the same tokens"
     limit = statistics.median(seconds["tokenizer alone"])
     for label, all_spent in seconds.items():

@@ -48,25 +48,23 @@ print("iteration", flush=True)
 """
 
 
-def environment_of(command: list[str]) -> dict[str, str]:
+def make_environment(command: list[str]) -> dict[str, str]:
     """Return the environment for an interpreter.
 
     Another Python has its own `megatron`. Bytecode is enabled: otherwise every start would compile
     our modules, but not torch's.
     """
-    variables = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT) if command[0] == sys.executable else "",
-    }
+    python_path = str(ROOT) if command[0] == sys.executable else ""
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     return variables
 
 
-def until_iteration(command: list[str]) -> float:
+def measure_until_iteration(command: list[str]) -> float:
     """Return the seconds until the command prints a line with an iteration, then let it finish."""
     start = time.perf_counter()
     seconds = None
-    variables = environment_of(command)
+    variables = make_environment(command)
     with subprocess.Popen(
         command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
@@ -74,82 +72,83 @@ def until_iteration(command: list[str]) -> float:
         lines = []
         for line in run.stdout:
             lines.append(line)
-            if (
-                seconds is None
-                and "iteration" in line
-                and ("lm loss" in line or line.startswith("iteration"))
-            ):
+            # The log line of `pretrain_gpt.py`, or the line that the other programs print.
+            has_iteration = line.startswith("iteration") or (
+                "iteration" in line and "lm loss" in line
+            )
+            if has_iteration and seconds is None:
                 seconds = time.perf_counter() - start
     if run.returncode or seconds is None:
         raise RuntimeError(f"{' '.join(command)}\n{''.join(lines)}")
     return seconds
 
 
-def processor_time(command: list[str]) -> float:
-    """Return user and system seconds; the exit code is ignored (`diff` reports differences with
-    it).
+def measure_processor_time(command: list[str]) -> float:
+    """Return user and system seconds of a command.
+
+    The exit status is ignored: `diff` reports differences with it.
     """
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, env=environment_of(command), stdout=subprocess.DEVNULL)
+    subprocess.run(command, env=make_environment(command), stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def train(flags: str) -> list[str]:
+def make_training_command(flags: str) -> list[str]:
     return [*TORCHRUN, str(ROOT / "pretrain_gpt.py"), *flags.split()]
 
 
 def compare(
     contestants: dict[str, Callable[[], float]],
     turns: int,
-    of: Callable[[list[float]], float] = statistics.median,
+    reduce: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Return medians of seconds, or of the result of `of`, after a warm-up turn."""
+    """Return the median seconds of each contestant, or the result of `reduce`, after a warm-up
+    turn.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(turns + 1):
         for name, measure in contestants.items():
             value = measure()
             if turn:
                 seconds[name].append(value)
-    return {name: of(values) for name, values in seconds.items()}
+    return {name: reduce(values) for name, values in seconds.items()}
 
 
 def print_rows(title: str, medians: dict[str, float], limit: str) -> None:
     print(f"\n| {title} | s | against {limit} |\n|---|---|---|")
     for name, median in medians.items():
-        print(
-            f"| {name} | {median:.2f} | "
-            f"{'' if name == limit else f'{median / medians[limit]:.2f}x'} |"
-        )
+        ratio = f"{median / medians[limit]:.2f}x"
+        if name == limit:
+            ratio = ""
+        print(f"| {name} | {median:.2f} | {ratio} |")
 
 
 def measure_start_up(directory: Path, turns: int) -> None:
-    limit = directory / "limit.py"
-    limit.write_text(LIMIT)
-    medians = compare(
-        {
-            "import torch, process group, all-reduce": lambda: until_iteration(
-                [*TORCHRUN, str(limit)]
-            ),
-            "pretrain_gpt.py, first iteration": lambda: until_iteration(
-                train(f"{MODEL}{TINY}--train-iters 1")
-            ),
-        },
-        turns,
-    )
-    print_rows(
-        "start-up, torchrun with two processes", medians, "import torch, process group, all-reduce"
-    )
+    limit_script = directory / "limit.py"
+    limit_script.write_text(LIMIT)
+    limit = "import torch, process group, all-reduce"
+    commands = {
+        limit: [*TORCHRUN, str(limit_script)],
+        "pretrain_gpt.py, first iteration": make_training_command(f"{MODEL}{TINY}--train-iters 1"),
+    }
+    contestants = {}
+    for name, command in commands.items():
+        contestants[name] = partial(measure_until_iteration, command)
+    medians = compare(contestants, turns)
+    print_rows("start-up, torchrun with two processes", medians, limit)
 
 
 def measure_tools(directory: Path, turns: int) -> None:
     checkpoint = directory / "tiny"
     legacy = directory / "legacy"
     for save in (f"--save {checkpoint}", f"--ckpt-format torch --save {legacy}"):
-        until_iteration(train(f"{MODEL}{TINY}--train-iters 1 {save} --save-interval 1"))
-    convert, inspect = (
-        str(ROOT / "tools/checkpoint" / name) for name in ("convert.py", "inspect_checkpoint.py")
-    )
+        measure_until_iteration(
+            make_training_command(f"{MODEL}{TINY}--train-iters 1 {save} --save-interval 1")
+        )
+    convert = str(ROOT / "tools/checkpoint/convert.py")
+    inspect = str(ROOT / "tools/checkpoint/inspect_checkpoint.py")
+    diff = [inspect, "diff", str(checkpoint), str(legacy)]
     conversion = (
         f"--saver hf --overwrite --load-dir {checkpoint} --save-dir {directory / 'hf'}".split()
     )
@@ -159,19 +158,13 @@ def measure_tools(directory: Path, turns: int) -> None:
         "inspect_checkpoint.py --help": [inspect, "--help"],
         "inspect_checkpoint.py show": [inspect, "show", str(checkpoint)],
         "inspect_checkpoint.py verify": [inspect, "verify", str(checkpoint)],
-        "inspect_checkpoint.py diff, torch_dist and legacy": [
-            inspect,
-            "diff",
-            str(checkpoint),
-            str(legacy),
-        ],
+        "inspect_checkpoint.py diff, torch_dist and legacy": diff,
         "convert.py, torch_dist to hf": [convert, *conversion],
         "pretrain_gpt.py --help": [str(ROOT / "pretrain_gpt.py"), "--help"],
     }
-    contestants = {
-        name: partial(processor_time, [sys.executable, *command])
-        for name, command in commands.items()
-    }
+    contestants = {}
+    for name, command in commands.items():
+        contestants[name] = partial(measure_processor_time, [sys.executable, *command])
     print_rows("tools, processor time", compare(contestants, turns, min), "import torch")
 
 
@@ -182,35 +175,31 @@ def measure_resume(directory: Path, size_gb: float, turns: int, megatron_core: s
     heads = 16
     length = 32
     model = (
-        f"{MODEL}--num-layers {layers} --hidden-size {HIDDEN} --ffn-hidden-size {ffn} --seq-length "
-        f"{length} "
-        f"--num-attention-heads {heads} --vocab-size {VOCABULARY} "
+        f"{MODEL}--num-layers {layers} --hidden-size {HIDDEN} --ffn-hidden-size {ffn} "
+        f"--seq-length {length} --num-attention-heads {heads} --vocab-size {VOCABULARY} "
         "--untie-embeddings-and-output-weights "
     )
     ours = directory / "ours"
     theirs = directory / "dcp"
-    until_iteration(
-        train(
-            f"{model}--tensor-model-parallel-size 2 --train-iters 1 --save {ours} --save-interval 1"
-        )
-    )
+    saving = f"--tensor-model-parallel-size 2 --train-iters 1 --save {ours} --save-interval 1"
+    measure_until_iteration(make_training_command(model + saving))
     size = sum(file.stat().st_size for file in ours.rglob("*") if file.is_file())
     numbers = map(str, (layers, HIDDEN, ffn, heads, VOCABULARY, length))
     dcp = [*TORCHRUN, str(ROOT / "benchmarks/peers/dcp_resume.py"), str(theirs), *numbers]
-    until_iteration([*dcp, "--write"])
+    measure_until_iteration([*dcp, "--write"])
     print(f"\n{size / 1e9:.2f} GB written at TP2")
-    peers = {"transformers, FSDP, DCP: load and one step": partial(until_iteration, dcp)}
+    peers = {"transformers, FSDP, DCP: load and one step": partial(measure_until_iteration, dcp)}
     if megatron_core:
         program = [str(ROOT / "benchmarks/peers/megatron_core_resume.py"), str(ours), str(length)]
         peers["megatron-core, distributed optimizer: load and one step"] = partial(
-            until_iteration, [megatron_core, *TWO_PROCESSES, *program]
+            measure_until_iteration, [megatron_core, *TWO_PROCESSES, *program]
         )
     at_dp2 = f"{model}--use-distributed-optimizer --train-iters"
+    resume = make_training_command(f"{at_dp2} 2 --load {ours}")
+    start = make_training_command(f"{at_dp2} 1")
     own = {
-        "pretrain_gpt.py at DP2, first iteration": partial(
-            until_iteration, train(f"{at_dp2} 2 --load {ours}")
-        ),
-        "the same from random weights": partial(until_iteration, train(f"{at_dp2} 1")),
+        "pretrain_gpt.py at DP2, first iteration": partial(measure_until_iteration, resume),
+        "the same from random weights": partial(measure_until_iteration, start),
     }
     medians = compare(peers | own, turns)
     print_rows("resume", medians, min(peers, key=medians.__getitem__))

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from training import SKIP, ours
+from training import SKIP, train_ours
 
 Event = dict[str, Any]  # of the trace: ts, dur in microseconds
 
@@ -31,18 +31,22 @@ KINDS = {  # substring of an operator's name -> its kind
 }
 
 
-def kind_of(name: str) -> str:
-    return next((kind for part, kind in KINDS.items() if part in name), "other operators")
+def find_kind(name: str) -> str:
+    """Return the kind of an operator by its name."""
+    for part, kind in KINDS.items():
+        if part in name:
+            return kind
+    return "other operators"
 
 
-def outermost_and_own(
+def split_nested_operators(
     events: Iterable[Event],
 ) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
     """Return the intervals of the outermost operators of one thread, and (name with shapes,
     exclusive time) of each operator.
     """
     outermost = []
-    own = []
+    own: list[tuple[str, float]] = []
     open_calls: list[tuple[float, int]] = []  # (end, index in `own`)
     for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
         start = event["ts"]
@@ -50,8 +54,10 @@ def outermost_and_own(
         while open_calls and open_calls[-1][0] <= start:
             open_calls.pop()
         if open_calls:
-            name, time = own[open_calls[-1][1]]
-            own[open_calls[-1][1]] = (name, time - event["dur"])
+            # The time of this operator is not the caller's own.
+            _, caller = open_calls[-1]
+            name, time = own[caller]
+            own[caller] = (name, time - event["dur"])
         else:
             outermost.append((start, end))
         open_calls.append((end, len(own)))
@@ -60,7 +66,7 @@ def outermost_and_own(
     return outermost, own
 
 
-def union(intervals: Iterable[tuple[float, float]]) -> float:
+def measure_union(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the total length covered by the intervals."""
     total = 0.0
     reached = float("-inf")
@@ -74,18 +80,18 @@ def read_trace(path: Path) -> tuple[float, list[list[Event]]]:
     """Return the microseconds from the first phase to the last, and the operators of each
     thread.
     """
-    spans = [
-        event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"
-    ]
-    phases = [event for event in spans if event["cat"] == "user_annotation"]
+    starts: list[float] = []
+    ends: list[float] = []
     threads: dict[int, list[Event]] = defaultdict(list)
-    for event in spans:
-        if event["cat"] == "cpu_op":
+    for event in json.loads(path.read_text())["traceEvents"]:
+        if event.get("ph") != "X":
+            continue  # not a span of time
+        if event["cat"] == "user_annotation":  # a phase
+            starts.append(event["ts"])
+            ends.append(event["ts"] + event["dur"])
+        elif event["cat"] == "cpu_op":
             threads[event["tid"]].append(event)
-    whole = max(event["ts"] + event["dur"] for event in phases) - min(
-        event["ts"] for event in phases
-    )
-    return whole, list(threads.values())
+    return max(ends) - min(starts), list(threads.values())
 
 
 def main() -> None:
@@ -108,22 +114,22 @@ def main() -> None:
     first = SKIP + 1
     end = SKIP + args.steps + 1
     with tempfile.TemporaryDirectory() as directory:
-        window = ("--profile-step-start", str(first), "--profile-step-end", str(end))
-        times = ours(
-            args.dtype,
-            2 * end,
-            args.threads,
-            extra=("--profile", *window, "--profile-dir", directory),
-        )
+        flags = f"--profile --profile-step-start {first} --profile-step-end {end} --profile-dir"
+        extra = (*flags.split(), directory)
+        times = train_ours(args.dtype, 2 * end, args.threads, extra=extra)
         whole, threads = read_trace(next(Path(directory).glob("*.json")))
-    measured = [outermost_and_own(events) for events in threads]
-    busy = union(interval for outermost, _ in measured for interval in outermost)
-    kinds: Counter[str] = Counter({"no operator": whole - busy})
+
+    # Sum the exclusive times of all threads.
+    all_intervals: list[tuple[float, float]] = []
+    kinds: Counter[str] = Counter()
     operators: Counter[str] = Counter()
-    for _, own in measured:
-        for name, time in own:
-            kinds[kind_of(name)] += time
+    for events in threads:
+        intervals, own_times = split_nested_operators(events)
+        all_intervals += intervals
+        for name, time in own_times:
+            kinds[find_kind(name)] += time
             operators[name] += time
+    kinds["no operator"] = whole - measure_union(all_intervals)
     plain = statistics.median(times[end:])
     print(
         f"{args.dtype}: {plain:.0f} ms/step, {whole / args.steps / 1e3:.0f} while profiled; shares "
@@ -131,7 +137,7 @@ def main() -> None:
     )
     for name, time in kinds.most_common():
         print(f"  {100 * time / whole:5.1f} %  {name}")
-    print("operators and the shapes they take:")
+    print("operators and the shapes of their inputs:")
     for name, time in operators.most_common():
         if 100 * time / whole >= args.least:
             print(f"  {100 * time / whole:5.1f} %  {name[:140]}")

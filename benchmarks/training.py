@@ -61,7 +61,7 @@ EVEN = "--moe-router-force-load-balancing"
 EP2 = ["--expert-model-parallel-size", "2", *LAYOUTS["DP2"]]
 
 
-def flops_per_step() -> float:
+def count_flops_per_step() -> float:
     """Return the model FLOPs of a step: 6 per matrix parameter and token, and half of the attention
     (causal).
     """
@@ -72,7 +72,7 @@ def flops_per_step() -> float:
     return 6.0 * matrices * tokens + 6.0 * LAYERS * tokens * SEQ * HEADS * head
 
 
-def ours(
+def train_ours(
     dtype: str,
     steps: int,
     threads: int,
@@ -92,38 +92,24 @@ def ours(
         --log-interval 1 --eval-iters 0 --eval-interval 1000000""".split()
     if dtype == "bf16":
         flags.append("--bf16")
-    launcher = [sys.executable]
+    command = [sys.executable]
     if processes > 1:
-        launcher += [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-        ]
-    output = run([*launcher, "pretrain_gpt.py", *flags, *extra], threads)
-    return [
-        float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
-    ]
+        command += f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
+    command += ["pretrain_gpt.py", *flags, *extra]
+    output = run(command, threads)
+    milliseconds = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
+    return list(map(float, milliseconds))
 
 
-def peer(
+def train_peer(
     name: str, python: str, dtype: str, steps: int, threads: int, extra: Sequence[str] = ()
 ) -> list[float]:
+    """Return the milliseconds of every step of a peer, which prints them one per line."""
     script = str(ROOT / f"benchmarks/peers/{name}_training.py")
-    command = [
-        python,
-        script,
-        "--dtype",
-        dtype,
-        "--steps",
-        str(steps),
-        "--threads",
-        str(threads),
-        *extra,
-    ]
-    output = run(command, threads)
-    return [float(line) for line in re.findall(r"^[\d.]+$", output, re.MULTILINE)]
+    options = f"--dtype {dtype} --steps {steps} --threads {threads}".split()
+    output = run([python, script, *options, *extra], threads)
+    milliseconds = re.findall(r"^[\d.]+$", output, re.MULTILINE)
+    return list(map(float, milliseconds))
 
 
 def run(command: list[str], threads: int) -> str:
@@ -137,26 +123,30 @@ def run(command: list[str], threads: int) -> str:
     return result.stdout
 
 
-def wall_clock(program: Program, steps: int) -> list[float]:
+def measure_wall_clock(program: Program, steps: int) -> list[float]:
     """Return the milliseconds of the measured steps."""
     return program(steps)[SKIP:]
 
 
-def processor_time(program: Program, steps: int) -> list[float]:
+def measure_processor_time(program: Program, steps: int) -> list[float]:
     """Return processor milliseconds per step over all processes: the cost of additional steps.
 
     Other programs hardly affect it. It does not include waiting, and counts spinning threads as
     busy, so each process has one thread.
     """
-    used = [children_time()]
-    for count in (SKIP, steps):
-        program(count)
-        used.append(children_time())
-    before, first, last = used
-    return [((last - first) - (first - before)) / (steps - SKIP) * 1e3]
+    before = read_children_time()
+    program(SKIP)
+    between = read_children_time()
+    program(steps)
+    after = read_children_time()
+
+    # The difference of a long and a short run does not contain their start-up.
+    short_run = between - before
+    long_run = after - between
+    return [(long_run - short_run) / (steps - SKIP) * 1e3]
 
 
-def children_time() -> float:
+def read_children_time() -> float:
     """Return the processor seconds of all finished child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
@@ -168,33 +158,29 @@ def compare_context_parallelism(dtype: str, args: argparse.Namespace) -> None:
     """
     sequence = args.context
     threads = args.threads
-    programs: dict[str, tuple[int, list[str]]] = {"one process": (1, [])}
-    for way in ("p2p", "all_gather", "a2a"):
-        programs[f"CP2 {way}"] = (2, ["--context-parallel-size", "2", "--cp-comm-type", way])
+    train = partial(train_ours, dtype, micro_batch=1, sequence=sequence, batch=1)
+    programs: dict[str, Program] = {"one process": partial(train, threads=threads)}
+    for comm_type in ("p2p", "all_gather", "a2a"):
+        flags = ("--context-parallel-size", "2", "--cp-comm-type", comm_type)
+        programs[f"CP2 {comm_type}"] = partial(
+            train, threads=max(1, threads // 2), processes=2, extra=flags
+        )
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(args.rounds):
-        for name, (processes, extra) in programs.items():
-
-            def program(
-                steps: int, processes: int = processes, extra: tuple[str, ...] = tuple(extra)
-            ) -> list[float]:
-                return ours(
-                    dtype, steps, max(1, threads // processes), processes, 1, extra, sequence, 1
-                )
-
+        for name, program in programs.items():
             times[name] += args.measure(program, args.steps)
     alone = statistics.median(times["one process"])
-    print(f"\n{dtype}, one sequence of {sequence} tokens on {threads} threads{unit_of(args)}")
+    print(f"\n{dtype}, one sequence of {sequence} tokens on {threads} threads{describe_unit(args)}")
     for name, values in times.items():
         median = statistics.median(values)
         print(f"  {name:14s} {median:8.0f} ms/step  {median / alone:5.2f}x the time of one process")
 
 
-def unit_of(args: argparse.Namespace) -> str:
+def describe_unit(args: argparse.Namespace) -> str:
     return "; processor time of all processes" if args.processor_time else ""
 
 
-def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
+def measure_gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
     """Return the best GFLOP/s of this model's MLP shapes over several tries."""
     torch.set_num_threads(threads)
     a = torch.randn(SEQ * BATCH, HIDDEN).to(dtype)
@@ -207,42 +193,46 @@ def gemm_ceiling(dtype: torch.dtype, threads: int) -> float:
     return 2.0 * SEQ * BATCH * HIDDEN * 2 * FFN / best / 1e9
 
 
-def programs_of(
+def make_programs(
     args: argparse.Namespace, dtype: str, pythons: dict[str, str]
 ) -> dict[str, Program]:
     """Return the contestants."""
     threads = args.threads
-    experts = ("--experts", str(EXPERTS), "--ffn", str(EXPERT_FFN)) if args.moe else ()
-    model = tuple(MOE) if args.moe else ()
-    programs: dict[str, Program] = {
-        name: partial(peer, name, python, dtype, threads=threads, extra=experts)
-        for name, python in pythons.items()
-    }
-    programs["ours"] = partial(ours, dtype, threads=threads, extra=model)
-    if args.also:
-        programs[f"ours {args.also}"] = partial(
-            ours, dtype, threads=threads, extra=(*model, *args.also.split())
-        )
+    peer_flags: list[str] = []
+    model_flags: list[str] = []
+    if args.moe:
+        peer_flags = f"--experts {EXPERTS} --ffn {EXPERT_FFN}".split()
+        model_flags = MOE
 
-    def two(micro_batch: int, *flags: str) -> Program:
+    def make_program(*flags: str) -> Program:
+        return partial(train_ours, dtype, threads=threads, extra=(*model_flags, *flags))
+
+    def make_program_of_two(micro_batch: int, *flags: str) -> Program:
         return partial(
-            ours,
+            train_ours,
             dtype,
             threads=max(1, threads // 2),
             processes=2,
             micro_batch=micro_batch,
-            extra=(*model, *flags),
+            extra=(*model_flags, *flags),
         )
 
-    if (
-        args.moe
-    ):  # new weights use some experts far more than others, so that a rank waits for the other
-        programs["ours EP2"] = two(BATCH // 2, *EP2)
-        programs["ours, even load"] = partial(ours, dtype, threads=threads, extra=(*model, EVEN))
-        programs["ours EP2, even load"] = two(BATCH // 2, *EP2, EVEN)
+    programs: dict[str, Program] = {}
+    for name, python in pythons.items():
+        programs[name] = partial(train_peer, name, python, dtype, threads=threads, extra=peer_flags)
+    programs["ours"] = make_program()
+    if args.also:
+        programs[f"ours {args.also}"] = make_program(*args.also.split())
+    if args.moe:
+        # New weights use some experts far more than others, so that a rank waits for the other.
+        programs["ours EP2"] = make_program_of_two(BATCH // 2, *EP2)
+        programs["ours, even load"] = make_program(EVEN)
+        programs["ours EP2, even load"] = make_program_of_two(BATCH // 2, *EP2, EVEN)
     if args.layouts:
-        for name, extra in LAYOUTS.items():
-            programs[f"ours {name}"] = two(BATCH // 2 if name in ("DP2", "PP2") else BATCH, *extra)
+        for name, flags in LAYOUTS.items():
+            # Two replicas or stages have two micro-batches of half the size.
+            micro_batch = BATCH // 2 if name in ("DP2", "PP2") else BATCH
+            programs[f"ours {name}"] = make_program_of_two(micro_batch, *flags)
     return programs
 
 
@@ -276,24 +266,29 @@ def main() -> None:
         "--processor-time", action="store_true", help="of all processes instead of wall-clock time"
     )
     args = parser.parse_args()
-    args.measure = processor_time if args.processor_time else wall_clock
-    args.threads = args.threads or (1 if args.processor_time else 2)
+    default_threads = 2
+    args.measure = measure_wall_clock
+    if args.processor_time:
+        default_threads = 1
+        args.measure = measure_processor_time
+    args.threads = args.threads or default_threads
 
     if args.context:
         for dtype in args.dtypes:
             compare_context_parallelism(dtype, args)
         return
-    work = flops_per_step()
+    work = count_flops_per_step()
     print(
         f"{work / 1e9:.0f} GFLOP per step of {BATCH * SEQ} tokens; {args.threads} threads; torch "
         f"{torch.__version__}"
     )
     for dtype in args.dtypes:
-        ceiling = gemm_ceiling(torch.float32 if dtype == "fp32" else torch.bfloat16, args.threads)
+        torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
+        ceiling = measure_gemm_ceiling(torch_dtype, args.threads)
         pythons = {"transformers": sys.executable}
         if args.megatron_core_python:
             pythons["megatron_core"] = args.megatron_core_python
-        programs = programs_of(args, dtype, pythons)
+        programs = make_programs(args, dtype, pythons)
         times: dict[str, list[float]] = {name: [] for name in programs}
         with ProgressBar(dtype, args.rounds * len(programs), "runs") as progress:
             for _ in range(args.rounds):
@@ -301,7 +296,7 @@ def main() -> None:
                     times[name] += args.measure(program, args.steps)
                     progress.add(1)
         best_peer = min(statistics.median(times[name]) for name in pythons)
-        print(f"\n{dtype}: GEMM ceiling {ceiling:.0f} GFLOP/s{unit_of(args)}")
+        print(f"\n{dtype}: GEMM ceiling {ceiling:.0f} GFLOP/s{describe_unit(args)}")
         for name, values in times.items():
             median = statistics.median(values)
             speed = work / median / 1e6

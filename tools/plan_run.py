@@ -74,15 +74,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, flags
 
 
-def format_gb(count: float) -> str:
-    return f"{count / 1e9:.2f}"
-
-
 def format_verdict(needed: int, available: float, reserve: float) -> str:
-    word = "fits" if needed + reserve <= available else "WILL NOT FIT"
+    """Return whether `needed` bytes fit into a device, with the numbers."""
+    verdict = "fits" if needed + reserve <= available else "WILL NOT FIT"
     return (
-        f"{word}: {format_gb(needed)} GB and a reserve of {format_gb(reserve)} GB, of "
-        f"{format_gb(available)} GB"
+        f"{verdict}: {needed / 1e9:.2f} GB and a reserve of {reserve / 1e9:.2f} GB, of "
+        f"{available / 1e9:.2f} GB"
     )
 
 
@@ -107,8 +104,10 @@ def make_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
 
 def make_stage_json(stage: StagePlan) -> dict[str, Any]:
     """Return the plan of a stage as plain values."""
-    values = {field.name: getattr(stage, field.name) for field in fields(stage)}
-    del values["ps"]
+    values: dict[str, Any] = {}
+    for field in fields(stage):
+        if field.name != "ps":
+            values[field.name] = getattr(stage, field.name)
     values["stage"] = stage.ps.pp.rank
     values["memory"] = asdict(stage.memory) | {"total": stage.memory.total}
     values["traffic"] = {}
@@ -143,18 +142,19 @@ def main(argv: Sequence[str]) -> int:
 
     # Compare with the memory of a device.
     available = None
-    reserve = options.reserve_gb * 1e9
+    reserve = 0.0
     fits = True
     alternatives: list[Alternative] = []
     if options.device_memory_gb is not None:
         available = options.device_memory_gb * 1e9
+        reserve = options.reserve_gb * 1e9
         fits = plan.largest + reserve <= available
     if not fits:
         alternatives = find_alternatives(given, world_size, model_provider, plan.largest)
 
     # Report.
     if options.plot is not None:
-        draw_plan(plan, options.plot, available, 0.0 if available is None else reserve)
+        draw_plan(plan, options.plot, available, reserve)
     if options.json:
         values = make_json(config, plan, world_size)
         if available is not None:

@@ -4,8 +4,8 @@ checkpoints.
     python tools/report.py RUN [--output RUN/report.html] [--verify]
 
 RUN is a --save directory. The data come from the record of the run (`runs/` in it) and from the
-checkpoints themselves. --verify reads all checkpoints and compares their checksums. The page needs
-no network.
+checkpoints themselves. --verify reads all checkpoints and compares their checksums. The page does
+not need a network.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,16 +36,21 @@ from megatron.training.reporting.run_record import (
 
 PAGE = Path(__file__).with_name("report_page.html")
 MAX_POINTS = 1500  # of a curve; more are averaged
-SAVE_TIMES = ("staging", "writing", "total", "blocking")
+# Metrics of a save. Times are in seconds since it began, except for the time training waited.
+SAVE_TIMES = (
+    "save-staging-time",
+    "save-writing-time",
+    "save-total-time",
+    "save-blocking-time",
+)
+SAVE_SIZE = "save-gigabytes"
 
 Row = dict[str, Any]
 Point = tuple[float, float]
 
 
 def collect_facts(root: Path, verify_checkpoints: bool) -> Row:
-    """Return everything that the page shows, as plain values. Raises ValueError without a
-    record.
-    """
+    """Return the data of the page as plain values. Raises ValueError if there is no record."""
     launches = read_record(root)
     if not launches:
         raise ValueError(
@@ -71,12 +77,17 @@ def collect_facts(root: Path, verify_checkpoints: bool) -> Row:
 
 def describe_launch(launch: RecordedLaunch, kept: int) -> Row:
     """Return the row of a launch, with its curves; `kept` is its last iteration not repeated."""
-    end = launch.end or {"reason": "no end recorded: killed, or still running", "failed": True}
+    end = launch.end
+    if end is None:
+        end = {"reason": "no end recorded: killed, or still running", "failed": True}
     validation = []
     for row in launch.points:
         loss = row["values"].get("lm loss validation")
         if loss is not None:
             validation.append((row["iteration"], loss))
+    saves = []
+    for row in find_saves(launch):
+        saves.append((row["iteration"], split_save_time(row["values"])))
     return {
         "layout": launch.start.get("layout", ""),
         "began": launch.began,
@@ -90,16 +101,19 @@ def describe_launch(launch: RecordedLaunch, kept: int) -> Row:
         "loss": make_curve(launch, "lm_loss"),
         "throughput": make_curve(launch, "tokens_per_second"),
         "validation": validation,
-        "saves": [(row["iteration"], split_save_time(row["values"])) for row in find_saves(launch)],
+        "saves": saves,
     }
 
 
 def make_curve(launch: RecordedLaunch, name: str) -> list[Point]:
     """Return (iteration, value) of the intervals, averaged if there are more than `MAX_POINTS`."""
-    points = [
-        (row["iteration"], row[name]) for row in launch.intervals if row.get(name) is not None
-    ]
-    group_size = -(-len(points) // MAX_POINTS) or 1
+    points = []
+    for row in launch.intervals:
+        if row.get(name) is not None:
+            points.append((row["iteration"], row[name]))
+
+    # A point of the curve is the mean of a group of intervals, at the last of their iterations.
+    group_size = max(1, math.ceil(len(points) / MAX_POINTS))
     curve = []
     for start in range(0, len(points), group_size):
         group = points[start : start + group_size]
@@ -110,23 +124,23 @@ def make_curve(launch: RecordedLaunch, name: str) -> list[Point]:
 
 def find_saves(launch: RecordedLaunch) -> list[Row]:
     """Return the points of committed saves that have all measurements."""
-    names = [*(f"save-{name}-time" for name in SAVE_TIMES), "save-gigabytes"]
     saves = []
     for row in launch.points:
-        if all(row["values"].get(name) is not None for name in names):
+        measurements = [row["values"].get(name) for name in (*SAVE_TIMES, SAVE_SIZE)]
+        if None not in measurements:
             saves.append(row)
     return saves
 
 
 def split_save_time(values: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each phase of a save; `training waited` overlaps with them."""
-    staged, written, total, blocking = (values[f"save-{name}-time"] for name in SAVE_TIMES)
+    staged, written, total, blocking = [values[name] for name in SAVE_TIMES]
     return {
         "copy to host memory": staged,
         "write": max(0.0, written - staged),
         "commit": max(0.0, total - max(staged, written)),
         "training waited": blocking,
-        "bytes": values["save-gigabytes"] * 1e9,
+        "bytes": values[SAVE_SIZE] * 1e9,
     }
 
 
@@ -137,10 +151,12 @@ def describe_checkpoints(
     root: Path, launches: Sequence[RecordedLaunch], verify_checkpoints: bool
 ) -> list[Row]:
     """Return a row for each checkpoint: size, writer, parent, branch and state."""
-    writers = {}
+    writers = {}  # iteration -> number of the launch that saved it last, from 1
     for number_of_launch, launch in enumerate(launches, start=1):
         for row in find_saves(launch):
             writers[row["iteration"]] = number_of_launch
+
+    # The branch on which the next launch continues.
     checkpoints = CheckpointDirectory(root)
     lineages = checkpoints.read_lineages()
     head = None
@@ -151,28 +167,34 @@ def describe_checkpoints(
     rows = []
     for iteration in checkpoints.list_iterations():
         directory = checkpoints.path(iteration)
-        number = writers.get(iteration)
-        writer = None if number is None else launches[number - 1]
-        files = [path for path in directory.rglob("*") if path.is_file()]
-        rows.append(
-            {
-                "iteration": iteration,
-                "time": max((path.stat().st_mtime for path in files), default=None),
-                "bytes": sum(path.stat().st_size for path in files),
-                "files": len(files),
-                "launch": number,
-                "layout": None if writer is None else writer.start.get("layout"),
-                "parent": find_parent(directory, writer),
-                "branch": "current" if iteration in current else "left",
-                "state": find_state(directory, verify_checkpoints),
-            }
-        )
+        row = measure_files(directory)
+        row["iteration"] = iteration
+        row["launch"] = writers.get(iteration)
+        row["layout"] = None
+        writer = None
+        if iteration in writers:
+            writer = launches[writers[iteration] - 1]
+            row["layout"] = writer.start.get("layout")
+        row["parent"] = find_parent(directory, writer)
+        row["branch"] = "current" if iteration in current else "left"
+        row["state"] = find_state(directory, verify_checkpoints)
+        rows.append(row)
     return rows
 
 
+def measure_files(directory: Path) -> Row:
+    """Return number, bytes and newest modification time of the files below a directory."""
+    stats = [path.stat() for path in directory.rglob("*") if path.is_file()]
+    return {
+        "time": max((stat.st_mtime for stat in stats), default=None),
+        "bytes": sum(stat.st_size for stat in stats),
+        "files": len(stats),
+    }
+
+
 def find_parent(directory: Path, writer: RecordedLaunch | None) -> str | None:
-    """Return the name of the checkpoint before this one; for the first of a directory, that from
-    which its launch started.
+    """Return the name of the previous checkpoint; for the first one of a directory, the checkpoint
+    from which its launch started.
     """
     before = read_parent(directory)
     if before is not None:
@@ -180,7 +202,9 @@ def find_parent(directory: Path, writer: RecordedLaunch | None) -> str | None:
     if writer is None:
         return None
     loaded = writer.start.get("loaded")
-    return Path(loaded).name if loaded else "random weights"
+    if not loaded:
+        return "random weights"
+    return Path(loaded).name
 
 
 def find_state(directory: Path, verify_checkpoints: bool) -> str:
@@ -194,7 +218,9 @@ def find_state(directory: Path, verify_checkpoints: bool) -> str:
         return "complete"
     with ProgressBar(f"verify {directory.name}", compute_verify_size(directory)) as progress:
         problems = verify(directory, progress=progress.add).problems
-    return f"DAMAGED: {problems[0]}" if problems else "verified"
+    if problems:
+        return f"DAMAGED: {problems[0]}"
+    return "verified"
 
 
 # Page.
