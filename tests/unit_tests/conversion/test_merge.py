@@ -79,9 +79,10 @@ def assert_merged(result, sources, weights, state="param") -> None:
 
 
 @pytest.mark.parametrize("saver", FORMATS)
-@pytest.mark.parametrize("args", [BF16, GPT_ARGS], ids=["llama-bf16", "gpt2-fp32"])
-def test_inputs_of_all_formats_merge_to_every_format(tmp_path, saver, args):
-    sources = [random_source(args, seed=seed) for seed in range(len(FORMATS))]
+@pytest.mark.parametrize("args", [LLAMA_ARGS, GPT_ARGS], ids=["llama", "gpt2"])
+def test_inputs_of_all_formats_and_dtypes_merge_to_every_format(tmp_path, saver, args):
+    dtypes = ({"bf16": True}, {"fp16": True}, {}, {"bf16": True})
+    sources = [random_source(args | dtype, seed=seed) for seed, dtype in enumerate(dtypes)]
     words = []
     for number, form in enumerate(FORMATS):
         write_torch_dist(sources[number], tmp_path / f"run{number}/iter_0000007")
