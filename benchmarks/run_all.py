@@ -35,6 +35,7 @@ COMMANDS = {
     "planning": "benchmarks/checkpoint_planning.py",
     "commit": "benchmarks/checkpoint_commit.py",
     "conversion": "benchmarks/conversion.py",
+    "merge": "benchmarks/merge.py",
     "tiers": "benchmarks/tiers.py",
 }
 

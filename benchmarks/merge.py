@@ -1,0 +1,115 @@
+"""Merge of checkpoints: time relative to reading the inputs once, and peak memory.
+
+The inputs are checkpoints of `pretrain_gpt.py` with fp32 main parameters and optimizer state. A
+merge reads the main parameters of every input, and with `--optimizer` the state of one. It takes
+turns with a program that only reads the main parameters, block by block (`read`), after one warm-up
+turn; the best of each counts. Peak memory must stay below 1 GB + the largest fp32 tensor.
+
+    python benchmarks/merge.py                          # 4 inputs: a Llama of 373M parameters, bf16
+    python benchmarks/merge.py --layers 2 --hidden 256  # small, to try it out
+"""
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from conversion import files, listed, run, settle
+
+OUTPUTS = {  # name -> flags of the tool
+    "torch_dist": ["--saver", "torch_dist"],
+    "hf": ["--saver", "hf"],
+    "legacy": ["--saver", "legacy"],
+    "hf, fp32": ["--saver", "hf", "--dtype", "fp32"],
+    "torch_dist + optimizer": ["--saver", "torch_dist", "--optimizer", "from=LAST"],
+}
+READ = """
+import sys
+from pathlib import Path
+from megatron.conversion.convert import open_checkpoint
+from megatron.conversion.model_space.source import full_precision_key
+from megatron.core.dist_checkpointing.mapping import cut_rows
+
+for path in sys.argv[1:]:
+    source = open_checkpoint(Path(path))
+    for key in source.tensors:
+        if not key.startswith("optimizer."):
+            stored = full_precision_key(key, source.tensors)
+            info = source.tensors[stored]
+            for offset, shape in cut_rows(info.shape, info.dtype.itemsize, 32 << 20):
+                source.read(stored, offset, shape)
+"""
+
+
+def train(directory: Path, args: argparse.Namespace) -> None:
+    heads = max(1, args.hidden // 64)
+    flags = f"""--num-layers {args.layers} --hidden-size {args.hidden} --swiglu --bf16
+        --num-attention-heads {heads} --ffn-hidden-size {args.hidden * 11 // 4}
+        --seq-length 64 --max-position-embeddings 64 --normalization RMSNorm
+        --position-embedding-type rope --disable-bias-linear --lr 1e-4
+        --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+        --micro-batch-size 1 --train-iters {args.inputs} --save-interval 1 --eval-iters 0
+        --mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocab - 1} --save {directory}"""
+    run([sys.executable, "pretrain_gpt.py", *flags.split()])
+
+
+def measure(root: Path, name: str, args: argparse.Namespace) -> None:
+    source = root / "run"
+    target = root / "merged"
+    merge = [sys.executable, "tools/checkpoint/merge.py", "--workers", str(args.workers)]
+    merge += ["--input", str(source), "--average-last", str(args.inputs), "--output", str(target)]
+    merge += OUTPUTS[name]
+    read = [sys.executable, "-c", READ, *map(str, sorted(source.glob("iter_*")))]
+    merges = []
+    reads = []
+    memory = 0
+    for _ in range(args.turns + 1):
+        shutil.rmtree(target, ignore_errors=True)
+        settle(source, cold=False)
+        reads.append(run(read)[0])
+        seconds, resident, _ = run(merge)
+        merges.append(seconds)
+        memory = max(memory, resident)
+    nbytes = sum(path.stat().st_size for path in files(target))
+    shutil.rmtree(target)
+    best = min(merges[1:])
+    reading = min(reads[1:])
+    print(
+        f"{f'{args.inputs} torch_dist -> {name}':40}{nbytes / 1e9:6.2f} GB {best:6.2f} s   "
+        f"read {reading:6.2f} s   {best / reading:5.2f}x read   peak {memory / 1e6:6.0f} MB   "
+        f"all turns: {listed(merges)}; read {listed(reads)}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--inputs", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--directory", type=Path, default=Path("/tmp/benchmark_merge"))
+    args = parser.parse_args()
+    root: Path = args.directory
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        train(root / "run", args)
+        nbytes = sum(path.stat().st_size for path in files(root / "run"))
+        largest = args.vocab * args.hidden * 4
+        print(
+            f"{args.inputs} inputs, {nbytes / 1e9:.2f} GB with optimizer state; largest tensor "
+            f"{largest / 1e6:.0f} MB: bound {1000 + largest / 1e6:.0f} MB; {args.workers} workers",
+            flush=True,
+        )
+        for name in OUTPUTS:
+            measure(root, name, args)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
