@@ -47,9 +47,10 @@ def _read(given: Given) -> dict[str, Any]:
     load = given["load"]
     found = find_checkpoint(load, given.get("ckpt_step"))
     if found is not None:
-        return normalize_stored_args(
-            open_found(found, ReadOptions(optimizer=False, as_saved=True)).args
-        )
+        # The general reader compares the arguments with the stored tensors: arguments of a foreign
+        # checkpoint may describe a model of any size, which must not be allocated.
+        source = open_found(found, ReadOptions(optimizer=False))
+        return normalize_stored_args(source.args)
     save = given.get("save")
     is_first_start = save is not None and path_of(save).resolve() == path_of(load).resolve()
     if is_first_start and not given.get("exit_on_missing_checkpoint"):

@@ -3,11 +3,14 @@
 import shlex
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import parse_args
 from tests import ROOT
+from tests.support.memory_source import LLAMA_ARGS, random_source
 
 CHECKPOINT = (
     ROOT / "tests/golden/megatron_lm/mcore_0.16.1/llama_fp32_tp2pp2/torch_dist_fully_reshardable"
@@ -32,6 +35,19 @@ def test_model_and_tokenizer_come_from_the_checkpoint(monkeypatch):
     assert config.tokenizer.tokenizer_type == "NullTokenizer"
     assert "--use-checkpoint-args: num_layers is 4 as in the checkpoint, not 2" in config.notes
     assert not dist.is_initialized()
+
+
+def test_sizes_are_compared_with_the_stored_tensors(tmp_path):
+    """The model that forged arguments describe would have 500 GB."""
+    write_torch_dist(random_source(LLAMA_ARGS, optimizer=False), tmp_path)
+    common = tmp_path / "common.pt"
+    content = torch.load(common, weights_only=False)
+    assert content["content_metadata"]["non_homogeneous_layers"]  # as saved by a run
+    vars(content["args"])["kv_channels"] = 10**9
+    torch.save(content, common)
+    common.with_name("checksums.bin").unlink()
+    with pytest.raises(ValueError, match=r"has shape \(.*\), its arguments make it \("):
+        read(f"--use-checkpoint-args --load {tmp_path}")
 
 
 def test_nothing_is_read_unless_requested():
