@@ -209,7 +209,7 @@ class Checkpointer:
         given (ours, or any other DCP directory with the same names), or with the present state; the
         result is then 0, or the step of `initial`. With `weights_only` only the model is loaded
         from `initial`, and the run begins at step 0. `skip` are names of objects ("scheduler",
-        "dataloader", ...) or "optimizer" to leave as they are.
+        "dataloader", ...), "optimizer" or "rng" to leave as they are.
 
         Raises CheckpointError on every rank if the checkpoint does not fit the program.
         """

@@ -8,12 +8,14 @@ checkpoints:
 * `optimizer.param_groups.<i>.<option>`: options of the groups; `params` are names of parameters.
   Where ranks have different parameters (pipeline stages), `optimizer.param_groups.<name>.<option>`
   instead, as with `StateDictOptions(flatten_optimizer_state_dict=True)`.
+* `rng.rank_<r>_of_<n>`: the random number generators of each rank.
 * `<object>`: the state of an additional object such as a scheduler, stored once;
   `<object>.rank_<r>_of_<n>` for an object whose state differs between ranks.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +28,11 @@ from torch.optim import Optimizer
 
 from megatron.core.dist_checkpointing.format.metadata import CheckpointMetadata, StoredTensor
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
+from megatron.core.dist_checkpointing.generators import (
+    GeneratorStates,
+    check_generator_states,
+    get_generator_states,
+)
 from megatron.core.dist_checkpointing.loading.load import fill
 from megatron.core.dist_checkpointing.loading.reader import Reader
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
@@ -34,9 +41,12 @@ from megatron.core.dist_checkpointing.planning.planner import abbreviate
 from megatron.core.dist_checkpointing.torch_programs.tensors import make_sharded_tensor
 from megatron.core.terminal import escape_control_chars
 
+logger = logging.getLogger(__name__)
+
 _MODEL = "model."
 _STATE = "optimizer.state."
 _GROUPS = "optimizer.param_groups."
+_RNG = "rng"
 _EXTRA_STATE = "_extra_state"  # torch's suffix for the state of `Module.get_extra_state`
 # Options of a parameter group that select an implementation. The program decides on these.
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
@@ -74,6 +84,7 @@ class _LoadPlan:
     optimizer_state: list[tuple[_Parameter, dict[str, Any]]] = field(default_factory=list)
     group_options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     objects: list[tuple[Stateful, Any]] = field(default_factory=list)
+    generators: GeneratorStates | None = None
 
     def may_leave_out(self, key: str) -> bool:
         """Return whether a stored key need not be requested by any rank."""
@@ -102,7 +113,8 @@ class ProgramState:
     def __post_init__(self) -> None:
         self.model = _unwrap(self.model)
         _check_supported(self.model, self.optimizers)
-        reserved = sorted({"model", "optimizer"} & (self.objects.keys() | self.per_rank.keys()))
+        names = self.objects.keys() | self.per_rank.keys()
+        reserved = sorted({"model", "optimizer", _RNG} & names)
         if reserved:
             raise ValueError(f"an object is called {reserved[0]}, a name with another meaning")
 
@@ -138,6 +150,8 @@ class ProgramState:
         for name, stateful in self.per_rank.items():
             key = _key_of_rank(name)
             state[key] = ShardedObject(key, stateful.state_dict(), in_list=False)
+        key = _key_of_rank(_RNG)
+        state[key] = ShardedObject(key, get_generator_states(), in_list=False)
         return state
 
     def _describe_groups(self) -> ShardedStateDict:
@@ -186,7 +200,7 @@ class ProgramState:
         """
         skipped = set(skip)
         if weights_only:
-            skipped |= {"optimizer", *self.objects, *self.per_rank}
+            skipped |= {"optimizer", _RNG, *self.objects, *self.per_rank}
 
         # Read the objects, and create optimizer state that does not exist yet.
         plan = Coordination.of(None).run_on_all(lambda: self._plan_load(reader, where, skipped))
@@ -206,6 +220,8 @@ class ProgramState:
             _update_group(group, options)
         for stateful, value in plan.objects:
             stateful.load_state_dict(value)
+        if plan.generators is not None:
+            plan.generators.restore()
 
     def _plan_load(self, reader: Reader, where: str, skipped: Collection[str]) -> _LoadPlan:
         with_optimizer = bool(self.optimizers) and "optimizer" not in skipped
@@ -223,6 +239,8 @@ class ProgramState:
                 _check_rank_count(name, reader.metadata, where)
                 value = _read_object(reader, _key_of_rank(name), name, where)
                 plan.objects.append((stateful, value))
+        if _RNG not in skipped:
+            plan.generators = _read_generators(reader, where)
         return plan
 
     def _find_model_prefix(self, metadata: CheckpointMetadata, where: str) -> str:
@@ -458,6 +476,24 @@ def _check_rank_count(name: str, metadata: CheckpointMetadata, where: str) -> No
             f'each, which cannot be distributed over {size}: load with skip=["{name}"], and set '
             "its position yourself"
         )
+
+
+def _read_generators(reader: Reader, where: str) -> GeneratorStates | None:
+    """Return the generators of this rank; None if another number of ranks has saved them."""
+    key = _key_of_rank(_RNG)
+    if key not in reader.metadata.objects:
+        logger.info(
+            f"{where}: contains no random number generators of {Coordination.of(None).size} ranks; "
+            "those of the program are left as they are"
+        )
+        return None
+    try:
+        return check_generator_states(reader.read_object(key))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{where}: {key} cannot be restored: {error}. To leave the generators alone, load with "
+            f'skip=["{_RNG}"]'
+        ) from error
 
 
 def _read_object(reader: Reader, key: str, name: str, where: str) -> Any:

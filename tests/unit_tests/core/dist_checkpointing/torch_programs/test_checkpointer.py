@@ -1,8 +1,10 @@
 """`Checkpointer` in training loops of plain PyTorch: resume, policy, ownership, other programs."""
 
 import os
+import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -274,6 +276,28 @@ def test_pipeline_stages_are_loaded_in_one_process(pool, tmp_path):
         assert ckpt.load() == 1
     assert_equal(snapshot(model, optimizer), first | second)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.1]
+
+
+def draw(rank, world_size, directory, steps):
+    """Draw random numbers on every step; returns those after the first save."""
+    torch.manual_seed(rank)
+    random.seed(rank)
+    np.random.seed(rank)
+    model = nn.Linear(2, 2)
+    numbers = []
+    with Checkpointer(directory, model, save_interval=2) as ckpt:
+        for step in range(ckpt.load(), steps):
+            numbers.append((torch.rand(1).item(), random.random(), np.random.rand()))
+            ckpt.step(step)
+    return numbers
+
+
+def test_random_numbers_continue(pool, tmp_path):
+    pool.run(draw, 2, tmp_path / "a", 2)
+    resumed = pool.run(draw, 2, tmp_path / "a", 4)
+    at_once = pool.run(draw, 2, tmp_path / "b", 4)
+    assert resumed == [numbers[2:] for numbers in at_once]
+    assert len(draw(0, 1, tmp_path / "a", 5)) == 1  # another number of ranks
 
 
 class Tied(nn.Module):
