@@ -130,14 +130,19 @@ class LocalTier(NamedTuple):
         on ranks that are `distance` apart, by default the number of ranks per node. Raises
         CheckpointError on every rank.
         """
+        # Find out which ranks share a node: they read the same token.
         ranks = Coordination.of(None)
         # Read again once all ranks have written: without hard links a rank may replace the file
         # after another one has read it.
         ranks.run_on_all(lambda: _read_or_create_node_token(root))
         token = ranks.run_on_all(lambda: _read_or_create_node_token(root))
         first: dict[str, int] = {}
-        nodes = [first.setdefault(name, rank) for rank, name in enumerate(ranks.all_gather(token))]
+        nodes = []
+        for rank, name in enumerate(ranks.all_gather(token)):
+            nodes.append(first.setdefault(name, rank))
         count = len(first)
+
+        # Form replication groups.
         if count < copies:  # a job that continues on fewer nodes must not fail for that
             logger.warning(
                 f"local checkpoints are kept {count} times instead of {copies}: there are no more "
@@ -147,8 +152,7 @@ class LocalTier(NamedTuple):
         if count > 1 and not os.environ.get(JOB_SECRET):
             logger.info(
                 "messages between nodes about local checkpoints are not authenticated: "
-                f"{JOB_SECRET} "
-                "is not set, so the network of the job must be trusted"
+                f"{JOB_SECRET} is not set, so the network of the job must be trusted"
             )
         replication = Replication()
         if copies > 1:
@@ -203,11 +207,18 @@ class LocalTier(NamedTuple):
             with contextlib.suppress(OSError, CheckpointError):
                 content = read_regular(path, limit=MAX_MARKER)
                 sums = decode_checksums(content, str(path))
-                sizes = {file: (path.parent / file).stat().st_size for file in sums}
-                if all(sizes[file] == expected.size for file, expected in sums.items()):
+                if _has_sizes(path.parent, sums):
                     writer, count = marker
                     result[writer] = count, len(content)
         return result
+
+
+def _has_sizes(directory: Path, sums: Mapping[str, FileChecksums]) -> bool:
+    """Return whether all files have the sizes that their writer recorded."""
+    for name, expected in sums.items():
+        if (directory / name).stat().st_size != expected.size:
+            return False
+    return True
 
 
 def _read_or_create_node_token(root: Path) -> str:
@@ -227,6 +238,7 @@ def _create_replication(
     rank: int, nodes: list[int], copies: int, distance: int | None, timeout: timedelta
 ) -> Replication:
     """Create the group of this rank. Collective."""
+    # Ranks that receive replicas of this rank, and ranks whose replicas it receives
     distance = distance or nodes.count(nodes[0])
     groups = form_replication_groups(len(nodes), distance, copies)
     (members,) = (group for group in groups if rank in group)
@@ -239,11 +251,10 @@ def _create_replication(
     on_node = defaultdict(list)
     for member in (rank, *targets):
         on_node[nodes[member]].append(member)
-    shared = [
-        f"ranks {', '.join(map(str, members_there))}"
-        for members_there in on_node.values()
-        if len(members_there) > 1
-    ]
+    shared = []
+    for members_there in on_node.values():
+        if len(members_there) > 1:
+            shared.append(f"ranks {', '.join(map(str, members_there))}")
     error = None
     if shared:
         error = CheckpointError(

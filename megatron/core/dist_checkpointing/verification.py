@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_SHOWN_BLOCKS = 10  # damaged ones in a message
 _READ_SIZE = 8 * checksums.BLOCK_SIZE
 INTEGRITY = "integrity.json"  # hashes of all files, for Megatron-LM's --verify-integrity
 _INTEGRITY = schema.record({"algorithm?": schema.text(), "files": schema.mapping(schema.text())})
@@ -73,9 +74,13 @@ def verify(
     if not path.is_dir():
         report.problems.append(f"{path}: no such directory")
         return report
+
+    # Structure, and the hashes of Megatron-LM
     metadata = _check_structure(path, report)
     if (path / INTEGRITY).exists():
         _check_integrity(path, report, progress)
+
+    # Our checksums, if there are any
     try:
         sums = checksums.read_checksums(path)
     except schema.CheckpointError as error:
@@ -86,10 +91,10 @@ def verify(
         return report
     report.has_checksums = True
     if metadata is not None:
-        unprotected = metadata.file_sizes().keys() - sums.keys()
-        report.problems += [
-            f"{path / name}: there are no checksums of it" for name in sorted(unprotected)
-        ]
+        for name in sorted(metadata.file_sizes().keys() - sums.keys()):
+            report.problems.append(f"{path / name}: there are no checksums of it")
+
+    # Content of all files
     with ThreadPoolExecutor(workers, "checkpoint-verifier") as pool:
         for problem in pool.map(
             lambda name: _check_content(path / name, sums[name], progress), sorted(sums)
@@ -138,12 +143,10 @@ def _find_object_problems(
     there = path.store.sizes(path.key)
     for name, (expected, digest) in listed.items():
         size = there.get((path / name).key)
-        if size != expected:
-            problems.append(
-                f"{name} is missing"
-                if size is None
-                else f"{name} has {size} bytes instead of {expected}"
-            )
+        if size is None:
+            problems.append(f"{name} is missing")
+        elif size != expected:
+            problems.append(f"{name} has {size} bytes instead of {expected}")
         elif not name.endswith(".distcp"):
             with schema.open_file(path / name) as file:
                 sums = checksums.compute_checksums(file.read_whole())
@@ -167,6 +170,7 @@ def _find_tiling_problem(tensor: StoredTensor) -> str | None:
 
 def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | None:
     """Check everything that does not require reading the shards."""
+    # Small files
     metadata = _collect_problems(report, lambda: read_metadata(path))
     if (path / METADATA_JSON).exists():
         _collect_problems(report, lambda: schema.read_json(path / METADATA_JSON))
@@ -176,12 +180,16 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         _collect_problems(report, lambda: safe_load(path / COMMON, mmap=False))
     if metadata is None:
         return None
+
+    # Every tensor is covered by its chunks.
     report.tensors = len(metadata.tensors)
     report.objects = len(metadata.objects)
     for key, tensor in metadata.tensors.items():
         fault = _collect_problems(report, partial(_find_tiling_problem, tensor))
         if fault is not None:
             report.problems.append(f"{path / METADATA}: {key} {tensor.shape}: {fault}")
+
+    # All shards are there, and nothing else is.
     for name, size in sorted(metadata.file_sizes().items()):
         shard = path / name
         if not shard.is_file():
@@ -201,11 +209,15 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         CLAIM,
     }
     known |= metadata.file_sizes().keys()
-    unknown = sorted(
-        file.name for file in path.iterdir() if file.is_file() and file.name not in known
-    )
-    report.notes += [f"{path / name}: belongs to no tensor and no object" for name in unknown]
+    for name in _list_files(path):
+        if name not in known:
+            report.notes.append(f"{path / name}: belongs to no tensor and no object")
     return metadata
+
+
+def _list_files(directory: Path) -> list[str]:
+    """Return the names of the files in a directory, in order."""
+    return sorted(path.name for path in directory.iterdir() if path.is_file())
 
 
 def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int], None]) -> None:
@@ -234,8 +246,9 @@ def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int],
             )
     report.has_checksums = True
     report.files = len(names)
-    sizes = [(path / name).stat().st_size for name in names if (path / name).is_file()]
-    report.bytes = sum(sizes)
+    for name in names:
+        if (path / name).is_file():
+            report.bytes += (path / name).stat().st_size
 
 
 def find_integrity_problems(directory: str | os.PathLike[str]) -> list[str]:
@@ -255,10 +268,10 @@ def write_integrity(
     The hashes are those of the current content, so call `verify` first.
     """
     path = path_of(directory)
-    names = sorted(
-        file.name for file in path.iterdir() if file.is_file() and file.name != INTEGRITY
-    )
-    files = {name: _sha256(path / name, progress) for name in names}
+    files: dict[str, str] = {}
+    for name in _list_files(path):
+        if name != INTEGRITY:
+            files[name] = _sha256(path / name, progress)
     write_json(path / INTEGRITY, {"algorithm": "sha256", "files": files})
     return path / INTEGRITY
 
@@ -278,38 +291,47 @@ def _check_content(
 ) -> list[str]:
     """Verify the checksums of one file; consecutive damaged blocks are one problem."""
     problems = []
+    damaged: list[int] = []  # numbers of blocks
     try:
         with schema.open_file(path) as file:
             size = file.size
             if size != expected.size:
                 problems.append(f"{path}: has {size} bytes instead of {expected.size}")
-            damaged: list[int] = []
             for offset in range(0, min(size, expected.size), _READ_SIZE):
                 content = file.read(offset, _READ_SIZE)
-                found = checksums.hash_blocks(content)
                 first = offset // checksums.BLOCK_SIZE
-                for i in range(len(found) // checksums.DIGEST_SIZE):
-                    place = slice(
-                        (first + i) * checksums.DIGEST_SIZE, (first + i + 1) * checksums.DIGEST_SIZE
-                    )
-                    if (
-                        found[i * checksums.DIGEST_SIZE : (i + 1) * checksums.DIGEST_SIZE]
-                        != expected.blocks[place]
-                    ):
-                        damaged.append(first + i)
+                damaged += _find_damaged_blocks(content, first, expected.blocks)
                 progress(len(content))
     except OSError as error:
         return [f"{path}: cannot be opened: {error.strerror}"]
     except schema.CheckpointError as error:
         return [str(error)]
     if damaged:
-        ranges = ", ".join(
-            f"{i * checksums.BLOCK_SIZE}..{min(size, (i + 1) * checksums.BLOCK_SIZE)}"
-            for i in damaged[:10]
-        )
-        more = f" and {len(damaged) - 10} more blocks" if len(damaged) > 10 else ""
-        problems.append(f"{path}: damaged: wrong checksum of bytes {ranges}{more}")
+        ranges = []
+        for number in damaged[:_SHOWN_BLOCKS]:
+            start = number * checksums.BLOCK_SIZE
+            stop = min(size, start + checksums.BLOCK_SIZE)
+            ranges.append(f"{start}..{stop}")
+        text = ", ".join(ranges)
+        if len(damaged) > _SHOWN_BLOCKS:
+            text += f" and {len(damaged) - _SHOWN_BLOCKS} more blocks"
+        problems.append(f"{path}: damaged: wrong checksum of bytes {text}")
     return problems
+
+
+def _find_damaged_blocks(content: bytes | memoryview, first: int, expected: bytes) -> list[int]:
+    """Return the blocks of `content` whose hash differs; its first one has number `first`.
+
+    `expected` contains the hashes of all blocks of the file.
+    """
+    found = checksums.hash_blocks(content)
+    size = checksums.DIGEST_SIZE
+    damaged = []
+    for number in range(len(found) // size):
+        place = (first + number) * size
+        if found[number * size : (number + 1) * size] != expected[place : place + size]:
+            damaged.append(first + number)
+    return damaged
 
 
 def compute_verify_size(directory: str | os.PathLike[str]) -> int:
