@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 START_TIMEOUT = 180.0  # seconds for a worker to import torch on a loaded machine
 GRACE = 3.0  # seconds the other ranks get to report once one rank has failed
+STACK_TIMEOUT = 20.0  # seconds for a hung worker to write its stack
 
 READY = "ready"
 RESULT = "result"
@@ -219,8 +220,16 @@ def _read_stack(worker: _Worker) -> str:
     """
     assert worker.process.pid is not None
     os.kill(worker.process.pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    return worker.stacks.read_text()
+    # The stack is complete once it has stopped growing; a busy machine takes seconds to begin.
+    deadline = time.monotonic() + STACK_TIMEOUT
+    text = ""
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        before = text
+        text = worker.stacks.read_text()
+        if text and text == before:
+            break
+    return text
 
 
 def _worker_main(connection: Connection, stacks: Path) -> None:
