@@ -31,6 +31,7 @@ COMMANDS = {
     "startup": "benchmarks/startup.py",
     "preprocessing": "benchmarks/preprocessing.py",
     "checkpoint": "benchmarks/checkpoint.py",
+    "library": "benchmarks/library.py --repeats 2",
     "flatness": "benchmarks/checkpoint.py --flatness",
     "planning": "benchmarks/checkpoint_planning.py",
     "commit": "benchmarks/checkpoint_commit.py",
