@@ -240,6 +240,7 @@ class SaveThread:
             raise save.failure
         assert save.transfer is not None
         save.transfer.begin()
+        save.transfer.objects.check()
         if self._coordination.is_coordinator:
             self._forget_past(save.barrier)
             self._remove_leftover()

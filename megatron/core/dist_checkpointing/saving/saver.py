@@ -51,7 +51,8 @@ from megatron.core.dist_checkpointing.saving.staging import (
     ObjectFile,
     StageAndWrite,
     bind_sources,
-    common_archive,
+    check_common,
+    encode_common,
     object_file,
 )
 from megatron.core.object_storage import path_of
@@ -226,9 +227,9 @@ class AsyncSaver(SaveThread):
         if not self._coordination.is_coordinator:
             return bytes
         if callable(common):
-            return cache(lambda: common_archive(common()))
-        archive = common_archive(common)  # now, because the caller may change the dictionary
-        return lambda: archive
+            return cache(lambda: check_common(encode_common(common())))
+        archive = encode_common(common)  # now, because the caller may change the dictionary
+        return cache(lambda: check_common(archive))
 
     def _slots(self, plan: PreparedPlan, pinned: bool, touch: bool = False) -> list:
         """Return the staging slots; allocates them if the plan needs more."""

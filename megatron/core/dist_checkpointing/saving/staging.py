@@ -137,12 +137,19 @@ class ObjectFile(NamedTuple):
     content: bytes
     locations: dict[str, Location]
 
+    def check(self) -> None:
+        """Raise CheckpointError for a value that could not be read back.
+
+        Takes milliseconds, so that it is called in the background.
+        """
+        keys = {location: key for key, location in self.locations.items()}
+        for (_, position, length), key in keys.items():
+            archive = self.content[position : position + length]
+            safe_load(archive, where=key, placeholders=False)
+
 
 def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> ObjectFile:
-    """Return `__{rank}_{workers}.distcp`; one object with several keys is stored once.
-
-    Raises CheckpointError for a value that could not be read back.
-    """
+    """Return `__{rank}_{workers}.distcp`; one object with several keys is stored once."""
     name = f"__{rank}_{workers}.distcp"
     content = bytearray()
     locations = {}
@@ -153,22 +160,23 @@ def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> Ob
             locations[entry.key] = stored[identity]
             continue
         archive = encode_object(entry.value, entry.in_list)
-        safe_load(archive, where=entry.key, placeholders=False)
         padded = pad_archive(archive, -(-len(archive) // _GRANULE) * _GRANULE)
         locations[entry.key] = stored[identity] = Location(name, len(content), len(padded))
         content += padded
     return ObjectFile(name, bytes(content), locations)
 
 
-def common_archive(common: dict[str, Any]) -> bytes:
-    """Return the content of `common.pt`.
-
-    Raises CheckpointError for a value that could not be read back.
-    """
+def encode_common(common: dict[str, Any]) -> bytes:
+    """Return the content of `common.pt`."""
     buffer = io.BytesIO()
     torch.save(common, buffer)
-    safe_load(buffer.getvalue(), where="common", placeholders=False)
     return buffer.getvalue()
+
+
+def check_common(archive: bytes) -> bytes:
+    """Return the content of `common.pt`; raise CheckpointError if it could not be read back."""
+    safe_load(archive, where="common", placeholders=False)
+    return archive
 
 
 class StageAndWrite:
