@@ -183,7 +183,7 @@ def simulate(name: str, world: int, workers: int) -> None:
     results, cutting = timed(
         lambda: [pickle.dumps(placed.select_rank(rank)) for rank in range(world)]
     )
-    metadata, collecting = timed(placed.metadata)
+    metadata, collecting = timed(placed.build_metadata)
     encoded, encoding = timed(lambda: encode_metadata(metadata))
     planned = peak_memory()
     with tempfile.TemporaryDirectory() as directory:
