@@ -239,13 +239,16 @@ def _worker_main(connection: Connection, stacks: Path) -> None:
         # Containers often cannot resolve their own host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with stacks.open("w") as stack_file:
-        faulthandler.register(signal.SIGUSR1, file=stack_file)
         connection.send_bytes(pickle.dumps((READY, None)))
         while True:
             try:
                 message = connection.recv_bytes()
             except (EOFError, ConnectionError):
                 return
+            # The previous task may have replaced the handler, e.g., by those of exit signals;
+            # `register` alone would not install it again.
+            faulthandler.unregister(signal.SIGUSR1)
+            faulthandler.register(signal.SIGUSR1, file=stack_file)
             connection.send_bytes(_answer(message))
             if dist.is_initialized():
                 dist.destroy_process_group()

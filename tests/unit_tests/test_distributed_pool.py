@@ -1,6 +1,7 @@
 """The pool that multi-process tests rely on: results, failures, hangs and deaths are told apart."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -36,6 +37,11 @@ def raises_unpicklable(rank: int, world_size: int) -> None:
 def one_rank_sleeps(rank: int, world_size: int) -> None:
     if rank == 0:
         time.sleep(600)
+
+
+def install_and_restore_signal_handler(rank: int, world_size: int) -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, before)
 
 
 def one_rank_dies(rank: int, world_size: int) -> None:
@@ -83,6 +89,13 @@ def test_hung_rank_fails_by_timeout_with_its_stack_and_the_pool_goes_on(pool):
     assert "rank 0 hangs at" in str(caught.value.__cause__)
     assert "in one_rank_sleeps" in str(caught.value.__cause__)
     assert [value for value, _ in pool.run(summed, 2, 1)] == [3, 3]
+
+
+def test_stack_is_written_after_a_task_with_signal_handlers(pool):
+    pool.run(install_and_restore_signal_handler, 1)
+    with pytest.raises(TimeoutError) as caught:
+        pool.run(one_rank_sleeps, 1, timeout=0.1)
+    assert "in one_rank_sleeps" in str(caught.value.__cause__)
 
 
 def test_dead_rank_is_reported_and_the_pool_goes_on(pool):
