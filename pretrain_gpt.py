@@ -18,12 +18,13 @@ from megatron.core.models import ChunkSpec, GPTModel
 from megatron.core.module import MegatronModule
 from megatron.core.transformer.placement import ContextParallel
 from megatron.training.config.checkpoint_args import read_checkpoint_args
-from megatron.training.config.parsing import parse_args
+from megatron.training.config.parsing import find_run_directory, parse_args
 from megatron.training.config.run_config import Config
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.errors import errors_explained_once
 from megatron.training.planning.summary import dry_run
 from megatron.training.rendezvous import environment_world_size
+from megatron.training.reporting.run_record import failed_launch_recorded
 from megatron.training.run import Batch, Datasets, Loss
 from megatron.training.training import pretrain
 
@@ -86,8 +87,8 @@ def main() -> None:
         with errors_explained_once(status=2):
             print(dry_run(sys.argv[1:], model_provider))
         return
-    with errors_explained_once():
-        argv = sys.argv[1:]
+    argv = sys.argv[1:]
+    with errors_explained_once(), failed_launch_recorded(find_run_directory(argv), sys.argv):
         world_size = environment_world_size()
         config = parse_args(argv, world_size, read_checkpoint_args(argv, world_size))
         pretrain(config, model_provider, datasets_provider, forward_step)

@@ -23,7 +23,10 @@ setup(
     py_modules=["pretrain_gpt"],
     packages=find_packages(include=["megatron", "megatron.*"]) + list(TOOLS),
     package_dir=TOOLS,
-    package_data={"megatron.training.config": ["*.tsv"], "megatron.tools": ["*.html"]},
+    package_data={
+        "megatron.training.config": ["*.tsv"],
+        "megatron.training.reporting": ["report_page/*"],
+    },
     entry_points={
         "console_scripts": [
             "megatron-pretrain = pretrain_gpt:main",
@@ -69,6 +72,8 @@ setup(
             "tiktoken>=0.7,<1",
             "obstore>=0.8,<0.13",
             "moto[server]>=5,<6",
+            "accelerate>=1.1,<2",
+            "lightning>=2.5,<3",
         ],
     },
     ext_modules=[

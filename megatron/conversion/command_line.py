@@ -1,42 +1,28 @@
-"""The part of the command line that the tools which write checkpoints share."""
+"""The part of the command line that the tools which write checkpoints share.
+
+This module does not import torch, so that errors in the command line are reported at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from megatron.conversion.edit_options import (
+from megatron.conversion.choices import (
+    DTYPES,
+    FORMAT_NAMES,
     NEW_ROWS,
-    EditOptions,
-    Rename,
-    parse_layers,
-    parse_rename,
-)
-from megatron.conversion.formats import FORMATS
-from megatron.conversion.options import (
     QKV_LAYOUTS,
     UNIVERSAL_STYLES,
-    ReadOptions,
-    WriteOptions,
-    parse_size,
 )
-from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.lazy_import import lazy_module
+from megatron.conversion.edit_options import Rename, parse_layers, parse_rename
 from megatron.core.terminal import format_error, print_line
 
-if TYPE_CHECKING:
-    import torch
-
-    from megatron.conversion import convert as conversion
-else:  # errors in the command line are reported before torch is imported
-    torch = lazy_module("torch")
-
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -53,7 +39,7 @@ class TargetFlag(NamedTuple):
 
     option: str  # field of WriteOptions
     help: str
-    savers: tuple[str, ...] = tuple(FORMATS)  # formats that the flag has an effect on
+    savers: tuple[str, ...] = FORMAT_NAMES  # formats that the flag has an effect on
     kind: Callable[[str], Any] | None = str  # how the value is parsed; None: the flag has no value
     choices: tuple[str, ...] | None = None
     default: Any = None
@@ -61,7 +47,7 @@ class TargetFlag(NamedTuple):
     @property
     def full_help(self) -> str:
         """Return the help text with the formats that the flag is for."""
-        if len(self.savers) == len(FORMATS):
+        if len(self.savers) == len(FORMAT_NAMES):
             return self.help
         return f"for {', '.join(self.savers)}: {self.help}"
 
@@ -129,6 +115,12 @@ TARGET_FLAGS = {
     "--stacked-layers": TargetFlag(
         "stacked_layers",
         "write one tensor for all layers instead of one per layer",
+        ("torch_dist",),
+        None,
+    ),
+    "--hybrid-layers": TargetFlag(
+        "hybrid_layers",
+        "write a checkpoint of Megatron-core's HybridModel, with the layer pattern *- or *E",
         ("torch_dist",),
         None,
     ),
@@ -242,88 +234,6 @@ def add_edit_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_edits(args: argparse.Namespace) -> EditOptions:
-    """Return the edits on the command line."""
-    if args.topk is not None and args.upcycle_experts is None:
-        raise ValueError(f"--topk {args.topk} needs --upcycle-experts")
-    return EditOptions(
-        layers=args.layers,
-        vocab_size=args.target_vocab_size,
-        new_rows=args.new_rows,
-        experts=args.upcycle_experts,
-        topk=args.topk,
-    )
-
-
-def get_target_values(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the target flags on the command line with their values."""
-    values = {}
-    for name in TARGET_FLAGS:
-        field = name.removeprefix("--").replace("-", "_")
-        value = getattr(args, field)
-        if value:
-            values[name] = value
-    return values
-
-
-def list_flags_without_effect(args: argparse.Namespace, saver: str) -> list[str]:
-    """Return the target flags on the command line that do not apply to the target's format."""
-    lines = []
-    for name in get_target_values(args):
-        savers = TARGET_FLAGS[name].savers
-        if saver not in savers:
-            lines.append(f"{name} (for {', '.join(savers)})")
-    return lines
-
-
-def make_read_options(
-    args: argparse.Namespace, given: dict[str, Any], optimizer: bool
-) -> ReadOptions:
-    """Return the read options; `given` contains the model's arguments on the command line."""
-    # By default, checksums are compared if the source has any.
-    verify = None
-    if args.no_verify_source:
-        verify = False
-    return ReadOptions(
-        args=given,
-        ignored_fields=tuple(args.hf_ignore_fields),
-        qkv_layout=args.universal_qkv_layout,
-        optimizer=optimizer,
-        verify=verify,
-        renames=tuple(args.rename),
-    )
-
-
-def make_write_options(
-    args: argparse.Namespace, optimizer: bool, note: Callable[[str], None]
-) -> WriteOptions:
-    """Return the write options; `note` receives notes for the user."""
-    fields = {}
-    for name, value in get_target_values(args).items():
-        if name == "--dtype":
-            value = getattr(torch, DTYPES[value])
-        elif name == "--max-shard-size":
-            value = parse_size(value)
-        fields[TARGET_FLAGS[name].option] = value
-    return WriteOptions(**fields, optimizer=optimizer, note=note, edits=make_edits(args))
-
-
-def print_report(
-    outcome: conversion.ConversionReport, args: argparse.Namespace, notes: Sequence[str]
-) -> None:
-    """Print the source, the target, notes, and the parts that were not carried over."""
-    print_line(str(outcome.source))
-    print_line(f"-> {outcome.target} ({outcome.saver}, {outcome.num_tensors} tensors)")
-    for text in notes:
-        print_line(f"   {text}")
-    for name in list_flags_without_effect(args, outcome.saver):
-        print_line(f"   no effect: {name}")
-    for name in outcome.not_carried:
-        print_line(f"   not carried: {name}")
-    if outcome.verified is not None:
-        print_line(f"   verified: {outcome.verified} tensors are bitwise those of the source")
-
-
 def stop(number: int, frame: object) -> NoReturn:
     """Exit, which removes the partial result; a second Ctrl-C does not interrupt that."""
     for each in STOPPING:
@@ -338,7 +248,7 @@ def reported_errors() -> Iterator[None]:
         signal.signal(number, stop)
     try:
         yield
-    except (ValueError, CheckpointError, OSError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {format_error(error)}")
     except MemoryError:
         sys.exit("error: out of memory; a damaged or hostile source can claim any size")

@@ -19,6 +19,7 @@ from megatron.conversion.deepspeed.universal import UniversalSource, write_unive
 from megatron.conversion.edits import apply_edits
 from megatron.conversion.formats import CheckpointRef, require_checkpoint
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
+from megatron.conversion.megatron_lm.hybrid import HybridLayers
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.megatron_lm.torch_dist import (
@@ -30,12 +31,16 @@ from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.source import (
     ADAM,
+    WORD_EMBEDDINGS,
+    AveragedWeights,
     Progress,
     Shape,
     Source,
     SourceView,
     TensorInfo,
+    average_key,
     full_precision_key,
+    is_weight,
     no_progress,
     optimizer_states,
 )
@@ -116,8 +121,15 @@ def _write_torch_dist(
     source: Source, root: Path, options: WriteOptions, progress: Progress
 ) -> list[str]:
     stored = source
+    if options.stacked_layers and options.hybrid_layers:
+        raise ValueError(
+            "--stacked-layers and --hybrid-layers are mutually exclusive: layers of HybridModel "
+            "differ"
+        )
     if options.stacked_layers:
         stored = StackedLayers(source)
+    elif options.hybrid_layers:
+        stored = HybridLayers(source)
 
     def write(directory: Path) -> list[str]:
         return write_torch_dist(stored, directory, options.workers, progress)
@@ -256,11 +268,19 @@ def write_checkpoint(
         trusted=(*options.trusted, *origins),
         optim_sidecar=options.optim_sidecar and source.training is not None,
     )
+    notes = []
+    if options.average:
+        source = AveragedWeights(source, options.dtype)
+    elif saver != "torch_dist" and average_key(WORD_EMBEDDINGS) in source.tensors:
+        notes.append("average of the weights (ema.*): give --weights ema to write it as weights")
     changed = CastSource(apply_edits(source, options), options)
+    if saver != "torch_dist":
+        changed.drop_average()
     starting(estimate_bytes(changed, saver, options))
 
     def write(directory: Path) -> ConversionReport:
         lost = WRITERS[saver](changed, directory, options, progress)
+        lost += notes
         lost += [f"unused in the source: {name}" for name in source.unused]
         compared = None
         if verify:
@@ -328,9 +348,9 @@ def _check_target(save_dir: Path, origins: Sequence[Path], saver: str, overwrite
     if isinstance(save_dir, ObjectPath) and (saver != "torch_dist" or overwrite):
         fix = "give --saver torch_dist or a directory"
         if overwrite:
-            fix = "nothing is replaced there: delete it first"
+            fix = "a target there cannot be replaced: delete it first"
         raise ValueError(
-            f"--save-dir {save_dir}: object storage holds torch_dist checkpoints alone; {fix}"
+            f"--save-dir {save_dir}: object storage can only contain torch_dist checkpoints; {fix}"
         )
 
 
@@ -338,7 +358,7 @@ def estimate_bytes(source: Source, saver: str, options: WriteOptions) -> int:
     """Return the bytes to write, without the overhead of the format."""
     weights = []
     for key, info in source.tensors.items():
-        if not key.startswith("optimizer."):
+        if is_weight(key):
             weights.append(info)
     if saver == "hf" and not options.optim_sidecar:
         return _sum_bytes(weights)

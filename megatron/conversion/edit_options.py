@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeVar
 
 _T = TypeVar("_T")
 
-NEW_ROWS = ("mean", "init", "zero")  # initial values of new rows of the vocabulary
 _MAX_LAYERS = 10_000
 
 

@@ -18,11 +18,13 @@ from megatron.conversion.model_space.model import (
     read_vocabulary_rows,
 )
 from megatron.conversion.model_space.source import (
+    AVERAGE,
     WORD_EMBEDDINGS,
     Shape,
     Source,
     SourceView,
     TensorInfo,
+    average_key,
     full_precision_key,
     is_trained,
     optimizer_states,
@@ -35,7 +37,7 @@ from megatron.core.tensor_parallel import compute_padded_vocab_size
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _DEFAULT_TOPK = 2
-_LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers\.)(\d+)(\..+)")
+_LAYER = re.compile(r"((?:optimizer\.state\.\w+\.|ema\.)?decoder\.layers\.)(\d+)(\..+)")
 _BLOCK = 32 << 20  # bytes that are read at once
 _DEFAULT_SEED = 1234  # of training
 
@@ -105,6 +107,8 @@ class SelectedLayers(SourceView):
                 )
         if config.window_size is not None:
             self.args["window_attn_skip_freq"] = [config.window_pattern[old] for old in layers]
+        if config.no_rope_freq is not None:
+            self.args["no_rope_freq"] = [config.no_rope_pattern[old] for old in layers]
         # Uneven stages were assigned to the old layers.
         for name in SPLITS:
             self.args.pop(name, None)
@@ -124,8 +128,8 @@ class SelectedLayers(SourceView):
 class ResizedVocabulary(SourceView):
     """A model with another number of tokens.
 
-    New rows of weights and main parameters are the mean of the existing rows, the initial values of
-    training, or zero. Their other optimizer states are zero, as at the start of training.
+    New rows of weights, main parameters and averages are the mean of the existing rows, the initial
+    values of training, or zero. Their other optimizer states are zero, as at the start of training.
     """
 
     def __init__(
@@ -220,7 +224,7 @@ class ResizedVocabulary(SourceView):
     ) -> torch.Tensor:
         """Return a box of new rows."""
         dtype = self.tensors[key].dtype
-        is_value = state in (None, "param")
+        is_value = state in (None, "param", AVERAGE)
         if not is_value or self._new_rows == "zero":
             return torch.zeros(shape, dtype=dtype)
         if self._new_rows == "init":
@@ -228,14 +232,15 @@ class ResizedVocabulary(SourceView):
             spec = self._resized[parameter]
             spec.info.init(Box(offset, values), parameter, spec.shape, self._seed)
             return values.to(dtype)
-        if parameter not in self._means:
-            self._means[parameter] = self._compute_mean_row(parameter)
+        if state != AVERAGE:
+            key = full_precision_key(parameter, self._source.tensors)
+        if key not in self._means:
+            self._means[key] = self._compute_mean_row(key)
         columns = slice(offset[1], offset[1] + shape[1])
-        return self._means[parameter][columns].to(dtype).expand(shape).contiguous()
+        return self._means[key][columns].to(dtype).expand(shape).contiguous()
 
-    def _compute_mean_row(self, parameter: str) -> torch.Tensor:
-        """Return the mean of the stored rows, summed in float64 and rounded to fp32."""
-        key = full_precision_key(parameter, self._source.tensors)
+    def _compute_mean_row(self, key: str) -> torch.Tensor:
+        """Return the mean of the stored rows of `key`, summed in float64 and rounded to fp32."""
         info = self._source.tensors[key]
         total = torch.zeros(math.prod(info.shape[1:]), dtype=torch.float64)
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
@@ -301,6 +306,8 @@ class UpcycledExperts(SourceView):
 
         if optimizer_states(source.tensors):
             options.note("optimizer state: dropped, since the dense MLP's does not fit its experts")
+        if average_key(WORD_EMBEDDINGS) in source.tensors:
+            options.note("average of the weights (ema.*): dropped, like the optimizer state")
         self.drop_optimizer()
 
     def _find_dense_key(self, spec: ParamSpec) -> str | None:

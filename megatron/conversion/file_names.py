@@ -5,3 +5,5 @@ OPTIMIZER_FILE = "distrib_optim.pt"  # of a rank in a legacy directory
 LATEST = "latest_universal"  # DeepSpeed's tracker
 ZERO = "zero"  # the directory of parameters in a universal checkpoint
 RELEASE = "release"  # in a tracker and as a directory: weights that belong to no iteration
+PARAMS = "params.json"  # of a Llama model of Meta
+CONSOLIDATED = "consolidated.*.pth"  # its weights

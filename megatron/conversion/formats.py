@@ -5,9 +5,6 @@ Training, convert.py and inspect_checkpoint.py share these rules. A run director
 file and `iter_0000010/`, `release/` or, from DeepSpeed, `global_step10_universal/`. The tracker is
 written last, so the checkpoint it names was complete. If it was lost or damaged later, the newest
 complete checkpoint is used instead.
-
-This module does not import torch, so that tools start quickly. Only checking legacy and universal
-directories for missing files imports it.
 """
 
 from __future__ import annotations
@@ -16,9 +13,18 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from megatron.conversion.file_names import LATEST, MODEL_FILE, RELEASE, ZERO
+from megatron.conversion.deepspeed import files as universal
+from megatron.conversion.file_names import (
+    CONSOLIDATED,
+    LATEST,
+    MODEL_FILE,
+    PARAMS,
+    RELEASE,
+    ZERO,
+)
+from megatron.conversion.megatron_lm import legacy_files as legacy
 from megatron.core.dist_checkpointing import (
     CheckpointDirectory,
     CheckpointError,
@@ -26,24 +32,19 @@ from megatron.core.dist_checkpointing import (
     is_complete,
     is_unfinished,
     read_lineage,
+    read_metadata,
     read_tracker,
 )
-from megatron.core.dist_checkpointing.files import METADATA, METADATA_JSON
+from megatron.core.dist_checkpointing.files import COMMON, METADATA, METADATA_JSON
+from megatron.core.dist_checkpointing.format.checksums import find_checksums
 from megatron.core.dist_checkpointing.format.links import confine_links
 from megatron.core.dist_checkpointing.format.schema import file_name, read_json, read_regular
-from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import ObjectPath, path_of
-
-if TYPE_CHECKING:
-    from megatron.conversion.deepspeed import files as universal
-    from megatron.conversion.megatron_lm import legacy_files as legacy
-else:
-    universal = lazy_module("megatron.conversion.deepspeed.files")
-    legacy = lazy_module("megatron.conversion.megatron_lm.legacy_files")
 
 logger = logging.getLogger(__name__)
 
 _UNIVERSAL = re.compile(r"global_step(\d+)_universal")
+_MODEL_KEYS = ("embedding.", "decoder.")  # of torch_dist checkpoints
 _MAX_LISTED = 3  # damaged files in a message
 
 
@@ -63,7 +64,10 @@ class CheckpointRef(NamedTuple):
 
 
 def _is_torch_dist(directory: Path) -> bool:
-    return (directory / METADATA).is_file() and not is_unfinished(directory)
+    if not (directory / METADATA).is_file() or is_unfinished(directory):
+        return False
+    # DCP files of a program that names its parameters differently, next to a model's config.json.
+    return is_complete(directory) or not is_huggingface(directory)
 
 
 def _is_legacy(directory: Path) -> bool:
@@ -71,10 +75,10 @@ def _is_legacy(directory: Path) -> bool:
 
 
 def is_huggingface(directory: Path) -> bool:
-    """Return whether `directory` contains a model of transformers."""
+    """Return whether `directory` contains a model of transformers, or a Llama model of Meta."""
     path = directory / "config.json"
     if not path.is_file():
-        return False
+        return (directory / PARAMS).is_file() and any(directory.glob(CONSOLIDATED))
     config = read_json(path)
     return isinstance(config, dict) and ("model_type" in config or "architectures" in config)
 
@@ -119,9 +123,20 @@ def detect_format(directory: Path, loader: str = "auto") -> str:
 
 
 def _list_torch_dist_damage(directory: Path) -> list[str]:
-    if not is_complete(directory):
+    if not is_complete(directory) and not _is_foreign_dcp(directory):
         return [f"{METADATA_JSON} is missing"]
     return find_missing_or_truncated(directory)
+
+
+def _is_foreign_dcp(directory: Path) -> bool:
+    """Return whether a program without `metadata.json` wrote a DCP directory.
+
+    torch writes `.metadata` last, which completes a checkpoint of such a program.
+    """
+    if (directory / COMMON).exists() or find_checksums(directory) is not None:
+        return False
+    keys = read_metadata(directory).tensors
+    return not any(key.startswith(_MODEL_KEYS) for key in keys)
 
 
 def _list_damage(directory: Path, form: str) -> list[str]:

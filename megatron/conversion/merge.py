@@ -235,7 +235,8 @@ class MergedSource(SourceView):
         names = [source.description for source in sources]
         self.description = f"{len(names)} merged checkpoints, {names[0]} to {names[-1]}"
 
-        # Tensors.
+        # Tensors. The average of one input is not that of the result.
+        self.drop_average()
         if not keep_optimizer:
             self.drop_optimizer()
         elif not optimizer_states(self.tensors):

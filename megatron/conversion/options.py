@@ -6,15 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from megatron.conversion.edit_options import EditOptions, Rename
-
-if TYPE_CHECKING:
-    import torch
-
-UNIVERSAL_STYLES = ("pipeline", "bigscience", "no-pipeline")  # of parameter names
-QKV_LAYOUTS = ("groups", "tp-blocks")  # of universal checkpoints
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,8 @@ class WriteOptions:
     """Dtype of the weights."""
     optimizer: bool = True
     """Write the optimizer state."""
+    average: bool = False
+    """Write the average of the weights (--ema-decay) as the weights, without optimizer state."""
     vocab_size: int | None = None
     """Number of embedding rows to keep."""
     tokenizer: Path | None = None
@@ -76,6 +74,8 @@ class WriteOptions:
     """Implementation of Megatron-LM's modules that legacy files are for."""
     stacked_layers: bool = False
     """Write one tensor for all layers instead of one per layer."""
+    hybrid_layers: bool = False
+    """Write the keys of HybridModel, with two layers for each."""
     trusted: tuple[Path, ...] = ()
     """Directories next to the checkpoint's own from which a tokenizer named in it may be copied."""
     note: Callable[[str], None] = lambda text: None

@@ -39,7 +39,7 @@ def flag(
     whether its values come from the command line, from Python or from a checkpoint. The default 0
     of a `required` number means that it is missing.
 
-    Fields of the model specify what they decide (`decides`): "shapes" (keys and shapes of the
+    Fields of the model specify their effect (`decides`): "shapes" (keys and shapes of the
     weights) or "mathematics" (the function that the same weights compute). The field matters only
     `when` other fields have the given values. `meaning` names the property to compare instead of
     the field, if the same model has more than one spelling.

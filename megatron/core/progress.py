@@ -33,9 +33,10 @@ class ProgressBar:
             progress.add(len(block))
 
     Because a thread prints it, an operation that cannot report its progress still shows the elapsed
-    time. Operations shorter than `SILENT_PERIOD` have no output. A terminal has one line that is
-    redrawn and cleared at the end; any other `file` gets one line per `LINE_INTERVAL`, so that logs
-    stay readable.
+    time. tqdm itself prints only when it is updated, and redraws its line in log files, too.
+    Operations shorter than `SILENT_PERIOD` have no output. A terminal has one line that is redrawn
+    and cleared at the end; any other `file` gets one line per `LINE_INTERVAL`, so that logs stay
+    readable.
 
     Amounts are in bytes by default; `total` is None if unknown. With `count`, the amount done is
     polled instead of accumulated by `add`.

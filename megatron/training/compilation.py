@@ -12,9 +12,11 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import placement
 from megatron.core.transformer.attention import core as core_attention
 
-# Functions that exchange data between ranks and overlap that with the kernels of attention.
-_EXCHANGES = (
+# Functions that exchange data between ranks and overlap that with the kernels of attention, or that
+# call kernels directly.
+_UNCOMPILED = (
     (core_attention, "blockwise_attention"),
+    (core_attention, "local_attention"),
     (placement, "exchange_sequence_for_heads"),
     (placement, "exchange_heads_for_sequence"),
 )
@@ -27,7 +29,7 @@ def compile_layers(chunk: MegatronModule) -> None:
     compiled: they are library calls in any case, and they add to gradient buffers and overlap with
     collectives. Modules, hooks and keys stay the same.
     """
-    for owner, name in _EXCHANGES:
+    for owner, name in _UNCOMPILED:
         _leave_uncompiled(owner, name)
     for layer in iterate_outermost_layers(chunk):
         for module in layer.modules():

@@ -30,7 +30,7 @@ class LostRankError(RuntimeError):
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Ctrl-C during training; the message names what is saved and how to resume."""
+    """Ctrl-C during training; the message names the newest checkpoint and the way to resume."""
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def explain_lack_of_memory(error: BaseException) -> str | None:
     return (
         f"out of memory ({reason}). Use a smaller --micro-batch-size or --seq-length, recompute "
         "activations (--recompute-activations), or spread the model over more ranks; "
-        "tools/plan_run.py estimates what each rank needs"
+        "tools/plan_run.py estimates the memory of each rank"
     )
 
 

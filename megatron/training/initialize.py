@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import random
 from datetime import timedelta
@@ -11,10 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.config.options import DistributedConfig
 from megatron.training.rendezvous import init_process_group
+
+logger = logging.getLogger(__name__)
 
 
 def initialize(
@@ -23,7 +27,30 @@ def initialize(
     """Set up threads, device and process groups, with torchrun or as a single plain process."""
     device = join(config)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    if device.type == "cuda" and dist.get_rank() == 0:
+        hint = find_queue_hint(parallel.tp_size, torch.cuda.get_device_capability(device))
+        if hint is not None:
+            logger.warning(hint)
     return ParallelState.create(parallel, timeout), device
+
+
+def find_queue_hint(tp_size: int, capability: tuple[int, int]) -> str | None:
+    """Return a hint if the number of hardware queues of a GPU may prevent overlap.
+
+    The reduction of an input gradient over TP and the product of the weight gradient run at the
+    same time only if the reduction starts first. Before Blackwell a single queue ensures this.
+    """
+    blackwell = (10, 0)
+    if tp_size == 1 or capability >= blackwell:
+        return None
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    value = os.environ.get(name)
+    if value == "1":
+        return None
+    return (
+        f"{name} is {value or 'unset'}: with tensor parallelism on GPUs before Blackwell, 1 lets "
+        "the communication of a backward pass overlap with its products"
+    )
 
 
 def join(config: DistributedConfig) -> torch.device:
@@ -34,7 +61,8 @@ def join(config: DistributedConfig) -> torch.device:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     device = choose_device(config)
-    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    # By the function that Muon also uses: torch refuses a mix of it and `matmul.allow_tf32`.
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = config.tf32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (
         not config.disable_bf16_reduced_precision_matmul
@@ -78,8 +106,8 @@ def choose_device(config: DistributedConfig) -> torch.device:
 def num_threads(config: DistributedConfig) -> int:
     """Return the number of CPU threads of this process.
 
-    torchrun sets OMP_NUM_THREADS=1 if it is unset, which cannot be told from a user's own 1: give
-    --num-threads to use more.
+    torchrun sets OMP_NUM_THREADS=1 if it is unset, which cannot be distinguished from a user's own
+    1: give --num-threads to use more.
     """
     if config.num_threads is not None:
         return config.num_threads

@@ -29,11 +29,18 @@ def environment_world_size() -> int:
 
 def init_process_group(backend: str, timeout: timedelta, device: torch.device) -> None:
     """Create the default process group, with torchrun, another launcher, or as one process."""
-    if environment_world_size() == 1 and "MASTER_ADDR" not in os.environ:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        return
+    # Without a device, every barrier of NCCL warns that it has to guess one.
     device_id = device if backend == "nccl" else None
+    if environment_world_size() == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timeout,
+            device_id=device_id,
+        )
+        return
     shared = launcher_store(timeout)
     if shared is None:
         dist.init_process_group(backend, timeout=timeout, device_id=device_id)

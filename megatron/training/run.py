@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.datasets import Dataset
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models import make_chunk_specs
@@ -68,6 +71,18 @@ class TrainState:
     num_floating_point_operations_so_far: float = 0.0
 
 
+class KnownState(NamedTuple):
+    """Entries of a checkpoint that are the same for every save."""
+
+    addresses: list[int]
+    """Addresses of the tensors."""
+    model: ShardedStateDict
+    """The weights of all chunks."""
+    entries: ShardedStateDict
+    is_live: bool
+    """Whether no entry is a copy."""
+
+
 @dataclass
 class Run:
     """Model, optimizer, schedules and position: the objects that every part of training uses."""
@@ -93,9 +108,11 @@ class Run:
     loading_seconds: float = 0.0
     exit_reason: str | None = None  # why it ended early
     validated: tuple[int, float] | None = None  # iteration and loss of the last validation
+    hf_exports: ExportTarget | None = None  # models next to checkpoints (--save-hf-interval)
     # Identifies the order of samples; None until the data is built or a checkpoint is loaded.
     train_data_fingerprint: str | None = None
     state: TrainState = field(default_factory=TrainState)
+    known_state: KnownState | None = None  # of the last save
     # Destinations of metrics in addition to the log; empty except on rank 0.
     writers: list[Writer] = field(default_factory=list)
 
@@ -362,13 +379,18 @@ def _make_forward_step(
 def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
     """Return the mean loss over --eval-iters global batches, the same on every rank. Collective.
 
-    Dropout is off and no random number is drawn, so that training is not affected.
+    With --eval-ema it is the loss of the averaged weights. Dropout is off and no random number is
+    drawn, so that training is not affected.
     """
     for chunk in run.chunks:
         chunk.eval()
     num_microbatches = run.eval_batch_size // run.batches.samples_per_microbatch
     totals = torch.zeros(2, device=run.device)
-    with run.timers("evaluate"):
+    weights: AbstractContextManager[None] = nullcontext()
+    if run.config.training.eval_ema:
+        run.saver.before_update()  # a save in progress still copies the weights
+        weights = run.optimizer.averaged_weights()
+    with run.timers("evaluate"), weights:
         for _ in range(run.config.training.eval_iters):
             totals += forward_backward(run, batches, num_microbatches, forward_only=True)
     for chunk in run.chunks:

@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +22,14 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing import Generation
+from megatron.core.dist_checkpointing.files import clean_up
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.ownership import (
     identify_job,
     prepare_directory,
     take_directory,
 )
+from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveFailedError
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.durable_files import encode_json, write_json
@@ -37,7 +40,13 @@ from megatron.training.checkpoint.contents import (
     get_validation_loss,
     start_common_state,
 )
-from megatron.training.checkpoint.export import check_hf_target, make_legacy_rewrite, save_hf
+from megatron.training.checkpoint.export import (
+    check_hf_target,
+    get_due_export,
+    make_legacy_rewrite,
+    plan_hf_exports,
+    save_hf,
+)
 from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weights
 from megatron.training.checkpoint.save_directory import (
     find_saved,
@@ -152,6 +161,7 @@ def pretrain(
         save_converted(run)
         return run
     if save is not None and not config.training.skip_train:
+        run.hf_exports = plan_hf_exports(run)
         run.saver.prepare(get_state_to_save(run))  # in the background of building the data
     data = build_data(run, tokenizer, datasets_provider)
 
@@ -205,6 +215,8 @@ def own_save_directory(
     run: Run, generation: Generation, tier: LocalTier | None, start: Start | None
 ) -> None:
     """Let checkpoints be saved to the directory of `generation`, as descendants of `start`."""
+    if run.hf_exports is not None and run.ps.rank == 0:
+        clean_up(run.hf_exports.root)
     if start is None:
         run.saver.own(generation, tier)
         return
@@ -322,7 +334,8 @@ def save_if_finite(
                 check=check,
             )
         elif config.save is not None:
-            save_checkpoint(run, config.save, config.ckpt_format, since, last, check)
+            export = get_due_export(run)
+            save_checkpoint(run, config.save, config.ckpt_format, since, last, check, export)
 
 
 def _accept() -> None:
@@ -336,8 +349,9 @@ def save_checkpoint(
     since: float | None = None,
     last: bool = True,
     check: Callable[[], None] = _accept,
+    export: ExportTarget | None = None,
 ) -> None:
-    """Save the run under `root`. Collective.
+    """Save the run under `root`, and to `export`. Collective.
 
     Training has been waiting since `since` (perf_counter), and ends if this is the `last` save.
     """
@@ -352,6 +366,7 @@ def save_checkpoint(
         last,
         get_validation_loss(run),
         check,
+        export,
     )
 
 
@@ -592,9 +607,11 @@ def _record_start(run: Run, record: RunRecord | None, topics: dict[str, str]) ->
         "train_iters": run.train_iters,
         "world_size": run.ps.world_size,
         "layout": describe_layout(config, run.ps.world_size),
+        "host": socket.gethostname(),
         "summary": topics,
     }
-    content = to_json_value({**start, "arguments": config.flags()})
+    flags = config.flags()
+    content = to_json_value({**start, "arguments": flags})
     save = Path(config.checkpoint.save)
     try:
         if run.saver.generation is None:
@@ -606,4 +623,5 @@ def _record_start(run: Run, record: RunRecord | None, topics: dict[str, str]) ->
             path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning(f"{RUN_FILE} could not be written: {error}")
-    record.write("start", **start)
+    arguments = {name: str(value) for name, value in flags.items()}
+    record.write("start", **start, arguments=arguments)

@@ -1,6 +1,4 @@
-"""--optimizer-impl apex and --norm-impl apex over a stand-in (tests/apex_stand_in): the
-numbers and files of torch.
-"""
+"""Runs with --optimizer-impl apex and --norm-impl apex (a stand-in) equal runs with torch."""
 
 import sys
 

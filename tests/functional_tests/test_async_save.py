@@ -1,6 +1,4 @@
-"""A checkpoint written behind training is, bit for bit, the one that training would have waited
-for.
-"""
+"""Asynchronous and synchronous saves write the same checkpoints, bit for bit."""
 
 import shlex
 import stat

@@ -1,4 +1,4 @@
-"""What a new user gets wrong: a clear error that names the value, and nothing lost."""
+"""Mistakes of users: a clear error that names the value, without loss of data."""
 
 import os
 import shlex
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.core.datasets import IndexedDatasetBuilder
+from megatron.core.dist_checkpointing import CheckpointDirectory
 from megatron.training.config.parsing import parse_args
 from megatron.training.run import Loss
 from megatron.training.training import pretrain
@@ -126,9 +127,7 @@ def test_corrupt_tracker_falls_back_to_the_newest_checkpoint(pool, tmp_path):
 
 @pytest.mark.parametrize("path", ["empty", "absent"])
 def test_missing_checkpoint_is_an_error_only_if_required(pool, tmp_path, path):
-    """Random weights only where nothing says that a checkpoint is meant, and never without
-    a word.
-    """
+    """A run starts from random weights only if no flag requires a checkpoint, and with a warning."""
     (tmp_path / "empty").mkdir()
     directory = tmp_path / path
     other = tmp_path / "other"
@@ -206,8 +205,19 @@ def test_nan_ends_the_run_with_rank_and_iteration(pool, tmp_path, layout):
     assert all(all(rank) for rank in finite)  # updates were left out
 
 
+@pytest.mark.parametrize("save", ["--save-interval 1", "--save-interval 1 --async-save"])
+def test_iteration_with_nan_is_not_saved(pool, tmp_path, save):
+    """A checkpoint of an iteration that is not finite is never committed; the one before is."""
+    world_size, flags = LAYOUTS["dp2_distributed_optimizer"]
+    flags = f"{MOCK} {flags} --micro-batch-size 2 --global-batch-size 8 --save {tmp_path} {save}"
+    with pytest.raises(ValueError, match=r"iteration 2: the loss is not finite on rank 1"):
+        pool.run(nan_on_the_last_rank, world_size, flags)
+    assert CheckpointDirectory(tmp_path).list_iterations() == [1]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
 def test_user_errors_end_with_one_message_and_no_traceback(launcher):
-    """Both ranks find the same mistake, before they have met; the first one tells it."""
+    """Both ranks find the same errors before they join the process group; rank 0 reports them."""
     job = launcher.start(
         2, f"{COMMON} {MOCK} --tensor-model-parallel-size 2 --num-query-groups 3 --unfused"
     )

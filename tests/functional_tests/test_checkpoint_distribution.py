@@ -1,4 +1,4 @@
-"""The checkpoint engine as a distribution of its own: no module of `megatron` is needed or used."""
+"""The separately installable checkpoint engine does not need or use `megatron`."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ print(CheckpointDirectory("run").list_iterations(), load_common("run/iter_000000
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A directory with the installed distribution, and nothing else of this repository."""
+    """Return a directory that contains only the installed distribution."""
     directory = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install"]
     options = ["--no-deps", "--no-build-isolation", "--target", str(directory / "site")]

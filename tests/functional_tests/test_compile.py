@@ -1,4 +1,4 @@
-"""--compile: the same curve as without, under every kind of layer, and the same checkpoints."""
+"""Runs with --compile have the losses and checkpoints of runs without it."""
 
 import os
 import subprocess

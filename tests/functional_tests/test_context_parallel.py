@@ -1,4 +1,4 @@
-"""Runs with split sequences have the losses, samples and checkpoints of runs with whole ones."""
+"""Context parallelism: the losses, samples and checkpoints of runs with whole sequences."""
 
 import shlex
 

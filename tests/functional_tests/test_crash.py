@@ -1,5 +1,5 @@
-"""Killed at any moment: every restart goes on from a complete checkpoint, and the end is bitwise
-the undisturbed one.
+"""Runs that are killed at any moment restart from a complete checkpoint and end bitwise like an
+undisturbed run.
 
 `pytest --run-slow tests/functional_tests/test_crash.py` kills 200 times, without it 20 times.
 """
@@ -23,7 +23,7 @@ MODEL = (
 
 
 def found(root, pattern):
-    """Whether there is one; a generation may go while it is looked into."""
+    """Return whether a path matches; a generation can disappear during the search."""
     with contextlib.suppress(FileNotFoundError):
         return any(root.glob(pattern))
     return False
@@ -34,27 +34,27 @@ def some_iterations(job, count):
 
 
 def anywhere(job, root, interval, rng):
-    """At any moment from the start of the program on, 8 saves later at most."""
+    """Wait for any moment from the start of the program, until at most 8 saves later."""
     end = time.monotonic() + rng.uniform(0, 0.6)
     job.until(lambda: time.monotonic() > end or len(job.iterations()) >= 8 * interval)
 
 
 def while_training(job, root, interval, rng):
-    """At any moment of an iteration, with a save behind it."""
+    """Wait for any moment of an iteration after the first save."""
     job.until(job.saved, "a save")
     some_iterations(job, len(job.iterations()) + rng.randrange(3 * interval))
     time.sleep(rng.uniform(0, 0.02))
 
 
 def while_writing(job, root, interval, rng):
-    """In the middle of a save: its shards are being written, or it is being committed."""
+    """Wait for the middle of a save: shards are being written, or it is being committed."""
     some_iterations(job, rng.randrange(4))
     job.until(lambda: found(root, ".generation-*/saving-*"), "a save")
     time.sleep(rng.uniform(0, 0.01))
 
 
 def while_removing(job, root, interval, rng):
-    """In the middle of the removal of an old checkpoint."""
+    """Wait for the middle of the removal of an old checkpoint."""
     job.until(lambda: found(root, ".generation-*/deleting-*"), "a removal")
 
 
@@ -62,8 +62,8 @@ MOMENTS = [anywhere, while_training, while_writing, while_writing, while_removin
 
 
 def crash(launcher, root, world_size, flags, interval, kills, victims, rng):
-    """Start and kill `kills` times; then let the program finish. Returns what each start resumed
-    from.
+    """Start and kill the program `kills` times, let it finish, and return the iteration that each
+    start resumed from.
     """
     least = 0
     resumed = []

@@ -1,6 +1,4 @@
-"""`pretrain_gpt.py --dry-run`: what a run would be, or everything that is wrong with it;
-nothing is started.
-"""
+"""`pretrain_gpt.py --dry-run` prints the plan of a run, or all problems, without starting it."""
 
 import os
 import shlex
@@ -33,9 +31,7 @@ def test_dry_run_prints_summary_and_plan(tmp_path):
     assert "TP 2 x PP 2 x DP 2 on 8 ranks" in result.stdout and "weights" in result.stdout
     assert not (tmp_path / "save").exists()
     alone = dry_run(f"--mock-data --train-iters 4 {layout}")
-    assert (
-        "TP 2 x PP 2 x DP 1 on 4 ranks" in alone.stdout
-    )  # one replica where no launcher says more
+    assert "TP 2 x PP 2 x DP 1 on 4 ranks" in alone.stdout  # one replica without a launcher
     experts = (
         "--num-experts 4 --expert-model-parallel-size 4 --pipeline-model-parallel-size 2 "
         "--disable-bias-linear"
@@ -59,7 +55,9 @@ print("COMPILER" if "torch._dynamo" in sys.modules else "NO COMPILER")
 
 @pytest.mark.parametrize("ways", ["p2p", "a2a", "all_gather"])
 def test_training_imports_no_compiler_without_compile(tmp_path, ways):
-    """It takes as long as torch itself; what it must leave alone is marked by --compile."""
+    """Importing the compiler takes as long as importing torch; functions that it must not compile
+    are marked only with --compile.
+    """
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     flags = (

@@ -1,4 +1,4 @@
-"""Ranks die, the job goes on: restarted by torchrun, or by hand with fewer ranks or another
+"""Jobs that lose ranks continue: restarted by torchrun, or by hand with fewer ranks or at another
 layout.
 """
 
@@ -23,7 +23,7 @@ ROUNDING = 1e-5
 
 @pytest.fixture(scope="module")
 def undisturbed(launcher, tmp_path_factory):
-    """The losses of one process, and of two with what they saved."""
+    """Return the losses of one process, the losses of two, and the checkpoints of the latter."""
     directory = tmp_path_factory.mktemp("undisturbed")
     single = launcher.run(1, FLAGS).losses()
     world_size, layout = LAYOUTS["dp2_distributed_optimizer"]
@@ -155,8 +155,8 @@ def test_run_continues_with_other_ranks_after_a_kill(launcher, undisturbed, tmp_
 
 
 def test_suspended_run_yields_to_its_successor(launcher, tmp_path):
-    """Stopped between two saves, continued when the next start has finished: it says who took over,
-    and ends.
+    """A run that is suspended between two saves ends when it resumes after its successor, with the
+    name of the successor.
     """
     flags = (
         f"{COMMON} {LLAMA} --num-layers 2 --mock-data --save-interval 2 --save {tmp_path} "

@@ -1,6 +1,4 @@
-"""The examples run: launch scripts on the CPU with their models made small, and the server
-answers.
-"""
+"""Launch scripts of the examples run with small models on a CPU, and the server responds."""
 
 import json
 import os

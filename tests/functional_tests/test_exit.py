@@ -1,4 +1,4 @@
-"""Saves by the clock, and runs that are asked to end: by a signal or by the time."""
+"""Timed saves, and early exits by signals and time limits."""
 
 import re
 import shlex

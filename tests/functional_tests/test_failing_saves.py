@@ -1,5 +1,5 @@
-"""A save that fails costs nothing but itself: a clear message, no partial files, the one before is
-the newest.
+"""A failed save leaves a clear message, no partial files, and the previous checkpoint as the newest
+one.
 """
 
 import re
@@ -22,8 +22,8 @@ LAST_FAILED = "It was the last save of the run"
 
 
 def names(directory):
-    """The checkpoints and the tracker; nothing unfinished may be left in the generation that owns
-    the directory.
+    """Return the names of the checkpoints and the tracker; assert that the generation of the owner
+    contains no unfinished files.
     """
     for generation in directory.glob(".generation-*"):
         assert [path.name for path in generation.iterdir()] == ["owner.json"]
@@ -36,7 +36,7 @@ def names(directory):
 
 
 def run_without_its_last_save(launcher, ranks, flags, **limits):
-    """A run that ends with exit code 1 on all ranks, because its last save failed."""
+    """Return a run that ends with exit code 1 on all ranks because its last save failed."""
     job = launcher.start(ranks, flags, **limits)
     job.until(job.has_ended)
     job.kill(*range(1, ranks))  # as launchers do
@@ -50,15 +50,15 @@ def flags(directory, more="", stop=6):
 
 @pytest.fixture(scope="module")
 def straight(launcher, tmp_path_factory):
-    """An undisturbed run's checkpoints."""
+    """Return the checkpoints of an undisturbed run."""
     directory = tmp_path_factory.mktemp("straight")
     launcher.run(1, flags(directory))
     return directory
 
 
 def assert_whole(directory, straight, iteration):
-    """The newest checkpoint is that of `iteration`, intact, and there is nothing but
-    checkpoints.
+    """Assert that the newest checkpoint is that of `iteration`, intact, and that the directory
+    contains only checkpoints.
     """
     name = f"iter_{iteration:07d}"
     assert (directory / TRACKER).read_text() == str(iteration)
@@ -68,7 +68,7 @@ def assert_whole(directory, straight, iteration):
 
 
 def bytes_on(disk, straight, launcher):
-    """What a checkpoint takes on the disk."""
+    """Return the size of a checkpoint on the disk."""
     disk.mount("size=64m")
     launcher.run(1, flags(disk.path, stop=2))
     used = disk.used
@@ -78,8 +78,8 @@ def bytes_on(disk, straight, launcher):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_full_disk_fails_the_save_only(launcher, disk, straight, mode):
-    """The first checkpoint fits, the second does not, and it says so before the first byte. With
-    room again the run goes on as if nothing had happened.
+    """The first checkpoint fits, and the second one fails before its first byte. After the disk has
+    been enlarged, the run continues.
     """
     needed = bytes_on(disk, straight, launcher)
     disk.mount(f"size={needed * 3 // 2}")
@@ -99,7 +99,7 @@ def test_full_disk_fails_the_save_only(launcher, disk, straight, mode):
 
 @pytest.mark.slow
 def test_disk_that_fills_at_any_point_loses_nothing(launcher, disk, straight):
-    """From too small for a shard to too small for the tracker: in the files or in the commit."""
+    """The sizes range from too small for a shard to too small for the tracker."""
     needed = bytes_on(disk, straight, launcher)
     outcomes = []
     for pages in (
@@ -137,9 +137,7 @@ def test_missing_inodes_fail_the_save_only(launcher, disk, straight, mode):
         job = launcher.start(1, flags(disk.path, mode, stop=4))
         if job.wait() == [0]:
             break
-        if (
-            "checkpoints cannot be saved to" in job.output()
-        ):  # there is no room to take the directory
+        if "checkpoints cannot be saved to" in job.output():  # too full to become the owner
             continue
         assert "iter_0000004 was not saved: " in job.output() and "No space left" in job.output()
         assert_whole(disk.path, straight, 2)
@@ -235,7 +233,7 @@ def test_exit_on_save_failure_ends_the_run(launcher, tmp_path, mode):
 
 
 def test_failed_legacy_save_is_reported(launcher, disk, straight):
-    """There is room for the first of the two steps alone: nothing of either stays."""
+    """The disk has room only for torch_dist, the first of two steps; the files of both are removed."""
     disk.mount(f"size={bytes_on(disk, straight, launcher) * 5 // 4}")
     job = run_without_its_last_save(launcher, 1, flags(disk.path, more="--ckpt-format torch"))
     failed = re.findall(r"WARNING: \S*iter_000000(\d) was not saved: .*No space left", job.output())

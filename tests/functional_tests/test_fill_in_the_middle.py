@@ -1,6 +1,4 @@
-"""Fill-in-the-middle data in training: a run reads the same samples however it is cut and
-laid out.
-"""
+"""Runs with fill-in-the-middle data read the same samples at any layout and after restarts."""
 
 import numpy as np
 import pytest

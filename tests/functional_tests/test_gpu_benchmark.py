@@ -1,4 +1,4 @@
-"""The program that waits for a GPU, on a tiny model without one."""
+"""The GPU benchmark program runs with a tiny model on a machine without a GPU."""
 
 import os
 import re

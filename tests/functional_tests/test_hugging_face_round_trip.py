@@ -1,4 +1,4 @@
-"""From training to transformers and back: same next tokens, and same loss of a fine-tune."""
+"""Trained models exported to transformers and back: same next tokens, same loss of a fine-tune."""
 
 import json
 import shlex
@@ -100,7 +100,7 @@ def truncated_config(directory):
 def unknown_field(directory):
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"logit_scale": 2.0}))
-    return "may change what the model computes: logit_scale = 2.0"
+    return "may change the results of the model: logit_scale = 2.0"
 
 
 def truncated_weights(directory):

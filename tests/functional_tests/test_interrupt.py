@@ -1,4 +1,4 @@
-"""Endings that the user causes: Ctrl-C, and a model that does not fit into memory."""
+"""Ctrl-C and lack of memory: exit codes and messages."""
 
 import re
 import signal

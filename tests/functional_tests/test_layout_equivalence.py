@@ -1,4 +1,4 @@
-"""One seed gives one curve: losses and gradient norms do not depend on how a run is laid out."""
+"""Losses and gradient norms of a seed do not depend on the layout."""
 
 import functools
 
@@ -62,8 +62,8 @@ def test_bf16_and_fp16_follow_fp32(pool):
 
 
 def test_masked_tokens_count_per_token(pool):
-    """With masked tokens, micro-batches hold unequal numbers of tokens; a loss per token does not
-    see it.
+    """With masked tokens, micro-batches have different numbers of tokens, which must not affect a
+    loss per token.
     """
     flags = f"{DATA} {MODELS['llama']} --eod-mask-loss --calculate-per-token-loss "
     expected = reference(pool, flags)

@@ -1,6 +1,4 @@
-"""A GPT trained with its optimizer under every kind of layout: the losses, norms and states of one
-process.
-"""
+"""The losses, norms and optimizer states of every kind of layout equal those of a single process."""
 
 import functools
 from contextlib import ExitStack
@@ -15,7 +13,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.models import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel import pipeline_layer_ranges, run_schedule
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig

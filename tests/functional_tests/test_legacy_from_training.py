@@ -1,6 +1,4 @@
-"""`--ckpt-format torch`: Megatron-LM's legacy files, written by a run and read by the next,
-at any layout.
-"""
+"""`--ckpt-format torch`: runs save Megatron-LM's legacy files and resume from them at any layout."""
 
 import shutil
 
@@ -23,8 +21,8 @@ FLAGS = f"--mock-data --train-iters 6 --use-distributed-optimizer {LLAMA}"
 
 
 def files(directory):
-    """Megatron-LM's; not the records of the run's starts, of its owners and of what a checkpoint
-    descends from.
+    """Return the files that Megatron-LM has, too, without our records of launches, owners and
+    lineage.
     """
     names = sorted(
         str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
@@ -46,8 +44,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("layout", EXPECTED)
 def test_legacy_checkpoints_resume(pool, tmp_path, layout):
-    """The run goes on from its own legacy checkpoint bit for bit; another layout finds the same
-    tensors in it.
+    """A run resumes from its own legacy checkpoint bit for bit, and another layout reads the same
+    tensors.
     """
     world_size, flags = {"single": (1, ""), **LAYOUTS}[layout]
     flags = f"{FLAGS} {flags} --ckpt-format torch --save {tmp_path} --load {tmp_path}"
@@ -76,7 +74,7 @@ def test_legacy_checkpoints_resume(pool, tmp_path, layout):
 
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_legacy_without_the_distributed_optimizer_resumes(pool, tmp_path, precision):
-    """The names are those of Megatron-core's local modules."""
+    """Keys are those of Megatron-core's local modules, without Transformer Engine."""
     flags = f"--mock-data --train-iters 4 {MODELS['gpt2']} {precision}"
     saved = pool.run(
         train, 2, f"{flags} --tensor-model-parallel-size 2 --ckpt-format torch --save {tmp_path}"
@@ -95,8 +93,8 @@ def test_legacy_without_the_distributed_optimizer_resumes(pool, tmp_path, precis
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_legacy_sgd_resumes(pool, tmp_path, momentum):
-    """Legacy files of SGD, with and without momentum; convert.py takes them, with and without their
-    optimizer.
+    """convert.py reads legacy files of SGD, with and without momentum, and converts them with and
+    without their optimizer.
     """
     flags = (
         f"--mock-data --train-iters 4 {MODELS['gpt2']} --optimizer sgd --sgd-momentum "
@@ -142,8 +140,8 @@ TP2 = f"{FLAGS} --tensor-model-parallel-size 2 --ckpt-format torch"
 
 @pytest.fixture(scope="module")
 def stopped(pool, tmp_path_factory):
-    """An undisturbed run's outcomes, and the checkpoints of one that stopped after four
-    iterations.
+    """Return the results of an uninterrupted run, and the checkpoints of one that stopped after
+    four iterations.
     """
     directory = tmp_path_factory.mktemp("stopped")
     straight = pool.run(train, 2, TP2)
@@ -171,7 +169,7 @@ def test_damaged_legacy_checkpoints_never_restart_from_scratch(pool, stopped, tm
 
 
 def test_asynchronous_legacy_save(pool, tmp_path):
-    """Every file is the one that training would have waited for."""
+    """Asynchronous saves write the same files as synchronous ones."""
     world_size, flags = LAYOUTS["tp2_dp2"]
     flags = f"{FLAGS} {flags} --ckpt-format torch --save-interval 2"
     pool.run(train, world_size, f"{flags} --save {tmp_path / 'sync'}")

@@ -1,4 +1,4 @@
-"""One load path: its flags mean the same for every format, and a rank looks only at what it
+"""Loading flags have the same effect for every format, and a rank reads only the data that it
 needs.
 """
 
@@ -24,7 +24,7 @@ FORMATS = ("torch_dist", "legacy", "universal", "hf")
 
 @pytest.fixture(scope="module")
 def runs(pool, tmp_path_factory):
-    """By format: a checkpoint of the same run, and what that run held."""
+    """Return checkpoints of one run by format, and the state of that run."""
     roots = {"torch_dist": tmp_path_factory.mktemp("run")}
     saved = whole(pool.run(train, 1, f"{FLAGS} --exit-interval 3 --save {roots['torch_dist']}"))
     for form in FORMATS[1:]:
@@ -34,7 +34,7 @@ def runs(pool, tmp_path_factory):
 
 
 def counting_train(rank, world_size, flags):
-    """What `train` gives, and how many bytes this rank asked its reader for."""
+    """Return the result of `train` and the bytes that this rank requested from its reader."""
     counted = []
 
     def fill(*args, **options):
@@ -71,8 +71,8 @@ WATCHED = ("common.pt", ".metadata", "checksums.bin", *DECIDING)
 
 
 def watching_train(rank, world_size, flags):
-    """What `train` gives, and how often this rank opened or asked for a file of the checkpoint, by
-    (what, name).
+    """Return the result of `train`, and the number of times that this rank opened or queried files
+    of the checkpoint, by (call, name).
     """
     seen = Counter()
 
@@ -120,7 +120,7 @@ def test_only_rank_0_looks_for_files_of_other_ranks(pool, tmp_path):
 
 
 def train_as_on_a_gpu(rank, world_size, flags):
-    """Saves what a rank with a GPU saves: CUDA's generators of 16 bytes."""
+    """Train, and save the generators of a rank with a GPU: 16 bytes for CUDA."""
 
     def get_rng_state(rng):
         cuda = torch.arange(16, dtype=torch.uint8)
@@ -138,9 +138,7 @@ def train_as_on_a_gpu(rank, world_size, flags):
 
 
 def test_generators_of_a_gpu_run_are_skipped_on_a_cpu(pool, tmp_path):
-    """Its generators do not fit: they are seeded anew, so that the run goes on, and can be
-    repeated.
-    """
+    """Generators that do not fit are seeded again, so that the resumed run can be repeated."""
     flags = (
         f"{FLAGS} --hidden-dropout 0.1 --attention-dropout 0.1 --tensor-model-parallel-size 2 "
         "--sequence-parallel"

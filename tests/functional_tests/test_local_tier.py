@@ -1,5 +1,5 @@
-"""Checkpoints on the nodes' own disks: what is left of them after nodes were lost is resumed, at
-any layout.
+"""Checkpoints on the disks of the nodes: runs resume from the remaining replicas after nodes are
+lost, at any layout.
 
 A node is a directory that only its ranks may touch: an audit hook fails the test when another rank
 opens a file there.
@@ -100,8 +100,8 @@ def train_on_nodes(rank, world_size, flags, nodes, killed_in=None):
 
 
 class Killed:
-    """What a run left when it was killed in iteration 10: on the nodes a and b iterations 6 and 8,
-    in --save 5.
+    """Files of a run that was killed in iteration 10: iterations 6 and 8 on the nodes a and b, and
+    iteration 5 in --save.
     """
 
     def __init__(self, pool, root):
@@ -142,7 +142,9 @@ def killed_once(pool, tmp_path_factory):
 
 @pytest.fixture
 def killed(killed_once):
-    """In its own place: a copy of a run is another run, and has nothing on the nodes."""
+    """Restore the files in their original directory: a copy elsewhere would be another run, without
+    checkpoints on the nodes.
+    """
     shutil.rmtree(killed_once.root)
     shutil.copytree(killed_once.root.with_name("as_killed"), killed_once.root)
     return killed_once
@@ -156,7 +158,7 @@ def undisturbed(pool):
 
 
 def train_without_a_disk(rank, world_size, flags, root):
-    """As soon as training begins, a file takes the place of node 1's directory."""
+    """Train, and replace the directory of node 1 by a file when training begins."""
     own = Path(root) / f"node{rank}"
 
     def forward_step(model, batch, activation):
@@ -239,8 +241,9 @@ def test_losing_a_replication_group_falls_back_to_persistent_checkpoint(killed, 
 
 
 def test_damaged_blocks_are_read_from_replicas(killed, undisturbed):
-    """One copy is damaged: the other node's is taken. Both are: the checkpoint before. That, too:
-    the persistent one. A file that is missing or cut off is no holder from the start.
+    """A damaged copy is replaced by the other node's. If both are damaged, the run falls back to
+    the checkpoint before, and then to the persistent one. A missing or truncated file is not
+    considered.
     """
     expected = undisturbed[0].measured.losses
 

@@ -303,8 +303,8 @@ def test_megatrons_runs_resume_at_their_own_layout(pool, tmp_path, archives, mod
 def test_megatrons_checkpoints_resume_at_other_layouts(
     pool, tmp_path, archives, model, form, layout
 ):
-    """With its optimizer, at another layout: EP 1 to 2 and back, which Megatron-LM itself cannot
-    do.
+    """Checkpoints with optimizer resume at EP 2 instead of 1 and the reverse, which Megatron-LM
+    does not support.
     """
     processes, flags = LAYOUTS[layout]
     load = f"--load {archives(model, form)} --data-cache-path {tmp_path}"
@@ -341,9 +341,7 @@ CURVES += [(GPT_OSS, "pp2_ep2_recomputed")]
 
 @pytest.mark.parametrize("options,layout", mark_slow(CURVES, CURVES[:2]))
 def test_layout_equivalence_with_every_option(pool, tmp_path, options, layout):
-    """From one seed, saved on one process after five iterations; at the layout from there and from
-    the start.
-    """
+    """A single process saves after five iterations; the layout runs from there and from the start."""
     cache = f"--data-cache-path {tmp_path / 'cache'}"
     save = f"--save {tmp_path / 'saved'} --save-interval 5"
     _, losses, norms, experts = pool.run(

@@ -1,4 +1,4 @@
-"""Whole nodes are lost under torchrun: an agent with all its processes is killed, and its disk is
+"""Loss of whole nodes under torchrun: an agent and its processes are killed, and its disk is
 deleted.
 """
 
@@ -43,9 +43,7 @@ def resumed(output):
 
 
 def moment(cluster, node, kind, rng):
-    """When to kill: somewhere in a save or in the removal after it, as the node's own disk
-    shows.
-    """
+    """Wait for a random moment in a phase of a save, observed on the disk of the node."""
     seen = len(re.findall(r"iteration +\d+/", cluster.output()))
     cluster.until(
         lambda: len(re.findall(r"iteration +\d+/", cluster.output())) > seen + rng.randrange(4, 12)
@@ -73,7 +71,9 @@ def moment(cluster, node, kind, rng):
 )
 @pytest.mark.parametrize("victim", ["a", "b"])
 def test_run_continues_after_a_node_is_replaced(cluster, launcher, tmp_path, kind, victim):
-    """Bitwise the undisturbed end, from a local checkpoint newer than the persistent one."""
+    """The run resumes from a local checkpoint that is newer than the persistent one, and ends
+    bitwise like an undisturbed run.
+    """
     world_size, layout_flags = LAYOUTS["dp2_distributed_optimizer"]
     launcher.run(
         world_size, f"{FLAGS.partition('--non-')[0]} {layout_flags} --save {tmp_path}/straight"
@@ -96,8 +96,8 @@ def test_run_continues_after_a_node_is_replaced(cluster, launcher, tmp_path, kin
 
 @pytest.mark.slow
 def test_run_continues_with_fewer_nodes(cluster, tmp_path):
-    """A node is lost and not replaced: the other one goes on alone, with what it and the lost one
-    had saved.
+    """A node is lost and not replaced: the other one continues alone, with its own files and its
+    replicas of the other node's.
     """
     nodes = cluster("1:2", "dp2_distributed_optimizer", 1)
     nodes.start("a")

@@ -1,6 +1,4 @@
-"""Who may change a directory of checkpoints, with real processes that are suspended and
-restarted.
-"""
+"""Ownership of a checkpoint directory, with real processes that are suspended and restarted."""
 
 import re
 import shutil
@@ -46,7 +44,7 @@ def torchelastic(logs: Path, restart: int, run_id: str = "none") -> dict[str, st
 @pytest.mark.parametrize("way", ["renamed", "removed", "restored"])
 @pytest.mark.parametrize("mode", ["", "--async-save"])
 def test_suspended_run_leaves_its_successor_alone(launcher, tmp_path, way, mode):
-    """The directory is renamed, removed or restored, so that the numbers of starts begin again."""
+    """The directory is renamed, removed or restored, so that generation numbers begin again."""
     root = tmp_path / "run"
     flags = f"{FLAGS} {mode} --save {root} --load {root} --save-interval 2"
     suspended = launcher.start(1, f"{flags} {ENDLESS} --keep-last-n 1")
@@ -106,7 +104,7 @@ def test_removed_generation_is_created_again(launcher, tmp_path):
 
 @pytest.mark.parametrize("begin", ["--load {run} --ckpt-step 2", "--load {base} --finetune", ""])
 def test_restart_continues_what_its_job_has_saved(launcher, tmp_path, begin):
-    """Killed and restarted as by torchrun --max-restarts, with flags that name an older
+    """A job is killed and restarted as by torchrun --max-restarts, with flags that name an older
     checkpoint.
     """
     base = tmp_path / "base"

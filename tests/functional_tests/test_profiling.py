@@ -1,4 +1,4 @@
-"""Traces, memory reports, and what an iteration reads back from the device."""
+"""Traces, memory reports, and reads from the device during an iteration."""
 
 import json
 import re
@@ -116,7 +116,9 @@ WAITS = (
 
 
 def operations(rank, world_size, flags):
-    """How often a training step of 4 micro-batches calls each operation, after a first step."""
+    """Return the number of calls of each operation in a training step of 4 micro-batches, after a
+    first step.
+    """
     config = parse_args(shlex.split(COMMON + FLAGS + flags), world_size)
     tokenizer = build_tokenizer(config.tokenizer)
     ps, device = initialize(config.distributed, config.parallel)

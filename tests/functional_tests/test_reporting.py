@@ -1,4 +1,4 @@
-"""What two starts of one run print, record and draw."""
+"""Log, run record and TensorBoard of a run with two launches."""
 
 import contextlib
 import io
@@ -7,8 +7,8 @@ import json
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.training.reporting.run_record import RUN_FILE, read_record
-from tests.support.training_harness import train
+from megatron.training.reporting.run_record import RUN_FILE, read_failed_launches, read_record
+from tests.support.training_harness import COMMON, train
 
 FLAGS = (
     "--mock-data --train-iters 6 --eval-iters 1 --eval-interval 2 --save {0} --load {0} "
@@ -17,30 +17,31 @@ FLAGS = (
 )
 
 
-def printed(rank, world_size, flags):
+def capture_output(rank, world_size, flags):
+    """Return the standard output of a training run."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
         train(rank, world_size, flags)
     return output.getvalue()
 
 
 @pytest.fixture(scope="module")
-def starts(pool, tmp_path_factory):
-    """The directory of a run of two starts, DP 2 and then TP 2, and what each rank of each start
-    printed.
+def launches(pool, tmp_path_factory):
+    """Return the directory of a run with two launches, DP 2 and then TP 2, and the output of each
+    rank of each launch.
     """
     directory = tmp_path_factory.mktemp("run")
     flags = FLAGS.format(directory)
     first = pool.run(
-        printed,
+        capture_output,
         2,
         flags + f"--exit-interval 4 --print-args --tensorboard-dir {directory}/tensorboard",
     )
-    second = pool.run(printed, 2, flags + "--tensor-model-parallel-size 2 --log-format json")
+    second = pool.run(capture_output, 2, flags + "--tensor-model-parallel-size 2 --log-format json")
     return directory, first, second
 
 
-def test_text_log(starts):
-    directory, (rank_0, rank_1), _ = starts
+def test_text_log(launches):
+    directory, (rank_0, rank_1), _ = launches
     assert rank_1 == ""
     lines = rank_0.splitlines()
     assert lines.count(f" > {directory} holds no checkpoint yet: starting from scratch") == 1
@@ -58,17 +59,28 @@ def test_text_log(starts):
 def test_unwritable_record_and_other_mathematics_are_warnings(pool, tmp_path):
     (tmp_path / "runs").write_text("a file in the way")
     flags = f"{FLAGS.format(tmp_path)} --goodput --lr-warmup-iters 0 --train-iters 2 --eval-iters 0"
-    first = pool.run(printed, 1, f"{flags} --exit-interval 1")[0]
+    first = pool.run(capture_output, 1, f"{flags} --exit-interval 1")[0]
     assert " > WARNING: --goodput: the record in " in first and "iteration        1/" in first
-    second = pool.run(printed, 1, f"{flags} --norm-epsilon 1e-3")[0]
+    second = pool.run(capture_output, 1, f"{flags} --norm-epsilon 1e-3")[0]
     assert (
         "WARNING: " in second
         and "other mathematics: norm_epsilon: 1e-05 in the checkpoint, 0.001 now" in second
     )
 
 
-def test_json_log(starts):
-    directory, _, (rank_0, _) = starts
+def test_launch_with_wrong_flags_is_recorded(launches, launcher):
+    directory, _, _ = launches
+    job = launcher.start(1, f"{COMMON} --save {directory} --unfused")
+    job.until(job.has_ended)
+    (failed,) = read_failed_launches(directory)
+    assert (
+        failed["reason"].startswith("unknown flag --unfused") and "--unfused" in failed["command"]
+    )
+    assert len(read_record(directory)) == 2
+
+
+def test_json_log(launches):
+    directory, _, (rank_0, _) = launches
     lines = [json.loads(line) for line in rank_0.splitlines()]
     intervals = [line for line in lines if line.get("event") == "interval"]
     assert [line["iteration"] for line in intervals] == [5, 6]
@@ -88,8 +100,8 @@ def test_json_log(starts):
     }
 
 
-def test_run_record(starts):
-    directory, _, _ = starts
+def test_run_record(launches):
+    directory, _, _ = launches
     one, two = read_record(directory)
     assert (one.first, one.last, two.first, two.last) == (0, 4, 4, 6)
     assert one.end["reason"].startswith("iteration 4 is a multiple") and not one.end["failed"]
@@ -97,8 +109,8 @@ def test_run_record(starts):
     assert [row["iteration"] for row in one.intervals] == [1, 2, 4]
     saves = [
         row["iteration"]
-        for start in (one, two)
-        for row in start.points
+        for launch in (one, two)
+        for row in launch.points
         if "save-total-time" in row["values"]
     ]
     assert saves == [2, 4, 6]
@@ -109,8 +121,8 @@ def test_run_record(starts):
     )
 
 
-def test_tensorboard_curves_over_samples(starts):
-    directory, _, _ = starts
+def test_tensorboard_curves_over_samples(launches):
+    directory, _, _ = launches
     events = EventAccumulator(str(directory / "tensorboard")).Reload()
     over_iterations = events.Scalars("lm loss")
     over_samples = events.Scalars("lm loss vs samples")

@@ -1,7 +1,7 @@
-"""The boxes of all ranks of any layout tile the same global tensors: what one layout saves, every
-other one can load.
+"""The boxes of all ranks of any layout tile the same global tensors, so every layout can load the
+checkpoints of every other one.
 
-All ranks of a layout are built one after the other in this process; no rank knows a process group.
+All ranks of a layout are built one after the other in this process, without process groups.
 """
 
 import shlex

@@ -1,6 +1,4 @@
-"""A checkpoint has no layout: saved anywhere, resumed anywhere, and at the same layout as if
-nothing had happened.
-"""
+"""Checkpoints of any layout resume at any other one, and bitwise at the same one."""
 
 import shlex
 
@@ -52,7 +50,7 @@ def train_and_save(pool, model, layout, directory, more=""):
 
 
 def load_and_stop(pool, model, layout, directory):
-    """Everything that a run at `layout` holds right after loading: it is told to go no further."""
+    """Return the state of a run at `layout` right after loading, without training."""
     world_size, flags = SINGLE[layout]
     return pool.run(
         train, world_size, f"{DATA} {MODELS[model]} {flags} --load {directory} --skip-train"
@@ -113,7 +111,7 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 @pytest.mark.parametrize("layout", ["single", "tp2_sp", "pp2_interleaved", "tp2_dp2", "pp2_cp2"])
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_resuming_at_the_same_layout_is_bitwise(pool, tmp_path, layout, precision):
-    """With dropout, so the random numbers must go on, too."""
+    """With dropout, so that the random numbers must continue, too."""
     world_size, flags = SINGLE[layout]
     flags = f"{DATA} {MODELS['gpt2']} {DROPOUT} {precision} {flags}"
     straight = pool.run(train, world_size, flags)
@@ -195,7 +193,7 @@ def test_no_load_optim_keeps_the_position(pool, tmp_path):
 
 
 def test_use_checkpoint_args_restores_the_model(pool, tmp_path):
-    """Nothing of the model, its tokenizer or its schedule has to be typed again."""
+    """Flags of the model, its tokenizer and its schedule are not required."""
     saved = pool.run(
         train, 1, f"{DATA} {MODELS['llama']} --save {tmp_path} --exit-interval {SAVED}"
     )
@@ -212,7 +210,7 @@ def test_use_checkpoint_args_restores_the_model(pool, tmp_path):
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """Documents of random tokens, so that samples can be told apart."""
+    """Return documents of random tokens, which distinguish samples."""
     prefix = tmp_path_factory.mktemp("data") / "text"
     generator = np.random.default_rng(0)
     with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
@@ -290,7 +288,7 @@ def test_damaged_blocks_are_detected_when_read(pool, tmp_path):
 
 
 def test_missing_keys_are_an_error_by_default(pool, tmp_path):
-    """A model without biases becomes one with: the checkpoint does not say that it lacks them."""
+    """A model with QK norms loads a checkpoint without them, whose arguments do not mention them."""
     flags = f"{DATA} {MODELS['gpt2']}"
     saved = whole(
         pool.run(train, 1, f"{flags} --save {tmp_path} --exit-interval {SAVED} --no-save-optim")
@@ -299,7 +297,7 @@ def test_missing_keys_are_an_error_by_default(pool, tmp_path):
     state = torch.load(common, weights_only=False)
     del state["args"].qk_layernorm
     torch.save(state, common)
-    (tmp_path / f"iter_{SAVED:07}/checksums.bin").unlink()  # it knows what we have just changed
+    (tmp_path / f"iter_{SAVED:07}/checksums.bin").unlink()  # has the checksum of the old common.pt
     load = f"{flags} --qk-layernorm --load {tmp_path} --no-load-optim --skip-train"
     with pytest.raises(
         ValueError, match=r"decoder\.layers\.0\.self_attention\.q_layernorm\.weight"

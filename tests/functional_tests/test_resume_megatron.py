@@ -1,6 +1,4 @@
-"""Runs that Megatron-LM began: loaded from its own files, at its layout and at others, they go on
-along its curve.
-"""
+"""Runs of Megatron-LM continue from its own files, at its layout and at others, with its losses."""
 
 import shlex
 
@@ -108,9 +106,7 @@ def test_losses_continue_megatrons_run(pool, tmp_path, case, form, processes, la
     expected = {int(row["iter"]): (float(row["lm_loss"]), float(row["grad_norm"])) for row in rows}
     results = pool.run(resume, processes, case, GOLDEN / case / form, layout, tmp_path)
     iteration, losses, grad_norms, eod = results[0]
-    assert eod == (
-        256 if "0.19" in case else None
-    )  # 0.19 counts it within --vocab-size, and tells so
+    assert eod == (256 if "0.19" in case else None)  # 0.19 includes it in --vocab-size
     assert iteration == 10 and len(losses) == 5
     tolerance = 1e-3 if "bf16" in case else 1e-5
     for step, (loss, grad_norm) in enumerate(zip(losses, grad_norms, strict=True), start=6):

@@ -1,6 +1,4 @@
-"""A checkpoint of any precision resumed in any other: the main parameters decide, on every replica
-alike.
-"""
+"""Checkpoints of any precision resume in any other: all replicas start from the main parameters."""
 
 import pytest
 import torch

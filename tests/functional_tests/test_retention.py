@@ -1,4 +1,4 @@
-"""What a run leaves on the disk under the rules that keep checkpoints."""
+"""Checkpoints that remain on the disk under the retention rules."""
 
 import re
 

@@ -1,6 +1,4 @@
-"""The plan of a run against the run: peak of live tensors, bytes handed to collectives, bytes of a
-checkpoint.
-"""
+"""Plans compared with real runs: peak of live tensors, bytes in collectives, size of a checkpoint."""
 
 import shlex
 
@@ -81,6 +79,8 @@ RUNS = {  # name -> (processes, flags)
     "pp2, interleaved": (2, UNTIED + PP2 + "--num-virtual-stages-per-pipeline-rank 2"),
     "dp2": (2, UNTIED + "--bf16"),
     "dp2, sharded": (2, UNTIED + "--bf16 " + SHARDED),
+    "average": (1, UNTIED + "--ema-decay 0.9"),
+    "average, dp2, sharded": (2, UNTIED + "--bf16 --ema-decay 0.9 " + SHARDED),
 }
 
 
@@ -93,7 +93,7 @@ def measure(rank, world_size, flags):
 
     def step(chunk, batch, activation):
         if not started:
-            seen.reset()  # what building the model took is over
+            seen.reset()  # without the temporaries of building the model
         started.append(True)
         return forward_step(chunk, batch, activation)
 
@@ -142,10 +142,18 @@ def save(rank, world_size, flags, directory):
     return measured.points.get(("save-gigabytes", 2))
 
 
-@pytest.mark.parametrize("flags", [UNTIED + "--bf16", LLAMA, UNTIED + "--no-save-optim --bf16"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        UNTIED + "--bf16",
+        LLAMA,
+        UNTIED + "--no-save-optim --bf16",
+        UNTIED + "--no-save-optim --bf16 --ema-decay 0.9",
+    ],
+)
 def test_checkpoint_bytes_match_saved_files(pool, flags, tmp_path):
-    """All ranks write the planned number together and no more than what surrounds tensors in files;
-    shares add up.
+    """The files of all ranks have the planned size, apart from their headers, and the shares of
+    ranks add up to it.
     """
     total, _ = pool.run(save, 2, flags, str(tmp_path))
     planned = plan(flags, 2)

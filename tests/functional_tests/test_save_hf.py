@@ -1,4 +1,4 @@
-"""--save-hf: the model of a complete run in Hugging Face's form, the same from every layout."""
+"""--save-hf writes the model of a complete run for transformers, the same at every layout."""
 
 import pytest
 import torch
@@ -32,7 +32,9 @@ def test_export_is_identical_from_every_layout(pool, tmp_path):
 
 
 def test_export_equals_conversion_of_the_last_checkpoint(pool, tmp_path):
-    """Also in the place of an older one, and after a run that was killed while it wrote."""
+    """The export also replaces an older one, and removes the files of a run that was killed during
+    its export.
+    """
     world_size, layout = LAYOUTS["pp2_dp2"]
     (tmp_path / ".saving-hf-0123-1/rewritten").mkdir(parents=True)
     (tmp_path / ".saving-hf-0123-1/.metadata").write_text("half of it")
@@ -48,8 +50,8 @@ def test_export_equals_conversion_of_the_last_checkpoint(pool, tmp_path):
 
 
 def test_full_disk_is_reported(pool, disk):
-    """Full before the shards, and between them and the model: every rank says why, and nothing is
-    left.
+    """The disk is full before the shards, or between them and the model: every rank reports the
+    error, and all files are removed.
     """
     # 0.5 MB of weights
     flags = f"{RUN} --train-iters 3 --vocab-size 4000 --tensor-model-parallel-size 2"
@@ -69,6 +71,6 @@ def test_impossible_export_fails_before_the_first_step(pool, tmp_path):
     with pytest.raises(ValueError, match=r"--save-hf .*precious exists"):
         pool.run(train, 1, f"{RUN} --save-hf {tmp_path / 'precious'}")
     with pytest.raises(ValueError, match="none of the supported models"):
-        flags = "--position-embedding-type rope --rotary-percent 0.5 --normalization LayerNorm"
+        flags = "--position-embedding-type none"
         pool.run(train, 1, f"{RUN} {flags} --save-hf {tmp_path / 'new'}")
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]

@@ -1,6 +1,4 @@
-"""examples/serve: what the server refuses, and that one idle client does not keep the others
-waiting.
-"""
+"""examples/serve: rejected requests, and idle clients that do not block others."""
 
 import importlib.util
 import json
@@ -21,7 +19,7 @@ spec.loader.exec_module(serve)
 
 @pytest.fixture
 def server():
-    """Answers with the prompt: what is tested stands before the model."""
+    """Start a server that responds with the prompt; the tests do not need a model."""
     server = serve.Server(("127.0.0.1", 0), lambda prompt, **options: prompt, ["127.0.0.1"])
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -1,4 +1,4 @@
-"""What a run does besides its steps: evaluate, log, save on time, grow its batch, end early."""
+"""The training loop: evaluation, saves, growing batch sizes, conversion, logged norms, exit."""
 
 import re
 import subprocess
@@ -30,7 +30,8 @@ def test_evaluation_is_layout_independent_and_has_no_side_effects(pool, layout):
     assert single.losses == plain.losses
     keys = {("lm loss validation", i) for i in (2, 4, 5)} | {("lm loss test", 5)}
     assert keys <= single.points.keys() == parallel.points.keys()
-    assert len({single.points[key] for key in keys}) == 4  # every evaluation goes on in the data
+    # Every evaluation continues in the validation data.
+    assert len({single.points[key] for key in keys}) == 4
     for key in keys:
         assert parallel.points[key] == pytest.approx(single.points[key], rel=CLOSE)
     perplexity = single.points["lm loss validation ppl", 2]
@@ -46,7 +47,7 @@ def test_schedule_does_not_advance_on_skipped_steps(pool):
         0
     ].measured
     assert fp16.skipped[0] and not fp16.skipped[-1]
-    # first that at which the run started
+    # A skipped step keeps the rate of the step before; the first one that of the start.
     rate = fp16.learning_rates[0]
     schedule = iter(plain.learning_rates)
     for skipped, learning_rate in zip(fp16.skipped, fp16.learning_rates, strict=True):
@@ -92,9 +93,7 @@ def test_time_limit_saves_and_exits(pool, tmp_path):
 
 
 def test_time_limit_at_the_last_iteration_keeps_the_final_validation(pool):
-    """The time is over after iteration 2, which is the last: a save comes first, then what the run
-    owes.
-    """
+    """The time limit ends at the last iteration: the run saves, and then evaluates as without it."""
     flags = (
         f"{LLAMA} --train-iters 2 --eval-interval 2 --eval-iters 1 --exit-duration-in-mins "
         "1e-9 --lr-warmup-iters 0"
@@ -119,7 +118,7 @@ def test_batch_size_ramps_up(pool, tmp_path):
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_ckpt_convert_format_does_not_train(pool, tmp_path, form):
-    """Written where Megatron-LM writes it: in a directory named after the format."""
+    """The result is in a subdirectory named after the format, as in Megatron-LM."""
     flags = f"{LLAMA} --train-iters 4 "
     before = pool.run(train, 1, f"{flags} --save {tmp_path}/a --exit-interval 2")
     convert = f"--load {tmp_path}/a --ckpt-convert-format {form} --ckpt-convert-save {tmp_path}/b"
@@ -131,7 +130,7 @@ def test_ckpt_convert_format_does_not_train(pool, tmp_path, form):
 
 
 def params_norm_and_zeros(rank, world_size, flags):
-    """What the log says of parameters and gradients, and all parameters."""
+    """Return the log with the norms and zero counts, and the final state of the run."""
     import contextlib
     import io
 
@@ -176,7 +175,7 @@ def test_norms_and_zeros_count_every_parameter_once(pool, layout, model):
         "batch-generator",
     ):
         assert re.search(rf"{name} \.+: \(\d+\.\d\d, \d+\.\d\d\)", text)
-    assert all(output == "" for output, _ in results[1:])  # rank 0 speaks for all
+    assert all(output == "" for output, _ in results[1:])  # only rank 0 prints
 
 
 def test_help_is_grouped_and_has_no_requirements(tmp_path):

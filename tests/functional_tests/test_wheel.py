@@ -1,4 +1,4 @@
-"""The wheel: its console scripts exist, and run where the source tree is not."""
+"""The wheel has console scripts that run without the source tree."""
 
 import ast
 import re

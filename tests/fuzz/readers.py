@@ -37,7 +37,8 @@ from megatron.core.dist_checkpointing.lineage import (
     read_parent,
 )
 from megatron.core.dist_checkpointing.local_tier import LocalTier, Replication, marker_name
-from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.data.tokenizer_config import TokenizerConfig
 from tests import ROOT
 from tests.fuzz.harness import Case, Reader, load_tool, run_main
 from tests.fuzz.mutations import (

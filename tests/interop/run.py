@@ -235,6 +235,38 @@ def check_checkpointer(python: Path, work: Path) -> None:
     print("megatron_checkpoint: losses of two ranks, then one, are those of one: same bits: ok")
 
 
+def check_torchtitan(python: Path, work: Path) -> None:
+    """Train with torchtitan's parts and our checkpoint manager; continue a run of its own one."""
+    install = ("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
+    run(python, *install, REPOSITORY / "checkpointing", quiet=True)
+    program = HERE / "torchtitan_train.py"
+
+    def train(manager: str, directory: str, ranks: int, steps: int, *initial: Path) -> dict:
+        target = work / "losses.json"
+        words = (manager, work / directory, steps, target, *initial)
+        run(python, *torchrun(ranks), program, *words, quiet=True)
+        found: dict[str, float] = json.loads(target.read_text())
+        return found
+
+    at_once = train("dcp", "theirs", 2, 6)
+    first = train("checkpointer", "ours", 2, 4)
+    resumed = train("checkpointer", "ours", 1, 6)
+    assert first == {step: at_once[step] for step in ("1", "2", "3", "4")}, f"{first}, {at_once}"
+    assert_close(resumed, {step: at_once[step] for step in ("5", "6")})
+    print("torchtitan, our manager: saved on two ranks, continued on one: ok", flush=True)
+
+    initial = work / "theirs/checkpoint/step-3"
+    continued = train("checkpointer", "continued", 2, 6, initial)
+    assert continued == {step: at_once[step] for step in ("4", "5", "6")}, continued
+    print("torchtitan, checkpoint of its own manager: continued, same bits: ok", flush=True)
+
+
+def assert_close(found: dict[str, float], expected: dict[str, float]) -> None:
+    assert found.keys() == expected.keys(), f"{found}, {expected} expected"
+    error = max(abs(found[step] - expected[step]) for step in expected)
+    assert error <= 1e-5, f"losses differ by {error}: {found}, {expected} expected"
+
+
 def check_apex(python: Path, work: Path, source: Path) -> None:
     """Check its Python part over stand-ins of its kernels."""
     run(OURS, HERE / "apex_check.py", source)
@@ -338,6 +370,11 @@ PEERS = {
     "checkpointer": Peer(
         ("torch==2.13.0", "numpy", "xxhash", "setuptools", "megatron-core==0.16.1"),
         check_checkpointer,
+    ),
+    "torchtitan": Peer(
+        ("torch==2.13.0", "numpy", "xxhash", "setuptools", "torchtitan==0.3.0"),
+        check_torchtitan,
+        (3, 11),
     ),
     "megatron-lm-0.16": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.16.1", *TRAINER),

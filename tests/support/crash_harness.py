@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing import Reader
 from tests import ROOT
 
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-DEADLINE = 60.0  # seconds that nothing here takes
+DEADLINE = 60.0  # seconds; longer than any wait of a test
 
 
 class Job:
@@ -42,7 +42,7 @@ class Job:
         """Return the result of `happened` as soon as it is true, or as soon as rank 0 has ended."""
         deadline = time.monotonic() + DEADLINE
         while True:
-            over = self.has_ended()  # before the look, so that nothing is missed
+            over = self.has_ended()  # before `happened`, so that no event is missed
             result = happened()
             if result or over:
                 return result

@@ -53,7 +53,7 @@ def outcome(argv: Sequence[str]) -> tuple[str, list[str]]:
         return "unknown flag" if any(
             line.startswith("unknown flag") for line in lines
         ) else "refused", lines
-    except Exception as error:  # what must not happen is counted, not hidden
+    except Exception as error:  # counted, because it must not happen
         return "crash", [repr(error)]
     return "parses", []
 

@@ -19,7 +19,8 @@ from megatron.core.distributed import (
 )
 from megatron.core.module import Constant, MegatronModule, Normal, ParamInfo, make_parameter
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
-from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.sharding import Sharding
 
 HIDDEN = 32

@@ -109,6 +109,7 @@ def train(
     run = pretrain(config, model_provider, datasets_provider, forward_step, writers=[measured])
     model = get_model_state(run)
     state = run.optimizer.weights(model) | run.optimizer.sharded_state_dict(model)
+    state |= run.optimizer.average_state(model)
     boxes = [
         (key, entry.global_shape, box.offset, box.tensor.clone())
         for key, entry in state.items()

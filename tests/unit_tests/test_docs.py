@@ -7,6 +7,7 @@ import pytest
 from benchmarks.plot_headlines import ROWS, read_speedups
 from benchmarks.run_all import COMMANDS, PAGE, replace_block
 from docs.make_options_page import build_page
+from megatron.conversion.huggingface.families import FAMILIES
 from tests import ROOT
 
 PAGES = [
@@ -45,6 +46,12 @@ def test_every_page_is_in_the_site():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     missing = [path.name for path in (ROOT / "docs").glob("*.md") if path.name not in site]
     assert not missing
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_stated_number_of_model_types(name):
+    (stated,) = re.findall(r"(\d+) model types", (ROOT / name).read_text(encoding="utf-8"))
+    assert int(stated) == sum(1 + len(family.aliases) for family in FAMILIES)
 
 
 def test_every_benchmark_has_a_block():

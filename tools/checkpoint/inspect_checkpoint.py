@@ -6,6 +6,7 @@
     python $T diff run/checkpoints other/model      any two formats, any two layouts
     python $T digest run/checkpoints                one digest per tensor, independent of the layout
     python $T plan run/checkpoints --tensor-model-parallel-size 4      can this layout load it?
+    python $T repair run/checkpoints repaired       put back shifted optimizer state
 
 PATH is an iteration's directory or a run's --save directory (then its newest checkpoint, or
 --ckpt-step). One process, no GPU, no model; tensors are read a slice at a time. Exit status 1:
@@ -15,636 +16,31 @@ damaged (verify), different (diff), or not loadable at that layout (plan); 2: an
 from __future__ import annotations
 
 import argparse
-import fnmatch
-import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.conversion.formats import (
-    FORMATS,
-    detect_format,
-    find_named_checkpoint,
-    is_extra_state,
-    require_checkpoint,
-)
-from megatron.core.dist_checkpointing import (
-    CheckpointMetadata,
-    StoredTensor,
-    load_common,
-    read_metadata,
-)
-from megatron.core.dist_checkpointing.format.checksums import find_checksums
-from megatron.core.dist_checkpointing.format.links import allow_links
-from megatron.core.dist_checkpointing.format.schema import format_value
-from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
-from megatron.core.progress import ProgressBar, format_size
-from megatron.core.terminal import print_error, print_json, print_line
-
-if TYPE_CHECKING:
-    import torch
-
-    from megatron.conversion import convert
-    from megatron.conversion.megatron_lm import torch_dist
-    from megatron.conversion.model_space import model, pieces
-    from megatron.conversion.model_space.source import Shape, TensorInfo
-    from megatron.core.dist_checkpointing import mapping, verification
-    from megatron.training.planning import pictures
-else:  # `show` needs torch for other formats than torch_dist alone
-    torch = lazy_module("torch")
-    pictures = lazy_module("megatron.training.planning.pictures")
-    convert = lazy_module("megatron.conversion.convert")
-    torch_dist = lazy_module("megatron.conversion.megatron_lm.torch_dist")
-    pieces = lazy_module("megatron.conversion.model_space.pieces")
-    model = lazy_module("megatron.conversion.model_space.model")
-    mapping = lazy_module("megatron.core.dist_checkpointing.mapping")
-    verification = lazy_module("megatron.core.dist_checkpointing.verification")
-
-SLICE = 64 << 20  # bytes of a tensor in memory at once
-NUM_LARGEST = 10  # tensors and files that `show` prints without --all
-# Axis in the output -> argument of the run.
-LAYOUT_ARGS = {
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "dp": "data_parallel_size",
-    "world": "world_size",
-}
-
-
-class View(NamedTuple):
-    """Named tensors of a checkpoint in any format."""
-
-    path: Path
-    format: str
-    tensors: Mapping[str, TensorInfo | StoredTensor]
-    read: Callable[[str, Shape, Shape], torch.Tensor]  # (key, offset, shape)
-
-    def iterate_slices(self, key: str) -> Iterator[tuple[Shape, torch.Tensor]]:
-        """Yield (offset, rows) of a tensor in order."""
-        info = self.tensors[key]
-        for offset, shape in mapping.cut_rows(info.shape, info.dtype.itemsize, SLICE):
-            yield offset, self.read(key, offset, shape)
-
-    def select_keys(self, pattern: str) -> list[str]:
-        """Return the keys that match a shell pattern, in stored order."""
-        return fnmatch.filter(self.tensors, pattern)
-
-
-def open_view(root: Path, step: int | None) -> View:
-    """Open a checkpoint under the names of model space, which are the same for all formats.
-
-    A torch_dist checkpoint that does not contain one of our models is opened under its own keys.
-    """
-    path, kind, _ = require_checkpoint(root, step)
-    try:
-        source = convert.open_checkpoint(path, kind)
-    except ValueError:
-        if kind != "torch_dist":
-            raise
-        return open_stored_view(path)
-    if kind == "torch_dist" and source.unused:
-        # Do not hide tensors that have no name in model space.
-        return open_stored_view(path)
-    return View(path, kind, source.tensors, source.read)
-
-
-def open_stored_view(path: Path) -> View:
-    """Open a torch_dist directory under the keys in its files."""
-    reader = torch_dist.Reader(path)
-    return View(path, "torch_dist", reader.metadata.tensors, reader.read)
-
-
-def format_shape(shape: Shape | list[int]) -> str:
-    """Return the shape as text, e.g., 4096x1024."""
-    return "x".join(map(str, shape)) or "scalar"
-
-
-# show
-
-
-def run_show(args: argparse.Namespace) -> int:
-    """Print the contents of a checkpoint; return the exit status."""
-    path, kind, _ = require_checkpoint(args.path, args.ckpt_step)
-    if args.plot is not None and kind != "torch_dist":
-        raise ValueError(
-            f"--plot: {path} is {kind}, and only torch_dist records the contents of each file; "
-            "use plan --plot"
-        )
-
-    # Collect. The metadata of torch_dist is read without torch, which takes seconds to import.
-    tensors: Mapping[str, TensorInfo | StoredTensor]
-    if kind == "torch_dist":
-        metadata = read_metadata(path)
-        tensors = metadata.tensors
-        facts = collect_torch_dist_facts(path, metadata)
-    else:
-        source = convert.open_checkpoint(path, kind)
-        tensors = source.tensors
-        iteration = None
-        if source.training is not None:
-            iteration = source.training.iteration
-        facts = collect_run_facts(source.args, iteration)
-    result = {"path": str(path), "format": kind, **sum_sizes(tensors), **facts}
-    described = {}
-    for key in fnmatch.filter(tensors, args.keys):
-        described[key] = describe_tensor(tensors[key])
-    result["tensors"] = described
-
-    # Report.
-    if args.plot is not None:
-        title = f"{path.name}: bytes in each file"
-        shares = compute_file_shares(path)
-        pictures.draw_shares(shares, args.plot, title, "file: __{rank}_{writer}.distcp")
-    if args.json:
-        print_json(result, indent=1)
-    else:
-        print_checkpoint(result, args.all)
-    return 0
-
-
-def describe_tensor(info: TensorInfo | StoredTensor) -> dict[str, Any]:
-    """Return the entry of a tensor in the JSON output."""
-    described = {"shape": list(info.shape), "dtype": info.dtype_name, "bytes": info.nbytes}
-    if isinstance(info, StoredTensor):
-        described["chunks"] = len(info.chunks)
-    return described
-
-
-def compute_file_shares(path: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """Return bytes by file, part of the model and kind (weights, optimizer state, objects).
-
-    A file is called `__{rank}_{writer}.distcp`, so this also shows the work of each rank.
-    """
-    metadata = read_metadata(path)
-    # file -> part of the model -> kind -> bytes
-    shares: dict[str, dict[str, dict[str, int]]] = {}
-    for name in sorted(metadata.file_sizes(), key=extract_numbers):
-        shares[name] = {}
-
-    def add(file: str, part: str, kind: str, nbytes: int) -> None:
-        kinds = shares[file].setdefault(part, {})
-        kinds[kind] = kinds.get(kind, 0) + nbytes
-
-    for key, stored in metadata.tensors.items():
-        part = model.name_model_part(key)
-        kind = "weights"
-        if key.startswith("optimizer.state."):
-            kind = key.split(".")[2]
-        chunks = stored.chunks
-        for file, length in zip(chunks.file.tolist(), chunks.length.tolist(), strict=True):
-            add(chunks.files[file], part, kind, length)
-    for location in set(metadata.objects.values()):  # several keys may share one object
-        add(location.file, "objects", "objects", location.length)
-    return shares
-
-
-def extract_numbers(name: str) -> tuple[int, ...]:
-    """Return the numbers in a file name, which sort __2_0.distcp before __10_0.distcp."""
-    return tuple(map(int, re.findall(r"\d+", name)))
-
-
-def sum_sizes(tensors: Mapping[str, TensorInfo | StoredTensor]) -> dict[str, Any]:
-    """Return the number of tensors, and their bytes in total and by kind."""
-    sizes: Counter[str] = Counter()
-    for key, info in tensors.items():
-        kind = "weights"
-        if key.startswith("optimizer.state."):
-            kind = ".".join(key.split(".")[:3])  # e.g., optimizer.state.exp_avg
-        sizes[kind] += info.nbytes
-    return {"num_tensors": len(tensors), "bytes": sum(sizes.values()), "bytes_by_kind": dict(sizes)}
-
-
-def collect_torch_dist_facts(path: Path, metadata: CheckpointMetadata) -> dict[str, Any]:
-    """Return the origin of a torch_dist checkpoint, its objects and its files.
-
-    The size of a missing file is None.
-    """
-    common = load_common(path, names=True)
-    if not common:  # newer Megatron-LM keeps it in a shard, which needs torch
-        common = torch_dist.read_common(torch_dist.Reader(path), path)
-    args = common.get("args", {})
-    if isinstance(args, argparse.Namespace):
-        args = vars(args)
-    if not isinstance(args, dict):
-        args = {}  # a class of another program
-
-    files: dict[str, int | None] = {}
-    for name in sorted(metadata.file_sizes()):
-        file = path / name
-        files[name] = None
-        if file.exists():
-            files[name] = file.stat().st_size
-    return {
-        **collect_run_facts(args, common.get("iteration")),
-        "objects": sorted(metadata.objects),
-        "files": files,
-        "checksums": find_checksums(path) is not None,
-    }
-
-
-def collect_run_facts(args: Mapping[str, Any], iteration: Any) -> dict[str, Any]:
-    """Return the iteration, the layout that the checkpoint was written at, and the arguments."""
-    layout = {}
-    for axis, name in LAYOUT_ARGS.items():
-        if args.get(name) is not None:
-            layout[axis] = args[name]
-    if layout.get("cp") == 1:  # the usual size
-        del layout["cp"]
-    return {"iteration": iteration, "layout": layout, "args": dict(args)}
-
-
-def print_checkpoint(result: dict[str, Any], print_all: bool) -> None:
-    """Print a summary, and the largest files and tensors, or all of them."""
-    iteration = "not stored"
-    if result["iteration"] is not None:
-        iteration = format_value(result["iteration"])
-    axes = []
-    for name, size in result["layout"].items():
-        axes.append(f"{name.upper()} {format_value(size)}")
-    layout = ", ".join(axes) or "not stored"
-    kinds = []
-    for kind, nbytes in result["bytes_by_kind"].items():
-        kinds.append(f"{kind} {format_size(nbytes)}")
-    sizes = f"{format_size(result['bytes'])} ({', '.join(kinds)})"
-
-    print_line(result["path"])
-    print_line(f"  format     {result['format']}")
-    print_line(f"  iteration  {iteration}")
-    print_line(f"  written at {layout}")
-    print_line(f"  tensors    {result['num_tensors']}, {sizes}")
-    if "files" in result:
-        checksums = "no (written by another program)"
-        if result["checksums"]:
-            checksums = "yes"
-        print_line(f"  objects    {summarize_objects(result['objects'])}")
-        print_line(f"  checksums  {checksums}")
-        print_files(result["files"], print_all)
-    print_line()
-    print_tensors(result["tensors"], print_all)
-
-
-def print_files(files: dict[str, int | None], print_all: bool) -> None:
-    """Print the number and balance of the files, and the largest ones or all of them."""
-    sizes = [size for size in files.values() if size is not None]
-    if sizes:
-        mean = sum(sizes) / len(sizes)
-        balance = max(sizes) / mean
-        largest = f"largest {format_size(max(sizes))} = {balance:.2f} x the mean"
-        print_line(f"  files      {len(sizes)}, {largest}")
-
-    def rank_missing_first(name: str) -> tuple[bool, int]:
-        size = files[name]
-        return size is not None, -(size or 0)
-
-    names = list(files)
-    if not print_all:
-        names.sort(key=rank_missing_first)
-        names = names[:NUM_LARGEST]
-    for name in names:
-        size = files[name]
-        shown_size = "missing"
-        if size is not None:
-            shown_size = format_size(size)
-        print_line(f"    {name:24} {shown_size:>12}")
-    print_omitted(len(files) - len(names), "files")
-
-
-def print_tensors(tensors: dict[str, dict[str, Any]], print_all: bool) -> None:
-    """Print a table of the largest tensors, or of all of them in stored order."""
-    keys = list(tensors)
-    if not print_all:
-        keys.sort(key=lambda key: tensors[key]["bytes"], reverse=True)
-        keys = keys[:NUM_LARGEST]
-    width = max(map(len, keys), default=0)
-    print_line(f"  {'key':{width}}  {'shape':>20}  {'dtype':>9}  {'size':>10}  chunks")
-    for key in keys:
-        tensor = tensors[key]
-        shape = format_shape(tensor["shape"])
-        size = format_size(tensor["bytes"])
-        chunks = tensor.get("chunks", "")
-        print_line(f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {size:>10}  {chunks:>6}")
-    print_omitted(len(tensors) - len(keys), "tensors")
-
-
-def print_omitted(count: int, kind: str) -> None:
-    """Print how many rows of a table were left out, if any."""
-    if count:
-        print_line(f"  ... and {count} smaller {kind} (--all prints them)")
-
-
-def summarize_objects(keys: list[str]) -> str:
-    """Return the number of objects, and the names of a few that are not extra states."""
-    named = [key for key in keys if not is_extra_state(key)]
-    num_extra = len(keys) - len(named)
-    examples = ", ".join(named[:3])
-    if len(named) > 3:
-        examples += " ..."
-    return f"{len(keys)}, of which {num_extra} extra states: {examples}"
-
-
-# verify
-
-
-def find_verify_target(root: Path, step: int | None) -> Path:
-    """Return the directory to verify, even if the file that identifies its format is missing."""
-    if has_tensor_files(root):
-        return root
-    path, _ = find_named_checkpoint(root, step)
-    if path is None or not has_tensor_files(path):
-        path = require_checkpoint(root, step).directory
-    is_torch_dist = FORMATS["torch_dist"]
-    if not is_torch_dist(path) and not has_tensor_files(path):
-        raise ValueError(
-            f"{path} is a {detect_format(path)} checkpoint; only torch_dist can be verified"
-        )
-    return path
-
-
-def has_tensor_files(directory: Path) -> bool:
-    """Return whether the directory contains tensor files of torch_dist."""
-    return any(directory.glob("*.distcp"))
-
-
-def run_verify(args: argparse.Namespace) -> int:
-    """Check a checkpoint and print its damage; return the exit status."""
-    path = find_verify_target(args.path, args.ckpt_step)
-    total = verification.compute_verify_size(path)
-    with ProgressBar("verify", total, quiet=args.quiet or args.json) as progress:
-        report = verification.verify(path, workers=args.workers, progress=progress.add)
-        if args.write_integrity_json and report.ok:
-            verification.write_integrity(path, progress.add)
-    if args.json:
-        print_json({"path": str(path), "ok": report.ok, **asdict(report)}, indent=1)
-        return int(not report.ok)
-    for problem in report.problems:
-        print_line(f"DAMAGED  {problem}")
-    for note in report.notes:
-        print_line(f"note     {note}")
-
-    # Print the outcome and the extent of the check.
-    extent = f"{report.tensors} tensors, {report.objects} objects"
-    if report.has_checksums:
-        size = format_size(report.bytes)
-        extent += f", {size} in {report.files} files against their checksums"
-    outcome = "intact"
-    if not report.ok:
-        outcome = f"{len(report.problems)} problems"
-    print_line(f"{path}: {outcome} ({extent})")
-    return int(not report.ok)
-
-
-# diff
-
-
-@dataclass
-class Difference:
-    """Difference between the two versions of a tensor. The fields are those of the JSON output."""
-
-    key: str
-    what: str
-    max_abs: float | None = None  # None where values cannot be compared
-
-    def __str__(self) -> str:
-        text = f"{self.key}: {self.what}"
-        if self.max_abs is not None:
-            text += f", by at most {self.max_abs:.3g}"
-        return text
-
-
-def run_diff(args: argparse.Namespace) -> int:
-    """Compare two checkpoints and print the differences; return the exit status."""
-    first, second = open_comparable_views(args.path, args.other, args.ckpt_step)
-    differences = list_missing(first, second) + list_missing(second, first)
-
-    # Compare the tensors that both contain.
-    keys = [key for key in first.select_keys(args.keys) if key in second.tensors]
-    total = sum(first.tensors[key].nbytes for key in keys)
-    with ProgressBar("diff", total, quiet=args.quiet or args.json) as progress:
-        for key in keys:
-            found = compare_tensor(first, second, key, args.atol, progress.add)
-            if found is not None:
-                differences.append(found)
-
-    # Report.
-    if args.json:
-        listed = [asdict(difference) for difference in differences]
-        compared = {"a": str(first.path), "b": str(second.path), "compared": len(keys)}
-        print_json(compared | {"differences": listed})
-        return int(bool(differences))
-    print_line(f"A {first.path} ({first.format})")
-    print_line(f"B {second.path} ({second.format})")
-    for difference in differences:
-        print_line(f"  {difference}")
-    outcome = "equal bitwise"
-    if differences:
-        outcome = f"{len(differences)} differences"
-    elif args.atol:
-        outcome = f"equal within {args.atol:g}"
-    print_line(f"{len(keys)} tensors compared: {outcome}")
-    return int(bool(differences))
-
-
-def open_comparable_views(path: Path, other: Path, step: int | None) -> tuple[View, View]:
-    """Open two checkpoints under the same keys, if there are such keys."""
-    first = open_view(path, step)
-    second = open_view(other, step)
-    are_torch_dist = first.format == "torch_dist" and second.format == "torch_dist"
-    if not are_torch_dist or first.tensors.keys() == second.tensors.keys():
-        return first, second
-
-    # The keys in the files may agree even if only one of the two is in model space.
-    first_stored = open_stored_view(first.path)
-    second_stored = open_stored_view(second.path)
-    if first_stored.tensors.keys() == second_stored.tensors.keys():
-        return first_stored, second_stored
-    return first, second
-
-
-def list_missing(view: View, other: View) -> list[Difference]:
-    """List the tensors of `view` that `other` does not contain."""
-    differences = []
-    for key in view.tensors:
-        if key not in other.tensors:
-            differences.append(Difference(key, f"only in {view.path}"))
-    return differences
-
-
-def compare_tensor(
-    first: View, second: View, key: str, atol: float, progress: Callable[[int], None]
-) -> Difference | None:
-    """Compare a tensor: bitwise and by dtype, or up to `atol` if that is not 0."""
-    a = first.tensors[key]
-    b = second.tensors[key]
-    if a.shape != b.shape:
-        progress(a.nbytes)
-        return Difference(key, f"shape {a.shape} and {b.shape}")
-
-    # Compare the values slice by slice.
-    largest = 0.0
-    count = 0
-    for offset, part in first.iterate_slices(key):
-        other = second.read(key, offset, tuple(part.shape))
-        progress(part.nbytes)
-        if part.dtype == other.dtype and pieces.is_bitwise_equal(part, other):
-            continue
-        num_different, distance = measure_distance(part, other)
-        largest = max(largest, distance)
-        count += num_different
-
-    # With a tolerance, equal values may have different dtypes.
-    is_equal = count == 0 and a.dtype == b.dtype
-    is_within_tolerance = atol > 0 and largest <= atol
-    if is_equal or is_within_tolerance:
-        return None
-    total = torch.Size(a.shape).numel()
-    text = f"{count} of {total} values differ"
-    if a.dtype != b.dtype:
-        text = f"{a.dtype_name} and {b.dtype_name}, {text}"
-    return Difference(key, text, largest)
-
-
-def measure_distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
-    """Return how many values differ (two NaNs are equal), and the largest absolute difference."""
-    a = convert_to_double(a)
-    b = convert_to_double(b)
-    is_same = (a == b) | (a.isnan() & b.isnan())
-    distance = (a - b).abs()[~is_same]
-    if not distance.numel():
-        return 0, 0.0
-    # A NaN on one side is infinitely far from any number.
-    largest = distance.nan_to_num(float("inf")).max()
-    return distance.numel(), float(largest)
-
-
-def convert_to_double(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values in double precision, real or complex."""
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.to(torch.float64)
-
-
-# digest
-
-
-def run_digest(args: argparse.Namespace) -> int:
-    """Print a digest of each tensor; return the exit status."""
-    view = open_view(args.path, args.ckpt_step)
-    keys = sorted(view.select_keys(args.keys))
-    digests: dict[str, str] = {}
-    total = sum(view.tensors[key].nbytes for key in keys)
-    with ProgressBar("digest", total, quiet=args.quiet or args.json) as progress:
-        for key in keys:
-            rows = (part for _, part in view.iterate_slices(key))
-            digests[key] = verification.compute_digest(rows)
-            progress.add(view.tensors[key].nbytes)
-    if args.json:
-        print_json({"path": str(view.path), "digests": digests}, indent=1)
-        return 0
-    for key, value in digests.items():
-        info = view.tensors[key]
-        print_line(f"{value}  {info.dtype_name:>8}  {format_shape(info.shape):>16}  {key}")
-    return 0
-
-
-# plan
-
-
-def run_plan(args: argparse.Namespace) -> int:
-    """Print the share of each rank at a layout; return the exit status."""
-    # Plan, which fails if the layout does not fit the model.
-    source = convert.open_checkpoint(args.path, step=args.ckpt_step)
-    tp = args.tensor_model_parallel_size
-    pp = args.pipeline_model_parallel_size
-    vpp = args.virtual_pipeline_model_parallel_size
-    layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": args.data_parallel_size}
-    facts: dict[str, Any] = {"path": str(args.path), "layout": layout}
-    try:
-        num_layers = source.args.get("num_layers") or 0
-        target = model.Layout.of(num_layers, tp, pp, vpp, vars(args))
-        ranks = model.plan_load(source, target)
-    except ValueError as error:
-        if args.json:
-            print_json(facts | {"loadable": False, "reason": str(error)}, indent=1)
-        else:
-            print_line(f"{args.path} cannot be loaded at {layout}: {error}")
-        return 1
-
-    # Report.
-    rows = [describe_rank(rank, args.data_parallel_size) for rank in ranks]
-    if args.plot is not None:
-        shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
-        axes = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
-        title = f"{args.path.name}: bytes that each rank reads at {axes}"
-        pictures.draw_shares(shares, args.plot, title, "rank")
-    if args.json:
-        print_json(facts | {"loadable": True, "ranks": rows}, indent=1)
-        return 0
-    print_line(str(source.description))
-    print_line(f"loadable at {layout}; every rank reads (optimizer: sharded over data parallelism)")
-    print_plan(rows)
-    return 0
-
-
-def describe_rank(rank: model.RankLoad, dp_size: int) -> dict[str, Any]:
-    """Return the entry of a rank in the JSON output.
-
-    The optimizer state of a model-parallel rank is sharded over its data-parallel replicas.
-    """
-    layers = []
-    for chunk in rank.layers:
-        layers.append([chunk.start, chunk.stop])
-    optimizer_bytes = -(-rank.nbytes("optimizer") // dp_size)  # rounded up
-    return {
-        "tp": rank.tp,
-        "pp": rank.pp,
-        "layers": layers,
-        "parameters": rank.parameters,
-        "weight_bytes": rank.nbytes("weights"),
-        "optimizer_bytes": optimizer_bytes,
-    }
-
-
-def print_plan(rows: list[dict[str, Any]]) -> None:
-    """Print a table with a line per model-parallel rank."""
-    print_line(
-        f"{'tp':>4}{'pp':>4}  {'layers':24}{'parameters':>16}{'weights':>12}{'optimizer':>12}"
-    )
-    for row in rows:
-        layers = " ".join(f"{start}..{stop - 1}" for start, stop in row["layers"])
-        weights = format_size(row["weight_bytes"])
-        optimizer = format_size(row["optimizer_bytes"])
-        print_line(
-            f"{row['tp']:>4}{row['pp']:>4}  {layers:24}{row['parameters']:>16,}"
-            f"{weights:>12}{optimizer:>12}"
-        )
-
-
-# Command line
+from megatron.core.terminal import print_error
 
 COMMANDS = {
-    "show": (run_show, "print contents: iteration, layout that wrote it, tensors, files"),
-    "verify": (run_verify, "check whether the checkpoint is complete and undamaged"),
-    "diff": (run_diff, "compare two checkpoints, across formats and layouts"),
-    "plan": (run_plan, "check whether a layout can load it, and list what each rank reads"),
-    "digest": (run_digest, "print a digest per tensor that is independent of layout and format"),
+    "show": "print contents: iteration, layout that wrote it, tensors, files",
+    "verify": "check whether the checkpoint is complete and undamaged",
+    "diff": "compare two checkpoints, across formats and layouts",
+    "plan": "check whether a layout can load it, and list what each rank reads",
+    "digest": "print a digest per tensor that is independent of layout and format",
+    "repair": "write a copy with the optimizer state that Megatron-core stored shifted put back",
 }
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Return the options of the command line, with the function of the command as `run`."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (run, text) in COMMANDS.items():
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(run=run)
         command.add_argument(
             "path",
             type=path_of,
@@ -679,7 +75,7 @@ def add_show_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--all",
         action="store_true",
-        help=f"print all tensors and files, in stored order, not the {NUM_LARGEST} largest ones",
+        help="print all tensors and files, in stored order, not only the largest ones",
     )
 
 
@@ -708,22 +104,31 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     add_plot(command)
 
 
+def add_repair_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "output", type=path_of, metavar="OUTPUT", help="directory of the result; must not exist"
+    )
+
+
 ADD_ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "show": add_show_arguments,
     "verify": add_verify_arguments,
     "diff": add_diff_arguments,
     "plan": add_plan_arguments,
     "digest": add_keys,
+    "repair": add_repair_arguments,
 }
 
 
 def main(argv: list[str]) -> int:
     """Run a command; return the exit status."""
     args = parse(argv)
-    if args.follow_links:
-        allow_links()
+
+    # Imported after parsing, because importing torch takes seconds.
+    from megatron.commands.inspect_checkpoint import run
+
     try:
-        return args.run(args)
+        return run(args)
     except MemoryError:
         print_error("out of memory; a damaged or hostile checkpoint can claim any size")
     except (ValueError, OSError) as error:

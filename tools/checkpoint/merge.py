@@ -13,37 +13,21 @@ blocks of a tensor. Arguments that the files lack are given as the flags of trai
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron.conversion.choices import FORMAT_NAMES
 from megatron.conversion.command_line import (
     add_edit_flags,
     add_read_flags,
     add_target_flags,
-    make_read_options,
-    make_write_options,
     parse_positive,
-    print_report,
     reported_errors,
 )
-from megatron.conversion.formats import FORMATS, require_checkpoint
-from megatron.core.dist_checkpointing.format.links import allow_links
-from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
-from megatron.core.parallel_state import ParallelConfig
-from megatron.core.progress import ProgressBar
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import FlagParser, parse_flags
-
-if TYPE_CHECKING:
-    from megatron.conversion import convert as conversion
-    from megatron.conversion import merge as merging
-else:  # errors in the command line are reported before torch is imported
-    conversion = lazy_module("megatron.conversion.convert")
-    merging = lazy_module("megatron.conversion.merge")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -99,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
         required=True,
         help="directory of the result; must not exist",
     )
-    add("--saver", choices=[*FORMATS], help="format of the result; default: as the last input")
+    add("--saver", choices=FORMAT_NAMES, help="format of the result; default: as the last input")
     add_target_flags(parser)
     add_edit_flags(parser)
     add("--overwrite", action="store_true", help="replace an existing --output")
@@ -109,8 +93,6 @@ def make_parser() -> argparse.ArgumentParser:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     """Return the options of the merge, and the model's arguments on the command line."""
     args, rest = make_parser().parse_known_args(argv)
-    if args.follow_links:
-        allow_links()
     given, ignored = parse_flags(
         FlagParser({"model": TransformerConfig, "layout": ParallelConfig}), rest
     )
@@ -126,80 +108,15 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     return args, given
 
 
-def choose_inputs(args: argparse.Namespace) -> tuple[list[Path], list[float]]:
-    """Return the paths of the checkpoints to merge and their weights."""
-    inputs = [merging.parse_input(text) for text in args.input]
-
-    # Each input is a checkpoint.
-    if args.average_last is None:
-        paths = [path_of(item.path) for item in inputs]
-        return paths, merging.resolve_weights(inputs, args.schedule, args.normalize)
-
-    # The input is a run, of which the last checkpoints are merged.
-    if len(inputs) > 1 or inputs[0].weight is not None:
-        raise ValueError(
-            f"--average-last {args.average_last} takes one --input, the directory of a run, "
-            f"without a weight; got {' '.join(args.input)}"
-        )
-    root = path_of(inputs[0].path)
-    paths = merging.find_last_checkpoints(root, args.average_last, args.ckpt_step)
-    inputs = [merging.WeightedInput(str(path), None) for path in paths]
-    schedule = args.schedule or "uniform"
-    return paths, merging.resolve_weights(inputs, schedule, args.normalize)
-
-
-def find_base(optimizer: str | None, count: int) -> int:
-    """Return the index of the input whose training state, and with --optimizer state, is kept."""
-    if optimizer is None or optimizer == "from=LAST":
-        return count - 1
-    if optimizer == "from=FIRST":
-        return 0
-    match = re.fullmatch(r"from=(\d+)", optimizer)
-    if match is None or not 1 <= int(match[1]) <= count:
-        raise ValueError(
-            f"--optimizer {optimizer}: give from=LAST, from=FIRST or from=N with N from 1 to "
-            f"{count}"
-        )
-    return int(match[1]) - 1
-
-
-def run(
-    args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
-) -> conversion.ConversionReport:
-    """Merge as the command line specifies."""
-    paths, weights = choose_inputs(args)
-    base = find_base(args.optimizer, len(paths))
-    for path, weight in zip(paths, weights, strict=True):
-        note(f"{weight:.6g} x {path}")
-
-    # Open the inputs. Their main parameters are part of the optimizer state.
-    read_options = make_read_options(args, given, optimizer=not args.no_optim)
-    found = [require_checkpoint(path) for path in paths]
-    sources = [conversion.open_found(checkpoint, read_options) for checkpoint in found]
-    saver = args.saver or found[base].format
-    options = make_write_options(args, True, note)
-    source = merging.MergedSource(
-        sources, weights, base, options.dtype, keep_optimizer=args.optimizer is not None
-    )
-
-    with ProgressBar(f"-> {saver}") as progress:
-        return conversion.write_checkpoint(
-            source,
-            paths,
-            args.save_dir,
-            saver,
-            options,
-            overwrite=args.overwrite,
-            verify=args.verify_target,
-            progress=progress.add,
-            starting=progress.restart,
-        )
-
-
 def main() -> None:
-    """Run this process's command line."""
+    """Run this process's command line; also the console entry point."""
     with reported_errors():
         args, given = parse(sys.argv[1:])
+
+        # Imported after parsing, because importing torch takes seconds.
+        from megatron.commands.conversion_options import print_report
+        from megatron.commands.merge import run
+
         notes: list[str] = []
         outcome = run(args, given, notes.append)
     print_report(outcome, args, notes)

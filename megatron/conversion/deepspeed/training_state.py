@@ -142,6 +142,8 @@ _WITHOUT_FORM = (
     "qk_layernorm_across_heads", "softmax_scale", "attn_logit_softcapping",
     "final_logit_softcapping",
     "scale_embeddings", "window_attn_skip_freq", "softmax_type",
+    "parallel_residual",
+    "no_rope_freq", "embedding_multiplier", "residual_multiplier", "logits_scaling",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.conversion.choices import QKV_LAYOUTS
 from megatron.conversion.deepspeed.files import (
     MODEL_STATE_SCHEMA,
     OPTIMIZER_SCHEMA,
@@ -64,7 +65,7 @@ from megatron.conversion.model_space.source import (
     plain_args,
     split_key,
 )
-from megatron.conversion.options import QKV_LAYOUTS, ReadOptions, WriteOptions
+from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from megatron.conversion.huggingface.config_fields import ConfigFields, Json
 from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, unsupported
@@ -33,7 +34,7 @@ def heads(always_written: bool = True, free_width: bool = True) -> Rule:
     def write(config: TransformerConfig) -> Json:
         result = {"num_key_value_heads": config.query_groups}
         is_implied = config.head_dim * config.num_attention_heads == config.hidden_size
-        if free_width and (always_written or not is_implied):
+        if always_written or (free_width and not is_implied):
             result["head_dim"] = config.head_dim
         return result
 
@@ -65,6 +66,19 @@ def _write_query_scalar(config: TransformerConfig) -> Json:
 
 
 QUERY_SCALAR = Rule({"query_pre_attn_scalar": number(1)}, _read_query_scalar, _write_query_scalar)
+
+
+def _read_attention_multiplier(found: ConfigFields, args: Json) -> Json:
+    return {"softmax_scale": found.first("attention_multiplier")}
+
+
+def _write_attention_multiplier(config: TransformerConfig) -> Json:
+    return {"attention_multiplier": config.score_scale}
+
+
+ATTENTION_MULTIPLIER = Rule(
+    {"attention_multiplier": number(0)}, _read_attention_multiplier, _write_attention_multiplier
+)
 
 
 # Windows: transformers counts the token itself, `window_size` does not.
@@ -111,10 +125,17 @@ def _get_written_window(config: TransformerConfig) -> int | None:
     return config.window_size[0] + 1
 
 
-def alternating_windows(every: int, free: bool = False) -> Rule:
+def _write_listed_windows(config: TransformerConfig) -> Json:
+    # transformers builds the mask of windows even where no layer has one, and needs a size.
+    window = _get_written_window(config) or max(config.max_position_embeddings or 0, 1)
+    return {"sliding_window": window, "layer_types": _list_kinds(config.window_pattern)}
+
+
+def alternating_windows(every: int, free: bool = False, full_first: bool = False) -> Rule:
     """Map windows of families in which by default all layers but every N-th have one.
 
-    With `free` the field `sliding_window_pattern` is N; other families do not read it.
+    That one is the last of N layers, or with `full_first` the first. With `free` the field
+    `sliding_window_pattern` is N; other families do not read it.
     """
     field = "sliding_window_pattern"
 
@@ -124,15 +145,13 @@ def alternating_windows(every: int, free: bool = False) -> Rule:
             raise unsupported(field, skip, f"{every} is")
         kinds = found.first("layer_types")
         if kinds is None:
-            # The last of every `skip` layers has no window.
-            pattern = [(layer + 1) % skip > 0 for layer in range(args["num_layers"])]
+            shift = 0 if full_first else 1
+            pattern = [(layer + shift) % skip > 0 for layer in range(args["num_layers"])]
             kinds = _list_kinds(pattern)
         return _make_windows(found.get("sliding_window"), kinds)
 
     def write(config: TransformerConfig) -> Json:
-        # transformers builds the mask of windows even where no layer has one, and needs a size.
-        window = _get_written_window(config) or max(config.max_position_embeddings or 0, 1)
-        return {"sliding_window": window, "layer_types": _list_kinds(config.window_pattern)}
+        return _write_listed_windows(config)
 
     return Rule(_LAYER_TYPES | {"sliding_window": COUNT, field: COUNT}, read, write)
 
@@ -167,6 +186,20 @@ COMMON_WINDOW = Rule(
 )
 
 
+def _read_listed_windows(found: ConfigFields, args: Json) -> Json:
+    window = found.get("sliding_window")
+    kinds = found.first("layer_types")
+    if kinds is None:
+        return _make_uniform_window(window)
+    return _make_windows(window, kinds)
+
+
+# Windows in the layers that `layer_types` lists; without that field in all.
+LISTED_WINDOWS = Rule(
+    _LAYER_TYPES | {"sliding_window": COUNT}, _read_listed_windows, _write_listed_windows
+)
+
+
 def _read_switched_window(found: ConfigFields) -> int | None:
     """Return the window of a Qwen model, which has one only with `use_sliding_window`."""
     if not found.first("use_sliding_window"):
@@ -182,12 +215,14 @@ def _write_switched_window(config: TransformerConfig) -> Json:
 _SWITCHED_WINDOW = {"use_sliding_window": boolean, "sliding_window": COUNT}
 
 
-def qwen_windows(in_first_layers: bool) -> Rule:
+def qwen_windows(in_first_layers: bool = False, switched: bool = True) -> Rule:
     """Map windows of Qwen 2 and 3: those of `layer_types`.
 
     Without that field layers from `max_window_layers` on have one, or, with `in_first_layers`
-    (Qwen2-MoE), every second layer before it, starting with the first.
+    (Qwen2-MoE), every second layer before it, starting with the first. If not `switched`, windows
+    do not depend on `use_sliding_window`.
     """
+    window_fields = _SWITCHED_WINDOW if switched else {"sliding_window": COUNT}
 
     def has_window(layer: int, limit: int) -> bool:
         if in_first_layers:
@@ -195,7 +230,7 @@ def qwen_windows(in_first_layers: bool) -> Rule:
         return layer >= limit
 
     def read(found: ConfigFields, args: Json) -> Json:
-        window = _read_switched_window(found)
+        window = _read_switched_window(found) if switched else found.get("sliding_window")
         kinds = found.first("layer_types")
         if kinds is None:
             limit = found.first("max_window_layers")
@@ -212,9 +247,12 @@ def qwen_windows(in_first_layers: bool) -> Rule:
             limit = kinds.index("sliding_attention")
         # `layer_types` takes precedence; readers that do not know it use `max_window_layers`.
         fields = {"max_window_layers": limit, "layer_types": kinds}
-        return _write_switched_window(config) | fields
+        written = _write_switched_window(config)
+        if not switched:
+            del written["use_sliding_window"]
+        return written | fields
 
-    return Rule(_LAYER_TYPES | _SWITCHED_WINDOW | {"max_window_layers": COUNT}, read, write)
+    return Rule(_LAYER_TYPES | window_fields | {"max_window_layers": COUNT}, read, write)
 
 
 def _read_qwen3_moe_window(found: ConfigFields, args: Json) -> Json:
@@ -228,3 +266,127 @@ QWEN3_MOE_WINDOW = Rule(
     _read_qwen3_moe_window,
     _write_switched_window,
 )
+
+
+# GPT-Neo repeats lists of kinds, e.g. [[["global", "local"], 12]] for 24 layers.
+
+_NEO_KINDS = ("global", "local")  # without and with a window
+_NEO_KIND_LIST = schema.sequence(SHORT_TEXT, 10**5)
+
+
+def _check_repeated_kinds(value: Any, where: str) -> Any:
+    """Check a pair of a list of kinds and the number of its repetitions."""
+    kinds, count = schema.sequence(schema.anything, 2, least=2)(value, where)
+    return _NEO_KIND_LIST(kinds, where), COUNT(count, where)
+
+
+def _read_attention_types(found: ConfigFields, args: Json) -> Json:
+    groups = found.first("attention_types") or [[_NEO_KINDS, 12]]
+    kinds: list[str] = []
+    for names, count in groups:
+        if len(kinds) <= args["num_layers"]:  # a bound of memory
+            kinds += list(names) * min(count, args["num_layers"])
+    if len(kinds) != args["num_layers"] or not set(kinds) <= set(_NEO_KINDS):
+        wanted = f"{args['num_layers']} layers of {' and '.join(_NEO_KINDS)} are"
+        raise unsupported("attention_types", found.first("attention_types"), wanted)
+    if found.stated.get("attention_layers") not in (None, kinds):
+        raise unsupported("attention_layers", found.stated["attention_layers"], f"{kinds} is")
+    pattern = [kind == "local" for kind in kinds]
+    return _make_windows(found.first("window_size"), _list_kinds(pattern))
+
+
+def _write_attention_types(config: TransformerConfig) -> Json:
+    kinds = [_NEO_KINDS[has_window] for has_window in config.window_pattern]
+    fields: Json = {"attention_types": [[kinds, 1]]}
+    window = _get_written_window(config)
+    if window is not None:
+        fields["window_size"] = window
+    return fields
+
+
+ATTENTION_TYPES = Rule(
+    {
+        "attention_types": schema.sequence(_check_repeated_kinds, 10**5),
+        "attention_layers": _NEO_KIND_LIST,
+        "window_size": COUNT,
+    },
+    _read_attention_types,
+    _write_attention_types,
+)
+
+
+def _read_multi_query(found: ConfigFields, args: Json) -> Json:
+    count = args["num_attention_heads"]
+    groups = 1 if found.first("multi_query") else count
+    return {"num_query_groups": groups, "group_query_attention": groups != count}
+
+
+def _write_multi_query(config: TransformerConfig) -> Json:
+    return {"multi_query": config.query_groups == 1}
+
+
+# One key/value head for all query heads, or one for each.
+MULTI_QUERY = Rule({"multi_query": boolean}, _read_multi_query, _write_multi_query)
+
+
+# Layers without RoPE.
+
+
+def _make_no_rope(pattern: Sequence[bool | int]) -> Json:
+    """Return the arguments of a model whose layers have no RoPE where the pattern is true."""
+    return {"no_rope_freq": [int(value) for value in pattern] if any(pattern) else None}
+
+
+_MAX_PATTERN = 10**5
+
+
+def _read_no_rope_layers(found: ConfigFields, args: Json) -> Json:
+    """Read SmolLM3's list, which has a 1 for each layer with RoPE."""
+    has_rope = found.first("no_rope_layers")
+    if has_rope is None:
+        interval = found.first("no_rope_layer_interval") or 1
+        has_rope = [(layer + 1) % interval for layer in range(args["num_layers"])]
+    if len(has_rope) != args["num_layers"]:
+        raise unsupported("no_rope_layers", has_rope, f"a list of {args['num_layers']} is")
+    return _make_no_rope([not value for value in has_rope])
+
+
+def _write_no_rope_layers(config: TransformerConfig) -> Json:
+    return {"no_rope_layers": [1 - value for value in config.no_rope_pattern]}
+
+
+NO_ROPE_LAYERS = Rule(
+    {"no_rope_layers": schema.sequence(COUNT, _MAX_PATTERN), "no_rope_layer_interval": COUNT},
+    _read_no_rope_layers,
+    _write_no_rope_layers,
+)
+
+
+def hybrid_windows(always: bool) -> Rule:
+    """Map windows of families in which layers without one have no RoPE.
+
+    That is so `always` (Cohere 2), or only if the model has a window at all (EXAONE 4).
+    """
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        window = found.get("sliding_window")
+        kinds = found.first("layer_types")
+        if kinds is None and window is None and not always:
+            return _make_uniform_window(None) | _make_no_rope([])
+        if kinds is None:
+            skip = found.first("sliding_window_pattern") or 4
+            if not isinstance(skip, int):
+                raise unsupported("sliding_window_pattern", skip, "a number, or layer_types, is")
+            kinds = _list_kinds([(layer + 1) % skip > 0 for layer in range(args["num_layers"])])
+        has_no_rope = always or window is not None
+        pattern = [has_no_rope and kind == _KINDS[0] for kind in kinds]
+        return _make_windows(window, kinds) | _make_no_rope(pattern)
+
+    def write(config: TransformerConfig) -> Json:
+        if always or any(config.no_rope_pattern):
+            return _write_listed_windows(config)
+        window = _get_written_window(config)
+        return {"sliding_window": window, "layer_types": _list_kinds(config.window_pattern)}
+
+    fields = {"sliding_window": COUNT, "sliding_window_pattern": schema.anything}
+    return Rule(_LAYER_TYPES | fields, read, write)

@@ -65,6 +65,10 @@ def transformers_defaults(model_type: str) -> Mapping[str, Any]:
     instance = declared()
     for name in ("tie_word_embeddings", "rope_parameters"):
         defaults[name] = getattr(instance, name, None)
+    # Some families compute this one as well.
+    fraction = (defaults["rope_parameters"] or {}).get("partial_rotary_factor")
+    if fraction is not None:
+        defaults["partial_rotary_factor"] = fraction
     return defaults
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from megatron.conversion.edit_options import rename_tensors
-from megatron.conversion.huggingface.families import Family, choose_family, find_family
+from megatron.conversion.huggingface.families import choose_family, find_family
+from megatron.conversion.huggingface.family import Family
+from megatron.conversion.huggingface.other_layouts import read_params, use_transformers_layout
 from megatron.conversion.huggingface.quantized_weights import dequantize, read_block_size
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.sidecar import (
@@ -46,6 +48,7 @@ from megatron.conversion.model_space.source import (
     TrainingState,
     full_precision_key,
     is_trained,
+    is_weight,
     no_progress,
     optimizer_key,
     read_whole,
@@ -72,8 +75,11 @@ class HuggingFaceSource:
         self._directory = directory
         given = read_options.args
 
-        # Read config.json.
-        hf = schema.read_json(directory / "config.json")
+        # Read config.json, or params.json of Meta.
+        if (directory / "config.json").exists():
+            hf = schema.read_json(directory / "config.json")
+        else:
+            hf = read_params(directory, open_weights(directory))
         quantization = hf.get(_QUANTIZATION)
         if _QUANTIZATION in read_options.ignored_fields:
             quantization = None
@@ -89,10 +95,11 @@ class HuggingFaceSource:
         config = model_config(self.args, self.args["vocab_size"], self.description)
 
         # Open the weights. Biases that config.json switches off are zero in a model with others.
-        files = rename_tensors(open_weights(directory), read_options.renames, self.description)
+        stored = use_transformers_layout(open_weights(directory), hf)
+        files = rename_tensors(stored, read_options.renames, self.description)
         if block is not None:
             files = dequantize(files, block, config.params_dtype)
-        zero_biases = [part for field, part in family.switched_biases() if not hf.get(field)]
+        zero_biases = family.list_unbiased_parts(hf)
         self._weights = StoredWeights(directory, files, family, config, zero_biases)
         self.unused = self._weights.find_unused()
         self.tensors: dict[str, TensorInfo] = {}
@@ -197,10 +204,10 @@ def write_huggingface(
     # Plan and check everything.
     config = _make_config(source, options)
     family = choose_family(config, source.args.get("hf_model_type"))
-    fields = family.write_config(config, _imported_fields(family, source.args))
+    fields = family.write_config(config, get_imported_fields(family, source.args))
     shapes = model_tensors(config)
     # Exports have one tensor per expert, not the fused form.
-    parts = list(stored_parameters(shapes, family.rows, family.layers, config, _has_none))
+    parts = list(stored_parameters(shapes, family.rows, family.layers, config, has_none))
     _check_complete(source, config, shapes, {part.key for part in parts})
     parts = _leave_out_biases(source, family, fields, parts)
     weights = [_prepare_weight(source, part, config.params_dtype) for part in parts]
@@ -218,8 +225,18 @@ def write_huggingface(
         files = write_weight_files(folder, "optimizer", optimizer, *limits)
         write_state(folder, source, files)
 
-    # Write tokenizer and configuration.
-    tokenizer = export_tokenizer(source.args, options.tokenizer, directory, options.trusted)
+    lost = write_small_files(directory, source.args, fields, options)
+    return lost + _list_left_out(source, bool(optimizer))
+
+
+def write_small_files(
+    directory: Path, args: Mapping[str, Any], fields: Mapping[str, Any], options: WriteOptions
+) -> list[str]:
+    """Write tokenizer and configuration next to the weights; return notes about lost parts.
+
+    `fields` are those of config.json without the tokens of the tokenizer.
+    """
+    tokenizer = export_tokenizer(args, options.tokenizer, directory, options.trusted)
     write_generation_config(directory, tokenizer.ids)
     for copied in tokenizer.copied:
         options.note(f"tokenizer: {copied}")
@@ -227,10 +244,11 @@ def write_huggingface(
     fsync_tree(directory)
     write_json(directory / "config.json", {**fields, **tokenizer.ids, "use_cache": True})
     fsync_tree(directory)
-    return tokenizer.lost + _list_left_out(source, bool(optimizer))
+    return tokenizer.lost
 
 
-def _has_none(name: str) -> bool:
+def has_none(name: str) -> bool:
+    """Return False: an export has no fused tensors of experts."""
     return False
 
 
@@ -259,7 +277,7 @@ def _check_complete(
             )
     extra = []
     for key in source.tensors:
-        if key not in shapes and not key.startswith("optimizer."):
+        if key not in shapes and is_weight(key):
             extra.append(key)
     if extra:
         raise ValueError(
@@ -271,7 +289,7 @@ def _check_complete(
 _FIELDS = schema.mapping(schema.anything, keys=schema.key)
 
 
-def _imported_fields(family: Family, args: Mapping[str, Any]) -> dict[str, Any]:
+def get_imported_fields(family: Family, args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the config.json that the model was imported from, checked again."""
     if args.get("hf_model_type") != family.model_type:
         return {}

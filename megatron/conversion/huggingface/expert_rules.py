@@ -64,6 +64,14 @@ SWITCHED_NORMALIZATION = Rule(
 )
 
 
+def _read_always_normalized(found: ConfigFields, args: Json) -> Json:
+    _refuse_one_expert(args)
+    return {}
+
+
+NORMALIZED_SIGMOID = Rule({}, _read_always_normalized)
+
+
 def _read_sigmoid_normalization(found: ConfigFields, args: Json) -> Json:
     """Check that weights are normalized exactly where our router normalizes sigmoid scores."""
     is_normalized = found.get("norm_topk_prob")
@@ -110,8 +118,62 @@ EXPERT_LAYERS = Rule(
     _write_expert_layers,
 )
 
+
+def _make_layer_pattern(num_dense: int, args: Json) -> Json:
+    """Return the arguments of a model whose first `num_dense` layers have no experts."""
+    num_layers = args["num_layers"]
+    if num_dense > num_layers:
+        wanted = f"at most num_hidden_layers = {num_layers} is"
+        raise unsupported(_DENSE_PREFIX, num_dense, wanted)
+    pattern: int | list[int] = 1
+    if num_dense:
+        pattern = [0] * num_dense + [1] * (num_layers - num_dense)
+    return {"moe_layer_freq": pattern}
+
+
+_DENSE_PREFIX = "first_k_dense_replace"
+
+
+def _read_dense_prefix(found: ConfigFields, args: Json) -> Json:
+    return _make_layer_pattern(found.get(_DENSE_PREFIX) or 0, args)
+
+
+def _write_dense_prefix(config: TransformerConfig) -> Json:
+    return {_DENSE_PREFIX: config.num_layers - sum(config.moe_layer_pattern)}
+
+
+# The first layers are dense.
+DENSE_PREFIX = Rule({_DENSE_PREFIX: COUNT}, _read_dense_prefix, _write_dense_prefix)
+
+_LAYER_KINDS = ("dense", "sparse")
+
+
+def listed_expert_layers(num_dense: int) -> Rule:
+    """Map `mlp_layer_types`; without that field the first `num_dense` layers are dense."""
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        kinds = found.first("mlp_layer_types")
+        arguments = _make_layer_pattern(min(num_dense, args["num_layers"]), args)
+        if kinds is not None:
+            if len(kinds) != args["num_layers"] or not set(kinds) <= set(_LAYER_KINDS):
+                wanted = f"{args['num_layers']} layers of {' and '.join(_LAYER_KINDS)} are"
+                raise unsupported("mlp_layer_types", kinds, wanted)
+            pattern = [_LAYER_KINDS.index(kind) for kind in kinds]
+            arguments = {"moe_layer_freq": 1 if all(pattern) else pattern}
+        # transformers does not read this field.
+        stated = found.stated.get(_DENSE_PREFIX)
+        if stated is not None and _make_layer_pattern(stated, args) != arguments:
+            raise unsupported(_DENSE_PREFIX, stated, "the number that mlp_layer_types implies is")
+        return arguments
+
+    def write(config: TransformerConfig) -> Json:
+        return {"mlp_layer_types": [_LAYER_KINDS[kind] for kind in config.moe_layer_pattern]}
+
+    check = schema.sequence(SHORT_TEXT, 10**5)
+    return Rule({"mlp_layer_types": check, _DENSE_PREFIX: COUNT}, read, write)
+
+
 _DEEPSEEK_FIELDS: dict[str, Check | str] = {
-    "first_k_dense_replace": COUNT,
     "n_group": COUNT,
     "topk_group": COUNT,
     "n_shared_experts": COUNT,
@@ -121,11 +183,10 @@ _DEEPSEEK_FIELDS: dict[str, Check | str] = {
 
 
 def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
-    """Map the layers, groups and shared experts of DeepSeek. Null means none.
+    """Map the groups and shared experts of DeepSeek. Null means none.
 
-    Dense layers come first. Groups are ranked by their `best` highest scores, and shared experts
-    have the width of a routed one each. The last of `methods` limits the groups per token; the
-    first is the default.
+    Groups are ranked by their `best` highest scores, and shared experts have the width of a routed
+    one each. The last of `methods` limits the groups per token; the first is the default.
     """
 
     def read(found: ConfigFields, args: Json) -> Json:
@@ -133,16 +194,6 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
         if method not in methods:
             verb = "are" if len(methods) > 1 else "is"
             raise unsupported("topk_method", method, f"{' and '.join(methods)} {verb}")
-
-        # Layers: the first ones are dense.
-        num_layers = args["num_layers"]
-        num_dense = found.get("first_k_dense_replace") or 0
-        if num_dense > num_layers:
-            wanted = f"at most num_hidden_layers = {num_layers} is"
-            raise unsupported("first_k_dense_replace", num_dense, wanted)
-        layer_pattern: int | list[int] = 1
-        if num_dense:
-            layer_pattern = [0] * num_dense + [1] * (num_layers - num_dense)
 
         # Groups. The method decides, not the number of groups.
         num_groups = found.get("n_group") or 1
@@ -157,7 +208,6 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
         num_shared = found.get("n_shared_experts") or 0
         scaling_factor = found.get("routed_scaling_factor") or 1.0
         return grouping | {
-            "moe_layer_freq": layer_pattern,
             "moe_shared_expert_intermediate_size": num_shared * args["moe_ffn_hidden_size"],
             "moe_router_topk_scaling_factor": float(scaling_factor),
         }
@@ -169,7 +219,6 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
             method = methods[-1]
         return {
             "topk_method": method,
-            "first_k_dense_replace": config.num_layers - sum(config.moe_layer_pattern),
             "n_group": config.moe_router_num_groups or 1,
             "topk_group": config.moe_router_group_topk or 1,
             "n_shared_experts": shared_width // (config.moe_ffn_hidden_size or 1),

@@ -70,7 +70,27 @@ MIXTRAL_ROWS = LLAMA_ROWS | {
 QWEN3_ROWS = {
     key: replace(row, biased=not key.startswith("mlp.")) for key, row in LLAMA_ROWS.items()
 }
-DEEPSEEK_ROWS = LLAMA_ROWS | {
+_SHARED_EXPERT = {
+    "mlp.router.expert_": Row(("mlp.gate.e_score_correction_",)),
+    "mlp.shared_experts.linear_fc1.": Row(
+        ("mlp.shared_experts.gate_proj.", "mlp.shared_experts.up_proj.")
+    ),
+    "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_experts.down_proj.",)),
+}
+GLM4_MOE_ROWS = LLAMA_ROWS | _SHARED_EXPERT
+MINIMAX_M2_ROWS = MIXTRAL_ROWS | {
+    "mlp.router.expert_": Row(("block_sparse_moe.e_score_correction_",))
+}
+GRANITEMOE_ROWS = QWEN3_ROWS | {
+    "mlp.router.": Row(("block_sparse_moe.router.layer.",), biased=False),
+    "mlp.experts.experts.linear_fc1.": Row(
+        ("block_sparse_moe.input_linear.",), packed=True, biased=False
+    ),
+    "mlp.experts.experts.linear_fc2.": Row(
+        ("block_sparse_moe.output_linear.",), packed=True, biased=False
+    ),
+}
+DEEPSEEK_ROWS = GLM4_MOE_ROWS | {
     "input_layernorm.": Row(("input_layernorm.",)),
     "self_attention.linear_q_proj.": Row(("self_attn.q_proj.",)),
     "self_attention.linear_q_down_proj.": Row(("self_attn.q_a_proj.",)),
@@ -79,22 +99,45 @@ DEEPSEEK_ROWS = LLAMA_ROWS | {
     "self_attention.linear_kv_down_proj.": Row(("self_attn.kv_a_proj_with_mqa.",)),
     "self_attention.linear_kv_up_proj.layer_norm_": Row(("self_attn.kv_a_layernorm.",)),
     "self_attention.linear_kv_up_proj.": Row(("self_attn.kv_b_proj.",)),
-    "mlp.router.expert_": Row(("mlp.gate.e_score_correction_",)),
-    "mlp.shared_experts.linear_fc1.": Row(
-        ("mlp.shared_experts.gate_proj.", "mlp.shared_experts.up_proj.")
-    ),
-    "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_experts.down_proj.",)),
 }
-ARCEE_ROWS = LLAMA_ROWS | {"mlp.linear_fc1.": Row(("mlp.up_proj.",))}
+# A single projection instead of gate and up.
+UNGATED_ROWS = LLAMA_ROWS | {"mlp.linear_fc1.": Row(("mlp.up_proj.",))}
 _POST_NORMS = {
     "self_attention.linear_proj.post_layernorm.": Row(("post_attention_layernorm.",)),
     "mlp.linear_fc2.post_layernorm.": Row(("post_feedforward_layernorm.",)),
 }
 OLMO2_ROWS = LLAMA_ROWS | _POST_NORMS
 GEMMA_ROWS = OLMO2_ROWS | {"mlp.linear_fc1.layer_norm_": Row(("pre_feedforward_layernorm.",))}
-PHI3_ROWS = LLAMA_ROWS | {
-    "self_attention.linear_qkv.": Row(("self_attn.qkv_proj.",), qkv=True),
-    "mlp.linear_fc1.": Row(("mlp.gate_up_proj.",)),
+# Gate and up are one tensor.
+GLM_ROWS = LLAMA_ROWS | {"mlp.linear_fc1.": Row(("mlp.gate_up_proj.",))}
+GLM4_ROWS = GLM_ROWS | {
+    "self_attention.linear_proj.post_layernorm.": Row(("post_self_attn_layernorm.",)),
+    "mlp.linear_fc2.post_layernorm.": Row(("post_mlp_layernorm.",)),
+}
+PHI3_ROWS = GLM_ROWS | {"self_attention.linear_qkv.": Row(("self_attn.qkv_proj.",), qkv=True)}
+VAULTGEMMA_ROWS = LLAMA_ROWS | {"mlp.linear_fc1.layer_norm_": Row(("pre_feedforward_layernorm.",))}
+HELIUM_ROWS = LLAMA_ROWS | {
+    "self_attention.linear_proj.": Row(("self_attn.o_proj.",), biased=False)
+}
+STARCODER2_ROWS = LLAMA_ROWS | {
+    "mlp.linear_fc1.": Row(("mlp.c_fc.",)),
+    "mlp.linear_fc2.": Row(("mlp.c_proj.",)),
+}
+PERSIMMON_ROWS = LLAMA_ROWS | {
+    # Rows are ordered by query group, as in the model.
+    "self_attention.linear_qkv.": Row(("self_attn.query_key_value.",)),
+    "self_attention.q_layernorm.": Row(("self_attn.q_layernorm.",)),
+    "self_attention.k_layernorm.": Row(("self_attn.k_layernorm.",)),
+    "self_attention.linear_proj.": Row(("self_attn.dense.",)),
+    "mlp.linear_fc1.": Row(("mlp.dense_h_to_4h.",)),
+    "mlp.linear_fc2.": Row(("mlp.dense_4h_to_h.",)),
+    "decoder.final_layernorm.": Row(("model.final_layernorm.",)),
+}
+STABLELM_ROWS = LLAMA_ROWS | {"shared_layernorm.": Row(("input_layernorm.",))}
+# Norms have no biases, and only attention has them at all.
+COHERE_ROWS = QWEN3_ROWS | {
+    "shared_layernorm.": Row(("input_layernorm.",), biased=False),
+    "decoder.final_layernorm.": Row(("model.norm.",), biased=False),
 }
 _PACKED: dict[str, Any] = {
     "transposed": True,
@@ -120,6 +163,30 @@ GPT2_ROWS = {
     "mlp.linear_fc2.": Row(("mlp.c_proj.",), transposed=True),
     "decoder.final_layernorm.": Row(("transformer.ln_f.",)),
     "output_layer.": Row(("lm_head.",)),
+}
+GPT_BIGCODE_ROWS = {key: replace(row, transposed=False) for key, row in GPT2_ROWS.items()} | {
+    # Rows are ordered by query group, as in the model.
+    "self_attention.linear_qkv.": Row(("attn.c_attn.",))
+}
+GPT_NEO_ROWS = {key: replace(row, transposed=False) for key, row in GPT2_ROWS.items()} | {
+    "self_attention.linear_qkv.": Row(
+        ("attn.attention.q_proj.", "attn.attention.k_proj.", "attn.attention.v_proj."),
+        qkv=True,
+        biased=False,
+    ),
+    "self_attention.linear_proj.": Row(("attn.attention.out_proj.",)),
+}
+GPT_NEOX_ROWS = {
+    "embedding.word_embeddings.": Row(("gpt_neox.embed_in.",)),
+    "self_attention.linear_qkv.layer_norm_": Row(("input_layernorm.",)),
+    # Rows are ordered by query group, as in the model.
+    "self_attention.linear_qkv.": Row(("attention.query_key_value.",)),
+    "self_attention.linear_proj.": Row(("attention.dense.",)),
+    "mlp.linear_fc1.layer_norm_": Row(("post_attention_layernorm.",)),
+    "mlp.linear_fc1.": Row(("mlp.dense_h_to_4h.",)),
+    "mlp.linear_fc2.": Row(("mlp.dense_4h_to_h.",)),
+    "decoder.final_layernorm.": Row(("gpt_neox.final_layer_norm.",)),
+    "output_layer.": Row(("embed_out.",)),
 }
 BLOOM_ROWS = {
     "embedding.word_embeddings.": Row(("transformer.word_embeddings.",)),

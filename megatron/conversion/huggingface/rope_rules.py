@@ -60,12 +60,20 @@ _SCALING = _make_scaling_check()
 
 
 def rope(
-    scalings: Sequence[str] = tuple(SCALINGS), partial: bool = False, spelled_out: bool = False
+    scalings: Sequence[str] = tuple(SCALINGS),
+    partial: bool = False,
+    spelled_out: bool = False,
+    whole_default: bool = False,
+    width: str | None = None,
+    names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
 ) -> Rule:
     """Map base, rotated fraction (if `partial`) and scaling, one of `scalings`.
 
-    With `spelled_out` an unscaled rope is written as such, because null means another one.
+    With `spelled_out` an unscaled rope is written as such, because null means another one; with
+    `whole_default` null means another base, too. `width` is a field for the number of rotated
+    elements of a head, in place of the fraction. `names` are the fields of base and fraction.
     """
+    base_name, fraction_name = names
 
     def read(found: ConfigFields, args: Json) -> Json:
         default = found.defaults.get("rope_scaling") or found.defaults.get("rope_parameters") or {}
@@ -73,19 +81,50 @@ def rope(
         parameters = found.stated.get("rope_scaling") or found.stated.get("rope_parameters")
         if not parameters:
             # The default scaling; base and fraction have fields of their own.
-            parameters = _leave_out(default, _NUMBERS)
-        return _read_rope(found, parameters, base, scalings, partial, args)
+            parameters = default if whole_default else _leave_out(default, _NUMBERS)
+        if width is not None and not found.states("partial_rotary_factor"):
+            parameters = _read_rotated_width(found.first(width), args) | dict(parameters)
+        return _read_rope(found, parameters, base, scalings, partial, args, names)
 
     def write(config: TransformerConfig) -> Json:
         scaling = _write_scaling(config)
         if scaling is None and spelled_out:
             scaling = {"rope_type": "default"}
-        fields = {"rope_theta": config.rotary_base, "rope_scaling": scaling}
+        fields = {base_name: config.rotary_base, "rope_scaling": scaling}
         if partial:
-            fields["partial_rotary_factor"] = config.rotary_percent
+            fields[fraction_name] = config.rotary_percent
+        if width is not None:
+            fields[width] = round(config.head_dim * config.rotary_percent)
         return fields
 
-    return Rule({**_NUMBERS, "rope_scaling": _SCALING, "rope_parameters": _SCALING}, read, write)
+    fields: dict[str, schema.Check | str] = {base_name: number(1), fraction_name: number(0)}
+    fields |= {"rope_scaling": _SCALING, "rope_parameters": _SCALING}
+    if width is not None:
+        fields[width] = schema.COUNT
+    return Rule(fields, read, write)
+
+
+def _read_rotated_width(width: int | None, args: Json) -> Json:
+    """Return the fraction of a head that `width` elements are, if that is stated."""
+    if width is None:
+        return {}
+    return {"partial_rotary_factor": width / _get_head_dim(args)}
+
+
+def _get_head_dim(args: Json) -> int:
+    head_dim = args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"]
+    assert isinstance(head_dim, int)
+    return head_dim
+
+
+def _check_fraction(fraction: float, partial: bool, args: Json) -> None:
+    """Refuse a partly rotated head if the family has none, or if an odd number is rotated."""
+    if not partial:
+        raise unsupported("partial_rotary_factor", fraction, "1.0 is")
+    head_dim = _get_head_dim(args)
+    if int(head_dim * fraction) % 2:
+        wanted = f"an even number of the {head_dim} elements of a head is"
+        raise unsupported("partial_rotary_factor", fraction, wanted)
 
 
 def _leave_out(values: Mapping[str, Any], names: Container[str]) -> Json:
@@ -100,24 +139,26 @@ def _read_rope(
     scalings: Sequence[str],
     partial: bool,
     args: Json,
+    names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
 ) -> Json:
     """Return the arguments of one set of rope parameters."""
+    base_name, fraction_name = names
     parameters = {name: value for name, value in parameters.items() if value is not None}
 
     # Base.
-    stated_base = found.stated.get("rope_theta")
+    stated_base = found.stated.get(base_name)
     base = parameters.get("rope_theta") or stated_base or default_base or 1e4
     if stated_base not in (None, base):
         # transformers 4.x would use the one, 5.x the other.
         raise ValueError(
-            f"config.json has rope_theta = {stated_base} and {base}: remove the wrong one"
+            f"config.json has {base_name} = {stated_base} and {base}: remove the wrong one"
         )
 
     # Rotated fraction.
     fraction = parameters.get("partial_rotary_factor")
-    fraction = fraction or found.first("partial_rotary_factor") or 1.0
-    if fraction != 1.0 and not partial:
-        raise unsupported("partial_rotary_factor", fraction, "1.0 is")
+    fraction = fraction or found.first(fraction_name, "partial_rotary_factor") or 1.0
+    if fraction != 1.0:
+        _check_fraction(fraction, partial, args)
 
     # Scaling.
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
@@ -128,6 +169,7 @@ def _read_rope(
         )
     scaling = _leave_out(parameters, (*_TYPE_FIELDS, *_NUMBERS))
     arguments = {
+        "position_embedding_type": "rope",
         "rotary_base": float(base),
         "rotary_percent": float(fraction),
         "use_rope_scaling": kind == "llama3",
@@ -193,23 +235,67 @@ def _write_scaling(config: TransformerConfig) -> Json | None:
     return scaling
 
 
-# Gemma 3: layers with a window have a base of their own and are never scaled.
+# Families in which layers with a window have a base of their own and are never scaled.
 
 _LAYER_ROPES = record(
     {"full_attention?": optional(_SCALING), "sliding_attention?": optional(_SCALING)}, closed=True
 )
+_LOCAL_BASE = "rope_local_base_freq"
+_FLAT_FIELDS: dict[str, schema.Check] = {
+    "rope_theta": number(1),
+    "rope_scaling": _SCALING,
+    _LOCAL_BASE: number(1),
+}
 
 
-def _read_two_ropes(found: ConfigFields, args: Json) -> Json:
-    """Read both generations: 5.x nests the parameters of each kind of layer by its name."""
-    # Layers with a window.
-    nested = found.stated.get("rope_parameters") or {}
-    local = nested.get("sliding_attention") or {}
-    local_kind = local.get("rope_type") or local.get("type") or "default"
-    if local_kind != "default":
-        raise unsupported("rope_parameters.sliding_attention.rope_type", local_kind, "default is")
+def two_ropes(*flat: str) -> Rule:
+    """Map the ropes of layers with and without a window.
 
-    # Layers without a window.
+    transformers 5.x nests the parameters of each kind of layer by its name. `flat` are the fields
+    of 4.x that the family reads; if the local base is one of them, that form is written.
+    """
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        nested = found.stated.get("rope_parameters") or {}
+        default = found.defaults.get("rope_parameters") or {}
+        parameters = _read_global_rope(found, nested.get("full_attention") or {})
+        base = default.get("full_attention", {}).get("rope_theta")
+        base = base or found.defaults.get("rope_theta")
+        result = _read_rope(found, parameters, base, tuple(SCALINGS), False, args)
+
+        # The second base, if any layer has a window.
+        local = _check_local_rope(nested.get("sliding_attention") or {})
+        default_base = default.get("sliding_attention", {}).get("rope_theta")
+        local_base = local.get("rope_theta") or found.first(_LOCAL_BASE) or default_base
+        stated_base = found.stated.get("rope_theta")
+        if _LOCAL_BASE not in flat and stated_base not in (None, local_base):
+            raise unsupported("rope_theta", stated_base, f"{local_base} is, in every layer")
+        result["rotary_base_local"] = None
+        if found.get("sliding_window"):
+            result["rotary_base_local"] = float(local_base)
+        return result
+
+    def write(config: TransformerConfig) -> Json:
+        base = config.rotary_base
+        local_base = config.rotary_base_local
+        scaling = _write_scaling(config)
+        if _LOCAL_BASE in flat:
+            local = {} if local_base is None else {_LOCAL_BASE: local_base}
+            return {"rope_theta": base, "rope_scaling": scaling, **local}
+        unscaled = {"rope_type": "default"}
+        kinds = {
+            "full_attention": {"rope_theta": base, **(scaling or unscaled)},
+            "sliding_attention": {"rope_theta": local_base or base, **unscaled},
+        }
+        return {"rope_parameters": kinds}
+
+    fields: dict[str, schema.Check | str] = {name: _FLAT_FIELDS[name] for name in flat}
+    fields["rope_parameters"] = _LAYER_ROPES
+    return Rule(fields, read, write)
+
+
+def _read_global_rope(found: ConfigFields, nested: Json) -> Json:
+    """Return the parameters of layers without a window, from both generations of config.json."""
     scaling = found.stated.get("rope_scaling") or {}
     if scaling.get("type", "default") != "default" and not scaling.get("rope_type"):
         # transformers 5 ignores this name here, transformers 4 does not.
@@ -217,40 +303,20 @@ def _read_two_ropes(found: ConfigFields, args: Json) -> Json:
             f"config.json: rope_scaling has type {schema.format_value(scaling['type'])}, which "
             "releases of transformers read differently in this family: rename it to rope_type"
         )
-    parameters = (nested.get("full_attention") or {}) | scaling
+    parameters = nested | scaling
     if parameters.get("truncate") is False:
         # transformers looks for this field outside the parameters of a kind of layers.
         raise unsupported("rope_scaling.truncate", False, "True is in this family")
-    default = found.defaults.get("rope_parameters") or {}
-    base = default.get("full_attention", {}).get("rope_theta") or found.defaults.get("rope_theta")
-    result = _read_rope(found, parameters, base, tuple(SCALINGS), False, args)
-
-    # The second base, if any layer has a window.
-    result["rotary_base_local"] = None
-    if found.get("sliding_window"):
-        local_base = (
-            local.get("rope_theta")
-            or found.first("rope_local_base_freq")
-            or default.get("sliding_attention", {}).get("rope_theta")
-        )
-        result["rotary_base_local"] = float(local_base)
-    return result
+    return parameters
 
 
-def _write_two_ropes(config: TransformerConfig) -> Json:
-    fields = {"rope_theta": config.rotary_base, "rope_scaling": _write_scaling(config)}
-    if config.rotary_base_local is not None:
-        fields["rope_local_base_freq"] = config.rotary_base_local
-    return fields
-
-
-TWO_ROPES = Rule(
-    {
-        "rope_theta": number(1),
-        "rope_local_base_freq": number(1),
-        "rope_scaling": _SCALING,
-        "rope_parameters": _LAYER_ROPES,
-    },
-    _read_two_ropes,
-    _write_two_ropes,
-)
+def _check_local_rope(parameters: Json) -> Json:
+    """Return the parameters of layers with a window. Raises ValueError if they are scaled."""
+    where = "rope_parameters.sliding_attention"
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind != "default":
+        raise unsupported(f"{where}.rope_type", kind, "default is")
+    fraction = parameters.get("partial_rotary_factor") or 1.0
+    if fraction != 1.0:
+        raise unsupported(f"{where}.partial_rotary_factor", fraction, "1.0 is")
+    return parameters

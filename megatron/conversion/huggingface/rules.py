@@ -8,6 +8,7 @@ is written, because both generations load it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.conversion.huggingface.config_fields import ConfigFields, Json
@@ -33,6 +34,8 @@ class Rule(NamedTuple):
     # Fields that the model's arguments do not determine completely: an export repeats the values
     # that were imported, as long as they still describe the model.
     repeated: tuple[str, ...] = ()
+    # Switches of biases -> the part of a layer that has them.
+    biased_parts: Mapping[str, str] = MappingProxyType({})
 
 
 def unsupported(field: str, value: Any, wanted: str) -> ValueError:
@@ -84,6 +87,18 @@ def opposite(argument: str, field: str) -> Rule:
         return {field: not getattr(config, argument)}
 
     return Rule({field: boolean}, read, write)
+
+
+def reciprocal(argument: str, field: str) -> Rule:
+    """Map a factor to an argument that divides."""
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        return {argument: 1.0 / found.first(field)}
+
+    def write(config: TransformerConfig) -> Json:
+        return {field: 1.0 / getattr(config, argument)}
+
+    return Rule({field: schema.number(1e-9)}, read, write, repeated=(field,))
 
 
 def fixed(field: str, *values: Any, written: bool = False) -> Rule:
@@ -155,43 +170,52 @@ def dropout(residual: str, embedding: str) -> Rule:
     return Rule(dict.fromkeys(fields, "hidden_dropout"), read, write, repeated=fields)
 
 
-# Switches of biases -> the part of a layer whose biases they are.
-BIASED_PARTS = {"attention_bias": ".self_attention.", "mlp_bias": ".mlp."}
+QKV = ".self_attention.linear_qkv."
+ATTENTION = ".self_attention."
+MLP = ".mlp."
 
 
-def biases(*fields: str) -> Rule:
-    """Map the switches of the biases of attention and MLP, which are one argument of the model.
+def biases(**parts: str) -> Rule:
+    """Map switches of biases; each field is the part of a layer that has them.
 
-    A model that has one kind is read as if it had both, the others being zero.
+    The model has one argument for q, k and v alone, and one for all linear layers. A model that has
+    only some of them is read as if it had all, the others being zero.
     """
 
     def read(found: ConfigFields, args: Json) -> Json:
-        has_biases = any(found.first(field) for field in fields)
-        return {"add_bias_linear": has_biases, "add_qkv_bias": False}
+        enabled = {part for field, part in parts.items() if found.first(field)}
+        return {"add_bias_linear": bool(enabled - {QKV}), "add_qkv_bias": enabled == {QKV}}
 
     def write(config: TransformerConfig) -> Json:
-        return dict.fromkeys(fields, config.add_bias_linear)
+        fields = {}
+        for field, part in parts.items():
+            fields[field] = config.has_qkv_bias if part == QKV else config.add_bias_linear
+        return fields
 
-    return Rule(dict.fromkeys(fields, boolean), read, write, repeated=fields)
+    fields = tuple(parts)
+    return Rule(dict.fromkeys(fields, boolean), read, write, repeated=fields, biased_parts=parts)
 
 
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
 _EXACT_GELU = ("gelu", "gelu_python")
 
 
-def _read_gelu(found: ConfigFields, args: Json) -> Json:
-    name = found.first("activation_function")
-    if name not in _TANH_GELU + _EXACT_GELU:
-        wanted = "gelu_new (the tanh approximation) and gelu (exact) are"
-        raise unsupported("activation_function", name, wanted)
-    return {"swiglu": False, "bias_gelu_fusion": name in _TANH_GELU}
+def gelu(field: str) -> Rule:
+    """Map the name of a GELU: the tanh approximation or the exact function."""
 
+    def read(found: ConfigFields, args: Json) -> Json:
+        name = found.first(field)
+        if name not in _TANH_GELU + _EXACT_GELU:
+            wanted = "gelu_new (the tanh approximation) and gelu (exact) are"
+            raise unsupported(field, name, wanted)
+        is_tanh = name in _TANH_GELU
+        # The first is enough in a model with biases, the second in any.
+        return {"swiglu": False, "bias_gelu_fusion": is_tanh, "openai_gelu": is_tanh}
 
-def _write_gelu(config: TransformerConfig) -> Json:
-    return {"activation_function": "gelu_new" if config.tanh_gelu else "gelu"}
+    def write(config: TransformerConfig) -> Json:
+        return {field: "gelu_new" if config.tanh_gelu else "gelu"}
 
-
-GELU = Rule({"activation_function": SHORT_TEXT}, _read_gelu, _write_gelu)
+    return Rule({field: SHORT_TEXT}, read, write, repeated=(field,))
 
 
 _DTYPES = ("float32", "bfloat16", "float16")

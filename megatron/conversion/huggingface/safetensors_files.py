@@ -128,6 +128,35 @@ def _read_box(stored: FileTensor, offset: Shape, shape: Shape) -> torch.Tensor:
     return result
 
 
+class SafetensorsLayout(NamedTuple):
+    """The header of a file, the position of each tensor, and the size of the file."""
+
+    header: bytes
+    starts: dict[str, int]
+    size: int
+
+
+def lay_out_safetensors(tensors: Mapping[str, TensorInfo]) -> SafetensorsLayout:
+    """Return the layout of a file with these tensors, in this order."""
+    # Older releases of transformers require the format.
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
+    end = 0
+    for name, info in tensors.items():
+        offsets[name] = end
+        end += info.nbytes
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [offsets[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    starts = {name: len(header) + offset for name, offset in offsets.items()}
+    return SafetensorsLayout(header, starts, len(header) + end)
+
+
 class SafetensorsWriter:
     """A file whose header is written first, and then rows of its tensors in any order.
 
@@ -137,27 +166,10 @@ class SafetensorsWriter:
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
         self._path = path
         self._tensors = dict(tensors)
-        self._starts: dict[str, int] = {}
-
-        # Lay out the tensors. Older releases of transformers require the format.
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, info in tensors.items():
-            start = end
-            end = start + info.nbytes
-            header[name] = {
-                "dtype": _DTYPE_NAMES[info.dtype],
-                "shape": list(info.shape),
-                "data_offsets": [start, end],
-            }
-            self._starts[name] = start
-
-        # Write the header.
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data starts at a multiple of eight
-        path.write_bytes(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-        self._data_start = _LENGTH_BYTES + len(text)
-        self._missing = end
+        layout = lay_out_safetensors(tensors)
+        self._starts = layout.starts
+        path.write_bytes(layout.header)
+        self._missing = layout.size - len(layout.header)
         self._lock = Lock()
 
     def write(self, name: str, rows: torch.Tensor, first: int = 0) -> None:
@@ -169,7 +181,7 @@ class SafetensorsWriter:
         if rows.dim() > 0:
             start = first * rows[:1].nbytes
         assert start + rows.nbytes <= info.nbytes, (name, first, rows.shape)
-        write_at(self._path, rows.contiguous(), self._data_start + self._starts[name] + start)
+        write_at(self._path, rows.contiguous(), self._starts[name] + start)
         with self._lock:
             self._missing -= rows.nbytes
 

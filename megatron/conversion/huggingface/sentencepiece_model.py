@@ -12,26 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing import CheckpointError
-from megatron.core.lazy_import import lazy_module
 
 if TYPE_CHECKING:
-    import sentencepiece
-    import tokenizers
-else:
-    sentencepiece = lazy_module("sentencepiece")
-    tokenizers = lazy_module("tokenizers")
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import Tokenizer
 
 _SPACE = "\u2581"
 _PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would change
 
 
-def open_model(model: Path) -> sentencepiece.SentencePieceProcessor:
+def open_model(model: Path) -> SentencePieceProcessor:
     """Open a model that `check_model` has accepted."""
+    import sentencepiece  # here, because other tokenizers do not need it
+
     return sentencepiece.SentencePieceProcessor(model_file=str(model))
 
 
 def check_model(content: bytes, where: str) -> None:
     """Raise CheckpointError unless `content` is a SentencePiece model with finite scores."""
+    import sentencepiece  # here, because other tokenizers do not need it
+
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     except (OSError, RuntimeError) as error:
@@ -46,13 +46,15 @@ def check_model(content: bytes, where: str) -> None:
 
 
 def make_tokenizer(
-    processor: sentencepiece.SentencePieceProcessor,
-) -> tokenizers.Tokenizer | None:
+    processor: SentencePieceProcessor,
+) -> Tokenizer | None:
     """Return the same tokenizer for transformers; None for a model that it cannot repeat exactly.
 
     Those are models that normalize text, and unigram models, for which it chooses other
     segmentations of equal score.
     """
+    import tokenizers  # here, because other tokenizers do not need it
+
     count = processor.vocab_size()
     scores = [processor.get_score(number) for number in range(count)]
     # Scores of a BPE model are whole numbers that count down from 0 in the order of the merges.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.conversion.huggingface.families import Family
+from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.stored_parameters import StoredParameter, stored_parameters
 from megatron.conversion.model_space.model import model_tensors

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from megatron.conversion.file_names import CONSOLIDATED
+from megatron.conversion.huggingface.other_layouts import join_consolidated, open_dcp
 from megatron.conversion.huggingface.safetensors_files import (
     SafetensorsWriter,
     Stored,
@@ -23,6 +25,7 @@ from megatron.conversion.huggingface.stored_parameters import StoredParameter
 from megatron.conversion.model_space.pieces import cut_runs, pack_rows, run_jobs
 from megatron.conversion.model_space.source import Progress, Shape, Source, TensorInfo
 from megatron.core.dist_checkpointing import safe_load
+from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.mapping import narrow
 from megatron.core.durable_files import committed, write_json
@@ -54,7 +57,8 @@ _OPENERS: dict[str, Callable[[Path], dict[str, Stored]]] = {
 def open_weights(directory: Path) -> dict[str, Stored]:
     """Return the tensors of a model by name.
 
-    Raises ValueError where a shard is missing or truncated, or lacks a tensor of the index.
+    Raises ValueError where a shard is missing or truncated, lacks a tensor of the index, or has one
+    that the index does not list.
     """
     for name, open_file in _OPENERS.items():
         index = directory / f"{name}.index.json"
@@ -62,6 +66,11 @@ def open_weights(directory: Path) -> dict[str, Stored]:
             return _open_shards(directory, index, open_file)
         if (directory / name).exists():
             return open_file(directory / name)
+    consolidated = sorted(directory.glob(CONSOLIDATED))
+    if consolidated:
+        return join_consolidated([open_torch_file(path) for path in consolidated], str(directory))
+    if (directory / METADATA).exists():
+        return open_dcp(directory)
     raise ValueError(
         f"{directory} has neither model.safetensors nor model.safetensors.index.json "
         "(nor pytorch_model.bin)"
@@ -87,7 +96,22 @@ def _open_shards(
         if tensor not in shards[name]:
             raise ValueError(f"{index} places {tensor} in {name}, which does not have it")
         tensors[tensor] = shards[name][tensor]
+    _check_listed(index, tensors, shards)
     return tensors
+
+
+def _check_listed(
+    index: Path, listed: Mapping[str, Stored], shards: Mapping[str, Mapping[str, Stored]]
+) -> None:
+    """Raise ValueError for tensors of the shards that the index does not list."""
+    unlisted = []
+    for shard in shards.values():
+        unlisted += [tensor for tensor in shard if tensor not in listed]
+    if unlisted:
+        raise ValueError(
+            f"{index} does not list {len(unlisted)} tensors of its shards, e.g. {unlisted[0]}: "
+            "index and shards are of different saves, or the index is incomplete"
+        )
 
 
 # Bytes of a tensor that a worker holds, in the dtype it is read in (at most four bytes an element).
@@ -174,27 +198,37 @@ def write_weight_files(
 
     Returns the names of the files.
     """
-    # Lay out the files.
     infos: dict[str, TensorInfo] = {}
     for tensor in tensors:
         infos |= tensor.stored_tensors()
-    shards = _split_into_shards(infos, max_size)
-    count = len(shards)
-    files = [f"{stem}.safetensors"]
-    if count > 1:
-        files = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    files = lay_out_weight_files(stem, infos, max_size)
 
     # Write them. Any worker may write to any shard, so all are created first, and renamed when all
     # are complete.
     with ExitStack() as stack:
         writers: dict[str, SafetensorsWriter] = {}
-        for file, shard in zip(files, shards, strict=True):
+        for file, shard in files.items():
             path = stack.enter_context(committed(directory / file))
             writer = stack.enter_context(SafetensorsWriter(path, shard))
             writers |= dict.fromkeys(shard, writer)
         run_jobs(_make_jobs(tensors, writers, progress), workers)
-    if count > 1:
-        _write_index(directory / f"{stem}.safetensors.index.json", files, shards)
+    write_index(directory, stem, files)
+    return list(files)
+
+
+def lay_out_weight_files(
+    stem: str, tensors: Mapping[str, TensorInfo], max_size: int
+) -> dict[str, dict[str, TensorInfo]]:
+    """Return the tensors of each file by its name: one file, or numbered shards of at most
+    `max_size` bytes.
+    """
+    shards = _split_into_shards(tensors, max_size)
+    count = len(shards)
+    if count == 1:
+        return {f"{stem}.safetensors": shards[0]}
+    files = {}
+    for number, shard in enumerate(shards, 1):
+        files[f"{stem}-{number:05d}-of-{count:05d}.safetensors"] = shard
     return files
 
 
@@ -207,7 +241,9 @@ def _make_jobs(
             yield partial(tensor.write, writers, first, progress)
 
 
-def _split_into_shards(tensors: dict[str, TensorInfo], limit: int) -> list[dict[str, TensorInfo]]:
+def _split_into_shards(
+    tensors: Mapping[str, TensorInfo], limit: int
+) -> list[dict[str, TensorInfo]]:
     """Fill shards in order; a tensor larger than the limit has a file of its own."""
     shards: list[dict[str, TensorInfo]] = [{}]
     size = 0
@@ -220,15 +256,18 @@ def _split_into_shards(tensors: dict[str, TensorInfo], limit: int) -> list[dict[
     return shards
 
 
-def _write_index(path: Path, files: list[str], shards: list[dict[str, TensorInfo]]) -> None:
-    """Write the index of a model: the file of each tensor, and the total size."""
+def write_index(directory: Path, stem: str, files: Mapping[str, Mapping[str, TensorInfo]]) -> None:
+    """Write the index of a model of several files: the file of each tensor, and the total size."""
+    if len(files) == 1:
+        return
     weight_map: dict[str, str] = {}
     total_size = 0
     total_parameters = 0
-    for file, shard in zip(files, shards, strict=True):
+    for file, shard in files.items():
         weight_map |= dict.fromkeys(shard, file)
         for info in shard.values():
             total_size += info.nbytes
             total_parameters += math.prod(info.shape)
     metadata = {"total_size": total_size, "total_parameters": total_parameters}
+    path = directory / f"{stem}.safetensors.index.json"
     write_json(path, {"metadata": metadata, "weight_map": weight_map})

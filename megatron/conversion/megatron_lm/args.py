@@ -74,7 +74,6 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", "yarn", "alibi", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
     "apply_residual_connection_post_layernorm": (False, None),
-    "no_rope_freq": (None,),
     "qk_l2_norm": (False, None),
     "attention_output_gate": (False, None),
     "experimental_attention_variant": (None,),

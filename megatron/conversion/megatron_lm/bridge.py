@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.megatron_lm.plain_yaml import PlainYamlError, parse_yaml
 from megatron.conversion.model_space.source import check_scalar, plain_args, refuse_other_models
 from megatron.core.dist_checkpointing import CheckpointError, safe_load
 from megatron.core.dist_checkpointing.format.schema import anything, mapping, read_regular, text
 
 RUN_CONFIG = "run_config.yaml"
 TRAIN_STATE = "train_state.pt"
-_TOKENIZER = "tokenizer"
 
 _RENAMED = {
     "num_moe_experts": "num_experts",
@@ -37,7 +35,12 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "rotary_scaling_factor": (None, 1.0),
     "fp32_residual_connection": (False, None),
 }
-_LISTS = ("window_size", "window_attn_skip_freq", "moe_layer_freq")  # nested arguments
+_LISTS = (
+    "window_size",
+    "window_attn_skip_freq",
+    "moe_layer_freq",
+    "no_rope_freq",
+)  # nested arguments
 # Function, gated; Megatron-core's fused GELU is the tanh approximation.
 _ACTIVATIONS = {("torch.nn.functional.silu", True), ("torch.nn.functional.gelu", False)}
 _TRAINING = (
@@ -57,6 +60,9 @@ def read_bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, 
 
     Raises CheckpointError for damaged or malformed files, ValueError for an unsupported model.
     """
+    # Imported here, because other checkpoints do not need PyYAML.
+    from megatron.conversion.megatron_lm.plain_yaml import PlainYamlError, parse_yaml
+
     # Parse the configuration.
     path = directory / RUN_CONFIG
     try:
@@ -68,7 +74,7 @@ def read_bridge_common(directory: Path, common: Mapping[str, Any]) -> dict[str, 
 
     # Convert it to Megatron-LM's arguments, which include the numbers of consumed samples.
     counters = _read_counters(directory / TRAIN_STATE)
-    args = _convert_model(model, str(path)) | _convert_training(config, directory)
+    args = _convert_model(model, str(path)) | _convert_training(config)
     args["consumed_train_samples"] = counters.get("consumed_train_samples", 0)
     args["consumed_valid_samples"] = counters.get("consumed_valid_samples", 0)
     operations = counters.get("floating_point_operations_so_far", 0.0)
@@ -166,8 +172,8 @@ def _read_dtype(model: Mapping[str, Any], where: str) -> torch.dtype:
     return known[name]
 
 
-def _convert_training(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the other sections as arguments; the tokenizer is the one next to the weights."""
+def _convert_training(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the other sections as arguments."""
     # Merge the sections; later ones take precedence.
     known: dict[str, Any] = {}
     for name in ("rng", "tokenizer", "train", "ddp", "optimizer"):
@@ -176,10 +182,6 @@ def _convert_training(config: Mapping[str, Any], directory: Path) -> dict[str, A
             known |= section
     args = plain_args({name: known[name] for name in _TRAINING if name in known})
 
-    # The stored path was valid on the machine that trained the model.
-    tokenizer = directory / _TOKENIZER
-    if args.get("tokenizer_type") == "HuggingFaceTokenizer" and tokenizer.is_dir():
-        args["tokenizer_model"] = str(tokenizer)
     return args
 
 

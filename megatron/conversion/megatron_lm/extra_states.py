@@ -33,7 +33,7 @@ def build_extra_states(keys: Iterable[str], experts: int = 0) -> dict[str, Shard
 
     def add(module: str, index: int, count: int, value: torch.Tensor | None) -> None:
         key = f"{module}._extra_state/shard_{index}_{count}"
-        states[key] = ShardedObject(key, value)
+        states[key] = ShardedObject(key, value, is_constant=True)
 
     for key in keys:
         match = _STATEFUL.fullmatch(key)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.core.parallel_state import ParallelConfig
+from megatron.core.parallel_config import ParallelConfig
 
 # Offsets by which Megatron-LM derives the seeds of its ranks from one seed.
 _MODEL_PARALLEL = 2718

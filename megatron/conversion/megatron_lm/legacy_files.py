@@ -12,7 +12,8 @@ from megatron.conversion.file_names import MODEL_FILE, OPTIMIZER_FILE
 from megatron.conversion.model_space.pieces import find_archive_faults
 from megatron.conversion.model_space.source import COMMON, RANKS
 from megatron.core.dist_checkpointing import CheckpointError, safe_open
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ParallelState
 
 
 class MegatronRank(NamedTuple):
@@ -62,6 +63,16 @@ class MegatronRank(NamedTuple):
             _, ep = self.expert
             name += f"_{ep:03d}"
         return name
+
+
+def list_expert_ranks(parallel: ParallelConfig) -> list[MegatronRank]:
+    """Return every rank of the experts' grid without their replicas, ETP fastest."""
+    ranks = []
+    for pp in range(parallel.pp_size):
+        for ep in range(parallel.ep_size):
+            for etp in range(parallel.etp_size):
+                ranks.append(MegatronRank(0, pp, (etp, ep)))
+    return ranks
 
 
 def compute_minimum_world_size(parallel: ParallelConfig) -> int:

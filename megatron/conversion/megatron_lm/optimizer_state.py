@@ -26,6 +26,7 @@ from megatron.conversion.model_space.source import (
     OPTIMIZER_STATES,
     TensorInfo,
     is_trained,
+    is_weight,
     optimizer_key,
     optimizer_states,
     split_key,
@@ -216,11 +217,12 @@ class PieceTable:
     be bitwise equal to its weight. This proves that flat buffers were cut where they had been
     joined: a buffer does not record which element belongs to which parameter, and Megatron-core up
     to 0.19.2 shifts the parameters of fully_reshardable state after a padded bucket. Training would
-    continue with the moments of other parameters.
+    continue with the moments of other parameters. Only a repair reads without this comparison.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, compares_weights: bool = True) -> None:
         self._where = where
+        self._compares_weights = compares_weights
         self.tensors: dict[str, TensorInfo] = {}
         # Key -> (offset, shape) of each piece -> its reader.
         self._pieces: dict[str, dict[Extent, ReadRegion]] = {}
@@ -264,7 +266,7 @@ class PieceTable:
         """
         # The loop adds entries, so it works on a copy of the keys.
         for key in list(self.tensors):
-            if key.startswith("optimizer."):
+            if not is_weight(key):
                 continue
             main = optimizer_key("param", key)
             is_fp32 = self.tensors[key].dtype == torch.float32
@@ -297,7 +299,8 @@ class PieceTable:
         """
         value = self._paste(key, offset, shape)
         parameter, state = split_key(key)
-        if state != "param" or key in self._implied or parameter not in self.tensors:
+        is_checked = self._compares_weights and state == "param" and parameter in self.tensors
+        if not is_checked or key in self._implied:
             return value
 
         # Compare a main parameter with its weight.
@@ -307,10 +310,11 @@ class PieceTable:
                 f"{self._where}: the main parameter of {parameter} at {offset} is not the stored "
                 "weight, so the optimizer state is that of other parameters. Either "
                 "Megatron-core wrote it wrongly (its fully_reshardable form, up to 0.19.2, where "
-                "buckets end in padding), or flat buffers were filled by other arguments than "
-                "the stored ones. Take the weights alone (--no-optim of convert.py, "
-                "--no-load-optim of a run), or another save of that run (--ckpt-format torch, or "
-                "torch_dist without --dist-ckpt-optim-fully-reshardable)"
+                "buckets end in padding: tools/checkpoint/inspect_checkpoint.py repair), or flat "
+                "buffers were filled by other arguments than the stored ones. Take the weights "
+                "alone (--no-optim of convert.py, --no-load-optim of a run), or another save of "
+                "that run (--ckpt-format torch, or torch_dist without "
+                "--dist-ckpt-optim-fully-reshardable)"
             )
         return value
 

@@ -9,15 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron.core.lazy_import import lazy_module
-
-if TYPE_CHECKING:
-    import yaml
-else:
-    # Only checkpoints of Megatron-Bridge need it.
-    yaml = lazy_module("yaml")
+import yaml
 
 _MAX_DEPTH = 20  # of nested lists and mappings
 

@@ -35,7 +35,16 @@ from megatron.conversion.megatron_lm.args import (
 )
 from megatron.conversion.megatron_lm.bridge import RUN_CONFIG, read_bridge_common
 from megatron.conversion.megatron_lm.extra_states import build_extra_states
-from megatron.conversion.megatron_lm.legacy_files import MegatronRank
+from megatron.conversion.megatron_lm.fsdp import MegatronFsdpSource, is_megatron_fsdp
+from megatron.conversion.megatron_lm.hybrid import (
+    HybridLayers,
+    find_pattern,
+    is_hybrid,
+    make_gpt_arguments,
+    make_gpt_key,
+    make_hybrid_key,
+)
+from megatron.conversion.megatron_lm.legacy_files import MegatronRank, list_expert_ranks
 from megatron.conversion.megatron_lm.optimizer_state import (
     PieceTable,
     fit_buckets,
@@ -43,6 +52,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     refuse_unknown_optimizer,
     split_by_optimizer,
 )
+from megatron.conversion.megatron_lm.stored_tokenizer import find_stored_tokenizer
 from megatron.conversion.model_space.model import (
     Layout,
     LocalParameter,
@@ -56,6 +66,7 @@ from megatron.conversion.model_space.model import (
 )
 from megatron.conversion.model_space.pieces import ReadFlat, ReadRegion, make_region_reader
 from megatron.conversion.model_space.source import (
+    AVERAGE,
     COMMON,
     OPTIMIZER_STATES,
     WORD_EMBEDDINGS,
@@ -65,6 +76,8 @@ from megatron.conversion.model_space.source import (
     SourceView,
     TensorInfo,
     TrainingState,
+    average_key,
+    is_weight,
     no_progress,
     optimizer_key,
     split_key,
@@ -76,7 +89,9 @@ from megatron.core.dist_checkpointing import (
     ShardedObject,
     ShardedStateDict,
     ShardedTensor,
+    is_complete,
     load_common,
+    read_metadata,
     save,
 )
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
@@ -89,8 +104,10 @@ from megatron.core.dist_checkpointing.format.schema import (
     record,
 )
 
+_TITAN_EMBEDDING = "tok_embeddings.weight"  # also of torchtune
+_HEAD_STATE = "output_layer._extra_state/shard_0_1"  # HybridModel requests it, GPTModel does not
 _COMMON_STATE = "common_state/shard_0_1"  # replaces common.pt in newer Megatron-LM
-_STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _RENAMED_STATES = {"fp32_param": "param"}
 _BUCKET = re.compile(
     r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
@@ -111,7 +128,6 @@ Buckets = dict[tuple[_ChunkPlace, int, str], str]
 _OPTIMIZER_OBJECT = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"  # of a tensor in fragments
 _ORIGINALS = mapping(optional(record({f"{_ORIGINAL_SHAPE}?": optional(SHAPE)})))
-_OURS = ("embedding.", "decoder.", "output_layer.", "optimizer.")
 _NUMBERED = re.compile(r"decoder\.layers\.\d+\.")
 # Objects without content to convert, or that are read elsewhere.
 _IGNORED_OBJECTS = (
@@ -145,19 +161,28 @@ def open_torch_dist(directory: Path, read_options: ReadOptions) -> Source:
             run = RunCheckpoint(directory, common, verify)
             if _has_current_keys(run.tensors):
                 return run
+    if not is_complete(directory):
+        keys = read_metadata(directory).tensors
+        if is_megatron_fsdp(keys):
+            return MegatronFsdpSource(directory, read_options)
+        if _TITAN_EMBEDDING in keys or f"model.{_TITAN_EMBEDDING}" in keys:
+            raise CheckpointError(
+                f"{directory}: a DCP directory of torchtitan or torchtune: copy the model's "
+                "config.json of transformers into it, which defines the model"
+            )
     return TorchDistSource(directory, read_options)
 
 
 def _has_current_keys(tensors: Mapping[str, TensorInfo]) -> bool:
     """Return whether the keys of all weights are those of this version.
 
-    Earlier versions had another key for the norm before experts, which only the reader of all forms
-    knows.
+    Earlier versions had another key for the norm before experts, and HybridModel has other keys.
+    Only the reader of all forms knows them.
     """
-    for key in tensors:
-        if not key.startswith("optimizer.") and find_norm_key(key, tensors) != key:
-            return False
-    return True
+    if is_hybrid(tensors):
+        return False
+    weights = filter(is_weight, tensors)
+    return all(find_norm_key(key, tensors) == key for key in weights)
 
 
 def _list_generators(reader: Reader) -> dict[str, Callable[[], Any]]:
@@ -177,7 +202,12 @@ class TorchDistSource:
     distributed.
     """
 
-    def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        read_options: ReadOptions | None = None,
+        compares_weights: bool = True,
+    ) -> None:
         read_options = read_options or ReadOptions()
         with_optimizer = read_options.optimizer
         verify = read_options.verify is not False
@@ -188,19 +218,23 @@ class TorchDistSource:
         self._keys = rename_tensors(
             {key: key for key in stored.tensors}, read_options.renames, self.description
         )
-        _refuse_fsdp(self._keys, directory)
 
         # Arguments.
         common = read_common(self._reader, directory, verify)
         if "args" not in common and (directory / RUN_CONFIG).is_file():
             common = read_bridge_common(directory, common)
+        if "args" in common and is_hybrid(self._keys):
+            pattern = find_pattern(self._keys, self.description)
+            common = common | {"args": make_gpt_arguments(common["args"], pattern)}
+            self._keys = {make_gpt_key(name): key for name, key in self._keys.items()}
         self.args = read_arguments(common, str(directory))
+        self.args |= find_stored_tokenizer(self.args, directory)
         self._num_layers = int(self.args["num_layers"])
         self._originals = _ORIGINALS(stored.extra.get("mcore_data", {}), f"{directory}: mcore_data")
 
         # Weights, and optimizer state except flat buckets.
         self.unused: list[str] = []
-        self._table = PieceTable(self.description)
+        self._table = PieceTable(self.description, compares_weights)
         if with_optimizer:
             self._check_optimizer_states(self._keys)
         buckets: Buckets = {}
@@ -238,14 +272,14 @@ class TorchDistSource:
 
     def _check_optimizer_states(self, keys: Iterable[str]) -> None:
         """Raise CheckpointError if the keys contain the state of an unsupported optimizer."""
-        states = []
+        states: list[str] = []
         for key in keys:
             bucket = _BUCKET.fullmatch(key)
             if bucket is not None:
                 states.append(bucket[5])
                 continue
             _, state = _split_stored_key(key)
-            if state is not None:
+            if state is not None and state != AVERAGE:
                 states.append(state)
         if states:
             refuse_unknown_optimizer(self.args, states, self.description)
@@ -273,7 +307,9 @@ class TorchDistSource:
     def _add_layer(self, key: str, name: str, state: str | None, lead: Shape) -> None:
         """Add the part of the stored tensor `key` at index `lead` as the parameter `name`."""
         target = name
-        if state is not None:
+        if state == AVERAGE:
+            target = average_key(name)
+        elif state is not None:
             target = optimizer_key(state, name)
         stored = self._reader.metadata.tensors[key]
         extra = self._originals.get(key) or {}
@@ -323,7 +359,7 @@ class TorchDistSource:
         has_expert_optimizer = layout.parallel.ep_size > 1
         ranks_by_optimizer = [[MegatronRank(tp, pp) for tp, pp in layout.ranks]]
         if has_expert_optimizer:
-            ranks_by_optimizer.append(_list_expert_ranks(layout))
+            ranks_by_optimizer.append(list_expert_ranks(layout.parallel))
 
         for optimizer, ranks in enumerate(ranks_by_optimizer):
             for index, rank in enumerate(ranks):
@@ -389,7 +425,7 @@ class TorchDistSource:
         known: dict[str, TensorInfo] = {}
         for key, info in self.tensors.items():
             parameter, state = split_key(key)
-            if parameter in wanted and (state is None or state in OPTIMIZER_STATES):
+            if parameter in wanted and state in (None, AVERAGE, *OPTIMIZER_STATES):
                 known[key] = info
         self.unused += sorted(set(self.tensors) - set(known))
         for key in sorted(self._reader.metadata.objects):
@@ -403,31 +439,9 @@ def _split_stored_key(key: str) -> tuple[str, str | None]:
     """Return the parameter of a stored key, and its optimizer state under our name, if any."""
     match = _STATE.fullmatch(key)
     if match is None:
-        return key, None
+        return split_key(key)
     state, parameter = match.groups()
     return parameter, _RENAMED_STATES.get(state, state)
-
-
-def _list_expert_ranks(layout: Layout) -> list[MegatronRank]:
-    """Return every rank of the experts' grid without their replicas, ETP fastest."""
-    ranks = []
-    for pp in range(layout.parallel.pp_size):
-        for ep in range(layout.parallel.ep_size):
-            for etp in range(layout.parallel.etp_size):
-                ranks.append(MegatronRank(0, pp, (etp, ep)))
-    return ranks
-
-
-def _refuse_fsdp(keys: Iterable[str], directory: Path) -> None:
-    """Raise CheckpointError for a checkpoint of Megatron-FSDP, whose keys have a prefix."""
-    names = list(keys)
-    if any(name.startswith(_OURS) for name in names):
-        return
-    if any("model." in name for name in names):
-        raise CheckpointError(
-            f"{directory}: a checkpoint of Megatron-FSDP (fsdp_dtensor, keys such as {names[0]}) "
-            "is not read here: save that run with --ckpt-format torch_dist"
-        )
 
 
 _POSITION = record({"iteration": COUNT, "num_floating_point_operations_so_far": number(0)})
@@ -438,6 +452,9 @@ class RunCheckpoint:
     """A torch_dist directory that a run of this program saved, with its own keys.
 
     Its keys are model space for every model. `common` is the content of its common.pt.
+
+    In addition to the interface of a `Source` it has its `reader`, which resuming needs: it reads
+    batches of boxes with several threads, and the objects that modules store (scales of fp8).
     """
 
     def __init__(self, directory: Path, common: Mapping[str, Any], verify: bool = True) -> None:
@@ -470,7 +487,7 @@ class RunCheckpoint:
         return self.reader.read(key, offset, shape)
 
 
-_LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers\.)(\d+)\.(.+)")
+_LAYER = re.compile(r"((?:optimizer\.state\.\w+\.|ema\.)?decoder\.layers\.)(\d+)\.(.+)")
 
 
 class StackedLayers(SourceView):
@@ -557,13 +574,18 @@ def write_torch_dist(
 def _build_extra_states(source: Source) -> ShardedStateDict:
     """Return the extra states that Megatron-core requires for the layers of `source`."""
     experts = int(source.args.get("num_experts") or 0)
-    if not isinstance(source, StackedLayers):
+    if not isinstance(source, StackedLayers | HybridLayers):
         return dict(build_extra_states(source.tensors, experts))
-    stacked: ShardedStateDict = {}
+    renamed: ShardedStateDict = {}
     for entry in build_extra_states(source.by_layer, experts).values():
-        key = make_stacked_key(entry.key, source.num_layers)
-        stacked[key] = ShardedObject(key, entry.value)
-    return stacked
+        if isinstance(source, StackedLayers):
+            key = make_stacked_key(entry.key, source.num_layers)
+        else:
+            key = make_hybrid_key(entry.key)
+        renamed[key] = ShardedObject(key, entry.value)
+    if isinstance(source, HybridLayers):
+        renamed[_HEAD_STATE] = ShardedObject(_HEAD_STATE, None)
+    return renamed
 
 
 def _build_common(source: Source) -> dict[str, Any]:
@@ -605,6 +627,8 @@ def _build_args(source: Source) -> dict[str, Any]:
     # The state next to the weights: Megatron-LM's reader requests only the parts that are listed.
     args["ckpt_format"] = "torch_dist"
     args["use_dist_ckpt"] = True
+    if isinstance(source, HybridLayers):
+        args = source.replace_arguments(args)
     args["no_save_optim"] = training is None or training.param_groups is None
     args["no_save_rng"] = training is None or not training.rng
     args.setdefault("consumed_train_samples", 0)

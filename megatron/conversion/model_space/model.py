@@ -27,6 +27,7 @@ from megatron.conversion.model_space.source import (
     TensorInfo,
     complete_states,
     is_trained,
+    is_weight,
     optimizer_key,
     optimizer_states,
     split_key,
@@ -36,7 +37,8 @@ from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 from megatron.core.flags import find_value_problems
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
-from megatron.core.parallel_state import Axis, ExpertAxes, ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import (
@@ -152,7 +154,7 @@ def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> N
     # Every trained parameter has every state, in its own shape.
     missing = []
     for parameter, info in tensors.items():
-        if parameter.startswith("optimizer.") or not is_trained(parameter):
+        if not is_weight(parameter) or not is_trained(parameter):
             continue
         for state in states:
             key = optimizer_key(state, parameter)

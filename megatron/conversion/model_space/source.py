@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     sequence,
     text,
 )
-from megatron.core.optimizer import UPDATE_RULES
+from megatron.core.optimizer import AVERAGE_PREFIX, UPDATE_RULES
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LAYERS = schema.plausible("LAYERS", 10_000)
@@ -93,7 +93,11 @@ def _make_check(kind: Any) -> Check:
 
 
 def _make_model_checks() -> dict[str, Check]:
-    """Return a check for each field of TransformerConfig."""
+    """Return a check for each field of TransformerConfig.
+
+    The check limits what a file can request. Choices and bounds of the field itself are checked by
+    TransformerConfig, as for a flag.
+    """
     checks = {}
     for name, kind in typing.get_type_hints(TransformerConfig).items():
         checks[name] = _make_check(kind)
@@ -282,6 +286,8 @@ _STATE_SETS = _list_state_sets()
 # Names of the optimizer's tensors; param is the fp32 main parameter. The rest are the states of the
 # registered optimizers, each once.
 OPTIMIZER_STATES = ("param", *dict.fromkeys(itertools.chain.from_iterable(_STATE_SETS)))
+# The state of a parameter that is its average, which does not belong to the optimizer.
+AVERAGE = "ema"
 ADAM = ("param", *UPDATE_RULES["adam"].STATE_SETS[0])
 SGD = ("param", *UPDATE_RULES["sgd"].STATE_SETS[0])
 
@@ -292,12 +298,27 @@ def optimizer_key(state: str, parameter: str) -> str:
     return f"optimizer.state.{state}.{parameter}"
 
 
+def average_key(parameter: str) -> str:
+    """Return the key of a parameter's average (--ema-decay)."""
+    return f"{AVERAGE_PREFIX}{parameter}"
+
+
 def split_key(key: str) -> tuple[str, str | None]:
-    """Return the parameter of a key, and its optimizer state: None for the parameter itself."""
+    """Return the parameter of a key, and its state: one of the optimizer's, AVERAGE, or None for
+    the parameter itself.
+    """
+    if key.startswith(AVERAGE_PREFIX):
+        return key.removeprefix(AVERAGE_PREFIX), AVERAGE
     if not key.startswith("optimizer.state."):
         return key, None
     state, _, parameter = key.removeprefix("optimizer.state.").partition(".")
     return parameter, state
+
+
+def is_weight(key: str) -> bool:
+    """Return whether a key is that of a parameter of the model, not of its state."""
+    _, state = split_key(key)
+    return state is None
 
 
 def optimizer_states(keys: Iterable[str]) -> tuple[str, ...]:
@@ -417,8 +438,14 @@ class SourceView:
     def cast_weights(self, dtype: torch.dtype) -> None:
         """Change the dtype of the weights. A router's bias is fp32 in every model."""
         for key, info in self.tensors.items():
-            if not key.startswith("optimizer.") and is_trained(key):
+            if is_weight(key) and is_trained(key):
                 self.tensors[key] = TensorInfo(info.shape, dtype)
+
+    def drop_average(self) -> None:
+        """Leave out the average of the weights."""
+        for key in list(self.tensors):
+            if key.startswith(AVERAGE_PREFIX):
+                del self.tensors[key]
 
     def drop_optimizer(self) -> None:
         """Leave out the optimizer state, and the parts of the training state that belong to it."""
@@ -429,6 +456,36 @@ class SourceView:
             self.training = dataclasses.replace(
                 self.training, param_groups=None, scheduler=None, grad_scaler=None
             )
+
+
+class AveragedWeights(SourceView):
+    """A model with the average of its weights (--ema-decay) as the weights, without optimizer.
+
+    The average is fp32 and is cast once to `dtype`, by default the dtype of the weights.
+    """
+
+    def __init__(self, source: Source, dtype: torch.dtype | None = None) -> None:
+        super().__init__(source)
+        missing = []
+        for key in source.tensors:
+            is_averaged = is_weight(key) and is_trained(key)
+            if is_averaged and average_key(key) not in source.tensors:
+                missing.append(key)
+        if missing:
+            raise ValueError(
+                f"--weights ema: {source.description} has no average of {missing[0]}: a run saves "
+                "one with --ema-decay"
+            )
+        self.drop_optimizer()
+        self.drop_average()
+        if dtype is not None:
+            self.cast_weights(dtype)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        if not is_trained(key):
+            return self._source.read(key, offset, shape)
+        average = self._source.read(average_key(key), offset, shape)
+        return average.to(self.tensors[key].dtype)
 
 
 def read_whole(source: Source, key: str) -> torch.Tensor:

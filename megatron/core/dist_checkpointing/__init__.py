@@ -1,4 +1,3 @@
-# ruff: noqa: F401 (re-exported)
 """Distributed checkpoints of named global tensors, independent of the layout that wrote them.
 
 Saving has four steps: plan (once), stage, write, commit. `save` runs them synchronously,
@@ -7,69 +6,112 @@ in place. Files are plain DCP, so that `torch.distributed.checkpoint` alone can 
 docs/checkpointing.md.
 """
 
-from typing import TYPE_CHECKING
+from megatron.core.dist_checkpointing.checkpoint_directory import (
+    CheckpointDirectory,
+    is_unfinished,
+)
+from megatron.core.dist_checkpointing.files import (
+    clean_up,
+    is_complete,
+    read_tracker,
+    write_tracker,
+)
+from megatron.core.dist_checkpointing.format.metadata import (
+    CheckpointMetadata,
+    StoredChunk,
+    StoredTensor,
+)
+from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
+from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
+from megatron.core.dist_checkpointing.format.torch_load import (
+    FileTensor,
+    load_common,
+    load_file_tensors,
+    safe_load,
+    safe_open,
+)
+from megatron.core.dist_checkpointing.generation import Generation, SupersededError
+from megatron.core.dist_checkpointing.lineage import (
+    Lineage,
+    Segment,
+    iteration_in_name,
+    read_lineage,
+)
+from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load
+from megatron.core.dist_checkpointing.loading.reader import Reader, Request
+from megatron.core.dist_checkpointing.mapping import (
+    Box,
+    Shape,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+    split_flat_range,
+)
+from megatron.core.dist_checkpointing.saving.object_commit import take_generation
+from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
+from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveReport
+from megatron.core.dist_checkpointing.saving.saver import (
+    AsyncSaver,
+    CheckpointCopier,
+    save,
+    staging_for_waiting,
+)
+from megatron.core.dist_checkpointing.torch_programs.checkpointer import Checkpointer
+from megatron.core.dist_checkpointing.torch_programs.state import Stateful
+from megatron.core.dist_checkpointing.torch_programs.tensors import make_sharded_tensor
+from megatron.core.dist_checkpointing.verification import (
+    VerifyReport,
+    find_missing_or_truncated,
+    verify,
+)
 
-from megatron.core.lazy_import import lazy_names
-
-if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.checkpoint_directory import (
-        CheckpointDirectory,
-        is_unfinished,
-    )
-    from megatron.core.dist_checkpointing.files import (
-        clean_up,
-        is_complete,
-        read_tracker,
-        write_tracker,
-    )
-    from megatron.core.dist_checkpointing.format.metadata import (
-        CheckpointMetadata,
-        StoredChunk,
-        StoredTensor,
-    )
-    from megatron.core.dist_checkpointing.format.metadata_file import read_metadata
-    from megatron.core.dist_checkpointing.format.schema import CheckpointError, UnsafePickleError
-    from megatron.core.dist_checkpointing.format.torch_load import (
-        FileTensor,
-        load_common,
-        load_file_tensors,
-        safe_load,
-        safe_open,
-    )
-    from megatron.core.dist_checkpointing.generation import Generation, SupersededError
-    from megatron.core.dist_checkpointing.lineage import (
-        Lineage,
-        Segment,
-        iteration_in_name,
-        read_lineage,
-    )
-    from megatron.core.dist_checkpointing.loading.load import LoadReport, fill, load
-    from megatron.core.dist_checkpointing.loading.reader import Reader, Request
-    from megatron.core.dist_checkpointing.mapping import (
-        Box,
-        Shape,
-        ShardedObject,
-        ShardedStateDict,
-        ShardedTensor,
-        split_flat_range,
-    )
-    from megatron.core.dist_checkpointing.saving.object_commit import take_generation
-    from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
-    from megatron.core.dist_checkpointing.saving.save_thread import SaveHandle, SaveReport
-    from megatron.core.dist_checkpointing.saving.saver import (
-        AsyncSaver,
-        CheckpointCopier,
-        save,
-        staging_for_waiting,
-    )
-    from megatron.core.dist_checkpointing.torch_programs.checkpointer import Checkpointer
-    from megatron.core.dist_checkpointing.torch_programs.state import Stateful
-    from megatron.core.dist_checkpointing.torch_programs.tensors import make_sharded_tensor
-    from megatron.core.dist_checkpointing.verification import (
-        VerifyReport,
-        find_missing_or_truncated,
-        verify,
-    )
-else:
-    # Each is imported when it is first used: half of the package needs no torch.
-    __getattr__, __all__ = lazy_names(__name__, __file__)
+__all__ = [
+    "AsyncSaver",
+    "Box",
+    "CheckpointCopier",
+    "CheckpointDirectory",
+    "CheckpointError",
+    "CheckpointMetadata",
+    "Checkpointer",
+    "FileTensor",
+    "Generation",
+    "Lineage",
+    "LoadReport",
+    "Reader",
+    "Request",
+    "SaveFailedError",
+    "SaveHandle",
+    "SaveReport",
+    "Segment",
+    "Shape",
+    "ShardedObject",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "Stateful",
+    "StoredChunk",
+    "StoredTensor",
+    "SupersededError",
+    "UnsafePickleError",
+    "VerifyReport",
+    "clean_up",
+    "fill",
+    "find_missing_or_truncated",
+    "is_complete",
+    "is_unfinished",
+    "iteration_in_name",
+    "load",
+    "load_common",
+    "load_file_tensors",
+    "make_sharded_tensor",
+    "read_lineage",
+    "read_metadata",
+    "read_tracker",
+    "safe_load",
+    "safe_open",
+    "save",
+    "split_flat_range",
+    "staging_for_waiting",
+    "take_generation",
+    "verify",
+    "write_tracker",
+]

@@ -93,6 +93,7 @@ class StagingBuffer:
 
     def __init__(self, num_slots: int, pinned: bool) -> None:
         stride = PAGE + SLOT_SIZE
+        # Each slot has a page before it, for the header of a message to another node.
         self._memory = mmap.mmap(
             -1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )

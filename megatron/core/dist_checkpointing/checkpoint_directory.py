@@ -28,6 +28,7 @@ class CheckpointDirectory:
         """Return the iterations that have a directory, complete or not, in order."""
         iterations = []
         for path in self.root.glob("iter_*"):
+            # Other names are copies or files of the user.
             digits = path.name.removeprefix("iter_")
             if digits.isascii() and digits.isdigit():
                 iterations.append(int(digits))
@@ -35,6 +36,7 @@ class CheckpointDirectory:
 
     def read_lineages(self) -> dict[int, Lineage]:
         """Return the lineages by iteration, without unfinished saves in object storage."""
+        # One small file is read per checkpoint.
         lineages = {}
         for iteration in self.list_iterations():
             path = self.path(iteration)

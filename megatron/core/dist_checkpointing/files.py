@@ -55,6 +55,7 @@ def run_name(save_directory: Path) -> str:
 
     A copy of the directory is another run, and so is a directory that was emptied.
     """
+    # The random content distinguishes emptied directories, the path distinguishes copies.
     path = save_directory / RUN
     if not path.is_file():
         _write_whole(path, secrets.token_hex(8).encode())
@@ -122,6 +123,7 @@ def read_commit(directory: ObjectPath) -> dict[str, tuple[int, str]] | None:
         content = _COMMIT(schema.read_json(directory / METADATA_JSON), where)
     except FileNotFoundError:
         return None
+    # Left by `object_commit.revoke`: the save was superseded or removed.
     if "revoked" in content:
         return None
     listed = content.get("files", {})

@@ -1,11 +1,11 @@
 """Fencing: ownership of a directory of checkpoints by one start of a job.
 
 Every start that saves takes the next generation. It creates `.generation-0000007-<token>/`, where
-the token is random, and renames the directories of earlier generations away. Whatever an owner
-adds to the directory of checkpoints, or removes from it, is one rename from or to a path inside its
-own generation: a finished checkpoint, the tracker, a checkpoint to be removed. All of these renames
-fail for the old owner as soon as a successor has taken over, wherever the old owner was suspended.
-No check precedes the action.
+the token is random, and renames the directories of earlier generations away. An owner changes the
+directory of checkpoints only by renames from or to a path inside its own generation: to add a
+finished checkpoint, to move the tracker, to remove a checkpoint. All of these renames fail for the
+old owner as soon as a successor has taken over, wherever the old owner was suspended. No check
+precedes the action.
 
 The token makes the path unique. Numbers repeat when the directory of checkpoints is removed,
 renamed or restored from a backup while a start is suspended or running; without the token, that
@@ -107,6 +107,7 @@ class Generation:
         Unfinished files of former owners are removed; a checkpoint that they were about to replace
         gets its name back. The number exceeds `above` and that of every checkpoint in `root`.
         """
+        # Choose a number above all numbers that are or were in use here.
         token = secrets.token_hex(8)
         content = describe_owner(token, owner)
         known = find_starts(root)
@@ -139,7 +140,7 @@ class Generation:
             yield
         except OSError as error:
             self.check(error)
-            raise
+            raise  # a real error of the file system
 
     def check(self, cause: BaseException | None = None) -> None:
         """Raise SupersededError if another start has taken over."""
@@ -171,6 +172,7 @@ class Generation:
         if not self.root.is_dir() or self.is_current():
             return
         self.check()
+        # Refuse a directory that another run has put in this place.
         unseen = find_starts(self.root) - self.known - {(self.number, self.token)}
         strangers = sorted(number for number, _ in unseen if number > 0)
         if strangers:
@@ -180,6 +182,7 @@ class Generation:
                 f"checkpoints of generation {numbers}, which this run (generation {self.number}) "
                 "has not seen. It changes nothing in it any more; give it another --save to go on"
             )
+        # Claim again, then look for starts that claimed in the meantime, as `take` does.
         self._claim()
         successor = self._find_successor()
         if successor is not None:
@@ -193,6 +196,7 @@ class Generation:
     def publish(self, name: str, content: bytes) -> None:
         """Write the file `name` of `root` durably, as a whole, and only as its owner."""
         with self.fenced():
+            # Written inside the own generation, so that the rename fails after a takeover.
             ours = self.directory / name
             write_flushed(ours, content)
             os.rename(ours, self.root / name)
@@ -210,6 +214,7 @@ class Generation:
         # Removals that earlier calls could not finish.
         for path in self.directory.glob(f"{_DELETING}*"):
             remove(path)
+        # Rename all of them first: removing the content of one can take minutes.
         aside = []
         for directory in directories:
             path = self.directory / f"{_DELETING}{directory.name}"
@@ -263,12 +268,14 @@ class Generation:
 
     def _revoke_older(self) -> None:
         """Rename earlier generations and claims away, then remove them with their content."""
+        # Claims of starts that crashed before their rename are removed, too.
         older = [found.name for found in generations_in(self.root) if found < self.id]
         older += [path.name for path in self.root.glob(f"{_CLAIM}*")]
         for name in older:
             revoked = self.root / f"{_REVOKED}{name.removeprefix('.')}-{self.token}"
             with contextlib.suppress(FileNotFoundError):  # another start was faster
                 os.rename(self.root / name, revoked)
+        # The renames must be durable before the content is removed.
         fsync_directory(self.root)
         for revoked in sorted(self.root.glob(f"{_REVOKED}*")):
             # A link could point at any directory: it is removed, never followed.
@@ -295,6 +302,7 @@ def generations_in(root: Path) -> list[GenerationId]:
     """Return the generations that `root` contains, oldest first."""
     found = []
     for path in root.glob(f"{GENERATION}*"):
+        # Other names are not ours, e.g., of an editor or a file manager.
         match = _NAME.fullmatch(path.name)
         if match is not None:
             found.append(GenerationId(int(match[1]), match[2] or ""))

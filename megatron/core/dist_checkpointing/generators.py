@@ -54,12 +54,13 @@ def get_generator_states() -> dict[str, Any]:
 def check_generator_states(state: Any) -> GeneratorStates:
     """Return the states in the result of `get_generator_states`, from a file.
 
-    `cuda` is None if there is no GPU, or if its state is missing or that of another kind of device.
+    `cuda` is None without a GPU, and if its state is missing or that of another kind of device.
     Raises CheckpointError for an invalid state: NumPy and PyTorch do not validate it themselves,
     and NumPy reads out of bounds.
     """
     if not isinstance(state, Mapping):
         schema.refuse("it", state, "a dictionary")
+    # All are required; `cuda_rng_state` is None if the process had no GPU.
     for name in ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state"):
         if name not in state:
             raise CheckpointError(f"it has no {name!r}")
@@ -91,7 +92,7 @@ def _check_numpy(value: Any) -> tuple[Any, ...]:
     where = "np_rng_state"
     schema.sequence(schema.anything, 5, 5)(value, where)
     algorithm, words, position, has_gauss, gauss = value
-    if isinstance(words, np.ndarray):
+    if isinstance(words, np.ndarray):  # as Megatron-LM stores it
         words = words.tolist()
     schema.one_of("MT19937")(algorithm, f"{where}[0]")
     schema.sequence(_WORD, _NUM_WORDS, _NUM_WORDS)(words, f"{where}[1]")
@@ -103,6 +104,7 @@ def _check_numpy(value: Any) -> tuple[Any, ...]:
 
 def check_torch_state(value: Any, device: torch.device, where: str) -> Tensor | None:
     """Validate the state of a generator of `device`; None for one of another kind of device."""
+    # Not the generator of the process, which an invalid state must not change.
     generator = torch.Generator(device)
     is_state = (
         type(value) is Tensor
@@ -114,7 +116,7 @@ def check_torch_state(value: Any, device: torch.device, where: str) -> Tensor | 
     if not is_state:
         schema.refuse(where, value, "a one-dimensional tensor of bytes")
     if value.numel() != generator.get_state().numel():
-        return None
+        return None  # e.g., of a GPU: the sizes of the states differ
     state: Tensor = value.contiguous()
     try:
         generator.set_state(state)

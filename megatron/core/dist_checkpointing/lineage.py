@@ -94,6 +94,7 @@ class Lineage(NamedTuple):
 
     def includes(self, other: Lineage) -> bool:
         """Return whether `other` is this checkpoint or an ancestor of it."""
+        # An ancestor was saved by a start of the branch, before the branch left that start.
         for segment in self.branch:
             same_start = (segment.generation, segment.token) == (other.generation, other.token)
             if same_start and other.iteration <= segment.iteration:
@@ -107,6 +108,7 @@ class Lineage(NamedTuple):
             "parent": parent,
             "branch": [(segment.generation, segment.iteration) for segment in self.branch],
         }
+        # Apart from `branch`, so that older versions of this program can read the file.
         tokens = [segment.token for segment in self.branch]
         if any(token is not None for token in tokens):
             content["tokens"] = tokens
@@ -191,6 +193,7 @@ def on_branch(saved: Mapping[int, Lineage], head: Lineage | None = None) -> list
     ends with another iteration than its name is a copy under another name, and belongs to no
     branch.
     """
+    # Leave out copies under another name.
     intact = {
         iteration: lineage for iteration, lineage in saved.items() if lineage.iteration == iteration
     }

@@ -82,6 +82,7 @@ def form_replication_groups(size: int, distance: int, factor: int) -> list[list[
     """
     groups = []
     for first in range(min(distance, size)):
+        # `distance` is usually the number of ranks per node: the members are on different nodes.
         members = list(range(first, size, distance))
         count = len(members) // factor
         if count == 0:
@@ -136,7 +137,7 @@ class LocalTier(NamedTuple):
         # after another one has read it.
         ranks.run_on_all(lambda: _read_or_create_node_token(root))
         token = ranks.run_on_all(lambda: _read_or_create_node_token(root))
-        first: dict[str, int] = {}
+        first: dict[str, int] = {}  # token -> lowest rank that has read it
         nodes = []
         for rank, name in enumerate(ranks.all_gather(token)):
             nodes.append(first.setdefault(name, rank))
@@ -182,7 +183,7 @@ class LocalTier(NamedTuple):
     def record_generation(self, generation: GenerationId) -> None:
         """Record on this node that a start has taken `generation`; remove records of older ones."""
         if self.rank != self.node:
-            return
+            return  # one rank per node suffices
         try:
             (self.root / generation.name).touch()
             for older in generations_in(self.root):
@@ -241,6 +242,7 @@ def _create_replication(
     # Ranks that receive replicas of this rank, and ranks whose replicas it receives
     distance = distance or nodes.count(nodes[0])
     groups = form_replication_groups(len(nodes), distance, copies)
+    # A ring: every rank sends to the next `copies - 1` ranks of its group.
     (members,) = (group for group in groups if rank in group)
     place = members.index(rank)
     size = len(members)
@@ -275,7 +277,9 @@ class LocalSaver:
         self.tier = tier
         self._generation = generation
         self._kept = kept
+        # Name of the checkpoint that is being copied to --save, and whether that has ended.
         self._being_copied: tuple[str, Callable[[], bool]] = "", lambda: True
+        # One thread and one slot for each rank whose replicas this rank receives.
         sources = len(tier.replication.sources)
         self._receivers = Workers(sources, "checkpoint-receiver")
         self._buffer = StagingBuffer(max(1, sources), pinned=False)
@@ -301,9 +305,11 @@ class LocalSaver:
         Two are kept: `name`, and the last one before it that has all its replicas; furthermore the
         one that is being copied.
         """
+        # Until `name` has all its replicas, the loss of a node would lose it: keep the one before.
         being_copied, is_copied = self._being_copied
         keep = (name, self._kept, None if is_copied() else being_copied)
         if self.tier.rank == self.tier.node:
+            # Newer checkpoints exist if the next save has already begun.
             for other in self.tier.list_checkpoints():
                 if other not in keep and order_of(other) <= order_of(name):
                     remove(self.tier.root / other)
@@ -359,6 +365,7 @@ class LocalCheckpoint(PendingCheckpoint):
             link.send_content(name, content)
 
     def finish(self, sums: Mapping[str, FileChecksums]) -> None:
+        # Rank 0 seals in `_publish`, after all other ranks: its marker is the commit.
         self._sums |= sums
         if self._rank != 0:
             self._seal()
@@ -372,6 +379,7 @@ class LocalCheckpoint(PendingCheckpoint):
         content = b"".join(seal_checksums(encode_checksum_records(self._sums)))
         write_marker(self.directory / name, content)
         self._send(name, content)
+        # A missing replica is a warning: the checkpoint itself is complete on this node.
         for link in self._links:
             problem = link.receive_answer()
             if problem is not None:

@@ -10,18 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
-from megatron.core.lazy_import import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
+import torch
 
 Shape = tuple[int, ...]
 Extent = tuple[Shape, Shape]  # offset and shape of a box
@@ -37,6 +31,7 @@ class Overlap(NamedTuple):
 
 def compute_overlap(first: Extent, second: Extent) -> Overlap | None:
     """Return the common part of two boxes of one tensor, or None if it is empty."""
+    # Corners of the common part, absolute
     low = tuple(map(max, first[0], second[0]))
     high = map(min, to_absolute(*first), to_absolute(*second))
     shape = to_relative(tuple(high), low)
@@ -89,6 +84,7 @@ def cut_rows(shape: Shape, itemsize: int, nbytes: int) -> Iterator[Extent]:
     """Cut a tensor into consecutive runs of whole rows of about `nbytes` each, at least one row."""
     axis = find_row_axis(shape)
     rows = 1 if axis is None else shape[axis]
+    # As many rows as fit into `nbytes`; an empty tensor is one run.
     step = max(1, rows * nbytes // max(1, math.prod(shape) * itemsize))
     for first in range(0, rows, step):
         yield locate_rows(shape, first, min(step, rows - first))
@@ -140,10 +136,12 @@ def split_flat_range(
     assert data.dim() == 1 and is_inside, (shape, start, tuple(data.shape))
     if start == stop:
         return
+    # A range of a vector, or the element of a scalar, is a box.
     if len(shape) <= 1:
         yield (start,) * len(shape), data.view((stop - start,) * len(shape))
         return
-    row_size = math.prod(shape[1:])
+    # Find the whole rows.
+    row_size = math.prod(shape[1:])  # elements
     first_whole = -(-start // row_size)  # first row that begins inside of the range
     last_whole = stop // row_size  # first row that does not end inside of the range
     if first_whole > last_whole:  # the range is part of one row
@@ -189,6 +187,7 @@ class BoxTable:
         """
         if 0 in shape:
             return
+        # Common part with each box, [boxes, dimensions]; not positive without one.
         start = np.array(offset, dtype=np.int64)
         low = np.maximum(self.offset, start)
         extent = np.minimum(self.offset + self.shape, start + np.array(shape, dtype=np.int64)) - low
@@ -209,6 +208,7 @@ class BoxTable:
         per box. Two functions are equal if their differences are. At the first corner in row-major
         order where the differences are unequal, the functions differ by the same amount.
         """
+        # Usual cases: an empty tensor, and one box that is the whole tensor.
         if 0 in whole:
             return None
         if len(self) == 1 and tuple(self.shape[0].tolist()) == whole and not self.offset.any():
@@ -216,6 +216,7 @@ class BoxTable:
         grid = tuple(extent + 1 for extent in whole)  # number of corners
         if math.prod(grid) >= 1 << 63:
             return "it has more elements than 64 bits can number"
+        # Number the corners row-major, and add up the signs at each of them.
         strides = np.array(
             [math.prod(grid[axis + 1 :]) for axis in range(len(grid))], dtype=np.int64
         )
@@ -226,9 +227,11 @@ class BoxTable:
         signs = []
         for upper in product((0, 1), repeat=len(whole)):
             corners.append((offset + shape * np.array(upper, dtype=np.int64)) @ strides)
+            # The mixed difference of a box is +1 at its lower corner, and alternates.
             signs.append(-sign if sum(upper) % 2 else sign)
         distinct, number = np.unique(np.concatenate(corners), return_inverse=True)
         counts = np.bincount(number, weights=np.concatenate(signs))
+        # The first corner at which boxes and tensor differ shows the fault.
         wrong = np.flatnonzero(counts)
         if not len(wrong):
             return None
@@ -270,6 +273,8 @@ class ShardedTensor:
     local: torch.Tensor | None = None
     # Reads (offset, shape) of a `lazy` tensor.
     read: Callable[[Shape, Shape], torch.Tensor] | None = None
+    # Values that follow from the other fields, for callers that save the same entry repeatedly.
+    derived: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def lazy(
@@ -312,6 +317,7 @@ class ShardedTensor:
         box_start = 0
         for box in self.boxes:
             numel = box.tensor.numel()
+            # Part of the range that is in this box, in local elements
             lo = max(start, box_start)
             hi = min(start + data.numel(), box_start + numel)
             if lo < hi:
@@ -333,6 +339,8 @@ class ShardedObject:
     key: str
     value: Any
     in_list: bool = True
+    # Whether nothing changes the value, so that a save may encode it in the background.
+    is_constant: bool = False
 
 
 ShardedStateDict = dict[str, ShardedTensor | ShardedObject]

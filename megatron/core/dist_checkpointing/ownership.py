@@ -1,8 +1,8 @@
 """Ownership: rules for taking over a directory of checkpoints.
 
 A start takes ownership at the last possible moment: after its checkpoint is loaded, before it
-trains. A start that fails before has changed nothing, and a run that is training to the same
-directory goes on.
+trains. A start that fails before leaves the directory unchanged, and a run that is training to the
+same directory goes on.
 
 An explicit start takes over from any other. An automatic restart (by torchrun --max-restarts or a
 requeue by Slurm) does not take over from another job that has taken the directory from its own job:
@@ -63,6 +63,7 @@ def _texts(value: Any) -> set[str]:
 
 def identify_job() -> Job:
     """Return the job of all ranks. Collective."""
+    # torchrun is checked first: it may itself run inside a Slurm job.
     elastic_id = os.environ.get("TORCHELASTIC_RUN_ID")
     slurm_id = os.environ.get("SLURM_JOB_ID")
     if elastic_id is None:
@@ -106,13 +107,17 @@ def read_previous_owner(root: Path, job: Job) -> PreviousOwner:
     if newest is None:
         return PreviousOwner({})
     owner = read_owner(root, newest)
+    # A start by hand may take over from any owner.
     if not job.is_restart:
         return PreviousOwner(owner)
+    # A restart continues the ownership of its own job.
     if job.is_recorded_in(owner):
         job_id = owner.get("job_id")
         first = owner.get("first_generation", newest.number)
         known = isinstance(job_id, str) and isinstance(first, int)
         return PreviousOwner(owner, job_id, first) if known else PreviousOwner(owner)
+    # Another job owns the directory. If it took over from this job, the restart must not take it
+    # back.
     former = owner.get("former_jobs")
     if isinstance(former, list) and any(
         isinstance(entry, dict) and job.is_recorded_in(entry) for entry in former
@@ -137,7 +142,7 @@ def prepare_directory(root: Path) -> None:
     if probe is None:
         return
     try:
-        seen = ranks.all_gather((socket.gethostname(), probe.exists()))
+        seen = ranks.all_gather((socket.gethostname(), probe.exists()))  # (host, is visible)
     finally:
         if ranks.is_coordinator:
             with contextlib.suppress(OSError):
@@ -152,6 +157,7 @@ def _create_probe(root: Path) -> Path | None:
         return None
     try:
         root.mkdir(parents=True, exist_ok=True)
+        # An existing directory may be read-only.
         with tempfile.TemporaryFile(dir=root):
             pass
         probe = root / f".probe-{secrets.token_hex(8)}"
@@ -208,6 +214,7 @@ def take_directory(root: Path, job: Job, tier: LocalTier | None = None) -> Gener
 def _take_on_all(ranks: Coordination, root: Path, job: Job, above: int) -> Generation:
     """Take the next generation, which exceeds `above`, and return it on all ranks. Collective."""
     generation = ranks.run_on_rank0(lambda: _take(root, job, above))
+    # The answer of rank 0 counts: other ranks may see a network file system with a delay.
     is_current = ranks.all_gather(generation.is_current())
     if not is_current[0]:
         generation.check()  # raises: another start has already taken the directory over
@@ -239,6 +246,7 @@ def _take(root: Path, job: Job, above: int) -> Generation:
 
 def _describe_start(job: Job, previous: PreviousOwner) -> dict[str, Any]:
     """Return the content of `owner.json`, except token and time."""
+    # The owner that loses the directory becomes the last former job, unless it is this job.
     former = previous.owner.get("former_jobs")
     former_jobs = list(former) if isinstance(former, list) else []
     if previous.job_id is None and isinstance(previous.owner.get("run_id"), str):
@@ -248,11 +256,13 @@ def _describe_start(job: Job, previous: PreviousOwner) -> dict[str, Any]:
                 "launchers": sorted(_texts(previous.owner.get("launchers"))),
             }
         )
+    # Shown by the start that loses the directory to this one.
     description: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}
     if job.run_id is not None:
         description["job"] = job.run_id.partition(" ")[2]
         description["run_id"] = job.run_id
         description["launchers"] = list(job.launchers)
+    # All starts of a job share an id and record its first generation.
     description["job_id"] = previous.job_id or secrets.token_hex(8)
     if previous.job_id is not None:
         description["first_generation"] = previous.first_generation

@@ -84,6 +84,7 @@ class MessageAuthenticator:
         Raises CheckpointError if only some ranks have a secret.
         """
         secret = os.environ.get(JOB_SECRET, "").encode()
+        # A nonce of zeros means that the rank has no secret.
         nonce = bytearray(secrets.token_bytes(_MAC_SIZE) if secret else bytes(_MAC_SIZE))
         nonces = [
             torch.empty(_MAC_SIZE, dtype=torch.uint8) for _ in range(dist.get_world_size(group))
@@ -96,6 +97,7 @@ class MessageAuthenticator:
             )
         if not secret:
             return cls(None)
+        # The key depends on the nonces of all ranks, so a message of an earlier start is not valid.
         content = b"".join(bytes(view_bytes(other)) for other in nonces)
         authenticator = cls(hmac.digest(secret, content, "sha256"))
         # Equal keys have equal MACs, from which the keys cannot be computed.
@@ -113,6 +115,7 @@ class MessageAuthenticator:
         if self._key is None:
             return b""
         mac = hashlib.blake2b(key=self._key, digest_size=_MAC_SIZE)
+        # The length separates the purpose from the content.
         mac.update(len(purpose).to_bytes(8, "little") + purpose.encode())
         for part in parts:
             mac.update(part)
@@ -130,6 +133,7 @@ class ReplicatedShard(ShardFile):
         self._links = links
 
     def write(self, offset: int, slot: Slot, length: int) -> None:
+        # To the local disk first: the save does not depend on the neighbors.
         super().write(offset, slot, length)
         for link in self._links:
             link.send(slot.frame, self._path.name, self._size, offset, length)
@@ -164,6 +168,7 @@ class ReplicaLink:
         """
         if self._problem is not None:
             return
+        # [header, MAC, rest of the page, content]
         view = view_bytes(frame)
         _HEADER.pack_into(view, 0, size, position, length, name.encode())
         mac = self._authenticator.sign(
@@ -194,6 +199,7 @@ class ReplicaLink:
         if self._problem is not None:
             return self._problem
         content = bytes(view_bytes(answer))
+        # The text is padded with zeros; an empty one means that the replica is stored.
         text = content[: _ANSWER.size]
         if not self._authenticator.is_valid(content[_ANSWER.size :], self._from_target, text):
             return "its answer is not authentic"
@@ -243,6 +249,7 @@ class ReplicaReceiver:
         """Receive one piece. Returns whether others follow."""
         dist.recv(self._slot.frame, self._source, self._group, _PIECES_TAG)  # or fewer bytes
         view = view_bytes(self._slot.frame)
+        # The header is not trusted before its MAC is checked: its length is limited.
         size, position, length, encoded = _HEADER.unpack_from(view)
         try:
             self._check_authentic(view, min(length, SLOT_SIZE))
@@ -255,6 +262,7 @@ class ReplicaReceiver:
                     return True
                 self._answer(self._problem or self._keep(name))
                 return False
+            # After an error, receive and drop the remaining pieces: the source goes on.
             if not self._problem:
                 self._write(name, size, position, length)
         except (OSError, ValueError) as error:
@@ -308,6 +316,7 @@ class ReplicaReceiver:
             for file in sorted(self._files):
                 # Files that remain in the dictionary are closed by `run`.
                 written[file] = self._files.pop(file).close(durable=True)
+            # Compare with the checksums of the source.
             expected = decode_checksums(bytes(self._marker), str(path))
             names = expected.keys() | written.keys()
             damaged = sorted(file for file in names if expected.get(file) != written.get(file))
@@ -328,6 +337,7 @@ class ReplicaReceiver:
 
 def write_marker(path: Path, content: bytes) -> None:
     """Write a marker durably, after all files that it describes."""
+    # The entries of the files must be durable before the marker is.
     path.parent.mkdir(parents=True, exist_ok=True)
     fsync_directory(path.parent)
     write_flushed(path, content)

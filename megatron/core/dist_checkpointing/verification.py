@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+import torch
 import xxhash
 
 from megatron.core.dist_checkpointing.files import (
@@ -28,9 +29,6 @@ from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.lineage import LINEAGE
 from megatron.core.durable_files import write_json
 from megatron.core.object_storage import ObjectPath, path_of
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 
@@ -189,7 +187,7 @@ def _check_structure(path: Path, report: VerifyReport) -> CheckpointMetadata | N
         if fault is not None:
             report.problems.append(f"{path / METADATA}: {key} {tensor.shape}: {fault}")
 
-    # All shards are there, and nothing else is.
+    # Compare the shards that exist with those in the metadata.
     for name, size in sorted(metadata.file_sizes().items()):
         shard = path / name
         if not shard.is_file():

@@ -33,8 +33,9 @@ class DistributedDataParallelConfig(FlagSection):
     --use-distributed-optimizer.
     """
     grad_reduce_in_bf16: bool = flag(False)
-    """Accumulate and reduce gradients of a bf16 model in bf16, which halves memory and traffic at
-    a loss of precision.
+    """Accumulate and reduce gradients of a bf16 model in bf16, which halves their buffer and
+    traffic at a loss of precision. The optimizer copies its shard to fp32, so that memory is saved
+    only with --use-distributed-optimizer.
     """
     ddp_bucket_size: int | None = flag(None, positive=True)
     """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP) with

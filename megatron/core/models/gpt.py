@@ -40,7 +40,7 @@ class PositionEmbedding(MegatronModule):
         self.weight = make_parameter(shape, config.params_dtype, place.device, info)
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        return F.embedding(position_ids, self.weight)
+        return F.embedding(position_ids, self.weight)  # [s, b, h] or [s/tp, b, h]
 
 
 class GPTEmbedding(MegatronModule):
@@ -57,12 +57,12 @@ class GPTEmbedding(MegatronModule):
         assert config.vocab_size is not None
         self.place = place
         self.dropout = config.hidden_dropout
-        self.scale = None
+        self.scale = config.embedding_multiplier
         if config.scale_embeddings:
             # Rounded to the model's precision, with which published checkpoints were trained.
             scale = math.sqrt(config.hidden_size)
             rounded = torch.tensor(scale, dtype=config.params_dtype, device="cpu")
-            self.scale = rounded.item()
+            self.scale *= rounded.item()
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
@@ -85,7 +85,7 @@ class GPTEmbedding(MegatronModule):
     def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
         """Embed `[b, s]` tokens: `[s, b, h]`, or `[s/tp, b, h]` under sequence parallelism."""
         hidden_states = self.word_embeddings(tokens.t())  # [s, b, h] or [s/tp, b, h]
-        if self.scale is not None:
+        if self.scale != 1.0:
             hidden_states = hidden_states * self.scale
         if self.position_embeddings is not None:
             positions = self._select_positions(position_ids)
@@ -101,7 +101,7 @@ class GPTEmbedding(MegatronModule):
 
     def _select_positions(self, position_ids: Tensor) -> Tensor:
         """Return the `[b, s]` positions of this rank's tokens, `[s, b]` or `[s/tp, b]`."""
-        positions = position_ids.t()
+        positions = position_ids.t()  # [s, b]
         if not self.place.sequence_parallel:
             return positions
         tp = self.place.tp
@@ -136,6 +136,7 @@ class OutputLayer(MegatronModule):
         self.tied_copy = tied_copy
         self.cross_entropy = select_layer_spec(config).select_cross_entropy(config)
         self.softcap = config.final_logit_softcapping
+        self.logits_scaling = config.logits_scaling
         self.weight = None
         if own_weight:
             sharding = Sharding(dim=0, axis=place.tp, num_rows=config.vocab_size)
@@ -150,6 +151,9 @@ class OutputLayer(MegatronModule):
 
     def forward(self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Return the loss per token `[b, s]` fp32; without labels the logits `[b, s, vocab]`."""
+        if self.logits_scaling != 1.0:
+            # Before the product, because the loss does not keep logits.
+            hidden_states = hidden_states / self.logits_scaling
         if labels is None:
             return self._compute_logits(hidden_states, weight)
         losses = self.cross_entropy(
@@ -161,7 +165,7 @@ class OutputLayer(MegatronModule):
             sequence_parallel=self.sequence_parallel,
             softcap=self.softcap,
         )
-        return losses.t()
+        return losses.t()  # [s, b] -> [b, s]
 
     def _compute_logits(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
         """Return the logits `[b, s, vocab]` without padding, on every TP rank."""
@@ -298,7 +302,7 @@ class GPTModel(MegatronModule):
         if self.embedding is not None:
             hidden_states = self.embedding(tokens, position_ids)
         assert hidden_states is not None, "all chunks but the first need input_tensor"
-        hidden_states = self.decoder(hidden_states, documents)
+        hidden_states = self.decoder(hidden_states, documents)  # [s, b, h] or [s/tp, b, h]
         if self.output_layer is None:
             return hidden_states
         weight = self.output_layer.weight

@@ -75,6 +75,11 @@ class OptimizerConfig(FlagSection):
     """Precision of the fp32 matrix products of the Newton-Schulz iterations on a GPU, as in
     torch.set_float32_matmul_precision.
     """
+    ema_decay: float | None = flag(None, at_least=0, below=1)
+    """Keep an exponential moving average of the weights in fp32: after each optimizer step it moves
+    towards the weights by 1 - DECAY of the difference. It is saved with every checkpoint. Default:
+    no average.
+    """
     clip_grad: float = flag(1.0, at_least=0)
     """Maximum global norm of the gradient; 0 disables clipping."""
     loss_scale: float | None = flag(None, positive=True)

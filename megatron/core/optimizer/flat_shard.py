@@ -11,6 +11,10 @@ import torch.distributed as dist
 
 from megatron.core.distributed.param_and_grad_buffer import Bucket
 
+# Keys in checkpoints: `optimizer.state.<name>.<parameter>` and `ema.<parameter>`.
+OPTIMIZER_PREFIX = "optimizer.state."
+AVERAGE_PREFIX = "ema."
+
 
 @dataclass(frozen=True)
 class FlatShard:
@@ -21,11 +25,18 @@ class FlatShard:
     """Main parameters; for an fp32 model the shard of the parameter buffer itself."""
     state: dict[str, torch.Tensor]
     """Tensors of the update rule by their name in checkpoints."""
+    average: torch.Tensor | None = None
+    """Exponential moving average of the main parameters (--ema-decay)."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors that a checkpoint stores, by name."""
-        return {"param": self.param, **self.state}
+        """All tensors that a checkpoint stores, by the prefix of their keys."""
+        tensors = {}
+        for name, data in {"param": self.param, **self.state}.items():
+            tensors[f"{OPTIMIZER_PREFIX}{name}."] = data
+        if self.average is not None:
+            tensors[AVERAGE_PREFIX] = self.average
+        return tensors
 
     @property
     def is_fp8(self) -> bool:
@@ -40,8 +51,10 @@ class FlatShard:
         return self.param is self.bucket.param_shard
 
 
-def allocate_shard(bucket: Bucket, state_names: Sequence[str]) -> FlatShard:
-    """Allocate main parameters and zero state.
+def allocate_shard(
+    bucket: Bucket, state_names: Sequence[str], has_average: bool = False
+) -> FlatShard:
+    """Allocate main parameters, zero state, and with `has_average` a zero average.
 
     The main parameters are not filled yet, unless the model is fp32.
     """
@@ -51,7 +64,10 @@ def allocate_shard(bucket: Bucket, state_names: Sequence[str]) -> FlatShard:
         param = torch.empty_like(param, dtype=torch.float32)
     param.grad = bucket.grad_shard
     state = {name: torch.zeros_like(param) for name in state_names}
-    return FlatShard(bucket, param, state)
+    average = None
+    if has_average:
+        average = torch.zeros_like(param)
+    return FlatShard(bucket, param, state, average)
 
 
 class _Fp8Part(NamedTuple):

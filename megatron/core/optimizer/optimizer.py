@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import Piece
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.flat_shard import FlatShard, allocate_shard, cast_to_fp8
+from megatron.core.optimizer.flat_shard import (
+    AVERAGE_PREFIX,
+    OPTIMIZER_PREFIX,
+    FlatShard,
+    allocate_shard,
+    cast_to_fp8,
+)
 from megatron.core.optimizer.grad_norm import GradNorm, compute_clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
 from megatron.core.optimizer.update_rules import make_update_rule, select_states
@@ -62,7 +69,8 @@ class MegatronOptimizer:
     The norm, clipping and that decision stay on the device; only dynamic loss scaling waits for it.
 
     To resume, fill the tensors of `state_to_load`, then call `load_state_dict`. After loading only
-    the weights of the model, call `reload_model_params`.
+    the weights of the model, call `reload_model_params`. The average of --ema-decay is loaded
+    separately: fill `average_state`, or call `reset_average` at the end.
     """
 
     def __init__(
@@ -74,7 +82,7 @@ class MegatronOptimizer:
         for chunk in chunks:
             for bucket in chunk.buckets:
                 states = select_states(config, bucket.plan.group)
-                self.shards.append(allocate_shard(bucket, states))
+                self.shards.append(allocate_shard(bucket, states, self.has_average))
         self.device = self.shards[0].param.device
         # fp16 gradients underflow without loss scaling.
         has_fp16 = any(shard.bucket.param_data.dtype == torch.float16 for shard in self.shards)
@@ -90,6 +98,12 @@ class MegatronOptimizer:
                 if buffer.is_fp8:
                     buffer.quantize()
         self._cast_to_fp8(rescale=True)
+        self.reset_average()
+
+    @property
+    def has_average(self) -> bool:
+        """True if an average of the main parameters is kept (--ema-decay)."""
+        return self.config.ema_decay is not None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -123,7 +137,8 @@ class MegatronOptimizer:
         self._rule.found_inf = skipped.float()
         self._rule.step()
 
-        # Phase 3: the model's parameters
+        # Phase 3: the average and the model's parameters
+        self._update_average()
         self._copy_to_model()
 
         # Phase 4: the loss scale of the next step.
@@ -137,10 +152,20 @@ class MegatronOptimizer:
 
         `model_state` is the sharded state of all chunks, merged. Without copies or communication.
         """
+        return self._collect_state(model_state, OPTIMIZER_PREFIX)
+
+    def average_state(self, model_state: ShardedStateDict) -> ShardedStateDict:
+        """Return the average of the main parameters as boxes; empty without --ema-decay."""
+        return self._collect_state(model_state, AVERAGE_PREFIX)
+
+    def _collect_state(self, model_state: ShardedStateDict, kind: str) -> ShardedStateDict:
+        """Return the tensors of all shards whose keys start with `kind`, as boxes."""
         state: ShardedStateDict = {}
         for shard, piece, entry in self._iterate_pieces(model_state):
-            for name, data in shard.tensors.items():
-                key = f"optimizer.state.{name}.{entry.key}"
+            for prefix, data in shard.tensors.items():
+                if not prefix.startswith(kind):
+                    continue
+                key = prefix + entry.key
                 assert key not in state, f"two parameters of this rank have the key {entry.key}"
                 # A range of the flat parameter is a set of boxes of the global tensor.
                 part = entry.flat_range(key, piece.param_start, data[piece.start : piece.stop])
@@ -270,6 +295,50 @@ class MegatronOptimizer:
         """Quantize fp8 parameters again, with the scales that have just been loaded. Collective."""
         self._finish_param_sync()
         self._cast_to_fp8(rescale=False)
+
+    @torch.no_grad()
+    def reset_average(self) -> None:
+        """Start the average, if there is one, from the present main parameters."""
+        for shard in self.shards:
+            if shard.average is not None:
+                shard.average.copy_(shard.param)
+
+    def _update_average(self) -> None:
+        """Move the average towards the main parameters, unless the step was skipped."""
+        if self.config.ema_decay is None:
+            return
+        # 0 leaves it unchanged without waiting for the device.
+        rate = (1.0 - self._rule.found_inf) * (1.0 - self.config.ema_decay)
+        for shard in self.shards:
+            assert shard.average is not None
+            shard.average.lerp_(shard.param, rate)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Give the model the averaged weights inside the block, then its own bitwise. Collective.
+
+        An error inside the block leaves the averaged weights in the model. Parameters in fp8 are
+        not supported.
+        """
+        self._exchange_average(enter=True)
+        yield
+        self._exchange_average(enter=False)
+
+    @torch.no_grad()
+    def _exchange_average(self, enter: bool) -> None:
+        """Set the model's parameters to the average (`enter`) or to the main parameters."""
+        self._finish_param_sync()
+        for shard in self.shards:
+            assert shard.average is not None and not shard.is_fp8
+            if shard.is_model:
+                # The only copy of the weights: the average's memory keeps it in the meantime.
+                weights = shard.param.clone()
+                shard.param.copy_(shard.average)
+                shard.average.copy_(weights)
+            else:
+                shard.bucket.param_shard.copy_(shard.average if enter else shard.param)
+        for chunk in self.chunks:
+            chunk.start_param_sync()
 
     def _finish_param_sync(self) -> None:
         for chunk in self.chunks:

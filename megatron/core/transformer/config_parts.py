@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.flags import flag
-from megatron.core.lazy_import import lazy_module
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
 if TYPE_CHECKING:
     import torch
-else:
-    torch = lazy_module("torch")
 
 # Conditions under which a field has an effect, by the names in `transformer_config.is_used`.
 _MOE = {"has_experts": True}
@@ -70,6 +67,8 @@ class ComputeOptions:
     """Number of first layers in bf16 with --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = flag(1, at_least=0)
     """Number of last layers in bf16 with --first-last-layers-bf16."""
+
+    # Communication of tensor parallelism in Transformer Engine
     tp_comm_overlap: bool = flag(False)
     """Overlap collectives of tensor parallelism with matrix products (Transformer Engine)."""
     tp_comm_overlap_cfg: str | None = flag(None)
@@ -86,6 +85,8 @@ class ComputeOptions:
     """Overlap the reduce-scatter of input gradients with the computation of weight gradients."""
     tp_comm_bootstrap_backend: str = flag("nccl", choices=("nccl", "mpi", "gloo"))
     """Backend of torch.distributed that initializes the buffers of these overlaps."""
+
+    # Fused kernels
     cross_entropy_loss_fusion: bool = flag(False)
     """Compute the loss using --cross-entropy-fusion-impl. Without this flag it is native, which is
     fused as well.
@@ -96,6 +97,8 @@ class ComputeOptions:
     """
     apply_rope_fusion: bool = flag(False)
     """Rotate queries and keys using Transformer Engine's kernel."""
+
+    # Recomputation of activations
     recompute_granularity: str | None = flag(None, choices=("full", "selective"))
     """Recompute activations in the backward pass: whole layers (full) or parts of them (selective).
     """
@@ -114,6 +117,9 @@ class ComputeOptions:
 
     @property
     def params_dtype(self) -> torch.dtype:
+        # Imported here, because tools parse these flags before they import torch.
+        import torch
+
         if self.bf16:
             return torch.bfloat16
         if self.fp16:
@@ -141,6 +147,7 @@ class ComputeOptions:
 class ExpertOptions:
     """Mixture of experts: experts, router, load balancing and dispatch."""
 
+    # Experts
     num_experts: int | None = flag(None, at_least=0, decides="shapes", meaning="experts")
     """Number of experts of a layer with experts (Shazeer et al. 2017). Default, 0 or 1: all layers
     are dense.
@@ -157,6 +164,8 @@ class ExpertOptions:
     """Inner width of the shared expert, which processes every token. Default: no shared expert."""
     moe_shared_expert_gate: bool = flag(False, decides="shapes", when=_SHARED)
     """Multiply the shared expert's output by a learned gate."""
+
+    # Choice of experts
     moe_router_topk: int = flag(2, decides="mathematics", when=_MOE)
     """Number of experts per token."""
     moe_router_pre_softmax: bool = flag(
@@ -195,6 +204,8 @@ class ExpertOptions:
         None, choices=("fp32", "fp64"), decides="mathematics", when=_MOE
     )
     """Precision of the router. Default: the precision of the model."""
+
+    # Load balancing
     moe_router_load_balancing_type: list[str] = flag(
         ("aux_loss",), choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
     )
@@ -209,6 +220,8 @@ class ExpertOptions:
     moe_router_force_load_balancing: bool = flag(False)
     """Route tokens randomly, for benchmarks: a router with initial weights overloads some experts.
     """
+
+    # Capacity and transport
     moe_expert_capacity_factor: float | None = flag(
         None, positive=True, decides="mathematics", when=_MOE
     )

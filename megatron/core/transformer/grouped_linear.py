@@ -39,7 +39,7 @@ class GroupedLinear(MegatronModule):
     ) -> None:
         super().__init__()
         assert config.num_experts is not None
-        shape = (config.num_experts, output_size, input_size)
+        shape = (config.num_experts, output_size, input_size)  # global
         sharding = Sharding(dim=split_dim, axis=axes.etp, blocks=num_blocks, ep=axes.ep)
         weight_info = ParamInfo(init, sharding)
         self.weight = make_parameter(shape, config.params_dtype, device, weight_info)
@@ -62,7 +62,7 @@ class GroupedLinear(MegatronModule):
         `counts` `[experts]` are the numbers of rows. `probs` `[rows, 1]`, which are already factors
         of x, are also applied to the bias.
         """
-        y = self.project(x, counts)
+        y = self.project(x, counts)  # [rows, out], or a summand of it with split columns
         if self.bias is None:
             return y
         # The gradient of a sum over the ETP ranks is the same on all of them: a replicated bias is
@@ -138,6 +138,7 @@ def compute_grouped_product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tens
     for expert, start, stop in _find_row_ranges(counts):
         num_rows = stop - start
         rows = _pad_rows(x[start:stop])
+        # Without padding the product is written in place.
         if len(rows) == num_rows:
             torch.mm(rows, matrices[expert], out=y[start:stop])
         else:
@@ -172,6 +173,7 @@ def _add_weight_grad(grad: Tensor, dy: Tensor, x: Tensor, counts: Tensor) -> Non
         # Rows of zeros do not change the sums over rows.
         rows = _pad_rows(x[start:stop])
         dy_rows = _pad_rows(dy[start:stop])
+        # One kernel, which cannot add to an fp32 gradient of bf16 inputs.
         if grad.dtype == x.dtype:
             grad[expert].addmm_(dy_rows.t(), rows)
         else:

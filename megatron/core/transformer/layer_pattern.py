@@ -12,6 +12,7 @@ MAX_REPEAT = 10_000
 def parse_layer_pattern(text: str) -> int | list[int]:
     """Parse an integer, or lists of 0 and 1 joined by + and repeated by *: `([0]*3+[1]*61)`."""
     try:
+        # Unlike `eval`, this only parses: no part of the text is executed.
         expression = ast.parse(text.strip(), mode="eval").body
         return _evaluate(expression)  # type: ignore[no-any-return]
     except (SyntaxError, RecursionError, ValueError):

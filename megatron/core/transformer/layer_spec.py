@@ -81,12 +81,14 @@ _LOCAL_CROSS_ENTROPIES = {"native": linear_cross_entropy}
 class LayerSpec:
     """The class of each building block, and the hooks of a backend."""
 
+    # Building blocks
     norm: type[Norm] = Norm
     column: type[ColumnParallelLinear] = ColumnParallelLinear
     norm_column: type[NormColumnParallelLinear] = NormColumnParallelLinear
     row: type[RowParallelLinear] = RowParallelLinear
     core_attention: type[CoreAttention] = CoreAttention
     grouped: type[GroupedLinear] = GroupedLinear
+    # Hooks
     precision: type[Precision] = Precision
     checkpoint: Callable[..., Any] = checkpoint
     """Activation checkpointing."""
@@ -123,6 +125,7 @@ class LayerSpec:
 
         Its outputs are split over TP unless it is `replicated`. See `ColumnParallelLinear`.
         """
+        # With a norm, the layer takes its dtype from the configuration.
         make_linear: Callable[..., ColumnParallelLinear] = self.column
         make_linear = partial(make_linear, dtype=config.params_dtype)
         if normed:
@@ -147,6 +150,7 @@ class LayerSpec:
 
         With `normed` it includes the norm of its output, if --norm-placement requires one.
         """
+        # The norm is applied to the sum over TP, so the projection calls it after its reduction.
         output_norm = None
         if normed and config.norm_placement != "pre":
             output_norm = self.make_hidden_norm(config, place)
@@ -173,6 +177,7 @@ class LayerSpec:
 
     def select_cross_entropy(self, config: TransformerConfig) -> Callable[..., Tensor]:
         """Return the function that computes output layer and loss."""
+        # Without fusion the local implementation is used for every backend.
         if config.cross_entropy_loss_fusion:
             return self.cross_entropies[config.cross_entropy_fusion_impl]
         return self.cross_entropies["native"]

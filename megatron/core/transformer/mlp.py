@@ -44,7 +44,7 @@ class MLP(MegatronModule):
             config.hidden_size,
             num_blocks * ffn_size,
             bias=config.add_bias_linear,
-            normed=not shared_expert and config.norm_placement != "post",
+            normed=not shared_expert and config.fuses_input_norms,
             num_blocks=num_blocks,
         )
         self.linear_fc2 = spec.make_output_projection(
@@ -90,7 +90,7 @@ class _GatedActivation(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.name = name
         activate = _GATES[name].forward
-        gate, up = x.chunk(2, -1)  # views
+        gate, up = x.chunk(2, -1)  # views of [s, b, ffn / tp] each
         return activate(gate).mul_(up)
 
     @staticmethod
@@ -100,6 +100,7 @@ class _GatedActivation(torch.autograd.Function):
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
         dgate, dup = dx.chunk(2, -1)  # views of dx, into which the gradients are written
+        # y = activation(gate) * up
         torch.mul(dy, activation.forward(gate), out=dup)
         activation.backward(dy * up, gate, grad_input=dgate)
         return dx, None
@@ -114,6 +115,7 @@ def _apply_quick_geglu(x: Tensor, offset: float, clamp: float | None) -> Tensor:
 
     quick_gelu(x) = x * sigmoid(1.702 x) approximates GELU (Hendrycks and Gimpel 2016).
     """
+    # The gate is limited from above only: for negative inputs it is close to 0 anyway.
     gate, up = x.chunk(2, -1)
     if clamp is not None:
         gate = gate.clamp(max=clamp)
@@ -133,6 +135,7 @@ class _RecomputeFromInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (saved,) = ctx.saved_tensors
+        # A separate graph that begins with x; `detach` does not copy it.
         with torch.enable_grad():
             x = saved.detach().requires_grad_()
             y = ctx.function(x)

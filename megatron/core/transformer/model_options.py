@@ -31,6 +31,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     the checks of an export are derived from that.
     """
 
+    # Sizes
     num_layers: int = flag(0, required=True, decides="shapes")
     """Number of transformer layers."""
     hidden_size: int = flag(0, required=True, decides="shapes")
@@ -41,6 +42,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Inner width of the MLP. Default: 4 * hidden_size, or 8/3 * hidden_size rounded down to a
     multiple of 64 with --swiglu.
     """
+
+    # Attention
     group_query_attention: bool = flag(False)
     """Share key and value heads among groups of query heads (GQA, Ainslie et al. 2023); see
     --num-query-groups.
@@ -51,6 +54,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """
     kv_channels: int | None = flag(None, positive=True, decides="shapes", when=_NOT_LATENT)
     """Width of an attention head. Default: hidden_size / num_attention_heads."""
+
+    # Latent attention
     multi_latent_attention: bool = flag(False, decides="shapes")
     """Project queries, and keys with values, from two low-rank latent vectors per token (MLA,
     DeepSeek-V2). It always uses RoPE.
@@ -65,6 +70,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Width of the part with rotary embedding, which all key heads share."""
     v_head_dim: int = flag(128, positive=True, decides="shapes", when=_LATENT)
     """Width of a value head."""
+
+    # Vocabulary and positions
     vocab_size: int | None = flag(None)
     """Number of tokens in the vocabulary. Default: the tokenizer's. With NullTokenizer N means N +
     1 tokens, of which N is the end-of-document token.
@@ -84,11 +91,28 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     rotary_interleaved: bool = flag(False, decides="mathematics", when=_ROPE)
     """Rotate elements 2i and 2i + 1 of a head together (GPT-J) instead of i and i + half."""
     rotary_base_local: float | None = flag(
-        None, positive=True, decides="mathematics", when=_ROPE | _WINDOW
+        None,
+        positive=True,
+        decides="mathematics",
+        when=_ROPE | _WINDOW,
+        meaning="separate_rotary_base_local",
     )
     """Base of the rotary frequencies, without scaling, in layers with a sliding window. Default:
     the same frequencies as in the other layers.
     """
+
+    no_rope_freq: int | list[int] | None = flag(
+        None,
+        parse=parse_layer_pattern,
+        decides="mathematics",
+        when=_ROPE,
+        meaning="no_rope_pattern",
+    )
+    """Every N-th layer does not rotate queries and keys; or a pattern of 1 (no RoPE) and 0 (RoPE),
+    e.g. ([0]*3+[1])*4. Default: all layers have RoPE.
+    """
+
+    # Longer contexts than in training: Position Interpolation, Llama 3, YaRN
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, positive=True, decides="mathematics", when=_ROPE, meaning="rotary_stretch"
     )
@@ -144,6 +168,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """YaRN: round the ends of the range of frequencies between --beta-fast and --beta-slow to
     integers.
     """
+
+    # Norms
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), decides="shapes")
     """Kind of normalization."""
     apply_layernorm_1p: bool = flag(False, decides="mathematics")
@@ -154,10 +180,24 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Position of the norms of a layer: before attention and MLP (pre), on their output before it
     is added to the residual stream (post, OLMo 2), or both (Gemma 2).
     """
+    parallel_residual: bool = flag(False, decides="mathematics")
+    """Compute attention and MLP from the same input, x + attention(norm(x)) + mlp(norm(x)), as
+    GPT-NeoX does.
+    """
+    share_parallel_norm: bool = flag(False, decides="shapes")
+    """With --parallel-residual: use one norm for attention and MLP (GPT-J, Cohere)."""
     norm_epsilon: float = flag(
         1e-5, "--norm-epsilon", "--layernorm-epsilon", at_least=0, decides="mathematics"
     )
     """Epsilon of the normalization."""
+    latent_norm_epsilon: float | None = flag(
+        None, at_least=0, decides="mathematics", when=_LATENT, meaning="latent_epsilon"
+    )
+    """Epsilon of the norms of the latent vectors of --multi-latent-attention. Default:
+    --norm-epsilon.
+    """
+
+    # Activation functions
     swiglu: bool = flag(False, decides="shapes")
     """Use a gated MLP with SiLU (Shazeer 2020) instead of GELU."""
     quick_geglu: bool = flag(False, decides="shapes")
@@ -182,6 +222,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """
     openai_gelu: bool = flag(False, decides="mathematics", when=_GELU, meaning="tanh_gelu")
     """Use the tanh approximation of GELU regardless of the other flags."""
+
+    # Biases and attention scores
     add_bias_linear: bool = flag(True, "--disable-bias-linear", decides="shapes")
     """Add biases to all linear layers; --disable-bias-linear leaves them out."""
     add_qkv_bias: bool = flag(False, decides="shapes", meaning="has_qkv_bias")
@@ -204,6 +246,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Attention sink, an additional score per query with a value of zero: none (vanilla), 0
     (off-by-one), or one learned per head (learnable, gpt-oss).
     """
+
+    # Sliding windows
     window_size: tuple[int, int] | None = flag(None, decides="mathematics")
     """Sliding-window attention as LEFT,RIGHT: a token attends to itself, LEFT tokens before it and
     RIGHT (0) after it.
@@ -218,12 +262,22 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Every N-th layer has no window; or a pattern of 1 (window) and 0 (none), e.g. ([1]*5+[0])*4.
     Default: all layers have the window.
     """
+
+    # Embedding and output layer
     embedding_layernorm: bool = flag(False, decides="shapes")
     """Normalize the word embedding (BLOOM)."""
     scale_embeddings: bool = flag(False, decides="mathematics")
     """Multiply word embeddings by sqrt(hidden_size), rounded to the model's precision (Gemma)."""
+    embedding_multiplier: float = flag(1.0, positive=True, decides="mathematics")
+    """Factor of word embeddings (Granite)."""
+    residual_multiplier: float = flag(1.0, positive=True, decides="mathematics")
+    """Factor of the outputs of attention and MLP before they are added to the residual stream."""
+    logits_scaling: float = flag(1.0, positive=True, decides="mathematics")
+    """Divisor of the logits of the output layer."""
     untie_embeddings_and_output_weights: bool = flag(False, decides="shapes")
     """Give the output layer its own matrix instead of sharing the word embedding's."""
+
+    # Dropout and initialization
     hidden_dropout: float = flag(0.1, at_least=0, at_most=1)
     """Dropout probability after the embedding and on every residual branch."""
     attention_dropout: float = flag(0.1, at_least=0, at_most=1)
@@ -233,6 +287,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     num_layers).
     """
 
+    # Quantities derived from the fields
     @property
     def moe_layer_pattern(self) -> list[int]:
         """1 for each layer with experts, 0 for each dense one."""
@@ -256,6 +311,17 @@ class ModelOptions(ExpertOptions, ComputeOptions):
             return [1] * self.num_layers
         # Every `skip`-th layer, counted from 1, has no window.
         return [int(number % skip > 0) for number in range(1, self.num_layers + 1)]
+
+    @property
+    def no_rope_pattern(self) -> list[int]:
+        """1 for each layer without RoPE, 0 for each other one."""
+        freq = self.no_rope_freq
+        if freq is None:
+            return [0] * self.num_layers
+        if isinstance(freq, list):
+            return list(freq)
+        # Every `freq`-th layer, counted from 1, has no RoPE.
+        return [int(number % freq == 0) for number in range(1, self.num_layers + 1)]
 
     def get_window(self, number: int) -> tuple[int, int] | None:
         """Return the sliding window of layer `number`, if it has one."""
@@ -291,9 +357,23 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     def attends_in_blocks(self) -> bool:
         """Return whether attention needs a score modification that torch's SDPA does not support.
 
-        Then `blockwise_attention` computes it.
+        Then `blockwise_attention` or `local_attention` computes it.
         """
         return self.attn_logit_softcapping is not None or self.softmax_type != "vanilla"
+
+    @property
+    def separate_rotary_base_local(self) -> float | None:
+        """Base of the rotary frequencies in layers with a window, if theirs differ."""
+        is_scaled = self.use_rope_scaling or self.rope_type == "yarn" or self.rotary_stretch != 1.0
+        if self.rotary_base_local == self.rotary_base and not is_scaled:
+            return None
+        return self.rotary_base_local
+
+    @property
+    def latent_epsilon(self) -> float:
+        if self.latent_norm_epsilon is None:
+            return self.norm_epsilon
+        return self.latent_norm_epsilon
 
     @property
     def rotary_stretch(self) -> float:
@@ -312,6 +392,11 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     def ffn_size(self) -> int:
         assert self.ffn_hidden_size is not None
         return self.ffn_hidden_size
+
+    @property
+    def fuses_input_norms(self) -> bool:
+        """Return whether the norm before a branch is part of its first projection."""
+        return self.norm_placement != "post" and not self.share_parallel_norm
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -33,6 +33,7 @@ def find_problems(config: ModelOptions) -> Iterator[str]:
     yield from _check_backend(config)
     yield from _check_windows(config)
     yield from _check_norms(config)
+    yield from _check_parallel_residual(config)
     yield from _check_recomputation(config)
     yield from _check_rope(config)
     yield from _check_latent_attention(config)
@@ -46,6 +47,7 @@ def _check_attention(config: ModelOptions) -> Iterator[str]:
             f"--num-attention-heads {config.num_attention_heads} is not a multiple of "
             f"--num-query-groups {config.num_query_groups}"
         )
+    # Such scores are computed by `blockwise_attention`, whose kernels do not have dropout.
     if config.attends_in_blocks and config.attention_dropout:
         if config.attn_logit_softcapping is not None:
             reason = f"--attn-logit-softcapping {config.attn_logit_softcapping}"
@@ -58,6 +60,7 @@ def _check_attention(config: ModelOptions) -> Iterator[str]:
 
 
 def _check_mlp(config: ModelOptions) -> Iterator[str]:
+    # 8/3 of the width, rounded down to a multiple of 64, is 0 for widths below 24.
     if config.ffn_size < 1:
         yield (
             f"--hidden-size {config.hidden_size} is too small for --swiglu without "
@@ -69,6 +72,7 @@ def _check_mlp(config: ModelOptions) -> Iterator[str]:
             activations.append(_format_flag(name))
     if len(activations) > 1:
         yield f"{' and '.join(activations)} are mutually exclusive"
+    # The parameters of its gate do not affect other activation functions.
     if config.quick_geglu:
         return
     gate_defaults = {"glu_linear_offset": 0.0, "activation_func_clamp_value": None}
@@ -79,6 +83,7 @@ def _check_mlp(config: ModelOptions) -> Iterator[str]:
 
 
 def _check_backend(config: ModelOptions) -> Iterator[str]:
+    # Neither of them means fp32.
     if config.bf16 and config.fp16:
         yield "--bf16 and --fp16 are mutually exclusive"
     if config.transformer_impl == "local":
@@ -137,6 +142,7 @@ def _check_low_precision(config: ModelOptions) -> Iterator[str]:
 
 def _check_windows(config: ModelOptions) -> Iterator[str]:
     skip = config.window_attn_skip_freq
+    # One entry per layer, or every n-th layer.
     if isinstance(skip, list) and not _is_pattern(skip, config.num_layers):
         yield (
             f"--window-attn-skip-freq {skip} must have a 0 or a 1 for each of the --num-layers "
@@ -144,6 +150,7 @@ def _check_windows(config: ModelOptions) -> Iterator[str]:
         )
     if isinstance(skip, int) and skip < 1:
         yield f"--window-attn-skip-freq must be positive, got {skip}"
+    # The pattern selects layers; --window-size enables windows.
     if config.window_size is None and skip is not None:
         yield f"--window-attn-skip-freq {skip} needs --window-size"
 
@@ -171,6 +178,22 @@ def _check_norms(config: ModelOptions) -> Iterator[str]:
             yield "--qk-layernorm-across-heads needs --qk-layernorm and --normalization RMSNorm"
 
 
+def _check_parallel_residual(config: ModelOptions) -> Iterator[str]:
+    if not config.share_parallel_norm:
+        return
+    if not config.parallel_residual:
+        yield "--share-parallel-norm needs --parallel-residual"
+    unsupported = {
+        f"--norm-placement {config.norm_placement}": config.norm_placement != "pre",
+        "--num-experts": config.has_experts,
+        "--multi-latent-attention": config.multi_latent_attention,
+        "--recompute-modules layernorm": config.recomputes("layernorm"),
+    }
+    for option, is_given in unsupported.items():
+        if is_given:
+            yield f"--share-parallel-norm does not support {option}: leave one of them out"
+
+
 def _check_recomputation(config: ModelOptions) -> Iterator[str]:
     if config.recompute_granularity != "full":
         return
@@ -179,6 +202,7 @@ def _check_recomputation(config: ModelOptions) -> Iterator[str]:
 
 
 def _check_rope(config: ModelOptions) -> Iterator[str]:
+    yield from _check_no_rope_freq(config)
     if config.rope_type != "yarn":
         return
     if config.use_rope_scaling:
@@ -191,15 +215,35 @@ def _check_rope(config: ModelOptions) -> Iterator[str]:
         )
 
 
+def _check_no_rope_freq(config: ModelOptions) -> Iterator[str]:
+    freq = config.no_rope_freq
+    if freq is None:
+        return
+    if isinstance(freq, int) and freq < 1:
+        yield f"--no-rope-freq must be positive, got {freq}"
+    if isinstance(freq, list) and not _is_pattern(freq, config.num_layers):
+        yield (
+            f"--no-rope-freq {freq} must have a 0 or a 1 for each of the --num-layers "
+            f"{config.num_layers}"
+        )
+    if config.multi_latent_attention or config.position_embedding_type != "rope":
+        yield (
+            f"--no-rope-freq {freq} needs --position-embedding-type rope, without "
+            "--multi-latent-attention"
+        )
+
+
 def _check_latent_attention(config: ModelOptions) -> Iterator[str]:
     if not config.multi_latent_attention:
         return
     for name in ("kv_lora_rank", "qk_head_dim", "v_head_dim", "qk_pos_emb_head_dim"):
         if getattr(config, name) is None:
             yield f"--multi-latent-attention requires --{name.replace('_', '-')}"
+    # RoPE rotates pairs of elements.
     rotated = config.qk_pos_emb_head_dim
     if rotated is not None and rotated % 2:
         yield f"--qk-pos-emb-head-dim must be even and positive, got {rotated}"
+    # All heads expand the same latent vector, so they do not form groups.
     if config.query_groups != config.num_attention_heads:
         yield (
             "--multi-latent-attention has keys and values for every head: leave out "
@@ -222,6 +266,7 @@ def _check_experts(config: ModelOptions) -> Iterator[str]:
             "--moe-shared-expert-intermediate-size needs --disable-bias-linear: shared experts do "
             "not have biases"
         )
+    # The bias is added to the scores for the choice only, as in DeepSeek-V3.
     if config.moe_router_enable_expert_bias and config.moe_router_score_function != "sigmoid":
         yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
     if config.moe_shared_expert_gate and not config.moe_shared_expert_intermediate_size:
@@ -246,6 +291,7 @@ def _check_topk(config: ModelOptions) -> Iterator[str]:
     topk = config.moe_router_topk
     if not 1 <= topk <= config.experts:
         yield f"--moe-router-topk {topk} must be between 1 and --num-experts {config.experts}"
+    # The weights of the chosen experts sum to 1; with one expert the weight is constant.
     is_softmax = config.score_function == "softmax"
     if topk == 1 and is_softmax and not config.softmax_before_choice:
         yield (
@@ -275,6 +321,7 @@ def _check_groups(config: ModelOptions) -> Iterator[str]:
                 f"{experts // groups}, the experts per group"
             )
         return
+    # The score of a group is the sum over its topk / group_topk best experts.
     is_even = experts % groups == 0 and topk % group_topk == 0
     fits_in_groups = groups >= group_topk and topk * groups <= experts * group_topk
     if not (is_even and fits_in_groups):

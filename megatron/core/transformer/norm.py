@@ -58,6 +58,7 @@ class NormAcrossHeads(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `[s, b, groups/tp, heads, d]`. Collective over TP."""
+        # Squares of bf16 or fp16 would lose precision, or overflow.
         wide = x.float()
         weight = self.weight.float().view(x.shape[2:])  # [groups/tp, heads, d]
         if self.normalize.zero_centered:
@@ -131,6 +132,7 @@ class Normalization:
 
     @classmethod
     def from_config(cls, config: TransformerConfig) -> Normalization:
+        # Transformer Engine has norms of its own.
         apex = None
         if config.norm_impl == "apex" and config.transformer_impl == "local":
             apex = _import_apex_norms()

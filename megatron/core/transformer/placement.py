@@ -27,9 +27,11 @@ def compute_local_positions(length: int, rank: int, size: int) -> Tensor:
 
     The result is `[length / size]`.
     """
+    # Not the general case: with one rank the length may be odd.
     if size == 1:
         return torch.arange(length)
     chunk_length = divide(length, 2 * size, "sequence length over twice the context-parallel ranks")
+    # One chunk from each half: together they have the mean number of visible keys.
     chunks = torch.tensor([rank, 2 * size - 1 - rank])
     starts = chunks.unsqueeze(1) * chunk_length  # [2, 1]
     return (starts + torch.arange(chunk_length)).flatten()
@@ -81,6 +83,7 @@ class ContextParallel:
         """
         if self.axis.size == 1:
             return dict(batch)
+        # All tensors of a batch have the same shape, [b, s].
         length = next(iter(batch.values())).shape[1]
         positions = compute_local_positions(length, self.axis.rank, self.axis.size)
         local = {}

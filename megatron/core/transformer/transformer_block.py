@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class TransformerLayer(MegatronModule):
     """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on both branches.
 
+    With --parallel-residual both branches have the same input.
     Norms are part of the projections before or after them (--norm-placement). A norm with several
     consumers is a separate module: the one of the router and all experts, and the one of the first
     projections of latent attention. Its keys in checkpoints are the same.
@@ -41,6 +42,10 @@ class TransformerLayer(MegatronModule):
         spec = select_layer_spec(config)
         self.config = config
         self.place = place
+
+        self.shared_layernorm = None
+        if config.share_parallel_norm:
+            self.shared_layernorm = spec.make_hidden_norm(config, place)
 
         # Attention
         self.input_layernorm = None
@@ -65,10 +70,21 @@ class TransformerLayer(MegatronModule):
         # Each branch is a separate statement instead of one method with norm and branch as
         # arguments: --compile breaks the graph within the branches, and torch before 2.8 compiles
         # again for every bound method that is used on both sides of a break.
+        if self.config.parallel_residual:
+            return self._forward_parallel(hidden_states, documents)
         attention = self._attend(hidden_states, documents)
-        hidden_states = hidden_states + self._apply_dropout(attention)
+        hidden_states = hidden_states + self._scale_and_drop(attention)
         mlp = self._feed_forward(hidden_states)
-        return hidden_states + self._apply_dropout(mlp)
+        return hidden_states + self._scale_and_drop(mlp)
+
+    def _forward_parallel(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
+        """Return the residual stream after a layer whose branches have the same input."""
+        inputs = hidden_states
+        if self.shared_layernorm is not None:
+            inputs = self.shared_layernorm(hidden_states)
+        attention = self._attend(inputs, documents)
+        mlp = self._feed_forward(inputs)
+        return hidden_states + self._scale_and_drop(attention) + self._scale_and_drop(mlp)
 
     def _attend(self, hidden_states: Tensor, documents: Tensor | None) -> Tensor:
         """Return the output of the attention branch before dropout."""
@@ -100,7 +116,10 @@ class TransformerLayer(MegatronModule):
             return spec.checkpoint(self.mlp, self.place.rng, hidden_states)
         return self.mlp(hidden_states)
 
-    def _apply_dropout(self, branch: Tensor) -> Tensor:
+    def _scale_and_drop(self, branch: Tensor) -> Tensor:
+        """Apply the multiplier of residual branches and dropout."""
+        if self.config.residual_multiplier != 1.0:
+            branch = branch * self.config.residual_multiplier
         if self.config.hidden_dropout == 0.0 or not self.training:
             return branch
         # Under sequence parallelism the TP ranks have different tokens, and draw different numbers.
@@ -140,13 +159,17 @@ class TransformerBlock(MegatronModule):
         self.spec = select_layer_spec(config)
         self.config = config
         self.rng = place.rng
-        self.layer_numbers = layers
+        self.layer_numbers = layers  # global numbers by local index
+
+        # Layers, and the precision of the chunk, which depends on them
         by_number: dict[int, TransformerLayer] = {}
         for number in layers:
             by_number[number] = TransformerLayer(config, place, number=number)
         self._share_tables(by_number)
         self.layers = nn.ModuleList(by_number.values())
         self.precision = self.spec.precision(config, stage, by_number)
+
+        # Final norm
         self.final_layernorm = None
         if post_process:
             self.final_layernorm = self.spec.make_hidden_norm(config, place)
@@ -156,7 +179,8 @@ class TransformerBlock(MegatronModule):
         first_of_kind: dict[object, TransformerLayer] = {}
         for number, layer in by_number.items():
             # Masks depend on the window, and on the heads of this rank (ALiBi).
-            kind = (self.config.get_window(number), layer.place.cp.head_axis.size)
+            has_rope = layer.self_attention.rotary is not None
+            kind = (self.config.get_window(number), layer.place.cp.head_axis.size, has_rope)
             first = first_of_kind.setdefault(kind, layer)
             layer.self_attention.share_tables(first.self_attention)
 
@@ -164,6 +188,7 @@ class TransformerBlock(MegatronModule):
         """Return the residual stream after the chunk, `[s, b, h]` (or `[s/tp, b, h]`)."""
         with self.precision.chunk():
             for start, stop, recompute in self._split_into_groups():
+                # Keeps only the input of the group, and runs it again in the backward pass.
                 if recompute:
                     hidden_states = self.spec.checkpoint(
                         self._run_layers, self.rng, hidden_states, documents, start, stop
@@ -180,6 +205,7 @@ class TransformerBlock(MegatronModule):
         """Apply the layers with the local indices from `start` to `stop`."""
         for index in range(start, stop):
             number = self.layer_numbers[index]
+            # Whether a layer computes in fp8 depends on its global number.
             with self.precision.layer(number):
                 hidden_states = self.layers[index](hidden_states, documents)
         return hidden_states

@@ -15,26 +15,56 @@ from megatron.conversion.megatron_lm.args import build_common_state as megatron_
 from megatron.conversion.megatron_lm.extra_states import build_extra_states
 from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
 from megatron.conversion.model_space.source import COMMON
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.saving.retention import VALIDATION_LOSS
 from megatron.core.tensor_parallel import compute_padded_vocab_size
 from megatron.training.checkpoint.fp8_state import get_fp8_state
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
-from megatron.training.run import Run
+from megatron.training.run import KnownState, Run
 
 
 def get_state_to_save(run: Run) -> ShardedStateDict:
     """Return the tensors and objects that this rank contributes to a checkpoint."""
-    config = run.config.checkpoint
-    model = get_model_state(run)
-    state: ShardedStateDict = dict(run.optimizer.weights(model))
-    state |= build_extra_states(model, run.config.model.experts)
-    state |= get_fp8_state(run.chunks, run.ps.ep, model)
-    if not config.no_save_optim:
-        state |= run.optimizer.sharded_state_dict(model)
-    if not config.no_save_rng:
+    for chunk in run.chunks:
+        chunk.finish_param_sync()
+    known = run.known_state
+    if known is None or known.addresses != _list_addresses(run, known.model):
+        known = _describe_tensors(run)
+        if known.is_live:
+            # A background save must begin within milliseconds.
+            run.known_state = known
+    state: ShardedStateDict = dict(known.entries)
+    state |= get_fp8_state(run.chunks, run.ps.ep, known.model)
+    if not run.config.checkpoint.no_save_rng:
         state |= _get_generators(run)
     return state
+
+
+def _list_addresses(run: Run, model: ShardedStateDict) -> list[int]:
+    """Return the addresses of all weights and optimizer tensors."""
+    addresses = []
+    for entry in model.values():
+        assert isinstance(entry, ShardedTensor) and entry.local is not None
+        addresses.append(entry.local.data_ptr())
+    for shard in run.optimizer.shards:
+        addresses += [tensor.data_ptr() for tensor in shard.tensors.values()]
+    return addresses
+
+
+def _describe_tensors(run: Run) -> KnownState:
+    """Return all entries of a checkpoint that are the same for every save."""
+    config = run.config.checkpoint
+    model = get_model_state(run)
+    # Weights, and the extra states of their modules. fp8 scales replace some of them.
+    weights = run.optimizer.weights(model)
+    entries: ShardedStateDict = dict(weights)
+    entries |= build_extra_states(model, run.config.model.experts)
+    entries |= run.optimizer.average_state(model)
+    # Training state; a checkpoint without it can still be loaded with --finetune.
+    if not config.no_save_optim:
+        entries |= run.optimizer.sharded_state_dict(model)
+    # In fp8 the weights are copies of this moment.
+    return KnownState(_list_addresses(run, model), model, entries, is_live=weights is model)
 
 
 def get_model_state(run: Run) -> ShardedStateDict:
@@ -52,10 +82,12 @@ def _get_generators(run: Run) -> ShardedStateDict:
     """
     ps = run.ps
     ours = get_rng_state(run.rng)
-    generators: ShardedStateDict = {rng_key(ps): ShardedObject(rng_key(ps), ours)}
+    # One entry per rank: dropout differs between data-parallel ranks.
+    generators: ShardedStateDict = {rng_key(ps): ShardedObject(rng_key(ps), ours, is_constant=True)}
     if ps.dp_cp.rank == 0:
         key = megatron_rng_key((ps.tp.rank, ps.pp.rank), run.config.parallel)
-        generators[key] = ShardedObject(key, megatron_rng_state(ours, ps, run.config.training.seed))
+        theirs = megatron_rng_state(ours, ps, run.config.training.seed)
+        generators[key] = ShardedObject(key, theirs, is_constant=True)
     return generators
 
 
@@ -74,6 +106,7 @@ def start_common_state(run: Run) -> Callable[[], dict[str, Any]]:
     """
     config = run.config
     state = run.state
+    # Copy everything on the host now, because training continues before `finish` is called.
     padded_vocab_size = compute_padded_vocab_size(
         run.vocab_size, config.tokenizer.make_vocab_size_divisible_by, run.ps.tp.size
     )
@@ -89,14 +122,16 @@ def start_common_state(run: Run) -> Callable[[], dict[str, Any]]:
         "train_data_fingerprint": run.train_data_fingerprint,
     }
     common = megatron_common_state(make_namespace(config.flags(), derived), state)
-    has_optimizer = not config.checkpoint.no_save_optim
     flags = config.flags()
     scheduler = run.scheduler.state_dict()
-    finish_optimizer = run.optimizer.start_state_dict()
+    finish_optimizer = None
+    if not config.checkpoint.no_save_optim:
+        finish_optimizer = run.optimizer.start_state_dict()
     loss = get_validation_loss(run)
 
+    # The optimizer's step count may still be on its way from the device.
     def finish() -> dict[str, Any]:
-        if has_optimizer:
+        if finish_optimizer is not None:
             common["optimizer"] = split_by_expert_optimizer(finish_optimizer(), flags)
             common["opt_param_scheduler"] = scheduler
         if loss is not None:

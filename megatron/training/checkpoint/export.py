@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.formats import is_huggingface
+from megatron.conversion.huggingface.export_plan import plan_export
 from megatron.conversion.huggingface.families import choose_family
+from megatron.conversion.megatron_lm.args import read_arguments
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import Progress
@@ -24,8 +26,8 @@ from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import CheckpointError, save
 from megatron.core.dist_checkpointing.files import remove_unfinished
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
+from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
 from megatron.core.durable_files import check_free_space, fsync_directory
-from megatron.core.object_storage import ObjectPath, path_of
 from megatron.training.checkpoint.contents import get_common_state, get_model_state
 from megatron.training.config.run_config import Config
 from megatron.training.run import Run
@@ -41,6 +43,7 @@ def make_legacy_rewrite(config: Config) -> Rewrite:
     """
     parallel = config.parallel
     sizes = parallel.tp_size, parallel.pp_size, parallel.vpp_size
+    # Without expert parallelism, the names of the directories have no expert rank.
     experts: tuple[int, int | None] = (1, None)
     if parallel.ep_size > 1:
         experts = (parallel.ep_size, parallel.etp_size)
@@ -60,13 +63,17 @@ def check_hf_target(run: Run) -> None:
     target = run.config.checkpoint.save_hf
     if target is None:
         return
+    # The model, and then the directory: a run must not fail for these after days.
     choose_family(run.config.model, None)
-    directory = path_of(target)
-    if isinstance(directory, ObjectPath):
-        raise ValueError(
-            f"--save-hf {target}: object storage is for torch_dist checkpoints; give a directory"
-        )
+    directory = Path(target)
     if not directory.exists():
+        return
+    if run.config.checkpoint.save_hf_interval is not None:
+        if not directory.is_dir() or is_huggingface(directory):
+            raise ValueError(
+                f"--save-hf {directory} is a model or a file: with --save-hf-interval give a "
+                "directory for one model per exported iteration"
+            )
         return
     is_empty = directory.is_dir() and not any(directory.iterdir())
     if not is_empty and not (directory.is_dir() and is_huggingface(directory)):
@@ -75,22 +82,57 @@ def check_hf_target(run: Run) -> None:
         )
 
 
+def plan_hf_exports(run: Run) -> ExportTarget | None:
+    """Return where and how models are saved next to checkpoints, None without --save-hf-interval.
+
+    Raises ValueError, the same on all ranks, for a model that transformers cannot express.
+    """
+    config = run.config.checkpoint
+    if config.save_hf_interval is None:
+        return None
+    assert config.save_hf is not None
+    args = read_arguments(get_common_state(run), "this run")
+    args["model_vocab_size"] = run.vocab_size
+    try:
+        plan = plan_export(args, _list_tokenizer_files(run))
+    except ValueError as error:
+        raise ValueError(f"--save-hf-interval: {error}") from error
+    return ExportTarget(plan, Path(config.save_hf), config.save_hf_keep_last)
+
+
+def get_due_export(run: Run) -> ExportTarget | None:
+    """Return where the present iteration is exported to, None if it is not due."""
+    interval = run.config.checkpoint.save_hf_interval
+    if interval is None or (run.state.iteration % interval and not run.is_complete):
+        return None
+    return run.hf_exports
+
+
+def _list_tokenizer_files(run: Run) -> tuple[Path, ...]:
+    """Return the files of the tokenizer on the command line, which transformers also needs.
+
+    The user has named them, so they may be outside of the checkpoint.
+    """
+    flags = run.config.tokenizer
+    names = (flags.tokenizer_model, flags.vocab_file, flags.merge_file)
+    return tuple(Path(name) for name in names if name is not None)
+
+
 def save_hf(run: Run) -> None:
-    """Write the model to --save-hf, if it is given. Collective.
+    """Write the final model to --save-hf, unless --save-hf-interval exports it. Collective.
 
     The directory appears, or is replaced, as a whole. Raises ValueError on every rank if it could
     not be written.
     """
-    if run.config.checkpoint.save_hf is None:
+    config = run.config.checkpoint
+    if config.save_hf is None or config.save_hf_interval is not None:
         return
-    directory = Path(run.config.checkpoint.save_hf)
-    flags = run.config.tokenizer
-    names = (flags.tokenizer_model, flags.vocab_file, flags.merge_file)
-    tokenizer_files = tuple(Path(name) for name in names if name is not None)
+    directory = Path(config.save_hf)
     common = get_common_state(run)
+    # An inference model has no optimizer.
     for key in ("optimizer", "opt_param_scheduler"):
         common.pop(key, None)
-    rewrite = partial(_rewrite_as_hf, WriteOptions(trusted=tokenizer_files))
+    rewrite = partial(_rewrite_as_hf, WriteOptions(trusted=_list_tokenizer_files(run)))
     _remove_unfinished(run, directory)
     try:
         weights = run.optimizer.weights(get_model_state(run))
@@ -124,6 +166,7 @@ def _replace_files(directory: Path, write: Callable[[Path], object]) -> None:
     """
     stored = list(directory.iterdir())
     check_free_space(directory, sum(path.stat().st_size for path in stored))
+    # Inside the pending directory: an aborted save then removes both forms at once.
     target = directory / "rewritten"
     write(target)
     # An interruption here leaves an unfinished save, which readers do not take for a checkpoint.

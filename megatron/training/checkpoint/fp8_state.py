@@ -60,16 +60,20 @@ def _find_modules(
     chunks: Sequence[MegatronModule], ep: Axis, model: ShardedStateDict
 ) -> dict[str, FP8StateMixin]:
     """Return the modules with fp8 state by the keys of that state, derived from their weights'."""
+    modules = []
+    for chunk in chunks:
+        modules += [module for module in chunk.modules() if isinstance(module, FP8StateMixin)]
+    if not modules:
+        return {}
+    # The identity of a weight connects its key, which is global, with its module, which is local.
     keys = {}
     for key, entry in model.items():
         if isinstance(entry, ShardedTensor):
             keys[id(entry.local)] = key
     found: dict[str, FP8StateMixin] = {}
-    for chunk in chunks:
-        for module in chunk.modules():
-            if not isinstance(module, FP8StateMixin):
-                continue
-            key = keys[id(module.weight)]
-            shard = f"{ep.rank}_{ep.size}" if ".experts." in key else "0_1"
-            found[f"{key.removesuffix('weight')}_extra_state/shard_{shard}"] = module
+    for module in modules:
+        key = keys[id(module.weight)]
+        # Experts of other ranks are other shards of the same key.
+        shard = f"{ep.rank}_{ep.size}" if ".experts." in key else "0_1"
+        found[f"{key.removesuffix('weight')}_extra_state/shard_{shard}"] = module
     return found

@@ -14,7 +14,7 @@ from megatron.conversion.model_space.source import Source, TrainingState
 from megatron.core.dist_checkpointing import CheckpointError, ShardedObject
 from megatron.core.dist_checkpointing.loading.load import RAISE, STRICTNESS
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.optimizer import UPDATE_RULES, OptimizerConfig
+from megatron.core.optimizer import AVERAGE_PREFIX, UPDATE_RULES, OptimizerConfig
 from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import is_used, select_architecture_fields
 from megatron.training.checkpoint.contents import get_model_state
@@ -44,6 +44,8 @@ def load_checkpoint(
     Face) a run takes the weights and starts at iteration 0. If a checkpoint on the disks of the
     nodes turns out to be damaged, `find_again` returns an older one to load instead.
     """
+    # The run itself has chosen a checkpoint on the disks of the nodes, so it may skip damaged ones.
+    # Damage of a checkpoint that the user names is an error.
     while start is not None and start.local is not None:
         try:
             _load(run, start)
@@ -69,6 +71,8 @@ def _load(run: Run, start: Start) -> None:
     for warning in check_same_model(run.config.flags(), stored_args, source.description):
         logger.warning(warning)
     training = None if start.weights_only else source.training
+    # --no-load-optim applies to the checkpoint that the flags name. A run that continues its own
+    # checkpoint needs its optimizer, unless it never saves one.
     skips_optimizer = config.no_load_optim and (not start.continues or config.no_save_optim)
     with_optimizer = training is not None and not skips_optimizer
     if with_optimizer:
@@ -82,6 +86,12 @@ def _load(run: Run, start: Start) -> None:
         if with_optimizer
         else run.optimizer.weights(model, live=True)
     )
+    # The average of the weights (--ema-decay) continues only with the training state of its run.
+    has_stored_average = any(key.startswith(AVERAGE_PREFIX) for key in source.tensors)
+    continues_average = run.optimizer.has_average and has_stored_average and training is not None
+    if continues_average:
+        wanted |= run.optimizer.average_state(model)
+    # Request objects only where the checkpoint has them: other layouts and programs do not.
     generators = rng_key(run.ps)
     if training is not None and not config.no_load_rng and generators in training.rng:
         wanted[generators] = ShardedObject(generators, None)
@@ -94,6 +104,7 @@ def _load(run: Run, start: Start) -> None:
         source,
         strictness=config.dist_ckpt_strictness,
         skip=lambda key: _is_skipped(key, with_optimizer, source.tensors),
+        # Optionally, each replica reads a part of the common data, and sends it to the others.
         parallelization_group=run.ps.dp_cp.group if config.ckpt_fully_parallel_load else None,
     )
 
@@ -104,9 +115,20 @@ def _load(run: Run, start: Start) -> None:
             "optimizer": {"param_groups": training.param_groups},
             "grad_scaler": training.grad_scaler or {},
         }
+        # Casts the main parameters that were just read to the dtype of the weights.
         run.optimizer.load_state_dict(state, model)
     else:
+        # The reverse: main parameters start as copies of the weights.
         run.optimizer.reload_model_params(model)
+    # Without a stored average, the loaded weights are the first ones to average.
+    if run.optimizer.has_average and not continues_average:
+        run.optimizer.reset_average()
+        logger.info("the average of --ema-decay starts from the loaded weights")
+    elif has_stored_average and not continues_average:
+        logger.warning(
+            f"the average of the weights in {source.description} is not used, and later "
+            "checkpoints will not contain one: give --ema-decay to continue it"
+        )
     if training is not None:
         fingerprint = source.args.get("train_data_fingerprint")
         _restore_position(run, training, fingerprint, with_optimizer)
@@ -129,6 +151,7 @@ def check_same_model(flags: Mapping[str, Any], stored: Mapping[str, Any], source
 
     Raises ValueError that names every argument by which the shape of the model differs.
     """
+    # Compare both sides in one spelling, e.g. of the default rope_type.
     flags = normalize_stored_args(flags)
     wrong = _list_differences("shapes", flags, stored)
     if wrong:
@@ -180,10 +203,13 @@ def _is_skipped(key: str, with_optimizer: bool, stored: Collection[str]) -> bool
     """Return whether a load skips a key of the checkpoint that no rank has requested.
 
     It skips weights that have a main parameter in `stored`, the state of an optimizer that is not
-    loaded, generators of other ranks and layouts, and the extra states of Megatron-core.
+    loaded, an average likewise, generators of other ranks and layouts, and the extra states of
+    Megatron-core.
     """
     if key.startswith("optimizer."):
         return not with_optimizer
+    if key.startswith(AVERAGE_PREFIX):
+        return True
     if with_optimizer and f"optimizer.state.param.{key}" in stored:
         return True
     return key.startswith("rng_state/") or is_extra_state(key)
@@ -203,6 +229,7 @@ def _restore_position(
     if with_optimizer and training.scheduler is not None:
         run.scheduler.load_state_dict(training.scheduler)
     else:
+        # Learning rate and weight decay follow from the flags and the position alone.
         run.scheduler.step(run.state.consumed_train_samples)
 
 
@@ -211,6 +238,7 @@ def _restore_generators(run: Run, state: Any) -> None:
 
     Those of another layout, device or program are seeded again, so that the run can be repeated.
     """
+    # Seed in any case: of the stored states only some may fit.
     seed_everything(run.config.training.seed, run.ps, run.rng, run.state.iteration)
     # Megatron-LM stores a list with the state of each data-parallel rank that shares the key.
     while isinstance(state, list) and len(state) == 1:
@@ -228,6 +256,7 @@ def _restore_fp8(
 ) -> None:
     """Restore the fp8 scales that fit, and log if the checkpoint has scales of which none fits."""
     config = run.config.model
+    # Loading has quantized the fp8 parameters with fresh scales.
     if restore_fp8_state(run.chunks, run.ps.ep, model, objects, config):
         run.optimizer.requantize()
     elif had_fp8:

@@ -44,6 +44,7 @@ def megatron_rng_state(ours: dict[str, Any], ps: ParallelState, seed: int) -> li
 
     Megatron-LM requires the state of CUDA generators; without a GPU they are those of the seed.
     """
+    # Generators that have no counterpart here (e.g. of experts) keep their initial state.
     state = build_initial_cuda_state(seed, ps.tp.rank, ps.pp.rank)
     for name in ("random_rng_state", "np_rng_state", "torch_rng_state"):
         state[name] = ours[name]
@@ -84,6 +85,7 @@ def _restore(state: Any, rng: TensorParallelRng) -> list[str]:
     # Restore.
     unfit = []
     states.restore()
+    # The run has a GPU and the state has none, or the reverse.
     has_cuda = torch.cuda.is_available() or state["cuda_rng_state"] is not None
     if has_cuda and states.cuda is None:
         unfit.append("of CUDA")

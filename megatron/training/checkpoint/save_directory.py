@@ -17,6 +17,7 @@ from megatron.training.config.run_config import Config
 
 def saves_to(config: Config) -> Path | None:
     """Return the directory of checkpoints that the run will own, None if it saves none."""
+    # A conversion writes to --ckpt-convert-save, which no run owns.
     checkpoint = config.checkpoint
     if (
         checkpoint.save is None
@@ -33,6 +34,7 @@ def find_saved(root: Path) -> CheckpointRef | None:
         found = find_checkpoint(root)
     except NoCheckpointError:
         return None
+    # A path can also name a checkpoint itself, or contain a model of another format.
     if found is None or found.directory.parent != root:
         return None
     return found

@@ -59,6 +59,7 @@ def make_saver(config: CheckpointConfig, log: SaveLog | None = None) -> RunSaver
         keep_every=config.save_retain_interval,
         keep_best=config.keep_best_n,
     )
+    # A conversion consists of one save, whose failure must end the program with an error.
     options = SaveOptions(
         async_save=config.async_save,
         fully_parallel=config.ckpt_fully_parallel_save,

@@ -58,7 +58,7 @@ class Start(NamedTuple):
 
     The checkpoints of the run descend from `lineage`; its branch is empty if the run begins
     a new one. `continues` is true if the run goes on from its own checkpoint although the flags
-    name another one: flags that change what is loaded then do not apply.
+    name another one: --finetune and --no-load-optim then do not apply.
     """
 
     directory: Path
@@ -115,9 +115,11 @@ def find_start(
         start = _open_local(config, tier, choice, choice.found, damaged)
         if start is not None:
             return start
+        # Choose again without it: the next one may be another local checkpoint or a shared one.
         return find_start(config, save, tier, job, damaged | {choice.found.name})
     # Open it on every rank. An error on any rank is raised on all.
     found = choice.found
+    # As in `resume`, --no-load-optim does not apply to a run that continues its own checkpoint.
     without_optimizer = choice.weights_only or (config.no_load_optim and not choice.continues)
     options = ReadOptions(optimizer=not without_optimizer, as_saved=True, verify=config.ckpt_verify)
     source = coordination.run_on_all(lambda: open_found(found, options))
@@ -127,6 +129,7 @@ def find_start(
 
 def _base_lineage(choice: _Choice, directory: Path) -> Lineage:
     """Return the lineage from which the checkpoints of the run descend."""
+    # A new branch has no ancestors; a continued one keeps those of its newest checkpoint.
     if not choice.extends_branch:
         return Lineage((), choice.origin)
     lineage = read_lineage(directory)
@@ -219,6 +222,7 @@ class _Chooser:
         if self._config.override_existing_run:
             return False
         stored = read_lineage(saved.directory).origin
+        # A branch that began with random weights has no origin.
         if stored is None or stored == origin:
             return stored == origin
         # With --finetune in the directory of --load, the newest checkpoint is one of the branch.
@@ -232,9 +236,11 @@ class _Chooser:
         previous = read_previous_owner(self._save, self._job)
         if previous.job_id is None:
             return None
+        # The newest checkpoint is of an earlier job if this one has not saved any yet.
         if saved is not None and read_lineage(saved.directory).job != previous.job_id:
             saved = None
         found: CheckpointRef | LocalCheckpointInfo | None = saved
+        # Local checkpoints may be of earlier jobs, too. Their order begins with the fencing number.
         of_job = [held for held in self._held if held.order[0] >= previous.first_generation]
         if of_job and (saved is None or of_job[0].order > _order(saved)):
             found = of_job[0]
@@ -254,6 +260,7 @@ class _Chooser:
         assert config.load is not None
         try:
             found = find_checkpoint(config.load)
+        # No complete checkpoint in the directory; the disks of the nodes may still have one.
         except NoCheckpointError as error:
             if not self._held:
                 raise
@@ -265,6 +272,7 @@ class _Chooser:
             if found.note is not None:
                 logger.warning(found.note)
             return _Choice(found, extends_branch=True)
+        # The first start of the run: --pretrained-checkpoint, or random weights.
         named, weights_only = self._find_first()
         if named is None:
             return None
@@ -365,17 +373,19 @@ def _check_random_weights(config: CheckpointConfig, directory: Path) -> None:
     """
     if config.exit_on_missing_checkpoint:
         raise ValueError(f"--load {directory} holds no checkpoint (--exit-on-missing-checkpoint)")
+    # Flags that make no sense without a checkpoint.
     requirements = {
         "--finetune": config.finetune,
         "--ckpt-step": config.ckpt_step is not None,
     }
+    # The restart idiom gives --use-checkpoint-args on the first start, too.
     is_first_start = _is_same_directory(config)
     if not is_first_start:
         requirements["--use-checkpoint-args"] = config.use_checkpoint_args
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise ValueError(
                 f"--load {directory} holds no checkpoint, but it is not empty. Training would "
-                "start from random weights; if that is what you want, leave out --load"
+                "start from random weights; if that is intended, leave out --load"
             )
     given = [name for name, is_given in requirements.items() if is_given]
     if given:

@@ -166,6 +166,7 @@ class Spelling:
                 f"{name}: its value is empty, as an unset variable would be: give a value, "
                 f"or leave out {name}"
             )
+        # Old values are renamed before they are checked, so that `choices` has only the new ones.
         word = OLD_VALUES.get(self.dest, {}).get(word, word)
         value = self._convert(name, word)
         for problem in find_value_problems(name, value, self.metadata, word):
@@ -203,8 +204,9 @@ def _make_spellings(field: FlagField, hint: Any) -> dict[str, Spelling]:
 class FlagParser:
     """Parser for the flags of some dataclasses, with every spelling that Megatron-LM has had.
 
-    Unlike argparse it reports all problems at once, accepts Megatron-LM's options without effect,
-    and explains the others. `sections` are the dataclasses by their title in --help.
+    Unlike argparse, which exits at the first error, it reports all problems at once. It accepts
+    Megatron-LM's options without effect, which may take values, and explains the others.
+    `sections` are the dataclasses by their title in --help.
     """
 
     def __init__(self, sections: dict[str, type]) -> None:
@@ -213,6 +215,7 @@ class FlagParser:
         for section in sections.values():
             for flag_field in flag_fields(section):
                 self.spellings |= _make_spellings(flag_field, flag_type(flag_field, section))
+        # Last, because an alias refers to the spellings of fields.
         self.other_names = self._add_other_names()
 
     def _add_other_names(self) -> dict[str, OtherName]:
@@ -224,8 +227,10 @@ class FlagParser:
             fields = set(other.values)
             spelling = Spelling(name, "0", const=True)
             if other.takes is not None:
+                # The alias of a flag with a value parses it like that flag.
                 fields.add(other.takes)
                 spelling = spelling_of_field.get(other.takes, spelling)
+            # Programs have parsers of some sections: skip aliases of fields that they lack.
             if fields <= spelling_of_field.keys():
                 aliases[name] = other
                 self.spellings[name] = spelling
@@ -266,6 +271,7 @@ class FlagParser:
             else:
                 _store_value(line, name, spelling, values)
         self._resolve_other_names(argv, line)
+        # Judged together: an option may be harmless unless another one enables its feature.
         unknown = judge_options(foreign, line)
         line.problems += [self._explain_unknown(name) for name in unknown]
         return line
@@ -278,6 +284,7 @@ class FlagParser:
             if other is None:
                 continue
             line.given.pop(name, None)
+            # The right operand of `|` takes precedence.
             if other.wins:
                 line.given = line.given | other.values
             else:
@@ -330,6 +337,7 @@ def build(section: type, given: Given) -> Any:
 
 def _take_values(words: collections.deque[str], arity: str) -> list[str]:
     """Remove the words of a flag from the front of `words`, and return them."""
+    # Values of other options of Megatron-LM end at the next flag, e.g. "+" and "*".
     limit = {"0": 0, "1": 1}.get(arity, len(words))
     taken: list[str] = []
     while words and len(taken) < limit and not words[0].startswith("--"):
@@ -357,6 +365,7 @@ def _add_help(group: argparse._ArgumentGroup, section: type, field: FlagField) -
     hint = flag_type(field, section)
     options: dict[str, Any] = {"dest": field.name}
     if hint is bool:
+        # argparse formats the help only; it never parses.
         options["action"] = "store_const"
         options["const"] = not field.default
     else:

@@ -65,6 +65,7 @@ class BatchSchedule:
 
     def global_batch_size_at(self, consumed_samples: int) -> int:
         """Return the samples of the iteration that starts after `consumed_samples`."""
+        # The first step is at 0, so there is always one before the next.
         next_step = self._find_next_step(consumed_samples)
         _, size = self.steps[next_step - 1]
         return self._round_down(size)
@@ -86,6 +87,7 @@ class BatchSchedule:
         """Return the whole iterations from `consumed_samples` to a total of `samples`."""
         iterations = 0
         for size, length in self._iterate_stretches(consumed_samples):
+            # An incomplete global batch at the end is not trained on.
             remaining = max(0, samples - consumed_samples) // size
             if length is None or remaining < length:
                 break
@@ -127,6 +129,7 @@ def make_rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) 
         raise ValueError(f"{name}: START and INCREMENT must be positive, SAMPLES not negative")
     if start > global_batch_size:
         raise ValueError(f"{name}: START is larger than --global-batch-size {global_batch_size}")
+    # The last step must be the global batch size itself.
     num_steps, rest = divmod(global_batch_size - start, increment)
     if rest:
         raise ValueError(
@@ -137,6 +140,7 @@ def make_rampup_steps(rampup_batch_size: Sequence[int], global_batch_size: int) 
         return ((0, global_batch_size),)
     steps = []
     for step in range(num_steps + 1):
+        # A step begins with the first iteration that starts at or after its share of SAMPLES.
         begin = -(-step * samples // num_steps)  # rounded up
         steps.append((begin, start + step * increment))
     return tuple(steps)
@@ -154,6 +158,7 @@ def make_token_steps(schedule: str, seq_length: int) -> tuple[Step, ...]:
                 f"--step-batch-size-schedule: {entry!r} is not TOKENS:SIZE, e.g. 0:384 or 1.5B:768"
             )
         number, unit, size = match.groups()
+        # The schedule counts tokens, the run counts samples.
         tokens = int(float(number) * _UNITS.get(unit, 1))
         steps.append((tokens // seq_length, int(size)))
     starts = [start for start, _ in steps]

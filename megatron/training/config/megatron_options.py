@@ -19,6 +19,8 @@ class CommandLine:
 
     given: Given = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)  # accepted without effect
+    # Flags with their values that --ignore-unknown-flags drops.
+    dropped: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # one line each
     # Fields whose value is unknown because of a problem.
     malformed: set[str] = field(default_factory=set)
@@ -59,6 +61,12 @@ OTHER_NAMES: dict[str, OtherName] = {
     "--encoder-num-layers": OtherName({}, takes="num_layers"),
     "--encoder-seq-length": OtherName({}, takes="seq_length"),
     "--padded-vocab-size": OtherName({}, takes="vocab_size"),
+    "--tp": OtherName({}, takes="tensor_model_parallel_size"),
+    "--pp": OtherName({}, takes="pipeline_model_parallel_size"),
+    "--cp": OtherName({}, takes="context_parallel_size"),
+    "--ep": OtherName({}, takes="expert_model_parallel_size"),
+    "--mbs": OtherName({}, takes="micro_batch_size"),
+    "--gbs": OtherName({}, takes="global_batch_size"),
     "--no-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
     "--disable-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
 }
@@ -107,6 +115,7 @@ def _read_table() -> dict[str, MegatronOption]:
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
+        # Trailing columns are optional.
         columns = (line.split("\t") + [""] * 3)[:7]
         name, words, defaults, group, here, why, harmless = columns
         harmless_values = harmless.split(" | ") if harmless else []
@@ -139,9 +148,12 @@ def judge_options(options: Iterable[tuple[str, list[str]]], line: CommandLine) -
     """Sort options that are not flags here into those without effect and those not implemented.
 
     `options` are names and their words. Adds to `line`: a problem for each feature and fork.
-    Returns the unknown options.
+    Returns the unknown options. With --ignore-unknown-flags, unknown options and those of forks are
+    dropped.
     """
     unknown: list[str] = []
+    drops_unknown = line.given.get("ignore_unknown_flags", False)
+    # Features and forks have several options each, but get one message.
     features: dict[str, list[tuple[str, MegatronOption]]] = collections.defaultdict(list)
     forks: dict[str, list[str]] = collections.defaultdict(list)
     for name, words in options:
@@ -150,10 +162,12 @@ def judge_options(options: Iterable[tuple[str, list[str]]], line: CommandLine) -
         if option is None and base_name(name) in _SWITCHES:
             # A spelling that Megatron-LM lacks (--no-x where it has only --x) has no effect.
             line.ignored.append(name)
+        elif option is not None and _has_no_effect(option, words):
+            line.ignored.append(name)
+        elif drops_unknown and (option is None or option.fork is not None):
+            line.dropped.append(spelled)
         elif option is None:
             unknown.append(name)
-        elif _has_no_effect(option, words):
-            line.ignored.append(name)
         elif option.fork is not None:
             forks[option.fork].append(name)
         elif option.here in ("turns on", "part of"):
@@ -163,6 +177,7 @@ def judge_options(options: Iterable[tuple[str, list[str]]], line: CommandLine) -
 
     for feature, given in features.items():
         switches = [spelled for spelled, option in given if option.here == "turns on"]
+        # Options that tune a feature have no effect while the feature is off.
         if not switches:
             line.ignored += [spelled.split()[0] for spelled, _ in given]
             continue
@@ -198,11 +213,13 @@ def _has_no_effect(option: MegatronOption, words: list[str]) -> bool:
         return True
     if option.fork is not None:
         return False  # the defaults of a fork are not Megatron-LM's
+    # A script may state the default of any release.
     return any(_is_same(words[0], default) for default in option.defaults)
 
 
 def _is_same(word: str, default: str) -> bool:
     try:
+        # 1e-5 and 0.00001 are the same value.
         return float(word) == float(default)
     except ValueError:
         return word == default and word != "None"

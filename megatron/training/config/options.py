@@ -56,6 +56,8 @@ class TrainingConfig(FlagSection):
     """Number of global batches per evaluation. 0 or a negative number disables evaluation."""
     eval_interval: int | None = flag(1000, positive=True)
     """Number of iterations between evaluations on the validation set."""
+    eval_ema: bool = flag(False)
+    """Evaluate the average of --ema-decay instead of the weights that are trained."""
     exit_interval: int | None = flag(None, positive=True)
     """Save and exit when the iteration is a multiple of this number."""
     exit_duration_in_mins: float | None = flag(None, positive=True)
@@ -68,6 +70,10 @@ class TrainingConfig(FlagSection):
     """
     manual_gc_interval: int = flag(0, at_least=0)
     """Number of iterations between garbage collections with --manual-gc; 0: never."""
+    ignore_unknown_flags: bool = flag(False)
+    """Ignore flags that neither this program nor Megatron-LM has, e.g., those of a fork, with a
+    warning that lists them. Options of Megatron-LM that are not implemented remain errors.
+    """
 
 
 @dataclass
@@ -234,6 +240,13 @@ class CheckpointConfig(FlagSection):
     """
     save_hf: str | None = flag(None)
     """Directory in which the final model is also saved in Hugging Face format."""
+    save_hf_interval: int | None = flag(None, positive=True)
+    """Save a Hugging Face model next to every checkpoint whose iteration is a multiple of this
+    number, and at the end of the run, as iter_NNNNNNN in --save-hf. All ranks write it while they
+    write the checkpoint.
+    """
+    save_hf_keep_last: int | None = flag(None, positive=True)
+    """Keep the last N models of --save-hf-interval and delete older ones. Default: all."""
     no_save_optim: bool = flag(False)
     """Do not save the state of the optimizer."""
     no_save_rng: bool = flag(False)

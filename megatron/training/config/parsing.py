@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.flags import raise_problems
+from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.pipeline_parallel import parse_layout
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, Given, build, flag_fields
 from megatron.training.config.run_config import SECTIONS, Config
 from megatron.training.config.stored_args import merge_stored_args
+from megatron.training.rendezvous import environment_rank
 
 
 def make_flag_parser() -> FlagParser:
@@ -41,6 +43,19 @@ def compute_replica_size(argv: Sequence[str]) -> int:
     return get_size("pipeline_model") * math.lcm(dense, experts)
 
 
+def find_run_directory(argv: Sequence[str]) -> str | None:
+    """Return --save of a command line that may have errors.
+
+    None for object storage, which does not contain records, and on all ranks except the first.
+    """
+    if environment_rank() > 0:
+        return None
+    save = make_flag_parser().parse(argv).given.get("save")
+    if save is None or isinstance(path_of(save), ObjectPath):
+        return None
+    return str(save)
+
+
 def parse_args(
     argv: Sequence[str], world_size: int, stored_args: Mapping[str, Any] | None = None
 ) -> Config:
@@ -54,6 +69,9 @@ def parse_args(
     notes = []
     if line.ignored:
         notes.append(f"accepted without effect: {', '.join(dict.fromkeys(line.ignored))}")
+    if line.dropped:
+        dropped = ", ".join(line.dropped)
+        notes.append(f"WARNING: unknown flags have no effect (--ignore-unknown-flags): {dropped}")
     given = line.given
     if given.get("use_checkpoint_args"):
         if stored_args is None:
@@ -62,6 +80,7 @@ def parse_args(
                 "stored_args=read_checkpoint_args(argv, world_size)"
             )
             raise_problems(line.problems)
+        # Before anything is derived: derived values depend on the model.
         given, overridden = use_stored_args(given, stored_args or {})
         notes += overridden
     config, problems = _make_config(given, world_size, line.malformed)
@@ -107,6 +126,7 @@ def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Co
     parts: dict[str, Any] = dict.fromkeys(attribute for attribute, _ in SECTIONS.values())
     for attribute, section in SECTIONS.values():
         names = {field.name for field in flag_fields(section)}
+        # Building it with a default would report problems that are not there.
         if names & malformed:
             continue
         try:
@@ -117,6 +137,7 @@ def _make_config(given: Given, world_size: int, malformed: set[str]) -> tuple[Co
 
     # Check the rules between parts that could be built.
     for check, needs in run_rules.CHECKS:
+        # A rule needs valid values in every part that it reads; otherwise its message misleads.
         needed_parts = [parts[name] for name in needs.split()]
         if None in needed_parts:
             continue
@@ -149,6 +170,7 @@ def _derive_values(given: Given, problems: list[str]) -> tuple[Given, list[str]]
         given["sequence_parallel"] = False
     try:
         num_chunks = _compute_chunks_per_stage(given)
+        # One chunk per stage is the plain 1F1B schedule.
         if num_chunks == 1:
             given["virtual_pipeline_model_parallel_size"] = None
         elif num_chunks is not None:
@@ -180,6 +202,7 @@ def _derive_values(given: Given, problems: list[str]) -> tuple[Given, list[str]]
     if given.get("eval_iters", 0) < 0:
         notes.append(f"--eval-iters {given['eval_iters']}: evaluation is disabled, as with 0")
         given["eval_iters"] = 0
+    # Megatron-LM requires both flags, and most scripts give the same value.
     given.setdefault("max_position_embeddings", given.get("seq_length"))
     return given, notes
 
@@ -204,6 +227,7 @@ def _compute_chunks_per_stage(given: Given) -> int | None:
         raise ValueError(f"{' and '.join(flags)} are mutually exclusive")
     pp_size = given.get("pipeline_model_parallel_size", 1)
 
+    # A layout lists every chunk; its stages follow from the pipeline size.
     if layout is not None:
         num_chunks = len(parse_layout(layout))
         if num_chunks % pp_size:

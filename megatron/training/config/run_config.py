@@ -12,7 +12,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models import ChunkSpec
 from megatron.core.module import MegatronModule
 from megatron.core.optimizer import OptimizerConfig, Schedule, SchedulerConfig, make_schedule
-from megatron.core.parallel_state import ParallelConfig
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.pipeline_parallel import pipeline_layer_ranges
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.arguments import flag_fields
@@ -30,7 +30,7 @@ from megatron.training.config.options import (
     ProfilingConfig,
     TrainingConfig,
 )
-from megatron.training.data.tokenizer import TokenizerConfig
+from megatron.training.data.tokenizer_config import TokenizerConfig
 
 
 def _make_section(title: str) -> Any:
@@ -72,6 +72,7 @@ class Config:
         --vocab-size or the checkpoint (`stored`) requires it.
         """
         given = self.tokenizer.vocab_size
+        # The --vocab-size of NullTokenizer defines the tokenizer, which may add one token.
         if given is None or self.tokenizer.kind == "NullTokenizer":
             given = tokenizer_vocab_size
         if given < tokenizer_vocab_size:
@@ -79,6 +80,7 @@ class Config:
                 f"--vocab-size {given} is less than the {tokenizer_vocab_size} tokens of the "
                 "tokenizer"
             )
+        # Rows that pad the vocabulary in the checkpoint are part of its model.
         if stored is not None and stored > given:
             self.notes.append(
                 f"the model of the checkpoint has {stored} tokens, {stored - given} more than the "

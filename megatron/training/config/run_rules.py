@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -28,6 +29,7 @@ def _check_length(config: Config, world_size: int) -> Iterator[str]:
         )
     if training.train_iters is None and training.train_samples is None:
         yield "--train-iters or --train-samples must be given: the length of the run"
+    # Three flags define the global batch size over the run; a schedule excludes the others.
     if training.step_batch_size_schedule is not None:
         for name in ("global_batch_size", "rampup_batch_size"):
             if getattr(training, name) is not None:
@@ -70,6 +72,7 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
     cp_size = parallel.cp_size
     tp_size = parallel.tp_size
     comm_types = parallel.cp_comm_type
+    # Checked without context parallelism, too: the run may be continued with it.
     if len(comm_types) not in (1, model.num_layers):
         yield (
             f"--cp-comm-type {' '.join(comm_types)} has {len(comm_types)} values, --num-layers is "
@@ -78,10 +81,12 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
     if cp_size <= 1:
         return
     context = f"--context-parallel-size {cp_size}"
+    # Ranks hold chunk i from the start and chunk i from the end of a sequence, because with a
+    # causal mask the work of a chunk grows with its position.
     if length % (2 * cp_size):
         yield (
             f"--seq-length {length} is not divisible by 2 x {context} = {2 * cp_size}: a rank "
-            "holds two chunks of a sequence. Change one of them"
+            "has two chunks of a sequence. Change one of them"
         )
     elif parallel.sequence_parallel and length % (cp_size * tp_size):
         yield (
@@ -89,6 +94,7 @@ def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
             f"{tp_size} = {cp_size * tp_size}, as --sequence-parallel needs it: change the "
             "length, or leave out --sequence-parallel"
         )
+    # Ulysses: every rank computes some of the heads over the whole sequence.
     if "a2a" in comm_types and model.query_groups % (tp_size * cp_size):
         kind = "--num-query-groups" if model.group_query_attention else "--num-attention-heads"
         yield (
@@ -116,6 +122,7 @@ def _check_backend(config: Config, world_size: int) -> Iterator[str]:
             "--tp-comm-overlap requires --sequence-parallel, whose all-gathers and "
             "reduce-scatters it overlaps"
         )
+    # Without sharding, parameters are not gathered.
     if model.fp8_param_gather and not config.ddp.use_distributed_optimizer:
         yield "--fp8-param-gather requires --use-distributed-optimizer, whose all-gather it changes"
     if parallel.cp_size == 1 or len(parallel.cp_comm_type) not in (1, model.num_layers):
@@ -158,6 +165,7 @@ def _check_experts(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_divisible(experts, "--expert-model-parallel-size", parallel.ep_size)
     yield from _check_divisible(width, "--expert-tensor-parallel-size", parallel.etp_size)
     yield from _check_divisible(shared_width, "--tensor-model-parallel-size", parallel.tp_size)
+    # With a replicated sequence, the ranks of a TP group would dispatch the same tokens.
     if parallel.tp_size > 1 and not parallel.sequence_parallel:
         yield (
             f"--num-experts with --tensor-model-parallel-size {parallel.tp_size} requires "
@@ -172,11 +180,13 @@ def _check_batches(config: Config, world_size: int) -> Iterator[str]:
     pp_size = config.parallel.pp_size
     dp_size = config.parallel.dp_size(world_size)
     batches = config.batch_schedule(dp_size)
+    # Fill the default, so that it is logged and stored in checkpoints.
     training.global_batch_size = batches.global_batch_size
     if config.parallel.vpp_size == 1:
         return
     group_size = config.parallel.microbatch_group_size_per_vp_stage or pp_size
     check_group_size(pp_size, group_size)
+    # A ramp-up can pass many sizes; report only those that do not fit.
     wrong: dict[int, int] = {}  # global batch size -> number of micro-batches
     for size in batches.sizes():
         num_microbatches = size // batches.samples_per_microbatch
@@ -214,6 +224,7 @@ def _check_gradients(config: Config, world_size: int) -> Iterator[str]:
 def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
     """Check the schedules of the optimizer by building them."""
     training = config.training
+    # Other rules report these problems; a schedule can be built only without them.
     has_one_length = (training.train_iters is None) != (training.train_samples is None)
     if config.optimizer.lr is None:
         yield "--lr must be given"
@@ -244,6 +255,7 @@ def make_save_notes(config: Config) -> list[str]:
     if given and checkpoint.save is None:
         notes.append(f"no checkpoints are saved: {', '.join(given)} without --save")
     if checkpoint.keep_best_n is not None and checkpoint.save_interval and eval_interval:
+        # A checkpoint has a loss only if the run was evaluated at its iteration.
         common = math.lcm(checkpoint.save_interval, eval_interval)
         if common > checkpoint.save_interval:
             notes.append(
@@ -270,17 +282,79 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
         )
     if checkpoint.ckpt_format == "torch" and checkpoint.keep_best_n is not None:
         yield f"--keep-best-n {checkpoint.keep_best_n}: --ckpt-format torch does not store the loss"
-    if "://" in (checkpoint.save or "") and checkpoint.ckpt_format == "torch":
-        yield (
-            f"--ckpt-format torch: object storage (--save {checkpoint.save}) supports only "
-            "torch_dist checkpoints"
+    # Rank 0 writes legacy files from the complete torch_dist files of all ranks, on a file system.
+    targets = []
+    if checkpoint.ckpt_format == "torch":
+        targets.append(("--ckpt-format", "--save", checkpoint.save))
+    if checkpoint.ckpt_convert_format == "torch":
+        targets.append(
+            ("--ckpt-convert-format", "--ckpt-convert-save", checkpoint.ckpt_convert_save)
         )
+    for format_flag, target_flag, target in targets:
+        if "://" in (target or ""):
+            yield (
+                f"{format_flag} torch: object storage ({target_flag} {target}) supports only "
+                "torch_dist checkpoints"
+            )
     if (checkpoint.ckpt_convert_format is None) != (checkpoint.ckpt_convert_save is None):
         yield "--ckpt-convert-format and --ckpt-convert-save go together"
     if checkpoint.ckpt_convert_format is not None and checkpoint.load is None:
         yield "--ckpt-convert-format needs --load, the checkpoint to convert"
     if checkpoint.ckpt_step is not None and checkpoint.load is None:
         yield f"--ckpt-step {checkpoint.ckpt_step} needs --load"
+
+
+def _check_hf_exports(config: Config, world_size: int) -> Iterator[str]:
+    """Check the options of models in Hugging Face format."""
+    checkpoint = config.checkpoint
+    if "://" in (checkpoint.save_hf or ""):
+        yield (
+            f"--save-hf {checkpoint.save_hf}: object storage is for torch_dist checkpoints; give a "
+            "directory"
+        )
+    interval = checkpoint.save_hf_interval
+    if interval is None:
+        if checkpoint.save_hf_keep_last is not None:
+            yield f"--save-hf-keep-last {checkpoint.save_hf_keep_last} needs --save-hf-interval"
+        return
+    missing = []
+    for name in ("save", "save_hf", "save_interval"):
+        if getattr(checkpoint, name) is None:
+            missing.append(f"--{name.replace('_', '-')}")
+    if missing:
+        yield (
+            f"--save-hf-interval {interval} saves models next to checkpoints: give "
+            f"{' and '.join(missing)}"
+        )
+    elif checkpoint.save_interval and interval % checkpoint.save_interval:
+        yield (
+            f"--save-hf-interval {interval} must be a multiple of --save-interval "
+            f"{checkpoint.save_interval}: models are saved together with checkpoints"
+        )
+    elif os.path.abspath(checkpoint.save_hf or "") == os.path.abspath(checkpoint.save or ""):
+        yield (
+            f"--save-hf {checkpoint.save_hf} is the directory of --save: with --save-hf-interval "
+            "give another one"
+        )
+
+
+def _check_average(config: Config, world_size: int) -> Iterator[str]:
+    """Check the uses of the average of the weights."""
+    decay = config.optimizer.ema_decay
+    if config.training.eval_ema and decay is None:
+        yield "--eval-ema evaluates the average of the weights: give --ema-decay, e.g. 0.999"
+    if config.training.eval_ema and config.model.fp8 is not None:
+        yield (
+            f"--eval-ema with --fp8 {config.model.fp8} is not supported: the average has no fp8 "
+            "scales; evaluate an export of it (convert.py --weights ema)"
+        )
+    checkpoint = config.checkpoint
+    saves_legacy = checkpoint.save is not None and checkpoint.ckpt_format == "torch"
+    if decay is not None and (saves_legacy or checkpoint.ckpt_convert_format == "torch"):
+        yield (
+            f"--ema-decay {decay}: Megatron-LM's legacy files cannot store the average: use the "
+            "format torch_dist, or leave --ema-decay out"
+        )
 
 
 def _check_legacy_optimizer(config: Config, world_size: int) -> Iterator[str]:
@@ -343,6 +417,8 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_schedules, "training parallel optimizer scheduler"),
     (_check_layers, "model parallel pipeline_layout"),
     (_check_checkpoint, "training checkpoint"),
+    (_check_hf_exports, "checkpoint"),
+    (_check_average, "training model optimizer checkpoint"),
     (_check_legacy_optimizer, "checkpoint optimizer"),
     (_check_local_tier, "checkpoint"),
     (_check_profile_ranks, "profiling"),

@@ -60,12 +60,14 @@ def merge_stored_args(
     for name in [*names, *TOKENIZER_FIELDS]:
         if name not in stored:
             continue
+        # The checkpoint takes precedence, as in Megatron-LM, but not silently.
         if name in given and given[name] != stored[name]:
             value = escape_control_chars(str(stored[name]))
             notes.append(
                 f"--use-checkpoint-args: {name} is {value} as in the checkpoint, not {given[name]}"
             )
         merged[name] = stored[name]
+    # Of the data, only the sequence length has a default from the checkpoint.
     if "seq_length" in stored:
         merged.setdefault("seq_length", stored["seq_length"])
     kind = merged.get("tokenizer_type")

@@ -5,83 +5,17 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.format.schema import limit, parse_json, read_regular
-from megatron.core.flags import FlagSection, flag
-from megatron.core.terminal import escape_control_chars, format_error
+from megatron.core.terminal import format_error
+from megatron.training.data.tokenizer_config import TOKENIZER_TYPES, TokenizerConfig
 
 MAX_FILE_BYTES = limit("TOKENIZER_BYTES", 256 << 20)
 END_OF_TEXT = "<|endoftext|>"
-
-
-@dataclass
-class TokenizerConfig(FlagSection):
-    """Selection of a tokenizer. Field names are Megatron-LM's argument names."""
-
-    tokenizer_type: str | None = flag(None)
-    """Kind of tokenizer: GPT2BPETokenizer (the default), SentencePieceTokenizer or
-    GPTSentencePieceTokenizer, Llama2Tokenizer (begins every text with BOS), HuggingFaceTokenizer
-    (or PretrainedFromHF, TokenizerFromFile), TikTokenizer or Llama3Tokenizer (both require the
-    package tiktoken), or NullTokenizer.
-    """
-    tokenizer_model: str | None = flag(
-        None, "--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file"
-    )
-    """SentencePiece: the .model file. HuggingFaceTokenizer: a directory, a tokenizer.json, or a
-    name on the hub. TikTokenizer: a JSON file of ranks. Llama3Tokenizer: Meta's tokenizer.model.
-    """
-    special_tokens: list[str] | None = flag(
-        None, "--tokenizer-special-tokens", "--tiktoken-special-tokens"
-    )
-    """Tokens to add if the tokenizer does not have them, for HuggingFaceTokenizer,
-    GPT2BPETokenizer and, with --legacy-tokenizer, SentencePieceTokenizer. TikTokenizer: its first
-    tokens, which must include <unk>, <s> and </s>.
-    """
-    legacy_tokenizer: bool = flag(False)
-    """Use SentencePieceTokenizer as in Megatron-LM before 0.16: <CLS>, <SEP>, <EOD> and <MASK> are
-    added to the pieces of the model and recognized in text, and EOD is <EOD>.
-    """
-    tiktoken_pattern: str | None = flag(None, choices=("v1", "v2"))
-    """TikTokenizer: which of Megatron-LM's two patterns splits text into words. Default: v2."""
-    tiktoken_num_special_tokens: int = flag(1000, positive=True)
-    """TikTokenizer: number of ids before the ranks. Ids without a name in
-    --tokenizer-special-tokens are called <SPECIAL_n>.
-    """
-    trust_remote_code: bool = flag(False)
-    """Run Python code that is part of a Hugging Face tokenizer's directory. Never taken from a
-    checkpoint.
-    """
-    vocab_file: str | None = flag(None)
-    """GPT2BPETokenizer: the vocab.json file."""
-    merge_file: str | None = flag(None)
-    """GPT2BPETokenizer: the merges.txt file."""
-    vocab_size: int | None = flag(None)
-    """Number of tokens of the model. Default: the tokenizer's. With NullTokenizer, n means n + 1
-    tokens, EOD = n. TikTokenizer: number of tokens to read from its file, special ones included
-    (default: 131072).
-    """
-    null_tokenizer_eod_id: int | None = flag(None)
-    """NullTokenizer: id of the end-of-document token, one of the n tokens of --vocab-size n, as in
-    Megatron-LM since 0.19.
-    """
-    make_vocab_size_divisible_by: int = flag(128, positive=True)
-    """Pad the embedding to a multiple of this times the tensor-parallel size. Padding never changes
-    the loss.
-    """
-
-    def find_problems(self) -> Iterator[str]:
-        if self.tokenizer_type is not None and self.tokenizer_type not in TOKENIZERS:
-            value = escape_control_chars(str(self.tokenizer_type))
-            yield f"--tokenizer-type {value}: choose one of {', '.join(TOKENIZERS)}"
-
-    @property
-    def kind(self) -> str:
-        """The type; the default is that of Megatron-LM's pretrain_gpt.py."""
-        return self.tokenizer_type or "GPT2BPETokenizer"
 
 
 @dataclass(frozen=True)
@@ -106,16 +40,6 @@ class Tokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process reads the files itself: most libraries' objects cannot be pickled.
         return build_tokenizer, (self.config,)
-
-
-def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Build the tokenizer that the flags select. Raises ValueError if a flag or file is missing."""
-    if config.tokenizer_type is None and config.vocab_file is None and config.merge_file is None:
-        raise ValueError(
-            "no tokenizer: give --tokenizer-type, or --vocab-file and --merge-file for "
-            "GPT2BPETokenizer"
-        )
-    return TOKENIZERS[config.kind](config)
 
 
 # Files. A checkpoint can name any path as its tokenizer (--use-checkpoint-args), so only regular
@@ -149,8 +73,9 @@ def _check_directory(directory: Path, flag_name: str) -> None:
 
 
 def is_rust_panic(error: BaseException) -> bool:
-    """Whether the extension module of `tokenizers` panicked; its exception is not an
-    `Exception`.
+    """Return whether the extension module of `tokenizers` panicked.
+
+    Its exception is not an `Exception`.
     """
     return type(error).__name__ == "PanicException"
 
@@ -399,6 +324,7 @@ def _build_gpt2(config: TokenizerConfig) -> Tokenizer:
     """GPT-2's byte-level BPE (Radford et al. 2019). EOD is `<|endoftext|>`, which text itself never
     produces.
     """
+    # The same pipeline as transformers' GPT2TokenizerFast; importing transformers takes 4 s more.
     from tokenizers import Tokenizer as Pipeline
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -547,6 +473,8 @@ def _build_llama3(config: TokenizerConfig) -> Tokenizer:
     path = _get_path(config, "--tokenizer-model")
     if path.is_dir() or path.suffix == ".json":  # the form of Hugging Face
         return _build_huggingface(config)
+    # Not `tiktoken.load`: it caches files by path in the temporary directory, so that it would not
+    # notice a new file under the same name, and it has no limit of size.
     content = _read_file(path, "--tokenizer-model")
     try:
         lines = [line.split() for line in content.splitlines() if line]
@@ -584,3 +512,14 @@ TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
     "TikTokenizer": _build_megatron_tiktoken,
     "NullTokenizer": _build_null_tokenizer,
 }
+assert tuple(TOKENIZERS) == TOKENIZER_TYPES
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """Build the tokenizer that the flags select. Raises ValueError if a flag or file is missing."""
+    if config.tokenizer_type is None and config.vocab_file is None and config.merge_file is None:
+        raise ValueError(
+            "no tokenizer: give --tokenizer-type, or --vocab-file and --merge-file for "
+            "GPT2BPETokenizer"
+        )
+    return TOKENIZERS[config.kind](config)

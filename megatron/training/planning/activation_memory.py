@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron.core.parallel_state import ParallelConfig
+from megatron.core.parallel_config import ParallelConfig
 from megatron.core.tensor_parallel import compute_padded_vocab_size, get_loss_chunk_elements
 from megatron.core.transformer.attention.core import supports_grouped_heads
-from megatron.core.transformer.attention.kernels import SCORES_AT_ONCE
+from megatron.core.transformer.attention.kernels import SCORES_AT_ONCE, supports_flash
 from megatron.core.transformer.transformer_config import LayerKind, TransformerConfig
 from megatron.training.config.run_config import Config
 
@@ -64,7 +64,7 @@ class ActivationMemory:
         self.logits = self.tokens * vocab_rows * self.itemsize  # [s/cp, b, v/tp]
         # [s/cp, b, d] of each head, divided by TP. Kernels use one width for queries, keys and
         # values.
-        self.per_head = self._shard(max(model.qk_width, model.v_width))
+        self.per_head = self._shard(model.core_head_dim)
         self.key_values = 2 * self.per_head * model.query_groups  # all groups of this rank
         self.context = self._shard(model.v_width * model.num_attention_heads)
         # Bytes per row that a norm keeps in fp32: LayerNorm the scale and the mean, RMSNorm only
@@ -106,12 +106,27 @@ class ActivationMemory:
 
     def _is_blockwise(self, kind: LayerKind) -> bool:
         """Return whether attention is computed in blocks instead of by a fused kernel."""
-        in_documents = self.documents and not self.config.attention_dropout
-        over_ranks = self.cp_size > 1 and not self._exchanges_heads(kind)
-        return self.config.attends_in_blocks or over_ranks or in_documents
+        if self.config.attends_in_blocks:
+            return True
+        # Over CP ranks the blocks are those of other ranks.
+        if self.cp_size > 1 and not self._exchanges_heads(kind):
+            return True
+        # Documents are blocks, unless dropout requires the kernel of torch.
+        return self.documents and not self.config.attention_dropout
 
     def _needs_mask(self, kind: LayerKind) -> bool:
-        return self.documents or kind.window or self.config.position_embedding_type == "alibi"
+        """Return whether attention needs a mask besides causal order."""
+        has_slopes = self.config.position_embedding_type == "alibi"
+        return self.documents or has_slopes or (kind.window and not self._has_flash_window(kind))
+
+    def _has_flash_window(self, kind: LayerKind) -> bool:
+        """Return whether flash attention applies the window of layers of this kind, if any."""
+        model = self.config
+        has_slopes = model.position_embedding_type == "alibi"
+        over_ranks = self.cp_size > 1 and not self._exchanges_heads(kind)
+        if has_slopes or over_ranks or model.attention_dropout or model.attn_logit_softcapping:
+            return False
+        return supports_flash(self.device_type, model.params_dtype, model.core_head_dim)
 
     # Kept from forward to backward.
 
@@ -126,6 +141,7 @@ class ActivationMemory:
         if not model.recomputes("layernorm"):
             total += num_norms * self.residual  # the inputs of the linear layers
         if model.norm_placement == "both":
+            # Norms after the branches keep the output of the branch.
             total += 2 * (self.residual + norm_statistics)
 
         # Attention.
@@ -142,7 +158,8 @@ class ActivationMemory:
         if not self.recomputes_mlp(kind):
             total += self._count_mlp(kind)
         if model.hidden_dropout:
-            total += 2 * self.local_tokens * model.hidden_size
+            mask = self.local_tokens * model.hidden_size  # one byte per element
+            total += 2 * mask
         return total
 
     def _count_kept_norms(self, kind: LayerKind) -> int:
@@ -172,14 +189,18 @@ class ActivationMemory:
         num_groups = num_heads
         if keeps_groups:
             num_groups = model.query_groups
-        total = self.per_head * (num_heads + 2 * num_groups) + self.context
+        queries = self.per_head * num_heads
+        keys_and_values = 2 * self.per_head * num_groups
+        total = queries + keys_and_values + self.context
         if model.recomputes("core_attn"):
             return total
 
         if self._exchanges_heads(kind) or model.v_width < model.qk_width:
             # The output of the kernel is a tensor of its own, not the input of the projection.
             total += self.per_head * num_heads
-        log_sum_exp = self.tokens * num_heads // self.tp_size * FP32
+        # One number per token and head, from which backward computes the probabilities again.
+        num_rows = self.tokens * num_heads // self.tp_size
+        log_sum_exp = num_rows * FP32
         return total + log_sum_exp + self._count_mask(kind)
 
     def _count_qk_norms(self) -> int:
@@ -187,48 +208,64 @@ class ActivationMemory:
         model = self.config
         if not model.qk_layernorm:
             return 0
+        # Of the queries and keys, each head of a token is normalized separately.
         num_heads = model.num_attention_heads + model.query_groups
-        statistics = self.tokens * num_heads // self.tp_size * self.normalizer
-        return self.per_head * num_heads + statistics
+        num_rows = self.tokens * num_heads // self.tp_size
+        inputs = self.per_head * num_heads
+        return inputs + num_rows * self.normalizer
 
     def _count_latents(self) -> int:
         """Return the bytes of the compressed queries and keys of latent attention, before and after
         their norm, and of the shared part of the keys.
         """
         model = self.config
-        widths = [width for width in (model.q_lora_rank, model.kv_lora_rank) if width is not None]
-        shared_key_width = model.qk_pos_emb_head_dim
-        total = self.local_tokens * (sum(widths) + shared_key_width) * self.itemsize
+        # Queries may be projected from the residual stream directly.
+        num_latents = 1
+        latent_width = model.kv_lora_rank
+        if model.q_lora_rank is not None:
+            num_latents += 1
+            latent_width += model.q_lora_rank
+        key_width = model.qk_pos_emb_head_dim  # of the part that all heads share
+
+        latents = self.local_tokens * latent_width * self.itemsize
+        local_keys = self.local_tokens * key_width * self.itemsize
+        total = latents + local_keys
         if model.recomputes("mla_up_proj"):
-            return total + self.tokens * shared_key_width * self.itemsize
+            # The up-projections start from the gathered keys.
+            gathered_keys = self.tokens * key_width * self.itemsize
+            return total + gathered_keys
         if model.qk_layernorm:
-            total += self.local_tokens * len(widths) * self.normalizer
+            total += self.local_tokens * num_latents * self.normalizer
             if not model.recomputes("layernorm"):
-                total += self.local_tokens * sum(widths) * self.itemsize
+                total += latents
         return total
 
     def _count_mlp(self, kind: LayerKind) -> int:
         """Return the bytes that the MLP keeps; the load of experts is assumed to be balanced."""
         model = self.config
+        num_dense = self.mlp_inputs + 1  # tensors before the activation, and its result
         if not kind.experts:
-            return (self.mlp_inputs + 1) * self.inner
+            return num_dense * self.inner
 
         # One row per chosen expert of each token: the input, the values before the activation
         # and, unless recomputed, two after it.
         etp_size = self.parallel.etp_size
         rows = self.local_tokens * model.moe_router_topk * etp_size
+        inputs = rows * model.hidden_size * self.itemsize
         inner = rows * model.moe_ffn_size // etp_size * self.itemsize
         num_inner = self.mlp_inputs
         if not model.recomputes("moe_act"):
             num_inner += 2
-        total = rows * model.hidden_size * self.itemsize + num_inner * inner
+        total = inputs + num_inner * inner
         # Four int64 indices per row for the dispatch.
         total += 4 * 8 * rows
         # The router keeps three tensors of scores in fp32.
-        total += 3 * self.local_tokens * model.experts * FP32
+        scores = self.local_tokens * model.experts * FP32
+        total += 3 * scores
 
-        shared = self._shard(model.moe_shared_expert_intermediate_size or 0)
-        return total + (self.mlp_inputs + 1) * shared
+        # Shared experts are a dense MLP for all tokens.
+        shared_width = model.moe_shared_expert_intermediate_size or 0
+        return total + num_dense * self._shard(shared_width)
 
     def _count_mask(self, kind: LayerKind) -> int:
         """Return the bytes of the additive form of a boolean mask.
@@ -238,8 +275,10 @@ class ActivationMemory:
         if self._is_blockwise(kind):
             return 0
         if self.documents:
-            return self.tokens * self.cp_size * self.seq_length * (1 + self.itemsize)
-        if kind.window:
+            # Documents differ between sequences: a boolean mask of each, and its additive form.
+            num_scores = self.tokens * self.cp_size * self.seq_length
+            return num_scores * (1 + self.itemsize)
+        if kind.window and not self._has_flash_window(kind):
             return self.seq_length**2 * self.itemsize
         return 0
 
@@ -249,7 +288,10 @@ class ActivationMemory:
         # Per token: sum of exponentials (fp32), column (int64), whether this rank has it; losses
         # and mask (three in fp32).
         per_token = 4 + 8 + 1 + 3 * FP32
-        return 2 * self.residual + self.logits + self.tokens * per_token + self.local_tokens * 8
+        statistics = self.tokens * per_token
+        # The norm keeps its input and result, and at most two numbers in fp32 per token.
+        norm = 2 * self.residual + self.local_tokens * 8
+        return norm + self.logits + statistics
 
     # Kept between iterations.
 
@@ -273,21 +315,29 @@ class ActivationMemory:
             if is_blockwise or is_latent:
                 positions //= self.cp_size  # only those of this rank
             width = model.qk_pos_emb_head_dim if is_latent else model.head_dim
-            total += positions * int(width * model.rotary_percent) * self.itemsize
+            rotated_width = int(width * model.rotary_percent)
+            total += positions * rotated_width * self.itemsize
 
         # The fixed mask: a bias per score in blocks, otherwise one boolean per pair of positions.
-        num_scores = self.seq_length**2 // self.cp_size
+        num_pairs = self.seq_length**2
+        num_scores = num_pairs // self.cp_size
         documents_need_mask = self.documents and (self.cp_size > 1 or not is_blockwise)
+        has_window_mask = model.window_size is not None and not self._has_flash_window(kind)
         if model.position_embedding_type == "alibi":
-            total += num_scores * model.num_attention_heads // self.tp_size * self.itemsize
-        elif model.window_size is not None or documents_need_mask:
-            total += num_scores * self.itemsize if is_blockwise else self.seq_length**2
+            # ALiBi has another slope for each head.
+            num_biases = num_scores * model.num_attention_heads // self.tp_size
+            total += num_biases * self.itemsize
+        elif has_window_mask or documents_need_mask:
+            mask = num_pairs
+            if is_blockwise:
+                mask = num_scores * self.itemsize
+            total += mask
         return total
 
     # Held during backward.
 
     def count_layer_backward(self, kind: LayerKind) -> int:
-        """Return the maximum bytes that backward of a layer holds beyond what the layer keeps."""
+        """Return the maximum bytes that backward of a layer holds in addition to those it keeps."""
         model = self.config
         mlp = self._count_mlp(kind)
 
@@ -305,13 +355,14 @@ class ActivationMemory:
         # A gradient that is not fp32 is a tensor of its own before it is added to the fp32 buffer.
         weight_grad = 0
         if self.itemsize < FP32:
-            weight_grad = model.hidden_size * model.ffn_size // self.tp_size * self.itemsize
+            num_elements = model.hidden_size * model.ffn_size // self.tp_size
+            weight_grad = num_elements * self.itemsize
 
         # The moments at which the most can be held, in the order of backward from the second
         # linear layer of the MLP to attention. MLP and input are freed for the norm and attention.
         second_linear = self.inner + weight_grad
         if self.sequence_parallel:
-            second_linear += self.whole
+            second_linear += self.whole  # the gathered gradient
         # The gradient; and, if gated, its product and a temporary that replaces the input of the
         # second linear layer.
         activation = self.inner
@@ -321,8 +372,10 @@ class ActivationMemory:
         if self.sequence_parallel:
             first_linear += self.whole + self.residual
         # Three temporaries in fp32, and the gradient in the dtype of the model.
-        norm = 3 * self.residual * FP32 // self.itemsize - mlp
-        attention = self._count_attention_backward(kind) + heads - mlp - self.residual
+        wide_residual = self.residual * FP32
+        norm = 3 * wide_residual // self.itemsize - mlp
+        attention = self._count_attention_backward(kind) + heads
+        attention -= mlp + self.residual
         most = max(second_linear, activation, first_linear, norm, attention)
 
         # The gradient of the residual stream exists throughout.
@@ -336,15 +389,19 @@ class ActivationMemory:
         exchange = 0
         if self._exchanges_heads(kind):
             # The output, and queries, keys and values before and after their exchange.
-            exchange = output + 3 * (output + self.key_values)
+            heads = output + self.key_values
+            exchange = output + 3 * heads
         if not self._is_blockwise(kind):
             return exchange
 
-        # Gradients of the output, and of the queries in fp32.
-        queries = output + output * FP32 // self.itemsize + self._count_plain_scores()
+        plain_scores = self._count_plain_scores()
         if self.cp_size == 1 or self._exchanges_heads(kind):
-            parts = output + 2 * self.key_values  # of one block, and of all
-        elif kind.cp_comm_type == "p2p":
+            # Gradients of the output, the queries, the keys and values.
+            return max(exchange, 2 * output + self.key_values + plain_scores)
+        # Gradients of the output, and of the queries in fp32.
+        wide_queries = output * FP32 // self.itemsize
+        queries = output + wide_queries + plain_scores
+        if kind.cp_comm_type == "p2p":
             # Two parts in transit, two gradients, those of one block.
             parts = output + 5 * self.key_values
         else:
@@ -362,13 +419,14 @@ class ActivationMemory:
         positions = self.seq_length // self.cp_size
         num_heads = self.config.num_attention_heads // self.tp_size
         batch = self.tokens // positions
-        per_row = batch * num_heads * self.seq_length // self.cp_size
-        rows = max(1, min(positions, SCORES_AT_ONCE // per_row))
+        scores_per_row = batch * num_heads * positions
+        rows_at_once = SCORES_AT_ONCE // scores_per_row
+        rows = max(1, min(positions, rows_at_once))
 
         per_score = 4 * FP32
         if self.itemsize < FP32:
             per_score += self.itemsize  # a copy in the dtype of the model
-        return rows * per_row * per_score
+        return rows * scores_per_row * per_score
 
     @property
     def head_backward(self) -> int:
@@ -379,9 +437,11 @@ class ActivationMemory:
         if self.itemsize == FP32:
             return extra
         # The gradient of the output matrix, or a chunk of the logits in fp32.
-        extra += self.vocab_rows * self.config.hidden_size * self.itemsize
+        num_weights = self.vocab_rows * self.config.hidden_size
+        extra += num_weights * self.itemsize
         num_logits = self.logits // self.itemsize
-        num_chunk_logits = min(get_loss_chunk_elements(self.device_type), num_logits)
+        chunk_size = get_loss_chunk_elements(self.device_type)
+        num_chunk_logits = min(chunk_size, num_logits)
         return max(extra, num_chunk_logits * FP32)
 
     # Chunks.
@@ -391,8 +451,10 @@ class ActivationMemory:
         micro-batch.
         """
         num_inputs, num_stored = self._split_recomputed(len(kinds))
-        stored = kinds[len(kinds) - num_stored :]
-        return num_inputs * self.residual + self._count_layers(stored)
+        num_recomputed = len(kinds) - num_stored
+        stored = kinds[num_recomputed:]
+        inputs = num_inputs * self.residual
+        return inputs + self._count_layers(stored)
 
     def count_chunk_backward(self, kinds: Sequence[LayerKind], post_process: bool) -> int:
         """Return the maximum bytes that backward of a chunk holds beyond the bytes it keeps."""
@@ -412,6 +474,7 @@ class ActivationMemory:
         for kind in set(stored):
             peaks.append(self.count_layer_backward(kind) - head)
         if num_inputs:
+            # Whole groups exist again, after stored layers and loss are freed.
             freed = self._count_layers(stored) + head
             for group in self._split_groups(kinds[:num_recomputed]):
                 recomputed = self._count_layers(group) - self.residual  # its input was kept
@@ -426,8 +489,10 @@ class ActivationMemory:
 
     def _count_layers(self, kinds: Sequence[LayerKind]) -> int:
         total = 0
+        # A model has few kinds of layers, but may have hundreds of layers.
         for kind in set(kinds):
-            total += kinds.count(kind) * self.count_layer(kind)
+            num_layers = kinds.count(kind)
+            total += num_layers * self.count_layer(kind)
         return total
 
     def _split_recomputed(self, num_layers: int) -> tuple[int, int]:
@@ -441,6 +506,7 @@ class ActivationMemory:
         if model.recompute_method == "uniform":
             num_groups = math.ceil(num_layers / model.recompute_num_layers)
             return num_groups, 0
+        # "block": groups of one layer, at the start of the chunk.
         num_groups = min(model.recompute_num_layers, num_layers)
         return num_groups, num_layers - num_groups
 
@@ -451,4 +517,8 @@ class ActivationMemory:
         if model.recompute_method == "uniform":
             assert model.recompute_num_layers is not None
             size = min(model.recompute_num_layers, len(kinds))
-        return [kinds[start : start + size] for start in range(0, len(kinds), size)]
+        groups = []
+        for start in range(0, len(kinds), size):
+            stop = start + size
+            groups.append(kinds[start:stop])
+        return groups

@@ -51,7 +51,9 @@ def parse_planned_flags(argv: Sequence[str]) -> Given:
 
 
 def plan_flags(
-    given: Given, world_size: int, model_provider: ModelProvider
+    given: Given,
+    world_size: int,
+    model_provider: ModelProvider,
 ) -> tuple[Config, RunPlan]:
     """Return the configuration for the given flags and its plan. Raises ValueError if such a run is
     impossible.
@@ -62,18 +64,24 @@ def plan_flags(
 
 
 def find_alternatives(
-    given: Given, world_size: int, model_provider: ModelProvider, needed: int
+    given: Given,
+    world_size: int,
+    model_provider: ModelProvider,
+    needed: int,
 ) -> list[Alternative]:
     """Return the single changes of flags that need less memory than `needed` bytes."""
     changes = list(ALTERNATIVES)
+    # Twice the ranks along one axis, at the same world size.
     for axis in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel"):
-        size = 2 * given.get(f"{axis}_size", 1)
-        changes.append((f"--{axis.replace('_', '-')}-size {size}", {f"{axis}_size": size}))
+        field = f"{axis}_size"
+        size = 2 * given.get(field, 1)
+        flags = f"--{field.replace('_', '-')} {size}"
+        changes.append((flags, {field: size}))
 
     found = []
     for flags, change in changes:
         if change.items() <= given.items():
-            continue
+            continue  # the run has these flags already
         with contextlib.suppress(ValueError):  # impossible with this model or number of ranks
             _, plan = plan_flags(given | change, world_size, model_provider)
             if plan.largest < needed:

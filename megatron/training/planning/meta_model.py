@@ -92,7 +92,9 @@ class MetaChunk:
 
 
 def build_meta_chunks(
-    config: Config, ps: ParallelState, model_provider: ModelProvider
+    config: Config,
+    ps: ParallelState,
+    model_provider: ModelProvider,
 ) -> Iterator[MetaChunk]:
     """Build the chunks of one rank on the meta device, and plan their buffers.
 
@@ -118,7 +120,10 @@ def build_meta_chunks(
 
 
 def _plan_buffers(
-    config: Config, ps: ParallelState, module: MegatronModule, layers: Sequence[int]
+    config: Config,
+    ps: ParallelState,
+    module: MegatronModule,
+    layers: Sequence[int],
 ) -> Iterator[MetaBuffer]:
     """Plan the buffers of a chunk: separate ones for experts and for weights in fp8."""
     in_fp8 = _find_fp8_weights(config.model, module, layers)
@@ -130,19 +135,25 @@ def _plan_buffers(
         (True, True): [],
     }
     for name, parameter in module.named_parameters():
-        spec = ParamSpec(name, tuple(parameter.shape), param_info(parameter))
-        if spec.info.trained:
-            is_expert = spec.info.sharding.is_expert and config.parallel.splits_experts
-            groups[is_expert, name in in_fp8].append(spec)
+        info = param_info(parameter)
+        if not info.trained:
+            continue  # frozen parameters have neither gradients nor optimizer state
+        spec = ParamSpec(name, tuple(parameter.shape), info)
+        is_expert = info.sharding.is_expert and config.parallel.splits_experts
+        is_fp8 = name in in_fp8
+        groups[is_expert, is_fp8].append(spec)
 
     for (is_expert, is_fp8), specs in groups.items():
         if not specs:
             continue
+        # Buckets, whose size depends on the number of replicas.
         replicas = ps.edp if is_expert else ps.dp_cp
-        bucket_size = config.ddp.bucket_size(sum(spec.numel for spec in specs), replicas.size)
+        numel = sum(spec.numel for spec in specs)
+        bucket_size = config.ddp.bucket_size(numel, replicas.size)
         num_shards = 1
         if config.ddp.use_distributed_optimizer:
             num_shards = replicas.size
+        # Bytes per weight, and of the scales of fp8.
         itemsize = config.model.params_dtype.itemsize
         scale_bytes = 0
         if is_fp8:
@@ -153,7 +164,9 @@ def _plan_buffers(
 
 
 def _find_fp8_weights(
-    config: TransformerConfig, chunk: MegatronModule, layers: Sequence[int]
+    config: TransformerConfig,
+    chunk: MegatronModule,
+    layers: Sequence[int],
 ) -> set[str]:
     """Return the names of the weights that --fp8-param-gather stores in fp8: those of all linear
     layers in layers that compute in fp8.
@@ -178,8 +191,11 @@ def _count_scale_bytes(config: TransformerConfig, specs: Sequence[ParamSpec]) ->
         *batch, rows, columns = spec.shape  # grouped linear layers have [experts, rows, columns]
         num_blocks = 1
         if config.fp8_recipe == "blockwise":
-            num_blocks = math.ceil(rows / FP8_BLOCK) * math.ceil(columns / FP8_BLOCK)
-        num_scales += math.prod(batch) * num_blocks
+            num_row_blocks = math.ceil(rows / FP8_BLOCK)
+            num_column_blocks = math.ceil(columns / FP8_BLOCK)
+            num_blocks = num_row_blocks * num_column_blocks
+        num_matrices = math.prod(batch)
+        num_scales += num_matrices * num_blocks
     return 4 * num_scales
 
 
@@ -192,7 +208,8 @@ class StoredParameter(NamedTuple):
 
 
 def count_stored_elements(
-    chunks: Iterable[MetaChunk], whole: bool = True
+    chunks: Iterable[MetaChunk],
+    whole: bool = True,
 ) -> Counter[StoredParameter]:
     """Return the number of elements of every stored parameter; each parameter is counted once.
 
@@ -201,9 +218,12 @@ def count_stored_elements(
     sizes: Counter[StoredParameter] = Counter()
     for chunk in chunks:
         for key, entry in chunk.module.sharded_state_dict().items():
-            assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter)
-            spec = ParamSpec(key, entry.global_shape, param_info(entry.local))
-            parameter = StoredParameter(key, spec.group, spec.info.sharding.is_expert)
+            assert isinstance(entry, ShardedTensor)
+            assert isinstance(entry.local, nn.Parameter)
+            info = param_info(entry.local)
+            spec = ParamSpec(key, entry.global_shape, info)
+            parameter = StoredParameter(key, spec.group, info.sharding.is_expert)
+            # Assigned, not added: both copies of a tied embedding have one key.
             if whole:
                 sizes[parameter] = spec.numel
             else:

@@ -44,17 +44,22 @@ def make_timeline(pp_size: int, vpp_size: int, num_microbatches: int) -> list[Pa
         for tick in schedule(rank, pp_size, vpp_size, num_microbatches):
             if tick.action is not None:
                 ticks.append((tick.clock, rank, tick.action))
-    ticks.sort(key=lambda row: row[:2])
+    ticks.sort(key=lambda row: row[:2])  # by clock and rank
 
+    # Start each of them at the later of two times.
     stage_end = [0.0] * pp_size
     input_ready = dict[tuple[int, Action], float]()
+    # Passes without an entry read the batch, or follow a pass of their own stage.
     passes = []
     for _, rank, action in ticks:
-        start = max(stage_end[rank], input_ready.get((rank, action), 0.0))
-        end = start + 1.0
+        input_end = input_ready.get((rank, action), 0.0)
+        start = max(stage_end[rank], input_end)
+        duration = 1.0
         if action.kind == "backward":
-            end = start + BACKWARD_COST
+            duration = BACKWARD_COST
+        end = start + duration
         stage_end[rank] = end
+        # The result of a pass is the input of a pass of a neighboring stage.
         message = consumer(rank, action, pp_size, vpp_size)
         if message is not None:
             input_ready[message.peer, message.input_of] = end
@@ -63,14 +68,22 @@ def make_timeline(pp_size: int, vpp_size: int, num_microbatches: int) -> list[Pa
 
 
 def draw_plan(
-    plan: RunPlan, path: Path, device_bytes: float | None = None, reserve: float = 0.0
+    plan: RunPlan,
+    path: Path,
+    device_bytes: float | None = None,
+    reserve: float = 0.0,
 ) -> None:
     """Draw the schedule as a Gantt chart above the memory of every stage.
 
     `device_bytes` is the memory of a device, drawn as a line, of which `reserve` is not available.
     """
     schedule_height = max(1.2, 0.4 * len(plan.stages))
-    figure, (gantt, memory) = _make_figure(10, schedule_height, 3.4, margin=1.8)
+    figure, (gantt, memory) = _make_figure(
+        width=10,
+        top=schedule_height,
+        bottom=3.4,
+        margin=1.8,
+    )
     _draw_schedule(gantt, plan)
     _draw_memory(memory, plan, device_bytes, reserve)
     _save(figure, path)
@@ -80,11 +93,16 @@ def _draw_schedule(axes: Any, plan: RunPlan) -> None:
     pp_size = len(plan.stages)
     vpp_size = plan.stages[0].ps.vpp_size
     num_drawn = min(plan.num_microbatches, MAX_MICROBATCHES * pp_size)
-    has_labels = num_drawn * vpp_size <= MAX_LABELED_PASSES
+
+    # The passes, one row per stage.
+    num_passes = num_drawn * vpp_size
+    has_labels = num_passes <= MAX_LABELED_PASSES
     for item in make_timeline(pp_size, vpp_size, num_drawn):
         _draw_pass(axes, item, vpp_size, has_labels)
 
-    title = f"Pipeline: {100 * plan.bubble:.1f} % of a step is bubble (white)"
+    # Title, legend and axes.
+    bubble = 100 * plan.bubble
+    title = f"Pipeline: {bubble:.1f} % of a step is bubble (white)"
     if num_drawn < plan.num_microbatches:
         title += f", the first {num_drawn} micro-batches of {plan.num_microbatches}"
     axes.set_title(f"{title}\n", loc="left", fontsize=11)
@@ -92,8 +110,9 @@ def _draw_schedule(axes: Any, plan: RunPlan) -> None:
     if vpp_size > 1:
         legend.append(("later chunks are paler", GRID_COLOR))
     _add_legend(axes, legend, columns=3)
-    axes.set_yticks(range(pp_size), [f"stage {stage}" for stage in range(pp_size)])
-    axes.invert_yaxis()
+    stage_names = [f"stage {stage}" for stage in range(pp_size)]
+    axes.set_yticks(range(pp_size), stage_names)
+    axes.invert_yaxis()  # stage 0 at the top
     axes.set_xlabel("time (1 = forward pass of one chunk)", fontsize=9)
     _apply_style(axes)
 
@@ -105,9 +124,10 @@ def _draw_pass(axes: Any, item: Pass, vpp_size: int, has_label: bool) -> None:
     if item.action.kind == "backward":
         color = BACKWARD_COLOR
         label_color = "white"
+    duration = item.end - item.start
     axes.barh(
         item.stage,
-        item.end - item.start,
+        duration,
         left=item.start,
         height=0.86,
         edgecolor="white",
@@ -116,8 +136,9 @@ def _draw_pass(axes: Any, item: Pass, vpp_size: int, has_label: bool) -> None:
         alpha=1.0 - 0.45 * item.action.chunk / vpp_size,
     )
     if has_label:
+        center = (item.start + item.end) / 2
         axes.text(
-            (item.start + item.end) / 2,
+            center,
             item.stage,
             item.action.microbatch,
             ha="center",
@@ -135,11 +156,14 @@ def _draw_memory(axes: Any, plan: RunPlan, device_bytes: float | None, reserve: 
     bottom = np.zeros(len(stages))
     legend = []
     for (part, name), color in zip(MEMORY_PARTS.items(), COLORS, strict=True):
-        sizes = np.array([getattr(stage.memory, part) for stage in plan.stages]) / 1e9
+        nbytes = [getattr(stage.memory, part) for stage in plan.stages]
+        sizes = np.array(nbytes) / 1e9
+        # Parts have the same color in every picture, drawn or not.
         if sizes.max() > SMALLEST_PART * largest:
             axes.bar(stages, sizes, bottom=bottom, width=0.62, color=color)
             legend.append((name, color))
         bottom += sizes
+    # The total above each bar.
     for stage, top in enumerate(bottom):
         label = f" {top:.3g} GB\n"
         axes.text(stage, top, label, ha="center", va="bottom", fontsize=9, linespacing=0.4)
@@ -150,20 +174,24 @@ def _draw_memory(axes: Any, plan: RunPlan, device_bytes: float | None, reserve: 
     if device_bytes is not None:
         device_size = device_bytes / 1e9
         reserve_size = reserve / 1e9
+        available = device_size - reserve_size
         top_of_axis = max(top_of_axis, device_size)
         axes.axhline(device_size, color=LIMIT_COLOR, linewidth=1.6)
-        axes.axhspan(
-            device_size - reserve_size, device_size, color=LIMIT_COLOR, alpha=0.12, linewidth=0
-        )
-        verdict = "fits" if plan.largest + reserve <= device_bytes else "DOES NOT FIT"
+        axes.axhspan(available, device_size, color=LIMIT_COLOR, alpha=0.12, linewidth=0)
+        verdict = "DOES NOT FIT"
+        if plan.largest + reserve <= device_bytes:
+            verdict = "fits"
         title += f": {verdict} {device_size:.0f} GB"
         if reserve:
             title += f" less {reserve_size:.0f} GB in reserve (red)"
 
+    # Title, legend and axes, with room for the labels of the bars.
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_ylim(0, 1.12 * top_of_axis)
-    axes.set_xlim(-0.6, len(stages) - 0.4)
-    axes.set_xticks(stages, [f"stage {stage}" for stage in stages])
+    right = len(stages) - 0.4
+    axes.set_xlim(-0.6, right)
+    stage_names = [f"stage {stage}" for stage in stages]
+    axes.set_xticks(stages, stage_names)
     axes.set_ylabel("GB", fontsize=9)
     _add_legend(axes, legend[::-1], outside=True)
     _apply_style(axes)
@@ -179,6 +207,7 @@ def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
     Above: the bytes of each column by kind of tensor; below: by part of the model. `columns` is the
     label of the columns.
     """
+    # Collect the parts, and the kinds in the order of their first tensor.
     all_parts: set[str] = set()
     all_kinds: dict[str, None] = {}
     for column in shares.values():
@@ -187,59 +216,76 @@ def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
             all_kinds |= dict.fromkeys(part)
     parts = sorted(all_parts, key=_order_of_part)
 
+    # Two pictures with the same columns; each column and part has the space of its label.
     width = max(7.0, 2.2 + 0.32 * len(shares))
     grid_height = max(1.6, 0.26 * len(parts))
-    figure, (bars, grid) = _make_figure(width, 2.4, grid_height, margin=1.6, shares_x=True)
+    figure, (bars, grid) = _make_figure(
+        width=width,
+        top=2.4,
+        bottom=grid_height,
+        margin=1.6,
+        shares_x=True,
+    )
     _draw_kinds(bars, shares, list(all_kinds))
     bars.set_title(title, loc="left", fontsize=11)
     image = _draw_parts(grid, shares, parts)
-    figure.colorbar(image, cax=grid.inset_axes([1.02, 0.05, 0.02, 0.9]), label="MB")
+    color_axes = grid.inset_axes([1.02, 0.05, 0.02, 0.9])  # to the right of the grid
+    figure.colorbar(image, cax=color_axes, label="MB")
     grid.set_xlabel(columns, fontsize=9)
     _save(figure, path)
 
 
 def _draw_kinds(axes: Any, shares: Shares, kinds: Sequence[str]) -> None:
     """Draw a bar for each column, stacked by kind of tensor."""
-    colors = COLORS * (1 + len(kinds) // len(COLORS))
+    num_rounds = 1 + len(kinds) // len(COLORS)
+    colors = COLORS * num_rounds
+    positions = range(len(shares))
     bottom = np.zeros(len(shares))
     for kind, color in zip(kinds, colors, strict=False):
         sizes = []
         for column in shares.values():
-            sizes.append(sum(part.get(kind, 0) for part in column.values()))
+            size = sum(part.get(kind, 0) for part in column.values())
+            sizes.append(size)
         megabytes = np.array(sizes) / 1e6
-        axes.bar(range(len(shares)), megabytes, bottom=bottom, width=0.72, color=color)
+        axes.bar(positions, megabytes, bottom=bottom, width=0.72, color=color)
         bottom += megabytes
     axes.set_ylabel("MB", fontsize=9)
-    _add_legend(axes, list(zip(kinds, COLORS, strict=False)), outside=True)
+    legend = list(zip(kinds, COLORS, strict=False))
+    _add_legend(axes, legend, outside=True)
     _apply_style(axes)
 
 
 def _draw_parts(axes: Any, shares: Shares, parts: Sequence[str]) -> Any:
     """Draw a heat map of the bytes by part of the model and column, and return the image."""
-    megabytes = np.full((len(parts), len(shares)), np.nan)  # NaN is drawn white
+    grid_shape = (len(parts), len(shares))
+    megabytes = np.full(grid_shape, np.nan)  # NaN is drawn white
     for x, column in enumerate(shares.values()):
         for y, part in enumerate(parts):
-            size = sum(column.get(part, {}).values())
+            size_by_kind = column.get(part, {})
+            size = sum(size_by_kind.values())
             if size > 0:
                 megabytes[y, x] = size / 1e6
     image = axes.imshow(megabytes, aspect="auto", cmap="Blues", vmin=0)
 
     # Label every part and column, or every n-th if there is not enough space for all.
+    row_step = max(1, len(parts) // 60)
+    rows = range(0, len(parts), row_step)
+    axes.set_yticks(rows, parts[::row_step], fontsize=7)
     names = list(shares)
-    step = max(1, len(parts) // 60)
-    axes.set_yticks(range(0, len(parts), step), parts[::step], fontsize=7)
-    step = max(1, len(names) // 64)
-    axes.set_xticks(range(0, len(names), step), names[::step], rotation=90, fontsize=7)
+    column_step = max(1, len(names) // 64)
+    columns = range(0, len(names), column_step)
+    axes.set_xticks(columns, names[::column_step], rotation=90, fontsize=7)
     return image
 
 
 def _order_of_part(part: str) -> tuple[int, int, str]:
     """Return a sort key: embedding, layers by number, final norm, output layer, objects."""
-    first = {"embedding": 0, "layer": 1, "final norm": 2, "output layer": 3}
+    position = {"embedding": 0, "layer": 1, "final norm": 2, "output layer": 3}
+    last = len(position)  # objects
     word, _, number = part.rpartition(" ")
     if word == "layer":
-        return first["layer"], int(number), ""
-    return first.get(part, 4), 0, part
+        return position["layer"], int(number), ""
+    return position.get(part, last), 0, part
 
 
 def _import_pyplot() -> Any:
@@ -254,7 +300,11 @@ def _import_pyplot() -> Any:
 
 
 def _make_figure(
-    width: float, top: float, bottom: float, margin: float, shares_x: bool = False
+    width: float,
+    top: float,
+    bottom: float,
+    margin: float,
+    shares_x: bool = False,
 ) -> tuple[Any, Any]:
     """Return a figure with two axes, one above the other, and the axes; sizes are in inches."""
     return _import_pyplot().subplots(
@@ -268,22 +318,27 @@ def _make_figure(
 
 
 def _apply_style(axes: Any) -> None:
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    hidden_lines = axes.spines[["top", "right", "left"]]
+    hidden_lines.set_visible(False)
     axes.tick_params(length=0, labelsize=9)
-    axes.set_axisbelow(True)
+    axes.set_axisbelow(True)  # bars cover the grid
     value_axis = "y" if axes.get_ylabel() else "x"
     axes.grid(axis=value_axis, color=GRID_COLOR)
 
 
 def _add_legend(
-    axes: Any, rows: Sequence[tuple[str, str]], columns: int = 1, outside: bool = False
+    axes: Any,
+    rows: Sequence[tuple[str, str]],
+    columns: int = 1,
+    outside: bool = False,
 ) -> None:
     """Add a legend of (label, color) above the axes, or to the right with `outside`."""
     from matplotlib.patches import Patch
 
+    handles = [Patch(color=color, label=label) for label, color in rows]
     location = "upper left" if outside else "lower right"
     axes.legend(
-        handles=[Patch(color=color, label=label) for label, color in rows],
+        handles=handles,
         frameon=False,
         fontsize=9,
         loc=location,

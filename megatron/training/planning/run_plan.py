@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from megatron.core.distributed.param_and_grad_buffer import ParamGroup
 from megatron.core.optimizer import select_states
-from megatron.core.parallel_state import ParallelState, Place
+from megatron.core.parallel_config import Place
+from megatron.core.parallel_state import ParallelState
 from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.planning.activation_memory import FP32, ActivationMemory
@@ -99,6 +100,10 @@ class RunPlan:
     num_active: int
     """Number of parameters that a token uses; only the chosen experts count."""
     checkpoint_bytes: int
+    export_bytes: int
+    """Bytes of a model in Hugging Face format next to a checkpoint; 0 without
+    --save-hf-interval.
+    """
     num_microbatches: int
     bubble: float
     """Fraction of a step in which a stage waits, if all chunks take the same time: (P - 1) / (m V +
@@ -130,7 +135,10 @@ class RunPlan:
 
 
 def plan_run(
-    config: Config, world_size: int, model_provider: ModelProvider, device_type: str = "cuda"
+    config: Config,
+    world_size: int,
+    model_provider: ModelProvider,
+    device_type: str = "cuda",
 ) -> RunPlan:
     """Return the plan of a run of `world_size` ranks.
 
@@ -138,7 +146,8 @@ def plan_run(
     """
     parallel = config.parallel
     pp_size = parallel.pp_size
-    num_microbatches = config.batch_schedule(parallel.dp_size(world_size)).num_microbatches
+    batches = config.batch_schedule(parallel.dp_size(world_size))
+    num_microbatches = batches.num_microbatches
     activations = ActivationMemory.from_run(config, device_type)
 
     # Plan one rank of each stage.
@@ -154,14 +163,22 @@ def plan_run(
     # Count the parameters of the whole model.
     sizes = count_stored_elements(all_chunks)
     num_parameters = sum(sizes.values())
+
+    export_bytes = 0
+    if config.checkpoint.save_hf_interval is not None:
+        export_bytes = num_parameters * config.model.params_dtype.itemsize
+
+    # In units of the forward and backward of one chunk.
+    num_busy_ticks = num_microbatches * parallel.vpp_size
     num_idle_ticks = pp_size - 1
     return RunPlan(
         tuple(stages),
         num_parameters,
         num_active=num_parameters - _count_idle_parameters(config, sizes),
         checkpoint_bytes=_count_checkpoint_bytes(config, sizes),
+        export_bytes=export_bytes,
         num_microbatches=num_microbatches,
-        bubble=num_idle_ticks / (num_microbatches * parallel.vpp_size + num_idle_ticks),
+        bubble=num_idle_ticks / (num_busy_ticks + num_idle_ticks),
     )
 
 
@@ -174,7 +191,8 @@ def _count_idle_parameters(config: Config, sizes: Mapping[StoredParameter, int])
     for parameter, numel in sizes.items():
         if parameter.is_expert:
             num_expert_parameters += numel
-    return num_expert_parameters * (model.experts - model.moe_router_topk) // model.experts
+    num_idle_experts = model.experts - model.moe_router_topk
+    return num_expert_parameters * num_idle_experts // model.experts
 
 
 def _plan_stage(
@@ -221,7 +239,7 @@ def _plan_stage(
 
 
 def _count_buffer_bytes(config: Config, chunks: list[MetaChunk]) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state."""
+    """Return the bytes of weights, gradients and optimizer state, which includes the average."""
     params_dtype = config.model.params_dtype
     has_main_parameters = params_dtype.itemsize < FP32
     grad_itemsize = config.ddp.grad_dtype(params_dtype).itemsize
@@ -234,12 +252,15 @@ def _count_buffer_bytes(config: Config, chunks: list[MetaChunk]) -> tuple[int, i
     optimizer = 0
     for chunk in chunks:
         for buffer in chunk.buffers:
+            shard_numel = buffer.numel // buffer.num_shards
             weights += buffer.weight_bytes
             gradients += buffer.numel * grad_itemsize
-            gradients += buffer.numel // buffer.num_shards * copy_itemsize
+            gradients += shard_numel * copy_itemsize
             for bucket in buffer.buckets:
                 per_parameter = _count_optimizer_bytes(config, bucket.group, has_main_parameters)
-                optimizer += bucket.numel // buffer.num_shards * per_parameter
+                per_parameter += _count_average_bytes(config)
+                bucket_shard_numel = bucket.numel // buffer.num_shards
+                optimizer += bucket_shard_numel * per_parameter
     return weights, gradients, optimizer
 
 
@@ -285,7 +306,13 @@ def _find_peak(
     in_flight = [0] * len(chunks)
     peak = _Moment()
     group_size = config.parallel.microbatch_group_size_per_vp_stage
-    ticks = schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches, group_size=group_size)
+    ticks = schedule(
+        ps.pp.rank,
+        ps.pp.size,
+        len(chunks),
+        num_microbatches,
+        group_size=group_size,
+    )
     for tick in ticks:
         if tick.action is None:
             continue
@@ -312,14 +339,23 @@ def _count_optimizer_bytes(config: Config, group: ParamGroup, has_main_parameter
     return FP32 * (num_states + has_main_parameters)
 
 
+def _count_average_bytes(config: Config) -> int:
+    """Return the bytes per parameter of the average of the weights."""
+    if config.optimizer.ema_decay is None:
+        return 0
+    return FP32
+
+
 def _count_checkpoint_bytes(config: Config, sizes: Mapping[StoredParameter, int]) -> int:
-    """Return the bytes of weights and optimizer state in a checkpoint.
+    """Return the bytes of weights, their average, and optimizer state in a checkpoint.
 
     The optimizer state of a checkpoint always contains main parameters.
     """
     total = 0
+    weight_itemsize = config.model.params_dtype.itemsize
     for parameter, numel in sizes.items():
-        total += numel * config.model.params_dtype.itemsize
+        total += numel * weight_itemsize
+        total += numel * _count_average_bytes(config)
         if not config.checkpoint.no_save_optim:
             total += numel * _count_optimizer_bytes(config, parameter.group, True)
     return total

@@ -19,18 +19,23 @@ def find_best_interval(cost: float, mtbf: float) -> float:
     """
     if cost >= 2 * mtbf:
         return mtbf
+    # The first factor is Young's interval of 1974, the second one Daly's correction of it.
+    first_order = math.sqrt(2 * cost * mtbf)
     ratio = cost / (2 * mtbf)
-    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
+    correction = 1 + math.sqrt(ratio) / 3 + ratio / 9
+    return first_order * correction - cost
 
 
 def propose_save_intervals(
-    launches: Sequence[RecordedLaunch], mtbf_hours: Sequence[float]
+    launches: Sequence[RecordedLaunch],
+    mtbf_hours: Sequence[float],
 ) -> list[str]:
     """Return a line for each tier that saved in these launches, with its best interval.
 
     The cost of a save is the time that it blocked training; the next one cannot start before it
     ends.
     """
+    # The mean time of an iteration, and of a restart.
     num_iterations = 0
     seconds = 0.0
     for launch in launches:
@@ -41,7 +46,8 @@ def propose_save_intervals(
         raise ValueError("--measured: this run has recorded no iterations")
     iteration_seconds = seconds / num_iterations
     spent = compute_goodput(launches)
-    restart_seconds = (spent["loading"] + spent["starting"]) / len(launches)
+    startup_seconds = spent["loading"] + spent["starting"]
+    restart_seconds = startup_seconds / len(launches)
 
     # Local checkpoints survive most failures; then the persistent tier is only for lost nodes.
     local_saves = _find_save_times(launches, "local-")
@@ -53,19 +59,23 @@ def propose_save_intervals(
         if len(mtbf_hours) > 1:
             persistent_hours = mtbf_hours[1]
 
-    lines = []
-    for flag_name, saves, hours in (
+    # One line per tier.
+    tiers = (
         ("--non-persistent-save-interval", local_saves, local_hours),
         ("--save-interval", persistent_saves, persistent_hours),
-    ):
+    )
+    lines = []
+    for flag_name, saves, hours in tiers:
         if not saves:
             continue
         blocked = median(blocking for blocking, _ in saves)
         total = median(total for _, total in saves)
-        interval = max(find_best_interval(blocked, 3600 * hours), total)
+        best_interval = find_best_interval(blocked, 3600 * hours)
+        interval = max(best_interval, total)  # saves do not overlap
         num_between = 1
         if iteration_seconds > 0:
-            num_between = max(1, round(interval / iteration_seconds))
+            num_iterations = round(interval / iteration_seconds)
+            num_between = max(1, num_iterations)
         lines.append(
             f"{flag_name} {num_between}: every {interval:.0f} s, for a failure every {hours:g} h; "
             f"a save blocks {blocked:.3f} s and takes {total:.1f} s, an iteration "
@@ -79,8 +89,11 @@ def _find_save_times(launches: Sequence[RecordedLaunch], tier: str) -> list[tupl
     times = []
     for launch in launches:
         for row in launch.points:
-            blocking = row["values"].get(f"{tier}save-blocking-time")
-            total = row["values"].get(f"{tier}save-total-time")
-            if blocking is not None and total is not None:
-                times.append((max(0.0, blocking), max(0.0, total)))
+            values = row["values"]
+            blocking = values.get(f"{tier}save-blocking-time")
+            total = values.get(f"{tier}save-total-time")
+            if blocking is None or total is None:
+                continue  # a point of an evaluation, or of the other tier
+            # Clocks of damaged or edited records may have run backward.
+            times.append((max(0.0, blocking), max(0.0, total)))
     return times

@@ -25,12 +25,14 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     The run has $WORLD_SIZE processes; by default as many as one replica of the model. Raises
     ValueError if the run would.
     """
+    # The number of ranks affects the plan, but nothing is launched.
     is_launched = "WORLD_SIZE" in os.environ
     world_size = environment_world_size() if is_launched else compute_replica_size(argv)
     # A dry run has no process group, so that this process reads the checkpoint.
     config = parse_args(argv, world_size, read_checkpoint_args(argv))
     set_planned_vocab_size(config)
-    return format_plan(config, world_size, plan_run(config, world_size, model_provider))
+    plan = plan_run(config, world_size, model_provider)
+    return format_plan(config, world_size, plan)
 
 
 def set_planned_vocab_size(config: Config) -> None:
@@ -47,7 +49,8 @@ def set_planned_vocab_size(config: Config) -> None:
 def format_plan(config: Config, world_size: int, plan: RunPlan) -> str:
     """Return the notes, the summary and the requirements of every stage as text."""
     lines = [f"note: {note}" for note in config.notes]
-    lines.append(format_summary(summarize(config, world_size, plan)))
+    topics = summarize(config, world_size, plan)
+    lines.append(format_summary(topics))
     lines.append("")
     lines.append(plan.format_table())
     return "\n".join(lines)
@@ -63,8 +66,10 @@ def format_arguments(flags: dict[str, Any]) -> str:
     """Return all arguments in the form of Megatron-LM (--print-args)."""
     rows = []
     for name, value in flags.items():
-        dots = "." * (48 - len(name))
+        num_dots = 48 - len(name)
+        dots = "." * num_dots
         rows.append(f"  {name} {dots} {value}")
+    # Megatron-LM sorts without regard to case.
     rows.sort(key=str.lower)
     first = f"{' arguments ':-^59}"
     last = f"{' end of arguments ':-^59}"
@@ -72,21 +77,30 @@ def format_arguments(flags: dict[str, Any]) -> str:
 
 
 def summarize(
-    config: Config, world_size: int, plan: RunPlan, device: str = "", start: str = ""
+    config: Config,
+    world_size: int,
+    plan: RunPlan,
+    device: str = "",
+    start: str = "",
 ) -> dict[str, str]:
     """Return a description of a run of `world_size` processes by topic.
 
     `start` describes where the run continues. Topics without text are omitted.
     """
+    layout = describe_layout(config, world_size)
+    num_ranks = _format_number(world_size, "rank")
     topics = {
         "model": _describe_model(config),
         "parameters": _describe_parameters(plan),
-        "layout": f"{describe_layout(config, world_size)} on {_format_number(world_size, 'rank')}",
+        "layout": f"{layout} on {num_ranks}",
     }
+    # With one stage, the other topics describe it.
     if config.parallel.pp_size > 1:
         for stage in plan.stages:
-            topics[f"stage {stage.ps.pp.rank}"] = _describe_stage(config, world_size, stage)
+            topic = f"stage {stage.ps.pp.rank}"
+            topics[topic] = _describe_stage(config, world_size, stage)
         topics["bubble"] = f"{100 * plan.bubble:.1f} % of a step"
+    versions = [f"{name} {version}" for name, version in get_versions().items()]
     topics |= {
         "device": device,
         "precision": _describe_precision(config),
@@ -95,7 +109,7 @@ def summarize(
         "start": start,
         "memory": _describe_memory(plan),
         "checkpoint": _describe_checkpoint(config, plan),
-        "versions": ", ".join(map(" ".join, get_versions().items())),
+        "versions": ", ".join(versions),
     }
     return {topic: text for topic, text in topics.items() if text}
 
@@ -103,22 +117,24 @@ def summarize(
 def describe_layout(config: Config, world_size: int) -> str:
     """Return the parallel layout, e.g. TP 2 x CP 2 (p2p) x PP 4 (2 chunks) x DP 8."""
     parallel = config.parallel
+
+    # Axes of the dense layers.
     sizes = [f"TP {parallel.tp_size}"]
     if parallel.cp_size > 1:
         comm_types = "/".join(dict.fromkeys(parallel.cp_comm_type))
         sizes.append(f"CP {parallel.cp_size} ({comm_types})")
+    pipeline = f"PP {parallel.pp_size}"
     if parallel.vpp_size > 1:
-        sizes.append(f"PP {parallel.pp_size} ({parallel.vpp_size} chunks)")
-    else:
-        sizes.append(f"PP {parallel.pp_size}")
-    sizes.append(f"DP {parallel.dp_size(world_size)}")
+        pipeline += f" ({parallel.vpp_size} chunks)"
+    sizes.append(pipeline)
+    dp_size = parallel.dp_size(world_size)
+    sizes.append(f"DP {dp_size}")
 
+    # Axes of the experts, and options that change the contents of a rank.
     layout = [" x ".join(sizes)]
     if parallel.splits_experts:
-        layout.append(
-            f"experts ETP {parallel.etp_size} x EP {parallel.ep_size} "
-            f"x DP {parallel.edp_size(world_size)}"
-        )
+        edp_size = parallel.edp_size(world_size)
+        layout.append(f"experts ETP {parallel.etp_size} x EP {parallel.ep_size} x DP {edp_size}")
     if parallel.sequence_parallel:
         layout.append("sequence parallel")
     if config.ddp.use_distributed_optimizer:
@@ -138,9 +154,11 @@ def get_versions() -> dict[str, str]:
 def describe_device(device: torch.device) -> str:
     """Return a description of a device, e.g. `CPU, 4 threads`."""
     if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-        return f"{torch.cuda.get_device_name(device)} with {format_size(memory)}"
-    return f"CPU, {_format_number(torch.get_num_threads(), 'thread')}"
+        properties = torch.cuda.get_device_properties(device)
+        memory = format_size(properties.total_memory)
+        return f"{properties.name} with {memory}"
+    threads = _format_number(torch.get_num_threads(), "thread")
+    return f"CPU, {threads}"
 
 
 def _format_number(count: int, unit: str) -> str:
@@ -150,7 +168,8 @@ def _format_number(count: int, unit: str) -> str:
 
 def format_count(count: float) -> str:
     """Return a number with a unit, e.g. 9.87M or 70.6B."""
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+    units = {"T": 1e12, "B": 1e9, "M": 1e6, "k": 1e3}
+    for unit, limit in units.items():
         if count >= limit:
             return f"{count / limit:.3g}{unit}"
     return f"{count:.0f}"
@@ -179,30 +198,33 @@ def _describe_model(config: Config) -> str:
 
 
 def _describe_parameters(plan: RunPlan) -> str:
+    total = format_count(plan.num_parameters)
     active = format_count(plan.num_active)
     if plan.num_active == plan.num_parameters:
         active = "all of them"
-    return f"{format_count(plan.num_parameters)}, {active} active for every token"
+    return f"{total}, {active} active for every token"
 
 
 def _describe_stage(config: Config, world_size: int, stage: StagePlan) -> str:
     ranks = _describe_ranks(config, world_size, stage)
-    content = _describe_layers(config.layer_ranges()[stage.ps.pp.rank])
+    chunks = config.layer_ranges()[stage.ps.pp.rank]
+    content = _describe_layers(chunks)
     if stage.ps.pp.is_first:
         content += ", embedding"
     if stage.ps.pp.is_last:
         content += ", output layer"
-    return (
-        f"{ranks}: {content}; {format_count(stage.num_parameters)} parameters, "
-        f"{format_size(stage.memory.total)} on each"
-    )
+    num_parameters = format_count(stage.num_parameters)
+    memory = format_size(stage.memory.total)
+    return f"{ranks}: {content}; {num_parameters} parameters, {memory} on each"
 
 
 def _describe_ranks(config: Config, world_size: int, stage: StagePlan) -> str:
     parallel = config.parallel
     num_ranks = world_size // parallel.pp_size
-    first = stage.ps.dp_cp.ranks[0]
-    last = stage.ps.dp_cp.ranks[-1] + parallel.tp_size - 1
+    # `stage.ps` is of the first TP rank, which the others of its group follow.
+    replicas = stage.ps.dp_cp.ranks
+    first = replicas[0]
+    last = replicas[-1] + parallel.tp_size - 1
     ranks = f"rank {first}"
     if num_ranks > 1:
         ranks = f"ranks {first}-{last}"
@@ -233,6 +255,7 @@ def _describe_precision(config: Config) -> str:
         if model.fp8 is None:
             dtype = f"fp4 ({model.fp4}"
         name += f", layers in {dtype}, {model.low_precision} scaling)"
+    # The parameters are their own main parameters.
     if name == "float32":
         return name
     return f"{name}, with fp32 main parameters and gradients"
@@ -240,32 +263,39 @@ def _describe_precision(config: Config) -> str:
 
 def _describe_batch(config: Config, world_size: int, plan: RunPlan) -> str:
     training = config.training
+    num_replicas = config.parallel.dp_size(world_size)
     return (
         f"{training.global_batch_size} samples of {config.data.seq_length} tokens, "
         f"{plan.num_microbatches} micro-batches of {training.micro_batch_size} on each of "
-        f"{config.parallel.dp_size(world_size)} replicas"
+        f"{num_replicas} replicas"
     )
 
 
 def _describe_length(config: Config) -> str:
     training = config.training
     seq_length = config.data.seq_length
+    # Either the samples or the iterations are given.
     if training.train_samples is not None:
         tokens = training.train_samples * seq_length
         return f"{training.train_samples} samples = {format_count(tokens)} tokens"
-    assert training.train_iters is not None and training.global_batch_size is not None
-    tokens = training.train_iters * training.global_batch_size * seq_length
+    assert training.train_iters is not None
+    assert training.global_batch_size is not None
+    samples = training.train_iters * training.global_batch_size
+    tokens = samples * seq_length
     return f"{training.train_iters} iterations = {format_count(tokens)} tokens"
 
 
 def _describe_memory(plan: RunPlan) -> str:
     """Describe the memory of the rank that uses the most."""
-    memory = max(plan.stages, key=lambda stage: stage.memory.total).memory
+    fullest = max(plan.stages, key=lambda stage: stage.memory.total)
+    memory = fullest.memory
+    # The table of stages lists these separately.
+    activations = memory.activations + memory.loss + memory.tables + memory.temporary
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        "activations": memory.activations + memory.loss + memory.tables + memory.temporary,
+        "activations": activations,
     }
     shares = [f"{name} {format_size(size)}" for name, size in parts.items()]
     total = format_size(memory.total)
@@ -274,6 +304,13 @@ def _describe_memory(plan: RunPlan) -> str:
 
 def _describe_checkpoint(config: Config, plan: RunPlan) -> str:
     size = format_size(plan.checkpoint_bytes)
-    if config.checkpoint.save:
-        return f"{size} to {config.checkpoint.save}"
+    checkpoint = config.checkpoint
+    if checkpoint.save_hf_interval is not None:
+        export = format_size(plan.export_bytes)
+        return (
+            f"{size} to {checkpoint.save}; every {checkpoint.save_hf_interval} iterations {export} "
+            f"as a Hugging Face model to {checkpoint.save_hf}"
+        )
+    if checkpoint.save:
+        return f"{size} to {checkpoint.save}"
     return f"{size}, not saved: no --save"

@@ -40,8 +40,10 @@ class Traffic:
         that for an all-reduce.
         """
         passed_once = self.all_gather + self.reduce_scatter + self.all_to_all
+        passed_twice = self.all_reduce  # a reduce-scatter and an all-gather
         leaving_fraction = (self.size - 1) / self.size
-        return leaving_fraction * (2 * self.all_reduce + passed_once) + self.send
+        collectives = leaving_fraction * (passed_once + 2 * passed_twice)
+        return collectives + self.send
 
 
 def plan_traffic(
@@ -57,8 +59,15 @@ def plan_traffic(
     experts, which are sharded over other ranks than the rest. `embedding` reduces the gradient of
     the tied word embedding between the first and the last stage.
     """
+    # Every message between stages is one tensor of the residual stream, or its gradient.
     group_size = config.parallel.microbatch_group_size_per_vp_stage
-    ticks = schedule(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches, group_size=group_size)
+    ticks = schedule(
+        ps.pp.rank,
+        ps.pp.size,
+        len(chunks),
+        num_microbatches,
+        group_size=group_size,
+    )
     num_sends = sum(tick.send is not None for tick in ticks)
     return {
         "tp": _count_tensor_parallel(config, chunks, activations, num_microbatches),
@@ -72,7 +81,10 @@ def plan_traffic(
 
 
 def _count_tensor_parallel(
-    config: Config, chunks: list[MetaChunk], activations: ActivationMemory, num_microbatches: int
+    config: Config,
+    chunks: list[MetaChunk],
+    activations: ActivationMemory,
+    num_microbatches: int,
 ) -> Traffic:
     size = config.parallel.tp_size
     if size == 1:
@@ -91,12 +103,14 @@ def _count_tensor_parallel(
         gathers += chunk.pre_process + 2 * chunk.post_process
         num_recomputed = activations.count_recomputed_layers(chunk.num_layers)
         for number, kind in enumerate(chunk.kinds):
+            # Attention. Recomputed layers run forward again as a part of backward.
             num_forwards = 2 if number < num_recomputed else 1
+            num_gathered_inputs = num_forwards + 1
             reductions += num_forwards + attention_input
-            gathers += (num_forwards + 1) * attention_input + 1
+            gathers += num_gathered_inputs * attention_input + 1
             if model.recomputes("mla_up_proj"):
                 gathers += attention_input
-            # Experts themselves are not split over TP like other layers.
+            # The MLP. Experts themselves are not split over TP like other layers.
             if kind.experts and not model.has_shared_experts:
                 continue
             num_mlp_forwards = num_forwards + activations.recomputes_mlp(kind)
@@ -105,9 +119,11 @@ def _count_tensor_parallel(
 
     whole = activations.whole * num_microbatches
     reduced_bytes = round(reductions * whole)
+    gathered_bytes = round(gathers * whole)
     if not config.parallel.sequence_parallel:
+        # Every rank has the whole sequence, so activations are not gathered.
         return Traffic(size, all_reduce=reduced_bytes)
-    return Traffic(size, all_gather=round(gathers * whole), reduce_scatter=reduced_bytes)
+    return Traffic(size, all_gather=gathered_bytes, reduce_scatter=reduced_bytes)
 
 
 def _get_attention_input_width(config: TransformerConfig) -> int:
@@ -124,7 +140,10 @@ def _get_attention_input_width(config: TransformerConfig) -> int:
 
 
 def _count_context_parallel(
-    config: Config, chunks: list[MetaChunk], activations: ActivationMemory, num_microbatches: int
+    config: Config,
+    chunks: list[MetaChunk],
+    activations: ActivationMemory,
+    num_microbatches: int,
 ) -> Traffic:
     """Count keys and values, which are exchanged in forward and again in backward, and their
     gradients; for a2a, all heads in both directions.
@@ -142,18 +161,24 @@ def _count_context_parallel(
             comm_type = kind.cp_comm_type
             recomputes_core = comm_type != "a2a" and config.model.recomputes("core_attn")
             runs_forward_twice = number < num_recomputed or recomputes_core
+            num_passes = 2 + runs_forward_twice
             layers[comm_type] += num_microbatches
-            exchanges[comm_type] += (2 + runs_forward_twice) * num_microbatches
+            exchanges[comm_type] += num_passes * num_microbatches
 
+    # a2a: queries, keys, values and output.
     key_values = activations.key_values
     queries_and_output = 2 * activations.per_head * config.model.num_attention_heads
     all_heads = key_values + queries_and_output
+    # p2p: keys and values visit all other ranks; their gradients also return.
+    num_hops = exchanges["p2p"] * (size - 1) + layers["p2p"] * size
+    # all_gather: of the keys and values of all ranks.
+    all_key_values = size * key_values
     return Traffic(
         size,
         all_to_all=exchanges["a2a"] * all_heads,
-        send=(exchanges["p2p"] * (size - 1) + layers["p2p"] * size) * key_values,
-        all_gather=exchanges["all_gather"] * size * key_values,
-        reduce_scatter=layers["all_gather"] * size * key_values,
+        send=num_hops * key_values,
+        all_gather=exchanges["all_gather"] * all_key_values,
+        reduce_scatter=layers["all_gather"] * all_key_values,
     )
 
 
@@ -171,26 +196,34 @@ def _count_expert_parallel(
     size = ps.experts.size
     if not model.has_experts or size == 1:
         return Traffic(1)
+    # Count from the modules: dense layers do not exchange tokens.
     num_layers = 0
     num_recomputed = 0
     for chunk in chunks:
         for module in chunk.module.modules():
             num_layers += isinstance(module, MoELayer)
         num_recomputed += activations.count_recomputed_layers(chunk.num_layers)
-    passes = num_microbatches * (2 * num_layers + min(num_recomputed, num_layers))
+    num_recomputed = min(num_recomputed, num_layers)
+    passes = num_microbatches * (2 * num_layers + num_recomputed)
     if model.moe_token_dispatcher_type == "alltoall":
-        rows = passes * 2 * model.moe_router_topk * ps.etp.size * activations.residual
+        # Each token goes to all ETP ranks of each of its experts, and the results return.
+        num_copies = 2 * model.moe_router_topk * ps.etp.size
+        rows = passes * num_copies * activations.residual
         return Traffic(size, all_to_all=rows)
     whole = passes * size * activations.residual
     return Traffic(size, all_gather=whole, reduce_scatter=whole)
 
 
 def _count_data_parallel(
-    config: Config, chunks: list[MetaChunk], size: int, is_expert: bool
+    config: Config,
+    chunks: list[MetaChunk],
+    size: int,
+    is_expert: bool,
 ) -> Traffic:
     """Count the reduction of gradients, and the gathering of weights from optimizer shards."""
     if size == 1:
         return Traffic(1)
+    # The buffers include the padding of buckets, which is communicated, too.
     gradients = 0
     weights = 0
     grad_itemsize = config.ddp.grad_dtype(config.model.params_dtype).itemsize
@@ -214,5 +247,6 @@ def _count_tied_embedding(config: Config, chunks: list[MetaChunk], dp_size: int)
     if numel == 0:
         return Traffic(1)
     if config.ddp.use_distributed_optimizer:
-        return Traffic(2, all_reduce=FP32 * numel // dp_size)
+        # Gradients have been reduced over DP before, so that a rank has only its shard.
+        numel //= dp_size
     return Traffic(2, all_reduce=FP32 * numel)

@@ -23,6 +23,7 @@ EVERY_RANK = {"every_rank": True}  # logger.info(..., extra=EVERY_RANK)
 def configure_logging(rank: int, log_format: str = "text") -> None:
     """Print the messages of this package. A second call replaces the first."""
     package = logging.getLogger("megatron")
+    # Several runs of one process, as in tests, must not print every message twice.
     for handler in list(package.handlers):
         if isinstance(handler, _Printer):
             package.removeHandler(handler)
@@ -45,6 +46,7 @@ class _Printer(logging.Handler):
         self._format_record = format_record
 
     def emit(self, record: logging.LogRecord) -> None:
+        # An error may concern one rank only, which then is the only one that can report it.
         is_for_all = record.levelno >= logging.ERROR or vars(record).get("every_rank")
         if self._rank == 0 or is_for_all:
             print_text(self._format_record(record))

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from megatron.core.optimizer import StepResult
 from megatron.core.parallel_state import ParallelState
-from megatron.core.transformer.moe.router import get_metric_names
+from megatron.core.transformer.moe.router import LOAD, get_metric_names
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.reporting.measurements import measure_max_memory
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Interval:
     tokens: int
     flops: float
     world_size: int
+    max_memory_bytes: float = math.nan  # of this rank since its start
 
     @property
     def last(self) -> Iteration:
@@ -87,10 +89,20 @@ class Interval:
     @property
     def mean_loss(self) -> float:
         """Mean over the iterations that were not skipped, or over all if all were."""
+        # A skipped iteration may have an infinite loss, which would hide all others.
         counted = [iteration for iteration in self.iterations if not iteration.skipped]
         if not counted:
             counted = list(self.iterations)
         return sum(iteration.lm_loss for iteration in counted) / len(counted)
+
+    @property
+    def max_load_over_mean(self) -> float | None:
+        """The load of the fullest expert divided by the mean, averaged over layers.
+
+        From the last iteration; None without experts.
+        """
+        loads = self.last.experts.get(LOAD)
+        return sum(loads) / len(loads) if loads else None
 
     def estimate_remaining_seconds(self, train_iters: int) -> float:
         """Return the time until iteration `train_iters` at this speed, without evaluations and
@@ -118,6 +130,8 @@ class Interval:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "tflops_per_gpu": self.tflops_per_device,
+            "max_memory_bytes": self.max_memory_bytes,
+            "max_load_over_mean": self.max_load_over_mean,
         }
 
 
@@ -143,8 +157,8 @@ class TrainingLog:
         self._clock = clock
         self._seq_length = seq_length
         self._flops_per_token = flops_per_token
-        self._pending: list[tuple[Iteration, OnDevice]] = []
-        self._excluded = 0.0
+        self._pending: list[tuple[Iteration, OnDevice]] = []  # of the current interval
+        self._excluded = 0.0  # seconds of evaluations and saves
         self._start = self._clock()
 
     def record(self, iteration: Iteration, on_device: OnDevice) -> None:
@@ -162,6 +176,7 @@ class TrainingLog:
         Collective.
         """
         assert self._pending
+        # One transfer and one collective for all iterations of the interval.
         pairs = [on_device.loss for _, on_device in self._pending]
         losses = reduce_losses(pairs, self._ps)
         rows = zip(self._pending, losses, self._reduce_expert_metrics(), strict=True)
@@ -180,7 +195,8 @@ class TrainingLog:
         self._pending = []
         self._excluded = 0.0
         self._start = now
-        return Interval(iterations, seconds, tokens, flops, self._ps.world_size)
+        memory = measure_max_memory(self._device)
+        return Interval(iterations, seconds, tokens, flops, self._ps.world_size, memory)
 
     def _reduce_expert_metrics(self) -> list[dict[str, list[float]]]:
         """Return the metrics of the layers with experts for every pending iteration. Collective if
@@ -192,6 +208,7 @@ class TrainingLog:
                 shares.append(on_device.experts)
         if not shares or self._model is None:
             return [{} for _ in self._pending]
+        # Every rank has the metrics of its own tokens and layers, and zeros for all other layers.
         total = torch.stack(shares)  # [iteration, metric, layer]
         dist.all_reduce(total)
 

@@ -25,6 +25,7 @@ def measure_memory(device: torch.device) -> dict[str, float]:
     """Return metrics of the memory of this process, which trains on `device`, by name."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
+        # torch's allocator keeps freed memory: reserved minus allocated bytes are cached.
         return {
             "mem-allocated-bytes": stats.get("allocated_bytes.all.current", 0),
             "mem-max-allocated-bytes": stats.get("allocated_bytes.all.peak", 0),
@@ -32,18 +33,28 @@ def measure_memory(device: torch.device) -> dict[str, float]:
             "mem-max-reserved-bytes": stats.get("reserved_bytes.all.peak", 0),
             "mem-alloc-retries": stats.get("num_alloc_retries", 0),
         }
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
-    values: dict[str, float] = {"mem-max-resident-bytes": peak}
+    values = {"mem-max-resident-bytes": measure_max_memory(device)}
     if _STATM.exists():
         resident_pages = int(_STATM.read_text().split()[1])
         values["mem-resident-bytes"] = resident_pages * os.sysconf("SC_PAGE_SIZE")
     return values
 
 
+def measure_max_memory(device: torch.device) -> float:
+    """Return the peak memory of this process, which trains on `device`, in bytes.
+
+    On a GPU: of the allocator's tensors; on the CPU: of the whole process.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
+
+
 def format_memory_line(iteration: int, device: torch.device) -> str:
     """Return a log line with the maximum of each metric over all ranks, and its rank.
     Collective.
     """
+    # All ranks have the same kind of device, hence the same metrics.
     gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, measure_memory(device))
     parts = []
@@ -69,6 +80,7 @@ def compute_params_norm(
     device = chunks[0].flat_buffers[0].param_data.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     for chunk in chunks:
+        # With overlapped gathering, parameters may still be on their way.
         chunk.finish_param_sync()
         for param in chunk.parameters():
             info = param_info(param)
@@ -95,6 +107,8 @@ def compute_flops_per_token(config: TransformerConfig, seq_length: int, vocab_si
     operations do not count (Chowdhery et al. 2022, "PaLM", appendix B; the convention of
     Megatron-LM's TFLOP/s).
     """
+    # 6 = 2 operations per multiply-add x 3 products (forward, and the gradients of input and
+    # weight).
     attention = config.num_layers * _count_attention_products(config, seq_length)
     logits = config.hidden_size * vocab_size
     return 6 * (attention + _count_mlp_products(config) + logits)
@@ -107,6 +121,7 @@ def _count_attention_products(config: TransformerConfig, seq_length: int) -> flo
 
     # Projections of queries, keys and values.
     if config.multi_latent_attention:
+        # Down-projections to the latent vectors, then up-projections for every head.
         qkv = hidden_size * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
         qkv += config.kv_lora_rank * num_heads * (config.qk_head_dim + config.v_head_dim)
         query_input = hidden_size
@@ -130,6 +145,7 @@ def _count_attention_products(config: TransformerConfig, seq_length: int) -> flo
 def _count_mlp_products(config: TransformerConfig) -> float:
     """Return the multiply-adds per token of all MLPs; of the experts only the chosen ones."""
     hidden_size = config.hidden_size
+    # Up, down, and the gate if there is one.
     num_matrices = 3 if config.gated else 2
     per_width = num_matrices * hidden_size
     num_moe_layers = sum(config.moe_layer_pattern)
@@ -146,6 +162,7 @@ def count_attended_keys(config: TransformerConfig, seq_length: int) -> float:
     """Return the mean number of keys per token in a layer with a window; without one, half the
     sequence.
     """
+    # Position i attends to min(i, window) keys: a ramp of length window, then a constant.
     window = seq_length
     if config.window_size is not None and config.window_size[0] >= 0:
         window = min(config.window_size[0], seq_length)

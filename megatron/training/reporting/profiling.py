@@ -45,6 +45,7 @@ class Timers:
     @contextmanager
     def __call__(self, name: str, level: int = 1) -> Iterator[None]:
         """Time the block under `name`."""
+        # Ranges cost microseconds, so they exist only while a trace is recorded.
         trace = torch.profiler.record_function(name) if self.traced else nullcontext()
         with trace:
             if level > self.level:
@@ -125,6 +126,7 @@ class StepProfiler:
 
     def before(self, iteration: int) -> None:
         """Start the trace before its first iteration, and end it after its last."""
+        # A resumed run may begin within the range, or after it.
         if self._profiler is not None and iteration >= self._config.profile_step_end:
             self._finish(iteration - 1)
         first = self._config.profile_step_start
@@ -138,6 +140,7 @@ class StepProfiler:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        # The run ended or failed within the range: a shorter trace is better than none.
         if self._profiler is not None:
             self._finish(self._last)
         elif self._requested and kind is None:
@@ -167,6 +170,7 @@ class StepProfiler:
         sort_key = "self_cpu_time_total"
         if torch.cuda.is_available():
             sort_key = "self_device_time_total"
+        # A summary for those without a trace viewer.
         table = self._profiler.key_averages().table(sort_by=sort_key, row_limit=40)
         (self._directory / f"{name}.txt").write_text(table)
         logger.info(

@@ -3,22 +3,25 @@ and for programs.
 
     <save>/run.json                      the newest launch: command, arguments, summary, versions
     <save>/runs/20260131T101500.123456-4711.jsonl    one file per launch, one JSON object per line
+    <save>/runs/20260131T101400.234567-4693.failed   a launch that failed before training
 
 Every line has `kind` and `time` (seconds since 1970). The first one has the kind `start`: layout,
 and where the run continues. `interval` contains the numbers of a log line, `point` those of an
 evaluation or a committed save, `end` the reason. Lines are flushed when they are written: a process
-that dies loses at most its last line, and leaves no `end`. Reading imports neither torch nor numpy.
+that dies loses at most its last line, and leaves no `end`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,7 @@ _TIME = number(0, 1e11)  # seconds since 1970; a browser can show a date up to a
 _DURATION = number(0, 1e11)
 _VALUE = optional(number(-1e100, 1e100))  # None: it was not finite. A sum of many stays finite.
 _TEXT = text(1 << 20)
+_MAX_FAILED_BYTES = 1 << 21
 
 # Fields that readers of a record rely on, by kind of line.
 ROW_CHECKS = {
@@ -64,6 +68,9 @@ ROW_CHECKS = {
             "train_iters?": COUNT,
             "command?": sequence(_TEXT),
             "summary?": mapping(_TEXT),
+            "host?": _TEXT,
+            "world_size?": COUNT,
+            "arguments?": mapping(_TEXT),
         }
     ),
     "interval": record(
@@ -74,10 +81,18 @@ ROW_CHECKS = {
             "seconds": _DURATION,
             "lm_loss?": _VALUE,
             "tokens_per_second?": _VALUE,
+            "grad_norm?": _VALUE,
+            "learning_rate?": _VALUE,
+            "loss_scale?": _VALUE,
+            "max_memory_bytes?": _VALUE,
+            "max_load_over_mean?": _VALUE,
+            "skipped?": COUNT,
+            "nan?": COUNT,
         }
     ),
     "point": record({"time": _TIME, "iteration": COUNT, "values": mapping(_VALUE)}),
     "end": record({"time": _TIME, "reason": _TEXT, "failed": boolean}),
+    "failed": record({"time": _TIME, "reason": _TEXT, "command?": sequence(_TEXT)}),
 }
 
 
@@ -105,11 +120,8 @@ class RunRecord:
 
     def __init__(self, save: str | Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        now = clock()
-        day_and_time = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
-        microseconds = int(now % 1 * 1e6)
-        name = f"{day_and_time}.{microseconds:06d}-{os.getpid()}.jsonl"
-        self._path = Path(save) / RECORDS / name
+        # The process id separates launches on a shared file system.
+        self._path = Path(save) / RECORDS / f"{_format_file_time(clock())}-{os.getpid()}.jsonl"
         self._started = False
         self._warned = False
 
@@ -118,6 +130,7 @@ class RunRecord:
         row = {"kind": kind, "time": round(self._clock(), 3), **fields}
         line = json.dumps(to_json_value(row))
         try:
+            # A launch that fails before training leaves no file.
             if kind == "start":
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._started = True
@@ -128,6 +141,42 @@ class RunRecord:
             if not self._warned:
                 logger.warning(f"the record of this run has gaps: {self._path}: {error}")
             self._warned = True
+
+
+@contextmanager
+def failed_launch_recorded(
+    save: str | Path | None, command: Sequence[str], clock: Callable[[], float] = time.time
+) -> Iterator[None]:
+    """Record an exception in the block, e.g., for wrong flags, unless a `RunRecord` has begun.
+
+    Nothing is written without a directory of records from an earlier launch under `save`.
+    """
+    began = _format_file_time(clock())
+    try:
+        yield
+    except Exception as error:
+        if save is not None:
+            _record_failed_launch(Path(save) / RECORDS, began, clock(), command, error)
+        raise
+
+
+def _record_failed_launch(
+    records: Path, began: str, now: float, command: Sequence[str], error: Exception
+) -> None:
+    # A launch that has begun its record ends it with the reason.
+    own_records = [path for path in records.glob(f"*-{os.getpid()}.jsonl") if path.name >= began]
+    if own_records or not records.is_dir():
+        return
+    row = {"kind": "failed", "time": round(now, 3), "reason": str(error), "command": list(command)}
+    path = records / f"{began}-{os.getpid()}.failed"
+    with contextlib.suppress(OSError):  # the original error matters more
+        path.write_text(json.dumps(row), encoding="utf-8")
+
+
+def _format_file_time(now: float) -> str:
+    """Return seconds since 1970 as text that sorts by time."""
+    day_and_time = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
+    return f"{day_and_time}.{int(now % 1 * 1e6):06d}"
 
 
 @dataclass
@@ -188,9 +237,22 @@ def read_record(save: str | Path) -> list[RecordedLaunch]:
     return sorted(launches, key=lambda launch: launch.began)
 
 
-def _read_rows(path: Path) -> list[Row]:
+def read_failed_launches(save: str | Path) -> list[Row]:
+    """Return `time`, `reason` and `command` of the launches that failed before training.
+
+    They are in order of time. Raises ValueError as `read_record` does.
+    """
+    failed = []
+    for path in sorted((Path(save) / RECORDS).glob("*.failed")):
+        for row in _read_rows(path, _MAX_FAILED_BYTES):
+            if row["kind"] == "failed":
+                failed.append(row)
+    return failed
+
+
+def _read_rows(path: Path, max_bytes: int | None = None) -> list[Row]:
     """Return the checked lines of a file, without truncated ones and unknown kinds."""
-    content = read_regular(path, MAX_RECORD_BYTES)
+    content = read_regular(path, MAX_RECORD_BYTES if max_bytes is None else max_bytes)
     rows = []
     for number_of_line, line in enumerate(content.split(b"\n"), start=1):
         where = f"{escape_control_chars(str(path))}:{number_of_line}"
@@ -209,6 +271,7 @@ def _read_rows(path: Path) -> list[Row]:
 def find_kept_iterations(launches: Sequence[RecordedLaunch]) -> list[int]:
     """Return the last iteration of each launch that no later launch repeated."""
     kept_iterations = []
+    # A launch that continued from iteration n has repeated everything after n.
     kept = sys.maxsize
     for launch in reversed(launches):
         kept_iterations.append(kept)
@@ -241,6 +304,7 @@ def compute_goodput(launches: Sequence[RecordedLaunch]) -> dict[str, float]:
                 spent["held up by saves"] += max(0.0, row["values"].get(name) or 0.0)
         for row in launch.intervals:
             num_iterations = row["iterations"]
+            # Time is divided among the iterations of an interval in equal parts.
             num_repeated = min(max(0, row["iteration"] - kept), num_iterations)
             repeated = num_repeated / num_iterations
             spent["done again later"] += repeated * row["seconds"]

@@ -56,6 +56,7 @@ def format_throughput(tflops: float) -> str:
 def format_log_line(interval: Interval, train_iters: int) -> str:
     """Return the log line of an interval: Megatron-LM's fields in its order, then our own."""
     last = interval.last
+    # Megatron-LM, and the scripts that parse its logs, define these names and formats.
     parts = [
         f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {last.consumed_train_samples:12d}",
@@ -152,6 +153,7 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(
             log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size
         )
+        # The arguments, in the tab for texts.
         for name, value in args.items():
             self._writer.add_text(name, str(value))
 
@@ -198,6 +200,7 @@ class WandbWriter:
 
     def interval(self, interval: Interval) -> None:
         for iteration in interval.iterations:
+            # wandb stores one row per step, so the speed belongs to the row of the last iteration.
             is_last = iteration is interval.last
             if not is_last and iteration.iteration % self._every != 0:
                 continue

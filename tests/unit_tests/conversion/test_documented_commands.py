@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from megatron.commands.convert import run
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.core.dist_checkpointing import write_tracker
@@ -13,7 +14,7 @@ from tests import ROOT
 from tests.support.memory_source import LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.convert_tool import run_merge
 from tools.checkpoint import merge
-from tools.checkpoint.convert import parse, run
+from tools.checkpoint.convert import parse
 
 PAGE = (ROOT / "docs/converting.md").read_text(encoding="utf-8")
 SOURCES = {

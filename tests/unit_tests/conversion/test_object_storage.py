@@ -53,11 +53,11 @@ def test_newest_commit_overrides_the_tracker(converted):
         (
             "hf",
             False,
-            "s3://bucket/new: object storage holds torch_dist checkpoints alone; give --saver "
-            "torch_dist",
+            "s3://bucket/new: object storage can only contain torch_dist checkpoints; give "
+            "--saver torch_dist",
         ),
-        ("legacy", False, "object storage holds torch_dist checkpoints alone"),
-        ("torch_dist", True, "nothing is replaced there"),
+        ("legacy", False, "object storage can only contain torch_dist checkpoints"),
+        ("torch_dist", True, "a target there cannot be replaced"),
     ],
 )
 def test_unsupported_targets_are_refused(converted, saver, overwrite, message):

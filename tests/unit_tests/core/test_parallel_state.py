@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.parallel_state import ParallelConfig, ParallelState, Place, _list_groups
+from megatron.core.parallel_config import ParallelConfig, Place
+from megatron.core.parallel_state import ParallelState, _list_groups
 
 AXES = ("tp", "cp", "dp_cp", "pp", "model", "embedding")
 

@@ -1,4 +1,4 @@
-"""The Dockerfile: lint, and that what it names is there."""
+"""The Dockerfile passes its linter, and the files that it names exist."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ def test_lint():
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
 def test_stages(name):
-    """Both leave root, copy what is there, and use the arguments they take."""
+    """Both stages leave root, copy files that exist, and use their arguments."""
     text = STAGES[STAGES.index(name) + 1]
     assert re.findall(r"^USER (.*)$", text, re.MULTILINE) == ["1001:1001"]
     for argument in re.findall(r"^ARG (\w+)=", text, re.MULTILINE):

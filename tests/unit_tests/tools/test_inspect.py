@@ -1,6 +1,4 @@
-"""tools/checkpoint/inspect_checkpoint.py: what it shows is what was saved, and damage and
-differences are found.
-"""
+"""tools/checkpoint/inspect_checkpoint.py: displayed contents, damage and differences."""
 
 import hashlib
 import importlib.util
@@ -13,6 +11,7 @@ import pytest
 import torch
 import xxhash
 
+from megatron.commands.inspect_checkpoint import compute_file_shares
 from megatron.conversion.convert import open_checkpoint
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor, save, write_tracker
 from tests import ROOT
@@ -81,14 +80,14 @@ def test_show_prints_the_largest_tensors(tmp_path, capsys):
 
 
 def test_show_plots_which_file_holds_what(run, tmp_path, capsys):
-    shares = tool.compute_file_shares(run / "iter_0000030")
+    shares = compute_file_shares(run / "iter_0000030")
     held = [kinds for parts in shares.values() for kinds in parts.values()]
     assert (
         sum(kinds.get("weights", 0) for kinds in held) >= 2440
         and sum("objects" in kinds for kinds in held) == 1
     )
     sizes = {path.name: path.stat().st_size for path in (run / "iter_0000030").glob("*.distcp")}
-    for name, parts in shares.items():  # but for what aligns items in a file
+    for name, parts in shares.items():  # apart from padding between items
         assert 0 <= sizes.pop(name) - sum(sum(kinds.values()) for kinds in parts.values()) < 128
     assert not sizes
     pytest.importorskip("matplotlib", reason="the extra plots is not installed")
@@ -167,7 +166,7 @@ def test_diff_finds_what_differs(run, tmp_path, capsys):
 
 @pytest.mark.parametrize("other", ["legacy", "torch_dist_dp_reshardable"])
 def test_diff_and_digest_across_formats(other, capsys):
-    """The same state, stacked and by layer, in model space and in flat buckets."""
+    """The formats store the same state stacked or by layer, in model space or in flat buckets."""
     first = LLAMA / "torch_dist_fully_reshardable"
     code, result = json_of(capsys, "diff", first, LLAMA / other)
     assert code == 0 and result["compared"] == 108 and result["differences"] == []
@@ -255,8 +254,8 @@ def test_plan_plots_who_reads_what(tmp_path):
 
 
 def test_verify_writes_the_hashes_of_megatron_lm(run, capsys):
-    """What the next `verify`, and Megatron-LM's --verify-integrity, check; a damaged checkpoint
-    gets none.
+    """The next `verify` and Megatron-LM's --verify-integrity check the hashes; none are written for
+    a damaged checkpoint.
     """
     directory = run / "iter_0000030"
     assert main(["verify", str(run), "--write-integrity-json"]) == 0

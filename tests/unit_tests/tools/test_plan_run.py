@@ -1,4 +1,4 @@
-"""The planner's command line: known models, the verdict, and what it makes of mistakes."""
+"""The command line of tools/plan_run.py: known models, verdicts, errors."""
 
 import importlib.util
 import json

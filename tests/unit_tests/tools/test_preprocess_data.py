@@ -1,5 +1,5 @@
-"""tools/preprocess_data.py: Megatron-LM's bytes, documents in order, nothing half-written, errors
-with lines.
+"""tools/preprocess_data.py: the bytes of Megatron-LM, document order, complete files, line numbers
+in errors.
 """
 
 import gzip
@@ -372,14 +372,12 @@ def start(tmp_path):
         "1",
     ]
     command += ["--input", str(tmp_path / "pipe.jsonl"), "--output-prefix", str(tmp_path / "out")]
-    with open(
-        tmp_path / "log", "w"
-    ) as log:  # a pipe that nobody reads would stop the run when it is full
+    with open(tmp_path / "log", "w") as log:  # a full pipe would block the run
         return subprocess.Popen(command, stderr=log, preexec_fn=heed_interrupts)
 
 
 def heed_interrupts():
-    """Shells start what runs in the background with interrupts ignored, and children
+    """Restore the default handler: shells ignore interrupts in background jobs, and children
     inherit that.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -56,7 +56,7 @@ def test_number_of_compilations_does_not_grow_with_layers(monkeypatch):
     "options", [{"swiglu": True}, {"quick_geglu": True, "activation_func_clamp_value": 7.0}]
 )
 def test_layers_share_one_activation_function(options):
-    """Older torch compiles anew for every function that it has not seen."""
+    """Older torch compiles again for every new function object."""
     configs = [
         TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **options)
         for _ in range(2)

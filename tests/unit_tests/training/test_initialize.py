@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
 from megatron.core.dist_checkpointing import Reader
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.optimizer.orthogonalization import _set_matmul_precision
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.training.checkpoint.rng_state import (
     get_rng_state,
@@ -22,6 +24,7 @@ from megatron.training.config.options import DistributedConfig
 from megatron.training.errors import lost_ranks_explained
 from megatron.training.initialize import (
     choose_device,
+    find_queue_hint,
     initialize,
     join,
     num_threads,
@@ -64,6 +67,31 @@ def test_precision_of_bf16_matrix_products(monkeypatch):
             assert matmul.allow_bf16_reduced_precision_reduction is not disabled
     finally:
         matmul.allow_bf16_reduced_precision_reduction = before
+
+
+def test_precision_of_products_after_muon(monkeypatch):
+    """torch raises if the precision was set by two of its interfaces."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for tf32 in (True, False):
+            join(DistributedConfig(device="cpu", tf32=tf32))
+            with _set_matmul_precision("medium", torch.device("cuda")):
+                assert torch.get_float32_matmul_precision() == "medium"
+            assert torch.backends.cuda.matmul.allow_tf32 is tf32
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_hint_about_hardware_queues(monkeypatch):
+    hopper = (9, 0)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    hint = find_queue_hint(2, hopper)
+    assert hint is not None and "CUDA_DEVICE_MAX_CONNECTIONS is unset" in hint
+    assert find_queue_hint(1, hopper) is None
+    assert find_queue_hint(2, (10, 0)) is None
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert find_queue_hint(2, hopper) is None
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,13 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, format_value
 from megatron.core.dist_checkpointing.mapping import BoxTable, Shape
-from megatron.core.lazy_import import lazy_module
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 
 class Location(NamedTuple):
@@ -63,7 +58,7 @@ class StoredTensor:
     """A global tensor and the chunks that tile it.
 
     `chunks` may be a function that reads them when they are first needed. `dtype` may be a name
-    such as bfloat16, so that contents can be listed without importing torch.
+    such as bfloat16, so that dtypes that this version of torch lacks can be listed.
     """
 
     def __init__(

@@ -16,9 +16,10 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from megatron.core.dist_checkpointing.format.schema import (
     MAX_RANK,
@@ -27,13 +28,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     is_dtype,
 )
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.lazy_import import lazy_module
 from megatron.core.terminal import escape_control_chars
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 DTYPE_NAME = re.compile(r"(?:b?float|u?int|complex|bits|quint|qint)\d+\w*|bool")
 
@@ -64,7 +59,7 @@ def make_placeholder_type(module: str, name: str) -> type[Placeholder]:
 
 
 class DtypeName(str):
-    """Name of a dtype of torch, such as torch.bfloat16, for callers that do not need torch."""
+    """Name of a dtype, such as torch.bfloat16, which this version of torch may lack."""
 
     __slots__ = ()
 
@@ -274,7 +269,7 @@ def _restrict(make: Callable[..., Any], *kinds: type) -> Function:
 
 @lru_cache
 def get_torch_globals() -> dict[tuple[str, str], Any]:
-    """Return the globals of torch except dtypes. Only pickles that name one of them need torch."""
+    """Return the globals of torch except dtypes."""
     storages: dict[tuple[str, str], Any] = {}
     for dtype, name in torch.storage._dtype_to_storage_type_map().items():
         if not name.startswith("Q"):  # quantized
@@ -299,7 +294,7 @@ def get_torch_globals() -> dict[tuple[str, str], Any]:
     }
 
 
-# Replaces torch.Size for callers that do not need torch.
+# Replaces torch.Size in metadata, whose shapes are plain tuples.
 PLAIN_SIZE = Function(lambda shape=(): _check_extents(shape))
 
 SAFE_GLOBALS: dict[tuple[str, str], Any] = {

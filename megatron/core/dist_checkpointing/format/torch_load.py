@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from megatron.core.dist_checkpointing.files import COMMON
 from megatron.core.dist_checkpointing.format.safe_globals import Storage
@@ -24,14 +26,8 @@ from megatron.core.dist_checkpointing.format.torch_zip import Archive, view_byte
 from megatron.core.dist_checkpointing.format.unpickler import Budget, check_bounded, unpickle
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.lazy_import import lazy_module
 from megatron.core.object_storage import path_of
 from megatron.core.terminal import escape_control_chars
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,6 @@ def safe_load(
     mmap: bool = True,
     where: str | None = None,
     placeholders: bool = True,
-    names: bool = False,
 ) -> Any:
     """Load a file like `torch.load(source, weights_only=False, map_location="cpu")`.
 
@@ -93,16 +88,13 @@ def safe_load(
 
     With `mmap`, the tensors of a path are views of the mapped file: they are read when they are
     used, and writing to them changes memory only. Otherwise the file is read at once. Classes of
-    other projects become `Placeholder`s or, without `placeholders`, an error. With `names`, dtypes
-    become their names, and a file without tensors is read without torch.
+    other projects become `Placeholder`s or, without `placeholders`, an error.
 
     Raises CheckpointError that names `where` (default: the path), and UnsafePickleError for a
     refused global.
     """
     if isinstance(source, bytes):
-        return _load_archive(
-            bytearray(source), where or "pickle", placeholders, names, check_crc=True
-        )
+        return _load_archive(bytearray(source), where or "pickle", placeholders, check_crc=True)
     path = path_of(source)
     where = where or str(path)
     try:
@@ -110,20 +102,17 @@ def safe_load(
             # Objects and empty files cannot be mapped.
             if mmap and file.size and file.descriptor is not None:
                 mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
-                return _load_archive(mapped, where, placeholders, names)
+                return _load_archive(mapped, where, placeholders)
             content = bytearray(file.read_whole())
-            return _load_archive(content, where, placeholders, names, check_crc=True)
+            return _load_archive(content, where, placeholders, check_crc=True)
     except OSError as error:
         raise CheckpointError(f"{where}: cannot be read: {error.strerror}") from error
 
 
-def load_common(
-    directory: str | os.PathLike[str], *, verify: bool = True, names: bool = False
-) -> dict[str, Any]:
+def load_common(directory: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
     """Return the dictionary saved as `common`; {} if the checkpoint has no `common.pt`.
 
-    `verify` compares the file with its checksum if the checkpoint has checksums. With `names`
-    dtypes are returned as their names.
+    `verify` compares the file with its checksum if the checkpoint has checksums.
     """
     path = path_of(directory) / COMMON
     if not path.exists():
@@ -132,9 +121,9 @@ def load_common(
     if verify:
         verifier = ChecksumVerifier.find(path.parent)
     if verifier is not None:
-        common = safe_load(verifier.read_file(path), where=str(path), names=names)
+        common = safe_load(verifier.read_file(path), where=str(path))
     else:
-        common = safe_load(path, mmap=False, names=names)
+        common = safe_load(path, mmap=False)
     if not isinstance(common, dict):
         raise CheckpointError(f"{path}: contains a {type(common).__name__} instead of a dict")
     return common
@@ -196,7 +185,6 @@ def _load_archive(
     buffer: bytearray | mmap_module.mmap,
     where: str,
     placeholders: bool,
-    names: bool,
     check_crc: bool = False,
 ) -> Any:
     """Load an archive in memory or mapped; `check_crc` reads all bytes, so not for mapped ones."""
@@ -213,7 +201,7 @@ def _load_archive(
     def read(offset: int, size: int) -> memoryview:
         return view[offset : offset + size]
 
-    return _load(read, len(buffer), where, storage, placeholders, names, check_crc)
+    return _load(read, len(buffer), where, storage, placeholders, check_crc)
 
 
 def _view_in_memory(
@@ -231,7 +219,6 @@ def _load(
     where: str,
     storage_at: Callable[[int, int], Storage],
     placeholders: bool,
-    names: bool = False,
     check_crc: bool = False,
 ) -> Any:
     """Load the object of an archive of `length` bytes.
@@ -266,6 +253,6 @@ def _load(
             storages[name] = storage_at(position, nbytes)
         return storages[name]
 
-    result = unpickle(archive.read("data.pkl"), where, storage, placeholders, names)
+    result = unpickle(archive.read("data.pkl"), where, storage, placeholders)
     check_bounded(result, where)
     return result

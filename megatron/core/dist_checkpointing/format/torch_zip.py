@@ -21,17 +21,13 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Shape
-from megatron.core.lazy_import import lazy_module
 from megatron.core.terminal import escape_control_chars
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 # Bytes. Raw data is aligned in its archive, and archives are aligned in files.
 ALIGNMENT = 64

@@ -23,9 +23,10 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 
 from megatron.core.dist_checkpointing.format.safe_globals import (
     DTYPE_NAME,
@@ -48,13 +49,7 @@ from megatron.core.dist_checkpointing.format.schema import (
     format_value,
     is_dtype,
 )
-from megatron.core.lazy_import import lazy_module
 from megatron.core.terminal import escape_control_chars
-
-if TYPE_CHECKING:
-    import torch
-else:
-    torch = lazy_module("torch")
 
 _RENAMED_MODULES = {  # name in other versions of Python and numpy -> name here
     "__builtin__": "builtins",
@@ -326,7 +321,7 @@ class _Unpickler:
             if (module, name) in get_torch_globals():
                 return get_torch_globals()[module, name]
             if module == "torch":
-                found = vars(sys.modules["torch"]).get(name)
+                found = vars(torch).get(name)
                 if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
                     return found
 
@@ -487,9 +482,9 @@ def unpickle(
 ) -> Any:
     """Return the object of a bare pickle.
 
-    With `names`, dtypes are returned as names, and the pickle is read without torch. Without
-    `placeholders`, classes of other projects are an error. The result may unfold without end when
-    it is printed or copied; `check_bounded` excludes that.
+    With `names`, dtypes are returned as names, so that any dtype is accepted, and sizes as tuples.
+    Without `placeholders`, classes of other projects are an error. The result may unfold without
+    end when it is printed or copied; `check_bounded` excludes that.
     """
     try:
         return _Unpickler(data, storage, placeholders, names).run()

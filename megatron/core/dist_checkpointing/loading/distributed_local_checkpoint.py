@@ -60,7 +60,7 @@ _FIRST_ANSWER_TAG = 2  # every answer has its own tag
 # MAC. The answer is a byte (whether the range could be read), the MAC, and in a second message the
 # content.
 _REQUEST = struct.Struct("<QQQ256p")
-_IDLE = timedelta(days=1)  # a rank may not be asked for data during the whole load
+_IDLE = timedelta(days=1)  # a rank may not receive any request during the whole load
 _PATIENCE = timedelta(minutes=10)  # for one answer
 
 

@@ -1,8 +1,8 @@
 """Assignment of boxes to ranks: pure functions from the local states to a plan for all ranks.
 
-`describe` and `pack` (on every rank) -> `make_plan` (on rank 0) -> one `RankPlan` per rank. There
-is no communication, and no tensor is touched. At 16,384 ranks there are millions of boxes, so the
-plan of all of them consists of arrays with a row per box.
+`describe` and `pack` (on every rank) -> `make_plan` (on rank 0) -> one `RankPlan` per rank, without
+communication and without reading any tensor. At 16,384 ranks there are millions of boxes, so the
+plan of all of them consists of arrays with a row per box: `Segments`.
 """
 
 from __future__ import annotations
@@ -101,10 +101,19 @@ def describe(state: ShardedStateDict) -> LocalSpec:
             raise CheckpointError(
                 f"{name}: {type(entry).__name__} is neither ShardedTensor nor ShardedObject"
             )
-        boxes = _select_boxes(entry)
-        tensors.append(TensorSpec(entry.key, entry.global_shape, entry.dtype, boxes))
+        tensors.append(_describe_tensor(entry))
     _check_unique_keys([tensor.key for tensor in tensors] + objects)
     return LocalSpec(tuple(tensors), tuple(objects))
+
+
+def _describe_tensor(entry: ShardedTensor) -> TensorSpec:
+    """Return the structure of a tensor, which is kept with the entry."""
+    spec: TensorSpec | None = entry.derived.get(TensorSpec)
+    if spec is None:
+        boxes = _select_boxes(entry)
+        spec = TensorSpec(entry.key, entry.global_shape, entry.dtype, boxes)
+        entry.derived[TensorSpec] = spec
+    return spec
 
 
 def _select_boxes(entry: ShardedTensor) -> tuple[Extent, ...]:
@@ -174,9 +183,13 @@ def pack(spec: LocalSpec) -> PackedSpec:
     return PackedSpec(tuple(types), spec.objects, np.array(counts, dtype=np.int32), boxes)
 
 
-@dataclass
-class Rows:
-    """Columns of the plan: one line per range of rows to write, sorted by rank and box."""
+@dataclass(frozen=True)
+class Segments:
+    """Columns with a line per segment: rows `[first, first + count)` of a box of a rank.
+
+    Lines are sorted by rank and box. Planning begins with the whole boxes of all ranks and selects
+    the segments to write from them.
+    """
 
     rank: np.ndarray
     box: np.ndarray  # number among the rank's boxes
@@ -185,32 +198,49 @@ class Rows:
     count: np.ndarray
     offset: np.ndarray  # [lines, dimensions], as in PackedSpec
     shape: np.ndarray
+    nbytes: np.ndarray
+
+    def select(self, line: np.ndarray, first: np.ndarray, count: np.ndarray) -> Segments:
+        """Return `count` rows from row `first` on of each of the given lines, whole boxes."""
+        num_rows = self.count[line]
+        nbytes = self.nbytes[line] // num_rows * count
+        offset = self.offset[line]  # copies, [lines, dimensions]
+        shape = self.shape[line]
+        # Most boxes are written as a whole: only the others are narrowed.
+        partial = np.flatnonzero(count != num_rows)
+        axis = _find_row_axes(shape[partial])
+        offset[partial, axis] += first[partial]
+        shape[partial, axis] = count[partial]
+        rank = self.rank[line]
+        return Segments(
+            rank, self.box[line], self.tensor[line], first, count, offset, shape, nbytes
+        )
+
+
+def _find_row_axes(shape: np.ndarray) -> np.ndarray:
+    """Return the axis along which the rows of each box are counted: the first longer than 1."""
+    return (shape > 1).argmax(axis=1)
 
 
 @dataclass
 class SavePlan:
-    """The plan for all ranks: `rows` of `tensors`, and the keys of `objects` by rank."""
+    """The plan for all ranks: `segments` of `tensors`, and the keys of `objects` by rank."""
 
     tensors: list[TensorType]
     objects: list[list[str]]  # by rank
-    rows: Rows
-
-    @property
-    def nbytes(self) -> np.ndarray:
-        """Bytes of each line of `rows`."""
-        num_elements = self.rows.shape.prod(axis=1)
-        return num_elements * _get_itemsizes(self.tensors)[self.rows.tensor]
+    segments: Segments
 
     @property
     def loads(self) -> list[int]:
         """Bytes that each rank writes."""
-        return _sum_by_group(self.rows.rank, self.nbytes, len(self.objects)).tolist()
+        segments = self.segments
+        return _sum_by_group(segments.rank, segments.nbytes, len(self.objects)).tolist()
 
     def extents(self) -> Iterator[tuple[str, Extent]]:
-        """Yield key and box (offset, shape) of each line of `rows`."""
-        offsets = self.rows.offset.tolist()
-        shapes = self.rows.shape.tolist()
-        for number, offset, box_shape in zip(self.rows.tensor, offsets, shapes, strict=True):
+        """Yield key and box (offset, shape) of each segment."""
+        offsets = self.segments.offset.tolist()
+        shapes = self.segments.shape.tolist()
+        for number, offset, box_shape in zip(self.segments.tensor, offsets, shapes, strict=True):
             key, global_shape, _ = self.tensors[number]
             dims = len(global_shape)  # the columns have those of the largest tensor
             extent = (tuple(offset[:dims]), tuple(box_shape[:dims]))
@@ -231,14 +261,12 @@ def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SaveP
     whose boxes do not tile them.
     """
     # Phase 1: list the boxes of all ranks, and find replicas.
-    boxes = _BoxColumns.collect(specs)
-    replicas = _group_replicas(boxes)
-    _check_coverage(boxes, replicas.order[replicas.starts])
+    tensors, boxes = _collect_boxes(specs)
+    replicas = _group_replicas(tensors, boxes)
+    _check_coverage(tensors, boxes, replicas.order[replicas.starts])
     # Phase 2: choose the rank that writes each box, or the ranks that share its rows.
-    written = _choose_writers(boxes, replicas, fully_parallel, len(specs))
-    # Phase 3: make a line for each range of rows that is written.
-    rows = _make_rows(boxes, written)
-    return SavePlan(boxes.tensors, _assign_objects(specs), rows)
+    segments = _choose_writers(boxes, replicas, fully_parallel, len(specs))
+    return SavePlan(tensors, _assign_objects(specs), segments)
 
 
 def _assign_objects(specs: Sequence[PackedSpec]) -> list[list[str]]:
@@ -251,55 +279,38 @@ def _assign_objects(specs: Sequence[PackedSpec]) -> list[list[str]]:
     return objects
 
 
-@dataclass
-class _BoxColumns:
-    """All boxes of all ranks: one line per box, sorted by rank and box."""
+def _collect_boxes(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], Segments]:
+    """Return the tensors and the whole boxes of all ranks.
 
-    tensors: list[TensorType]
-    rank: np.ndarray
-    box: np.ndarray
-    tensor: np.ndarray
-    offset: np.ndarray
-    shape: np.ndarray
-    nbytes: np.ndarray
-    axis: np.ndarray  # along which rows are counted
-    rows: np.ndarray
+    Raises CheckpointError if the tensors of two ranks conflict.
+    """
+    tensors, numbers_of_rank = _number_tensors(specs)
+    dims = 1
+    for spec in specs:
+        dims = max(dims, spec.boxes.shape[2])
 
-    @classmethod
-    def collect(cls, specs: Sequence[PackedSpec]) -> _BoxColumns:
-        """Concatenate the boxes of all ranks. Raises CheckpointError if their tensors conflict."""
-        tensors, numbers_of_rank = _number_tensors(specs)
-        dims = 1
-        for spec in specs:
-            dims = max(dims, spec.boxes.shape[2])
+    # Concatenate the boxes, and repeat the numbers of rank and tensor for each of them.
+    lengths = []
+    box_parts = []
+    number_parts = []
+    tensor_parts = []
+    for spec, numbers in zip(specs, numbers_of_rank, strict=True):
+        length = len(spec.boxes)
+        lengths.append(length)
+        box_parts.append(_pad_dimensions(spec.boxes, dims))
+        number_parts.append(np.arange(length))
+        tensor_parts.append(np.repeat(numbers, spec.counts))
+    boxes = np.concatenate(box_parts).astype(np.int64)  # [boxes, 2, dims]
+    offset = boxes[:, 0]
+    shape = boxes[:, 1]
+    rank = np.repeat(np.arange(len(specs)), lengths)
+    box = np.concatenate(number_parts)
+    tensor = np.concatenate(tensor_parts)
 
-        # Concatenate the boxes, and repeat the numbers of rank and tensor for each of them.
-        lengths = []
-        box_parts = []
-        number_parts = []
-        tensor_parts = []
-        for spec, numbers in zip(specs, numbers_of_rank, strict=True):
-            length = len(spec.boxes)
-            lengths.append(length)
-            box_parts.append(_pad_dimensions(spec.boxes, dims))
-            number_parts.append(np.arange(length))
-            tensor_parts.append(np.repeat(numbers, spec.counts))
-        boxes = np.concatenate(box_parts).astype(np.int64)  # [boxes, 2, dims]
-        offset = boxes[:, 0]
-        shape = boxes[:, 1]
-        rank = np.repeat(np.arange(len(specs)), lengths)
-        box = np.concatenate(number_parts)
-        tensor = np.concatenate(tensor_parts)
-
-        # Rows are counted along the first axis that is longer than 1.
-        axis = (shape > 1).argmax(axis=1)
-        rows = np.maximum(1, shape[np.arange(len(shape)), axis])
-        nbytes = shape.prod(axis=1) * _get_itemsizes(tensors)[tensor]
-        return cls(tensors, rank, box, tensor, offset, shape, nbytes, axis, rows)
-
-    def places(self) -> np.ndarray:
-        """Return `number_places` of all boxes."""
-        return number_places(self.tensors, self.tensor, self.offset)
+    num_rows = np.maximum(1, shape[np.arange(len(shape)), _find_row_axes(shape)])
+    nbytes = shape.prod(axis=1) * _get_itemsizes(tensors)[tensor]
+    first = np.zeros_like(num_rows)
+    return tensors, Segments(rank, box, tensor, first, num_rows, offset, shape, nbytes)
 
 
 def _number_tensors(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], list[np.ndarray]]:
@@ -307,6 +318,7 @@ def _number_tensors(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], list
 
     Raises CheckpointError if shape, dtype or kind of a key differs between ranks.
     """
+    # Tensors with the same key but another shape or dtype get different numbers.
     numbers: dict[TensorType, int] = {}
     numbers_of_rank = []
     objects: set[str] = set()
@@ -362,7 +374,7 @@ def _pad_dimensions(boxes: np.ndarray, dims: int) -> np.ndarray:
 
 
 class _Replicas(NamedTuple):
-    """The lines of `_BoxColumns`, grouped by box."""
+    """The lines of the whole boxes, grouped by box."""
 
     order: np.ndarray
     """The lines sorted by place; those of one box are in rank order."""
@@ -374,12 +386,12 @@ class _Replicas(NamedTuple):
         return np.diff(self.starts, append=len(self.order))
 
 
-def _group_replicas(boxes: _BoxColumns) -> _Replicas:
+def _group_replicas(tensors: Sequence[TensorType], boxes: Segments) -> _Replicas:
     """Find the boxes that several ranks have.
 
     Raises CheckpointError if a rank has a box twice.
     """
-    places = boxes.places()
+    places = number_places(tensors, boxes.tensor, boxes.offset)
     order = np.argsort(places, kind="stable")
     shape = boxes.shape[order]
     rank = boxes.rank[order]
@@ -395,17 +407,17 @@ def _group_replicas(boxes: _BoxColumns) -> _Replicas:
     duplicates = np.flatnonzero(~is_new[1:] & is_same_rank)
     if len(duplicates):
         line = order[duplicates[0]]
-        key, global_shape, _ = boxes.tensors[boxes.tensor[line]]
+        key, global_shape, _ = tensors[boxes.tensor[line]]
         offset = tuple(boxes.offset[line].tolist()[: len(global_shape)])
         raise CheckpointError(f"{key}: rank {boxes.rank[line]} holds the box at {offset} twice")
     return _Replicas(order, np.flatnonzero(is_new))
 
 
-def _check_coverage(boxes: _BoxColumns, distinct: np.ndarray) -> None:
+def _check_coverage(tensors: Sequence[TensorType], boxes: Segments, distinct: np.ndarray) -> None:
     """Raise CheckpointError unless the `distinct` boxes, sorted by tensor, tile the tensors."""
-    ends = np.searchsorted(boxes.tensor[distinct], np.arange(len(boxes.tensors) + 1))
+    ends = np.searchsorted(boxes.tensor[distinct], np.arange(len(tensors) + 1))
     problems = []
-    for number, (key, shape, _) in enumerate(boxes.tensors):
+    for number, (key, shape, _) in enumerate(tensors):
         lines = distinct[ends[number] : ends[number + 1]]
         dims = len(shape)
         table = BoxTable(boxes.offset[lines, :dims], boxes.shape[lines, :dims])
@@ -418,6 +430,7 @@ def _check_coverage(boxes: _BoxColumns, distinct: np.ndarray) -> None:
 
 def _describe_conflicts(specs: Sequence[PackedSpec]) -> str:
     """Return a message about keys whose shape, dtype or kind differs between ranks."""
+    # Key -> the first tensor with it, and its rank
     first: dict[str, tuple[TensorType, int]] = {}
     objects: dict[str, int] = {}
     conflicts: dict[str, str] = {}
@@ -441,19 +454,10 @@ def _describe_conflicts(specs: Sequence[PackedSpec]) -> str:
     return "ranks disagree about\n  " + abbreviate(list(conflicts.values()))
 
 
-@dataclass(frozen=True)
-class _WrittenRows:
-    """Ranges of rows that are written, sorted by the line of their box in `_BoxColumns`."""
-
-    line: np.ndarray
-    first: np.ndarray
-    count: np.ndarray
-
-
 def _choose_writers(
-    boxes: _BoxColumns, replicas: _Replicas, fully_parallel: bool, world_size: int
-) -> _WrittenRows:
-    """Choose the lines to write, and their rows."""
+    boxes: Segments, replicas: _Replicas, fully_parallel: bool, world_size: int
+) -> Segments:
+    """Return the segments to write, sorted by rank and box."""
     # Boxes on one rank only (optimizer shards) have a fixed writer: count them before replicated
     # boxes are distributed.
     has_fixed_writer = replicas.count_ranks() == 1
@@ -466,15 +470,15 @@ def _choose_writers(
         parts = _share_replicated_boxes(boxes, replicas, loads)
 
     # Concatenate whole boxes and parts, [lines, 3]: line, first row, count.
-    whole = np.stack([fixed, np.zeros_like(fixed), boxes.rows[fixed]], axis=1)
+    whole = np.stack([fixed, np.zeros_like(fixed), boxes.count[fixed]], axis=1)
     shared = np.array(parts, dtype=np.int64).reshape(-1, 3)
     line, first, count = np.concatenate([whole, shared]).T
     order = np.argsort(line, kind="stable")
-    return _WrittenRows(line[order], first[order], count[order])
+    return boxes.select(line[order], first[order], count[order])
 
 
 def _share_replicated_boxes(
-    boxes: _BoxColumns, replicas: _Replicas, loads: list[int]
+    boxes: Segments, replicas: _Replicas, loads: list[int]
 ) -> list[tuple[int, int, int]]:
     """Distribute the rows of replicated boxes over the ranks that have them.
 
@@ -500,7 +504,7 @@ def _share_replicated_boxes(
     parts = []
     for ranks, lines_of_boxes in groups:
         first_lines = [lines[0] for lines in lines_of_boxes]
-        num_rows = boxes.rows[first_lines].tolist()
+        num_rows = boxes.count[first_lines].tolist()
         nbytes = boxes.nbytes[first_lines].tolist()
         group_loads = [loads[rank] for rank in ranks]
         shares = level_loads(group_loads, sum(nbytes))
@@ -511,26 +515,6 @@ def _share_replicated_boxes(
             row_bytes = nbytes[box] // num_rows[box]
             loads[ranks[member]] += count * row_bytes
     return parts
-
-
-def _make_rows(boxes: _BoxColumns, written: _WrittenRows) -> Rows:
-    """Return the lines of the plan, in which boxes are narrowed to the rows that are written."""
-    line = written.line
-    offset = boxes.offset[line]  # copies, [lines, dims]
-    shape = boxes.shape[line]
-    partial = np.flatnonzero(written.count != boxes.rows[line])
-    axis = boxes.axis[line[partial]]
-    offset[partial, axis] += written.first[partial]
-    shape[partial, axis] = written.count[partial]
-    return Rows(
-        rank=boxes.rank[line],
-        box=boxes.box[line],
-        tensor=boxes.tensor[line],
-        first=written.first,
-        count=written.count,
-        offset=offset,
-        shape=shape,
-    )
 
 
 def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:

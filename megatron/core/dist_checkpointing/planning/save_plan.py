@@ -28,7 +28,6 @@ from megatron.core.dist_checkpointing.format.metadata_index import encode_metada
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.format.torch_zip import (
     ALIGNMENT,
-    Envelope,
     make_tensor_envelope,
 )
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -47,31 +46,36 @@ from megatron.core.dist_checkpointing.planning.planner import (
 
 
 class PlacedItem(NamedTuple):
-    """An item at `position` of its file.
+    """An item and its bytes in a file: prefix, raw data and suffix, from `position` on.
 
-    Its raw bytes begin at `data`, and the next item may begin at `end`.
+    The suffix includes the padding, so that the next item begins at `end`. Prefix and suffix are
+    constant: they are encoded once for all saves.
     """
 
     item: Item
     position: int
-
-    @property
-    def envelope(self) -> Envelope:
-        return make_tensor_envelope(self.item.dtype, self.item.shape)
+    prefix: bytes
+    suffix: bytes
 
     @property
     def data(self) -> int:
-        return self.position + len(self.envelope.prefix)
+        return self.position + len(self.prefix)
 
     @property
-    def length(self) -> int:
-        envelope = self.envelope
-        return len(envelope.prefix) + self.item.nbytes + len(envelope.suffix)
+    def data_end(self) -> int:
+        return self.data + self.item.nbytes
 
     @property
     def end(self) -> int:
-        aligned_length = -(-self.length // ALIGNMENT) * ALIGNMENT
-        return self.position + aligned_length
+        return self.data_end + len(self.suffix)
+
+
+def place_item(item: Item, position: int) -> PlacedItem:
+    """Return `item` at `position` of its file."""
+    prefix, suffix = make_tensor_envelope(item.dtype, item.shape)
+    length = len(prefix) + item.nbytes + len(suffix)
+    padding = bytes(-length % ALIGNMENT)
+    return PlacedItem(item, position, prefix, suffix + padding)
 
 
 class FileLayout(NamedTuple):
@@ -87,7 +91,7 @@ class FileLayout(NamedTuple):
 
 @dataclass
 class PlacedPlan:
-    """A plan with the file (`rank * workers + n`), position and length of each line."""
+    """A plan with the file (`rank * workers + n`), position and length of each segment."""
 
     plan: SavePlan
     workers: int
@@ -102,17 +106,22 @@ class PlacedPlan:
 
     def select_rank(self, rank: int) -> RankPlan:
         """Return the part of the plan for one rank."""
-        rows = self.plan.rows
+        segments = self.plan.segments
         # Lines are sorted by rank.
-        start, stop = np.searchsorted(rows.rank, [rank, rank + 1])
+        start, stop = np.searchsorted(segments.rank, [rank, rank + 1])
         mine = slice(start, stop)
-        file = self.file[mine] - rank * self.workers
-        columns = (rows.box[mine], rows.first[mine], rows.count[mine], file, self.position[mine])
+        columns = (
+            segments.box[mine],
+            segments.first[mine],
+            segments.count[mine],
+            self.file[mine] - rank * self.workers,
+            self.position[mine],
+        )
         return RankPlan(np.stack(columns, axis=1), self.plan.objects[rank])
 
     def build_metadata(self) -> CheckpointMetadata:
         """Return the metadata of the tensors; objects are added once their lengths are known."""
-        rows = self.plan.rows
+        segments = self.plan.segments
         tensors = self.plan.tensors
         # The names of the files that are used, and the index of each line's file among them
         used, file = np.unique(self.file, return_inverse=True)
@@ -122,17 +131,17 @@ class PlacedPlan:
             files.append(file_name(rank, number_of_rank))
 
         # Chunks are sorted by tensor, and row-major in each tensor.
-        places = number_places(tensors, rows.tensor, rows.offset)
+        places = number_places(tensors, segments.tensor, segments.offset)
         order = np.argsort(places, kind="stable")
-        ends = np.searchsorted(rows.tensor[order], np.arange(len(tensors) + 1))
+        ends = np.searchsorted(segments.tensor[order], np.arange(len(tensors) + 1))
         file_names = tuple(files)  # one object, which all tables share
         result = CheckpointMetadata()
         for number, (key, shape, dtype) in enumerate(tensors):
             lines = order[ends[number] : ends[number + 1]]
             dims = len(shape)
             table = ChunkTable(
-                rows.offset[lines, :dims],
-                rows.shape[lines, :dims],
+                segments.offset[lines, :dims],
+                segments.shape[lines, :dims],
                 file_names,
                 file[lines],
                 self.position[lines],
@@ -149,8 +158,8 @@ def file_name(rank: int, number: int) -> str:
 
 def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
     """Spread the items of every rank over at most `workers` files of about equal size."""
-    rank = plan.rows.rank
-    nbytes = plan.nbytes
+    rank = plan.segments.rank
+    nbytes = plan.segments.nbytes
     file = rank * workers + _spread_over_files(rank, nbytes, workers)
     length = nbytes + _compute_envelope_sizes(plan)
 
@@ -208,11 +217,11 @@ def _compute_envelope_sizes(plan: SavePlan) -> np.ndarray:
         number = dtype_numbers.setdefault(dtype, len(dtype_numbers))
         properties.append((number, len(shape)))
     by_tensor = np.array(properties, dtype=np.int64).reshape(-1, 2)  # dtype, dimensions
-    dtype_and_dims = by_tensor[plan.rows.tensor]  # [items, 2]
-    columns = [*dtype_and_dims.T, *plan.rows.shape.T]
+    dtype_and_dims = by_tensor[plan.segments.tensor]  # [items, 2]
+    columns = [*dtype_and_dims.T, *plan.segments.shape.T]
 
     # Number the combinations: items with the same `kind` agree in all columns so far.
-    kind = np.zeros(len(plan.rows.rank), dtype=np.int64)
+    kind = np.zeros(len(plan.segments.rank), dtype=np.int64)
     for column in columns:
         values, value_number = np.unique(column, return_inverse=True)
         combination = kind * len(values) + value_number
@@ -222,8 +231,8 @@ def _compute_envelope_sizes(plan: SavePlan) -> np.ndarray:
     _, examples = np.unique(kind, return_index=True)
     sizes = []
     for line in examples.tolist():
-        _, shape, dtype = plan.tensors[plan.rows.tensor[line]]
-        item_shape = tuple(plan.rows.shape[line, : len(shape)].tolist())
+        _, shape, dtype = plan.tensors[plan.segments.tensor[line]]
+        item_shape = tuple(plan.segments.shape[line, : len(shape)].tolist())
         envelope = make_tensor_envelope(dtype, item_shape)
         sizes.append(len(envelope.prefix) + len(envelope.suffix))
     return np.array(sizes, dtype=np.int64)[kind]
@@ -236,6 +245,7 @@ def _align(length: np.ndarray) -> np.ndarray:
 
 def build_file_layouts(spec: LocalSpec, plan: RankPlan, rank: int) -> list[FileLayout]:
     """Return the files that a rank writes."""
+    # Boxes by their number in the plan: in the order of the spec
     boxes = []
     for tensor in spec.tensors:
         for extent in tensor.boxes:
@@ -244,7 +254,7 @@ def build_file_layouts(spec: LocalSpec, plan: RankPlan, rank: int) -> list[FileL
     for box, first, count, file, position in plan.items.tolist():
         tensor, (offset, shape) = boxes[box]
         whole = Item(tensor.key, tensor.dtype, offset, offset, shape)
-        placed = PlacedItem(whole.select_rows(first, count), position)
+        placed = place_item(whole.select_rows(first, count), position)
         items_of_file.setdefault(file, []).append(placed)
     layouts = []
     for file, items in sorted(items_of_file.items()):
@@ -280,15 +290,7 @@ class FilePlan:
     def __init__(self, files: list[FileLayout]) -> None:
         self.files = files
         self.chunks = cut_chunks(files)
-        self.items: list[Item] = []
-        # Constant bytes before and after the raw data of each item, encoded once for all saves.
-        self.envelopes: list[tuple[bytes, bytes]] = []
-        for file in files:
-            for placed in file.items:
-                prefix, suffix = placed.envelope
-                padding = bytes(placed.end - placed.position - placed.length)
-                self.items.append(placed.item)
-                self.envelopes.append((prefix, suffix + padding))
+        self.items = [placed.item for file in files for placed in file.items]
 
     @property
     def nbytes(self) -> int:
@@ -297,6 +299,7 @@ class FilePlan:
 
 def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
     """Cut all files into chunks of a slot's size, in the order of staging and writing."""
+    # Each file is cut on its own: a slot never contains parts of two files.
     chunks_of_files: list[list[FileChunk]] = []
     source = 0
     for number, file in enumerate(files):
@@ -304,11 +307,10 @@ def cut_chunks(files: Sequence[FileLayout]) -> list[FileChunk]:
         for offset in range(0, file.size, SLOT_SIZE):
             length = min(SLOT_SIZE, file.size - offset)
             chunks.append(FileChunk(number, offset, length, []))
-        # An item is three sources: prefix, raw data, and suffix with the padding.
+        # An item is three sources: prefix, raw data and suffix.
         for placed in file.items:
-            data_end = placed.data + placed.item.nbytes
             start = placed.position
-            for end in (placed.data, data_end, placed.end):
+            for end in (placed.data, placed.data_end, placed.end):
                 _add_parts(chunks, source, start, end)
                 start = end
                 source += 1
@@ -378,7 +380,7 @@ class PreparedPlan:
     """
 
     spec: LocalSpec
-    plan: RankPlan
+    objects: list[str]  # keys of the objects that this rank writes
     nonce: str
     total_bytes: int
     files: FilePlan
@@ -442,7 +444,7 @@ class Planner:
         mine, nonce, total = self._coordination.gather_compute_scatter(packed, plan)
         assert isinstance(spec, LocalSpec)
         files = FilePlan(build_file_layouts(spec, mine, self._coordination.rank))
-        return PreparedPlan(spec, mine, nonce, total, files, metadata)
+        return PreparedPlan(spec, mine.objects, nonce, total, files, metadata)
 
 
 def _select_valid(specs: Sequence[PackedSpec | CheckpointError]) -> list[PackedSpec]:

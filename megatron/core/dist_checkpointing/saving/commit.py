@@ -44,7 +44,7 @@ class PendingCheckpoint:
 
     Sequence of calls: `begin` on rank 0; `open_shard`, `write_file` and `finish` on all ranks; then
     `commit` on rank 0, or `abandon`, which may be repeated; then `end` on all ranks. `warnings`
-    describe what the checkpoint lacks on this rank although it can be committed.
+    describe parts that are missing on this rank without preventing the commit.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class PendingCheckpoint:
             files.METADATA: metadata,
             files.METADATA_JSON: [backend],
         }
+        # Checksums cover the files of all ranks and the ones of this rank, except `extra_files`.
         ours = encode_checksum_records(
             {name: compute_checksums(*parts) for name, parts in contents.items()}
         )

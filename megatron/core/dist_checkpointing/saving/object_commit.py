@@ -89,10 +89,12 @@ class ObjectGeneration(Generation):
                 break
             generation._withdraw()
             number = newest.number + 1
+        # A former owner may still be writing: revoke its claims, so that it cannot commit.
         for directory in root.glob("iter_*"):
             assert isinstance(directory, ObjectPath)
             if (directory / CLAIM).is_file():
                 revoke(directory, generation.check, committed=False)
+        # The newest generation decides: the older ones have no effect any more.
         older = [found for found in generations_in(root) if found < generation.id]
         root.store.delete([f"{root.key}/{found.name}" for found in older])
         return generation
@@ -106,6 +108,7 @@ class ObjectGeneration(Generation):
         found = generations_in(self.root)
         if not found or found[-1] == self.id:
             return
+        # The next owner deletes this generation only after its own claim.
         if self.id in found:
             successor = found[-1]
         else:
@@ -204,6 +207,7 @@ class ObjectCheckpoint(PendingCheckpoint):
             "since": since,
         }
         content = json.dumps(owner).encode()
+        # With an owner the claim of an earlier save may be replaced; without one it is an error.
         if self.generation is not None:
             self.generation.restore()
             put_checked(self.directory, CLAIM, content, self.generation.check)
@@ -254,6 +258,7 @@ class ObjectCheckpoint(PendingCheckpoint):
     ) -> None:
         if rewrite is not None:
             raise CheckpointError(f"{self.directory}: object storage is for torch_dist checkpoints")
+        # 1. The small files, and the checksums of all files but the commit.
         contents: dict[str, Sequence[bytes]] = {COMMON: [common], METADATA: metadata}
         contents |= {name: [content] for name, content in extra_files.items()}
         ours = encode_checksum_records(
@@ -263,12 +268,14 @@ class ObjectCheckpoint(PendingCheckpoint):
         for name, parts in contents.items():
             self.write_file(name, *parts)
             progress(0)
+        # 2. The commit: one conditional request, which lists all files.
         every = decode_checksums(b"".join(contents[CHECKSUMS]), CHECKSUMS)
         every[CHECKSUMS] = compute_checksums(*contents[CHECKSUMS])
         content = encode_commit(self.save_id, every)
         if self.generation is not None:
             self.generation.check()
         key = (self.directory / METADATA_JSON).key
+        # The condition fails if another save has committed or revoked in the meantime.
         self._committing = True
         if self._revocation is None:
             self.directory.store.create(key, content)
@@ -290,6 +297,7 @@ class ObjectCheckpoint(PendingCheckpoint):
                 # The request that seems to have failed may still arrive.
                 revoke(self.directory, self.generation.check)
             else:
+                # Only objects with the id of this save: others may belong to a newer one.
                 keys = self.directory.store.sizes(self.directory.key)
                 ours = [key for key in keys if f"-{self.save_id}." in key]
                 self.directory.store.delete(ours)
@@ -356,5 +364,6 @@ def remove_objects(directory: Path) -> None:
     assert isinstance(directory, ObjectPath)
     keys = list(directory.store.sizes(directory.key))
     claims = [key for key in keys if key.endswith(f"/{CLAIM}")]
+    # Another save can begin once the claim is deleted.
     directory.store.delete([key for key in keys if key not in claims])
     directory.store.delete(claims)

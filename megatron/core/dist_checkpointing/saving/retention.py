@@ -99,6 +99,7 @@ class Retention:
             self._losses = self._find_losses(lineage)
         self._losses[newest] = loss
         superseded = select_superseded(self._losses, newest, self._rules, self._losses)
+        # Rename now, remove in the background.
         directories = [self._directory.path(iteration) for iteration in superseded]
         aside = self._generation.put_aside(directories)
         for iteration in superseded:

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment, 
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
+from megatron.core.dist_checkpointing.saving.model_export import ExportTarget, PendingExport
 from megatron.core.dist_checkpointing.saving.retention import (
     Retention,
     RetentionRules,
@@ -133,6 +134,7 @@ class RunSaver:
         self._generation = generation
         self._tier = tier
         self._loaded_locally = loaded_locally
+        # Rules of retention apply to this directory only: the nodes keep two checkpoints.
         if generation is not None:
             options = self._options
             self._retention = Retention(options.retention, generation, options.is_checkpoint)
@@ -167,14 +169,17 @@ class RunSaver:
         last: bool = True,
         loss: float | None = None,
         check: Callable[[], None] = lambda: None,
+        export: ExportTarget | None = None,
     ) -> None:
         """Begin a save under `root` after the previous ones; if not `async_save`, also finish it.
 
         `rewrite` converts the files before the directory gets its name. Training has been waiting
         since `since` (time.perf_counter), and ends if this is the `last` save. `loss` is the
         validation loss of `state`, if it was measured. `check` runs in the background of rank 0
-        before anything is written; the save fails if it raises.
+        before anything is written; the save fails if it raises. With an `export` the same tensors
+        are also written there.
         """
+        # Wait for the saves before this one, and report them.
         began = time.perf_counter()
         since = began if since is None else since
         self._report(self._finish_saves(), on_all_ranks=True)
@@ -195,6 +200,11 @@ class RunSaver:
             generation.move_tracker(iteration)
             self._remove_superseded(iteration, lineage, math.nan if loss is None else loss)
 
+        make_export = None
+        if export is not None:
+            make_export = partial(PendingExport, export, iteration)
+
+        # Save to the nodes and copy from there, or save directly.
         directory = CheckpointDirectory(root).path(iteration)
         extra_files = {} if generation is None else {LINEAGE: lineage.encode(self._parent)}
         in_background = self._options.async_save and not last
@@ -209,6 +219,7 @@ class RunSaver:
                 before_writing=before_writing,
                 extra_files=extra_files,
                 on_commit=on_commit,
+                export=make_export,
             )
             self._copied_report = local.report
         else:
@@ -221,6 +232,7 @@ class RunSaver:
                 rewrite=rewrite,
                 extra_files=extra_files,
                 on_commit=on_commit,
+                export=make_export,
                 since=since,
             )
         self._finish_unless_async()
@@ -239,6 +251,7 @@ class RunSaver:
         See `save` for the arguments.
         """
         assert self._generation is not None
+        # The copy of an earlier checkpoint may continue: it reads files, not tensors.
         if self._saver is not None:
             # Only this rank may have reached this point: copies end at different times.
             self._report(self._saver.finish(), on_all_ranks=False)
@@ -290,6 +303,7 @@ class RunSaver:
         if self._saver is not None:
             return self._saver
         options = self._options
+        # Without `async_save` training waits anyway, so a few buffers per writer suffice.
         limit = options.staging_mem_limit
         if limit is None and not options.async_save:
             limit = staging_for_waiting(options.workers)
@@ -354,9 +368,15 @@ class RunSaver:
                 thread.close()
             if self._local_saver is not None:
                 self._local_saver.close()
+            # They are created again if another save follows.
             self._saver = None
             self._copier = None
             self._local_saver = None
+
+    @property
+    def last_save_failed(self) -> bool:
+        """Whether the last save that has ended was not committed."""
+        return self._last_failure is not None
 
     def check_last_save(self) -> None:
         """Raise SaveFailedError if the last save of the run has failed.
@@ -370,6 +390,7 @@ class RunSaver:
 
     def _before_writing(self, check: Callable[[], None]) -> None:
         """Check the state, and wait until the disk has room, on rank 0 in the background."""
+        # The removals that free room run in the background of the last save.
         check()
         if self._retention is not None:
             self._retention.wait()
@@ -401,11 +422,13 @@ class RunSaver:
 
     def _report_failure(self, report: SaveReport, is_local: bool) -> None:
         message = f"{report.directory} was not saved: {report.error}"
+        # The local save has failed, and with it the copy: the failure was reported already.
         if not is_local and _has_failed(self._copied_report):
             logger.warning(f"{message}. The next save goes straight to {report.directory.parent}")
             return
         if not is_local:
             self._last_failure = message
+        # A run that has lost its directory cannot save any more: it must stop.
         if report.superseded or (self._options.must_succeed and not is_local):
             self.failure = message
         else:
@@ -414,6 +437,7 @@ class RunSaver:
             )
 
     def _report_success(self, report: SaveReport, is_local: bool) -> None:
+        # Local checkpoints are temporary: only others become the parent of the next one.
         if not is_local:
             self.expected_seconds = report.total
             self._parent = iteration_in_name(report.directory)
@@ -424,6 +448,8 @@ class RunSaver:
         )
         speed = f"{report.total_bytes / 1e9:.3f} GB at {report.gb_per_second:.2f} GB/s"
         logger.info(f"saved {report.directory} in {milliseconds}: {speed}")
+        if report.exported is not None:
+            logger.info(f"exported the model to {report.exported}")
         if report.warning is not None:
             logger.warning(f"{report.directory.name}: {report.warning}")
         if not is_local:

@@ -2,7 +2,7 @@
 
 Ranks use the job's TCPStore and never poll the file system. The store carries notifications only:
 whether a checkpoint is committed is decided by the file system. If the store is lost during a save,
-the save fails or its checkpoint is committed, but nothing in between.
+the save either fails or commits its checkpoint.
 
 Liveness comes from processes, not from the progress of their system calls: a single `fsync`,
 `mkdir` or `rmtree` may take longer than the timeout. A thread of every rank increments a counter
@@ -46,6 +46,7 @@ def open_store(timeout: timedelta) -> dist.Store:
     """
     if not dist.is_initialized():
         return dist.HashStore()
+    # The store below all prefixes of process groups
     store = distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -186,8 +187,17 @@ class SaveBarrier:
             return None
         return self._store.get("warnings").decode().strip()
 
+    def count_exported(self, nbytes: int) -> None:
+        """Add bytes that this rank has exported durably; call it before `report`."""
+        self._store.add("exported", nbytes)
+
+    def read_exported(self) -> int:
+        """Return the bytes that all ranks have exported; on rank 0 after `collect`."""
+        return self._store.add("exported", 0)
+
     def fail(self, reason: str) -> None:
         """Report that this rank failed. Only the first failure is kept."""
+        # Wakes rank 0, which waits for the reports; the other ranks look at every heartbeat.
         self._store.compare_set("failure", "", f"rank {self._rank}: {reason}")
         self._store.set("ready", "")
 
@@ -213,6 +223,7 @@ class SaveBarrier:
     def end(self, outcome: Outcome) -> None:
         if outcome.error is not None:
             self._store.compare_set("failure", "", outcome.error)
+        # Ranks that still wait for `begun` are woken up, too.
         self._store.set("outcome", json.dumps(outcome))
         self._store.set("begun", "")
 
@@ -224,7 +235,7 @@ class SaveBarrier:
     def forget(self) -> None:
         """Delete the keys of this save; on rank 0, once no rank can need them any more."""
         names = ("begun", "objects", "reports", "ready", "failure", "warnings", "outcome")
-        for key in (*names, *self._buckets()):
+        for key in (*names, "exported", *self._buckets()):
             self._store.delete_key(key)
 
     def _bucket(self, rank: int) -> str:
@@ -261,6 +272,7 @@ class SaveBarrier:
                 return
             except RuntimeError:  # timed out; if the store is lost, the next call raises
                 self._heartbeat.beat()
+            # A rank is silent if its counter is the same as at the last look.
             for rank in awaited():
                 count = self._heartbeat.count(rank)
                 silent[rank] = silent[rank] + 1 if beats.get(rank) == count else 0

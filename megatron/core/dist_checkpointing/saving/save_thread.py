@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.saving.commit import (
     Progress,
     Rewrite,
 )
+from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.save_barrier import (
     Heartbeat,
     Outcome,
@@ -46,14 +47,16 @@ class SaveReport:
 
     Times are in seconds: `blocking` is how long the training thread waited, the others overlap with
     training. `bytes` counts this rank's bytes, `total_bytes` those of all ranks. `error` is None
-    for a committed checkpoint, whose `warning` describes what it lacks. `superseded` is set if
-    another start has taken over the directory.
+    for a committed checkpoint, whose `warning` describes its missing parts. `superseded` is set if
+    another start has taken over the directory. `exported` is the export of this save on rank 0, if
+    it was committed.
     """
 
     directory: Path
     error: str | None = None
     superseded: bool = False
     warning: str | None = None
+    exported: Path | None = None
     bytes: int = 0
     total_bytes: int = 0
     blocking: float = 0.0
@@ -100,10 +103,12 @@ class SaveHandle:
         # Transfer of tensors and objects; None if the snapshot failed with `failure`.
         self.transfer: StageAndWrite | None = None
         self.failure: BaseException | None = None
+        self.export: PendingExport | None = None
         self.device_wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._finished = threading.Event()
 
     def done(self) -> bool:
+        """Return whether the checkpoint is committed or the save has failed."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> SaveReport:
@@ -116,9 +121,11 @@ class SaveHandle:
         return self.report
 
     def elapsed(self) -> float:
+        """Return the seconds since the save began."""
         return time.perf_counter() - self.started
 
     def finish(self, outcome: Outcome) -> None:
+        """Record the outcome, and release the callers of `wait`."""
         self.report.error, self.report.superseded, self.report.warning = outcome
         self.report.total = self.elapsed()
         self.report.commit = self.report.total - self.report.writing
@@ -135,6 +142,7 @@ class SaveHandle:
         """
         report = self.wait()
         if self.device_wait is not None:
+            # CUDA events around the wait of the training stream for the copies
             begin, end = self.device_wait
             end.synchronize()
             report.blocking += begin.elapsed_time(end) / 1e3
@@ -215,6 +223,7 @@ class SaveThread:
         Calls `save.finish` in every case: the training thread waits for that without a deadline.
         """
         failure: BaseException | None = None
+        # 1. Write and commit.
         try:
             self._write(save)
             if self._coordination.is_coordinator:
@@ -224,10 +233,15 @@ class SaveThread:
             if save.transfer is not None:
                 with contextlib.suppress(Exception):  # only the first failure is reported
                     save.transfer.abort()
+            if save.export is not None:
+                save.export.close()
+
+        # 2. Agree on the outcome.
         try:
             outcome = self._agree(save, failure)
         except BaseException as error:  # no contact with the other ranks
             outcome = Outcome(_describe(failure or error))
+        # 3. Clean up, and wake up the training thread.
         save.barrier.stop_heartbeat()
         try:
             save.pending.end(outcome)
@@ -239,14 +253,18 @@ class SaveThread:
         if save.failure is not None:
             raise save.failure
         assert save.transfer is not None
+        save.transfer.export = save.export
+        # Staging begins before rank 0 has created the directory: training waits for it.
         save.transfer.begin()
-        save.transfer.objects.check()
+        save.transfer.make_objects().check()
         if self._coordination.is_coordinator:
             self._forget_past(save.barrier)
             self._remove_leftover()
             save.make_common()  # an invalid one fails the save before anything is written
             save.hooks.before_writing()
             save.pending.begin(save.plan.total_bytes)
+            if save.export is not None:
+                save.export.begin()
             save.barrier.begin()
         else:
             save.barrier.await_begin()
@@ -266,14 +284,19 @@ class SaveThread:
         name_of = save.pending.name_of
         objects = {
             key: location._replace(file=name_of(location.file))
-            for key, location in save.transfer.objects.locations.items()
+            for key, location in save.transfer.make_objects().locations.items()
         }
         if not self._coordination.is_coordinator:  # rank 0 may add warnings after the commit
             save.barrier.warn(save.pending.warnings)
+        if save.export is not None:
+            save.barrier.count_exported(save.export.close())
+            if not self._coordination.is_coordinator:
+                save.barrier.warn(save.export.warnings)
         save.barrier.report(objects, encode_checksum_records(checksums))
 
     def _commit(self, save: SaveHandle) -> None:
         """Commit on rank 0, once all ranks have reported."""
+        # The report of a rank means that its files are durable.
         objects, checksums = save.barrier.collect()
         assert save.plan.metadata is not None
         metadata = save.plan.metadata.encode(objects, save.pending.name_of)
@@ -294,6 +317,10 @@ class SaveThread:
             raise _AfterCommitError(
                 f"committed, but what follows the commit failed: {_describe(error)}"
             ) from error
+        if save.export is not None:
+            if save.export.commit(save.barrier.read_exported()):
+                save.report.exported = save.export.directory
+            save.barrier.warn(save.export.warnings)
 
     def _agree(self, save: SaveHandle, failure: BaseException | None) -> Outcome:
         """Return the outcome, the same on all ranks.
@@ -301,13 +328,17 @@ class SaveThread:
         Rank 0 decides how the save ended and removes the files of a failed one; the other ranks
         report to it why they failed.
         """
+        # Rank 0 decides even if it has failed: the other ranks wait for its answer.
         if not self._coordination.is_coordinator:
             return self._learn_outcome(save, failure)
+        if failure is not None and save.export is not None:
+            save.export.abandon()
         if failure is None:
             outcome = Outcome(warning=save.barrier.read_warnings())
         else:
             failure = save.pending.explain(failure)
             outcome = Outcome(_describe(failure), isinstance(failure, SupersededError))
+        # Announced before the removal, which can take minutes.
         save.barrier.end(outcome)
         if failure is not None and not isinstance(failure, _AfterCommitError):
             self._leftover = save.pending
@@ -316,6 +347,7 @@ class SaveThread:
 
     def _learn_outcome(self, save: SaveHandle, failure: BaseException | None) -> Outcome:
         """Return the outcome that rank 0 decided on."""
+        # Rank 0 notices the failure while it waits for reports.
         if failure is not None:
             save.barrier.fail(_describe(failure))
         try:

@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, Planner, PreparedPlan
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
+from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
 from megatron.core.dist_checkpointing.saving.save_thread import (
     Hooks,
@@ -60,6 +61,8 @@ from megatron.core.object_storage import path_of
 logger = logging.getLogger(__name__)
 
 Common = dict[str, Any] | Callable[[], dict[str, Any]]
+MakeExport = Callable[[str], PendingExport]
+"""Makes the export of a save from the save's id."""
 
 
 class AsyncSaver(SaveThread):
@@ -105,6 +108,7 @@ class AsyncSaver(SaveThread):
         Collective. Returns at once; the result is ready when the memory is allocated. A failure is
         not reported here: the first save tries again.
         """
+        # The buffers need the plan for their size, and the tensors for the kind of memory.
         plan = self._planner.plan_for(state)
         tensors = [entry for entry in state.values() if not isinstance(entry, ShardedObject)]
         pinned = any(box.tensor.is_cuda for entry in tensors for box in entry.boxes)
@@ -122,6 +126,7 @@ class AsyncSaver(SaveThread):
         rewrite: Rewrite | None = None,
         extra_files: Mapping[str, bytes] | None = None,
         on_commit: Callable[[], None] = lambda: None,
+        export: MakeExport | None = None,
         since: float | None = None,
     ) -> SaveHandle:
         """Begin to save `state` as the checkpoint `directory`; waits for the save before it, if
@@ -129,7 +134,8 @@ class AsyncSaver(SaveThread):
 
         `common` is stored by rank 0; a function that returns it is called in the background. With a
         `generation` the checkpoint appears only as long as that owns the directory of checkpoints.
-        `pending` makes another kind of checkpoint from the save's id.
+        `pending` makes another kind of checkpoint from the save's id. `export` makes an export of
+        the same tensors, which is committed after the checkpoint; its failure is a warning.
 
         On rank 0, in the background: `before_writing` runs before any rank writes; `rewrite` stores
         the checkpoint in another form before it has its name; `extra_files` are small files that
@@ -137,6 +143,7 @@ class AsyncSaver(SaveThread):
         planning errors are raised; all others are reported. Times are measured from `since`
         (time.perf_counter), by default from this call.
         """
+        # 1. Plan: the cached plan if the structure is unchanged on all ranks.
         self._wait_for_current()
         started = time.perf_counter() if since is None else since
         plan = self._planner.plan_for(state)
@@ -147,8 +154,11 @@ class AsyncSaver(SaveThread):
             if pending is None
             else pending(save_id)
         )
+        # 2. Take the snapshot: objects now, tensors in the background.
         hooks = Hooks(before_writing, rewrite, extra_files or {}, on_commit)
         current = SaveHandle(plan, self._make_barrier(save_id), grows, hooks, started)
+        if export is not None:
+            current.export = export(save_id)
         self._start(current)
         # If this rank fails, the others must learn of it: continue, so that the save fails on every
         # rank.
@@ -171,6 +181,7 @@ class AsyncSaver(SaveThread):
         current = self._current
         if current is None or current.transfer is None or current.done():
             return
+        # On a device `staged` means that all copies are queued on the stream of the saver.
         begin = time.perf_counter()
         current.transfer.staged.wait()
         current.transfer.waited_for = True
@@ -202,26 +213,31 @@ class AsyncSaver(SaveThread):
     def _take_snapshot(
         self, plan: PreparedPlan, state: ShardedStateDict, common: Common
     ) -> tuple[Callable[[], bytes], StageAndWrite]:
-        """Copy objects and `common` before `save` returns.
+        """Copy objects that may change and `common` before `save` returns.
 
         Returns the function that makes the content of common.pt, and the transfer of everything
         else.
         """
         make_archive = self._encode_common(common)
-        mine = set(plan.plan.objects)
+        # Objects that this rank writes: pickled now, because the program may change them.
+        mine = set(plan.objects)
         entries = [
             entry
             for entry in state.values()
             if isinstance(entry, ShardedObject) and entry.key in mine
         ]
-        objects = object_file(entries, self._coordination.rank, self._workers)
+        make_objects = cache(partial(object_file, entries, self._coordination.rank, self._workers))
+        if not all(entry.is_constant for entry in entries):
+            make_objects()  # now, because the caller may change the values
         sources = bind_sources(plan.files, state)
         stream = None
         if any(isinstance(source, DeviceSource) for source in sources):
             self._stream = stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())  # the copies must see the last update
         slots = partial(self._slots, plan, stream is not None)
-        return make_archive, StageAndWrite(plan.files, sources, objects, stream, self._pool, slots)
+        return make_archive, StageAndWrite(
+            plan.files, sources, make_objects, stream, self._pool, slots
+        )
 
     def _encode_common(self, common: Common) -> Callable[[], bytes]:
         if not self._coordination.is_coordinator:
@@ -251,6 +267,7 @@ class AsyncSaver(SaveThread):
         """
         if not pinned:
             return StagingBuffer(count, pinned=False)
+        # Try all slots, then as many as keep the writers busy.
         fewest = min(count, staging_for_waiting(self._workers) // SLOT_SIZE)
         for attempt in (count, fewest):
             try:
@@ -336,6 +353,7 @@ class CheckpointCopier(SaveThread):
         before_writing: Callable[[], None] = lambda: None,
         extra_files: Mapping[str, bytes] | None = None,
         on_commit: Callable[[], None] = lambda: None,
+        export: MakeExport | None = None,
     ) -> SaveHandle:
         """Begin to copy the save `local` to `directory` once it has ended.
 
@@ -351,13 +369,16 @@ class CheckpointCopier(SaveThread):
         pending = pending_checkpoint(directory, checkpoint.save_id, generation)
         hooks = Hooks(before_writing, None, extra_files or {}, on_commit)
         current = SaveHandle(local.plan, barrier, pending, hooks, started)
+        if export is not None:
+            current.export = export(checkpoint.save_id)
         self._start(current)
         checkpoint.keep_until(current.done)
         current.make_common = local.make_common
         current.failure = local.failure
+        # Without a transfer the local save has failed, and the copy fails with it.
         if local.transfer is not None:
             current.transfer = _FromDisk(
-                local, checkpoint, local.transfer.objects, self._pool, self._buffer.slots
+                local, checkpoint, local.transfer.make_objects, self._pool, self._buffer.slots
             )
         self._thread.submit(lambda: self._run_save(current))
         return current
@@ -375,11 +396,11 @@ class _FromDisk(StageAndWrite):
         self,
         local: SaveHandle,
         checkpoint: LocalCheckpoint,
-        objects: ObjectFile,
+        make_objects: Callable[[], ObjectFile],
         pool: Workers,
         slots: list[Slot],
     ) -> None:
-        super().__init__(local.plan.files, (), objects, None, pool, lambda: slots)
+        super().__init__(local.plan.files, (), make_objects, None, pool, lambda: slots)
         self._local = local
         self._checkpoint = checkpoint
 

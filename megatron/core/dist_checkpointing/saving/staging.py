@@ -46,6 +46,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.planning.planner import Item, abbreviate
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress
+from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.shard import Shard
 
 _GRANULE = 1024  # objects are padded, so that a growing step count rarely changes a length
@@ -114,20 +115,43 @@ ByteSource = bytes | LiveSource | LazySource
 
 def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
     """Return all sources, numbered as in `FilePlan`, over the live tensors of `state`."""
-    tensors = {entry.key: entry for entry in state.values() if isinstance(entry, ShardedTensor)}
-    boxes = {(key, box.offset): box for key, entry in tensors.items() for box in entry.boxes}
+    tensors: dict[str, ShardedTensor] = {}
+    for entry in state.values():
+        if isinstance(entry, ShardedTensor):
+            tensors[entry.key] = entry
+
     sources: list[ByteSource] = []
-    for (prefix, suffix), item in zip(plan.envelopes, plan.items, strict=True):
-        read = tensors[item.key].read
-        if read is not None:
-            data: ByteSource = LazySource(read, item)
-        else:
-            box = boxes[item.key, item.box].tensor
-            tensor = narrow(box, to_relative(item.offset, item.box), item.shape).contiguous()
-            kind = HostSource if tensor.device.type == "cpu" else DeviceSource
-            data = kind(item.key, tensor)
-        sources += [prefix, data, suffix]
+    for file in plan.files:
+        for item, _, prefix, suffix in file.items:
+            entry = tensors[item.key]
+            if entry.read is not None:
+                data: ByteSource = LazySource(entry.read, item)
+            else:
+                data = _bind_item(item, _select_item(entry, item))
+            sources += [prefix, data, suffix]
     return sources
+
+
+def _bind_item(item: Item, tensor: torch.Tensor) -> LiveSource:
+    """Return the bytes of an item, which is the contiguous `tensor`."""
+    if tensor.device.type == "cpu":
+        return HostSource(item.key, tensor)
+    return DeviceSource(item.key, tensor)
+
+
+def _select_item(entry: ShardedTensor, item: Item) -> torch.Tensor:
+    """Return a contiguous tensor with the values of an item; views are kept with the entry."""
+    place = (item.box, item.offset, item.shape)
+    known: torch.Tensor | None = entry.derived.get(place)
+    if known is not None:
+        return known
+    box = [box.tensor for box in entry.boxes if box.offset == item.box][-1]
+    # Usually a view: an item is contiguous in a row-major box. Any other box is copied now.
+    view = narrow(box, to_relative(item.offset, item.box), item.shape)
+    tensor = view.contiguous()
+    if tensor is view:
+        entry.derived[place] = tensor
+    return tensor
 
 
 class ObjectFile(NamedTuple):
@@ -154,6 +178,7 @@ def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> Ob
     content = bytearray()
     locations = {}
     stored: dict[tuple[int, bool], Location] = {}
+    # Objects with several keys (e.g., options of a parameter group) are the same Python object.
     for entry in objects:
         identity = id(entry.value), entry.in_list
         if identity in stored:
@@ -190,21 +215,24 @@ class StageAndWrite:
         self,
         plan: FilePlan,
         sources: Sequence[ByteSource],
-        objects: ObjectFile,
+        make_objects: Callable[[], ObjectFile],
         stream: torch.cuda.Stream | None,
         pool: Workers,
         make_slots: Callable[[], list[Slot]],
     ) -> None:
-        self.objects = objects
+        self.make_objects = make_objects
         self.staged = threading.Event()
+        self.export: PendingExport | None = None  # of the same bytes
         self.waited_for = False  # training waits for the copies before it changes the tensors
         self.staged_at = 0.0  # time.perf_counter
+        self._plan = plan
         self._files = plan.files
         self._chunks = plan.chunks
         self._stream = stream
         self._sources = sources
         self._unstaged = len(plan.chunks)
         self._lock = threading.Lock()
+        # Tasks of the pool, in the order of submission; `write` waits for all of them.
         self._futures: list[Future[Any]] = []
         self._failed = False
         self._pool = pool
@@ -232,14 +260,16 @@ class StageAndWrite:
         error.
         """
         self._progress = progress
+        # Create all files, which releases the tasks that wait to write.
         for file in self._files:
             self._open.append(target.open_shard(target.name_of(file.name), file.size))
         self._files_are_open.set()
         result: dict[str, FileChecksums] = {}
-        if self.objects.content:
-            name = target.name_of(self.objects.name)
-            target.write_file(name, self.objects.content)
-            result[name] = compute_checksums(self.objects.content)
+        objects = self.make_objects()
+        if objects.content:
+            name = target.name_of(objects.name)
+            target.write_file(name, objects.content)
+            result[name] = compute_checksums(objects.content)
         for future in self._futures:  # tasks append further ones while this runs
             future.result()
         if self.on_device and not self.waited_for:
@@ -282,7 +312,8 @@ class StageAndWrite:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._fill(self._chunks[index], self._slots[index % len(self._slots)])
             if self._stream is not None:
-                copied = self._stream.record_event()  # reached once the slot is filled
+                # Reached once the slot is filled; a thread that waits for it does not spin.
+                copied = self._stream.record_event(torch.cuda.Event(blocking=True))
         with self._lock:
             self._unstaged -= 1
             last = self._unstaged == 0
@@ -331,6 +362,8 @@ class StageAndWrite:
         if copied is not None:
             copied.synchronize()
         self._open[chunk.file].write(chunk.offset, slot, chunk.length)
+        if self.export is not None:
+            self.export.write(self._plan, chunk, slot)
         self._progress(chunk.length)
         # The slot is free again: this thread stages the next chunk for it.
         following = index + len(self._slots)

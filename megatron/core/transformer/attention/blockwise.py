@@ -20,33 +20,31 @@ from megatron.core.transformer.attention.exchange import EXCHANGES, Exchange
 from megatron.core.transformer.attention.kernels import (
     Block,
     Scoring,
+    add_sink,
     attend,
     attend_backward,
+    compute_sink_gradient,
 )
 from megatron.core.transformer.attention.masks import AttentionMask
 
 
 def blockwise_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor,  # [b, heads, s/cp, d]
+    key: Tensor,  # [b, groups, s/cp, d]
+    value: Tensor,  # [b, groups, s/cp, d]
     mask: AttentionMask,
-    documents: Tensor | None,
+    documents: Tensor | None,  # [b, s]
     cp: Axis,
     comm_type: str,
     scoring: Scoring,
-    sink: Tensor | None = None,
+    sink: Tensor | None = None,  # [heads] fp32
 ) -> Tensor:
     """Return causal attention of the local queries to the keys of all ranks of `cp`.
 
-    `query` is `[b, heads, s/cp, d]`, as is the result; `key` and `value` are `[b, groups, s/cp,
-    d]`.
-    `documents` `[b, s]` are of whole sequences: a token attends to tokens with the same number.
-    `sink` `[heads]` fp32 is an additional score of every query, with a value of zero.
+    The result is `[b, heads, s/cp, d]`. A token attends to tokens with the same number in
+    `documents`, which are of whole sequences. `sink` is an additional score of every query, with a
+    value of zero.
     """
-    if cp.size == 1:
-        # A single rank does not exchange anything.
-        comm_type = "all_gather"
     exchange = EXCHANGES[comm_type]
     key_value = torch.stack((key, value))  # one message instead of two
     context: Tensor = _BlockwiseAttention.apply(
@@ -84,7 +82,11 @@ class _BlockwiseAttention(torch.autograd.Function):
             rows = block.rows
             columns = block.columns
             block_out, block_lse = attend(
-                query[:, :, rows], key[:, :, columns], value[:, :, columns], block, scoring
+                query[:, :, rows],
+                key[:, :, columns],
+                value[:, :, columns],
+                block,
+                scoring,
             )
             if source == cp.rank:
                 # The first block, in which every query sees at least its own key.
@@ -99,11 +101,7 @@ class _BlockwiseAttention(torch.autograd.Function):
             merged_out.lerp_(block_out.float(), share)
             lse[:, :, rows] = torch.logaddexp(merged_lse, block_lse)
         if sink is not None:
-            # The sink is a block with an output of zero: it only reduces the weight of the others.
-            lse_of_keys = lse
-            lse = torch.logaddexp(lse_of_keys, sink.view(-1, 1))
-            share_of_keys = (lse_of_keys - lse).exp_().unsqueeze(-1)  # [b, heads, s/cp, 1]
-            out = out * share_of_keys
+            out, lse = add_sink(out, lse, sink)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key_value, sink, out, lse)
         ctx.documents = documents
@@ -143,26 +141,19 @@ class _BlockwiseAttention(torch.autograd.Function):
             exchange.add_gradient(source, gradient)
         dsink = None
         if sink is not None:
-            dsink = _compute_sink_gradient(sink, dout, out, lse)
+            dsink = compute_sink_gradient(sink, dout, out, lse)
         dquery = dquery.to(query.dtype)
         # Last, because it waits for gradients in transit.
         dkey_value = exchange.finish()
         return dquery, dkey_value, dsink, None, None, None, None, None
 
 
-def _compute_sink_gradient(sink: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient of the sinks, `[heads]`.
-
-    The gradient of a softmax is p * (dp - sum(p * dp)). dp of the sink is zero, and the sum over
-    the keys equals the sum of `dout * out` over d.
-    """
-    probability = (sink.view(-1, 1) - lse).exp_()  # [b, heads, s]
-    expected = (dout.float() * out).sum(-1)  # [b, heads, s]
-    return probability.mul_(expected).sum((0, 2)).neg_()
-
-
 def _make_block(
-    query: Tensor, source: int, mask: AttentionMask, documents: Tensor | None, cp: Axis
+    query: Tensor,  # [b, heads, s/cp, d]
+    source: int,
+    mask: AttentionMask,
+    documents: Tensor | None,  # [b, s]
+    cp: Axis,
 ) -> Block | None:
     """Return the block of this rank's queries and the keys of rank `source`, if any is visible.
 
@@ -172,14 +163,6 @@ def _make_block(
     """
     length = query.shape[2]
     all_positions = slice(None)
-    if cp.size == 1 and documents is not None:
-        # Attend to each document separately, without a mask of `[s, s]` for each sample.
-        document_slices = mask.find_documents(documents)
-        if mask.is_causal:
-            return Block(all_positions, all_positions, True, None, document_slices)
-        block_mask = mask.make_block(length, cp, source, None, query.dtype, query.device)
-        is_causal = block_mask is None
-        return Block(all_positions, all_positions, is_causal, block_mask, document_slices)
     if documents is not None or not mask.is_causal:
         # Windows, ALiBi and documents across ranks need a mask.
         whole_length = length * cp.size

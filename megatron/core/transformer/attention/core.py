@@ -1,4 +1,4 @@
-"""Core attention: torch's fused kernels, or blocks over context-parallel ranks."""
+"""Core attention: torch's SDPA, its kernels with other arguments, or blocks over CP ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron.core.sharding import Sharding
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer.attention.blockwise import blockwise_attention
 from megatron.core.transformer.attention.kernels import CpuAttention, Scoring
+from megatron.core.transformer.attention.local import has_flash_window, local_attention
 from megatron.core.transformer.attention.masks import AttentionMask
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -41,9 +42,11 @@ class CoreAttention(MegatronModule):
         self.scale = scale
         self.softmax_offset = None
         if config.softmax_type == "learnable":
-            info = ParamInfo(Normal(config.init_method_std), Sharding(dim=0, axis=tp))
+            sharding = Sharding(dim=0, axis=tp)
+            info = ParamInfo(Normal(config.init_method_std), sharding)
             shape = (config.num_attention_heads,)
             self.softmax_offset = make_parameter(shape, config.params_dtype, place.device, info)
+
         # Heads are split over TP, and those of a TP rank over CP if it exchanges heads.
         cp_heads = place.cp.head_axis
         part_index = tp.rank * cp_heads.size + cp_heads.rank
@@ -51,12 +54,13 @@ class CoreAttention(MegatronModule):
         self.mask = AttentionMask(config, (part_index, num_parts), window)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+        self,
+        query: Tensor,  # [s, b, g, heads, d], for g groups
+        key: Tensor,  # [s, b, g, 1, d]
+        value: Tensor,  # [s, b, g, 1, d]
+        documents: Tensor | None,
     ) -> Tensor:
-        """Return the context `[s, b, g * heads * d]`.
-
-        `query` is `[s, b, g, heads, d]` for g groups; keys and values have one head per group.
-        """
+        """Return the context `[s, b, g * heads * d]`."""
         if self.config.recomputes("core_attn") and self.training:
             # Not the backend's checkpoint, which also repeats fp8 quantization: there is none here,
             # and in Transformer Engine every repetition ends with a reduction of the maxima of all
@@ -66,8 +70,13 @@ class CoreAttention(MegatronModule):
         return self._attend(query, key, value, documents)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
     ) -> Tensor:
+        """Compute `forward` without recomputation."""
         length, batch = query.shape[:2]
         # [s, b, g, heads, d] -> [b, g * heads, s, d] as views: the kernels accept any strides, and
         # return the layout of the query.
@@ -75,9 +84,9 @@ class CoreAttention(MegatronModule):
         k = key.flatten(2, 3).permute(1, 2, 0, 3)
         v = value.flatten(2, 3).permute(1, 2, 0, 3)
         dropout = self.config.attention_dropout if self.training else 0.0
-        if self._uses_blocks(documents, dropout):
+        scoring = Scoring(self.scale, self.config.attn_logit_softcapping)
+        if self.cp.attention_axis.size > 1:
             assert dropout == 0.0, "kernels that return a log-sum-exp do not support dropout"
-            scoring = Scoring(self.scale, self.config.attn_logit_softcapping)
             context = blockwise_attention(
                 q,
                 k,
@@ -89,6 +98,8 @@ class CoreAttention(MegatronModule):
                 scoring,
                 self._make_sink(q),
             )
+        elif self._uses_local_attention(q, documents, dropout, scoring):
+            context = local_attention(q, k, v, self.mask, documents, scoring, self._make_sink(q))
         elif dropout == 0.0:
             context = self._run_sdpa(q, k, v, documents, 0.0)
         else:
@@ -98,12 +109,17 @@ class CoreAttention(MegatronModule):
         # [b, g * heads, s, d] -> [s, b, g * heads * d]
         return context.permute(2, 0, 1, 3).reshape(length, batch, -1)
 
-    def _uses_blocks(self, documents: Tensor | None, dropout: float) -> bool:
-        """Return whether `blockwise_attention` computes the context instead of SDPA."""
-        if self.cp.attention_axis.size > 1 or self.config.attends_in_blocks:
+    def _uses_local_attention(
+        self, query: Tensor, documents: Tensor | None, dropout: float, scoring: Scoring
+    ) -> bool:
+        """Return whether `local_attention` computes the context instead of SDPA."""
+        if self.config.attends_in_blocks:
+            assert dropout == 0.0, "kernels that return a log-sum-exp do not support dropout"
             return True
-        # Without dropout each document is attended to separately: no mask of `[s, s]` is needed.
-        return documents is not None and not dropout
+        if dropout:
+            return False
+        # Without a mask of `[s, s]` for each sample or layer
+        return documents is not None or has_flash_window(query, self.mask, scoring)
 
     def _make_sink(self, query: Tensor) -> Tensor | None:
         """Return the sinks of this rank's heads in fp32, if the model has any."""
@@ -119,14 +135,20 @@ class CoreAttention(MegatronModule):
         return parts[cp_heads.rank]
 
     def _run_sdpa(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, dropout: float
+        self,
+        q: Tensor,  # [b, heads, s, d]
+        k: Tensor,  # [b, groups, s, d]
+        v: Tensor,  # [b, groups, s, d]
+        documents: Tensor | None,
+        dropout: float,
     ) -> Tensor:
         """Return `[b, heads, s, d]` from a single call of a fused kernel."""
         _, num_heads, length, _ = q.shape
         num_key_heads = k.shape[1]
         device_type = q.device.type
         mask = self.mask(length, documents, q.dtype, q.device)
-        if device_type == "cpu" and q.dtype != torch.float32 and not dropout:
+        is_half_on_cpu = device_type == "cpu" and q.dtype != torch.float32
+        if is_half_on_cpu and not dropout:
             context: Tensor = CpuAttention.apply(q, k, v, mask, self.scale)
             return context
         is_grouped = num_heads > num_key_heads
@@ -150,9 +172,9 @@ class CoreAttention(MegatronModule):
 def supports_grouped_heads(device_type: str, dtype: torch.dtype, is_masked: bool) -> bool:
     """Return whether a fused kernel supports fewer key and value heads than query heads.
 
-    On CUDA only flash attention does, which supports neither masks nor fp32. Without it torch would
-    fall back to plain matrix products that keep all probabilities; copying keys and values for
-    every query head costs far less.
+    On CUDA flash attention does, which supports neither masks nor fp32. cuDNN also supports masks,
+    but not on every GPU. Without both torch would fall back to plain matrix products that keep all
+    probabilities; copying keys and values for every query head costs far less.
     """
     if device_type != "cuda":
         return True

@@ -40,8 +40,10 @@ class _RingShift:
         self._device = tensor.device
         message = tensor.cpu() if cp.sends_from_host else tensor
         self._received = torch.empty_like(message)
-        next_rank = cp.ranks[(cp.rank + 1) % cp.size]
-        previous_rank = cp.ranks[(cp.rank - 1) % cp.size]
+        next_index = (cp.rank + 1) % cp.size
+        previous_index = (cp.rank - 1) % cp.size
+        next_rank = cp.ranks[next_index]
+        previous_rank = cp.ranks[previous_index]
         # The operations keep the tensors alive until `wait`.
         self._operations = [
             dist.P2POp(dist.isend, message, next_rank, cp.group),
@@ -90,10 +92,7 @@ class RingExchange:
 
 
 class AllGatherExchange:
-    """Gathers all tensors at once, and scatters the sums of all gradients ("all_gather").
-
-    On an axis of size 1 it does not communicate.
-    """
+    """Gathers all tensors at once, and scatters the sums of all gradients ("all_gather")."""
 
     def __init__(self, cp: Axis) -> None:
         self._cp = cp

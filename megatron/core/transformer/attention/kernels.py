@@ -22,6 +22,11 @@ SCORES_AT_ONCE = 1 << 24
 # With fewer key heads than query heads, the CPU kernel of older versions reads and writes out of
 # bounds without an error: seen in 2.6 and 2.7, fixed in 2.13.
 _CPU_SUPPORTS_GROUPS = torch.__version__ >= "2.13"
+# Flash attention of older versions returns the log-sum-exp of packed documents in another layout.
+_FLASH_PACKS_DOCUMENTS = torch.__version__ >= "2.7"
+_MAX_FLASH_HEAD_DIM = 256
+# The fused kernels of CUDA require rows of heads that begin at multiples of 16 bytes.
+_HEAD_DIM_STEP = 8
 
 
 class Scoring(NamedTuple):
@@ -45,6 +50,17 @@ Document = tuple[slice, slice, slice]
 """The position of a document in `[b, heads, s]`."""
 
 
+class Documents(NamedTuple):
+    """Documents of a micro-batch, if the rank has whole sequences."""
+
+    slices: tuple[Document, ...]
+    offsets: Tensor
+    """Starts of all documents in the `b * s` positions and the end of the last, int32, on the
+    device.
+    """
+    max_length: int
+
+
 class Block(NamedTuple):
     """The queries of this rank, and the keys of a rank that they attend to."""
 
@@ -58,29 +74,45 @@ class Block(NamedTuple):
     """Additive mask, or on a CPU also a boolean one (True: visible); broadcastable to `[b, heads,
     rows, columns]`.
     """
-    documents: tuple[Document, ...] = ()
-    """Documents, if the rank has whole sequences: each attends to itself only."""
+    documents: Documents | None = None
+    """If given, each document attends to itself only."""
+    window: int | None = None
+    """If given, row i of a causal block sees the columns from i - window: only for flash attention.
+    """
 
     def select_document(self, document: Document) -> Block:
         """Return the block of a single document; masks depend on distances only."""
         _, _, positions = document
         length = positions.stop - positions.start
-        all_positions = slice(None)
         mask = self.mask
         if mask is not None:
             mask = mask[..., :length, :length]
-        return Block(all_positions, all_positions, self.causal, mask)
+        return Block(
+            rows=slice(None),
+            columns=slice(None),
+            causal=self.causal,
+            mask=mask,
+            window=self.window,
+        )
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring
+    query: Tensor,  # [b, heads, rows, d]
+    key: Tensor,  # [b, groups, columns, d]
+    value: Tensor,  # [b, groups, columns, d]
+    block: Block,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output `[b, heads, s, d]` and the log-sum-exp of the scores `[b, heads, s]` fp32.
-
-    `key` and `value` are `[b, groups, s, d]`.
+    """Return the output `[b, heads, rows, d]` and the log-sum-exp of the scores `[b, heads, rows]`
+    fp32.
     """
-    if block.documents:
-        return _attend_to_documents(query, key, value, block, scoring)
+    if _needs_padding(query, scoring):
+        head_dim = query.shape[3]
+        scoring = Scoring(scoring.get_scale(head_dim))
+        out, lse = attend(_pad_heads(query), _pad_heads(key), _pad_heads(value), block, scoring)
+        return out[..., :head_dim], lse
+    if block.documents is not None and not _can_pack_documents(query, block, scoring):
+        return _attend_to_documents(query, key, value, block.documents, block, scoring)
     if scoring.softcap is not None:
         return _attend_with_softcap(query, key, value, block, scoring)
     if not _supports_groups(query, block):
@@ -99,11 +131,8 @@ def attend(
             scale=scale,
         )
         return out.to(query.dtype), lse
-    if _supports_flash(query, block):
-        out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            query, key, value, _NO_DROPOUT, block.causal, scale=scale
-        )
-        return out, lse
+    if _uses_flash(query, block):
+        return _run_flash(query, key, value, block, scale)
     # Masks and fp32: the memory-efficient kernel.
     mask = _align_mask(block.mask, query, key)
     returns_lse = True
@@ -115,12 +144,12 @@ def attend(
 
 
 def attend_backward(
-    dout: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    dout: Tensor,  # [b, heads, rows, d]
+    query: Tensor,  # [b, heads, rows, d]
+    key: Tensor,  # [b, groups, columns, d]
+    value: Tensor,  # [b, groups, columns, d]
+    out: Tensor,  # [b, heads, rows, d]
+    lse: Tensor,  # [b, heads, rows]
     block: Block,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,8 +157,25 @@ def attend_backward(
 
     `out` and `lse` are the merged ones of all blocks.
     """
-    if block.documents:
-        return _attend_to_documents_backward(dout, query, key, value, out, lse, block, scoring)
+    if _needs_padding(query, scoring):
+        head_dim = query.shape[3]
+        scoring = Scoring(scoring.get_scale(head_dim))
+        dq, dk, dv = attend_backward(
+            _pad_heads(dout),
+            _pad_heads(query),
+            _pad_heads(key),
+            _pad_heads(value),
+            _pad_heads(out),
+            lse,
+            block,
+            scoring,
+        )
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+    documents = block.documents
+    if documents is not None and not _can_pack_documents(query, block, scoring):
+        return _attend_to_documents_backward(
+            dout, query, key, value, out, lse, documents, block, scoring
+        )
     if scoring.softcap is not None:
         return _attend_with_softcap_backward(dout, query, key, value, out, lse, block, scoring)
     groups = key.shape[1]
@@ -142,6 +188,28 @@ def attend_backward(
         dk = dk.unflatten(1, (groups, -1)).sum(2)
         dv = dv.unflatten(1, (groups, -1)).sum(2)
     return dq, dk, dv
+
+
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fp32 output and log-sum-exp with one more score for each query, of value zero.
+
+    `sink` is `[heads]` fp32. It is a block with an output of zero, which only reduces the weight of
+    the others.
+    """
+    total_lse = torch.logaddexp(lse, sink.view(-1, 1))
+    share_of_keys = (lse - total_lse).exp_().unsqueeze(-1)  # [b, heads, s, 1]
+    return out * share_of_keys, total_lse
+
+
+def compute_sink_gradient(sink: Tensor, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """Return the gradient of the sinks, `[heads]`.
+
+    The gradient of a softmax is p * (dp - sum(p * dp)). dp of the sink is zero, and the sum over
+    the keys equals the sum of `dout * out` over d.
+    """
+    probability = (sink.view(-1, 1) - lse).exp_()  # [b, heads, s]
+    expected = (dout.float() * out).sum(-1)  # [b, heads, s]
+    return probability.mul_(expected).sum((0, 2)).neg_()
 
 
 class CpuAttention(torch.autograd.Function):
@@ -159,7 +227,12 @@ class CpuAttention(torch.autograd.Function):
         mask: Tensor | None,
         scale: float | None,
     ) -> Tensor:
-        ctx.block = Block(slice(None), slice(None), mask is None, mask)
+        ctx.block = Block(
+            rows=slice(None),
+            columns=slice(None),
+            causal=mask is None,
+            mask=mask,
+        )
         ctx.scoring = Scoring(scale)
         out, lse = attend(query, key, value, ctx.block, ctx.scoring)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -168,20 +241,168 @@ class CpuAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, out, lse = ctx.saved_tensors
-        gradients = attend_backward(dout, query, key, value, out, lse, ctx.block, ctx.scoring)
-        return *gradients, None, None
+        dquery, dkey, dvalue = attend_backward(
+            dout,
+            query,
+            key,
+            value,
+            out,
+            lse,
+            ctx.block,
+            ctx.scoring,
+        )
+        return dquery, dkey, dvalue, None, None
+
+
+def supports_flash(device_type: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether the flash attention kernel of CUDA supports these heads without a mask."""
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return device_type == "cuda" and is_half and head_dim <= _MAX_FLASH_HEAD_DIM
+
+
+def _needs_padding(query: Tensor, scoring: Scoring) -> bool:
+    """Return whether heads must be wider for the fused kernels of CUDA."""
+    is_misaligned = query.shape[3] % _HEAD_DIM_STEP != 0
+    return is_misaligned and query.device.type == "cuda" and scoring.softcap is None
+
+
+def _pad_heads(x: Tensor) -> Tensor:
+    """Append zeros to each head, which do not change the scores."""
+    return F.pad(x, (0, -x.shape[-1] % _HEAD_DIM_STEP))
+
+
+def _uses_flash(query: Tensor, block: Block) -> bool:
+    """Return whether flash attention of CUDA computes a block without a softcap."""
+    if block.mask is not None:
+        return False
+    return supports_flash(query.device.type, query.dtype, query.shape[3])
+
+
+def _can_pack_documents(query: Tensor, block: Block, scoring: Scoring) -> bool:
+    """Return whether a single call of a kernel computes all documents."""
+    return _FLASH_PACKS_DOCUMENTS and scoring.softcap is None and _uses_flash(query, block)
+
+
+def _run_flash(
+    query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `attend` by flash attention, all documents in one call."""
+    arguments = _FlashArguments.of(query, key, block)
+    out, lse, *_ = _aten._flash_attention_forward(
+        arguments.pack(query),
+        arguments.pack(key),
+        arguments.pack(value),
+        arguments.offsets,
+        arguments.offsets,
+        arguments.max_rows,
+        arguments.max_columns,
+        _NO_DROPOUT,
+        block.causal,
+        False,  # do not return the probabilities
+        scale=scale,
+        window_size_left=block.window,
+    )
+    if block.documents is not None:
+        # [heads, b * s] -> [b, heads, s]
+        lse = lse.unflatten(1, (query.shape[0], -1)).transpose(0, 1)
+    return arguments.unpack(out), lse
+
+
+def _run_flash_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block: Block,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `attend_backward` by flash attention."""
+    arguments = _FlashArguments.of(query, key, block)
+    if block.documents is not None:
+        lse = lse.transpose(0, 1).flatten(1)  # [heads, b * s]
+    rng_state = _make_unused_rng_state(query.device)
+    gradients = _aten._flash_attention_backward(
+        arguments.pack(dout),
+        arguments.pack(query),
+        arguments.pack(key),
+        arguments.pack(value),
+        arguments.pack(out),
+        lse.contiguous(),
+        arguments.offsets,
+        arguments.offsets,
+        arguments.max_rows,
+        arguments.max_columns,
+        _NO_DROPOUT,
+        block.causal,
+        rng_state,
+        rng_state,
+        scale=scale,
+        window_size_left=block.window,
+    )
+    dq, dk, dv = gradients
+    return arguments.unpack(dq), arguments.unpack(dk), arguments.unpack(dv)
+
+
+class _FlashArguments(NamedTuple):
+    """Arguments of flash attention that the forward and the backward pass have in common."""
+
+    batch: int
+    offsets: Tensor | None
+    """Starts of the documents; the kernel then expects tensors without a batch dimension."""
+    max_rows: int
+    max_columns: int
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, block: Block) -> _FlashArguments:
+        """Return the arguments for `[b, heads, s, d]` queries and keys."""
+        batch, _, num_rows, _ = query.shape
+        documents = block.documents
+        if documents is None:
+            return cls(batch, None, num_rows, key.shape[2])
+        # With a maximum of one row the kernel returns the log-sum-exp in another layout.
+        max_length = max(2, documents.max_length)
+        return cls(batch, documents.offsets, max_length, max_length)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return `[b, heads, s, d]` as `[b, s, heads, d]`, or `[b * s, heads, d]` of documents."""
+        by_position = x.transpose(1, 2)
+        if self.offsets is None:
+            return by_position
+        return by_position.flatten(0, 1)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """Return the inverse of `pack`."""
+        if self.offsets is not None:
+            x = x.unflatten(0, (self.batch, -1))
+        return x.transpose(1, 2)
+
+
+def _make_unused_rng_state(device: torch.device) -> Tensor:
+    """Return seed and offset of the dropout that the forward pass would have applied."""
+    return torch.zeros(2, dtype=torch.uint64, device=device)
 
 
 def _attend_to_documents(
-    query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    block: Block,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend` for each document on its own."""
     out = torch.empty_like(query)
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    for document in block.documents:
-        part = block.select_document(document)
+    lse_shape = query.shape[:3]  # [b, heads, rows]
+    lse = query.new_empty(lse_shape, dtype=torch.float32)
+    for document in documents.slices:
         out[document], lse[document] = attend(
-            query[document], key[document], value[document], part, scoring
+            query[document],
+            key[document],
+            value[document],
+            block.select_document(document),
+            scoring,
         )
     return out, lse
 
@@ -193,6 +414,7 @@ def _attend_to_documents_backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
+    documents: Documents,
     block: Block,
     scoring: Scoring,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +422,7 @@ def _attend_to_documents_backward(
     dquery = torch.empty_like(query)
     dkey = torch.empty_like(key)
     dvalue = torch.empty_like(value)
-    for document in block.documents:
+    for document in documents.slices:
         dquery[document], dkey[document], dvalue[document] = attend_backward(
             dout[document],
             query[document],
@@ -238,31 +460,15 @@ def _run_fused_backward(
             attn_mask=_make_cpu_mask(block),
             scale=scale,
         )
-        return dq.to(query.dtype), dk.to(query.dtype), dv.to(query.dtype)
-    # Seed and offset of the dropout that the forward pass would have applied
-    rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        dtype = query.dtype
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    if _uses_flash(query, block):
+        return _run_flash_backward(dout, query, key, value, out, lse, block, scale)
+    rng_state = _make_unused_rng_state(query.device)
     num_rows = query.shape[2]
-    num_columns = key.shape[2]
-    if _supports_flash(query, block):
-        return _aten._scaled_dot_product_flash_attention_backward(
-            dout,
-            query,
-            key,
-            value,
-            out,
-            lse.contiguous(),
-            None,  # offsets of the sequences in a packed batch: none
-            None,
-            num_rows,
-            num_columns,
-            _NO_DROPOUT,
-            block.causal,
-            rng_state,
-            rng_state,
-            scale=scale,
-        )
     # Rows are padded to a multiple of 32, as the kernel does in the forward pass.
-    padded_lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+    padding = -num_rows % 32
+    padded_lse = F.pad(lse, (0, padding), value=torch.inf)
     needs_gradient = [True, True, True, False]  # query, key, value, mask
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         dout,
@@ -288,22 +494,16 @@ def _make_cpu_mask(block: Block) -> Tensor | None:
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+        visible_scores = torch.zeros(mask.shape)
+        return visible_scores.masked_fill_(~mask, -torch.inf)
     return mask.float()
 
 
 def _supports_groups(query: Tensor, block: Block) -> bool:
     """Return whether the kernel accepts fewer key heads than query heads."""
     if query.device.type == "cuda":
-        return _supports_flash(query, block)
+        return _uses_flash(query, block)
     return _CPU_SUPPORTS_GROUPS
-
-
-def _supports_flash(query: Tensor, block: Block) -> bool:
-    """Return whether the flash attention kernel of CUDA supports these queries."""
-    head_dim = query.shape[3]
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    return block.mask is None and is_half and head_dim % 8 == 0
 
 
 def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
@@ -319,11 +519,13 @@ def _align_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | Non
     if mask is None:
         return None
     # Rows that begin at multiples of 16 elements: pad the rows, and return a view of the columns.
-    columns = mask.shape[-1]
-    padded = F.pad(mask, (0, -columns % 16))
-    aligned = padded[..., :columns]
-    batch, heads, rows, _ = query.shape
-    return aligned.expand(batch, heads, rows, key.shape[2])
+    num_columns = mask.shape[-1]
+    padding = -num_columns % 16
+    padded = F.pad(mask, (0, padding))
+    aligned = padded[..., :num_columns]
+    batch, heads, num_rows, _ = query.shape
+    num_keys = key.shape[2]
+    return aligned.expand(batch, heads, num_rows, num_keys)
 
 
 class _CappedScores(NamedTuple):
@@ -340,7 +542,10 @@ class _CappedScores(NamedTuple):
 
 
 def _compute_capped_scores(
-    query: Tensor, key: Tensor, block: Block, scoring: Scoring
+    query: Tensor,  # [b, heads, rows, d]
+    key: Tensor,  # [b, groups, columns, d]
+    block: Block,
+    scoring: Scoring,
 ) -> Iterator[_CappedScores]:
     """Yield the scores of all queries, at most SCORES_AT_ONCE (or one row) at a time."""
     assert scoring.softcap is not None
@@ -349,7 +554,8 @@ def _compute_capped_scores(
     num_keys = key.shape[2]
     scale = scoring.get_scale(head_dim)
     scores_per_row = batch * heads * num_keys
-    step = max(1, SCORES_AT_ONCE // scores_per_row)
+    rows_at_once = SCORES_AT_ONCE // scores_per_row
+    step = max(1, rows_at_once)
     for start in range(0, num_queries, step):
         stop = min(start + step, num_queries)
         rows = slice(start, stop)
@@ -358,7 +564,8 @@ def _compute_capped_scores(
         columns = slice(0, num_columns)
 
         # Capped scores, [b, g, q/g, rows, columns] for g groups
-        group_query = _split_groups(query[:, :, rows], key)  # [b, g, q/g, rows, d]
+        row_query = query[:, :, rows]
+        group_query = _split_groups(row_query, key)  # [b, g, q/g, rows, d]
         group_key = key[:, :, None, columns]  # [b, g, 1, columns, d]
         product = group_query @ group_key.mT
         tanh = product.float().mul_(scale / cap).tanh_()
@@ -366,12 +573,14 @@ def _compute_capped_scores(
 
         # Masks apply after the cap: the score of an invisible key remains infinite.
         if block.causal:
-            ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            mask_shape = scores.shape[-2:]  # [rows, columns]
+            ones = torch.ones(mask_shape, dtype=torch.bool, device=scores.device)
             is_future = ones.triu_(start + 1)
             scores.masked_fill_(is_future, -torch.inf)
         if block.mask is not None:
             mask = block.mask[:, :, rows, columns]
-            if mask.shape[1] == 1:
+            is_same_for_heads = mask.shape[1] == 1
+            if is_same_for_heads:
                 scores += mask.unsqueeze(1)
             else:
                 scores += _split_groups(mask, key)
@@ -380,18 +589,26 @@ def _compute_capped_scores(
 
 def _split_groups(x: Tensor, key: Tensor) -> Tensor:
     """View `[b, heads, ...]` as `[b, groups, queries per group, ...]`."""
-    return x.unflatten(1, (key.shape[1], -1))
+    num_groups = key.shape[1]
+    return x.unflatten(1, (num_groups, -1))
 
 
 def _attend_with_softcap(
-    query: Tensor, key: Tensor, value: Tensor, block: Block, scoring: Scoring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block: Block,
+    scoring: Scoring,
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend` with a softcap."""
     out = torch.empty_like(query)
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    lse_shape = query.shape[:3]  # [b, heads, rows]
+    lse = query.new_empty(lse_shape, dtype=torch.float32)
     for rows, columns, scores, _ in _compute_capped_scores(query, key, block, scoring):
         row_lse = scores.logsumexp(-1)  # [b, groups, queries per group, rows]
-        probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_().to(value.dtype)
+        # In place: scores are the largest tensors here.
+        scores.sub_(row_lse.unsqueeze(-1)).exp_()
+        probabilities = scores.to(value.dtype)
         group_value = value[:, :, None, columns]  # [b, groups, 1, columns, d]
         group_out = probabilities @ group_value  # [b, groups, queries per group, rows, d]
         out[:, :, rows] = group_out.flatten(1, 2)
@@ -423,20 +640,21 @@ def _attend_with_softcap_backward(
         # [b, groups, queries per group, rows, ...]
         row_query = _split_groups(query[:, :, rows], key)
         row_dout = _split_groups(dout[:, :, rows], key)
-        row_lse = _split_groups(lse[:, :, rows], key).unsqueeze(-1)
-        row_expected = _split_groups(expected[:, :, rows], key).unsqueeze(-1)
+        row_lse = _split_groups(lse[:, :, rows], key)
+        row_expected = _split_groups(expected[:, :, rows], key)
         group_key = key[:, :, None, columns]  # [b, groups, 1, columns, d]
         group_value = value[:, :, None, columns]
 
         # Through the product of probabilities and values. A key serves all queries of its group:
         # its gradient is their sum (dimension 2).
-        probabilities = scores.sub_(row_lse).exp_()
+        probabilities = scores.sub_(row_lse.unsqueeze(-1)).exp_()
         dvalue[:, :, columns] += (probabilities.to(row_dout.dtype).mT @ row_dout).sum(2)
         dprobabilities = (row_dout @ group_value.mT).float()
 
         # Through softmax and softcap, in place: these are the largest tensors
-        dscores = dprobabilities.sub_(row_expected).mul_(probabilities)
-        dproduct = dscores.mul_(1 - tanh.square_()).mul_(scale).to(query.dtype)
+        dscores = dprobabilities.sub_(row_expected.unsqueeze(-1)).mul_(probabilities)
+        dcapped = dscores.mul_(1 - tanh.square_())
+        dproduct = dcapped.mul_(scale).to(query.dtype)
 
         # Through the product of queries and keys
         dquery[:, :, rows] = (dproduct @ group_key).flatten(1, 2)

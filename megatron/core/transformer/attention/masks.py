@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.arithmetic import even_range
 from megatron.core.parallel_state import Axis
-from megatron.core.transformer.attention.kernels import Document
+from megatron.core.transformer.attention.kernels import Document, Documents
 from megatron.core.transformer.placement import compute_local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,11 +23,13 @@ def compute_alibi_slopes(num_heads: int) -> Tensor:
     # The largest power of 2 up to n
     power = 2 ** math.floor(math.log2(num_heads))
     exponents = torch.arange(1, power + 1, dtype=torch.float64)
-    slopes = 2.0 ** (-8.0 / power * exponents)
+    ratio = -8.0 / power
+    slopes = 2.0 ** (ratio * exponents)
     # Every other slope of twice as many heads, for the remaining heads
     num_extra = num_heads - power
     extra_exponents = torch.arange(1, 2 * num_extra + 1, 2, dtype=torch.float64)
-    extra_slopes = 2.0 ** (-4.0 / power * extra_exponents)
+    extra_ratio = -4.0 / power
+    extra_slopes = 2.0 ** (extra_ratio * extra_exponents)
     return torch.cat((slopes, extra_slopes)).float()
 
 
@@ -38,46 +40,54 @@ class AttentionMask:
     """
 
     def __init__(
-        self, config: TransformerConfig, head_part: tuple[int, int], window: tuple[int, int] | None
+        self,
+        config: TransformerConfig,
+        head_part: tuple[int, int],
+        window: tuple[int, int] | None,
     ) -> None:
         """Initialize for part (index, number of parts) of the heads and the window of the layer."""
         self.window = window
         self.slopes = None
         if config.position_embedding_type == "alibi":
             part_index, num_parts = head_part
-            start, stop = even_range(config.num_attention_heads, part_index, num_parts)
-            all_slopes = compute_alibi_slopes(config.num_attention_heads)
+            num_heads = config.num_attention_heads
+            start, stop = even_range(num_heads, part_index, num_parts)
+            all_slopes = compute_alibi_slopes(num_heads)
             self.slopes = all_slopes[start:stop]
         # By length, dtype and device; those of blocks also by the rank of the keys
         self._static_masks: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self._static_blocks: dict[tuple[int, int, torch.dtype, torch.device], Tensor | None] = {}
         # The documents of the last micro-batch, for the layers after the first
-        self._last_documents: Tensor | None = None
-        self._last_slices: tuple[Document, ...] = ()
+        self._last_numbers: Tensor | None = None
+        self._last_documents: Documents | None = None
 
     @property
     def is_causal(self) -> bool:
         """Return whether causal order is the only restriction besides documents."""
         return self.window is None and self.slopes is None
 
-    def find_documents(self, documents: Tensor) -> tuple[Document, ...]:
-        """Return the slices of the documents in `[b, s]` numbers of documents.
+    def find_documents(self, numbers: Tensor, device: torch.device) -> Documents:
+        """Return the documents of a micro-batch from `[b, s]` numbers of documents.
 
         The result is kept for the next layers, which have the same micro-batch.
         """
-        if self._last_documents is not documents:
-            self._last_documents = documents
-            self._last_slices = _find_documents(documents)
-        return self._last_slices
+        if self._last_documents is None or self._last_numbers is not numbers:
+            self._last_numbers = numbers
+            self._last_documents = _find_documents(numbers, device)
+        return self._last_documents
 
     def __call__(
-        self, length: int, documents: Tensor | None, dtype: torch.dtype, device: torch.device
+        self,
+        length: int,
+        documents: Tensor | None,  # [b, s]
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Tensor | None:
         """Return the mask of whole sequences, broadcastable to `[b, heads, s, s]`.
 
         It is boolean (True: visible), or in `dtype` and added to the scores. None means plain
-        causal order, which does not need a mask. `documents` are `[b, s]`: a token attends to
-        tokens with the same number.
+        causal order, which does not need a mask. A token attends to tokens with the same number
+        in `documents`.
         """
         if documents is None and self.is_causal:
             return None
@@ -123,8 +133,11 @@ class AttentionMask:
         static_block = self._static_blocks[key]
         if documents is None or static_block is None:
             return static_block
-        row_documents = documents[:, rows.to(documents.device)]
-        column_documents = documents[:, columns.to(documents.device)]
+
+        # Select the documents where they are, in host memory during training, and copy the rest.
+        host = documents.device
+        row_documents = documents[:, rows.to(host)]
+        column_documents = documents[:, columns.to(host)]
         is_foreign = _compare_documents(
             row_documents.to(device, non_blocking=True),
             column_documents.to(device, non_blocking=True),
@@ -132,7 +145,10 @@ class AttentionMask:
         return static_block.masked_fill(is_foreign, invisible)
 
     def _make_static_block(
-        self, rows: Tensor, columns: Tensor, dtype: torch.dtype
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor | None:
         """Return the additive mask without documents, if any column is visible to any row."""
         invisible = _get_invisible_score(dtype)
@@ -169,19 +185,26 @@ def _get_invisible_score(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 2
 
 
-def _find_documents(documents: Tensor) -> tuple[Document, ...]:
+def _find_documents(numbers: Tensor, device: torch.device) -> Documents:
+    """Return all documents: consecutive positions with the same number."""
     slices: list[Document] = []
+    offsets = [0]
+    max_length = 0
     all_heads = slice(None)
     # `cpu()` does not copy in a training run, where the numbers are in host memory.
-    for index, row in enumerate(documents.cpu()):
+    for index, row in enumerate(numbers.cpu()):
         sample = slice(index, index + 1)
         _, lengths = torch.unique_consecutive(row, return_counts=True)
         start = 0
         for length in lengths.tolist():
             stop = start + length
-            slices.append((sample, all_heads, slice(start, stop)))
+            positions = slice(start, stop)
+            slices.append((sample, all_heads, positions))
+            offsets.append(offsets[-1] + length)
+            max_length = max(max_length, length)
             start = stop
-    return tuple(slices)
+    host_offsets = torch.tensor(offsets, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return Documents(tuple(slices), host_offsets.to(device, non_blocking=True), max_length)
 
 
 def _compare_documents(queries: Tensor, keys: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,7 @@ class SelfAttention(Attention):
         # Projections
         query_width = config.num_attention_heads * head_dim
         key_width = config.query_groups * head_dim
+        group_width = self.queries_per_group * head_dim
         self.linear_proj = spec.make_output_projection(config, place, query_width)
         self.linear_qkv = spec.make_input_projection(
             config,
@@ -71,8 +73,8 @@ class SelfAttention(Attention):
             config.hidden_size,
             query_width + 2 * key_width,
             bias=config.has_qkv_bias,
-            normed=config.norm_placement != "post",
-            row_blocks=(self.queries_per_group * head_dim, head_dim, head_dim),
+            normed=config.fuses_input_norms,
+            row_blocks=(group_width, head_dim, head_dim),
         )
 
         # Norms of queries and keys
@@ -84,10 +86,13 @@ class SelfAttention(Attention):
         # Positions and core attention
         window = config.get_window(number)
         self.rotary = None
-        if config.position_embedding_type == "rope":
+        if config.position_embedding_type == "rope" and not config.no_rope_pattern[number]:
             self.rotary = self._make_rotary_tables(has_window=window is not None)
         self.core_attention = spec.core_attention(
-            config, place, scale=config.softmax_scale, window=window
+            config,
+            place,
+            scale=config.softmax_scale,
+            window=window,
         )
 
     def _make_head_norm(self, heads: int, place: Placement) -> Norm:
@@ -132,8 +137,10 @@ class SelfAttention(Attention):
         mixed = mixed.view(length, batch, self.groups, heads_per_group, self.config.head_dim)
         if self.normalizes_across_heads:
             # Before the exchange of heads, while all heads of a token are on the TP ranks.
-            query, key, value = split_qkv(mixed, self.queries_per_group, None)
-            mixed = torch.cat((self.q_layernorm(query), self.k_layernorm(key), value), 3)
+            query, key, value = split_qkv(mixed, self.queries_per_group, rotary=None)
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
+            mixed = torch.cat((query, key, value), 3)
 
         # Exchange positions for heads where CP requires it: whole sequences from here on.
         mixed = self.cp.to_heads(mixed)
@@ -143,7 +150,7 @@ class SelfAttention(Attention):
 
         # Split into queries, keys and values, normalize and rotate.
         if self.config.qk_layernorm and not self.normalizes_across_heads:
-            query, key, value = split_qkv(mixed, self.queries_per_group, None)
+            query, key, value = split_qkv(mixed, self.queries_per_group, rotary=None)
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
             if rotary is not None:
@@ -154,7 +161,8 @@ class SelfAttention(Attention):
 
         # Attend, and return to the residual stream.
         context = self.core_attention(query, key, value, documents)  # [s, b, heads / tp * d]
-        return self.linear_proj(self.cp.to_sequence(context))
+        context = self.cp.to_sequence(context)
+        return self.linear_proj(context)
 
 
 class MultiLatentAttention(Attention):
@@ -180,38 +188,55 @@ class MultiLatentAttention(Attention):
         self.heads = divide(heads, place.tp.size, "attention heads over the tensor-parallel ranks")
 
         # Output projection, and the projections of queries
-        self.linear_proj = spec.make_output_projection(config, place, heads * config.v_head_dim)
+        context_size = heads * config.v_head_dim
+        self.linear_proj = spec.make_output_projection(config, place, context_size)
         query_size = heads * config.qk_width
         if config.q_lora_rank is None:
             self.linear_q_proj = self._make_up_projection(
-                config.hidden_size, query_size, normed=False
+                config.hidden_size,
+                query_size,
+                normed=False,
             )
         else:
             self.linear_q_down_proj = self._make_down_projection(config.q_lora_rank)
             self.linear_q_up_proj = self._make_up_projection(
-                config.q_lora_rank, query_size, normed=config.qk_layernorm
+                config.q_lora_rank,
+                query_size,
+                normed=config.qk_layernorm,
             )
 
         # Projections of keys and values
         self.linear_kv_down_proj = self._make_down_projection(latent + self.rotated)
+        key_value_size = heads * (self.plain + config.v_head_dim)
         self.linear_kv_up_proj = self._make_up_projection(
-            latent, heads * (self.plain + config.v_head_dim), normed=config.qk_layernorm
+            latent,
+            key_value_size,
+            normed=config.qk_layernorm,
         )
 
         # Rotation precedes an exchange of heads, so the positions are those of this rank for every
         # --cp-comm-type.
         self.rotary = RotaryTables(config, place.cp.axis, self.rotated, interleaved=True)
         mscale = compute_yarn_mscale(config, config.mscale_all_dim)
-        scale = mscale**2 / math.sqrt(config.qk_width)
+        scale = mscale**2 / math.sqrt(config.qk_width)  # one factor each of queries and keys
         self.core_attention = spec.core_attention(
-            config, place, scale=scale, window=config.get_window(number)
+            config,
+            place,
+            scale=scale,
+            window=config.get_window(number),
         )
 
     def _make_up_projection(self, inputs: int, outputs: int, normed: bool) -> ColumnParallelLinear:
         """Make a projection to heads, with the norm of its input if `normed`."""
-        spec = select_layer_spec(self.config)
+        config = replace(self.config, norm_epsilon=self.config.latent_epsilon)
+        spec = select_layer_spec(config)
         return spec.make_input_projection(
-            self.config, self.place, inputs, outputs, bias=False, normed=normed
+            config,
+            self.place,
+            inputs,
+            outputs,
+            bias=False,
+            normed=normed,
         )
 
     def _make_down_projection(self, outputs: int) -> ColumnParallelLinear:
@@ -232,34 +257,44 @@ class MultiLatentAttention(Attention):
 
     def forward(self, hidden_states: Tensor, documents: Tensor | None = None) -> Tensor:
         """Return the output of the branch, as `SelfAttention.forward`."""
+        # Project to the latent vectors.
         query = hidden_states
         if self.config.q_lora_rank is not None:
             query = self.linear_q_down_proj(hidden_states)  # [s, b, q_lora_rank]
         projected = self.linear_kv_down_proj(hidden_states)  # [s, b, kv_lora_rank + rotated]
-        latent, shared_key = projected.split([self.config.kv_lora_rank, self.rotated], -1)
+        widths = [self.config.kv_lora_rank, self.rotated]
+        latent, shared_key = projected.split(widths, -1)
         # The heads of all TP ranks use the shared part of the keys: its gradient is summed over TP.
         if self.place.sequence_parallel:
             shared_key = gather_from_sequence(shared_key, self.place.tp)
         else:
             shared_key = copy_to_tensor_parallel(shared_key, self.place.tp)
+
+        # Project from them to heads, and attend.
         if self.config.recomputes("mla_up_proj") and self.training:
             # Keep the latent vectors only: keys and values are several times as large.
             spec = select_layer_spec(self.config)
             context = spec.checkpoint(
-                self._attend, self.place.rng, query, latent, shared_key, documents
+                self._attend,
+                self.place.rng,
+                query,
+                latent,
+                shared_key,
+                documents,
             )
         else:
             context = self._attend(query, latent, shared_key, documents)
-        return self.linear_proj(self.cp.to_sequence(context))
+        context = self.cp.to_sequence(context)
+        return self.linear_proj(context)
 
     def _attend(
-        self, query: Tensor, latent: Tensor, shared_key: Tensor, documents: Tensor | None
+        self,
+        query: Tensor,  # [s, b, q_lora_rank], with sequence parallelism [s/tp, b, q_lora_rank]
+        latent: Tensor,  # [s, b, kv_lora_rank], with sequence parallelism [s/tp, b, kv_lora_rank]
+        shared_key: Tensor,  # [s, b, rotated]
+        documents: Tensor | None,
     ) -> Tensor:
-        """Return the context `[s, b, heads/tp * v_head_dim]`.
-
-        `query` is `[s, b, q_lora_rank]`, `latent` `[s, b, kv_lora_rank]` (both `[s/tp, ...]` under
-        sequence parallelism), `shared_key` `[s, b, rotated]`.
-        """
+        """Return the context `[s, b, heads/tp * v_head_dim]`."""
         assert self.rotary is not None
         rotary = self.rotary(shared_key.shape[0], shared_key.dtype, shared_key.device)
         query = self._project_query(query, rotary)
@@ -292,16 +327,21 @@ class MultiLatentAttention(Attention):
             query = self.linear_q_up_proj(latent)
         query = query.unflatten(-1, (self.heads, 1, -1))
         plain, rotated = query.split([self.plain, self.rotated], -1)
-        return torch.cat((plain, rotate(rotated, rotary)), -1)
+        rotated = rotate(rotated, rotary)
+        return torch.cat((plain, rotated), -1)
 
     def _project_key_and_value(
-        self, latent: Tensor, shared_key: Tensor, rotary: Rotary
+        self,
+        latent: Tensor,
+        shared_key: Tensor,
+        rotary: Rotary,
     ) -> tuple[Tensor, Tensor]:
         """Return keys `[s, b, heads/tp, 1, qk_width]`, values `[s, b, heads/tp, 1, v_head_dim]`."""
         # The part without positions differs between heads.
         key_value = self.linear_kv_up_proj(latent)
         key_value = key_value.unflatten(-1, (self.heads, 1, -1))
-        plain, value = key_value.split([self.plain, self.config.v_head_dim], -1)
+        widths = [self.plain, self.config.v_head_dim]
+        plain, value = key_value.split(widths, -1)
         # The rotated part is the same for all heads.
         one_head = shared_key.unflatten(-1, (1, 1, -1))  # [s, b, 1, 1, rotated]
         rotated = rotate(one_head, rotary)

@@ -20,7 +20,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def compute_rotary_frequencies(
-    config: TransformerConfig, width: int, base: float | None = None
+    config: TransformerConfig,
+    width: int,
+    base: float | None = None,
 ) -> Tensor:
     """Return the angle per position of each rotated pair of a head, `[d_rotated / 2]` fp32.
 
@@ -32,7 +34,8 @@ def compute_rotary_frequencies(
     if base is not None:
         return 1.0 / base**exponents
     # Positions divided by the stretch: linear interpolation to a longer context.
-    frequencies = 1.0 / config.rotary_base**exponents / config.rotary_stretch
+    unscaled = 1.0 / config.rotary_base**exponents
+    frequencies = unscaled / config.rotary_stretch
     if config.rope_type == "yarn":
         return _scale_by_yarn(frequencies, rotated, config)
     if config.use_rope_scaling:
@@ -51,7 +54,8 @@ def _scale_by_yarn(frequencies: Tensor, rotated: int, config: TransformerConfig)
     def find_pair(turns: float) -> float:
         """Return the (fractional) index of the pair with this number of turns."""
         # Positions per radian: base^(2 i / rotated) for pair i
-        wavelength = config.original_max_position_embeddings / (2 * math.pi * turns)
+        length = config.original_max_position_embeddings
+        wavelength = length / (2 * math.pi * turns)
         return rotated * math.log(wavelength) / (2 * math.log(config.rotary_base))
 
     # Ends of the ramp
@@ -91,8 +95,10 @@ def _scale_as_llama3(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     low = config.rope_low_freq_factor
     high = config.rope_high_freq_factor
     # Rotations of each pair within the original context
-    turns = config.rope_original_max_position_embeddings * frequencies / (2 * math.pi)
-    unchanged = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    length = config.rope_original_max_position_embeddings
+    turns = length * frequencies / (2 * math.pi)
+    ramp = (turns - low) / (high - low)
+    unchanged = ramp.clamp(0.0, 1.0)
     scaled = (1 - unchanged) * frequencies / config.rope_scaling_factor
     return unchanged * frequencies + scaled
 
@@ -165,27 +171,39 @@ class RotaryTables:
 
     def _make_rotary(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
         cp = self._cp
-        positions = compute_local_positions(length * cp.size, cp.rank, cp.size)  # [s]
+        whole_length = length * cp.size
+        positions = compute_local_positions(whole_length, cp.rank, cp.size)  # [s]
         frequencies = self._make_frequencies()  # [pairs]
         angles = torch.outer(positions.float(), frequencies)
         angles = angles.view(length, 1, 1, 1, -1)  # [s, 1, 1, 1, pairs]
-        # Round to `dtype` last: angles of long sequences do not fit into bf16.
-        cos = (self._factor * angles.cos()).to(device, dtype)
-        sin = (self._factor * angles.sin()).to(device, dtype)
+        # In fp32, rounded to `dtype` last: angles of long sequences do not fit into bf16.
+        cos = self._factor * angles.cos()
+        sin = self._factor * angles.sin()
         kernel = None
         if self._kernel is not None:
             kernel_angles = angles.squeeze(1).to(device)  # [s, 1, 1, pairs]
-            kernel = partial(self._kernel, angles=kernel_angles, interleaved=self._interleaved)
-        return Rotary(cos, sin, self._interleaved, kernel)
+            kernel = partial(
+                self._kernel,
+                angles=kernel_angles,
+                interleaved=self._interleaved,
+            )
+        return Rotary(
+            cos=cos.to(device, dtype),
+            sin=sin.to(device, dtype),
+            interleaved=self._interleaved,
+            kernel=kernel,
+        )
 
 
 def split_qkv(
-    mixed: Tensor, num_query_heads: int, rotary: Rotary | None
+    mixed: Tensor,  # [s, b, g, q + 2, d]
+    num_query_heads: int,
+    rotary: Rotary | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the heads of each group, and rotate queries and keys unless `rotary` is None.
 
-    `mixed` is `[s, b, g, q + 2, d]` with q = `num_query_heads` per group. Returns queries
-    `[s, b, g, q, d]`, keys and values `[s, b, g, 1, d]`. Both passes touch the memory once: the
+    q is `num_query_heads`, the queries per group. Returns queries `[s, b, g, q, d]`, keys and
+    values `[s, b, g, 1, d]`. Both passes touch the memory once: the
     gradients are written directly into one tensor.
     """
     has_kernel = rotary is not None and rotary.kernel is not None
@@ -233,7 +251,10 @@ class _SplitQKV(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mixed: Tensor, num_query_heads: int, rotary: Rotary | None
+        ctx: Any,
+        mixed: Tensor,
+        num_query_heads: int,
+        rotary: Rotary | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.num_query_heads = num_query_heads
         ctx.rotary = rotary
@@ -247,9 +268,15 @@ class _SplitQKV(torch.autograd.Function):
         return query_out, key_out, value_out
 
     @staticmethod
-    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(  # type: ignore[override]
+        ctx: Any,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ) -> tuple[Tensor, None, None]:
         length, batch, groups, num_query_heads, head_dim = dq.shape
-        dmixed = dq.new_empty(length, batch, groups, num_query_heads + 2, head_dim)
+        num_heads = num_query_heads + 2
+        dmixed = dq.new_empty(length, batch, groups, num_heads, head_dim)
         # Views of `dmixed`, into which the gradients are written
         dquery, dkey, dvalue = _split_heads(dmixed, num_query_heads)
         _rotate_into(dquery, dq, ctx.rotary, inverse=True)
@@ -274,7 +301,12 @@ class _Rotate(torch.autograd.Function):
         return dx, None
 
 
-def _rotate_into(out: Tensor, x: Tensor, rotary: Rotary | None, inverse: bool = False) -> Tensor:
+def _rotate_into(
+    out: Tensor,  # [s, b, g, heads, d]
+    x: Tensor,  # [s, b, g, heads, d]
+    rotary: Rotary | None,
+    inverse: bool = False,
+) -> Tensor:
     """Write `x`, with its first d_rotated elements rotated, to `out`.
 
     A rotation is orthogonal up to its factor, so the backward pass is the rotation by the negative

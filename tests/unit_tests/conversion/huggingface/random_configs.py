@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.conversion.huggingface.config_fields import config_class
-from megatron.conversion.huggingface.families import Family
+from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.rules import Rule
 
 OMITTED = object()
@@ -33,7 +33,7 @@ def get_size(drawn: Drawn, *names: str) -> int:
 
 
 def count_layers(drawn: Drawn) -> int:
-    return get_size(drawn, "num_hidden_layers", "n_layer")
+    return get_size(drawn, "num_hidden_layers", "n_layer", "num_layers")
 
 
 def draw_groups(rng: random.Random, drawn: Drawn) -> Any:
@@ -57,6 +57,23 @@ def draw_dense_layers(rng: random.Random, drawn: Drawn) -> Any:
 
 def draw_dense_prefix(rng: random.Random, drawn: Drawn) -> Any:
     return rng.randint(0, count_layers(drawn))
+
+
+def draw_mlp_layer_types(rng: random.Random, drawn: Drawn) -> Any:
+    kinds = [rng.choice(["dense", "sparse"]) for _ in range(count_layers(drawn))]
+    return rng.choice([kinds, OMITTED])
+
+
+def draw_no_rope_layers(rng: random.Random, drawn: Drawn) -> Any:
+    pattern = [rng.choice([0, 1]) for _ in range(count_layers(drawn))]
+    return rng.choice([pattern, OMITTED])
+
+
+def draw_attention_types(rng: random.Random, drawn: Drawn) -> Any:
+    layers = count_layers(drawn)
+    kinds = [rng.choice(["global", "local"]) for _ in range(layers)]
+    patterns = [[[kinds, 1]], [[["global"], layers - 1], [["local"], 1]], [[["local"], layers]]]
+    return rng.choice(patterns)
 
 
 def draw_scaling(rng: random.Random) -> Drawn:
@@ -83,9 +100,15 @@ def draw_scaling(rng: random.Random) -> Drawn:
     return fields
 
 
-def draw_rope(rng: random.Random, fields: tuple[str, ...]) -> Drawn:
-    """Return the rope of a config.json: missing, or in the form of transformers 4.x or 5.x."""
-    base = rng.choice([{}, {"rope_theta": 1000.0}, {"rope_theta": 10000}])
+def draw_rope(rng: random.Random, fields: tuple[str, ...], base: float) -> Drawn:
+    """Return the rope of a config.json, of the `fields` that a family declares."""
+    drawn = draw_any_rope(rng, fields, base)
+    return {name: value for name, value in drawn.items() if name in fields}
+
+
+def draw_any_rope(rng: random.Random, fields: tuple[str, ...], stated_base: float) -> Drawn:
+    """Return a rope: missing, or in the form of transformers 4.x or 5.x."""
+    base = rng.choice([{}, {"rope_theta": stated_base}])
     form = rng.choice(["missing", "4.x", "5.x"])
     if form == "missing":
         return base | rng.choice([{}, {"rope_scaling": None}])
@@ -96,9 +119,10 @@ def draw_rope(rng: random.Random, fields: tuple[str, ...]) -> Drawn:
             result["rope_local_base_freq"] = 300.0
         return result
     whole = draw_scaling(rng) | base
-    if "rope_local_base_freq" not in fields:
+    if {"partial_rotary_factor", "rotary_pct"} & set(fields):  # one rope for all layers
         return {"rope_parameters": whole}
-    local = {"rope_type": "default"} | local_base
+    whole.setdefault("rope_theta", 1000.0)
+    local = {"rope_type": "default", "rope_theta": 10000.0} | local_base
     return {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
 
 
@@ -125,16 +149,22 @@ CONSTANTS: Drawn = {
     "reorder_and_upcast_attn": False,
     "apply_residual_connection_post_layernorm": False,
     "num_nextn_predict_layers": 0,
+    "use_routing_bias": True,
+    "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0,
+    "attention_layers": OMITTED,  # follows from attention_types
 }
 SAMPLERS: dict[str, Sampler] = {name: choose_optional(value) for name, value in CONSTANTS.items()}
 SAMPLERS |= {
     "vocab_size": choose(67, 96),
     "num_hidden_layers": choose(1, 2, 3, 4),
     "n_layer": choose(1, 2),
+    "num_layers": choose(1, 2, 3),
     "hidden_size": choose(24, 32),
     "n_embd": choose(24, 32),
     "num_attention_heads": choose(4),
     "n_head": choose(4),
+    "num_heads": choose(4),
     "intermediate_size": choose(20, 24),
     "n_inner": choose_optional(40, None),
     "max_position_embeddings": choose(32, 64),
@@ -143,21 +173,48 @@ SAMPLERS |= {
     "torch_dtype": choose_optional("float32"),
     "dtype": choose_optional("float32"),
     "initializer_range": choose(0.2),
+    "rope_theta": choose(1000.0, 10000),
     "attention_dropout": choose_optional(0.0),
     "attn_pdrop": choose_optional(0.0, 0.2),
     "resid_pdrop": choose_optional(0.0, 0.1),
     "embd_pdrop": choose_optional(0.0, 0.3),
     "hidden_dropout": choose_optional(0.0, 0.1),
+    "resid_dropout": choose_optional(0.0, 0.1),
+    "embed_dropout": choose_optional(0.0, 0.1),
+    "residual_dropout": choose_optional(0.0, 0.1),
+    "embedding_dropout": choose_optional(0.0, 0.3),
     "hidden_act": choose_optional("silu", "silu"),
     "activation_function": choose_optional("gelu_new", "gelu", "gelu_pytorch_tanh"),
     "tie_word_embeddings": choose_optional(True, False),
     "rms_norm_eps": choose_optional(1e-6, 1e-6, 1e-3),
     "layer_norm_epsilon": choose_optional(1e-5, 1e-3),
+    "layer_norm_eps": choose_optional(1e-5, 1e-3),
+    "norm_epsilon": choose_optional(1e-5, 1e-3),
+    "norm_eps": choose_optional(1e-5, 1e-3),
     "partial_rotary_factor": choose_optional(1.0, 0.5),
     "num_key_value_heads": draw_groups,
     "head_dim": choose_optional(8, 12, None),
     "attention_bias": choose_optional(True, False),
+    "attention_out_bias": choose_optional(True, False),
     "mlp_bias": choose_optional(True, False),
+    "use_bias": choose_optional(True, False),
+    "use_parallel_residual": choose_optional(True, False),
+    "rotary_emb_base": choose_optional(1000.0),
+    "rotary_pct": choose_optional(0.5, 1.0),
+    "logit_scale": choose_optional(0.0625, 0.7),
+    "use_qkv_bias": choose_optional(True, False),
+    "qk_layernorm": choose_optional(True, False),
+    "use_qk_norm": choose_optional(True, False),
+    "multi_query": choose_optional(True, False),
+    "rotary_dim": choose_optional(4, 8),
+    "attention_types": draw_attention_types,
+    "window_size": choose_optional(3, 7),
+    "no_rope_layers": draw_no_rope_layers,
+    "no_rope_layer_interval": choose_optional(2, 3),
+    "embedding_multiplier": choose_optional(12.0, 1.0),
+    "residual_multiplier": choose_optional(0.22, 1.0),
+    "logits_scaling": choose_optional(8.0, 1.0),
+    "attention_multiplier": choose(0.3, 0.125),
     "layer_types": draw_layer_types,
     "sliding_window": choose_optional(3, 7, None),
     "sliding_window_pattern": choose_optional(2, 2, 3),
@@ -176,6 +233,7 @@ SAMPLERS |= {
     "norm_topk_prob": choose_optional(True, False),
     "decoder_sparse_step": choose_optional(1, 2),
     "mlp_only_layers": draw_dense_layers,
+    "mlp_layer_types": draw_mlp_layer_types,
     "swiglu_limit": choose_optional(0.5, 7.0),
     "q_lora_rank": choose(None, 12),
     "kv_lora_rank": choose(8),
@@ -194,24 +252,64 @@ SAMPLERS |= {
 
 
 # Samplers of single families, in which most values of the general ones are refused.
-_DEEPSEEK: dict[str, Sampler] = {
-    "num_key_value_heads": choose(4, 4, None, 2),
-    "rms_norm_eps": choose_optional(1e-6, 1e-6, 1e-6, 1e-3),
+_FALSE = choose_optional(False, False, False, True)
+_NO_HEAD_GROUPS = {"num_key_value_heads": choose(4, 4, None, 2)}
+_SQUARED_RELU = {"hidden_act": choose_optional("relu2", "relu2", "silu")}
+_SIGMOID_EXPERTS: dict[str, Sampler] = {
+    "topk_method": choose_optional("noaux_tc", "noaux_tc", "greedy"),
+    "norm_topk_prob": choose(True, True, True, False),
+    "num_experts_per_tok": choose(2, 2, 3, 1),
+    "attention_bias": _FALSE,
 }
+_GLM_MOE = _SIGMOID_EXPERTS | {"attention_bias": choose_optional(True, False)}
+_HEADS = {"head_dim": choose(8, 12), "num_key_value_heads": choose(1, 2, 4)}
 OF_FAMILIES: dict[str, dict[str, Sampler]] = {
     "gemma": {"hidden_act": choose_optional("gelu_pytorch_tanh", "gelu")},
-    "arcee": {"hidden_act": choose_optional("relu2", "relu2", "silu")},
-    "deepseek_v2": _DEEPSEEK
+    "arcee": _SQUARED_RELU,
+    "jais2": _SQUARED_RELU,
+    "nemotron": _SQUARED_RELU,
+    "persimmon": _SQUARED_RELU,
+    "stablelm": {"qk_layernorm": _FALSE, "hidden_size": choose(32)},
+    "starcoder2": {"hidden_act": choose_optional("gelu_pytorch_tanh", "gelu", "silu")},
+    "gpt_neox": {
+        "hidden_act": choose_optional("gelu", "gelu_new"),
+        "hidden_size": choose(32),
+        "attention_bias": choose_optional(True),
+    },
+    "cohere": {"use_qk_norm": _FALSE, "head_dim": choose(OMITTED)},
+    "cohere2": {"head_dim": choose(OMITTED), "sliding_window": choose(3, 7)},
+    "helium": {"head_dim": choose(8), "hidden_size": choose(32)},
+    "smollm3": {"use_sliding_window": _FALSE},
+    # Layers with a window have the default base unless their own parameters state another.
+    "olmo3": {"attention_bias": _FALSE, "rope_theta": choose(500000.0)},
+    "cwm": {"mlp_bias": _FALSE, "rms_norm_eps": choose_optional(1e-5)},
+    "deepseek_v2": _NO_HEAD_GROUPS
     | {
         "topk_method": choose_optional("greedy", "group_limited_greedy", "noaux_tc"),
         "norm_topk_prob": choose_optional(False, False, True),
         "attention_bias": choose_optional(False, False, True),
         "mlp_bias": choose_optional(False, False, True),
     },
-    "deepseek_v3": _DEEPSEEK
+    "deepseek_v3": _NO_HEAD_GROUPS
     | {
         "topk_method": choose_optional("noaux_tc", "noaux_tc", "greedy"),
         "attention_bias": choose_optional(False, False, True),
+    },
+    "glm4_moe_lite": _SIGMOID_EXPERTS
+    | _NO_HEAD_GROUPS
+    | {"first_k_dense_replace": choose_optional(1)},
+    "glm4_moe": _GLM_MOE | _HEADS,
+    "solar_open": _GLM_MOE
+    | _HEADS
+    | {"first_k_dense_replace": choose_optional(0, 0, 1), "use_qk_norm": _FALSE},
+    "dots1": _SIGMOID_EXPERTS,
+    "minimax_m2": _SIGMOID_EXPERTS
+    | _HEADS
+    | {"use_qk_norm": choose_optional(True), "rms_norm_eps": choose_optional(1e-6, 1e-3)},
+    "mellum": {
+        "first_k_dense_replace": choose(OMITTED),
+        "sliding_window_pattern": choose(OMITTED),
+        "sliding_window": choose(3, 7),
     },
 }
 
@@ -246,7 +344,7 @@ def draw_config(family: Family, rng: random.Random) -> Drawn:
             drawn |= {} if value is OMITTED else {name: value}
             continue
         if ROPE_FIELDS & set(fields):
-            drawn |= draw_rope(rng, fields)
+            drawn |= draw_rope(rng, fields, samplers["rope_theta"](rng, drawn))
         for name in fields:
             if name in ROPE_FIELDS:
                 continue

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.huggingface.config_fields import config_class
 from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.huggingface.families import DEEPSEEK_V3, FAMILIES, find_family
+from megatron.conversion.huggingface.expert_families import DEEPSEEK_V3
+from megatron.conversion.huggingface.families import FAMILIES, find_family
 from megatron.conversion.model_space.model import model_config
 from tests.support.memory_source import GPT_ARGS, LLAMA_ARGS, random_source
 from tests.unit_tests.conversion.huggingface.test_random_configs import (
@@ -101,10 +102,11 @@ def test_qwen3_moe_windows_are_in_every_layer(layer_types: Any, tmp_path: Path) 
     assert_same_both_ways(tmp_path / "in", expected)
 
 
-def test_qwen3_moe_windows_in_some_layers_are_refused(tmp_path: Path) -> None:
+def test_qwen3_moe_has_no_windows_in_some_layers(tmp_path: Path) -> None:
     args = MOE_ARGS | {"window_size": (3, 0), "window_attn_skip_freq": 2}
-    with pytest.raises(ValueError, match=r"qwen3_moe is closest, but has no window_pattern"):
-        write_huggingface(random_source(args, optimizer=False), tmp_path / "out")
+    source = random_source(args | {"hf_model_type": "qwen3_moe"}, optimizer=False)
+    write_huggingface(source, tmp_path / "out")
+    assert read_config(tmp_path / "out")["model_type"] == "mellum"
 
 
 @pytest.mark.parametrize("limit", [0, 2, 4])
@@ -154,6 +156,14 @@ def test_one_normalized_expert_is_refused_by_the_field(model_type: str) -> None:
         find_family(hf).read_config(hf, {})
 
 
+# Fields whose defaults fit other sizes only.
+NECESSARY: dict[str, dict[str, Any]] = {
+    "helium": {"head_dim": 8},
+    "dots1": {"norm_topk_prob": True},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+}
+
+
 @pytest.mark.parametrize("name", [family.model_type for family in FAMILIES])
 def test_missing_fields_have_the_defaults_of_transformers(name: str) -> None:
     """A config.json with sizes alone means the same as one that transformers has spelled out."""
@@ -161,7 +171,7 @@ def test_missing_fields_have_the_defaults_of_transformers(name: str) -> None:
     known = {field for rule in family.all_rules for field in rule.fields}
     sizes = EXPERTS | {"num_key_value_heads": 4}
     sizes = {field: value for field, value in sizes.items() if field in known}
-    stated = sizes | {"model_type": name}
+    stated = sizes | NECESSARY.get(name, {}) | {"model_type": name}
     spelled_out = config_class(name)(**stated).to_dict()
     spelled_out = {k: v for k, v in spelled_out.items() if v is not None}
     found = family.read_config(stated, {})

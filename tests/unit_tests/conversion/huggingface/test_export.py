@@ -166,16 +166,16 @@ def test_files_are_readable_and_temporary_files_are_removed(tmp_path: Path) -> N
     ("change", "reason"),
     [
         ({"position_embedding_type": "none"}, "no position_embedding_type = none"),
-        ({"normalization": "LayerNorm"}, "no normalization = LayerNorm"),
+        ({"normalization": "LayerNorm", "qk_layernorm": True}, "no normalization = LayerNorm"),
         (
             {"rotary_percent": 0.5, "qk_layernorm": True},
             "no (rotary_percent = 0.5|qk_layernorm = True)",
         ),
-        ({"rotary_interleaved": True}, "no rotary_interleaved = True"),
+        ({"rotary_interleaved": True, "qk_layernorm": True}, "no rotary_interleaved = True"),
         ({"apply_layernorm_1p": True}, "no apply_layernorm_1p = True"),
         ({"swiglu": False, "quick_geglu": True}, "quick_geglu = True"),
         ({"add_qkv_bias": True, "qk_layernorm": True}, "no has_qkv_bias = True"),
-        ({"swiglu": False}, "no swiglu = False"),
+        ({"swiglu": False}, "no normalization = RMSNorm"),  # plain MLPs have LayerNorm
         ({"window_size": (7, 2)}, r"no window_size = \(7, 2\)"),
     ],
 )
@@ -197,6 +197,7 @@ def test_models_without_a_family_are_refused(change: dict, reason: str, tmp_path
             "mistral",
         ),  # Llama's heads must divide the hidden size
         ({"rotary_percent": 0.5}, "phi3"),
+        ({"normalization": "LayerNorm"}, "stablelm"),
         ({"add_qkv_bias": True}, "qwen2"),
         ({"qk_layernorm": True}, "qwen3"),
         ({"add_bias_linear": True, "use_rope_scaling": True}, "llama"),

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.huggingface.families import MIXTRAL, QWEN2_MOE, QWEN3_MOE, choose_family
+from megatron.conversion.huggingface.expert_families import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.source import is_trained, optimizer_key, read_whole

@@ -283,6 +283,20 @@ def test_arguments_of_the_user_take_precedence(llama: Path) -> None:
     assert "model.layers.1.mlp.up_proj.weight" in source.unused
 
 
+def test_tensors_that_the_index_does_not_list_are_refused(llama: Path, tmp_path: Path) -> None:
+    options = WriteOptions(max_shard_size=10_000)
+    write_huggingface(HuggingFaceSource(llama), tmp_path / "shards", options)
+    path = tmp_path / "shards/model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    shards = list(index["weight_map"].values())
+    # A tensor whose shard has others, too.
+    name = next(name for name, shard in index["weight_map"].items() if shards.count(shard) > 1)
+    del index["weight_map"][name]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"does not list 1 tensors of its shards, e.g. {name}"):
+        HuggingFaceSource(tmp_path / "shards")
+
+
 def test_damaged_directories(llama: Path, tmp_path: Path) -> None:
     options = WriteOptions(max_shard_size=10_000)
     write_huggingface(HuggingFaceSource(llama), tmp_path / "shards", options)

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.huggingface.config_fields import config_class
 from megatron.conversion.huggingface.directory import write_huggingface
-from megatron.conversion.huggingface.families import FAMILIES, Family
+from megatron.conversion.huggingface.families import FAMILIES
+from megatron.conversion.huggingface.family import Family
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.source import Source, read_whole
 from megatron.core.models import GPTModel

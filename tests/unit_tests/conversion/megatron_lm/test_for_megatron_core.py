@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing import CheckpointError, load_common, read_metadata, safe_load
+from megatron.core.dist_checkpointing import load_common, read_metadata, safe_load
 from megatron.training.checkpoint.contents import make_namespace
 from megatron.training.config.parsing import parse_args
 from tests import ROOT
@@ -115,12 +114,3 @@ def test_legacy_names_follow_the_transformer_implementation(tmp_path: Path) -> N
     )
     assert list(back) == list(first)
     assert all(torch.equal(back[name], first[name]) for name in first if first[name] is not None)
-
-
-def test_megatron_fsdp_checkpoint_is_refused(tmp_path: Path) -> None:
-    state = {"model.module.decoder.layers.0.mlp.linear_fc1.weight_w": torch.ones(4, 4)}
-    dcp.save(state, checkpoint_id=tmp_path / "fsdp")
-    with pytest.raises(
-        CheckpointError, match=r"Megatron-FSDP \(fsdp_dtensor, .* save that run with --ckpt-format"
-    ):
-        open_checkpoint(tmp_path / "fsdp")

@@ -18,7 +18,8 @@ from megatron.core.datasets import (
     build_datasets,
 )
 from megatron.core.datasets.sample import make_generator
-from megatron.training.data.tokenizer import TokenizerConfig, build_tokenizer
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.data.tokenizer_config import TokenizerConfig
 
 TEXTS = [
     "def f(x):\n    return x + 1\n",

@@ -10,7 +10,8 @@ import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ParallelState
 from tests.support.compare import assert_same
 from tests.support.tiny_ddp_model import (
     assemble,

@@ -14,7 +14,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.distributed_data_parallel import iterate_forward_units
 from megatron.core.models import GPTModel
 from megatron.core.module import Constant, MegatronModule, ParamInfo, make_parameter
-from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support.tiny_ddp_model import VOCAB, TinyModel, backward_pass, batch, build, microbatches
 

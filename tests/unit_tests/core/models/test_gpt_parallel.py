@@ -7,7 +7,8 @@ import torch
 
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -73,7 +74,17 @@ GEMMA = {
     },
 }
 OLMO2 = {**LLAMA, "norm_placement": "post", "qk_layernorm_across_heads": True}
+GRANITE = {
+    **LLAMA,
+    "no_rope_freq": 2,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 MODELS = {
+    "granite": GRANITE,
+    "gpt_neox": {**LLAMA, "parallel_residual": True},
+    "cohere": {**LLAMA, "parallel_residual": True, "share_parallel_norm": True},
     "llama": LLAMA,
     "gpt2": GPT2,
     "nemotron": NEMOTRON,
@@ -233,7 +244,7 @@ def apply_dropout(rank, world_size, sequence_parallel):
     model = build("gpt2", ps, sequence_parallel=sequence_parallel, hidden_dropout=0.5)
     layer = model.decoder.layers[0]
     torch.manual_seed(4)
-    return layer._apply_dropout(torch.ones(8, 2, 32))
+    return layer._scale_and_drop(torch.ones(8, 2, 32))
 
 
 def test_dropout_differs_between_tp_ranks_only_under_sequence_parallelism(pool):

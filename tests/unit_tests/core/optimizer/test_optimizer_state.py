@@ -8,7 +8,8 @@ import torch
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import UPDATE_RULES, OptimizerConfig
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ParallelState
 from tests.support.compare import assert_same
 from tests.support.tiny_ddp_model import (
     HIDDEN,
@@ -178,10 +179,8 @@ def test_boxes_match_slices_of_dense_tensors(tp, dp, dtype):
         names = {id(param): name for name, param in chunk.module.named_parameters()}
         for shard in optimizer.shards:
             for piece in shard.bucket.pieces():
-                for kind, data in shard.tensors.items():
-                    dense = local_values(
-                        f"optimizer.state.{kind}.{names[id(piece.param)]}", piece, ps
-                    )
+                for prefix, data in shard.tensors.items():
+                    dense = local_values(prefix + names[id(piece.param)], piece, ps)
                     got = data[piece.start : piece.stop]
                     assert torch.equal(got, dense.flatten()[piece.param_start :][: len(got)])
         boxes.append(boxes_of(state))

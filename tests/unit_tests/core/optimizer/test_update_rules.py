@@ -18,7 +18,8 @@ from megatron.core.optimizer.update_rules import (
     compute_slow_beta,
     compute_slow_weight,
 )
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ParallelState
 from megatron.core.sharding import Sharding
 from tests.support.compare import assert_same
 from tests.support.tiny_ddp_model import HIDDEN, LAYERS, assemble, build, train

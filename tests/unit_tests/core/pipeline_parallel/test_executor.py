@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.pipeline_parallel import pipeline_layer_ranges, run_schedule
 
 SHAPE = (3, 2, 8)  # [s, b, h]

@@ -1,4 +1,4 @@
-"""Dataclass fields become flags and come back as values; mistakes are explained."""
+"""Dataclass fields as flags: parsing, help, and messages for mistakes."""
 
 import shlex
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: which checkpoint is read, and what happens without one."""
+"""--use-checkpoint-args: selection of the checkpoint, and errors without one."""
 
 import shlex
 

@@ -1,6 +1,4 @@
-"""Megatron-LM's own options, defaults and command lines: nothing of them is unknown, and the model
-is the same.
-"""
+"""Options, defaults and command lines of Megatron-LM: all are known and describe the same model."""
 
 import pytest
 
@@ -61,6 +59,38 @@ def test_dispatcher_aliases():
     assert line.ignored == ["--moe-enable-deepep", "--moe-deepep-num-sms"]
 
 
+def test_short_names_of_layout_and_batch():
+    words = "--tp=2 --pp=3 --cp=4 --ep=5 --mbs=6 --gbs=7"
+    line = make_flag_parser().parse(words.split())
+    assert line.problems == [] and line.given == {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 3,
+        "context_parallel_size": 4,
+        "expert_model_parallel_size": 5,
+        "micro_batch_size": 6,
+        "global_batch_size": 7,
+    }
+
+
+def test_values_of_forks_that_disable_a_feature_have_no_effect():
+    words = ["--train-mode", "pretrain", "--attention-sink-k", "0", "--extra-vocab-size", "0"]
+    line = make_flag_parser().parse(words)
+    assert line.problems == [] and line.ignored == words[::2]
+    assert "fork" in make_flag_parser().parse(["--attention-sink-k", "4"]).problems[0]
+
+
+def test_unknown_flags_are_ignored_only_on_request():
+    # --train-mode is an option of a fork, --use-mup one of Megatron-LM that changes the model.
+    words = ["--foo-bar", "3", "4", "--train-mode", "7", "--lr", "0.1", "--no-baz", "--use-mup"]
+    line = make_flag_parser().parse(words)
+    assert len(line.problems) == 4 and not line.dropped
+    line = make_flag_parser().parse([*words, "--ignore-unknown-flags"])
+    assert (
+        line.dropped == ["--foo-bar 3 4", "--train-mode 7", "--no-baz"] and line.given["lr"] == 0.1
+    )
+    assert len(line.problems) == 1 and line.problems[0].startswith("--use-mup: ")
+
+
 def test_no_option_of_megatron_lm_is_unknown():
     parse = make_flag_parser().parse
     words = {"0": [], "2": ["1", "2"], "3": ["1", "2", "3"]}
@@ -114,9 +144,7 @@ OTHER_DEFAULTS = {
 
 
 def test_defaults_are_megatron_lms():
-    """Whatever decides the model or the mathematics is the same where the command line says
-    nothing.
-    """
+    """Defaults that affect the model or the mathematics are the same."""
     different = set()
     for field, hint in FIELDS.values():
         names = (
@@ -155,7 +183,7 @@ def test_defaults_that_follow_from_other_flags():
     assert config().ffn_hidden_size == 128 and config().kv_channels == 8
     assert config().query_groups == 4 and config(num_query_groups=2).query_groups == 4
     assert config(group_query_attention=True).query_groups == 1
-    # the tanh approximation is what is fused with the bias; without one GELU is exact
+    # The tanh approximation is fused with the bias; without a bias GELU is exact.
     assert config().tanh_gelu and not config(add_bias_linear=False).tanh_gelu
     assert (
         not config(bias_gelu_fusion=False).tanh_gelu
@@ -165,9 +193,7 @@ def test_defaults_that_follow_from_other_flags():
 
 @pytest.mark.parametrize("row", SETS, ids=lambda row: row["id"])
 def test_real_command_lines(row):
-    """Those that describe a model that we have parse; the others are refused by name, in one line
-    for each reason.
-    """
+    """Command lines of supported models parse; the others are rejected with one line per reason."""
     result, lines = outcome(row["argv"])
     assert result == row["outcome"], lines
     assert len(lines) == len(row["because"]) and all(

@@ -1,6 +1,4 @@
-"""Command lines to configurations: Megatron-LM's own parse unchanged, impossible ones name every
-number.
-"""
+"""From command lines to configurations: Megatron-LM's are accepted, impossible ones are explained."""
 
 import dataclasses
 import re
@@ -298,6 +296,12 @@ def test_sequence_parallel_without_tensor_parallel_is_dropped_with_a_note():
         ("--save-interval 0", 1, ["--save-interval", "0"]),
         ("--exit-interval 0", 1, ["--exit-interval", "0"]),
         ("--ckpt-convert-format torch_dist", 1, ["--ckpt-convert-save"]),
+        ("--ckpt-format torch --save s3://bucket/run", 1, ["--ckpt-format", "--save s3://bucket"]),
+        (
+            "--load run --ckpt-convert-format torch --ckpt-convert-save s3://bucket/run",
+            1,
+            ["--ckpt-convert-format torch", "--ckpt-convert-save s3://bucket/run"],
+        ),
         ("--ckpt-step 3", 1, ["--ckpt-step 3", "--load"]),
         ("--use-checkpoint-args", 1, ["stored_args=read_checkpoint_args(argv, world_size)"]),
         ("--overlap-param-gather", 1, ["--use-distributed-optimizer"]),
@@ -465,10 +469,9 @@ COMPOSED = {
 
 
 def is_read(part: str, section: str, name: str) -> bool:
-    """Whether a field is read off its part of `Config`: `checkpoint.save`, or `config.save` where
-    the part is named.
-
-    A method of that name, or an attribute of anything else, does not count.
+    """Return whether a field is read from its part of `Config`, as `checkpoint.save`, or as
+    `config.save` where the part is named. Methods of that name, and attributes of other objects, do
+    not count.
     """
     anywhere = re.compile(rf"\b{part}\.{name}\b(?!\()")
     with_class = re.compile(rf"\b(?:config|_config|self|c|stages)\.{name}\b(?!\()")

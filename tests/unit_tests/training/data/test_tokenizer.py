@@ -1,6 +1,4 @@
-"""Tokenizers: ids and EOD of every kind, text survives the round trip, and what is missing is
-named.
-"""
+"""Tokenizers: ids, EOD and round trips of every kind, and messages for missing files."""
 
 import base64
 import json
@@ -14,13 +12,14 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.training.config.stored_args import TOKENIZER_FIELDS
 from megatron.training.data import tokenizer as tokenizer_module
-from megatron.training.data.tokenizer import END_TOKENS, TokenizerConfig, build_tokenizer
+from megatron.training.data.tokenizer import END_TOKENS, build_tokenizer
+from megatron.training.data.tokenizer_config import TokenizerConfig
 
 TEXT = "def f(x):\n    return  x + 1  # größer\n"
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's 256 printable stand-ins for bytes; EOD is 256."""
+    """Return GPT-2's 256 printable substitutes for bytes; EOD is 256."""
     return {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 
 
@@ -59,7 +58,7 @@ def gpt2_files(tmp_path):
 
 @pytest.fixture
 def tokenizer_json(tmp_path):
-    """A byte-level tokenizer.json alone, with a BOS that its post-processor is not asked for."""
+    """Return a single byte-level tokenizer.json, whose post-processor would add a BOS."""
     vocab = byte_alphabet() | {"<s>": 256, "</s>": 257}
     pipeline = Pipeline(models.BPE(vocab=vocab, merges=[]))
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -125,7 +124,7 @@ def test_gpt_sentencepiece_and_llama2(sentencepiece_models):
 
 
 def test_legacy_sentencepiece_adds_tokens_that_text_can_name(sentencepiece_models):
-    """Of Megatron-LM before 0.16: what datasets and checkpoints of that time hold."""
+    """The tokenizer of Megatron-LM before 0.16, for data and checkpoints of that time."""
     model = str(sentencepiece_models / "plain.model")
     oracle = sentencepiece.SentencePieceProcessor(model_file=model)
     size = oracle.vocab_size()
@@ -272,7 +271,7 @@ def test_hub_names_require_a_network_or_cache(monkeypatch):
 def test_unknown_tokenizer_type_is_an_error():
     with pytest.raises(
         ValueError,
-        match="--tokenizer-type BertTokenizer: choose one of SentencePieceTokenizer, GPT",
+        match="--tokenizer-type: 'BertTokenizer' is not one of SentencePieceTokenizer, GPT",
     ):
         TokenizerConfig("BertTokenizer")
 
@@ -461,9 +460,7 @@ def test_nested_json_is_an_error(tmp_path, kind):
 
 
 def test_tokenizer_code_requires_trust_remote_code(tmp_path):
-    """A directory may bring a class along: without a word of the user it is neither run nor asked
-    about.
-    """
+    """A directory can contain Python code, which is neither run nor asked about without the flag."""
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
     )

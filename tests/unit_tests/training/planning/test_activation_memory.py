@@ -1,4 +1,4 @@
-"""Activations counted from shapes against the tensors that autograd really keeps, and against the
+"""Activations counted from shapes compared with the tensors that autograd keeps, and with the
 published formula.
 """
 
@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from megatron.core.parallel_state import Axis, ParallelConfig
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_block import TransformerLayer
@@ -54,8 +55,8 @@ def memory(model, tp_size=1, sequence_parallel=False, vocab_rows=128):
 
 
 def saved_bytes(model):
-    """Of the storages that a layer leaves in the graph, its input included; parameters and tables
-    are not its own.
+    """Return the bytes of the storages that a layer keeps in the graph, with its input and without
+    parameters and tables.
     """
     layer = TransformerLayer(model, Placement(Axis(), TensorParallelRng(0, 0)))
     for parameter in layer.parameters():

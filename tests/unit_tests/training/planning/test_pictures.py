@@ -1,4 +1,4 @@
-"""The schedule in time has the bubble of the formula, and pictures are drawn."""
+"""Timelines have the bubble of the formula, and pictures can be drawn."""
 
 import shlex
 import sys

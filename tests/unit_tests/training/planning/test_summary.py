@@ -1,4 +1,4 @@
-"""The summary of a start, without a process group."""
+"""The summary of a run, without a process group."""
 
 import shlex
 

@@ -1,4 +1,4 @@
-"""What is printed: by rank 0, once, as text or as JSON."""
+"""Messages are printed once, by rank 0, as text or JSON."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""FLOPs against a count taken from a forward pass and against Megatron-LM's own number."""
+"""FLOPs compared with a count of a forward pass and with Megatron-LM's number."""
 
 import pytest
 import torch

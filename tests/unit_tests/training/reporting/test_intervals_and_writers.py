@@ -1,4 +1,4 @@
-"""The log line, intervals, and what goes to TensorBoard."""
+"""Intervals, the log line, and the scalars of TensorBoard."""
 
 import dataclasses
 import math
@@ -9,7 +9,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.core.optimizer import StepResult
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ParallelState
 from megatron.training.config.options import LoggingConfig
 from megatron.training.reporting.intervals import Iteration, OnDevice, TrainingLog
 from megatron.training.reporting.writers import format_log_line, make_writers

@@ -5,12 +5,16 @@ import json
 import logging
 import math
 import os
-import subprocess
-import sys
 
 import pytest
 
-from megatron.training.reporting.run_record import RECORDS, RunRecord, read_record
+from megatron.training.reporting.run_record import (
+    RECORDS,
+    RunRecord,
+    failed_launch_recorded,
+    read_failed_launches,
+    read_record,
+)
 
 LENGTH = {"iterations": 1, "seconds": 1.0}
 
@@ -65,17 +69,26 @@ def test_unwritable_record_does_not_stop_the_run(tmp_path, caplog):
     assert caplog.text.count("the record of this run has gaps") == 1
 
 
-def test_reading_needs_no_torch(tmp_path):
+def fail(directory, clock, record=False):
+    command = ["pretrain_gpt.py", "--lr", "x"]
+    recorded = failed_launch_recorded(directory, command, lambda: clock)
+    with pytest.raises(ValueError, match="wrong"), recorded:
+        if record:
+            record_of(directory, clock)
+        raise ValueError("--lr x is wrong")
+
+
+def test_failed_launches_are_recorded(tmp_path):
+    fail(None, 500)
+    fail(tmp_path, 500)
+    assert not list(tmp_path.iterdir())  # there is no run yet
     record_of(tmp_path, 1000)
-    code = (
-        "import sys; from megatron.training.reporting.run_record import read_record; "
-        f"print(len(read_record({str(tmp_path)!r})), 'torch' in sys.modules, 'numpy' in "
-        "sys.modules)"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert output.split() == ["1", "False", "False"]
+    fail(tmp_path, 2000)
+    fail(tmp_path, 3000, record=True)  # its own record ends with the reason
+    assert [launch.began for launch in read_record(tmp_path)] == [1000, 3000]
+    (failed,) = read_failed_launches(tmp_path)
+    assert failed["time"] == 2000 and failed["reason"] == "--lr x is wrong"
+    assert failed["command"] == ["pretrain_gpt.py", "--lr", "x"]
 
 
 START = {"kind": "start", "time": 1.0, "began": 0.0, "iteration": 0, "layout": "TP 1"}

@@ -1,4 +1,4 @@
-"""Timers add up over calls, stay off below their level, and compare ranks."""
+"""Timers accumulate over calls, are off below their level, and compare ranks."""
 
 import time
 

@@ -140,13 +140,16 @@ def test_shares_level_out_what_ranks_write_alone():
     )
     loads = plan.loads
     assert max(loads) <= 1.1 * sum(loads) / 3
-    assert loads[0] == 120_000 and plan.rows.tensor[plan.rows.rank == 0].tolist() == [1]
+    assert loads[0] == 120_000 and plan.segments.tensor[plan.segments.rank == 0].tolist() == [1]
 
 
 def test_split_tensors_stay_with_their_owners():
     halves = [spec(("w", (8, 4), [((4 * rank, 0), (4, 4))])) for rank in range(2)]
     plan = make_plan(halves)
-    assert plan.rows.rank.tolist() == [0, 1] and plan.rows.offset.tolist() == [[0, 0], [4, 0]]
+    assert plan.segments.rank.tolist() == [0, 1] and plan.segments.offset.tolist() == [
+        [0, 0],
+        [4, 0],
+    ]
 
 
 def test_every_conflict_is_named():

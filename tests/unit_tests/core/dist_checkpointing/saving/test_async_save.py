@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import (
     AsyncSaver,
     CheckpointError,
+    ShardedObject,
     ShardedTensor,
     is_complete,
     load,
@@ -24,6 +25,7 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.saving import commit
+from megatron.core.dist_checkpointing.saving import saver as saver_module
 from megatron.core.dist_checkpointing.saving.save_barrier import Heartbeat, Outcome, SaveBarrier
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
     Training,
@@ -467,3 +469,25 @@ def test_an_interrupted_save_is_cancelled(tmp_path):
         begun.wait()
         raise KeyboardInterrupt
     assert "cancelled" in handle.wait().error and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_constant", [False, True])
+def test_objects_that_nothing_changes_are_encoded_in_the_background(
+    tmp_path, monkeypatch, is_constant
+):
+    threads = []
+    encode = saver_module.object_file
+
+    def recording(*args):
+        threads.append(threading.current_thread())
+        return encode(*args)
+
+    monkeypatch.setattr(saver_module, "object_file", recording)
+    state = {"o": ShardedObject("o", {"step": [1, 2]}, is_constant=is_constant)}
+    with AsyncSaver() as saver:
+        report = saver.save(state, tmp_path / "saved", common={}).wait()
+    assert report.error is None, report.error
+    (thread,) = threads
+    assert (thread is not threading.main_thread()) == is_constant
+    loaded = load({"o": ShardedObject("o", None)}, tmp_path / "saved")
+    assert loaded.objects["o"] == {"step": [1, 2]}

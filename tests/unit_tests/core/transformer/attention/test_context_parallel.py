@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
-from megatron.core.parallel_state import ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.placement import ContextParallel, Placement, compute_local_positions
 from megatron.core.transformer.transformer_block import TransformerLayer
@@ -42,6 +43,7 @@ CASES = {  # changed fields of the model, and whether documents are masked
     "sinks, window in every second layer": (
         {"softmax_type": "learnable", "window_size": (5, 0), "window_attn_skip_freq": 2}, False,
     ),
+    "no rope in every second layer": ({"no_rope_freq": 2, "residual_multiplier": 0.3}, False),
     "off-by-one, documents, recomputed attention": (
         {"softmax_type": "off-by-one", "recompute_granularity": "selective"}, True,
     ),

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.moe.dispatch import Permutation
 from megatron.core.transformer.moe.moe_layer import MoELayer

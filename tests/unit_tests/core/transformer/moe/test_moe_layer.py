@@ -11,7 +11,8 @@ from megatron.conversion.model_space.model import make_local_name
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
-from megatron.core.parallel_state import Axis, ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import Axis, ParallelState
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import find_routers, finish_step

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.core.parallel_state import ExpertAxes, ParallelConfig, ParallelState
+from megatron.core.parallel_config import ParallelConfig
+from megatron.core.parallel_state import ExpertAxes, ParallelState
 from megatron.core.transformer.moe import TopKRouter
 from megatron.core.transformer.moe.router import (
     choose,

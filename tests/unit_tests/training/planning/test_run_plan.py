@@ -1,4 +1,4 @@
-"""Parts of a plan by hand: passes in flight, bubble, optimizer bytes, traffic."""
+"""Parts of a plan computed by hand: passes in flight, bubble, optimizer bytes, traffic."""
 
 import shlex
 
@@ -78,8 +78,8 @@ def test_weights_in_fp8():
 
 
 def test_bytes_per_parameter():
-    """bf16: 2 of weights, 4 of gradients, 12 of main parameters and moments; these are shared over
-    DP if so told.
+    """In bf16: 2 for weights, 4 for gradients, 12 for main parameters and moments, sharded over DP
+    with the distributed optimizer.
     """
     _, alone = planned("--global-batch-size 4", 1)
     _, copies = planned("--global-batch-size 4", 4)
@@ -128,7 +128,7 @@ def test_sequence_parallel_traffic(sequence_parallel):
     ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"],
 )
 def test_first_stage_with_the_embedding_alone(recompute):
-    """A stage without layers keeps no activations and sends what the embedding gives."""
+    """A stage without layers keeps no activations and sends the output of the embedding."""
     layout = "--pipeline-model-parallel-layout 'E|tttt|tt|ttL' "
     activations, plan = planned(PP4 + layout + "--global-batch-size 4 " + recompute, 4)
     first = plan.stages[0]

@@ -1,14 +1,12 @@
-"""Batch sizes against a plain walk through the run, sample by sample."""
+"""Batch sizes over a run compared with a walk through it, sample by sample."""
 
 import pytest
-import torch
 
 from megatron.training.config.batch_schedule import (
     BatchSchedule,
     make_rampup_steps,
     make_token_steps,
 )
-from megatron.training.run import MicrobatchFeed
 
 
 def batches(size, micro_batch_size, dp_size, rampup=None, decrease_if_needed=False):
@@ -61,9 +59,7 @@ def test_iterations_and_samples_match_a_walk_through_the_run(rampup):
 
 
 def test_long_ramp_ups_are_not_walked_through():
-    """How many iterations are left is asked in every one of them: here a walk would have 10^15
-    steps.
-    """
+    """Every iteration computes the number of remaining ones; a walk would take 10^15 steps here."""
     schedule = batches(32, 2, 2, [8, 8, 3 * 10**16])
     iterations = 10**16 // 8 + 10**16 // 16 + -(-(10**16) // 24)
     assert (
@@ -118,7 +114,7 @@ def test_impossible_batches(arguments, message):
 
 
 def test_step_schedule_counts_tokens():
-    """Megatron-LM's --step-batch-size-schedule: from so many tokens on, so many samples."""
+    """Megatron-LM's --step-batch-size-schedule: batch sizes by consumed tokens."""
     assert make_token_steps("0:4 1K:8, 1.5k:16", 10) == ((0, 4), (100, 8), (150, 16))
     steps = BatchSchedule(make_token_steps("0:4 1K:8 1.5K:16", 10), 2, 2)
     assert [steps.global_batch_size_at(n) for n in (0, 99, 100, 149, 150, 10**9)] == [
@@ -142,17 +138,3 @@ def test_step_schedule_counts_tokens():
 def test_impossible_step_schedules(text):
     with pytest.raises(ValueError, match="--step-batch-size-schedule"):
         make_token_steps(text, 1)
-
-
-def test_documents_stay_on_the_host():
-    """Attention asks where they begin and end, and would wait for the device. Batches stay until
-    their last use.
-    """
-    batches = iter([{"tokens": torch.zeros(1, 4), "documents": torch.tensor([[0, 0, 1, 1]])}] * 2)
-    feed = MicrobatchFeed(batches, torch.device("meta"), [0, 2])
-    first = feed(0, 0)
-    assert {key: x.device.type for key, x in first.items()} == {
-        "tokens": "meta",
-        "documents": "cpu",
-    }
-    assert feed(1, 0) == {} and feed(0, 1) is not first and feed(2, 0) is first

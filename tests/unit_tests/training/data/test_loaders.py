@@ -1,5 +1,5 @@
-"""The stream of samples depends on consumed samples and seed alone; Megatron-LM's batches come out
-of it.
+"""The stream of samples depends only on consumed samples and seed, and equals Megatron-LM's
+batches.
 """
 
 import itertools
@@ -180,7 +180,7 @@ def test_workers_survive_the_signals_of_a_launcher_and_end_with_close():
 
 
 SCRIPT = """
-    from tests.unit_tests.training.data.test_data_samplers import Numbers
+    from tests.unit_tests.training.data.test_loaders import Numbers
     from megatron.training.config.options import DataLoaderConfig
     from megatron.training.data.loaders import DataIterator
     iterator = DataIterator(Numbers(10_000, {width}), 0, 1, DataLoaderConfig(num_workers=2))
@@ -200,7 +200,7 @@ SCRIPT = """
             "import time; time.sleep(60)",
             -9,
             100_000,
-        ),  # batches that fill the pipe, which nobody reads any more
+        ),  # batches that fill the pipe after its reader has ended
     ],
 )
 def test_no_worker_outlives_the_training_process(end, code, width):

@@ -1,0 +1,96 @@
+"""Options and report of a conversion or merge, from and for the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.conversion.choices import DTYPES
+from megatron.conversion.command_line import TARGET_FLAGS
+from megatron.conversion.convert import ConversionReport
+from megatron.conversion.edit_options import EditOptions
+from megatron.conversion.options import ReadOptions, WriteOptions, parse_size
+from megatron.core.terminal import print_line
+
+
+def make_edits(args: argparse.Namespace) -> EditOptions:
+    """Return the edits on the command line."""
+    if args.topk is not None and args.upcycle_experts is None:
+        raise ValueError(f"--topk {args.topk} needs --upcycle-experts")
+    return EditOptions(
+        layers=args.layers,
+        vocab_size=args.target_vocab_size,
+        new_rows=args.new_rows,
+        experts=args.upcycle_experts,
+        topk=args.topk,
+    )
+
+
+def get_target_values(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the target flags on the command line with their values."""
+    values = {}
+    for name in TARGET_FLAGS:
+        field = name.removeprefix("--").replace("-", "_")
+        value = getattr(args, field)
+        if value:
+            values[name] = value
+    return values
+
+
+def list_flags_without_effect(args: argparse.Namespace, saver: str) -> list[str]:
+    """Return the target flags on the command line that do not apply to the target's format."""
+    lines = []
+    for name in get_target_values(args):
+        savers = TARGET_FLAGS[name].savers
+        if saver not in savers:
+            lines.append(f"{name} (for {', '.join(savers)})")
+    return lines
+
+
+def make_read_options(
+    args: argparse.Namespace, given: dict[str, Any], optimizer: bool
+) -> ReadOptions:
+    """Return the read options; `given` contains the model's arguments on the command line."""
+    # By default, checksums are compared if the source has any.
+    verify = None
+    if args.no_verify_source:
+        verify = False
+    return ReadOptions(
+        args=given,
+        ignored_fields=tuple(args.hf_ignore_fields),
+        qkv_layout=args.universal_qkv_layout,
+        optimizer=optimizer,
+        verify=verify,
+        renames=tuple(args.rename),
+    )
+
+
+def make_write_options(
+    args: argparse.Namespace, optimizer: bool, note: Callable[[str], None]
+) -> WriteOptions:
+    """Return the write options; `note` receives notes for the user."""
+    fields = {}
+    for name, value in get_target_values(args).items():
+        if name == "--dtype":
+            value = getattr(torch, DTYPES[value])
+        elif name == "--max-shard-size":
+            value = parse_size(value)
+        fields[TARGET_FLAGS[name].option] = value
+    return WriteOptions(**fields, optimizer=optimizer, note=note, edits=make_edits(args))
+
+
+def print_report(outcome: ConversionReport, args: argparse.Namespace, notes: Sequence[str]) -> None:
+    """Print the source, the target, notes, and the parts that were not carried over."""
+    print_line(str(outcome.source))
+    print_line(f"-> {outcome.target} ({outcome.saver}, {outcome.num_tensors} tensors)")
+    for text in notes:
+        print_line(f"   {text}")
+    for name in list_flags_without_effect(args, outcome.saver):
+        print_line(f"   no effect: {name}")
+    for name in outcome.not_carried:
+        print_line(f"   not carried: {name}")
+    if outcome.verified is not None:
+        print_line(f"   verified: {outcome.verified} tensors are bitwise those of the source")

@@ -1,0 +1,37 @@
+"""Conversion of a checkpoint, for tools/checkpoint/convert.py."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from megatron.commands.conversion_options import make_read_options, make_write_options
+from megatron.conversion.convert import ConversionReport, convert
+from megatron.core.dist_checkpointing.format.links import allow_links
+from megatron.core.progress import ProgressBar
+
+
+def run(
+    args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
+) -> ConversionReport:
+    """Convert as the command line specifies."""
+    if args.follow_links:
+        allow_links()
+    options = make_write_options(args, not args.no_optim, note)
+    options = dataclasses.replace(options, average=args.weights == "ema")
+    with ProgressBar(f"-> {args.saver}") as progress:
+        return convert(
+            args.load_dir,
+            args.save_dir,
+            args.saver,
+            loader=args.loader,
+            step=args.ckpt_step,
+            read_options=make_read_options(args, given, optimizer=not args.no_optim),
+            options=options,
+            overwrite=args.overwrite,
+            verify=args.verify_target,
+            progress=progress.add,
+            starting=progress.restart,
+        )

@@ -1,0 +1,95 @@
+"""Merging of checkpoints, for tools/checkpoint/merge.py."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.commands.conversion_options import make_read_options, make_write_options
+from megatron.conversion.convert import ConversionReport, open_found, write_checkpoint
+from megatron.conversion.formats import require_checkpoint
+from megatron.conversion.merge import (
+    MergedSource,
+    WeightedInput,
+    find_last_checkpoints,
+    parse_input,
+    resolve_weights,
+)
+from megatron.core.dist_checkpointing.format.links import allow_links
+from megatron.core.object_storage import path_of
+from megatron.core.progress import ProgressBar
+
+
+def choose_inputs(args: argparse.Namespace) -> tuple[list[Path], list[float]]:
+    """Return the paths of the checkpoints to merge and their weights."""
+    inputs = [parse_input(text) for text in args.input]
+
+    # Each input is a checkpoint.
+    if args.average_last is None:
+        paths = [path_of(item.path) for item in inputs]
+        return paths, resolve_weights(inputs, args.schedule, args.normalize)
+
+    # The input is a run, of which the last checkpoints are merged.
+    if len(inputs) > 1 or inputs[0].weight is not None:
+        raise ValueError(
+            f"--average-last {args.average_last} takes one --input, the directory of a run, "
+            f"without a weight; got {' '.join(args.input)}"
+        )
+    root = path_of(inputs[0].path)
+    paths = find_last_checkpoints(root, args.average_last, args.ckpt_step)
+    inputs = [WeightedInput(str(path), None) for path in paths]
+    schedule = args.schedule or "uniform"
+    return paths, resolve_weights(inputs, schedule, args.normalize)
+
+
+def find_base(optimizer: str | None, count: int) -> int:
+    """Return the index of the input whose training state, and with --optimizer state, is kept."""
+    if optimizer is None or optimizer == "from=LAST":
+        return count - 1
+    if optimizer == "from=FIRST":
+        return 0
+    match = re.fullmatch(r"from=(\d+)", optimizer)
+    if match is None or not 1 <= int(match[1]) <= count:
+        raise ValueError(
+            f"--optimizer {optimizer}: give from=LAST, from=FIRST or from=N with N from 1 to "
+            f"{count}"
+        )
+    return int(match[1]) - 1
+
+
+def run(
+    args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
+) -> ConversionReport:
+    """Merge as the command line specifies."""
+    if args.follow_links:
+        allow_links()
+    paths, weights = choose_inputs(args)
+    base = find_base(args.optimizer, len(paths))
+    for path, weight in zip(paths, weights, strict=True):
+        note(f"{weight:.6g} x {path}")
+
+    # Open the inputs. Their main parameters are part of the optimizer state.
+    read_options = make_read_options(args, given, optimizer=not args.no_optim)
+    found = [require_checkpoint(path) for path in paths]
+    sources = [open_found(checkpoint, read_options) for checkpoint in found]
+    saver = args.saver or found[base].format
+    options = make_write_options(args, True, note)
+    source = MergedSource(
+        sources, weights, base, options.dtype, keep_optimizer=args.optimizer is not None
+    )
+
+    with ProgressBar(f"-> {saver}") as progress:
+        return write_checkpoint(
+            source,
+            paths,
+            args.save_dir,
+            saver,
+            options,
+            overwrite=args.overwrite,
+            verify=args.verify_target,
+            progress=progress.add,
+            starting=progress.restart,
+        )

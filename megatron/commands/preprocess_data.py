@@ -1,0 +1,124 @@
+"""Conversion of text to token files, for tools/preprocess_data.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from megatron.core.datasets import IndexedDatasetBuilder, token_dtype
+from megatron.core.progress import ProgressBar
+from megatron.core.terminal import print_line
+from megatron.training.data.document_encoder import DocumentEncoder, WorkerLimits, encode_chunks
+from megatron.training.data.documents import BadLine, Chunk, count_bytes, find_files, read_chunks
+from megatron.training.data.preprocess_config import PreprocessConfig
+from megatron.training.data.tokenizer import build_tokenizer
+from megatron.training.data.tokenizer_config import TokenizerConfig
+
+MAX_BAD_LINES_PRINTED = 10
+
+
+class Progress:
+    """Display of the progress: a bar on a terminal, otherwise a line every `log_interval`
+    documents.
+    """
+
+    def __init__(self, bar: ProgressBar, log_interval: int) -> None:
+        self.num_documents = 0
+        self._bar = bar
+        self._log_interval = log_interval
+        self._start = time.perf_counter()
+
+    def add(self, num_documents: int, num_bytes: int) -> None:
+        self._bar.add(num_bytes)
+        before = self.num_documents // self._log_interval
+        self.num_documents += num_documents
+        is_due = self.num_documents // self._log_interval > before
+        if is_due and self._bar.quiet:
+            self.print()
+
+    def print(self) -> None:
+        seconds = max(time.perf_counter() - self._start, 1e-9)
+        rate = self.num_documents / seconds
+        line = f"{self.num_documents} documents, {rate:.1f} docs/s; {self._bar}"
+        print_line(line, file=sys.stderr)
+
+
+def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
+    """Read documents, tokenize them in parallel, and write the token files."""
+    assert config.input is not None and config.output_prefix is not None
+    paths = find_files(config.input)
+    tokenizer = build_tokenizer(tokenizer_config)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes are the parallelism
+
+    limits = WorkerLimits(config.num_workers, config.document_cpu_seconds)
+    encoder = DocumentEncoder(tokenizer, config.keys, config.append_eod, limits)
+    chunks = _read_all_chunks(paths, config)
+    prefixes = {key: f"{config.output_prefix}_{key}_document" for key in config.keys}
+    bad_lines: list[BadLine] = []
+    with contextlib.ExitStack() as stack:
+        # Open the outputs; an exception discards their files.
+        builders = {}
+        for key, prefix in prefixes.items():
+            builder = IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size))
+            builders[key] = stack.enter_context(builder)
+        bar = ProgressBar("tokenizing", count_bytes(paths), quiet=not sys.stderr.isatty())
+        progress = Progress(stack.enter_context(bar), config.log_interval)
+        encoded_chunks = stack.enter_context(
+            contextlib.closing(encode_chunks(chunks, encoder, config.num_workers))
+        )
+
+        # Write tokens in the order of the input.
+        for chunk, encoded in encoded_chunks:
+            bad_lines += encoded.bad_lines
+            check_bad_lines(bad_lines, config.skip_bad_lines)
+            for key, tokens in encoded.tokens.items():
+                builders[key].add(*tokens)
+            progress.add(encoded.num_documents, chunk.num_bytes)
+        for key, builder in builders.items():
+            if builder.num_documents == 0:
+                raise ValueError(
+                    f"no document of {len(paths)} files has any token of {key!r}: no files are "
+                    "written"
+                )
+
+    progress.print()
+    print_bad_lines(bad_lines)
+    for key, builder in builders.items():
+        documents = f"{builder.num_documents} documents"
+        num_empty = progress.num_documents - len(bad_lines) - builder.num_documents
+        if num_empty:
+            documents += f" ({num_empty} empty ones left out)"
+        print_line(
+            f"{prefixes[key]}: {documents}, {builder.num_tokens} tokens",
+            file=sys.stderr,
+        )
+
+
+def _read_all_chunks(paths: list[str], config: PreprocessConfig) -> Iterator[Chunk]:
+    max_bytes = int(config.max_document_mb * 1e6)
+    for path in paths:
+        yield from read_chunks(path, config.is_json(path), config.text_documents, max_bytes)
+
+
+def check_bad_lines(bad_lines: list[BadLine], limit: int) -> None:
+    """Raise ValueError with the first line above the number to skip."""
+    if len(bad_lines) <= limit:
+        return
+    hint = ""
+    if limit > 0:
+        hint = f" (bad line {limit + 1}; --skip-bad-lines {limit} allows {limit})"
+    raise ValueError(f"{bad_lines[limit]}{hint}")
+
+
+def print_bad_lines(bad_lines: list[BadLine]) -> None:
+    """Report the lines that were skipped: their number, and the first ones."""
+    if not bad_lines:
+        return
+    print_line(f"{len(bad_lines)} bad lines skipped:", file=sys.stderr)
+    for bad in bad_lines[:MAX_BAD_LINES_PRINTED]:
+        print_line(f"  {bad}", file=sys.stderr)
+    if len(bad_lines) > MAX_BAD_LINES_PRINTED:
+        print_line(f"  and {len(bad_lines) - MAX_BAD_LINES_PRINTED} more", file=sys.stderr)

@@ -1,0 +1,62 @@
+"""Writing and serving the report of a run, for tools/report.py."""
+
+from __future__ import annotations
+
+import argparse
+import http.server
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.core.durable_files import write_durably
+from megatron.core.terminal import format_error, print_line
+from megatron.training.reporting.run_report import collect_facts, render_page
+
+REFRESH_SECONDS = 15  # between two updates of a served page
+
+
+class ReportHandler(http.server.BaseHTTPRequestHandler):
+    """Answers every GET of `/` with a new page; other paths do not exist."""
+
+    server: ReportServer
+
+    def do_GET(self) -> None:
+        if self.path != "/":
+            self.send_error(404)
+            return
+        try:
+            page = self.server.render()
+        except (ValueError, OSError) as error:  # e.g., the run has been removed
+            self.send_error(500, explain=format_error(error))
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing about requests."""
+
+
+class ReportServer(http.server.HTTPServer):
+    """HTTP server of the report on some runs, for this machine only."""
+
+    def __init__(self, port: int, runs: Sequence[Path], verify: bool) -> None:
+        super().__init__(("127.0.0.1", port), ReportHandler)
+        self._runs = runs
+        self._verify = verify
+
+    def render(self) -> bytes:
+        return render_page(collect_facts(self._runs, self._verify), REFRESH_SECONDS).encode()
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the page, or serve it until the process is interrupted."""
+    facts = collect_facts(args.runs, args.verify)  # reports errors before a server starts
+    if args.serve is not None:
+        with ReportServer(args.serve, args.runs, args.verify) as server:
+            print_line(f"report: http://127.0.0.1:{server.server_port} (Ctrl-C ends it)")
+            server.serve_forever()
+    output = args.output or args.runs[0] / "report.html"
+    write_durably(output, render_page(facts).encode())
+    print_line(f"report: {output}")

@@ -1,0 +1,35 @@
+"""Groups of rules that many families share: sizes, norms, activation functions."""
+
+from __future__ import annotations
+
+from megatron.conversion.huggingface.rope_rules import rope
+from megatron.conversion.huggingface.rules import Rule, copied, fixed, implied, opposite
+
+SIZES: tuple[Rule, ...] = (
+    copied("num_layers", "num_hidden_layers", required=True),
+    copied("hidden_size", "hidden_size", required=True),
+    copied("num_attention_heads", "num_attention_heads", required=True),
+    copied("ffn_hidden_size", "intermediate_size", required=True),
+    copied("max_position_embeddings", "max_position_embeddings"),
+    copied("attention_dropout", "attention_dropout"),
+)
+UNTIED = opposite("untie_embeddings_and_output_weights", "tie_word_embeddings")
+NO_BIAS = implied(add_bias_linear=False)
+NO_DROPOUT = implied(hidden_dropout=0.0)
+RMS_NORM = (implied(normalization="RMSNorm"), copied("norm_epsilon", "rms_norm_eps"))
+
+
+def layer_norm(epsilon: str) -> tuple[Rule, ...]:
+    """Return the rules of a LayerNorm with this field for its epsilon."""
+    return implied(normalization="LayerNorm"), copied("norm_epsilon", epsilon)
+
+
+SILU = fixed("hidden_act", "silu", "swish", written=True)
+SWIGLU = (SILU, implied(swiglu=True))
+SQUARED_RELU = (
+    fixed("hidden_act", "relu2", written=True),
+    implied(swiglu=False, squared_relu=True),
+)
+# Sizes, a gated MLP with SiLU, and a head.
+GATED_RULES: tuple[Rule, ...] = (*SIZES, *SWIGLU, UNTIED, NO_DROPOUT)
+LLAMA_RULES = (*GATED_RULES, *RMS_NORM, rope())

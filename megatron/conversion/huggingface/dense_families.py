@@ -1,0 +1,520 @@
+"""The families of dense models: a `Family` for each `model_type` of transformers."""
+
+from __future__ import annotations
+
+from megatron.conversion.huggingface import parameters as rows
+from megatron.conversion.huggingface.attention_rules import (
+    ATTENTION_MULTIPLIER,
+    ATTENTION_TYPES,
+    COMMON_WINDOW,
+    FULL_ATTENTION,
+    LISTED_WINDOWS,
+    MULTI_QUERY,
+    NO_ROPE_LAYERS,
+    QUERY_SCALAR,
+    alternating_windows,
+    heads,
+    hybrid_windows,
+    qwen_windows,
+)
+from megatron.conversion.huggingface.common_rules import (
+    GATED_RULES,
+    LLAMA_RULES,
+    NO_BIAS,
+    NO_DROPOUT,
+    RMS_NORM,
+    SIZES,
+    SQUARED_RELU,
+    SWIGLU,
+    UNTIED,
+    layer_norm,
+)
+from megatron.conversion.huggingface.family import Family
+from megatron.conversion.huggingface.rope_rules import rope, two_ropes
+from megatron.conversion.huggingface.rules import (
+    ATTENTION,
+    MLP,
+    QKV,
+    Rule,
+    always,
+    biases,
+    copied,
+    dropout,
+    feed_forward,
+    fixed,
+    gelu,
+    implied,
+    nullable,
+    reciprocal,
+)
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    rows.LLAMA_ROWS,
+    (*LLAMA_RULES, heads(), biases(attention_bias=ATTENTION, mlp_bias=MLP), FULL_ATTENTION),
+)
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    rows.LLAMA_ROWS,
+    (*LLAMA_RULES, heads(), NO_BIAS, COMMON_WINDOW),
+)
+MINISTRAL = Family(
+    "ministral",
+    "MinistralForCausalLM",
+    rows.LLAMA_ROWS,
+    (*LLAMA_RULES, heads(), NO_BIAS, LISTED_WINDOWS),
+)
+CWM = Family(
+    "cwm",
+    "CwmForCausalLM",
+    rows.LLAMA_ROWS,
+    (
+        *GATED_RULES,
+        *RMS_NORM,
+        rope(spelled_out=True, whole_default=True),
+        heads(),
+        NO_BIAS,
+        *always(mlp_bias=False),
+        alternating_windows(4, full_first=True),
+    ),
+)
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    rows.LLAMA_ROWS,
+    (
+        *LLAMA_RULES,
+        heads(always_written=False),
+        biases(attention_bias=ATTENTION, mlp_bias=MLP),
+        NO_ROPE_LAYERS,
+        FULL_ATTENTION,
+        fixed("use_sliding_window", False),
+    ),
+    harmless="sliding_window max_window_layers",
+)
+EXAONE4 = Family(
+    "exaone4",
+    "Exaone4ForCausalLM",
+    rows.OLMO2_ROWS,
+    (
+        *LLAMA_RULES,
+        heads(always_written=False),
+        NO_BIAS,
+        implied(qk_layernorm=True, norm_placement="post"),
+        hybrid_windows(always=False),
+    ),
+)
+GRANITE_RULES = (
+    *LLAMA_RULES,
+    heads(always_written=False),
+    copied("embedding_multiplier", "embedding_multiplier"),
+    copied("residual_multiplier", "residual_multiplier"),
+    copied("logits_scaling", "logits_scaling"),
+    ATTENTION_MULTIPLIER,
+    FULL_ATTENTION,
+)
+GRANITE = Family(
+    "granite",
+    "GraniteForCausalLM",
+    rows.LLAMA_ROWS,
+    (*GRANITE_RULES, biases(attention_bias=ATTENTION, mlp_bias=MLP)),
+)
+SEED_OSS = Family(
+    "seed_oss",
+    "SeedOssForCausalLM",
+    rows.LLAMA_ROWS,
+    (
+        copied("hidden_dropout", "residual_dropout"),
+        *LLAMA_RULES,
+        heads(),
+        biases(
+            attention_bias=QKV,
+            attention_out_bias=".self_attention.linear_proj.",
+            mlp_bias=MLP,
+        ),
+        FULL_ATTENTION,
+    ),
+)
+ERNIE4_5 = Family(
+    "ernie4_5",
+    "Ernie4_5ForCausalLM",
+    rows.LLAMA_ROWS,
+    (
+        implied(attention_dropout=0.0, rotary_interleaved=True),
+        *LLAMA_RULES,
+        heads(),
+        copied("add_bias_linear", "use_bias"),
+        FULL_ATTENTION,
+    ),
+)
+HELIUM = Family(
+    "helium",
+    "HeliumForCausalLM",
+    rows.HELIUM_ROWS,
+    (
+        *LLAMA_RULES,
+        implied(rotary_interleaved=True),
+        heads(free_width=False),
+        biases(attention_bias=QKV, mlp_bias=MLP),
+        FULL_ATTENTION,
+    ),
+)
+_GLM_RULES = (
+    *GATED_RULES,
+    *RMS_NORM,
+    heads(),
+    rope(partial=True),
+    implied(rotary_interleaved=True),
+    biases(attention_bias=QKV),
+    FULL_ATTENTION,
+)
+GLM = Family("glm", "GlmForCausalLM", rows.GLM_ROWS, _GLM_RULES)
+GLM4 = Family(
+    "glm4",
+    "Glm4ForCausalLM",
+    rows.GLM4_ROWS,
+    (*_GLM_RULES, implied(norm_placement="both")),
+)
+PHI3 = Family(
+    "phi3",
+    "Phi3ForCausalLM",
+    rows.PHI3_ROWS,
+    (
+        dropout("resid_pdrop", "embd_pdrop"),
+        *GATED_RULES,
+        *RMS_NORM,
+        heads(always_written=False),
+        # Its only scaling is longrope, which the model does not have.
+        rope(("default",), partial=True),
+        NO_BIAS,
+        COMMON_WINDOW,
+    ),
+    harmless="original_max_position_embeddings",  # of longrope
+)
+QWEN2_RULES = (
+    *LLAMA_RULES,
+    heads(always_written=False),
+    implied(add_bias_linear=False, add_qkv_bias=True),
+)
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    rows.LLAMA_ROWS,
+    (*QWEN2_RULES, qwen_windows(), fixed("use_mrope", False)),
+)
+QWEN3_RULES = (
+    *LLAMA_RULES,
+    heads(),
+    biases(attention_bias=ATTENTION),
+    implied(qk_layernorm=True),
+)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    rows.QWEN3_ROWS,
+    (*QWEN3_RULES, qwen_windows()),
+)
+_OLMO_MODEL = (
+    *RMS_NORM,
+    NO_BIAS,
+    *always(attention_bias=False),
+    implied(qk_layernorm=True, qk_layernorm_across_heads=True),
+)
+OLMO_RULES = (*GATED_RULES, rope(), *_OLMO_MODEL)
+OLMO2 = Family(
+    "olmo2",
+    "Olmo2ForCausalLM",
+    rows.OLMO2_ROWS,
+    (*OLMO_RULES, heads(always_written=False), implied(norm_placement="post")),
+)
+OLMO3 = Family(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    rows.OLMO2_ROWS,
+    (
+        *GATED_RULES,
+        two_ropes("rope_theta", "rope_scaling"),
+        *_OLMO_MODEL,
+        heads(always_written=False),
+        alternating_windows(4),
+        implied(norm_placement="post"),
+    ),
+)
+_GEMMA1_RULES = (
+    *SIZES,
+    *RMS_NORM,
+    UNTIED,
+    *always(attention_bias=False),
+    fixed("use_bidirectional_attention", False, None),
+    heads(),
+    NO_BIAS,
+    NO_DROPOUT,
+    implied(geglu=True, apply_layernorm_1p=True, scale_embeddings=True),
+)
+GEMMA = Family(
+    "gemma",
+    "GemmaForCausalLM",
+    rows.LLAMA_ROWS,
+    (
+        *_GEMMA1_RULES,
+        rope(),
+        # The official releases call the tanh approximation "gelu".
+        fixed("hidden_act", "gelu_pytorch_tanh", "gelu", written=True),
+        fixed("hidden_activation", "gelu_pytorch_tanh"),
+        FULL_ATTENTION,
+    ),
+)
+_GEMMA_RULES = (
+    *_GEMMA1_RULES,
+    *always(hidden_activation="gelu_pytorch_tanh"),
+    QUERY_SCALAR,
+    nullable("final_logit_softcapping"),
+)
+_GEMMA_HARMLESS = "cache_implementation hidden_act"
+_GEMMA2_RULES = (
+    *_GEMMA_RULES,
+    rope(),
+    alternating_windows(2),
+    nullable("attn_logit_softcapping"),
+)
+GEMMA2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    rows.GEMMA_ROWS,
+    (*_GEMMA2_RULES, implied(norm_placement="both")),
+    harmless=_GEMMA_HARMLESS,
+)
+VAULTGEMMA = Family(
+    "vaultgemma",
+    "VaultGemmaForCausalLM",
+    rows.VAULTGEMMA_ROWS,
+    _GEMMA2_RULES,
+    harmless=_GEMMA_HARMLESS,
+)
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    rows.GEMMA_ROWS,
+    (
+        *_GEMMA_RULES,
+        two_ropes("rope_theta", "rope_local_base_freq", "rope_scaling"),
+        alternating_windows(6, free=True),
+        implied(qk_layernorm=True, norm_placement="both"),
+    ),
+    # Its attention does not read the first of these, and its configuration not the second.
+    harmless=f"{_GEMMA_HARMLESS} attn_logit_softcapping _sliding_window_pattern",
+)
+_UNGATED_RULES = (
+    *SIZES,
+    *SQUARED_RELU,
+    UNTIED,
+    NO_DROPOUT,
+    heads(),
+    biases(attention_bias=ATTENTION, mlp_bias=MLP),
+    FULL_ATTENTION,
+)
+ARCEE = Family(
+    "arcee",
+    "ArceeForCausalLM",
+    rows.UNGATED_ROWS,
+    (*_UNGATED_RULES, *RMS_NORM, rope()),
+)
+JAIS2 = Family(
+    "jais2",
+    "Jais2ForCausalLM",
+    rows.UNGATED_ROWS,
+    (*_UNGATED_RULES, *layer_norm("layer_norm_eps"), rope()),
+)
+NEMOTRON = Family(
+    "nemotron",
+    "NemotronForCausalLM",
+    rows.UNGATED_ROWS,
+    (
+        *_UNGATED_RULES,
+        *layer_norm("norm_eps"),
+        rope(partial=True),
+        implied(apply_layernorm_1p=True),
+    ),
+)
+PERSIMMON = Family(
+    "persimmon",
+    "PersimmonForCausalLM",
+    rows.PERSIMMON_ROWS,
+    (
+        *SIZES,
+        *SQUARED_RELU,
+        *layer_norm("layer_norm_eps"),
+        UNTIED,
+        rope(partial=True),
+        copied("qk_layernorm", "qk_layernorm"),
+        copied("hidden_dropout", "hidden_dropout"),
+        implied(group_query_attention=False, add_bias_linear=True),
+    ),
+)
+STABLELM = Family(
+    "stablelm",
+    "StableLmForCausalLM",
+    rows.STABLELM_ROWS,
+    (
+        *SIZES,
+        *SWIGLU,
+        *layer_norm("layer_norm_eps"),
+        UNTIED,
+        heads(always_written=False, free_width=False),
+        rope(partial=True),
+        NO_BIAS,
+        copied("add_qkv_bias", "use_qkv_bias"),
+        copied("hidden_dropout", "hidden_dropout"),
+        copied("parallel_residual", "use_parallel_residual"),
+        copied("share_parallel_norm", "use_parallel_residual"),
+        *always(qk_layernorm=False),  # its norms have weights per head
+    ),
+)
+GPT_NEOX = Family(
+    "gpt_neox",
+    "GPTNeoXForCausalLM",
+    rows.GPT_NEOX_ROWS,
+    (
+        *SIZES,
+        *layer_norm("layer_norm_eps"),
+        gelu("hidden_act"),
+        UNTIED,
+        rope(partial=True, names=("rotary_emb_base", "rotary_pct")),
+        copied("parallel_residual", "use_parallel_residual"),
+        copied("hidden_dropout", "hidden_dropout"),
+        *always(attention_bias=True),
+        implied(group_query_attention=False, add_bias_linear=True),
+    ),
+    layers="gpt_neox.layers.",
+)
+_COHERE_RULES = (
+    *GATED_RULES,
+    *layer_norm("layer_norm_eps"),
+    heads(always_written=False, free_width=False),
+    rope(),
+    biases(attention_bias=ATTENTION),
+    reciprocal("logits_scaling", "logit_scale"),
+    implied(rotary_interleaved=True, parallel_residual=True, share_parallel_norm=True),
+)
+COHERE = Family(
+    "cohere",
+    "CohereForCausalLM",
+    rows.COHERE_ROWS,
+    # Its norms of queries and keys have weights per head.
+    (*_COHERE_RULES, FULL_ATTENTION, *always(use_qk_norm=False)),
+)
+COHERE2 = Family(
+    "cohere2",
+    "Cohere2ForCausalLM",
+    rows.COHERE_ROWS,
+    (*_COHERE_RULES, hybrid_windows(always=True)),
+    harmless="cache_implementation use_gated_activation position_embedding_type",
+)
+STARCODER2 = Family(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    rows.STARCODER2_ROWS,
+    (
+        *SIZES,
+        *layer_norm("norm_epsilon"),
+        gelu("hidden_act"),
+        UNTIED,
+        rope(),
+        heads(always_written=False),
+        copied("add_bias_linear", "use_bias"),
+        dropout("residual_dropout", "embedding_dropout"),
+        COMMON_WINDOW,
+    ),
+)
+_GPT_RULES: tuple[Rule, ...] = (
+    copied("num_layers", "n_layer", "num_hidden_layers", required=True),
+    copied("num_attention_heads", "n_head", "num_attention_heads", required=True),
+    *layer_norm("layer_norm_epsilon"),
+    UNTIED,
+    implied(add_bias_linear=True),
+)
+_GPT2_RULES = (
+    *_GPT_RULES,
+    copied("hidden_size", "n_embd", "hidden_size", required=True),
+    copied("max_position_embeddings", "n_positions", "max_position_embeddings", "n_ctx"),
+    feed_forward("n_inner", free=True),
+    gelu("activation_function"),
+    copied("attention_dropout", "attn_pdrop"),
+    dropout("resid_pdrop", "embd_pdrop"),
+    *always(scale_attn_weights=True),
+    implied(position_embedding_type="learned_absolute"),
+)
+GPT2 = Family(
+    "gpt2",
+    "GPT2LMHeadModel",
+    rows.GPT2_ROWS,
+    (
+        *_GPT2_RULES,
+        *always(scale_attn_by_inverse_layer_idx=False, reorder_and_upcast_attn=False),
+        implied(group_query_attention=False),
+    ),
+    layers="transformer.h.",
+)
+GPT_BIGCODE = Family(
+    "gpt_bigcode",
+    "GPTBigCodeForCausalLM",
+    rows.GPT_BIGCODE_ROWS,
+    (*_GPT2_RULES, MULTI_QUERY),
+    harmless="""
+        num_key_value_heads attention_softmax_in_fp32 scale_attention_softmax_in_fp32
+        inference_runner max_batch_size max_sequence_length pad_key_length pre_allocate_kv_cache
+        validate_runner_input runner_max_sequence_length""",
+    layers="transformer.h.",
+)
+GPT_NEO = Family(
+    "gpt_neo",
+    "GPTNeoForCausalLM",
+    rows.GPT_NEO_ROWS,
+    (
+        copied("num_layers", "num_layers", "num_hidden_layers", required=True),
+        copied("num_attention_heads", "num_heads", "num_attention_heads", required=True),
+        copied("hidden_size", "hidden_size", required=True),
+        copied("max_position_embeddings", "max_position_embeddings"),
+        feed_forward("intermediate_size", free=True),
+        *layer_norm("layer_norm_epsilon"),
+        gelu("activation_function"),
+        copied("attention_dropout", "attention_dropout"),
+        dropout("resid_dropout", "embed_dropout"),
+        UNTIED,
+        ATTENTION_TYPES,
+        implied(
+            add_bias_linear=True,
+            group_query_attention=False,
+            position_embedding_type="learned_absolute",
+            softmax_scale=1.0,
+        ),
+    ),
+    layers="transformer.h.",
+)
+BLOOM = Family(
+    "bloom",
+    "BloomForCausalLM",
+    rows.BLOOM_ROWS,
+    (
+        *_GPT_RULES,
+        copied("hidden_size", "hidden_size", "n_embed", required=True),
+        copied("max_position_embeddings", "seq_length"),
+        feed_forward("n_inner", free=False),
+        copied("attention_dropout", "attention_dropout"),
+        copied("hidden_dropout", "hidden_dropout"),
+        fixed("apply_residual_connection_post_layernorm", False, written=True),
+        # Its GELU is the tanh approximation.
+        implied(
+            bias_gelu_fusion=True,
+            embedding_layernorm=True,
+            group_query_attention=False,
+            position_embedding_type="alibi",
+        ),
+    ),
+    harmless="""
+        slow_but_exact offset_alibi attention_softmax_in_fp32 masked_softmax_fusion
+        bias_dropout_fusion skip_bias_add skip_bias_add_qkv""",
+    layers="transformer.h.",
+)

@@ -1,0 +1,334 @@
+"""The families of models with experts: a `Family` for each `model_type` of transformers."""
+
+from __future__ import annotations
+
+from megatron.conversion.huggingface import parameters as rows
+from megatron.conversion.huggingface.attention_rules import (
+    COMMON_WINDOW,
+    FULL_ATTENTION,
+    NO_GROUPS,
+    QWEN3_MOE_WINDOW,
+    alternating_windows,
+    heads,
+    qwen_windows,
+)
+from megatron.conversion.huggingface.common_rules import (
+    GATED_RULES,
+    LLAMA_RULES,
+    NO_BIAS,
+    RMS_NORM,
+    SILU,
+    SIZES,
+    UNTIED,
+)
+from megatron.conversion.huggingface.dense_families import (
+    GRANITE_RULES,
+    OLMO_RULES,
+    QWEN2_RULES,
+    QWEN3_RULES,
+)
+from megatron.conversion.huggingface.expert_rules import (
+    AUXILIARY_LOSS,
+    DENSE_PREFIX,
+    EXPERT_LAYERS,
+    EXPERTS_PER_TOKEN,
+    NORMALIZED_SIGMOID,
+    NORMALIZED_WEIGHTS,
+    SIGMOID_NORMALIZATION,
+    SWITCHED_NORMALIZATION,
+    deepseek_experts,
+    listed_expert_layers,
+)
+from megatron.conversion.huggingface.family import Family
+from megatron.conversion.huggingface.rope_rules import rope, two_ropes
+from megatron.conversion.huggingface.rules import (
+    ATTENTION,
+    QKV,
+    Rule,
+    always,
+    biases,
+    copied,
+    fixed,
+    implied,
+    nullable,
+    written,
+)
+
+
+def _experts(counts: tuple[str, ...], width: str) -> tuple[Rule, ...]:
+    """Return the rules of `counts`, the fields of the number of experts, and of their `width`."""
+    number = copied("num_experts", *counts)
+    return EXPERTS_PER_TOKEN, AUXILIARY_LOSS, number, copied("moe_ffn_hidden_size", width)
+
+
+_QWEN_EXPERT_RULES = (
+    *_experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
+    SWITCHED_NORMALIZATION,
+    EXPERT_LAYERS,
+)
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    rows.MIXTRAL_ROWS,
+    (
+        *LLAMA_RULES,
+        *_experts(("num_local_experts", "num_experts"), "intermediate_size"),
+        NORMALIZED_WEIGHTS,
+        heads(),
+        NO_BIAS,
+        COMMON_WINDOW,
+        fixed("router_jitter_noise", 0.0),
+    ),
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    rows.LLAMA_ROWS,
+    (
+        *QWEN2_RULES,
+        qwen_windows(in_first_layers=True),
+        *_QWEN_EXPERT_RULES,
+        copied("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+        implied(moe_shared_expert_gate=True),
+        fixed("qkv_bias", True),
+        fixed("use_mrope", False),
+    ),
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    rows.QWEN3_ROWS,
+    (*QWEN3_RULES, QWEN3_MOE_WINDOW, *_QWEN_EXPERT_RULES),
+)
+GRANITEMOE = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    rows.GRANITEMOE_ROWS,
+    (
+        *GRANITE_RULES,
+        biases(attention_bias=ATTENTION),
+        *_experts(("num_local_experts",), "intermediate_size"),
+        NORMALIZED_WEIGHTS,
+    ),
+)
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    rows.LLAMA_ROWS,
+    (
+        *OLMO_RULES,
+        # Its norms of queries and keys have hidden_size weights.
+        heads(always_written=False, free_width=False),
+        *_experts(("num_experts", "num_local_experts"), "intermediate_size"),
+        SWITCHED_NORMALIZATION,
+        fixed("clip_qkv", None),
+    ),
+)
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    rows.GPT_OSS_ROWS,
+    (
+        *SIZES,
+        *RMS_NORM,
+        *_experts(("num_local_experts", "num_experts"), "intermediate_size"),
+        NORMALIZED_WEIGHTS,
+        UNTIED,
+        rope(spelled_out=True),
+        heads(),
+        alternating_windows(2),
+        copied("activation_func_clamp_value", "swiglu_limit"),
+        fixed("swiglu_alpha", 1.702),
+        SILU,
+        fixed("attention_bias", True, written=True),
+        implied(
+            quick_geglu=True,
+            glu_linear_offset=1.0,
+            add_bias_linear=True,
+            softmax_type="learnable",
+            hidden_dropout=0.0,
+        ),
+    ),
+    harmless="experts_per_token initial_context_length",  # repeat fields that are read
+)
+# Experts of DeepSeek-V3: chosen by sigmoid scores with a bias, in groups, next to shared ones.
+_SIGMOID_EXPERTS = (
+    copied("moe_router_topk", "num_experts_per_tok"),
+    copied("num_experts", "n_routed_experts", "num_local_experts"),
+    copied("moe_ffn_hidden_size", "moe_intermediate_size"),
+    deepseek_experts(("noaux_tc",), best=2),
+    SIGMOID_NORMALIZATION,
+    fixed("scoring_func", "sigmoid"),
+    implied(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_dtype="fp32",
+    ),
+)
+# transformers assumes one layer that predicts later tokens where this is missing.
+_NO_PREDICTION = written(num_nextn_predict_layers=0)
+# Widths that follow from others, layers that predict later tokens (transformers leaves them out),
+# and options of training.
+_DEEPSEEK_HARMLESS = """
+    qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size auto_map"""
+_LATENT_RULES = (
+    *GATED_RULES,
+    *RMS_NORM,
+    NO_BIAS,
+    *always(attention_bias=False),
+    rope(),
+    NO_GROUPS,
+    nullable("q_lora_rank"),
+    copied("kv_lora_rank", "kv_lora_rank"),
+    copied("qk_head_dim", "qk_nope_head_dim"),
+    copied("qk_pos_emb_head_dim", "qk_rope_head_dim"),
+    copied("v_head_dim", "v_head_dim"),
+    # The norms within attention always have this epsilon.
+    implied(multi_latent_attention=True, qk_layernorm=True, latent_norm_epsilon=1e-6),
+)
+DEEPSEEK_V2 = Family(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    rows.DEEPSEEK_ROWS,
+    (
+        *_LATENT_RULES,
+        DENSE_PREFIX,
+        fixed("moe_layer_freq", 1),
+        EXPERTS_PER_TOKEN,
+        copied("num_experts", "n_routed_experts", "num_local_experts"),
+        copied("moe_ffn_hidden_size", "moe_intermediate_size"),
+        deepseek_experts(("greedy", "group_limited_greedy"), best=1),
+        *always(mlp_bias=False, norm_topk_prob=False),
+        fixed("scoring_func", "softmax"),
+        implied(
+            moe_router_score_function="softmax",
+            moe_router_pre_softmax=True,
+            moe_router_dtype="fp32",
+        ),
+    ),
+    harmless=f"{_DEEPSEEK_HARMLESS} head_dim",
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    rows.DEEPSEEK_ROWS,
+    (
+        *_LATENT_RULES,
+        DENSE_PREFIX,
+        fixed("moe_layer_freq", 1),
+        *_SIGMOID_EXPERTS,
+        *always(rope_interleave=True),
+        _NO_PREDICTION,
+    ),
+    harmless=f"{_DEEPSEEK_HARMLESS} head_dim",
+    aliases=("kimi_k2",),
+)
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    rows.DEEPSEEK_ROWS,
+    (
+        *_LATENT_RULES,
+        listed_expert_layers(num_dense=1),
+        *_SIGMOID_EXPERTS,
+        *always(rope_interleave=True),
+        _NO_PREDICTION,
+    ),
+    harmless=_DEEPSEEK_HARMLESS,
+)
+_GLM4_MOE_RULES = (
+    *GATED_RULES,
+    *RMS_NORM,
+    heads(),
+    *_SIGMOID_EXPERTS,
+    FULL_ATTENTION,
+    _NO_PREDICTION,
+)
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    rows.GLM4_MOE_ROWS,
+    (
+        *_GLM4_MOE_RULES,
+        rope(partial=True),
+        biases(attention_bias=QKV),
+        copied("qk_layernorm", "use_qk_norm"),
+        DENSE_PREFIX,
+    ),
+    harmless=_DEEPSEEK_HARMLESS,
+)
+SOLAR_OPEN = Family(
+    "solar_open",
+    "SolarOpenForCausalLM",
+    rows.GLM4_MOE_ROWS,
+    (
+        *_GLM4_MOE_RULES,
+        rope(),
+        biases(attention_bias=QKV),
+        fixed("first_k_dense_replace", 0),
+        fixed("use_qk_norm", False),
+    ),
+    harmless=_DEEPSEEK_HARMLESS,
+)
+DOTS1 = Family(
+    "dots1",
+    "Dots1ForCausalLM",
+    rows.GLM4_MOE_ROWS,
+    (
+        *LLAMA_RULES,
+        heads(always_written=False),
+        NO_BIAS,
+        *always(attention_bias=False),
+        implied(qk_layernorm=True),
+        *_SIGMOID_EXPERTS,
+        DENSE_PREFIX,
+        fixed("moe_layer_freq", 1),
+        qwen_windows(switched=False),
+    ),
+    harmless=_DEEPSEEK_HARMLESS,
+)
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    rows.MINIMAX_M2_ROWS,
+    (
+        *GATED_RULES,
+        *RMS_NORM,
+        heads(),
+        rope(partial=True, width="rotary_dim"),
+        NO_BIAS,
+        *_experts(("num_local_experts", "num_experts"), "intermediate_size"),
+        NORMALIZED_SIGMOID,
+        FULL_ATTENTION,
+        fixed("router_jitter_noise", 0.0),
+        fixed("scoring_func", "sigmoid"),
+        fixed("use_qk_norm", True),
+        fixed("qk_norm_type", "per_layer"),
+        fixed("use_routing_bias", True),
+        fixed("shared_intermediate_size", 0),
+        implied(
+            qk_layernorm=True,
+            qk_layernorm_across_heads=True,
+            moe_router_score_function="sigmoid",
+            moe_router_enable_expert_bias=True,
+        ),
+    ),
+    harmless=f"{_DEEPSEEK_HARMLESS} attn_type_list mtp_transformer_layers num_mtp_modules use_mtp",
+)
+MELLUM = Family(
+    "mellum",
+    "MellumForCausalLM",
+    rows.QWEN3_ROWS,
+    (
+        *GATED_RULES,
+        *RMS_NORM,
+        two_ropes(),
+        heads(),
+        biases(attention_bias=ATTENTION),
+        implied(qk_layernorm=True),
+        *_experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
+        SWITCHED_NORMALIZATION,
+        listed_expert_layers(num_dense=0),
+        alternating_windows(1),
+    ),
+)

@@ -1,0 +1,202 @@
+"""One model family of transformers: its names of parameters and the rules of its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.conversion.huggingface.config_fields import (
+    ConfigFields,
+    Json,
+    refusal_of_transformers,
+    transformers_defaults,
+)
+from megatron.conversion.huggingface.parameters import Row
+from megatron.conversion.huggingface.rules import COMMON_RULES, Rule
+from megatron.conversion.model_space.source import MODEL_ARGUMENTS
+from megatron.core.dist_checkpointing.format.schema import Check, format_value, optional, record
+from megatron.core.terminal import escape_control_chars
+from megatron.core.transformer.transformer_config import (
+    LOCAL_BACKEND_FIELDS,
+    TransformerConfig,
+    compute_model_signature,
+)
+
+# Fields that describe files, tokens, generation or speed. None of them changes the logits.
+HARMLESS = """
+    _name_or_path name_or_path _commit_hash architectures model_type transformers_version
+    use_cache return_dict output_attentions output_hidden_states output_scores torchscript
+    use_bfloat16 gradient_checkpointing is_decoder attn_implementation _attn_implementation
+    _attn_implementation_internal _attn_implementation_autoset experts_implementation
+    output_router_logits chunk_size_feed_forward tie_last_hidden_states return_dict_in_generate
+    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+    tokenizer_class prefix id2label label2id num_labels problem_type finetuning_task
+    task_specific_params classifier_dropout pretraining_tp summary_type summary_use_proj
+    summary_activation summary_proj_to_labels summary_first_dropout max_length min_length
+    max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p min_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens tf_legacy_loss
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type` of transformers.
+
+    Rows for parameters that the family's models lack are harmless: `find_obstacles` compares whole
+    models.
+    """
+
+    model_type: str
+    architecture: str  # the class with the language model head
+    rows: Mapping[str, Row]
+    rules: tuple[Rule, ...]
+    harmless: str = ""  # fields of this family that do not change the logits
+    layers: str = "model.layers."  # names of layers start with it
+    aliases: tuple[str, ...] = ()  # other values of `model_type` for the same models
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the base model's names, which files of the base model alone do not have."""
+        return self.layers.partition(".")[0] + "."
+
+    @property
+    def all_rules(self) -> tuple[Rule, ...]:
+        return COMMON_RULES + self.rules
+
+    def read_config(
+        self, hf: Json, args: Mapping[str, Any], ignored: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Return the model arguments in the config.json `hf`; `args` of the user take precedence.
+
+        Raises ValueError for a field that is unknown, missing or has an unsupported value.
+        """
+        self.check_fields(hf, ignored)
+        found = ConfigFields(hf, transformers_defaults(self.model_type))
+        result = dict(args)
+        for rule in self.all_rules:
+            result = {**rule.read(found, result), **result}
+        return result
+
+    def check_fields(self, hf: Json, ignored: Collection[str] = ()) -> None:
+        """Raise ValueError for a field that is unknown or has a value of the wrong type."""
+        checks = self._collect_checks()
+        # An unknown field may change the model: reject unknown fields before reading any.
+        known = {*HARMLESS.split(), *self.harmless.split(), *ignored, *checks}
+        unknown = []
+        for name, value in hf.items():
+            if value is not None and name not in known:
+                unknown.append(name)
+        if unknown:
+            unknown.sort()
+            listed = []
+            for name in unknown:
+                listed.append(f"{escape_control_chars(name)} = {format_value(hf[name])}")
+            raise ValueError(
+                "config.json has fields that are not supported and may change the results of the "
+                f"model: {', '.join(listed)}. If they do not, convert it with "
+                f"--hf-ignore-fields {escape_control_chars(' '.join(unknown))}"
+            )
+        check_all = record({f"{name}?": optional(check) for name, check in checks.items()})
+        check_all(hf, "config.json")
+
+    def _collect_checks(self) -> dict[str, Check]:
+        """Return the check of each field that a rule reads."""
+        checks: dict[str, Check] = {}
+        for rule in self.all_rules:
+            for field, check in rule.fields.items():
+                if isinstance(check, str):  # the name of an argument
+                    check = MODEL_ARGUMENTS[check]
+                checks[field] = check
+        return checks
+
+    def write_config(
+        self, config: TransformerConfig, imported: Mapping[str, Any] | None = None
+    ) -> Json:
+        """Return the config.json of a model.
+
+        `imported` contains fields of the config.json that the model came from. Those that the
+        arguments do not determine are repeated, as long as they still describe the model.
+        """
+        fields: Json = {"architectures": [self.architecture], "model_type": self.model_type}
+        imported = imported or {}
+        for rule in self.all_rules:
+            fields |= rule.write(config)
+            repeated = {name: imported[name] for name in rule.repeated if name in imported}
+            if repeated and self._describes(rule, repeated, config):
+                fields |= repeated
+        return fields
+
+    def _describes(self, rule: Rule, fields: Json, config: TransformerConfig) -> bool:
+        """Return whether the rule reads the arguments of this model from the fields."""
+        found = ConfigFields(fields, transformers_defaults(self.model_type))
+        arguments = rule.read(found, {})
+        return all(getattr(config, name) == value for name, value in arguments.items())
+
+    def repeated_fields(self, hf: Json) -> Json:
+        """Return the fields that `write_config` repeats, with defaults for missing ones."""
+        found = ConfigFields(hf, transformers_defaults(self.model_type))
+        fields: Json = {}
+        for rule in self.rules:
+            if found.states(*rule.repeated):
+                fields |= {name: found.first(name) for name in rule.repeated}
+        return fields
+
+    def switched_biases(self) -> list[tuple[str, str]]:
+        """Return the switches of biases with the part of a layer that each is for, e.g. ".mlp."."""
+        switches: list[tuple[str, str]] = []
+        for rule in self.rules:
+            switches += rule.biased_parts.items()
+        return switches
+
+    def list_unbiased_parts(self, hf: Json) -> list[str]:
+        """Return the parts of a layer whose biases the config.json `hf` switches off."""
+        found = ConfigFields(hf, transformers_defaults(self.model_type))
+        return [part for field, part in self.switched_biases() if not found.first(field)]
+
+    def find_obstacles(self, config: TransformerConfig) -> list[str]:
+        """Return the properties of a model that this family cannot express.
+
+        config.json is written, read back as if from a file, and compared.
+        """
+        if config.window_size is not None and not any(config.window_pattern):
+            # A window that no layer has. transformers has no such model.
+            config = replace(
+                config, window_size=None, window_attn_skip_freq=None, rotary_base_local=None
+            )
+        wanted = compute_model_signature(config)
+
+        # Write and read config.json.
+        fields = self.write_config(config)
+        usual = {"kv_channels": config.hidden_size // config.num_attention_heads}
+        try:
+            args = usual | self.read_config(fields, {})
+        except ValueError as error:  # a value that the family does not have
+            return [str(error), *_list_differences(wanted, {})]
+
+        # Compare the model that it describes.
+        try:
+            found = compute_model_signature(TransformerConfig(**(args | LOCAL_BACKEND_FIELDS)))
+        except ValueError as error:  # the model contradicts the family
+            return [*str(error).splitlines(), *_list_differences(wanted, wanted | args)]
+        obstacles = _list_differences(wanted, found)
+        if not obstacles:
+            refusal = refusal_of_transformers(self.model_type, fields)
+            if refusal is not None:
+                obstacles.append(f"a config.json that transformers accepts ({refusal})")
+        return obstacles
+
+
+_MISSING = object()
+
+
+def _list_differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Return a line for each value of `wanted` that is missing or different in `found`."""
+    lines = []
+    for name, value in wanted.items():
+        if found.get(name, _MISSING) != value:
+            lines.append(f"{name} = {value}")
+    return lines

@@ -1,0 +1,228 @@
+"""Weights of transformers' models as Meta, torchtitan and torchtune store them.
+
+Each has names of its own. Where rotary embeddings rotate neighboring elements (Llama), the rows of
+queries and keys alternate between the two halves of a head, which transformers stores one after the
+other. (Source: the converters of transformers, torchtitan 0.2 and torchtune 0.6.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.conversion.file_names import PARAMS
+from megatron.conversion.huggingface.safetensors_files import Stored
+from megatron.conversion.model_space.source import Shape
+from megatron.core.dist_checkpointing import CheckpointError, Reader
+from megatron.core.dist_checkpointing.format import schema
+
+EMBEDDING = "tok_embeddings.weight"
+_GATE = "layers.0.feed_forward.w1.weight"
+
+# Name in transformers -> name of Meta and torchtitan, and of torchtune. Biases follow weights.
+_LAYER = {
+    "input_layernorm.weight": ("attention_norm.weight", "sa_norm.scale"),
+    "self_attn.q_proj.": ("attention.wq.", "attn.q_proj."),
+    "self_attn.k_proj.": ("attention.wk.", "attn.k_proj."),
+    "self_attn.v_proj.": ("attention.wv.", "attn.v_proj."),
+    "self_attn.o_proj.": ("attention.wo.", "attn.output_proj."),
+    "self_attn.q_norm.weight": ("attention.q_norm.weight", "attn.q_norm.scale"),
+    "self_attn.k_norm.weight": ("attention.k_norm.weight", "attn.k_norm.scale"),
+    "post_attention_layernorm.weight": ("ffn_norm.weight", "mlp_norm.scale"),
+    "mlp.gate_proj.": ("feed_forward.w1.", "mlp.w1."),
+    "mlp.up_proj.": ("feed_forward.w3.", "mlp.w3."),
+    "mlp.down_proj.": ("feed_forward.w2.", "mlp.w2."),
+}
+_OUTSIDE = {
+    EMBEDDING: "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "norm.scale": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_FREQUENCIES = ("rope.freqs", "freqs_cis", "rope.cache")  # computed, not trained
+_NUMBERED = re.compile(r"layers\.(\d+)\.(.+)")
+_ROTATED = (".q_proj.", ".k_proj.")
+_INTERLEAVED = ("llama", "mistral")  # model types whose programs rotate neighboring elements
+# Axis that Meta splits over its files, by part of the name.
+_SPLIT_AXES = {".wo.": 1, ".w2.": 1, ".wq.": 0, ".wk.": 0, ".wv.": 0, ".w1.": 0, ".w3.": 0}
+
+_POSITIVE = schema.integer(1, 2**31 - 1)
+_PARAMS = schema.record(
+    {
+        "dim": _POSITIVE,
+        "n_layers": schema.integer(1, 10_000),
+        "n_heads": _POSITIVE,
+        "n_kv_heads?": schema.optional(_POSITIVE),
+        "norm_eps": schema.number(0, 1),
+        "rope_theta?": schema.number(1, 1e15),
+        "use_scaled_rope?": schema.boolean,
+    }
+)
+
+
+# ---- Files ----
+
+
+def open_dcp(directory: Path) -> dict[str, Stored]:
+    """Return the tensors of a DCP directory, without the state of an optimizer."""
+    reader = Reader(directory)
+    tensors = {}
+    for key, stored in reader.metadata.tensors.items():
+        name = key.removeprefix("model.")
+        if name in _OUTSIDE or _NUMBERED.fullmatch(name):
+            tensors[name] = Stored(stored.shape, stored.dtype, partial(reader.read, key))
+    return tensors
+
+
+def join_consolidated(files: list[dict[str, Stored]], where: str) -> dict[str, Stored]:
+    """Return the tensors that Meta splits over several files."""
+    joined = {}
+    for name in files[0]:
+        missing = [number for number, tensors in enumerate(files) if name not in tensors]
+        if missing:
+            raise CheckpointError(f"{where}: file {missing[0]} lacks {name}")
+        parts = [tensors[name] for tensors in files]
+        joined[name] = parts[0]
+        axis = _find_split_axis(name, files[0])
+        if len(parts) == 1 or axis is None:
+            continue
+        shapes = {part.shape for part in parts}
+        if len(shapes) > 1 or len(parts[0].shape) != 2:
+            raise CheckpointError(f"{where}: {name} has the shapes {sorted(shapes)} in the files")
+        joined[name] = _join(parts, axis)
+    return joined
+
+
+def _find_split_axis(name: str, tensors: Mapping[str, Stored]) -> int | None:
+    """Return the axis of a tensor that Meta splits; None for norms, which every file repeats."""
+    if name == EMBEDDING:
+        # Llama 3 splits the vocabulary, earlier models the hidden size, which norms have.
+        norm = tensors.get("norm.weight")
+        has_all_columns = norm is not None and tensors[name].shape[1:] == norm.shape
+        return 0 if has_all_columns else 1
+    if name == "output.weight":
+        return 0
+    for part, axis in _SPLIT_AXES.items():
+        if part in name:
+            return axis
+    return None
+
+
+def _join(parts: list[Stored], axis: int) -> Stored:
+    """Return the concatenation of matrices of the same shape."""
+    size = parts[0].shape[axis]
+    shape = list(parts[0].shape)
+    shape[axis] = size * len(parts)
+
+    def read(offset: Shape, extent: Shape) -> torch.Tensor:
+        pieces = []
+        for number, part in enumerate(parts):
+            start = max(offset[axis] - number * size, 0)
+            stop = min(offset[axis] + extent[axis] - number * size, size)
+            if start < stop:
+                inner_offset = (*offset[:axis], start, *offset[axis + 1 :])
+                inner_extent = (*extent[:axis], stop - start, *extent[axis + 1 :])
+                pieces.append(part.read(inner_offset, inner_extent))
+        return torch.cat(pieces, dim=axis)
+
+    return Stored(tuple(shape), parts[0].dtype, read)
+
+
+# ---- Names and rows of transformers ----
+
+
+def use_transformers_layout(
+    files: Mapping[str, Stored], config: Mapping[str, Any]
+) -> dict[str, Stored]:
+    """Return the tensors under the names of transformers and in its order of rows.
+
+    Tensors of transformers itself are returned unchanged.
+    """
+    if EMBEDDING not in files:
+        return dict(files)
+    heads = config.get("num_attention_heads")
+    groups = config.get("num_key_value_heads") or heads
+    is_interleaved = config.get("model_type") in _INTERLEAVED
+    result = {}
+    for name, stored in files.items():
+        if name in _FREQUENCIES:
+            continue
+        new_name = _find_name(name)
+        if is_interleaved and any(part in new_name for part in _ROTATED):
+            count = heads if ".q_proj." in new_name else groups
+            stored = _separate_halves(stored, count, name)
+        result[new_name] = stored
+    return result
+
+
+def _find_name(name: str) -> str:
+    """Return the name in transformers; an unknown name is returned as it is."""
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    match = _NUMBERED.fullmatch(name)
+    if match is not None:
+        layer, rest = match.groups()
+        for new, olds in _LAYER.items():
+            for old in olds:
+                if rest == old or (old.endswith(".") and rest.startswith(old)):
+                    return f"model.layers.{layer}.{new}{rest.removeprefix(old)}"
+    return name
+
+
+def _separate_halves(stored: Stored, heads: Any, name: str) -> Stored:
+    """Return a tensor whose heads have the even rows first, then the odd ones."""
+    rows = stored.shape[0] if stored.shape else 0
+    if type(heads) is not int or heads < 1 or rows % (2 * heads):
+        raise CheckpointError(f"{name} has {rows} rows, which are not {heads} heads")
+    head_rows = rows // heads
+
+    def read(offset: Shape, shape: Shape) -> torch.Tensor:
+        # Whole heads are read, because their rows move.
+        first_head = offset[0] // head_rows
+        last_head = -(-(offset[0] + shape[0]) // head_rows)  # rounded up
+        start = first_head * head_rows
+        extent = ((last_head - first_head) * head_rows, *shape[1:])
+        value = stored.read((start, *offset[1:]), extent)
+        pairs = value.view(last_head - first_head, head_rows // 2, 2, *shape[1:])
+        moved = pairs.transpose(1, 2).reshape(extent)
+        skipped = offset[0] - start
+        return moved[skipped : skipped + shape[0]]
+
+    return Stored(stored.shape, stored.dtype, read)
+
+
+# ---- params.json ----
+
+
+def read_params(directory: Path, files: Mapping[str, Stored]) -> dict[str, Any]:
+    """Return the config.json of the Llama model that Meta's `params.json` describes."""
+    path = directory / PARAMS
+    params = _PARAMS(schema.read_json(path), str(path))
+    if params.get("use_scaled_rope"):
+        raise CheckpointError(
+            f"{path}: use_scaled_rope does not state the scaling factor: copy the model's "
+            "config.json of transformers into the directory"
+        )
+    rows = {}
+    for name in (EMBEDDING, _GATE):
+        if name not in files or len(files[name].shape) != 2:
+            raise CheckpointError(f"{directory} lacks the matrix {name}")
+        rows[name] = files[name].shape[0]
+    return {
+        "model_type": "llama",
+        "hidden_size": params["dim"],
+        "intermediate_size": rows[_GATE],
+        "num_hidden_layers": params["n_layers"],
+        "num_attention_heads": params["n_heads"],
+        "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
+        "rms_norm_eps": params["norm_eps"],
+        "rope_theta": float(params.get("rope_theta", 10000.0)),
+        "vocab_size": rows[EMBEDDING],
+        "tie_word_embeddings": "output.weight" not in files,
+        "hidden_act": "silu",
+    }

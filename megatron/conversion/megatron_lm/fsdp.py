@@ -1,0 +1,383 @@
+"""Checkpoints of Megatron-FSDP (`--ckpt-format fsdp_dtensor`): plain DCP directories.
+
+Every parameter is a tensor of its global shape under the name of its module, after the names of the
+wrappers around the model: `model.module.decoder.layers.0...`. Gate and up of a gated linear layer
+are two tensors (`weight_w`, `weight_v`), and so is every expert. Optimizer state is stored as
+`optimizer.state.<wrappers>.<parameter>.<state>`. Arguments, parameter groups and schedules are
+objects; nested dictionaries are flattened, one object per value.
+
+Version 1 stores the arguments of the run. Version 2 stores only the model and the optimizer. With
+mixed precision, both store the fp32 main parameters as the weights of the model. (Source:
+Megatron-LM 0.20 and megatron-fsdp 0.6; checked against files of Megatron-LM's converter.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.conversion.edit_options import rename_tensors
+from megatron.conversion.megatron_lm.args import (
+    find_param_groups,
+    read_arguments,
+    read_training_state,
+)
+from megatron.conversion.megatron_lm.optimizer_state import (
+    PieceTable,
+    has_optimizer,
+    refuse_unknown_optimizer,
+)
+from megatron.conversion.model_space.model import (
+    check_optimizer_complete,
+    find_norm_key,
+    model_config,
+    model_parameters,
+    read_vocabulary_rows,
+)
+from megatron.conversion.model_space.pieces import ReadRegion
+from megatron.conversion.model_space.source import (
+    WORD_EMBEDDINGS,
+    Shape,
+    TensorInfo,
+    TrainingState,
+    is_trained,
+    optimizer_key,
+    plain_numbers,
+)
+from megatron.conversion.options import ReadOptions
+from megatron.core.dist_checkpointing import CheckpointError, Reader
+from megatron.core.distributed.param_and_grad_buffer import ParamSpec
+
+# Names of wrappers around the model. Their number depends on the precision and the version.
+_WRAPPERS = re.compile(r"(?:model|module|)\.")
+_OURS = ("embedding.", "decoder.", "output_layer.", "mtp.")
+_STATE = "optimizer.state."
+_RENAMED_STATES = {"fp32_param": "param", "master_param": "param"}
+_GROUP_OF_PARAMETER = "optimizer.param_to_group_meta."
+_GROUP = re.compile(r"optimizer\.(?:optimizer\.)?param_groups\.(\d{1,2})\.(\w+)")
+_SCHEDULE = "opt_param_scheduler."
+_COMMON = ("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+_GATED = ("_w", "_v")  # gate, up
+_EXPERTS = re.compile(r"(.+\.experts)\.experts\.(linear_fc[12])\.(\w+)")
+_IGNORED_OBJECTS = (
+    "rng_state",
+    "rerun_state_machine",
+    "content_metadata.",
+    "optimizer.",
+    _SCHEDULE,
+)
+
+
+class StoredPart(NamedTuple):
+    """A stored tensor that is a parameter, or one expert of it, or a half of either.
+
+    Of a gated layer, gate is the first half of the rows and up the second.
+    """
+
+    name: str  # in the files, without wrappers
+    expert: int | None
+
+
+def is_megatron_fsdp(keys: Iterable[str]) -> bool:
+    """Return whether the keys of a DCP directory are those of Megatron-FSDP."""
+    names = [_strip_wrappers(key) for key in keys if key.startswith("model.")]
+    return any(name.startswith(_OURS) for name in names)
+
+
+def _strip_wrappers(key: str) -> str:
+    """Return the name of a parameter without those of the wrappers."""
+    start = 0
+    while match := _WRAPPERS.match(key, start):
+        start = match.end()
+    return key[start:]
+
+
+class MegatronFsdpSource:
+    """An iteration directory of Megatron-FSDP."""
+
+    def __init__(self, directory: Path, read_options: ReadOptions) -> None:
+        self.description = f"Megatron-FSDP checkpoint {directory}"
+        self._reader = Reader(directory, verify=read_options.verify is not False)
+        stored = self._reader.metadata
+        names = rename_tensors(
+            {key: key for key in stored.tensors}, read_options.renames, self.description
+        )
+        # Parameter, and (parameter, state) of the optimizer -> key in the files.
+        self._weights: dict[str, str] = {}
+        self._states: dict[tuple[str, str], str] = {}
+        self.unused: list[str] = []
+        for name, key in names.items():
+            self._sort_key(name, key)
+        self._rename_norms()
+
+        # Arguments.
+        self._objects = self._index_objects()
+        common = self._read_common(read_options.args)
+        self.args = read_arguments(common, str(directory)) | dict(read_options.args)
+        self.args.pop("use_megatron_fsdp", None)
+
+        # The model, whose vocabulary has the stored rows.
+        rows = read_vocabulary_rows(self._describe_embedding(), str(directory))
+        self.args["model_vocab_size"] = rows
+        self.config = model_config(self.args, rows, self.description)
+        parameters = model_parameters(self.config)
+
+        # Weights and optimizer state.
+        self._table = PieceTable(self.description)
+        states: list[str] = []
+        groups = None
+        if read_options.optimizer:
+            states = self._list_states()
+            groups = self._read_groups(common, parameters)
+        is_optimizer_stored = bool(states) or has_optimizer(self.args, (), groups)
+        for parameter in parameters:
+            self._add_parameter(parameter, states, is_optimizer_stored)
+        self._table.complete(is_optimizer_stored)
+        self.tensors: Mapping[str, TensorInfo] = self._table.tensors
+        check_optimizer_complete(self.tensors, str(directory))
+        self.unused += sorted(self._weights.values())
+        if read_options.optimizer:
+            self.unused += sorted(self._states.values())
+        self.training: TrainingState | None = read_training_state(common, self.args, groups)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        return self._table.read(key, offset, shape)
+
+    # ---- Keys ----
+
+    def _sort_key(self, name: str, key: str) -> None:
+        """Add a key of the files to the weights or the optimizer state."""
+        if name.startswith(_STATE):
+            parameter, _, state = _strip_wrappers(name.removeprefix(_STATE)).rpartition(".")
+            self._states[parameter, _RENAMED_STATES.get(state, state)] = key
+        elif name.startswith("model."):
+            self._weights[_strip_wrappers(name)] = key
+        else:
+            self.unused.append(key)
+
+    def _rename_norms(self) -> None:
+        """Give norms the names of the model, which depend on the layer that follows."""
+        known = {name.removesuffix(_GATED[0]) for name in self._weights}
+        self._weights = {find_norm_key(name, known): key for name, key in self._weights.items()}
+        states = {}
+        for (name, state), key in self._states.items():
+            states[find_norm_key(name, known), state] = key
+        self._states = states
+
+    def _index_objects(self) -> set[str]:
+        """Return the keys of the objects that are read, and record the others as unused."""
+        objects = set()
+        for key in self._reader.metadata.objects:
+            if key in _COMMON or key.startswith(_IGNORED_OBJECTS):
+                objects.add(key)
+            elif not key.endswith("._extra_state"):
+                self.unused.append(key)
+        return objects
+
+    def _find_parts(self, parameter: ParamSpec) -> list[StoredPart]:
+        """Return the stored parts of the weight of `parameter`; empty if there are none."""
+        parts = self._find_whole_or_pair(parameter.name)
+        match = _EXPERTS.fullmatch(parameter.name)
+        if parts or match is None:
+            return parts
+
+        # Experts one by one.
+        module, linear, kind = match.groups()
+        for number in range(parameter.shape[0]):
+            grouped = f"{module}.{linear}.{kind}{number}"
+            sequential = f"{module}.local_experts.{number}.{linear}.{kind}"
+            parts += self._find_whole_or_pair(grouped, number)
+            parts += self._find_whole_or_pair(sequential, number)
+        return parts
+
+    def _find_whole_or_pair(self, name: str, expert: int | None = None) -> list[StoredPart]:
+        """Return the stored weight `name`, or the gate and up that it consists of."""
+        if name in self._weights:
+            return [StoredPart(name, expert)]
+        pair = [name + suffix for suffix in _GATED]
+        if all(half in self._weights for half in pair):
+            return [StoredPart(half, expert) for half in pair]
+        return []
+
+    def _describe_embedding(self) -> dict[str, TensorInfo]:
+        """Return shape and dtype of the word embedding, if it is stored."""
+        key = self._weights.get(WORD_EMBEDDINGS)
+        if key is None:
+            return {}
+        stored = self._reader.metadata.tensors[key]
+        return {WORD_EMBEDDINGS: TensorInfo(stored.shape, stored.dtype)}
+
+    # ---- Arguments and training state ----
+
+    def _read_common(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of a `common.pt`; `given` replaces arguments that are not stored."""
+        common: dict[str, Any] = {}
+        for key in _COMMON:
+            if key in self._objects:
+                common[key] = self._reader.read_object(key)
+        if "args" not in common:
+            if not given.get("num_layers"):
+                raise CheckpointError(
+                    f"{self.description}: no arguments are stored, so its model is unknown: give "
+                    "the training flags that define it (--num-layers, --hidden-size, ...)"
+                )
+            common["args"] = argparse.Namespace(**given)
+        schedule = {}
+        for key in sorted(self._objects):
+            if key.startswith(_SCHEDULE):
+                schedule[key.removeprefix(_SCHEDULE)] = self._reader.read_object(key)
+        if schedule:
+            common["opt_param_scheduler"] = plain_numbers(schedule)
+        return common
+
+    def _list_states(self) -> list[str]:
+        """Return the optimizer states in the files. Raises CheckpointError for unknown ones."""
+        states = sorted({state for _, state in self._states} - {"step"})
+        if states:
+            refuse_unknown_optimizer(self.args, states, self.description)
+        return states
+
+    def _read_groups(
+        self, common: dict[str, Any], parameters: Iterable[ParamSpec]
+    ) -> list[dict[str, Any]] | None:
+        """Return the parameter groups: with weight decay, and without.
+
+        They are stored by group, or by parameter. Then those of one parameter of each group are
+        read. torch's optimizers store the step as a tensor of each parameter.
+        """
+        groups = self._read_numbered_groups()
+        if not groups:
+            groups = self._read_groups_of_parameters(parameters)
+        steps = [key for (_, state), key in self._states.items() if state == "step"]
+        if steps:
+            step = self._reader.read(steps[0], (), ())
+            for group in groups:
+                group.setdefault("step", int(step))
+        for parameter, state in list(self._states):
+            if state == "step":
+                del self._states[parameter, state]
+        common["optimizer"] = {"param_groups": groups}
+        return find_param_groups(common["optimizer"]) or None
+
+    def _read_numbered_groups(self) -> list[dict[str, Any]]:
+        groups: dict[int, dict[str, Any]] = {}
+        for key in sorted(self._objects):
+            match = _GROUP.fullmatch(key)
+            if match is not None and match[2] != "params":
+                group = groups.setdefault(int(match[1]), {})
+                group[match[2]] = self._reader.read_object(key)
+        return [plain_numbers(groups[number]) for number in sorted(groups)]
+
+    def _read_groups_of_parameters(self, parameters: Iterable[ParamSpec]) -> list[dict[str, Any]]:
+        # Parameter -> field -> key of the object.
+        fields: dict[str, dict[str, str]] = {}
+        for key in self._objects:
+            if key.startswith(_GROUP_OF_PARAMETER):
+                name, _, field = key.removeprefix(_GROUP_OF_PARAMETER).rpartition(".")
+                fields.setdefault(_strip_wrappers(name), {})[field] = key
+
+        # One parameter with weight decay, and one without.
+        groups: dict[bool, dict[str, Any]] = {}
+        for parameter in parameters:
+            has_weight_decay = parameter.group.weight_decay
+            own = fields.get(parameter.name)
+            if own is not None and has_weight_decay not in groups:
+                group = {field: self._reader.read_object(key) for field, key in own.items()}
+                groups[has_weight_decay] = plain_numbers(group)
+        return list(groups.values())
+
+    # ---- Tensors ----
+
+    def _add_parameter(
+        self, parameter: ParamSpec, states: Iterable[str], is_optimizer_stored: bool
+    ) -> None:
+        """Add the weight of a parameter, and its optimizer state."""
+        parts = self._find_parts(parameter)
+        keys = [self._weights.pop(part.name) for part in parts]
+        if not keys:
+            raise CheckpointError(
+                f"{self.description} lacks {parameter.name}, which its arguments call for"
+            )
+        dtype = self._reader.metadata.tensors[keys[0]].dtype
+        weight_dtype = dtype
+        if is_trained(parameter.name) and isinstance(self.args.get("params_dtype"), torch.dtype):
+            weight_dtype = self.args["params_dtype"]
+        self._add_parts(parameter, parameter.name, parts, keys, weight_dtype)
+        if not is_trained(parameter.name):
+            return
+
+        for state in states:
+            own = [self._states.pop((part.name, state), None) for part in parts]
+            stored = [key for key in own if key is not None]
+            if stored and len(stored) == len(parts):
+                key = optimizer_key(state, parameter.name)
+                state_dtype = self._reader.metadata.tensors[stored[0]].dtype
+                self._add_parts(parameter, key, parts, stored, state_dtype)
+
+        # Without main parameters of their own, the fp32 weights in the files are the main ones.
+        main = optimizer_key("param", parameter.name)
+        if is_optimizer_stored and dtype == torch.float32 and main not in self._table.tensors:
+            self._add_parts(parameter, main, parts, keys, dtype)
+
+    def _add_parts(
+        self,
+        parameter: ParamSpec,
+        key: str,
+        parts: Sequence[StoredPart],
+        stored_keys: Sequence[str],
+        dtype: torch.dtype,
+    ) -> None:
+        """Add the stored tensors as the parts of the tensor `key`, converted to `dtype`."""
+        info = TensorInfo(parameter.shape, dtype)
+        row = 0  # of the next part in its expert, or in the whole parameter
+        expert: int | None = None
+        num_elements = 0
+        for part, stored_key in zip(parts, stored_keys, strict=True):
+            if part.expert != expert:
+                expert = part.expert
+                row = 0
+            stored = self._reader.metadata.tensors[stored_key]
+            place: Shape = (row,) + (0,) * (len(stored.shape) - 1)
+            shape = stored.shape
+            if expert is not None:
+                place = (expert, *place)
+                shape = (1, *shape)
+            _check_part(place, shape, parameter, f"{self.description}: {stored_key}")
+            row += stored.shape[0]
+            num_elements += math.prod(shape)
+            self._table.add(key, info, place, shape, self._make_region_reader(stored_key, dtype))
+        if num_elements != parameter.numel:
+            raise CheckpointError(
+                f"{self.description}: the files contain {num_elements} of {parameter.numel} "
+                f"elements of {key}"
+            )
+
+    def _make_region_reader(self, key: str, dtype: torch.dtype) -> ReadRegion:
+        """Return a reader of the stored tensor, which may lack the axis of experts."""
+        axes = len(self._reader.metadata.tensors[key].shape)
+
+        def read(offset: Shape, shape: Shape) -> torch.Tensor:
+            lead = len(shape) - axes
+            value = self._reader.read(key, offset[lead:], shape[lead:])
+            return value.view(shape).to(dtype)
+
+        return read
+
+
+def _check_part(place: Shape, shape: Shape, parameter: ParamSpec, where: str) -> None:
+    """Raise CheckpointError unless the box is inside the parameter."""
+    fits = len(shape) == len(parameter.shape)
+    if fits:
+        for start, length, size in zip(place, shape, parameter.shape, strict=True):
+            fits = fits and start + length <= size
+    if not fits:
+        raise CheckpointError(
+            f"{where} has shape {shape}, which is not a part of {parameter.name} of shape "
+            f"{parameter.shape}"
+        )

@@ -1,0 +1,120 @@
+"""Checkpoints of Megatron-core's HybridModel whose layers alternate as in a GPT model.
+
+HybridModel has one layer for each symbol of `--hybrid-layer-pattern`: `*` is attention, `-` a dense
+MLP, and `E` experts. A layer of a GPT model is a `*` and the `-` or `E` after it, under the same
+names, so both directions rename the keys of layers. Other layers, e.g. Mamba, are not in GPT
+models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from megatron.conversion.model_space.source import Shape, Source, SourceView, is_weight
+from megatron.core.dist_checkpointing import CheckpointError
+
+_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.(\w+)")
+_ATTENTION = "*"
+_MLP = "-"
+_EXPERTS = "E"
+_FINAL_NORM = "decoder.final_norm."
+_GPT_FINAL_NORM = "decoder.final_layernorm."
+_ATTENTION_MODULES = ("self_attention", "input_layernorm", "post_self_attn_layernorm")
+_MLP_MODULES = ("mlp", "pre_mlp_layernorm", "post_mlp_layernorm")
+
+
+def is_hybrid(keys: Iterable[str]) -> bool:
+    """Return whether the keys of a torch_dist checkpoint are those of HybridModel."""
+    return any(key.startswith(_FINAL_NORM) for key in keys)
+
+
+def find_pattern(keys: Iterable[str], where: str) -> str:
+    """Return the pattern of the layers, which their keys show.
+
+    Raises CheckpointError for layers that do not alternate as in a GPT model.
+    """
+    symbols: dict[int, str] = {}
+    for key in keys:
+        match = _LAYER.search(key)
+        if match is None:
+            continue
+        number = int(match[1])
+        if match[2] in _ATTENTION_MODULES:
+            symbol = _ATTENTION
+        elif match[2] in _MLP_MODULES:
+            symbol = _MLP
+        else:
+            raise CheckpointError(
+                f"{where}: layer {number} of HybridModel has {match[2]}, and only attention (*), "
+                "MLP (-) and experts (E) are parts of a GPT model"
+            )
+        if ".mlp.router." in key or symbols.get(number) == _EXPERTS:
+            symbol = _EXPERTS
+        symbols[number] = symbol
+    pattern = "".join(symbols[number] for number in sorted(symbols))
+    is_contiguous = sorted(symbols) == list(range(len(symbols)))
+    if not is_contiguous or not re.fullmatch(r"(?:\*[-E])+", pattern):
+        raise CheckpointError(
+            f"{where}: the layers of HybridModel are {pattern}, and only attention followed by an "
+            "MLP (*-) or by experts (*E) is a layer of a GPT model"
+        )
+    return pattern
+
+
+def make_gpt_key(key: str) -> str:
+    """Return the key of a GPT model for one of HybridModel."""
+    key = key.replace(_FINAL_NORM, _GPT_FINAL_NORM)
+    return _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) // 2}.{match[2]}", key)
+
+
+def make_hybrid_key(key: str) -> str:
+    """Return the key of HybridModel for one of a GPT model."""
+
+    def double(match: re.Match[str]) -> str:
+        is_mlp = match[2] in _MLP_MODULES
+        return f"decoder.layers.{2 * int(match[1]) + is_mlp}.{match[2]}"
+
+    return _LAYER.sub(double, key.replace(_GPT_FINAL_NORM, _FINAL_NORM))
+
+
+def make_gpt_arguments(args: argparse.Namespace, pattern: str) -> argparse.Namespace:
+    """Return the arguments of the GPT model with the layers of `pattern`."""
+    values = dict(vars(args))
+    mlps = pattern[1::2]
+    values["num_layers"] = len(mlps)
+    values["is_hybrid_model"] = False
+    values["hybrid_layer_pattern"] = None
+    values["hybrid_override_pattern"] = None
+    if _EXPERTS in mlps:
+        values["moe_layer_freq"] = [int(symbol == _EXPERTS) for symbol in mlps]
+    return argparse.Namespace(**values)
+
+
+class HybridLayers(SourceView):
+    """A view of `source` with the keys of HybridModel."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self.by_layer = source.tensors
+        self._gpt_keys = {make_hybrid_key(key): key for key in source.tensors}
+        self.tensors = {}
+        for key, gpt_key in self._gpt_keys.items():
+            self.tensors[key] = source.tensors[gpt_key]
+        self.pattern = find_pattern(filter(is_weight, self.tensors), source.description)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        return self._source.read(self._gpt_keys[key], offset, shape)
+
+    def replace_arguments(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a run of HybridModel, given those of the GPT model."""
+        return dict(args) | {
+            "num_layers": len(self.pattern),
+            "is_hybrid_model": True,
+            "hybrid_layer_pattern": self.pattern,
+            "moe_layer_freq": 1,
+        }

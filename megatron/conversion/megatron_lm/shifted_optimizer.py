@@ -1,0 +1,214 @@
+"""Repair of the optimizer state that Megatron-core up to 0.19.2 stores shifted.
+
+Its `fully_reshardable` form cuts the parameters out of a flat buffer without the padding at the
+ends of buckets, but at positions that include this padding. Every parameter after the first padded
+bucket therefore contains elements of the parameters that follow it. The elements between the cuts
+are not in the files: those of the alignment gaps, and of the end of the buffer, where zeros were
+added. Everything else can be put back, because the positions follow from the arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.conversion.megatron_lm.legacy_files import MegatronRank, list_expert_ranks
+from megatron.conversion.megatron_lm.optimizer_state import (
+    PieceTable,
+    compute_bucket_size,
+    count_elements,
+    plan_buckets,
+    split_by_optimizer,
+)
+from megatron.conversion.model_space.model import Layout, LocalParameter, rank_parameters
+from megatron.conversion.model_space.source import (
+    Shape,
+    Source,
+    SourceView,
+    optimizer_key,
+    optimizer_states,
+)
+from megatron.core.arithmetic import round_up
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Buckets end at a multiple of the number of replicas, and of these (in elements).
+_BUCKET_ALIGNMENT = 128
+_BANDWIDTH_ALIGNMENT = 2**16  # with --ddp-pad-buckets-for-high-nccl-busbw
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A parameter's elements in a flat buffer: where they are, and where they were cut out."""
+
+    parameter: LocalParameter
+    start: int  # in the buffer without padding
+    stored: int  # first element that was cut out; the tensor in the file begins with it
+
+
+class ShiftedBuffer:
+    """The flat buffer of a chunk, and the parameters that were cut out of it."""
+
+    def __init__(self, source: Source, cuts: Sequence[Cut]) -> None:
+        self._source = source
+        self.cuts = cuts
+
+    def count_lost(self) -> int:
+        """Return the number of elements that no tensor in the files contains."""
+        lost = 0
+        for cut in self.cuts:
+            found = 0
+            for _, start, stop in self._find_stored(cut.start, cut.parameter.numel):
+                found += stop - start
+            lost += cut.parameter.numel - found
+        return lost
+
+    def read(self, state: str, cut: Cut, start: int, count: int) -> torch.Tensor:
+        """Return `count` elements of a parameter's state, from element `start` on.
+
+        Lost elements of the main parameter are those of the weight, which is rounded; those of
+        other states are zero.
+        """
+        if state == "param":
+            value = self._read_local(cut.parameter.key, cut.parameter, start, count).float()
+        else:
+            value = torch.zeros(count)
+        first = cut.start + start
+        for other, begin, end in self._find_stored(first, count):
+            key = optimizer_key(state, other.parameter.key)
+            part = self._read_local(key, other.parameter, begin - other.stored, end - begin)
+            value[begin - first : end - first] = part
+        return value
+
+    def _find_stored(self, start: int, count: int) -> Iterator[tuple[Cut, int, int]]:
+        """Yield the cuts that contain elements of `[start, start + count)`, with the range."""
+        for cut in self.cuts:
+            begin = max(start, cut.stored)
+            end = min(start + count, cut.stored + cut.parameter.numel)
+            if begin < end:
+                yield cut, begin, end
+
+    def _read_local(
+        self, key: str, parameter: LocalParameter, start: int, count: int
+    ) -> torch.Tensor:
+        """Return elements of the part of the tensor `key` that the rank of `parameter` owns."""
+        value: torch.Tensor | None = None
+        for box in parameter.boxes:
+            begin = max(start, box.start)
+            end = min(start + count, box.start + math.prod(box.shape))
+            if begin >= end:
+                continue
+
+            # Read whole rows of the box.
+            rows = [axis for axis, size in enumerate(box.shape) if size > 1]
+            axis = rows[0] if rows else 0
+            row_size = math.prod(box.shape[axis + 1 :])
+            first_row = (begin - box.start) // row_size
+            last_row = -(-(end - box.start) // row_size)  # rounded up
+            offset = list(box.offset)
+            offset[axis] += first_row
+            shape = list(box.shape)
+            shape[axis] = last_row - first_row
+            region = self._source.read(key, tuple(offset), tuple(shape)).reshape(-1)
+            skipped = begin - box.start - first_row * row_size
+            part = region[skipped : skipped + end - begin]
+            if end - begin == count:
+                return part
+            if value is None:
+                value = part.new_empty(count)
+            value[begin - start : end - start] = part
+        assert value is not None, f"{key}: elements {start} to {start + count} are in no box"
+        return value
+
+
+class RepairedOptimizer(SourceView):
+    """A view of `source` with shifted optimizer state put back.
+
+    `source` must not compare main parameters with weights. This view does, which proves the repair:
+    the error of a wrong position is the same as for other checkpoints.
+    """
+
+    def __init__(self, source: Source, config: TransformerConfig) -> None:
+        super().__init__(source)
+        states = optimizer_states(source.tensors)
+        self.lost = 0  # elements of each state that no tensor contains
+        self.moved = 0  # elements of each state that were stored at another position
+        self._table = PieceTable(source.description)
+        for key, info in source.tensors.items():
+            if not key.startswith("optimizer."):
+                origin = (0,) * len(info.shape)
+                self._table.add(key, info, origin, info.shape, partial(source.read, key))
+        for cuts in _list_buffers(config, source.args):
+            buffer = ShiftedBuffer(source, cuts)
+            self.lost += buffer.count_lost()
+            for cut in cuts:
+                if cut.start != cut.stored:
+                    self.moved += cut.parameter.numel
+                for state in states:
+                    key = optimizer_key(state, cut.parameter.key)
+                    if key in source.tensors:
+                        read_flat = partial(buffer.read, state, cut)
+                        dtype = source.tensors[key].dtype
+                        self._table.add_local(key, cut.parameter, dtype, read_flat, 0)
+        if not self.moved:
+            raise CheckpointError(
+                f"{source.description}: its arguments specify no bucket that ends in padding, so "
+                "the optimizer state cannot be put back"
+            )
+        self._table.complete(has_optimizer=True)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        return self._table.read(key, offset, shape)
+
+
+def _list_buffers(config: TransformerConfig, args: Mapping[str, Any]) -> Iterator[list[Cut]]:
+    """Yield the cuts of every chunk of every model-parallel rank."""
+    layout = Layout.from_args(args)
+    parallel = layout.parallel
+    has_expert_optimizer = parallel.ep_size > 1
+    # Replicas over DP and CP. Those of experts follow from the same number of ranks.
+    dp_size = args.get("data_parallel_size") or 1
+    replicas = dp_size * (args.get("context_parallel_size") or 1)
+    ranks_per_stage = replicas * parallel.tp_size
+    expert_replicas = max(1, ranks_per_stage // (parallel.etp_size * parallel.ep_size))
+
+    def cut_chunks(rank: MegatronRank, number: int, alignment: int) -> Iterator[list[Cut]]:
+        chunks = rank_parameters(config, layout, rank.tp, rank.pp, 1, rank.expert, args)
+        own = split_by_optimizer(chunks, has_expert_optimizer)[number]
+        num_parameters = count_elements(own)
+        for index, parameters in enumerate(own):
+            bucket_size = compute_bucket_size(args, rank.pp, index, num_parameters)
+            yield _cut_out(parameters, bucket_size, alignment)
+
+    for tp, pp in layout.ranks:
+        yield from cut_chunks(MegatronRank(tp, pp), 0, _align_buckets(args, replicas))
+    if has_expert_optimizer:
+        for rank in list_expert_ranks(parallel):
+            yield from cut_chunks(rank, 1, _align_buckets(args, expert_replicas))
+
+
+def _align_buckets(args: Mapping[str, Any], replicas: int) -> int:
+    """Return the number of elements that the ends of buckets are multiples of."""
+    alignment = math.lcm(replicas, _BUCKET_ALIGNMENT)
+    if args.get("ddp_pad_buckets_for_high_nccl_busbw"):
+        alignment = math.lcm(alignment, _BANDWIDTH_ALIGNMENT)
+    return alignment
+
+
+def _cut_out(
+    parameters: Sequence[LocalParameter], bucket_size: int | None, alignment: int
+) -> list[Cut]:
+    """Return where a chunk's parameters are in its buffer, and where they were cut out."""
+    plan = plan_buckets(parameters, bucket_size)
+    padding = [0]  # at the ends of the buckets before
+    for size in plan.sizes:
+        padding.append(padding[-1] + round_up(size, alignment) - size)
+    cuts = []
+    for (parameter, start), placed in zip(plan.list_positions(), plan.placed, strict=True):
+        cuts.append(Cut(parameter, start, start + padding[placed.bucket]))
+    return cuts

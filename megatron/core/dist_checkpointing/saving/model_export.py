@@ -1,0 +1,283 @@
+"""Export of a model next to a checkpoint: the same staged bytes in files of another format.
+
+An `ExportPlan` states where the elements of global tensors are stored in the files of an export; it
+comes from above and knows the format. Here every rank writes the elements that it has staged for
+the checkpoint to these places: nothing is gathered or copied to host memory twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megatron.core.dist_checkpointing.background import Slot
+from megatron.core.dist_checkpointing.checkpoint_directory import CheckpointDirectory
+from megatron.core.dist_checkpointing.files import pending_directory
+from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
+from megatron.core.dist_checkpointing.mapping import (
+    BoxTable,
+    Shape,
+    narrow,
+    split_flat_range,
+    to_absolute,
+)
+from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan
+from megatron.core.durable_files import (
+    check_free_space,
+    create_file,
+    discard,
+    fsync_tree,
+    naming,
+    put_in_place,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class TensorPlace(NamedTuple):
+    """Location of a box of a global tensor in an export.
+
+    The element at `index` inside the box is at byte `position` + sum(index * strides) of `file`.
+    """
+
+    offset: Shape
+    shape: Shape
+    file: str
+    position: int
+    strides: tuple[int, ...]
+
+
+class ExportedTensor(NamedTuple):
+    """The places of a global tensor, which together contain every element once."""
+
+    dtype: torch.dtype
+    places: tuple[TensorPlace, ...]
+
+
+class ExportFile(NamedTuple):
+    """A file of an export: `header`, then the elements of tensors up to `size` bytes."""
+
+    header: bytes
+    size: int
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """All files of an export. Tensors have the dtype that the checkpoint stores."""
+
+    tensors: Mapping[str, ExportedTensor]
+    files: Mapping[str, ExportFile]
+    add_small_files: Callable[[Path], None]
+    """Adds the files that contain no tensors; called on rank 0, in the background."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(file.size - len(file.header) for file in self.files.values())
+
+    @cached_property
+    def tables(self) -> dict[str, BoxTable]:
+        """The boxes of the places, by key."""
+        tables = {}
+        for key, tensor in self.tensors.items():
+            extents = [(place.offset, place.shape) for place in tensor.places]
+            tables[key] = BoxTable.of(extents, len(extents[0][0]))
+        return tables
+
+
+@dataclass(frozen=True)
+class ExportTarget:
+    """Exports of a run: one directory per exported iteration in `root`."""
+
+    plan: ExportPlan
+    root: Path
+    keep_last: int | None = None
+    """Number of exports to keep; None keeps all."""
+
+
+class PendingExport:
+    """One export on one rank, which grows under another name and is committed by a rename.
+
+    No method raises: an export that fails is reported in `failure`, and the checkpoint is saved
+    nevertheless. Sequence of calls: `begin` on rank 0; `write` for every chunk and `close` on all
+    ranks; then `commit` on rank 0, or `abandon`, which may be repeated.
+    """
+
+    def __init__(self, target: ExportTarget, iteration: int, save_id: str) -> None:
+        self.directory = CheckpointDirectory(target.root).path(iteration)
+        self.failure: str | None = None
+        self._target = target
+        self._plan = target.plan
+        self._iteration = iteration
+        self._pending = pending_directory(self.directory, save_id)
+        self._lock = threading.Lock()
+        self._descriptors: dict[str, int] = {}
+        self._written = 0
+        self._has_no_files = False  # rank 0 could not create them
+
+    def begin(self) -> None:
+        """Create the directory and its files, with their headers and sizes."""
+        try:
+            self._target.root.mkdir(parents=True, exist_ok=True)
+            self._pending.mkdir()
+            check_free_space(self._pending, self._plan.nbytes)
+            for name, content in self._plan.files.items():
+                path = self._pending / name
+                with naming(path), create_file(path) as file:
+                    file.write(content.header)
+                    file.truncate(content.size)
+        except Exception as error:
+            self._fail(error)
+            self.abandon()
+
+    def write(self, files: FilePlan, chunk: FileChunk, slot: Slot) -> None:
+        """Write the elements of exported tensors in a staged chunk of the checkpoint's `files`."""
+        if self.failure is not None:
+            return
+        try:
+            for part in chunk.parts:
+                number, kind = divmod(part.source, 3)
+                item = files.items[number]
+                if kind != 1 or item.key not in self._plan.tensors:
+                    continue  # not the raw data of an exported tensor
+                itemsize = item.dtype.itemsize
+                assert item.dtype == self._plan.tensors[item.key].dtype, item
+                assert part.start % itemsize == part.length % itemsize == 0, part
+                staged = slot.tensor[part.at : part.at + part.length].view(item.dtype)
+                for offset, values in split_flat_range(item.shape, part.start // itemsize, staged):
+                    self._write_box(item.key, to_absolute(item.offset, offset), values)
+        except Exception as error:
+            self._fail(error)
+
+    @property
+    def warnings(self) -> list[str]:
+        """The failure of this rank, unless it follows from one that rank 0 reports."""
+        if self.failure is None or self._has_no_files:
+            return []
+        return [f"the model was not exported to {self.directory}: {self.failure}"]
+
+    def close(self) -> int:
+        """Make this rank's elements durable; return their bytes, or 0 after a failure."""
+        descriptors = list(self._descriptors.items())
+        self._descriptors = {}
+        for name, descriptor in descriptors:
+            try:
+                with naming(self._pending / name):
+                    os.fsync(descriptor)
+            except OSError as error:
+                self._fail(error)
+            # A network file system may report a failed write here, too.
+            try:
+                with naming(self._pending / name):
+                    os.close(descriptor)
+            except OSError as error:
+                self._fail(error)
+        if self.failure is not None:
+            return 0
+        return self._written
+
+    def commit(self, nbytes: int) -> bool:
+        """Complete the export and give it its name, after all ranks have written `nbytes`.
+
+        Returns whether that was possible.
+        """
+        try:
+            if self.failure is None and nbytes != self._plan.nbytes:
+                self.failure = f"the ranks have written {nbytes} of {self._plan.nbytes} bytes"
+            if self.failure is None:
+                self._plan.add_small_files(self._pending)
+                fsync_tree(self._pending)
+                put_in_place(self._pending, self.directory)
+                self._remove_older()
+        except Exception as error:
+            self._fail(error)
+        if self.failure is not None:
+            self.abandon()
+        return self.failure is None
+
+    def abandon(self) -> None:
+        """Remove the files of an export that was not committed, as far as possible."""
+        discard(self._pending)
+
+    def _fail(self, error: Exception) -> None:
+        """Keep the first failure."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = f"{type(error).__name__}: {error}"
+                if isinstance(error, OSError):
+                    self.failure = str(error)
+
+    def _write_box(self, key: str, offset: Shape, values: torch.Tensor) -> None:
+        """Write a box of the tensor `key` to all places that overlap it."""
+        places = self._plan.tensors[key].places
+        for number, common in self._plan.tables[key].overlaps(offset, tuple(values.shape)):
+            place = places[number]
+            position = place.position
+            for start, stride in zip(common.in_first, place.strides, strict=True):
+                position += start * stride
+            part = narrow(values, common.in_second, common.shape)
+            self._write_strided(place.file, position, place.strides, part)
+            with self._lock:
+                self._written += part.nbytes
+
+    def _write_strided(
+        self, file: str, position: int, strides: Sequence[int], values: torch.Tensor
+    ) -> None:
+        """Write `values` so that neighbors along axis a are `strides[a]` bytes apart."""
+        # The axes in the order of the file, the outermost first; those of one index do not matter.
+        axes = [axis for axis in range(values.dim()) if values.shape[axis] > 1]
+        axes.sort(key=lambda axis: -strides[axis])
+        others = [axis for axis in range(values.dim()) if values.shape[axis] == 1]
+        ordered = values.permute(*others, *axes).contiguous()
+        data = view_bytes(ordered.view(-1))
+
+        # Inner axes that are contiguous in the file make up a run, which is written at once.
+        length = values.itemsize
+        while axes and strides[axes[-1]] == length:
+            length *= values.shape[axes.pop()]
+        descriptor = self._open(file)
+        start = 0
+        for index in itertools.product(*(range(values.shape[axis]) for axis in axes)):
+            at = position + sum(i * strides[axis] for i, axis in zip(index, axes, strict=True))
+            self._write_run(descriptor, file, data[start : start + length], at)
+            start += length
+
+    def _write_run(self, descriptor: int, file: str, data: memoryview, position: int) -> None:
+        with naming(self._pending / file):
+            while data:
+                count = os.pwrite(descriptor, data, position)
+                data = data[count:]
+                position += count
+
+    def _open(self, name: str) -> int:
+        """Return the descriptor of a file that rank 0 has created."""
+        with self._lock:
+            if name not in self._descriptors:
+                flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+                try:
+                    self._descriptors[name] = os.open(self._pending / name, flags)
+                except FileNotFoundError:
+                    self._has_no_files = not self._pending.exists()
+                    raise
+            return self._descriptors[name]
+
+    def _remove_older(self) -> None:
+        """Remove all but the newest exports up to this one.
+
+        Later iterations belong to a branch that this run has left: a repeated save replaces them.
+        """
+        if self._target.keep_last is None:
+            return
+        root = CheckpointDirectory(self._target.root)
+        older = [number for number in root.list_iterations() if number <= self._iteration]
+        for number in sorted(older)[: -self._target.keep_last]:
+            discard(root.path(number))

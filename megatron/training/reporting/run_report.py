@@ -1,0 +1,480 @@
+"""The data and the HTML page of `tools/report.py`: one run, or several to compare.
+
+The data come from the records of the launches (`run_record`) and from the checkpoints. The page
+contains its style, script and data, so that it needs no network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from megatron.conversion.formats import find_problem
+from megatron.core.dist_checkpointing import CheckpointDirectory, read_tracker, verify
+from megatron.core.dist_checkpointing.lineage import read_parent
+from megatron.core.dist_checkpointing.verification import compute_verify_size
+from megatron.core.progress import ProgressBar
+from megatron.core.terminal import escape_control_chars
+from megatron.training.reporting.run_record import (
+    RecordedLaunch,
+    compute_goodput,
+    find_kept_iterations,
+    read_failed_launches,
+    read_record,
+    to_json_value,
+)
+
+PAGE = Path(__file__).with_name("report_page")
+MAX_POINTS = 1500  # of a curve of one launch; more are averaged
+MAX_POINTS_OF_RUN = 6000  # of a curve over all launches
+CURVES = (
+    "lm_loss",
+    "tokens_per_second",
+    "grad_norm",
+    "learning_rate",
+    "loss_scale",
+    "max_load_over_mean",
+    "max_memory_bytes",
+)
+VALIDATION_LOSS = "lm loss validation"
+# Metrics of a save. Times are in seconds since it began, except for the time training waited.
+SAVE_TIMES = (
+    "save-staging-time",
+    "save-writing-time",
+    "save-total-time",
+    "save-blocking-time",
+)
+SAVE_SIZE = "save-gigabytes"
+_PRODUCTIVE_SHARE = 0.9  # below, the verdict is a warning
+_TREND_SHARE = 0.1  # of the losses, compared with as many before
+_SILENCE_SECONDS = 600.0  # a launch without an end and without a line for so long is not running
+
+Row = dict[str, Any]
+Point = tuple[float, float]
+
+
+def collect_facts(
+    roots: Sequence[Path], verify_checkpoints: bool, clock: Callable[[], float] = time.time
+) -> Row:
+    """Return the data of the page as plain values.
+
+    Raises ValueError if a directory has no record of a run.
+    """
+    now = clock()
+    runs = [describe_run(root, verify_checkpoints, now) for root in roots]
+    return {
+        "generated": now,
+        "train_iters": max(run["train_iters"] for run in runs),
+        "runs": runs,
+        "differences": find_differences([run["arguments"] for run in runs]),
+    }
+
+
+def describe_run(root: Path, verify_checkpoints: bool, now: float) -> Row:
+    """Return all data of one run."""
+    launches = read_record(root)
+    if not launches:
+        raise ValueError(
+            f"{escape_control_chars(str(root))}: no record of a run (runs/*.jsonl); "
+            "give the --save directory of a run"
+        )
+    newest = launches[-1]
+    max_points = min(MAX_POINTS, max(20, MAX_POINTS_OF_RUN // len(launches)))
+    described = []
+    kept_iterations = find_kept_iterations(launches)
+    for index, launch in enumerate(launches):
+        row = describe_launch(launch, kept_iterations[index], max_points)
+        row["changes"] = []
+        if index > 0:
+            row["changes"] = describe_changes(launches[index - 1], launch)
+        described.append(row)
+    checkpoints = describe_checkpoints(root, launches, verify_checkpoints)
+    goodput = compute_goodput(launches)
+    train_iters = newest.start.get("train_iters", newest.last)
+    return {
+        "name": root.name or str(root),
+        "path": str(root.absolute()),
+        "summary": newest.start.get("summary", {}),
+        "command": newest.start.get("command", []),
+        "arguments": collect_arguments(newest),
+        "train_iters": train_iters,
+        "goodput": goodput,
+        "launches": described,
+        "failed": read_failed_launches(root),
+        "checkpoints": checkpoints,
+        "verdict": make_verdict(launches, train_iters, checkpoints, goodput, now),
+    }
+
+
+# Verdict.
+
+
+def make_verdict(
+    launches: Sequence[RecordedLaunch],
+    train_iters: int,
+    checkpoints: Sequence[Row],
+    goodput: Mapping[str, float],
+    now: float,
+) -> list[Row]:
+    """Return the state of the run in sentences, each with the mood `good`, `warn` or `bad`."""
+    sentences = [
+        _judge_progress(launches[-1], train_iters, now),
+        _judge_numbers(launches),
+        _judge_loss(launches),
+        _judge_checkpoints(checkpoints),
+        _judge_time(goodput),
+    ]
+    return [{"mood": mood, "text": text} for mood, text in filter(None, sentences)]
+
+
+def _judge_progress(newest: RecordedLaunch, train_iters: int, now: float) -> tuple[str, str]:
+    place = f"iteration {newest.last} of {train_iters}"
+    if newest.end is None:
+        silence = max(0.0, now - newest.ended)
+        if silence < _SILENCE_SECONDS:
+            return "good", f"Running: {place}."
+        return "bad", (
+            f"Killed or hanging: no end is recorded, and the last line, at {place}, is "
+            f"{_format_duration(silence)} old."
+        )
+    if newest.end["failed"]:
+        return "bad", f"Failed at {place}: {newest.end['reason']}"
+    if newest.last >= train_iters:
+        return "good", f"Finished: all {train_iters} iterations."
+    return "warn", f"Ended early at {place}: {newest.end['reason']}"
+
+
+def _judge_numbers(launches: Sequence[RecordedLaunch]) -> tuple[str, str]:
+    num_nan = 0
+    num_skipped = 0
+    for launch in launches:
+        num_nan += sum(row.get("nan", 0) for row in launch.intervals)
+        num_skipped += sum(row.get("skipped", 0) for row in launch.intervals)
+    if num_nan:
+        return "bad", f"Losses that are not finite: {num_nan}; skipped iterations: {num_skipped}."
+    if num_skipped:
+        return "warn", f"All losses are finite; skipped iterations: {num_skipped}."
+    return "good", "All losses are finite; no iteration was skipped."
+
+
+def _judge_loss(launches: Sequence[RecordedLaunch]) -> tuple[str, str] | None:
+    """Compare the mean of the last losses with the mean of as many before them."""
+    losses = []
+    for launch, kept in zip(launches, find_kept_iterations(launches), strict=True):
+        for row in launch.intervals:
+            if row["iteration"] <= kept and row.get("lm_loss") is not None:
+                losses.append(row["lm_loss"])
+    if not losses:
+        return None
+    size = max(1, int(_TREND_SHARE * len(losses)))
+    if len(losses) < 2 * size:
+        return "good", f"Training loss {losses[-1]:.3f}."
+    recent = sum(losses[-size:]) / size
+    before = sum(losses[-2 * size : -size]) / size
+    change = (recent - before) / abs(before) if before else 0.0
+    text = f"Training loss {losses[-1]:.3f}, {change:+.2%} over the last {_TREND_SHARE:.0%} of it."
+    return ("good" if change < 0.01 else "warn"), text
+
+
+def _judge_checkpoints(checkpoints: Sequence[Row]) -> tuple[str, str]:
+    if not checkpoints:
+        return "warn", "There is no checkpoint."
+    usable = [row["iteration"] for row in checkpoints if row["usable"]]
+    if not usable:
+        return "bad", f"None of {len(checkpoints)} checkpoints is usable."
+    text = f"Newest usable checkpoint: iteration {max(usable)}"
+    num_damaged = len(checkpoints) - len(usable)
+    if num_damaged:
+        return "warn", f"{text}; {num_damaged} of {len(checkpoints)} are not usable."
+    return "good", f"{text}; all {len(checkpoints)} are usable."
+
+
+def _judge_time(goodput: Mapping[str, float]) -> tuple[str, str] | None:
+    total = sum(goodput.values())
+    if total <= 0:
+        return None
+    share = goodput["training"] / total
+    text = f"{share:.0%} of the time was productive training"
+    lost = {name: seconds for name, seconds in goodput.items() if name != "training"}
+    largest = sorted(lost.items(), key=lambda item: -item[1])[:2]
+    parts = []
+    for name, seconds in largest:
+        if seconds > 0.01 * total:
+            parts.append(f"{_LOSSES.get(name, name)} {_format_duration(seconds)}")
+    if parts:
+        text += f"; most was lost by: {', '.join(parts)}"
+    return ("good" if share >= _PRODUCTIVE_SHARE else "warn"), f"{text}."
+
+
+# Activities of `compute_goodput`, as the page calls them.
+_LOSSES = {
+    "done again later": "iterations repeated later",
+    "held up by saves": "saves that blocked training",
+    "between starts": "time between launches",
+}
+
+
+def _format_duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.1f} min"
+    if seconds < 172_800:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86_400:.1f} days"
+
+
+# Launches.
+
+
+def describe_launch(launch: RecordedLaunch, kept: int, max_points: int = MAX_POINTS) -> Row:
+    """Return the row of a launch, with its curves; `kept` is its last iteration not repeated."""
+    end = launch.end
+    if end is None:
+        end = {"reason": "no end recorded: killed, or still running", "failed": True}
+    validation = []
+    for row in launch.points:
+        loss = row["values"].get(VALIDATION_LOSS)
+        if loss is not None:
+            validation.append((row["iteration"], loss))
+    saves = []
+    for row in find_saves(launch):
+        saves.append((row["iteration"], split_save_time(row["values"])))
+    return {
+        "layout": launch.start.get("layout", ""),
+        "host": launch.start.get("host", ""),
+        "began": launch.began,
+        "ended": launch.ended,
+        "first": launch.first,
+        "last": launch.last,
+        "kept": min(kept, launch.last),
+        "loaded": launch.start.get("loaded"),
+        "reason": end["reason"],
+        "failed": end["failed"],
+        "curves": {name: make_curve(launch, name, max_points) for name in CURVES},
+        "validation": validation,
+        "saves": saves,
+    }
+
+
+def make_curve(launch: RecordedLaunch, name: str, max_points: int = MAX_POINTS) -> list[Point]:
+    """Return (iteration, value) of the intervals, averaged if there are more than `max_points`."""
+    points = []
+    for row in launch.intervals:
+        if row.get(name) is not None:
+            points.append((row["iteration"], row[name]))
+
+    # A point of the curve is the mean of a group of intervals, at the last of their iterations.
+    group_size = max(1, math.ceil(len(points) / max_points))
+    curve = []
+    for start in range(0, len(points), group_size):
+        group = points[start : start + group_size]
+        mean = sum(value for _, value in group) / len(group)
+        curve.append((group[-1][0], mean))
+    return curve
+
+
+def find_saves(launch: RecordedLaunch) -> list[Row]:
+    """Return the points of committed saves that have all measurements."""
+    saves = []
+    for row in launch.points:
+        measurements = [row["values"].get(name) for name in (*SAVE_TIMES, SAVE_SIZE)]
+        if None not in measurements:
+            saves.append(row)
+    return saves
+
+
+def split_save_time(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each phase of a save; `training waited` overlaps with them."""
+    staged, written, total, blocking = [values[name] for name in SAVE_TIMES]
+    return {
+        "copy to host memory": staged,
+        "write": max(0.0, written - staged),
+        "commit": max(0.0, total - max(staged, written)),
+        "training waited": blocking,
+        "bytes": values[SAVE_SIZE] * 1e9,
+    }
+
+
+# Differences between launches.
+
+
+def collect_arguments(launch: RecordedLaunch) -> dict[str, str]:
+    """Return flags, versions, host and number of ranks of a launch, as far as recorded."""
+    start = launch.start
+    arguments = {}
+    for name, value in start.get("arguments", {}).items():
+        arguments[f"--{name.replace('_', '-')}"] = value
+    for part in start.get("summary", {}).get("versions", "").split(", "):
+        name, _, version = part.partition(" ")
+        if version:
+            arguments[name] = version
+    if "world_size" in start:
+        arguments["ranks"] = str(start["world_size"])
+    if "host" in start:
+        arguments["host"] = start["host"]
+    return arguments
+
+
+def describe_changes(before: RecordedLaunch, after: RecordedLaunch) -> list[str]:
+    """Return texts such as "--lr 0.003 -> 0.001" for what differs between two launches."""
+    differences = find_differences([collect_arguments(before), collect_arguments(after)])
+    changes = []
+    for name, old, new in differences:
+        if old and new:
+            changes.append(f"{name} {old} -> {new}")
+    return changes
+
+
+def find_differences(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """Return a row `[name, value, value, ...]` for each name whose values differ.
+
+    A value that is not recorded is empty.
+    """
+    rows = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [column.get(name, "") for column in columns]
+        if len(set(values)) > 1:
+            rows.append([name, *values])
+    return rows
+
+
+# Checkpoints.
+
+
+def describe_checkpoints(
+    root: Path, launches: Sequence[RecordedLaunch], verify_checkpoints: bool
+) -> list[Row]:
+    """Return a row for each checkpoint: state, size, writer, parent, branch, command to resume."""
+    writers = {}  # iteration -> number of the launch that saved it last, from 1
+    for number_of_launch, launch in enumerate(launches, start=1):
+        for row in find_saves(launch):
+            writers[row["iteration"]] = number_of_launch
+
+    # The branch on which the next launch continues.
+    checkpoints = CheckpointDirectory(root)
+    lineages = checkpoints.read_lineages()
+    head = None
+    with contextlib.suppress(ValueError):  # a damaged tracker does not prevent a report
+        head = lineages.get(cast(int, read_tracker(root)))
+    current = checkpoints.list_branch(head)
+
+    command = launches[-1].start.get("command", [])
+    rows = []
+    for iteration in checkpoints.list_iterations():
+        directory = checkpoints.path(iteration)
+        row = measure_files(directory)
+        row["iteration"] = iteration
+        row["launch"] = writers.get(iteration)
+        row["layout"] = None
+        row["validation"] = None
+        writer = None
+        if iteration in writers:
+            writer = launches[writers[iteration] - 1]
+            row["layout"] = writer.start.get("layout")
+            row["validation"] = find_validation_loss(writer, iteration)
+        row["parent"] = find_parent(directory, writer)
+        row["branch"] = "current" if iteration in current else "left"
+        row["usable"], row["state"] = find_state(directory, verify_checkpoints)
+        row["resume"] = make_resume_command(command, root, iteration)
+        rows.append(row)
+    return rows
+
+
+def make_resume_command(command: Sequence[str], root: Path, iteration: int) -> str:
+    """Return the recorded command with the flags that resume from a checkpoint; empty if none is
+    recorded.
+    """
+    if not command:
+        return ""
+    kept = []
+    skips_value = False
+    for word in command:
+        if skips_value:
+            skips_value = False
+        elif word in ("--load", "--ckpt-step"):
+            skips_value = True
+        elif not word.startswith(("--load=", "--ckpt-step=")):
+            kept.append(word)
+    return shlex.join([*kept, "--load", str(root.absolute()), "--ckpt-step", str(iteration)])
+
+
+def find_validation_loss(launch: RecordedLaunch, iteration: int) -> float | None:
+    """Return the validation loss that a launch has measured at an iteration, if any."""
+    for row in launch.points:
+        if row["iteration"] == iteration and row["values"].get(VALIDATION_LOSS) is not None:
+            return float(row["values"][VALIDATION_LOSS])
+    return None
+
+
+def measure_files(directory: Path) -> Row:
+    """Return number, bytes and newest modification time of the files below a directory."""
+    stats = [path.stat() for path in directory.rglob("*") if path.is_file()]
+    return {
+        "time": max((stat.st_mtime for stat in stats), default=None),
+        "bytes": sum(stat.st_size for stat in stats),
+        "files": len(stats),
+    }
+
+
+def find_parent(directory: Path, writer: RecordedLaunch | None) -> str | None:
+    """Return the name of the previous checkpoint; for the first one of a directory, the checkpoint
+    from which its launch started.
+    """
+    before = read_parent(directory)
+    if before is not None:
+        return CheckpointDirectory(directory.parent).path(before).name
+    if writer is None:
+        return None
+    loaded = writer.start.get("loaded")
+    if not loaded:
+        return "random weights"
+    return Path(loaded).name
+
+
+def find_state(directory: Path, verify_checkpoints: bool) -> tuple[bool, str]:
+    """Return whether a checkpoint is usable, and its state: complete, verified or damaged."""
+    if any(directory.glob("mp_rank_*")):
+        return True, "legacy format"
+    problem = find_problem(directory)
+    if problem is not None:
+        return False, problem
+    if not verify_checkpoints:
+        return True, "complete"
+    with ProgressBar(f"verify {directory.name}", compute_verify_size(directory)) as progress:
+        problems = verify(directory, progress=progress.add).problems
+    if problems:
+        return False, f"damaged: {problems[0]}"
+    return True, "verified"
+
+
+# Page.
+
+
+def render_page(facts: Row, refresh_seconds: int | None = None) -> str:
+    """Return the page with its data; a browser reloads it every `refresh_seconds`."""
+    # No text in the data can end the script, because `<` is escaped.
+    data = json.dumps(to_json_value(facts)).replace("<", "\\u003c")
+    refresh = ""
+    if refresh_seconds is not None:
+        refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">'
+    parts = {
+        "<!-- REFRESH -->": refresh,
+        "/* STYLE */": _read_part("style.css"),
+        "/* SCRIPT */": _read_part("script.js"),
+        '"__FACTS__"': data,  # last: texts in the data must not be replaced
+    }
+    page = _read_part("page.html")
+    for placeholder, content in parts.items():
+        page = page.replace(placeholder, content, 1)
+    return page
+
+
+def _read_part(name: str) -> str:
+    return (PAGE / name).read_text(encoding="utf-8")

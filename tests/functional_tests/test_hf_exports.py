@@ -1,0 +1,110 @@
+"""--save-hf-interval: models next to checkpoints are those that convert.py makes of them."""
+
+import pytest
+
+from megatron.conversion.convert import convert, open_checkpoint
+from tests.support.training_harness import (
+    DISTRIBUTED_OPTIMIZER,
+    GPT2,
+    LAYOUTS,
+    LLAMA,
+    train,
+)
+
+RUN = "--mock-data --train-iters 4 --save-interval 1 --save-hf-interval 2 "
+MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
+EP2 = (2, f"--expert-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}")
+TP2_ZERO = (4, f"--tensor-model-parallel-size 2 {DISTRIBUTED_OPTIMIZER}")
+
+
+def launch(pool, layout, flags, root):
+    world_size, layout_flags = layout
+    directories = f"--save {root / 'run'} --save-hf {root / 'hf'}"
+    return pool.run(train, world_size, f"{RUN} {layout_flags} {flags} {directories}")
+
+
+def list_names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def read_files(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def check_exports(root, iterations):
+    """Each export is, byte by byte, the conversion of the checkpoint of its iteration."""
+    assert list_names(root / "hf") == [f"iter_{number:07d}" for number in iterations]
+    for number in iterations:
+        expected = root / f"converted{number}"
+        convert(root / "run", expected, "hf", step=number)
+        exported = read_files(root / "hf" / f"iter_{number:07d}")
+        assert exported.keys() == read_files(expected).keys()
+        for name, content in read_files(expected).items():
+            assert exported[name] == content, name
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        (LAYOUTS["tp2_pp2"], f"{LLAMA} --bf16 --async-save"),
+        (LAYOUTS["dp2_distributed_optimizer"], f"{LLAMA} --bf16 --async-save"),
+        (EP2, f"{MOE} --bf16 --async-save"),
+        (TP2_ZERO, LLAMA),
+        (LAYOUTS["tp2_pp2"], f"{GPT2} --async-save"),
+    ],
+    ids=["tp2_pp2", "zero", "ep2", "tp2_zero_fp32_synchronous", "gpt2_tp2_pp2"],
+)
+def test_exports_equal_conversions(pool, tmp_path, layout, flags):
+    launch(pool, layout, flags, tmp_path)
+    check_exports(tmp_path, [2, 4])
+
+
+def test_end_of_the_run_is_exported(pool, tmp_path):
+    flags = f"{LLAMA} --bf16 --async-save --train-iters 3 --save-hf-keep-last 1"
+    launch(pool, LAYOUTS["dp2"], flags, tmp_path)
+    check_exports(tmp_path, [3])
+
+
+def test_local_checkpoints_are_exported_when_they_are_copied(pool, tmp_path):
+    local = (
+        "--non-persistent-ckpt-type local --non-persistent-save-interval 1 "
+        f"--non-persistent-local-ckpt-dir {tmp_path / 'local'}"
+    )
+    launch(pool, LAYOUTS["dp2_distributed_optimizer"], f"{LLAMA} --async-save {local}", tmp_path)
+    check_exports(tmp_path, [2, 4])
+
+
+def test_full_disk_does_not_fail_the_checkpoint(pool, tmp_path, disk):
+    """The run goes on, and its checkpoints are complete."""
+    disk.mount("size=64k")
+    run = f"{RUN} {LLAMA} --async-save --exit-on-save-failure"
+    flags = f"--save {tmp_path / 'run'} --save-hf {disk.path / 'hf'}"
+    outcomes = pool.run(train, 2, f"{run} {flags}")
+    assert outcomes[0].iteration == 4
+    assert list_names(disk.path / "hf") == []
+    for iteration in (2, 4):
+        open_checkpoint(tmp_path / "run", step=iteration)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--save-hf-interval 2", r"--save-hf-interval 2 .*give --save and --save-hf and"),
+        (
+            "--save-hf-interval 3 --save-interval 2 --save x --save-hf y",
+            "must be a multiple of --save-interval 2",
+        ),
+        (
+            "--save-hf-interval 2 --save-interval 2 --save x --save-hf x/",
+            "is the directory of --save",
+        ),
+        ("--save-hf-keep-last 2", "needs --save-hf-interval"),
+        (
+            "--save-hf-interval 2 --save-interval 2 --save x --save-hf s3://bucket/hf",
+            "object storage is for torch_dist checkpoints",
+        ),
+    ],
+)
+def test_impossible_flags_are_rejected(pool, tmp_path, monkeypatch, flags, message):
+    with pytest.raises(ValueError, match=message):
+        pool.run(train, 1, f"--mock-data --train-iters 4 {LLAMA} {flags}")

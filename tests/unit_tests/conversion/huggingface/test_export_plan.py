@@ -1,0 +1,72 @@
+"""The plan of exports next to checkpoints, for every family: the files that a conversion writes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
+from megatron.conversion.huggingface.export_plan import plan_export
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, is_trained, read_whole
+from megatron.conversion.options import WriteOptions
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.saving.model_export import ExportTarget, PendingExport
+from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
+from tests import GOLDEN
+from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
+
+MODELS = sorted(path.parent for path in (GOLDEN / "hf").glob("*/config.json"))
+
+
+def export(source: MemorySource, root: Path, **options: Any) -> Path:
+    """Save the tensors of `source` with an export, and return its directory."""
+    vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
+    plan = plan_export(source.args | {"model_vocab_size": vocab_size}, **options)
+    target = ExportTarget(plan, root / "exports")
+    state = {key: ShardedTensor.replicated(key, value) for key, value in source.values.items()}
+    with AsyncSaver() as saver:
+        saver.save(
+            state,
+            root / "checkpoint",
+            common={},
+            export=lambda save_id: PendingExport(target, 1, save_id),
+        )
+        (report,) = saver.finish()
+    assert report.error is None and report.warning is None
+    assert report.exported is not None
+    return report.exported
+
+
+def read_files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.name)
+def test_files_equal_a_conversion(model: Path, tmp_path: Path) -> None:
+    imported = HuggingFaceSource(model)
+    values = {}
+    for key in imported.tensors:
+        value = read_whole(imported, key)
+        # A run keeps the biases of routers in fp32. Other biases are not zero in a run.
+        if not is_trained(key):
+            value = value.float()
+        elif key.endswith(".bias"):
+            value = value + torch.ones(1, dtype=value.dtype)
+        values[key] = value
+    source = MemorySource(imported.args, values)
+    write_huggingface(source, tmp_path / "converted")
+    exported = read_files(export(source, tmp_path))
+    expected = read_files(tmp_path / "converted")
+    assert exported.keys() == expected.keys()
+    for name, content in expected.items():
+        assert exported[name] == content, name
+
+
+def test_shards_have_an_index(tmp_path: Path) -> None:
+    source = random_source(LLAMA_ARGS | {"bf16": True}, optimizer=False)
+    limit = source.tensors[WORD_EMBEDDINGS].nbytes
+    write_huggingface(source, tmp_path / "converted", WriteOptions(max_shard_size=limit))
+    exported = read_files(export(source, tmp_path, max_shard_size=limit))
+    assert "model.safetensors.index.json" in exported
+    assert exported == read_files(tmp_path / "converted")

@@ -1,0 +1,168 @@
+"""Weights of Meta, torchtitan and torchtune equal those of transformers, whose logits are known.
+
+The golden models of transformers are stored here under the names of the other programs, with rows in
+the order of their rotary embeddings.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron.conversion.convert import compare, convert, open_checkpoint
+from megatron.conversion.huggingface.weight_files import open_weights
+from megatron.core.dist_checkpointing import CheckpointError
+from tests import GOLDEN
+from tests.support.compare import assert_same, read_all
+
+TITAN = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
+    "model.layers": "layers", "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm", "self_attn": "attention", "q_proj": "wq",
+    "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "mlp": "feed_forward", "gate_proj": "w1",
+    "down_proj": "w2", "up_proj": "w3",
+}  # fmt: skip
+TUNE = {
+    "model.embed_tokens": "tok_embeddings", "model.norm.weight": "norm.scale", "lm_head": "output",
+    "model.layers": "layers", "input_layernorm.weight": "sa_norm.scale",
+    "post_attention_layernorm.weight": "mlp_norm.scale", "self_attn": "attn",
+    "o_proj": "output_proj", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3",
+}  # fmt: skip
+
+VOCABULARY = {
+    "tok_embeddings.weight": "embedding.word_embeddings.weight",
+    "output.weight": "output_layer.weight",
+}
+
+
+def load_golden(model, names):
+    """Return the config and the weights of a golden model under other names."""
+    directory = GOLDEN / "hf" / model
+    config = json.loads((directory / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    weights = {}
+    for name, stored in open_weights(directory).items():
+        value = stored.read((0,) * len(stored.shape), stored.shape)
+        if config["model_type"] == "llama" and re.search(r"[qk]_proj", name):
+            count = heads if "q_proj" in name else config["num_key_value_heads"]
+            rows, columns = value.shape
+            halves = value.view(count, 2, rows // count // 2, columns)
+            value = halves.transpose(1, 2).reshape(rows, columns)
+        for old, new in names.items():
+            name = name.replace(old, new)
+        weights[name] = value
+    return config, weights
+
+
+def assert_equals_golden(directory, model):
+    golden = open_checkpoint(GOLDEN / "hf" / model)
+    found = open_checkpoint(directory)
+    assert found.tensors.keys() == golden.tensors.keys()
+    assert compare(golden, found) == len(golden.tensors)
+    assert found.unused == []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "prefix"),
+    [
+        ("llama", TITAN, ""),
+        ("llama", TITAN, "model."),
+        ("llama", TUNE, ""),
+        ("qwen2", TITAN, ""),
+        ("qwen2", TUNE, ""),
+    ],
+)
+def test_dcp_directory_with_config(tmp_path, model, names, prefix):
+    _, weights = load_golden(model, names)
+    state = {prefix + name: value for name, value in weights.items()}
+    state["optimizer"] = {"state": {"norm.weight": {"exp_avg": torch.ones(4)}}}
+    state["train_state"] = {"step": 5}
+    dcp.save(state, checkpoint_id=tmp_path / "step-5")
+    shutil.copyfile(GOLDEN / "hf" / model / "config.json", tmp_path / "step-5/config.json")
+    assert_equals_golden(tmp_path / "step-5", model)
+    convert(tmp_path / "step-5", tmp_path / "ours", "torch_dist", verify=True)
+
+
+def test_dcp_directory_without_config_names_it(tmp_path):
+    _, weights = load_golden("llama", TITAN)
+    dcp.save(weights, checkpoint_id=tmp_path / "step-5")
+    with pytest.raises(CheckpointError, match=r"torchtitan or torchtune: copy .*config.json"):
+        open_checkpoint(tmp_path / "step-5")
+
+
+@pytest.mark.parametrize("vocabulary_axis", [0, 1], ids=["llama3", "llama2"])
+@pytest.mark.parametrize("files", [1, 2])
+def test_consolidated_files_of_meta(tmp_path, files, vocabulary_axis):
+    config, weights = load_golden("llama", TITAN)
+    expected = read_all(open_checkpoint(GOLDEN / "hf/llama"))
+    for name, key in VOCABULARY.items():  # an even number of tokens, which two files can split
+        weights[name] = weights[name][:258]
+        expected[key] = expected[key][:258]
+    weights["rope.freqs"] = torch.ones(4)
+    for number in range(files):
+        part = {}
+        for name, value in weights.items():
+            if re.search(r"\.w[qkv13]\.|output", name):
+                value = value.chunk(files, 0)[number].clone()
+            elif re.search(r"\.w[o2]\.", name):
+                value = value.chunk(files, 1)[number].clone()
+            elif "tok_embeddings" in name:
+                value = value.chunk(files, vocabulary_axis)[number].clone()
+            part[name] = value
+        torch.save(part, tmp_path / f"consolidated.{number:02d}.pth")
+    params = {
+        "dim": config["hidden_size"],
+        "n_layers": config["num_hidden_layers"],
+        "n_heads": config["num_attention_heads"],
+        "n_kv_heads": config["num_key_value_heads"],
+        "norm_eps": config["rms_norm_eps"],
+        "rope_theta": 10000.0,
+        "vocab_size": -1,
+    }
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    found = open_checkpoint(tmp_path)
+    assert_same(read_all(found), expected)
+    assert found.unused == []
+    golden = open_checkpoint(GOLDEN / "hf/llama")
+    for name in ("rotary_base", "norm_epsilon", "num_query_groups", "ffn_hidden_size", "swiglu"):
+        assert found.args[name] == golden.args[name], name
+
+    params["use_scaled_rope"] = True
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    with pytest.raises(CheckpointError, match=r"use_scaled_rope .*\n?.*config.json"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("tok_embeddings.weight", torch.ones(()), "lacks the matrix tok_embeddings.weight"),
+        ("layers.0.feed_forward.w1.weight", None, "lacks the matrix layers.0.feed_forward.w1"),
+        ("layers.0.attention.wq.weight", torch.ones(6, 64), "6 rows, which are not 4 heads"),
+        ("layers.0.attention.wq.weight", torch.ones(()), r"has shape \[\]"),
+    ],
+)
+def test_damaged_consolidated_file_is_rejected(tmp_path, name, value, problem):
+    config, weights = load_golden("llama", TITAN)
+    del weights[name]
+    if value is not None:
+        weights[name] = value
+    torch.save(weights, tmp_path / "consolidated.00.pth")
+    params = {"dim": config["hidden_size"], "n_layers": 2, "n_heads": 4, "norm_eps": 1e-5}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    with pytest.raises(ValueError, match=problem):
+        open_checkpoint(tmp_path)
+
+
+def test_consolidated_files_of_different_shapes_are_rejected(tmp_path):
+    _, weights = load_golden("llama", TITAN)
+    torch.save(weights, tmp_path / "consolidated.00.pth")
+    weights["layers.0.attention.wo.weight"] = torch.ones(64, 32)
+    torch.save(weights, tmp_path / "consolidated.01.pth")
+    (tmp_path / "params.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"attention.wo.weight has the shapes \[\(64, 32\)"):
+        open_checkpoint(tmp_path)

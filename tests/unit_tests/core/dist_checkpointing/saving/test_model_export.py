@@ -1,0 +1,191 @@
+"""Exports next to checkpoints: staged bytes in strided places of other files, and failures."""
+
+import math
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from megatron.core.dist_checkpointing import ShardedTensor, is_complete
+from megatron.core.dist_checkpointing.files import clean_up
+from megatron.core.dist_checkpointing.mapping import Box
+from megatron.core.dist_checkpointing.saving.model_export import (
+    ExportedTensor,
+    ExportFile,
+    ExportPlan,
+    ExportTarget,
+    PendingExport,
+    TensorPlace,
+)
+from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
+from tests import ROOT
+
+HEADER = b"header of any length"
+ROWS = 3000
+COLUMNS = 1700  # 20 MB in fp32, more than two slots
+EXPERTS = 5
+
+
+def make_state():
+    """Return a matrix in two boxes of columns, stacked experts, and a vector."""
+    matrix = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
+    experts = torch.randn(EXPERTS, 40, 24).to(torch.bfloat16)
+    vector = torch.randn(77)
+    half = COLUMNS // 2
+    boxes = (Box((0, 0), matrix[:, :half].contiguous()), Box((0, half), matrix[:, half:].clone()))
+    state = {
+        "matrix": ShardedTensor("matrix", (ROWS, COLUMNS), torch.float32, boxes),
+        "experts": ShardedTensor.replicated("experts", experts),
+        "vector": ShardedTensor.replicated("vector", vector),
+        "not exported": ShardedTensor.replicated("not exported", torch.randn(10)),
+    }
+    return state, matrix, experts, vector
+
+
+def make_plan(add_small_files=lambda directory: None):
+    """Even rows of the matrix, then odd ones; transposed experts; the vector in another file."""
+    row = COLUMNS * 4
+    start = len(HEADER)
+    places = [
+        # Model rows [0, ROWS / 2) are rows 0, 2, 4, ... of the file, the others 1, 3, 5, ...
+        TensorPlace((0, 0), (ROWS // 2, COLUMNS), "a", start, (2 * row, 4)),
+        TensorPlace((ROWS // 2, 0), (ROWS // 2, COLUMNS), "a", start + row, (2 * row, 4)),
+    ]
+    end = start + ROWS * row
+    experts = []
+    for number in range(EXPERTS):  # [24, 40] each
+        position = end + number * 40 * 24 * 2
+        experts.append(TensorPlace((number, 0, 0), (1, 40, 24), "a", position, (0, 2, 40 * 2)))
+    tensors = {
+        "matrix": ExportedTensor(torch.float32, tuple(places)),
+        "experts": ExportedTensor(torch.bfloat16, tuple(experts)),
+        "vector": ExportedTensor(torch.float32, (TensorPlace((0,), (77,), "b", 0, (4,)),)),
+    }
+    files = {
+        "a": ExportFile(HEADER, end + EXPERTS * 40 * 24 * 2),
+        "b": ExportFile(b"", 77 * 4),
+    }
+    return ExportPlan(tensors, files, add_small_files)
+
+
+def to_bytes(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def save(root, plan, iteration=1, keep_last=None, staging_mem_limit=None):
+    """Save the state with an export, and return the report."""
+    state, *_ = make_state()
+    target = ExportTarget(plan, root / "exports", keep_last)
+    with AsyncSaver(staging_mem_limit=staging_mem_limit) as saver:
+        saver.save(
+            state,
+            root / f"iter_{iteration:07d}",
+            common={},
+            export=lambda save_id: PendingExport(target, iteration, save_id),
+        )
+        (report,) = saver.finish()
+    assert report.error is None
+    assert is_complete(report.directory)
+    return report
+
+
+@pytest.mark.parametrize("staging_mem_limit", [None, 16 << 20], ids=["all staged", "two slots"])
+def test_bytes_are_in_their_places(tmp_path, staging_mem_limit):
+    torch.manual_seed(1)
+    _, matrix, experts, vector = make_state()
+    torch.manual_seed(1)
+    report = save(tmp_path, make_plan(), staging_mem_limit=staging_mem_limit)
+    assert report.exported == tmp_path / "exports/iter_0000001"
+    stored = torch.empty_like(matrix)
+    stored[0::2] = matrix[: ROWS // 2]
+    stored[1::2] = matrix[ROWS // 2 :]
+    expected = HEADER + to_bytes(stored) + to_bytes(experts.transpose(1, 2))
+    assert (report.exported / "a").read_bytes() == expected
+    assert (report.exported / "b").read_bytes() == to_bytes(vector)
+    assert [path.name for path in (tmp_path / "exports").iterdir()] == ["iter_0000001"]
+
+
+def test_incomplete_export_is_not_committed(tmp_path):
+    """A tensor that the plan misses a part of."""
+    plan = make_plan()
+    first, _ = plan.tensors["matrix"].places
+    tensors = {**plan.tensors, "matrix": ExportedTensor(torch.float32, (first,))}
+    report = save(tmp_path, ExportPlan(tensors, plan.files, plan.add_small_files))
+    assert report.exported is None
+    missing = math.prod((ROWS // 2, COLUMNS)) * 4
+    assert f"have written {plan.nbytes - missing} of {plan.nbytes} bytes" in report.warning
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+def test_failure_after_writing_leaves_the_checkpoint(tmp_path):
+    def fail(directory):
+        raise OSError("no room for the tokenizer")
+
+    report = save(tmp_path, make_plan(fail))
+    assert report.exported is None
+    assert "no room for the tokenizer" in report.warning
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+def test_directory_that_cannot_be_created_is_reported(tmp_path):
+    (tmp_path / "exports").write_text("a file")
+    report = save(tmp_path, make_plan())
+    assert report.exported is None
+    assert "the model was not exported" in report.warning
+
+
+def test_newest_exports_are_kept(tmp_path):
+    plan = make_plan()
+    for iteration in (1, 2, 3, 9):
+        save(tmp_path, plan, iteration)
+    # A run that has returned to iteration 3 replaces it, and keeps what another branch has left.
+    save(tmp_path, plan, 3, keep_last=2)
+    names = sorted(path.name for path in (tmp_path / "exports").iterdir())
+    assert names == ["iter_0000002", "iter_0000003", "iter_0000009"]
+
+
+SAVE_FOREVER = """
+import sys
+from itertools import count
+from pathlib import Path
+from tests.unit_tests.core.dist_checkpointing.saving.test_model_export import make_plan, save
+
+for iteration in count(int(sys.argv[2])):
+    save(Path(sys.argv[1]), make_plan(), iteration, keep_last=2)
+"""
+
+
+def test_kill_leaves_complete_exports_or_none(tmp_path):
+    """Killed at random moments: what has its name is complete, and the rest can be removed."""
+    rng = random.Random(5)
+    exports = tmp_path / "exports"
+    _, matrix, *_ = make_state()
+    first_row = matrix[0].numpy().tobytes()
+    last_row = matrix[-1].numpy().tobytes()
+    plan = make_plan()
+    number = 1
+    for _ in range(5):
+        command = [sys.executable, "-c", SAVE_FOREVER, str(tmp_path), str(number)]
+        process = subprocess.Popen(command, cwd=ROOT)
+        while not (exports / f"iter_{number + 1:07d}").exists():
+            assert process.poll() is None
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.3))
+        process.kill()
+        process.wait()
+        found = sorted(exports.glob("iter_*"))
+        assert found
+        for directory in found:
+            assert sorted(path.name for path in directory.iterdir()) == ["a", "b"]
+            for name, file in plan.files.items():
+                assert (directory / name).stat().st_size == file.size
+            content = (directory / "a").read_bytes()
+            assert content[len(HEADER) :].startswith(first_row)
+            row = len(HEADER) + (ROWS - 1) * len(last_row)
+            assert content[row : row + len(last_row)] == last_row
+        number = int(found[-1].name.removeprefix("iter_")) + 1
+        clean_up(exports)
+        assert sorted(exports.iterdir()) == found
