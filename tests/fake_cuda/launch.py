@@ -41,3 +41,12 @@ def launch(
             text=True,
             timeout=timeout,
         )
+
+
+def run_code(code: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, with settings of the fake runtime."""
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **settings}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )

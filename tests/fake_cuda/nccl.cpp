@@ -24,7 +24,7 @@
 #include <vector>
 
 extern "C" void* fake_cuda_host_address(const void* pointer);
-extern "C" void fake_cuda_push(cudaStream_t stream, void (*function)(void*), void* argument);
+extern "C" void fake_cuda_push_message(cudaStream_t stream, void (*function)(void*), void* argument);
 
 namespace {
 
@@ -328,7 +328,7 @@ void launch(std::vector<Operation> operations) {
     for (const Operation& op : operations) {
       (op.stream == stream ? *same_stream : others).push_back(op);
     }
-    fake_cuda_push(stream, run_operations, same_stream);
+    fake_cuda_push_message(stream, run_operations, same_stream);
     operations = others;
   }
 }

@@ -1,24 +1,29 @@
 """Operators of CUDA tensors, computed on the CPU over the memory of the fake CUDA runtime.
 
 build.py installs this module next to torch in the environment of the fake runtime, where the
-import of torch enables it. Views, allocations, plain copies and collectives remain those of torch's
-CUDA build, in the order of its streams. Any other operator waits for the current stream and then
-runs on CPU tensors that share the memory of its CUDA arguments.
+import of torch enables it. An operator first runs in torch's CUDA build, which checks its arguments,
+allocates its results and launches kernels, which do nothing. A task of the current stream, behind
+the host, then computes the values with CPU tensors that share the memory of the CUDA tensors.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import itertools
 import math
 import os
+import sys
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcudart.so.13"))
 _runtime.fake_cuda_host_address.restype = ctypes.c_void_p
@@ -27,7 +32,7 @@ _runtime.fake_cuda_host_address.restype = ctypes.c_void_p
 _NATIVE = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_",
     "is_pinned", "pin_memory", "_pin_memory", "record_stream", "is_same_size", "lift_fresh",
-    "_has_compatible_shallow_copy_type", "_fused_sdp_choice",
+    "_has_compatible_shallow_copy_type", "_fused_sdp_choice", "_unsafe_view",
     "_local_scalar_dense",  # .item(): a copy to the host
 }  # fmt: skip
 
@@ -40,7 +45,18 @@ def enable() -> None:
     # The real cuDNN decides at run time what it supports; its stub cannot.
     torch.backends.cuda.enable_cudnn_sdp(False)
     if os.environ.get("FAKE_CUDA_NUMERICS") != "0":
+        # Streams compute in Python: without them, the host would rarely pass on the interpreter.
+        sys.setswitchinterval(0.0005)
+        atexit.register(_finish_tasks)
         _HostOperators().__enter__()
+
+
+def _finish_tasks() -> None:
+    """Wait for the streams, which need the interpreter."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if _errors:
+        os._exit(77)
 
 
 def view_on_host(tensor: Tensor) -> Tensor:
@@ -76,46 +92,111 @@ class _HostOperators(TorchDispatchMode):
     """Dispatch mode that replaces the kernels of CUDA tensors."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        _raise_error()
         kwargs = kwargs or {}
         namespace, name = func._schema.name.split("::")
-        flat, spec = tree_flatten((args, kwargs))
-        inputs = [value for value in flat if _is_cuda(value)]
-        device = kwargs.get("device")
-        creates_cuda = device is not None and torch.device(device).type == "cuda"
         is_view = func.is_view or torch.Tag.inplace_view in func.tags
         if namespace not in ("aten", "prims") or name in _NATIVE or is_view:
             return func(*args, **kwargs)
-        if not inputs and not creates_cuda:
+        device = kwargs.get("device")
+        creates_cuda = device is not None and torch.device(device).type == "cuda"
+        if not creates_cuda and not any(map(_is_cuda, tree_leaves((args, kwargs)))):
             return func(*args, **kwargs)
         if name == "_to_copy":
             return _convert(args[0], kwargs)
         if name == "copy_":
-            return _copy(func, args, kwargs)
-
-        target: torch.device | None = None  # of the results; None: the CPU
-        if creates_cuda or device is None:
-            current = torch.device("cuda", torch.cuda.current_device())
-            target = inputs[0].device if inputs else current
-        if torch.cuda.get_sync_debug_mode() and _waits_on_gpu(name, args, kwargs):
-            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
-        _wait_for_current_stream()
-        on_host, originals = _move_arguments(flat)
-        host_args, host_kwargs = tree_unflatten(on_host, spec)
-        if creates_cuda:
-            host_kwargs.pop("pin_memory", None)
-        overload = f"{name}.{func._schema.overload_name}"
-        compute = _KERNELS.get(overload) or _KERNELS.get(name, func)
-        result = compute(*host_args, **host_kwargs)
-
-        def return_to_device(tensor: Tensor) -> Tensor:
-            if id(tensor) in originals:  # an operator that changes its argument
-                return originals[id(tensor)]
-            return tensor if target is None else copy_to_device(tensor, target)
-
-        return tree_map_only(Tensor, return_to_device, result)
+            return _copy(args[0], args[1], **_get_copy_options(args, kwargs))
+        if _needs_values(name, args, kwargs):
+            return _compute_now(func, args, kwargs)
+        return _launch(func, args, kwargs)
 
 
-def _waits_on_gpu(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+# -------------------------------------------------------------------------------------------------
+# Tasks of streams
+# -------------------------------------------------------------------------------------------------
+
+_tasks: dict[int, Callable[[], None]] = {}
+_task_numbers = itertools.count(1)
+_errors: list[Exception] = []
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _run_task(number: int) -> None:
+    """Run a task in the thread of its stream."""
+    try:
+        with torch.no_grad():
+            _tasks.pop(number)()
+    except Exception as error:
+        traceback.print_exc()
+        _errors.append(error)
+
+
+def _raise_error() -> None:
+    """Raise the error of an earlier task, as CUDA reports errors of kernels."""
+    if _errors:
+        raise RuntimeError("an earlier kernel failed") from _errors[0]
+
+
+def _push_task(task: Callable[[], None]) -> None:
+    """Run `task` after what was launched on the current stream."""
+    number = next(_task_numbers)
+    _tasks[number] = task
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    _runtime.fake_cuda_push(stream, _run_task, ctypes.c_void_p(number))
+
+
+def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator of torch's CUDA build, and compute its values in stream order."""
+    flat, spec = tree_flatten((args, kwargs))
+    compute = _find_kernel(func)
+    if compute is func and torch.Tag.nondeterministic_seeded in func.tags:
+        compute = _make_random_kernel(func, flat)  # before the operator advances the generator
+    result = func(*args, **kwargs)
+
+    # Views, which do not keep the memory of the CUDA tensors: the allocator may reuse it.
+    operands = [_move_argument(value, copies_host=True) for value in flat]
+    changed = {id(value) for value in flat if _is_cuda(value)}
+    results = [
+        view_on_host(value) if _is_cuda(value) and id(value) not in changed else None
+        for value in tree_leaves(result)
+    ]
+    moved_args, moved_kwargs = tree_unflatten(operands, spec)
+    moved_kwargs.pop("pin_memory", None)
+
+    def task() -> None:
+        values = tree_leaves(compute(*moved_args, **moved_kwargs))
+        for target, value in zip(results, values, strict=True):
+            if target is not None and value is not None:
+                assert target.shape == value.shape, (str(func), target.shape, value.shape)
+                target.copy_(value)
+
+    _push_task(task)
+    return result
+
+
+def _compute_now(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator whose results depend on values: the host waits for the stream."""
+    if torch.cuda.get_sync_debug_mode():
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=3)
+    _wait_for_current_stream()
+    flat, spec = tree_flatten((args, kwargs))
+    operands = [_move_argument(value) for value in flat]
+    originals = {
+        id(moved): value for moved, value in zip(operands, flat, strict=True) if _is_cuda(value)
+    }
+    moved_args, moved_kwargs = tree_unflatten(operands, spec)
+    result = _find_kernel(func)(*moved_args, **moved_kwargs)
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def return_to_device(tensor: Tensor) -> Tensor:
+        if id(tensor) in originals:  # an operator that changes its argument
+            return originals[id(tensor)]
+        return copy_to_device(tensor, device)
+
+    return tree_map_only(Tensor, return_to_device, result)
+
+
+def _needs_values(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether the host waits for the device in the CUDA kernel of an operator.
 
     It does where the values of the arguments determine the size of the result, or are checked.
@@ -124,26 +205,32 @@ def _waits_on_gpu(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         return kwargs.get("output_size") is None
     if name == "segment_reduce":
         return not kwargs.get("unsafe")
-    if name == "index":
-        return any(_is_cuda(index) and index.dtype == torch.bool for index in args[1])
-    return name in ("nonzero", "masked_select", "unique_dim", "_unique", "_unique2", "bincount")
+    if name in ("index", "index_put_"):
+        return any(
+            _is_cuda(index) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+    return name in (
+        "equal",
+        "nonzero",
+        "masked_select",
+        "unique_dim",
+        "_unique",
+        "_unique2",
+        "bincount",
+    )
 
 
-def _move_arguments(values: list[Any]) -> tuple[list[Any], dict[int, Tensor]]:
-    """Return the arguments for the CPU, and the CUDA tensors by id of their CPU tensors."""
-    on_host: list[Any] = []
-    originals: dict[int, Tensor] = {}
-    for value in values:
-        moved = value
-        if _is_cuda(value):
-            moved = view_on_host(value)
-            originals[id(moved)] = value
-        elif isinstance(value, torch.device):
-            moved = torch.device("cpu")
-        elif isinstance(value, torch.Generator) and value.device.type == "cuda":
-            moved = None  # random numbers come from the CPU's default generator
-        on_host.append(moved)
-    return on_host, originals
+def _move_argument(value: Any, copies_host: bool = False) -> Any:
+    """Return an argument for the CPU. `copies_host`: the host may change its tensors later."""
+    if _is_cuda(value):
+        return view_on_host(value)
+    if isinstance(value, Tensor) and copies_host:
+        return value.clone()
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, torch.Generator) and value.device.type == "cuda":
+        return None
+    return value
 
 
 def _convert(source: Tensor, options: dict[str, Any]) -> Tensor:
@@ -153,32 +240,90 @@ def _convert(source: Tensor, options: dict[str, Any]) -> Tensor:
     is_transfer = source.device.type != target.type
     if is_transfer and dtype == source.dtype and source.is_contiguous():
         return torch.ops.aten._to_copy.default(source, **options)
-    _wait_for_current_stream()
-    on_host = view_on_host(source) if _is_cuda(source) else source
+    non_blocking = bool(options.get("non_blocking"))
+    if not is_transfer:
+        return _launch(torch.ops.aten._to_copy.default, (source,), options)
     rest = {k: v for k, v in options.items() if k not in ("device", "pin_memory", "non_blocking")}
-    result = torch.ops.aten._to_copy.default(on_host, **rest)
-    if target.type != "cuda":
-        shares_memory = result.numel() > 0 and result.data_ptr() == on_host.data_ptr()
-        return result.clone() if shares_memory else result
-    return copy_to_device(result, target)
+    if target.type == "cuda":
+        on_host = torch.ops.aten._to_copy.default(source, **rest)
+        return torch.ops.aten._to_copy.default(on_host, device=target, non_blocking=non_blocking)
+    on_device = _launch(torch.ops.aten._to_copy.default, (source,), rest)
+    return torch.ops.aten._to_copy.default(on_device, device=target, non_blocking=non_blocking)
 
 
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Compute `Tensor.copy_`: as a transfer in stream order where a single copy does it."""
-    target, source = args[:2]
-    is_transfer = source.device.type != target.device.type
-    has_same_layout = (
-        target.dtype == source.dtype
-        and target.shape == source.shape
-        and target.is_contiguous()
-        and source.is_contiguous()
-    )
-    if is_transfer and (has_same_layout or source.numel() == 0):
-        return func(*args, **kwargs)
-    _wait_for_current_stream()
-    host_target = view_on_host(target) if _is_cuda(target) else target
-    host_target.copy_(view_on_host(source) if _is_cuda(source) else source)
-    return target
+def _get_copy_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, bool]:
+    return {"non_blocking": bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))}
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool) -> Tensor:
+    """Compute `Tensor.copy_`, as torch does it: transfers are of contiguous tensors."""
+    copy = torch.ops.aten.copy_.default
+    if target.device.type == source.device.type == "cuda":
+        return _launch(copy, (target, source), {})
+    source = source.expand(target.shape)
+    if target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
+        return copy(target, source, non_blocking)
+    options = {"dtype": target.dtype, "memory_format": torch.contiguous_format}
+    if target.device.type == "cpu":
+        on_device = _launch(torch.ops.aten._to_copy.default, (source,), options)
+        if target.is_contiguous():
+            return copy(target, on_device, non_blocking)
+        return target.copy_(torch.ops.aten._to_copy.default(on_device, device="cpu"))
+    on_host = torch.ops.aten._to_copy.default(source, **options)
+    if target.is_contiguous():
+        return copy(target, on_host, non_blocking)
+    on_device = torch.ops.aten._to_copy.default(on_host, device=target.device)
+    return _launch(copy, (target, on_device), {})
+
+
+# -------------------------------------------------------------------------------------------------
+# Random numbers
+# -------------------------------------------------------------------------------------------------
+
+
+def _make_random_kernel(func: Any, arguments: list[Any]) -> Callable[..., Any]:
+    """Return the computation of a random operator, a function of the CUDA generator's state.
+
+    As on a GPU the state consists of the seed and of an offset, which torch advances by what the
+    kernels consume.
+    """
+    given = [value for value in arguments if isinstance(value, torch.Generator)]
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator = given[0] if given else default
+    state = (generator.initial_seed(), generator.get_offset())
+    name = func._schema.name.split("::")[1]
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        if name in _RANDOM_KERNELS:
+            return _RANDOM_KERNELS[name](*args, **kwargs, state=state)
+        kwargs["generator"] = _make_generator(*state)
+        if name in _FILLS:
+            return getattr(torch.empty_like(args[0]), _FILLS[name])(generator=kwargs["generator"])
+        if name in _FACTORIES:
+            return getattr(torch, name)(*args, **kwargs)
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            return func(*args, **kwargs)
+        raise NotImplementedError(f"{func} has no random numbers on the fake CUDA runtime")
+
+    return compute
+
+
+def _make_generator(seed: int, offset: int) -> torch.Generator:
+    """Return a generator of the CPU for a state of a CUDA generator."""
+    generator = torch.Generator()
+    generator.manual_seed((seed * 6364136223846793005 + offset) % (1 << 63))
+    return generator
+
+
+_FACTORIES = ("rand", "randn", "randint", "randperm")
+_FILLS = {"rand_like": "uniform_", "randn_like": "normal_"}
+
+
+def _dropout(x: Tensor, p: float, train: bool | None, state: tuple[int, int]) -> Any:
+    if not train:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = torch.rand(x.shape, generator=_make_generator(*state)) >= p
+    return x * kept / (1 - p), kept
 
 
 # -------------------------------------------------------------------------------------------------
@@ -202,6 +347,14 @@ def _compute_scores(
     return scores + mask.float()
 
 
+def _compute_dropout(shape: torch.Size, p: float, seed: int, offset: int) -> Tensor | float:
+    """Return the factors of probabilities: 0 where they are dropped, else 1 / (1 - p)."""
+    if p == 0:
+        return 1.0
+    kept = torch.rand(shape, generator=_make_generator(seed, offset)) >= p
+    return kept / (1 - p)
+
+
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -209,6 +362,8 @@ def _attend(
     mask: Tensor | None,
     causal: bool,
     scale: float | None,
+    dropout: float = 0.0,
+    state: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor]:
     """Return the output `[b, heads, s, d]` and the log-sum-exp of the scores `[b, heads, s]`."""
     copies = query.shape[1] // key.shape[1]
@@ -217,7 +372,8 @@ def _attend(
     scores = _compute_scores(query, key, mask, causal, scale)
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse.unsqueeze(-1)).exp()
-    return torch.empty_like(query).copy_(probabilities @ value.float()), lse
+    probabilities = probabilities * _compute_dropout(probabilities.shape, dropout, *state)
+    return (probabilities @ value.float()).to(query.dtype), lse
 
 
 def _attend_backward(
@@ -230,6 +386,8 @@ def _attend_backward(
     mask: Tensor | None,
     causal: bool,
     scale: float | None,
+    dropout: float = 0.0,
+    state: tuple[int, int] = (0, 0),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value."""
     groups = key.shape[1]
@@ -238,51 +396,113 @@ def _attend_backward(
     every_value = value.repeat_interleave(copies, 1).float()
     scores = _compute_scores(query, every_key, mask, causal, scale)
     probabilities = (scores - lse[:, :, : query.shape[2]].unsqueeze(-1)).exp()
+    factors = _compute_dropout(probabilities.shape, dropout, *state)
     dout = dout.float()
-    dprobabilities = dout @ every_value.mT
+    dprobabilities = (dout @ every_value.mT) * factors
     expected = (dout * out.float()).sum(-1, keepdim=True)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     dscores = probabilities * (dprobabilities - expected) * factor
     dquery = dscores @ every_key
     dkey = (dscores.mT @ query.float()).unflatten(1, (groups, copies)).sum(2)
-    dvalue = (probabilities.mT @ dout).unflatten(1, (groups, copies)).sum(2)
-    return (
-        torch.empty_like(query).copy_(dquery),
-        torch.empty_like(key).copy_(dkey),
-        torch.empty_like(value).copy_(dvalue),
-    )
+    dvalue = ((probabilities * factors).mT @ dout).unflatten(1, (groups, copies)).sum(2)
+    return dquery, dkey, dvalue
 
 
 def _flash_attention(
-    query, key, value, dropout=0.0, causal=False, return_mask=False, *, scale=None
+    query, key, value, dropout=0.0, causal=False, return_mask=False, *, scale=None, state
 ):
-    out, lse = _attend(query, key, value, None, causal, scale)
-    seed = torch.zeros(2, dtype=torch.uint64)
-    offset = torch.zeros((), dtype=torch.uint64)
-    return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, torch.empty(0)
+    out, lse = _attend(query, key, value, None, causal, scale, dropout, state)
+    seed = torch.tensor(state, dtype=torch.uint64)
+    return out, lse, None, None, query.shape[2], key.shape[2], seed, None, None
 
 
 def _flash_attention_backward(
-    dout, query, key, value, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, offset, *, scale=None
+    dout, query, key, value, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, unused, *, scale=None
 ):  # fmt: skip
-    return _attend_backward(dout, query, key, value, out, lse, None, causal, scale)
+    state = tuple(seed.tolist()) if dropout else (0, 0)
+    return _attend_backward(dout, query, key, value, out, lse, None, causal, scale, dropout, state)
+
+
+def _split_sequences(x: Tensor, offsets: Tensor | None) -> list[Tensor]:
+    """Return views `[1, heads, s, d]` of `[b, s, heads, d]`, or of `[sum of s, heads, d]`."""
+    sequences = x.unbind() if offsets is None else x.split(offsets.diff().tolist())
+    return [sequence.transpose(0, 1).unsqueeze(0) for sequence in sequences]
+
+
+def _split_lse(lse: Tensor, offsets: Tensor | None) -> list[Tensor]:
+    """Return views `[1, heads, s]` of `[b, heads, s]`, or of `[heads, sum of s]`."""
+    if offsets is None:
+        return list(lse.split(1))
+    return [part.unsqueeze(0) for part in lse.split(offsets.diff().tolist(), dim=1)]
+
+
+def _make_window_mask(query: Tensor, max_length: int, window: int | None) -> Tensor | None:
+    """Return the keys that each query `[1, heads, s, d]` sees through a window to the left."""
+    length = query.shape[2]
+    assert length <= max_length, "a sequence is longer than the given maximum"
+    if window is None:
+        return None
+    positions = torch.arange(length)
+    return positions.unsqueeze(1) - positions <= window
+
+
+def _packed_flash_attention(
+    query, key, value, cum_q, cum_k, max_q, max_k, dropout, causal, return_mask, *, scale=None, window_size_left=None
+):  # fmt: skip
+    """Compute flash attention of `[b, s, heads, d]`, or of sequences with offsets."""
+    heads = query.shape[-2]
+    lse_shape = (heads, query.shape[0])
+    if cum_q is None:
+        lse_shape = (query.shape[0], heads, query.shape[1])
+    out = torch.empty_like(query)
+    lse = torch.empty(lse_shape)
+    sequences = zip(
+        _split_sequences(query, cum_q),
+        _split_sequences(key, cum_k),
+        _split_sequences(value, cum_k),
+        _split_sequences(out, cum_q),
+        _split_lse(lse, cum_q),
+        strict=True,
+    )
+    for q, k, v, out_part, lse_part in sequences:
+        mask = _make_window_mask(q, max_q, window_size_left)
+        part, part_lse = _attend(q, k, v, mask, causal, scale)
+        out_part.copy_(part)
+        lse_part.copy_(part_lse)
+    return out, lse, None, None, None
+
+
+def _packed_flash_attention_backward(
+    dout, query, key, value, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, unused, *, scale=None, window_size_left=None
+):  # fmt: skip
+    gradients = [torch.empty_like(x) for x in (query, key, value)]
+    tensors = (dout, query, key, value, out, *gradients)
+    split = [_split_sequences(x, cum_q) for x in tensors]
+    for *inputs, dq, dk, dv, lse_part in zip(*split, _split_lse(lse, cum_q), strict=True):
+        mask = _make_window_mask(inputs[1], max_q, window_size_left)
+        parts = _attend_backward(*inputs, lse_part, mask, causal, scale)
+        for gradient, part in zip((dq, dk, dv), parts, strict=True):
+            gradient.copy_(part)
+    return gradients
 
 
 def _efficient_attention(
-    query, key, value, mask, compute_lse, dropout=0.0, causal=False, *, scale=None
+    query, key, value, mask, compute_lse, dropout=0.0, causal=False, *, scale=None, state
 ):
-    out, lse = _attend(query, key, value, mask, causal, scale)
+    out, lse = _attend(query, key, value, mask, causal, scale, dropout, state)
     if compute_lse:  # the kernel pads the rows to a multiple of 32
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
-    else:
-        lse = torch.empty(0)
-    return out, lse, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    return out, lse if compute_lse else None, None, None
 
 
 def _efficient_attention_backward(
     dout, query, key, value, mask, out, lse, seed, offset, dropout, needs_grad, causal=False, *, scale=None
 ):  # fmt: skip
-    return *_attend_backward(dout, query, key, value, out, lse, mask, causal, scale), None
+    state = (int(seed), int(offset)) if dropout else (0, 0)
+    gradients = _attend_backward(
+        dout, query, key, value, out, lse, mask, causal, scale, dropout, state
+    )
+    return *gradients, None
 
 
 def _grouped_mm(x, weight, offs=None, bias=None, out_dtype=None):
@@ -301,6 +521,22 @@ def _grouped_mm(x, weight, offs=None, bias=None, out_dtype=None):
         if end > start:
             out[i] = x[:, start:end] @ weight[start:end]
     return out
+
+
+def _layer_norm(x, shape, weight, bias, epsilon):
+    """Return the norm, and mean and 1 / deviation in fp32, which the CPU would round."""
+    weight = None if weight is None else weight.float()
+    bias = None if bias is None else bias.float()
+    operator = torch.ops.aten.native_layer_norm.default
+    out, mean, scale = operator(x.float(), shape, weight, bias, epsilon)
+    return out.to(x.dtype), mean, scale
+
+
+def _layer_norm_backward(dy, x, shape, mean, scale, weight, bias, needs_grad):
+    weight = None if weight is None else weight.float()
+    bias = None if bias is None else bias.float()
+    operator = torch.ops.aten.native_layer_norm_backward.default
+    return operator(dy.float(), x.float(), shape, mean, scale, weight, bias, needs_grad)
 
 
 def _rms_norm(x, shape, weight, epsilon):
@@ -330,13 +566,38 @@ def _add_mixed_product(matrix, a, b, out_dtype, *, beta=1, alpha=1, out):
     return torch.addmm(matrix, a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha, out=out)
 
 
+def _embedding_bag(weight, indices, offsets, *args):
+    """Return the rows of the bags, and the bag of each index, which only the CUDA kernel returns."""
+    rows = torch.ops.aten._embedding_bag.default(weight, indices, offsets, *args)[0]
+    bags = torch.searchsorted(offsets, torch.arange(len(indices)), right=True) - 1
+    return rows, bags.to(indices.dtype), None, None
+
+
 _KERNELS = {
+    "native_layer_norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "_embedding_bag": _embedding_bag,
+    "_embedding_bag_forward_only": _embedding_bag,
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
     "addmm.dtype_out": _add_mixed_product,
-    "_scaled_dot_product_flash_attention": _flash_attention,
+    "_flash_attention_forward": _packed_flash_attention,
+    "_flash_attention_backward": _packed_flash_attention_backward,
     "_scaled_dot_product_flash_attention_backward": _flash_attention_backward,
-    "_scaled_dot_product_efficient_attention": _efficient_attention,
     "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
     "_grouped_mm": _grouped_mm,
 }
+
+# Their last argument is the state of the CUDA generator.
+_RANDOM_KERNELS = {
+    "native_dropout": _dropout,
+    "_scaled_dot_product_flash_attention": _flash_attention,
+    "_scaled_dot_product_efficient_attention": _efficient_attention,
+}
+
+
+def _find_kernel(func: Any) -> Callable[..., Any]:
+    """Return the computation of an operator with CPU tensors."""
+    name = func._schema.name.split("::")[1]
+    overload = f"{name}.{func._schema.overload_name}"
+    return _KERNELS.get(overload) or _KERNELS.get(name, func)

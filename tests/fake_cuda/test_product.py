@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.fake_cuda.launch import launch
+from tests.fake_cuda.launch import launch, run_code
 from tests.support.training_harness import COMMON, LLAMA
 
 
@@ -36,6 +36,18 @@ def test_an_asynchronous_save_is_a_snapshot():
     lines = result.stdout.splitlines()
     assert lines[:2] == ["unlimited True", "limited True"]
     assert lines[2:] == ["unlimited False", "limited False"]
+
+
+def test_late_copies_are_waited_for():
+    """Copies to the host of which only the event tells when they are complete."""
+    code = """
+import torch
+from megatron.core.deferred import start_copy
+wait = start_copy(torch.ones(4, device="cuda"))
+print(wait().sum().item())
+"""
+    result = run_code(code, FAKE_CUDA_COPY_US="200000")
+    assert result.stdout.split() == ["4.0"], result.stderr
 
 
 def test_background_saves_do_not_wait_for_training(tmp_path):

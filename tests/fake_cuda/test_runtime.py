@@ -1,25 +1,13 @@
 """The fake CUDA runtime and NCCL themselves: they detect what they are there to detect."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests import ROOT
-from tests.fake_cuda.launch import launch
+from tests.fake_cuda.launch import launch, run_code
 
 COLLECTIVES = "tests.fake_cuda.collectives"
-
-
-def run_code(code: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own, with settings of the fake runtime."""
-    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", **settings}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
 
 
 def test_the_host_cannot_access_device_memory():
@@ -67,6 +55,44 @@ for waits in (False, True):
 """
     result = run_code(code, FAKE_CUDA_COPY_US="200000")
     assert result.stdout.split() == ["0.0", "8.0"], result.stderr
+
+
+def test_kernels_run_behind_the_host():
+    """The host goes on, and another stream that does not wait finds the old values."""
+    code = """
+import torch
+target = torch.zeros(4, device="cuda")
+found = torch.zeros(4).pin_memory()
+side = torch.cuda.Stream()
+for waits in (False, True):
+    target.add_(1)
+    print(torch.cuda.current_stream().query())
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        found.copy_(target, non_blocking=True)
+    side.synchronize()
+    print(found.tolist()[0])
+    torch.cuda.synchronize()
+"""
+    result = run_code(code, FAKE_CUDA_KERNEL_US="200000")
+    assert result.stdout.split() == ["False", "0.0", "False", "2.0"], result.stderr
+
+
+def test_random_numbers_depend_on_the_state_of_the_device():
+    """As on a GPU: on the seed, and on what was drawn before."""
+    x = torch.ones(1000, device="cuda")
+    torch.cuda.manual_seed(1)
+    first = torch.dropout(x, 0.5, True)
+    state = torch.cuda.get_rng_state()
+    second = torch.dropout(x, 0.5, True)
+    torch.cuda.set_rng_state(state)
+    torch.manual_seed(2)  # of the device, too
+    other = torch.dropout(x, 0.5, True)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.dropout(x, 0.5, True), second)
+    assert 400 < int((first == 0).sum()) < 600
+    assert not torch.equal(first, second) and not torch.equal(other, second)
 
 
 def test_memory_of_the_device_is_limited():

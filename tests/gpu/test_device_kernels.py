@@ -1,8 +1,11 @@
 """Compare the operations of a layer on a device with fp32 on the CPU: values and gradients."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.module import Normal
 from megatron.core.parallel_state import Axis, ExpertAxes
@@ -63,13 +66,13 @@ MODULES = {
 }
 
 
-def results(module, values, dtype, device):
+def results(module, values, dtype, device, *arguments):
     """Return output, input gradient and parameter gradients in fp32 on the CPU."""
     with torch.no_grad():
         for param, value in zip(module.parameters(), values["weights"], strict=True):
             param.copy_(value)
     x = values["x"].to(device, dtype, copy=True).requires_grad_()
-    y = module(x)
+    y = module(x, *arguments)
     y.backward(values["dy"].to(device, dtype))
     return [
         t.detach().float().cpu()
@@ -103,8 +106,130 @@ def test_grouped_queries_never_keep_all_probabilities(dtype, options):
     """Only fused kernels are enabled: torch raises if only the plain products could compute it."""
     module = attention(dtype, torch.device("cuda"), **options)
     x = torch.randn(256, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+    if torch.backends.cuda.cudnn_sdp_enabled():  # not on the fake CUDA runtime
+        fused.append(SDPBackend.CUDNN_ATTENTION)
+    with sdpa_kernel(fused):
         module(x).float().sum().backward()
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts the operators that are not views, and notes the number of elements of masks."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.count[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+WINDOW = {"window_size": (5, 0)}
+SINKS = {"softmax_type": "learnable"}
+SOFTCAP = {"attn_logit_softcapping": 3.0}
+MIXED = [[1, 9, 6], [16]]  # lengths of the documents of two samples
+SINGLE = [[1] * 16] * 2
+RESTRICTIONS = {  # options, and lengths of documents
+    "documents": ({}, MIXED),
+    "single tokens": ({}, SINGLE),
+    "window": (WINDOW, None),
+    "window, documents": (WINDOW, MIXED),
+    "window, sinks": (WINDOW | SINKS, None),
+    "window, sinks, documents": (WINDOW | SINKS, MIXED),
+    "alibi, documents": ({"position_embedding_type": "alibi"}, MIXED),
+    "softcap, window, documents": (WINDOW | SOFTCAP, MIXED),
+    "misaligned heads, documents": ({"kv_channels": 12}, MIXED),
+    "misaligned heads, sinks": ({"kv_channels": 12} | SINKS, None),
+    "wide heads, documents": ({"kv_channels": 264}, MIXED),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RESTRICTIONS)
+def test_documents_and_windows(name, dtype, device):
+    """Attention within documents equals the attention of each document on its own."""
+    options, lengths = RESTRICTIONS[name]
+    torch.manual_seed(0)
+    documents = None
+    if lengths is not None:
+        rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+        documents = torch.stack(rows)
+
+    def run(dtype, device, documents):
+        module = attention(dtype, torch.device(device), **options)
+        return results(module, values, dtype, device, documents)
+
+    module = attention(torch.float32, CPU, **options)
+    values = {"x": torch.randn(16, 2, 64).to(dtype), "dy": torch.randn(16, 2, 64).to(dtype)}
+    values["weights"] = [
+        (0.2 * torch.randn(param.shape)).to(dtype) for param in module.parameters()
+    ]
+    assert_close(
+        run(dtype, device, documents), run(torch.float32, CPU, documents), TOLERANCES[dtype]
+    )
+    if lengths is None:
+        return
+    # The output of each document without the others; rotary embedding sees distances only.
+    found = module_output(attention(dtype, torch.device(device), **options), values, documents)
+    for sample, row in enumerate(lengths):
+        start = 0
+        for length in row:
+            part = slice(start, start + length)
+            alone = {**values, "x": values["x"][part, sample : sample + 1]}
+            module = attention(torch.float32, CPU, **options)
+            expected = module_output(module, alone, None)
+            assert_close([found[part, sample : sample + 1]], [expected], TOLERANCES[dtype])
+            start += length
+
+
+def module_output(module, values, documents):
+    with torch.no_grad():
+        for param, value in zip(module.parameters(), values["weights"], strict=True):
+            param.copy_(value)
+        x = values["x"].to(param.device, param.dtype)
+        return module(x, documents).float().cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, WINDOW], ids=["causal", "window"])
+def test_kernels_of_many_documents(options):
+    """The number of kernels does not depend on the number of documents."""
+    counts = []
+    for num_documents in (2, 32):
+        numbers = torch.arange(num_documents).repeat_interleave(64 // num_documents)
+        module = attention(torch.bfloat16, torch.device("cuda"), **options)
+        x = torch.randn(64, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with CountCalls() as calls:
+            module(x, torch.stack((numbers, numbers))).float().sum().backward()
+        assert calls.count["_flash_attention_forward"] == 1
+        assert calls.count["_flash_attention_backward"] == 1
+        counts.append(calls.count)
+    # The documents are found on the CPU.
+    for name in ("unique_consecutive", "slice"):
+        for count in counts:
+            count.pop(name, None)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [WINDOW, WINDOW | SINKS], ids=str)
+def test_windows_have_no_mask(options):
+    """A mask of `[s, s]` would need 8 times the memory of the layer's input."""
+    peaks = []
+    for layer_options in ({}, options):
+        module = attention(torch.bfloat16, torch.device("cuda"), **layer_options)
+        x = torch.randn(1024, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        module(x).float().sum().backward()  # the first call allocates workspaces
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        module(x).float().sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    without_window, with_window = peaks
+    assert with_window - without_window < 4 * x.nbytes
+    assert not module.core_attention.mask._static_masks
+    assert not module.core_attention.mask._static_blocks
 
 
 @pytest.mark.parametrize(

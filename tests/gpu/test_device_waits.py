@@ -26,3 +26,13 @@ def test_votes_do_not_wait(tmp_path):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1]) == {}
+
+
+@pytest.mark.gpu
+def test_single_process_names_its_device(tmp_path):
+    """Otherwise torch warns at the first barrier that it uses the current device."""
+    flags = f"{COMMON}{LLAMA}--mock-data --bf16 --device cuda --train-iters 3 --save {tmp_path}"
+    command = [sys.executable, "pretrain_gpt.py", *flags.split()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "barrier()" not in result.stderr

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn
@@ -63,6 +63,27 @@ class _Loaded(NamedTuple):
     newest: int | None = None  # complete checkpoint in the directory of the run
     lineage: Lineage | None = None
     local_name: str | None = None  # of the checkpoint on the disks of the nodes
+
+
+class CheckpointerOptions(TypedDict, total=False):
+    """The options of `Checkpointer`, for integrations that pass them on."""
+
+    async_save: bool
+    save_interval: int | None
+    save_seconds: float | None
+    exit_signals: Collection[signal.Signals]
+    keep_last: int | None
+    keep_every: int | None
+    local_directory: str | os.PathLike[str] | None
+    local_interval: int | None
+    local_replicas: int
+    workers: int
+    staging_mem_limit: int | None
+    timeout: float
+    must_succeed: bool
+    override_existing_run: bool
+    on_saved: Callable[[SaveReport], None]
+    clock: Callable[[], float]
 
 
 class Checkpointer:
@@ -214,6 +235,7 @@ class Checkpointer:
         Raises CheckpointError on every rank if the checkpoint does not fit the program.
         """
         loaded = self._load_newest(initial, weights_only, skip)
+        # Take ownership only after a successful load: a start that fails must not end another run.
         self._take_directory()
         if self._find_newest() != loaded.newest:
             # The start that has lost the directory has committed a checkpoint in the meantime.
@@ -224,6 +246,7 @@ class Checkpointer:
     def _load_newest(
         self, initial: str | os.PathLike[str] | None, weights_only: bool, skip: Collection[str]
     ) -> _Loaded:
+        # In this order: a newer one on the nodes, the newest of the directory, `initial`.
         newest = self._find_newest()
         local = self._open_newest_local(newest)
         if local is not None:
@@ -241,6 +264,22 @@ class Checkpointer:
         if initial is not None:
             return _Loaded(self._load_from(path_of(initial), weights_only, skip))
         return _Loaded()
+
+    def read_object(self, name: str) -> Any:
+        """Return the state of an object in the checkpoint that `load` would load.
+
+        Returns None if the directory contains no checkpoint. Collective. Changes nothing.
+        """
+        newest = self._find_newest()
+        local = self._open_newest_local(newest)
+        if local is not None:
+            try:
+                return _read_stored_object(local.directory, name, verify=False)
+            finally:
+                local.close()
+        if newest is not None:
+            return _read_stored_object(self._directory(newest), name)
+        return None
 
     def _find_newest(self) -> int | None:
         """Return the iteration of the newest complete checkpoint, None if there is none.
@@ -297,6 +336,7 @@ class Checkpointer:
         that no rank waits for the others.
         """
         iteration = step + 1
+        # The exchange was started at the end of the last step: it has usually ended by now.
         self._saver.after_iteration()
         votes = self._count_votes()
         is_due = self._save_interval is not None and iteration % self._save_interval == 0
@@ -311,9 +351,15 @@ class Checkpointer:
         return False
 
     def save(self, iteration: int) -> None:
-        """Save the state after `iteration` steps; wait for the commit unless `async_save`."""
+        """Save the state after `iteration` steps; wait for the commit unless `async_save`.
+
+        If that iteration is already saved, only wait for the commit.
+        """
+        # E.g., a final save of the program after one that was due at the last step.
         if iteration == self._saved_iteration:
-            return
+            self._saver.finish()
+            if not self._saver.last_save_failed:
+                return
         since = time.perf_counter()
         self._ensure_ownership()
         self._saver.save(
@@ -428,6 +474,18 @@ class Checkpointer:
 
     def _directory(self, iteration: int) -> Path:
         return CheckpointDirectory(self._root).path(iteration)
+
+
+def _read_stored_object(directory: Path, name: str, verify: bool = True) -> Any:
+    """Read an object on rank 0, and return it on all ranks."""
+
+    def read() -> Any:
+        reader = Reader(directory, verify=verify)
+        if name not in reader.metadata.objects:
+            raise CheckpointError(f"{directory}: contains no object {name}")
+        return reader.read_object(name)
+
+    return Coordination.of(None).run_on_rank0(read)
 
 
 def find_newest_complete(root: Path) -> int | None:

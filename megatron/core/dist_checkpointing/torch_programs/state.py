@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -38,7 +37,7 @@ from megatron.core.dist_checkpointing.loading.reader import Reader
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
 from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.planning.planner import abbreviate
-from megatron.core.dist_checkpointing.torch_programs.tensors import make_sharded_tensor
+from megatron.core.dist_checkpointing.torch_programs.tensors import is_dtensor, make_sharded_tensor
 from megatron.core.terminal import escape_control_chars
 
 logger = logging.getLogger(__name__)
@@ -57,9 +56,13 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 class Stateful(Protocol):
     """Anything with a state dictionary, e.g. a scheduler or a data loader."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain types and tensors."""
+        ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Restore a result of `state_dict`."""
+        ...
 
 
 class _Parameter(NamedTuple):
@@ -78,9 +81,11 @@ class _LoadPlan:
     prefix: str  # of the model's keys
     with_optimizer: bool
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    # Second names of tied weights, and extra state, which is not a tensor.
+    # Keys of all ranks that are not filled: second names of tied weights, and extra state.
     handled: set[str] = field(default_factory=set)
     extra_state: dict[str, Any] = field(default_factory=dict)  # by path of the module
+    # Tensors that a hook of `state_dict` has made, e.g. parts of a fused weight, by name.
+    made_by_hooks: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer_state: list[tuple[_Parameter, dict[str, Any]]] = field(default_factory=list)
     group_options: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     objects: list[tuple[Stateful, Any]] = field(default_factory=list)
@@ -126,6 +131,7 @@ class ProgramState:
         The first call is collective.
         """
         state: ShardedStateDict = {}
+        # Model
         parameters = {id(parameter) for parameter in self.model.parameters()}
         for key, value in self._model_entries():
             if key.endswith(_EXTRA_STATE):
@@ -136,6 +142,7 @@ class ProgramState:
                 # Forward passes change buffers (e.g., running means) before the optimizer waits for
                 # staging, so that a copy is saved. They are small.
                 state[key] = make_sharded_tensor(key, value.detach().clone())
+        # Optimizer
         for parameter in self._parameters():
             for kind, value in parameter.optimizer.state.get(parameter.tensor, {}).items():
                 key = f"{_STATE}{parameter.name}.{kind}"
@@ -145,6 +152,7 @@ class ProgramState:
                     state[key] = ShardedObject(key, value, in_list=False)
         if self.optimizers:
             state |= self._describe_groups()
+        # Additional objects, and the generators of this rank
         for name, stateful in self.objects.items():
             state[name] = ShardedObject(name, stateful.state_dict(), in_list=False)
         for name, stateful in self.per_rank.items():
@@ -155,6 +163,8 @@ class ProgramState:
         return state
 
     def _describe_groups(self) -> ShardedStateDict:
+        # If ranks have different parameters (pipeline stages), the number of a group differs
+        # between ranks: options are then stored per parameter.
         if self._flat_groups is None:
             names = [parameter.name for parameter in self._parameters()]
             everywhere = Coordination.of(None).all_gather(names)
@@ -203,7 +213,10 @@ class ProgramState:
             skipped |= {"optimizer", _RNG, *self.objects, *self.per_rank}
 
         # Read the objects, and create optimizer state that does not exist yet.
-        plan = Coordination.of(None).run_on_all(lambda: self._plan_load(reader, where, skipped))
+        ranks = Coordination.of(None)
+        plan = ranks.run_on_all(lambda: self._plan_load(reader, where, skipped))
+        # Rank 0 compares the keys of all ranks, e.g., of other pipeline stages.
+        plan.handled.update(*ranks.all_gather(plan.handled))
 
         # Fill all tensors.
         wanted: ShardedStateDict = {
@@ -212,6 +225,8 @@ class ProgramState:
         fill(wanted, reader, where, skip=plan.may_leave_out)
 
         # Hand over the rest.
+        if plan.made_by_hooks:
+            self.model.load_state_dict(plan.made_by_hooks, strict=False)
         for path, value in plan.extra_state.items():
             self.model.get_submodule(path).set_extra_state(value)
         for parameter, state in plan.optimizer_state:
@@ -237,7 +252,10 @@ class ProgramState:
         for name, stateful in self.per_rank.items():
             if name not in skipped:
                 _check_rank_count(name, reader.metadata, where)
-                value = _read_object(reader, _key_of_rank(name), name, where)
+                key = _key_of_rank(name)
+                if key not in reader.metadata.objects:
+                    key = name  # plain DCP: one state for all ranks
+                value = _read_object(reader, key, name, where)
                 plan.objects.append((stateful, value))
         if _RNG not in skipped:
             plan.generators = _read_generators(reader, where)
@@ -248,6 +266,7 @@ class ProgramState:
         names = [key.removeprefix(_MODEL) for key, _ in self._model_entries()]
         if not names:
             return _MODEL
+        # One tensor suffices: missing ones are reported with their names later.
         for prefix in (_MODEL, ""):
             if any(prefix + name in metadata.tensors for name in names):
                 return prefix
@@ -258,6 +277,7 @@ class ProgramState:
         )
 
     def _plan_model(self, plan: _LoadPlan, reader: Reader, where: str) -> None:
+        own = {id(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())}
         filled: set[int] = set()
         for raw_name, value in self.model.state_dict(keep_vars=True).items():
             key = plan.prefix + _clean(raw_name)
@@ -270,6 +290,8 @@ class ProgramState:
             else:
                 filled.add(id(value))
                 plan.tensors[key] = value.detach()
+                if id(value) not in own:
+                    plan.made_by_hooks[raw_name] = plan.tensors[key]
 
     def _plan_optimizer(self, plan: _LoadPlan, reader: Reader) -> None:
         """Plan to fill the optimizer state of every parameter that the checkpoint has state of."""
@@ -440,7 +462,7 @@ def _allocate_state(
     dtype = tensor.dtype if is_converted else stored.dtype
     if stored.shape == tuple(tensor.shape):
         return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         raise CheckpointError(
             f"{key}: shape {stored.shape} in the checkpoint differs from the sharded parameter's "
             f"{tuple(tensor.shape)}: run one step of the optimizer before loading, so that the "
@@ -497,8 +519,29 @@ def _read_generators(reader: Reader, where: str) -> GeneratorStates | None:
 
 
 def _read_object(reader: Reader, key: str, name: str, where: str) -> Any:
-    if key not in reader.metadata.objects:
+    if key in reader.metadata.objects:
+        return reader.read_object(key)
+    value = _read_nested(reader, key)
+    if not value:
         raise CheckpointError(
             f'{where}: contains no {key}. To leave it as it is, load with skip=["{name}"]'
         )
-    return reader.read_object(key)
+    return value
+
+
+def _read_nested(reader: Reader, key: str) -> dict[str, Any]:
+    """Return a dictionary whose entries plain DCP stores one by one, as `<key>.<name>`."""
+    value: dict[str, Any] = {}
+    for stored in (*reader.metadata.tensors, *reader.metadata.objects):
+        if not stored.startswith(f"{key}."):
+            continue
+        *outer_names, name = stored.removeprefix(f"{key}.").split(".")
+        inner = value
+        for outer_name in outer_names:
+            inner = inner.setdefault(outer_name, {})
+        if stored in reader.metadata.objects:
+            inner[name] = reader.read_object(stored)
+        else:
+            tensor = reader.metadata.tensors[stored]
+            inner[name] = reader.read(stored, (0,) * len(tensor.shape), tensor.shape)
+    return value

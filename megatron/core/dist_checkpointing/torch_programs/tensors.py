@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import Box, Extent, Shape, ShardedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether `tensor` is a DTensor.
+
+    This does not import DTensor, which takes as long as a dozen small saves: a program that has a
+    DTensor has imported it.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def make_sharded_tensor(key: str, tensor: torch.Tensor) -> ShardedTensor:
@@ -19,10 +33,11 @@ def make_sharded_tensor(key: str, tensor: torch.Tensor) -> ShardedTensor:
     parallelism by `parallelize_module`, or both) is split as its placements describe. Raises
     CheckpointError for a placement that is neither a shard nor a replica.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return ShardedTensor.replicated(key, tensor)
     mesh = tensor.device_mesh
-    local = tensor.to_local().detach()
+    with torch.no_grad():  # otherwise, autograd takes ten times as long
+        local = tensor.to_local().detach()
     global_shape = tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
@@ -59,7 +74,7 @@ def compute_shard(
     shape = list(global_shape)
     for mesh_dim in _order_of_splits(placements):
         placement = placements[mesh_dim]
-        if isinstance(placement, Replicate):
+        if placement.is_replicate():
             continue
         dim = getattr(placement, "dim", None)
         if dim is None:  # e.g., Partial

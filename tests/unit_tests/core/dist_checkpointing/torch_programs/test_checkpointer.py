@@ -1,7 +1,10 @@
 """`Checkpointer` in training loops of plain PyTorch: resume, policy, ownership, other programs."""
 
+import inspect
 import os
 import random
+import re
+import shutil
 import signal
 
 import numpy as np
@@ -20,8 +23,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron.core.dist_checkpointing import CheckpointDirectory, Checkpointer, CheckpointError
+from megatron.core import object_storage
+from megatron.core.dist_checkpointing import (
+    CheckpointDirectory,
+    Checkpointer,
+    CheckpointError,
+    Reader,
+)
 from megatron.core.dist_checkpointing.saving.run_saver import SaveFailedError
+from megatron.core.dist_checkpointing.torch_programs.checkpointer import CheckpointerOptions
+from tests.support.object_server import object_server
 
 
 class Block(nn.Module):
@@ -199,6 +210,27 @@ def test_checkpoints_of_plain_dcp_are_loaded(style, pool, tmp_path):
     assert (first, rate) == (0, 0.01)
 
 
+def test_objects_of_plain_dcp_are_loaded(tmp_path):
+    """Plain DCP stores every entry of a dictionary under a key of its own."""
+    model, optimizer = build()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for _ in range(3):
+        scheduler.step()
+    state = {"model": model.state_dict(), "scheduler": scheduler.state_dict()}
+    state["dataloader"] = {"position": 5, "counts": {"seen": torch.arange(3)}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+
+    resumed = torch.optim.lr_scheduler.StepLR(build()[1], 2, 0.5)
+    loaded = {}
+    counter = Counter()
+    counter.load_state_dict = loaded.update
+    with Checkpointer(tmp_path / "run", model, scheduler=resumed, dataloader=counter) as ckpt:
+        ckpt.load(tmp_path / "dcp")
+    assert resumed.state_dict() == scheduler.state_dict()
+    assert loaded["position"] == 5 and loaded["counts"]["seen"].tolist() == [0, 1, 2]
+
+
 def test_initial_weights_only(pool, tmp_path):
     saved = pool.run(write_with_dcp, 2, "fsdp", tmp_path / "dcp", "state_dict")[0]
     first, loaded, rate = pool.run(
@@ -278,6 +310,116 @@ def test_pipeline_stages_are_loaded_in_one_process(pool, tmp_path):
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.1]
 
 
+class Counted(nn.Linear):
+    """A layer with extra state."""
+
+    calls = 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def resume_uneven_stages(rank, world_size, directory, calls):
+    """Only the second stage has extra state and tied weights."""
+    torch.manual_seed(rank)
+    stage = nn.ModuleDict({"first": nn.Linear(2, 2)})
+    if rank == 1:
+        stage = nn.ModuleDict({"second": Counted(2, 2), "tied": nn.Linear(2, 2)})
+        stage["tied"].weight = stage["second"].weight
+        stage["second"].calls = calls
+    with Checkpointer(directory, stage) as ckpt:
+        first = ckpt.load()
+        ckpt.save(first + 1)
+    return first, stage["second"].calls if rank == 1 else None
+
+
+def test_extra_state_and_tied_weights_of_one_stage(pool, tmp_path):
+    assert pool.run(resume_uneven_stages, 2, tmp_path, 7) == [(0, None), (0, 7)]
+    assert pool.run(resume_uneven_stages, 2, tmp_path, 0) == [(1, None), (1, 7)]
+
+
+def test_two_optimizers_of_one_model(tmp_path):
+    def build_two():
+        model, _ = build()
+        first = torch.optim.AdamW(model[0].parameters(), lr=0.01)
+        second = torch.optim.SGD(model[1].parameters(), lr=0.02, momentum=0.9)
+        return model, [first, second]
+
+    model, optimizers = build_two()
+    model(torch.ones(4, 6)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with Checkpointer(tmp_path, model, optimizers) as ckpt:
+        ckpt.save(1)
+    other, loaded = build_two()
+    for optimizer in loaded:
+        optimizer.param_groups[0]["lr"] = 7.0
+    with Checkpointer(tmp_path, other, loaded) as ckpt:
+        assert ckpt.load() == 1
+    for before, after in zip(optimizers, loaded, strict=True):
+        assert_equal(snapshot(other, after), snapshot(model, before))
+    assert [optimizer.param_groups[0]["lr"] for optimizer in loaded] == [0.01, 0.02]
+
+
+class Loader:
+    """A data loader with a state of any type."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return {"state": self.state}
+
+    def load_state_dict(self, state):
+        self.state = state["state"]
+
+
+def test_failed_save_is_repeated(tmp_path):
+    model, optimizer = build()
+    loader = Loader(Loader("an object of a type that checkpoints cannot contain"))
+    metadata = tmp_path / "iter_0000001" / ".metadata"
+    with Checkpointer(tmp_path, model, optimizer, dataloader=loader) as ckpt:
+        ckpt.load()
+        ckpt.save(1)
+        ckpt.finish()
+        assert not metadata.exists()
+        loader.state = 7
+        ckpt.save(1)
+        ckpt.finish()
+        written = metadata.stat().st_mtime_ns
+        ckpt.save(1)  # saved already
+        assert metadata.stat().st_mtime_ns == written
+
+
+def test_wrong_checksum_is_an_error(tmp_path):
+    train(0, 1, "plain", tmp_path, 4, {"save_interval": 2})
+    shard = max((tmp_path / "iter_0000004").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    for position in range(0, len(content), 64):
+        content[position] ^= 1
+    shard.write_bytes(content)
+    model, optimizer = build()
+    with pytest.raises(CheckpointError, match=re.escape(shard.name)):
+        Checkpointer(tmp_path, model, optimizer).load()
+    shutil.rmtree(tmp_path / "iter_0000004")
+    with Checkpointer(tmp_path, model, optimizer) as ckpt:
+        assert ckpt.load() == 2
+
+
+def test_object_storage():
+    object_storage._open_store.cache_clear()
+    with object_server():
+        saved = train(0, 1, "plain", "s3://bucket/run", 4, {"save_interval": 2, "keep_last": 1})
+        loaded = train(0, 1, "plain", "s3://bucket/run", 4, {})
+        assert CheckpointDirectory("s3://bucket/run").list_iterations() == [4]
+    object_storage._open_store.cache_clear()
+    assert loaded[0] == 4
+    assert_equal(loaded[2], saved[2])
+
+
 def draw(rank, world_size, directory, steps):
     """Draw random numbers on every step; returns those after the first save."""
     torch.manual_seed(rank)
@@ -330,6 +472,39 @@ def test_tied_weights_and_extra_state(tmp_path):
     assert other.calls == 3 and optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(other.head.weight, model.embedding.weight)
     assert other.head.weight is other.embedding.weight
+
+
+class Fused(nn.Module):
+    """A layer whose fused weight is stored as two."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(6, 4))
+        self.register_state_dict_post_hook(self.split)
+        self.register_load_state_dict_pre_hook(self.fuse)
+
+    @staticmethod
+    def split(module, state, prefix, metadata):
+        gate, up = state.pop(prefix + "gate_up").chunk(2)
+        state[prefix + "gate"] = gate.clone()
+        state[prefix + "up"] = up.clone()
+
+    @staticmethod
+    def fuse(module, state, prefix, *others):
+        if prefix + "gate" in state:
+            parts = [state.pop(prefix + name) for name in ("gate", "up")]
+            state[prefix + "gate_up"] = torch.cat(parts)
+
+
+def test_weights_that_hooks_split_are_loaded(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), Fused())
+    with Checkpointer(tmp_path, model) as ckpt:
+        ckpt.save(1)
+    assert "model.1.gate" in Reader(tmp_path / "iter_0000001").metadata.tensors
+    other = nn.Sequential(nn.Linear(4, 4), Fused())
+    with Checkpointer(tmp_path, other) as ckpt:
+        assert ckpt.load() == 1
+    assert torch.equal(other[1].gate_up, model[1].gate_up)
 
 
 def test_optimizer_step_waits_for_staging(tmp_path):
@@ -475,6 +650,26 @@ def test_weights_are_exported_as_safetensors(pool, tmp_path):
     for file in files:
         exported |= load_file(file)
     assert_equal(exported, saved)
+
+
+def test_stored_object_is_read_without_loading(tmp_path):
+    loader = Counter()
+    model = nn.Linear(2, 2)
+    with Checkpointer(tmp_path, model, objects={"loader": loader}) as ckpt:
+        assert ckpt.read_object("loader") is None
+        loader.position = 5
+        ckpt.save(1)
+    with Checkpointer(tmp_path, nn.Module()) as ckpt:
+        assert ckpt.read_object("loader") == {"position": 5}
+        with pytest.raises(CheckpointError, match="iter_0000001: contains no object other"):
+            ckpt.read_object("other")
+
+
+def test_options_are_those_of_the_constructor():
+    parameters = inspect.signature(Checkpointer).parameters.values()
+    options = {each.name for each in parameters if each.kind == each.KEYWORD_ONLY}
+    objects = {"scheduler", "dataloader", "objects"}
+    assert options - objects == CheckpointerOptions.__annotations__.keys()
 
 
 def test_unsupported_programs_are_refused(tmp_path):

@@ -1,0 +1,80 @@
+"""Training runs on fake devices, with everything that must not depend on delays."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fake_cuda.forks import run_ranks
+from tests.support.training_harness import train
+
+
+def hash_tensor(tensor: torch.Tensor) -> str:
+    values = tensor.detach().cpu().contiguous()
+    return hashlib.sha256(values.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def hash_files(directory: str) -> dict[tuple[str, str, str], str]:
+    """Return the hashes of the data files of checkpoints, by folder, iteration and name.
+
+    The names of node-local checkpoints also contain random numbers.
+    """
+    root = Path(directory)
+    hashes = {}
+    for path in sorted(root.rglob("*.distcp")):
+        folder = path.relative_to(root).parts[0]
+        iteration = path.parent.name[: len("iter_0000000")]
+        hashes[folder, iteration, path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
+
+
+def train_and_hash(rank: int, world_size: int, flags: str) -> dict[str, Any]:
+    """Train, and return the losses, norms and hashes of the final weights and optimizer.
+
+    Norms are texts, because the one of an overflow does not equal itself.
+    """
+    outcome = train(rank, world_size, flags)
+    return {
+        "losses": outcome.measured.losses,
+        "grad_norms": repr(outcome.measured.grad_norms),
+        "skipped": outcome.measured.skipped,
+        "tensors": {(key, offset): hash_tensor(values) for key, _, offset, values in outcome.boxes},
+    }
+
+
+def train_on_node(
+    rank: int, world_size: int, flags: str, directory: str, before: Callable[[], None] | None
+) -> dict[str, Any]:
+    """Train; each rank is a node with a disk of its own for the node-local tier."""
+    if before is not None:
+        before()
+    if "--non-persistent-ckpt-type" in flags:
+        disk = Path(directory) / f"node{rank}"
+        disk.mkdir(exist_ok=True)
+        flags += f"--non-persistent-local-ckpt-dir {disk} "
+    return train_and_hash(rank, world_size, flags)
+
+
+def train_ranks(
+    num_devices: int,
+    flags: str,
+    timeout: float = 150.0,
+    before: Callable[[], None] | None = None,
+    **settings: str,
+) -> tuple[list[dict[str, Any]], dict[tuple[str, str, str], str]]:
+    """Return the outcomes of all ranks, and the hashes of their checkpoints.
+
+    Every rank calls `before` first.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        if "--save-interval" in flags:
+            flags += f"--save {directory}/saved "
+        outcomes = run_ranks(
+            train_on_node, num_devices, flags, directory, before, timeout=timeout, **settings
+        )
+        return outcomes, hash_files(directory)
