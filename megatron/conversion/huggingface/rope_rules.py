@@ -71,7 +71,7 @@ def rope(
 
     With `spelled_out` an unscaled rope is written as such, because null means another one; with
     `whole_default` null means another base, too. `width` is a field for the number of rotated
-    elements of a head, in place of the fraction. `names` are the fields of base and fraction.
+    elements of a head, instead of the fraction. `names` are the fields of base and fraction.
     """
     base_name, fraction_name = names
 

@@ -219,7 +219,7 @@ class AsyncSaver(SaveThread):
         else.
         """
         make_archive = self._encode_common(common)
-        # Objects that this rank writes: pickled now, because the program may change them.
+        # Objects that this rank writes.
         mine = set(plan.objects)
         entries = [
             entry

@@ -145,7 +145,9 @@ def _select_item(entry: ShardedTensor, item: Item) -> torch.Tensor:
     known: torch.Tensor | None = entry.derived.get(place)
     if known is not None:
         return known
-    box = [box.tensor for box in entry.boxes if box.offset == item.box][-1]
+    # An empty box may have the same offset as the one after it, so take the last one.
+    boxes = [box.tensor for box in entry.boxes if box.offset == item.box]
+    box = boxes[-1]
     # Usually a view: an item is contiguous in a row-major box. Any other box is copied now.
     view = narrow(box, to_relative(item.offset, item.box), item.shape)
     tensor = view.contiguous()

@@ -457,6 +457,28 @@ function showTiles(run) {
     tile(String(launches), launches === 1 ? "launch" : "launches")));
 }
 
+// The charts of every report: loss, throughput, gradient norm and learning rate. `seriesOf` makes
+// one series per launch or run from its points.
+function addCommonCharts(seriesOf, legend) {
+  const checks = seriesOf(launch => launch.validation);
+  const hasChecks = checks.some(one => one.points.length);
+  const rings = hasChecks ? [legendEntry("validation", "", "ring")] : [];
+  addLineChart(main, {
+    title: "Loss", unit: "loss", height: 320, logOption: true,
+    series: seriesOf(launch => launch.curves.lm_loss), rings: hasChecks ? checks : [],
+    legend: [...legend, ...rings],
+    note: "Drag to zoom all charts, double-click to show everything.",
+  });
+  const grid = el("div", { class: "charts" });
+  main.append(grid);
+  const add = (title, unit, name, options = {}) =>
+    addLineChart(grid, { title, unit, series: seriesOf(launch => launch.curves[name]), legend: [], ...options });
+  add("Throughput", "tokens per second", "tokens_per_second", { format: formatCount, fromZero: true });
+  add("Gradient norm", "norm, log scale", "grad_norm", { log: true });
+  add("Learning rate", "learning rate", "learning_rate", { fromZero: true });
+  return { grid, add };
+}
+
 function showCharts(run) {
   // Launches at one layout have one color, so that colors are few in a run with many launches.
   const layouts = [...new Set(run.launches.map(launch => launch.layout))];
@@ -477,22 +499,7 @@ function showCharts(run) {
   }
   const hasRepeated = run.launches.some(launch => launch.last > launch.kept);
   if (hasRepeated) who.push(legendEntry("repeated by a later launch (dashed)", "background:var(--spent-repeated);opacity:0.3", "box"));
-  const hasChecks = run.launches.some(launch => launch.validation.length);
-  const validation = hasChecks ? [legendEntry("validation", "", "ring")] : [];
-
-  addLineChart(main, {
-    title: "Loss", unit: "loss", height: 320, logOption: true,
-    series: seriesOf(launch => launch.curves.lm_loss), rings: hasChecks ? seriesOf(launch => launch.validation) : [],
-    legend: [...who, ...validation],
-    note: "Drag to zoom all charts, double-click to show everything.",
-  });
-  const grid = el("div", { class: "charts" });
-  main.append(grid);
-  const add = (title, unit, name, options = {}) =>
-    addLineChart(grid, { title, unit, series: seriesOf(launch => launch.curves[name]), legend: [], ...options });
-  add("Throughput", "tokens per second", "tokens_per_second", { format: formatCount, fromZero: true });
-  add("Gradient norm", "norm, log scale", "grad_norm", { log: true });
-  add("Learning rate", "learning rate", "learning_rate", { fromZero: true });
+  const { grid, add } = addCommonCharts(seriesOf, who);
   if (hasChanges(run, "loss_scale")) add("Loss scale", "factor, log scale", "loss_scale", { log: true });
   add("Load of the fullest expert", "tokens / mean over experts", "max_load_over_mean");
   add("Peak memory of rank 0", "bytes", "max_memory_bytes", { format: formatBytes, fromZero: true });
@@ -597,20 +604,7 @@ function showComparison(runs) {
     points: run.launches.flatMap(launch => points(launch).filter(point => point[0] <= launch.kept)),
   }));
   const who = runs.map((run, n) => legendEntry(run.name, `background:${launchColor(n)}`));
-  const checks = seriesOf(launch => launch.validation);
-  const hasChecks = checks.some(one => one.points.length);
-  addLineChart(main, {
-    title: "Loss", unit: "loss", height: 320, logOption: true, series: seriesOf(launch => launch.curves.lm_loss),
-    rings: hasChecks ? checks : [], legend: [...who, ...(hasChecks ? [legendEntry("validation", "", "ring")] : [])],
-    note: "Drag to zoom all charts, double-click to show everything.",
-  });
-  const grid = el("div", { class: "charts" });
-  main.append(grid);
-  const add = (title, unit, name, options = {}) =>
-    addLineChart(grid, { title, unit, series: seriesOf(launch => launch.curves[name]), legend: [], ...options });
-  add("Throughput", "tokens per second", "tokens_per_second", { format: formatCount, fromZero: true });
-  add("Gradient norm", "norm, log scale", "grad_norm", { log: true });
-  add("Learning rate", "learning rate", "learning_rate", { fromZero: true });
+  addCommonCharts(seriesOf, who);
 
   const rows = facts.differences.map(([name, ...values]) => [name, ...values]);
   const heads = [["flag", "short"], ...runs.map(run => [run.name, "long"])];
