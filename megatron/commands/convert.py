@@ -21,6 +21,7 @@ def run(
         allow_links()
     options = make_write_options(args, not args.no_optim, note)
     options = dataclasses.replace(options, average=args.weights == "ema")
+    # Everything is checked before the first tensor is read.
     with ProgressBar(f"-> {args.saver}") as progress:
         return convert(
             args.load_dir,

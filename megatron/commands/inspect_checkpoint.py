@@ -263,6 +263,7 @@ def print_checkpoint(result: dict[str, Any], print_all: bool) -> None:
         kinds.append(f"{kind} {format_size(nbytes)}")
     sizes = f"{format_size(result['bytes'])} ({', '.join(kinds)})"
 
+    # Print the summary, then files and tensors.
     print_line(result["path"])
     print_line(f"  format     {result['format']}")
     print_line(f"  iteration  {iteration}")
@@ -292,6 +293,7 @@ def print_files(files: dict[str, int | None], print_all: bool) -> None:
         size = files[name]
         return size is not None, -(size or 0)
 
+    # Missing files come first, then the largest.
     names = list(files)
     if not print_all:
         names.sort(key=rank_missing_first)
@@ -345,6 +347,7 @@ def find_verify_target(root: Path, step: int | None) -> Path:
     """Return the directory to verify, even if the file that identifies its format is missing."""
     if has_tensor_files(root):
         return root
+    # Damage may hide the file by which a format is recognized.
     path, _ = find_named_checkpoint(root, step)
     if path is None or not has_tensor_files(path):
         path = require_checkpoint(root, step).directory

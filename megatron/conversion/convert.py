@@ -89,6 +89,7 @@ def open_found(found: CheckpointRef, read_options: ReadOptions | None = None) ->
             f"{' and '.join(_RENAMING_READERS)} checkpoints can be renamed"
         )
     source = READERS[found.format](found.directory, read_options)
+    # Arguments of the command line take precedence.
     source.args.update(read_options.args)
     return source
 
@@ -338,6 +339,7 @@ def _check_target(save_dir: Path, origins: Sequence[Path], saver: str, overwrite
         raise ValueError(
             f"{save_dir} exists: choose another --save-dir, or give --overwrite to replace it"
         )
+    # The target must not replace a source.
     target = save_dir.resolve()
     for origin in origins:
         if origin.resolve().is_relative_to(target):
@@ -345,6 +347,7 @@ def _check_target(save_dir: Path, origins: Sequence[Path], saver: str, overwrite
                 f"--save-dir {save_dir} is or contains the source {origin}, which would be lost: "
                 "choose another"
             )
+    # Only torch_dist can be committed to object storage.
     if isinstance(save_dir, ObjectPath) and (saver != "torch_dist" or overwrite):
         fix = "give --saver torch_dist or a directory"
         if overwrite:

@@ -95,6 +95,7 @@ def rename_tensors(
             raise ValueError(f"--rename: {where}: {old_names[new]} and {name} both become {new}")
         result[new] = value
         old_names[new] = name
+    # A rename without effect is most likely a typing error.
     if unused:
         raise ValueError(f"--rename {unused[0].old}={unused[0].new}: {where} has no such tensor")
     return result

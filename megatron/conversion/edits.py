@@ -224,6 +224,7 @@ class ResizedVocabulary(SourceView):
     ) -> torch.Tensor:
         """Return a box of new rows."""
         dtype = self.tensors[key].dtype
+        # Moments of new rows start at zero.
         is_value = state in (None, "param", AVERAGE)
         if not is_value or self._new_rows == "zero":
             return torch.zeros(shape, dtype=dtype)
@@ -232,6 +233,7 @@ class ResizedVocabulary(SourceView):
             spec = self._resized[parameter]
             spec.info.init(Box(offset, values), parameter, spec.shape, self._seed)
             return values.to(dtype)
+        # The mean is computed from the most precise copy of the weights.
         if state != AVERAGE:
             key = full_precision_key(parameter, self._source.tensors)
         if key not in self._means:
@@ -317,6 +319,7 @@ class UpcycledExperts(SourceView):
         key = spec.name
         for part, dense_part in _DENSE_PARTS.items():
             key = key.replace(part, dense_part)
+        # The first axis of experts' weights is the expert.
         shape = spec.shape[1:] if _is_of_experts(spec.name) else spec.shape
         if key not in self._source.tensors or self._source.tensors[key].shape != shape:
             raise ValueError(

@@ -111,6 +111,7 @@ def detect_format(directory: Path, loader: str = "auto") -> str:
     formats = list_formats(directory)
     if len(formats) == 1:
         return formats[0]
+    # Guessing between several formats could read the wrong one.
     appearance = "is in no known format"
     if formats:
         appearance = "looks like " + " and ".join(formats)
@@ -160,6 +161,7 @@ def find_problem(directory: Path) -> str | None:
         if directory.is_dir():
             return "it is not complete"
         return "it does not exist"
+    # The directory of a run may contain one iteration in several formats.
     damage = []
     try:
         for form in formats:

@@ -269,6 +269,7 @@ class MergedSource(SourceView):
         # The sum of all elements is finite unless one of them is not, or they are huge.
         if torch.isfinite(result.sum(dtype=torch.float64)):
             return
+        # Find the input that is not finite.
         shape = tuple(total.shape)
         for source in self._sources:
             stored = full_precision_key(parameter, source.tensors)
@@ -277,6 +278,7 @@ class MergedSource(SourceView):
                     f"{source.description}: {parameter} contains values that are not finite: leave "
                     "this input out"
                 )
+        # All inputs are finite, so the sum overflowed.
         if not torch.isfinite(result).all():
             raise ValueError(
                 f"the merged {parameter} exceeds the range of {result.dtype} (largest absolute "

@@ -25,6 +25,7 @@ def exclusive_output_dir(directory: Path) -> Iterator[None]:
     try:
         _lock(handle, directory)
         try:
+            # Remove the leftovers of a killed conversion.
             for path in directory.iterdir():
                 remove(path)
             make_empty_directory(directory)
@@ -58,6 +59,7 @@ def _open_own_directory(directory: Path) -> int:
         raise ValueError(
             f"{directory} is a link: remove it, since a conversion would write to its target"
         ) from error
+    # Another user could replace files while they are written.
     if os.fstat(handle).st_uid != os.geteuid():
         os.close(handle)
         raise ValueError(

@@ -134,6 +134,7 @@ def _has_type(value: Any, hint: Any) -> bool:
         kinds = typing.get_args(hint)
         is_sequence = isinstance(value, list | tuple) and len(value) == len(kinds)
         return is_sequence and all(map(_has_type, value, kinds))
+    # A bool is an int in Python, but not for a flag.
     if isinstance(value, bool):
         return bool in _get_arms(hint)
     if isinstance(value, int) and hint is float:

@@ -184,6 +184,7 @@ class ObjectStore:
             async for chunk in self._api.list(self._store, prefix):
                 for item in chunk:
                     found[item["path"]] = item["size"]
+                # A hostile store could list objects without end.
                 if len(found) > _MAX_LISTED:
                     raise OSError(errno.EFBIG, f"more than {_MAX_LISTED} objects", prefix)
             return found

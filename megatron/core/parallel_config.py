@@ -149,6 +149,7 @@ class ParallelConfig(FlagSection):
                 f"{self.replica_size} processes or change --tensor-model-parallel-size / "
                 f"{context_flag}--pipeline-model-parallel-size"
             )
+        # Chunks of a stage exist only in a pipeline.
         if self.vpp_size > 1 and self.pp_size == 1:
             raise ValueError(
                 f"--virtual-pipeline-model-parallel-size {self.vpp_size} needs "

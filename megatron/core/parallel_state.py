@@ -265,6 +265,7 @@ def _list_groups(
     each pipeline; a given rank between them is a group of its own.
     """
     groups = partial(_list_groups_along, config, world_size, rank)
+    # Tied embeddings are on the first and the last stage.
     pipelines = groups("pp")
     ends = sorted({0, config.pp_size - 1})
     embedding = [tuple(ranks[end] for end in ends) for ranks in pipelines]

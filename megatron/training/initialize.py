@@ -94,6 +94,7 @@ def choose_device(config: DistributedConfig) -> torch.device:
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     devices = torch.cuda.device_count()
+    # NCCL needs a device of its own for each process.
     if 1 < devices <= local_rank and config.distributed_backend != "gloo":
         raise ValueError(
             f"local rank {local_rank}, but only {devices} CUDA devices here: start at most "

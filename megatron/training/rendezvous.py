@@ -31,6 +31,7 @@ def init_process_group(backend: str, timeout: timedelta, device: torch.device) -
     """Create the default process group, with torchrun, another launcher, or as one process."""
     # Without a device, every barrier of NCCL warns that it has to guess one.
     device_id = device if backend == "nccl" else None
+    # A single process without a launcher needs no network.
     if environment_world_size() == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(
             backend,
@@ -82,6 +83,7 @@ def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> di
         store = dist.PrefixStore(shared.get(f"reply/{token}").decode(), shared)
         store.add("joined", 1)
         return store
+    # Rank 0 replies until all other ranks have joined.
     prefix = uuid.uuid4().hex
     store = dist.PrefixStore(prefix, shared)
     replied = set()

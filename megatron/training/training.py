@@ -196,6 +196,7 @@ def interrupts_explained(run: Run) -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         message = f"interrupted after iteration {run.state.iteration}"
         save = run.config.checkpoint.save
+        # Only rank 0 looks at the disk.
         generation = run.saver.generation
         saved = None
         if generation is not None and run.ps.rank == 0:
@@ -460,11 +461,13 @@ def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:
         report_line(
             run.timers.report(times, len(interval.iterations)), event="timers", seconds=times
         )
+    # TensorBoard and other writers.
     for writer in run.writers:
         writer.interval(interval)
         if config.log_memory_to_tensorboard:
             writer.scalars(measure_memory(run.device), interval.last.iteration)
         if config.log_timers_to_tensorboard:
+            # The slowest rank determines the time of a phase.
             slowest = {}
             for name, seconds in times.items():
                 slowest[f"{name}-time"] = max(seconds) / len(interval.iterations)
@@ -499,6 +502,7 @@ def evaluate_split(run: Run, split: Split, name: str) -> None:
         values[f"lm loss {name} ppl"] = perplexity
     for writer in run.writers:
         writer.scalars(values, iteration, run.state.consumed_train_samples)
+    # Validation data continues at this position; test data starts from its first sample again.
     if name == "validation":
         run.validated = (iteration, loss)
         run.state.consumed_valid_samples += config.training.eval_iters * run.eval_batch_size

@@ -105,7 +105,7 @@ def test_run_continues_with_fewer_nodes(cluster, tmp_path):
     nodes.until(lambda: re.search(r"saved local checkpoint from iteration +10 ", nodes.output()))
     nodes.lose("b")
     assert nodes.wait() == [0], nodes.output()
-    assert "there are no more nodes" in nodes.output()
+    assert "there are not more nodes" in nodes.output()
     assert [
         iteration >= 10 and "/disks/a/" in path for path, iteration in resumed(nodes.output())
     ] == [True]

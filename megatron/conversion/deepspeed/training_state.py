@@ -161,6 +161,7 @@ def list_unsupported_parts(config: TransformerConfig) -> list[str]:
                 "one as"
             )
     has_rope = config.position_embedding_type == "rope"
+    # Other programs ignore these parts of the model without an error.
     parts = {
         "window_size": config.window_size is not None,
         "use_rope_scaling": config.use_rope_scaling,
@@ -243,6 +244,7 @@ def _read_groups(
     stored: list[Mapping[str, Any]] = []
     if optimizer is not None:
         stored = optimizer["param_groups"]
+    # Values for files that lack a group or a field of it.
     defaults = {
         "lr": args.get("lr"),
         "betas": (args.get("adam_beta1", 0.9), args.get("adam_beta2", 0.999)),
@@ -263,6 +265,7 @@ def _read_groups(
         group |= defaults
         group |= _copy_fields(_find_group(stored, decays), defaults)
         group["betas"] = tuple(group["betas"])
+        # Biases and norms are not decayed, whatever the stored defaults are.
         if not decays:
             group["weight_decay"] = 0.0
         group["wd_mult"] = float(decays)
@@ -293,6 +296,7 @@ def build_groups(training: TrainingState, counts: tuple[int, int]) -> list[dict[
             "wd_mult": float(is_decayed),
             "lr_mult": 1.0,
         }
+        # Copy hyperparameters from the stored group with the same weight decay.
         for known in training.param_groups or []:
             if bool(known.get("wd_mult", 1.0)) != is_decayed:
                 continue

@@ -153,6 +153,7 @@ class UniversalSource:
             layout = "tp-blocks"
         if layout != "tp-blocks":
             return None
+        # Blocks of [q; k; v] have as many rows for k and v as for q.
         if config.query_groups != config.num_attention_heads:
             raise ValueError(
                 f"{self.description}: a version of Megatron-DeepSpeed that stores blocks of q, k "

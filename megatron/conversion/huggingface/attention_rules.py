@@ -20,6 +20,7 @@ def heads(always_written: bool = True, free_width: bool = True) -> Rule:
     """
 
     def read(found: ConfigFields, args: Json) -> Json:
+        # Without key/value heads every query head has its own.
         count = args["num_attention_heads"]
         groups = args.get("num_query_groups") or found.get("num_key_value_heads") or count
         result = {"num_query_groups": groups, "group_query_attention": groups != count}
@@ -145,6 +146,7 @@ def alternating_windows(every: int, free: bool = False, full_first: bool = False
             raise unsupported(field, skip, f"{every} is")
         kinds = found.first("layer_types")
         if kinds is None:
+            # Derive the kinds from the position of the layer.
             shift = 0 if full_first else 1
             pattern = [(layer + shift) % skip > 0 for layer in range(args["num_layers"])]
             kinds = _list_kinds(pattern)
@@ -373,6 +375,7 @@ def hybrid_windows(always: bool) -> Rule:
         kinds = found.first("layer_types")
         if kinds is None and window is None and not always:
             return _make_uniform_window(None) | _make_no_rope([])
+        # By default every `skip`-th layer has full attention.
         if kinds is None:
             skip = found.first("sliding_window_pattern") or 4
             if not isinstance(skip, int):

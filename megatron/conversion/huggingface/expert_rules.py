@@ -214,6 +214,7 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
 
     def write(config: TransformerConfig) -> Json:
         shared_width = config.moe_shared_expert_intermediate_size or 0
+        # Only the last method limits the groups of experts per token.
         method = methods[0]
         if config.moe_router_num_groups:
             method = methods[-1]

@@ -88,6 +88,7 @@ def join_consolidated(files: list[dict[str, Stored]], where: str) -> dict[str, S
             raise CheckpointError(f"{where}: file {missing[0]} lacks {name}")
         parts = [tensors[name] for tensors in files]
         joined[name] = parts[0]
+        # Norms are stored whole in every file.
         axis = _find_split_axis(name, files[0])
         if len(parts) == 1 or axis is None:
             continue
@@ -153,6 +154,7 @@ def use_transformers_layout(
         if name in _FREQUENCIES:
             continue
         new_name = _find_name(name)
+        # Rotary pairs are adjacent rows here, and halves of a head in transformers.
         if is_interleaved and any(part in new_name for part in _ROTATED):
             count = heads if ".q_proj." in new_name else groups
             stored = _separate_halves(stored, count, name)
@@ -208,6 +210,7 @@ def read_params(directory: Path, files: Mapping[str, Stored]) -> dict[str, Any]:
             f"{path}: use_scaled_rope does not state the scaling factor: copy the model's "
             "config.json of transformers into the directory"
         )
+    # The file does not contain these sizes: take them from the shapes of the weights.
     rows = {}
     for name in (EMBEDDING, _GATE):
         if name not in files or len(files[name].shape) != 2:

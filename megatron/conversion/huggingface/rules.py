@@ -183,6 +183,7 @@ def biases(**parts: str) -> Rule:
     """
 
     def read(found: ConfigFields, args: Json) -> Json:
+        # A missing field has the default of transformers.
         enabled = {part for field, part in parts.items() if found.first(field)}
         return {"add_bias_linear": bool(enabled - {QKV}), "add_qkv_bias": enabled == {QKV}}
 

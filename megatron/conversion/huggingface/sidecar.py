@@ -85,6 +85,7 @@ def collect_optimizer_tensors(source: Source, parameters: Mapping[str, Shape]) -
         if state != "param":
             states.append(state)
     tensors = []
+    # One fp32 tensor for each state of each parameter.
     for parameter, shape in parameters.items():
         if not is_trained(parameter):
             continue

@@ -150,6 +150,7 @@ class StoredWeights:
                     "be floating point, of 16 bits or more unless quantization_config specifies "
                     "their scales"
                 )
+            # The shapes that config.json implies are those of the model that will be built.
             if found.shape != expected:
                 raise ValueError(
                     f"{self._directory}: {self._name(name)} has shape {list(found.shape)}, but "

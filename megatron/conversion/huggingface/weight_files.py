@@ -66,6 +66,7 @@ def open_weights(directory: Path) -> dict[str, Stored]:
             return _open_shards(directory, index, open_file)
         if (directory / name).exists():
             return open_file(directory / name)
+    # Layouts of other programs.
     consolidated = sorted(directory.glob(CONSOLIDATED))
     if consolidated:
         return join_consolidated([open_torch_file(path) for path in consolidated], str(directory))
@@ -90,6 +91,7 @@ def _open_shards(
         raise ValueError(
             f"{directory} lacks {len(missing)} of {len(paths)} shards: {', '.join(missing)}"
         )
+    # Open every file once, then look up each tensor in its file.
     shards = {name: open_file(path) for name, path in paths.items()}
     tensors: dict[str, Stored] = {}
     for tensor, name in weight_map.items():
@@ -157,6 +159,7 @@ class Outgoing:
         if self.is_written_at_once:
             self._write_whole(files, rows)
         else:
+            # Rows of one parameter may belong to several tensors, e.g., q, k and v.
             runs = list(cut_runs(part.row_map, first, first + count))
             pieces = rows.split([run.rows for run in runs])
             for run, piece in zip(runs, pieces, strict=True):

@@ -221,6 +221,7 @@ class MegatronFsdpSource:
         for key in _COMMON:
             if key in self._objects:
                 common[key] = self._reader.read_object(key)
+        # The arguments may be missing: then the command line defines the model.
         if "args" not in common:
             if not given.get("num_layers"):
                 raise CheckpointError(
@@ -228,6 +229,7 @@ class MegatronFsdpSource:
                     "the training flags that define it (--num-layers, --hidden-size, ...)"
                 )
             common["args"] = argparse.Namespace(**given)
+        # Fields of the schedule are stored one by one.
         schedule = {}
         for key in sorted(self._objects):
             if key.startswith(_SCHEDULE):

@@ -53,9 +53,11 @@ def find_pattern(keys: Iterable[str], where: str) -> str:
                 f"{where}: layer {number} of HybridModel has {match[2]}, and only attention (*), "
                 "MLP (-) and experts (E) are parts of a GPT model"
             )
+        # Only a router tells experts from an MLP.
         if ".mlp.router." in key or symbols.get(number) == _EXPERTS:
             symbol = _EXPERTS
         symbols[number] = symbol
+    # A GPT layer is an attention layer followed by an MLP or by experts.
     pattern = "".join(symbols[number] for number in sorted(symbols))
     is_contiguous = sorted(symbols) == list(range(len(symbols)))
     if not is_contiguous or not re.fullmatch(r"(?:\*[-E])+", pattern):

@@ -252,6 +252,8 @@ class LegacySource:
                     "transposed like their weights and is not read: leave it out (convert.py "
                     "--no-optim, --no-load-optim for training)"
                 )
+            # The distributed optimizer has flat buffers, other optimizers have a state per
+            # parameter.
             if path.name == OPTIMIZER_FILE:
                 self._add_buffers(optimizer, path, own, file.rank.pp)
             else:

@@ -308,6 +308,7 @@ class _Contents:
         for index, parameters in enumerate(chunks):
             if not parameters:
                 continue
+            # The positions are those that Megatron-LM's buffers have at this layout.
             bucket_size = compute_bucket_size(self._args, pp, index, num_parameters)
             plan = plan_buckets(parameters, bucket_size)
             states: dict[str, Any] = {}

@@ -161,6 +161,7 @@ def open_torch_dist(directory: Path, read_options: ReadOptions) -> Source:
             run = RunCheckpoint(directory, common, verify)
             if _has_current_keys(run.tensors):
                 return run
+    # Without `common.pt` another program may have written the directory through DCP.
     if not is_complete(directory):
         keys = read_metadata(directory).tensors
         if is_megatron_fsdp(keys):

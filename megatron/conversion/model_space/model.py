@@ -308,6 +308,7 @@ class Layout:
         for name in SPLITS:
             is_flag = name.startswith("account_")
             splits[name] = self.splits.get(name, False if is_flag else None)
+        # Checkpoints do not depend on context parallelism, so its size is 1.
         arguments: dict[str, Any] = {
             "tensor_model_parallel_size": parallel.tp_size,
             "context_parallel_size": 1,

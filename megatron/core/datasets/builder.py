@@ -59,6 +59,7 @@ def build_datasets(
         if count != 0:
             dataset = build(split, count)
         datasets.append(dataset)
+    # Validation and test may be missing, training data may not.
     train, valid, test = datasets
     if train is None and num_samples[0] != 0:
         raise ValueError(

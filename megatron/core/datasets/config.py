@@ -307,6 +307,7 @@ def _read_lists(path: str) -> dict[Split, list[str]]:
             f"--per-split-data-args-path {path}: expected "
             '{"train": [...], "valid": [...], "test": [...]}'
         )
+    # The weights of a blend may be numbers.
     words = {}
     for split in SPLITS:
         if lists.get(split):

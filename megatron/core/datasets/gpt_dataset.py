@@ -48,11 +48,13 @@ class GPTDataset:
         self.eod = eod
         self.vocab_size = vocab_size
         self.plan = _plan_index(indexed, sequences, split, num_samples, config)
+        # Everything that determines the index: a change of it invalidates the cached arrays.
         description = {
             "class": "GPTDataset",
             **asdict(self.plan),
             "sequence_lengths": compute_array_digest(indexed.lengths),
         }
+        # The fingerprint also covers what changes samples but not the index.
         self.fingerprint = compute_digest(
             {**description, **config.fim_options(), "prefix": Path(indexed.prefix).name}
         )
@@ -63,6 +65,7 @@ class GPTDataset:
             lambda: build_gpt_index(self.plan, indexed.lengths),
             config.verify_index_cache,
         )
+        # Memory-mapped: sequences of all epochs, sample starts, and the order of samples.
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
@@ -136,6 +139,7 @@ def _plan_index(
             "larger share in --split or data of its own (--train-, --valid-, --test-data-path), or "
             "do not use it (--eval-iters 0 for validation and test)"
         )
+    # Repeat the sequences until there are enough tokens for all samples.
     num_epochs, separate_last_epoch = plan_epochs(
         tokens_per_epoch, num_samples, config.seq_length, config.extra_tokens
     )
@@ -150,6 +154,7 @@ def _plan_index(
         drop_last_partial=split != "valid" or config.drop_last_partial_validation_sequence,
         seed=config.seed,
     )
+    # One pass over very little data may not fill a single sample.
     if plan.num_samples == 0:
         raise ValueError(
             f"{where} holds {tokens_per_epoch} tokens, less than one sample of --seq-length "

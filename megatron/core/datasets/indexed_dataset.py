@@ -96,6 +96,7 @@ class IndexedDataset:
         assert min(start, count) >= 0 and start + count <= length, (sequence, start, count, length)
         itemsize = self.dtype.itemsize
         offset = int(self.offsets[sequence]) + start * itemsize
+        # A view of the mapped file, or a copy of the bytes without a map.
         if self._map is not None:
             return np.frombuffer(self._map, self.dtype, count, offset)
         content = self._pread(count * itemsize, offset)
@@ -293,6 +294,7 @@ class IndexedDatasetBuilder:
         self._file.write(stored.tobytes())
         self.num_tokens += len(stored)
         self._lengths.extend(lengths)
+        # Documents are stored as the number of sequences before their end.
         for count in documents:
             self._documents.append(self._documents[-1] + count)
 

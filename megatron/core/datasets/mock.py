@@ -27,6 +27,7 @@ class MockGPTDataset:
         self.eod = eod
         self.num_samples = num_samples
         self.split = split
+        # The synthetic text avoids EOD, which would end documents at random.
         words = [token for token in range(min(vocab_size, SYMBOLS + 1)) if token != eod]
         self.words = np.array(words[:SYMBOLS], dtype=np.int64)
         if len(self.words) < 2:

@@ -66,6 +66,7 @@ class OrderedWorkers(Generic[Item, Result]):
     def __next__(self) -> tuple[Item, Result]:
         if self._stop.is_set():
             raise StopIteration
+        # Workers start with the first item, so that an unused iterator costs nothing.
         if self._results is None:
             self._results = self._start()
         try:

@@ -132,6 +132,7 @@ def read_lineage(directory: Path) -> Lineage:
     """Read the lineage of a checkpoint; one without a valid file belongs to generation 0."""
     try:
         content = _read_file(directory)
+        # Older checkpoints have no tokens.
         tokens = content.get("tokens") or [None] * len(content["branch"])
         if len(tokens) != len(content["branch"]):
             raise CheckpointError(
@@ -144,6 +145,7 @@ def read_lineage(directory: Path) -> Lineage:
             segments.append(Segment(generation, iteration, token))
     except (OSError, CheckpointError):
         return Lineage((Segment(0, iteration_in_name(directory)),))
+    # The checkpoint of another directory from which this run started.
     stored_origin = content.get("origin")
     origin = None
     if stored_origin is not None:

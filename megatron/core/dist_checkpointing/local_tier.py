@@ -87,7 +87,7 @@ def form_replication_groups(size: int, distance: int, factor: int) -> list[list[
         count = len(members) // factor
         if count == 0:
             raise CheckpointError(
-                f"{factor} copies of what rank {first} writes, on ranks {distance} apart, need "
+                f"{factor} copies of the files of rank {first}, on ranks {distance} apart, need "
                 f"{factor * distance} ranks, but there are {size}: use a smaller "
                 "--replication-jump or --replication-factor, or more nodes"
             )
@@ -146,8 +146,8 @@ class LocalTier(NamedTuple):
         # Form replication groups.
         if count < copies:  # a job that continues on fewer nodes must not fail for that
             logger.warning(
-                f"local checkpoints are kept {count} times instead of {copies}: there are no more "
-                "nodes"
+                f"local checkpoints are kept {count} times instead of {copies}: there are not "
+                "more nodes"
             )
             copies = count
         if count > 1 and not os.environ.get(JOB_SECRET):

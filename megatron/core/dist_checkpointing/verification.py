@@ -138,6 +138,7 @@ def _find_object_problems(
     if listed is None:
         return [f"{METADATA_JSON} does not record a commit"]
     problems = []
+    # Shards are compared by size only, since reading them would download the checkpoint.
     there = path.store.sizes(path.key)
     for name, (expected, digest) in listed.items():
         size = there.get((path / name).key)

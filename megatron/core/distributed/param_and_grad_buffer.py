@@ -133,6 +133,7 @@ def _split_into_buckets(specs: Sequence[ParamSpec], bucket_size: int) -> Iterato
             vectors.append(spec)
     vectors.sort(key=lambda spec: (spec.info.sharding.is_split, spec.info.partial_grad))
 
+    # A bucket ends when it is full, and has one kind of parameters only.
     bucket: list[ParamSpec] = []
     num_elements = 0
     for spec in matrices + vectors:

@@ -111,6 +111,7 @@ class OptimizerConfig(FlagSection):
                 f"--min-loss-scale {self.min_loss_scale} must be at most "
                 f"--initial-loss-scale {self.initial_loss_scale}"
             )
+        # Rules of single optimizers and of weight decay.
         if self.optimizer == "ademamix":
             yield from self._find_ademamix_problems()
         yield from self._find_weight_decay_problems()

@@ -228,6 +228,7 @@ class MegatronOptimizer:
 
         Returns a function that waits for the copy and returns the state, in any thread.
         """
+        # Start the only copy from the device; everything else is on the host already.
         steps = self._collect_steps()
         step = start_copy(steps[0].clone()) if steps else None
         groups: list[dict[str, Any]] = []
@@ -239,6 +240,7 @@ class MegatronOptimizer:
             groups.append(stored)
         scaler = self.grad_scaler.state_dict()
 
+        # The caller's thread goes on training while another one waits for the copy.
         def finish() -> dict[str, Any]:
             if step is not None:
                 for group in groups:

@@ -119,6 +119,7 @@ def make_schedule(
             f"give one of --train-iters (got {train_iters}) and --train-samples "
             f"(got {train_samples})"
         )
+    # The schedule counts samples, so that the batch size may change during a run.
     if train_samples is None:
         unit = "iters"
         samples_per_unit = global_batch_size
@@ -135,6 +136,7 @@ def make_schedule(
             return None
         return value * samples_per_unit
 
+    # By default the learning rate decays until the end of training.
     length = (train_iters or train_samples or 0) * samples_per_unit
     decay_steps = to_samples("lr_decay")
     if decay_steps is None:

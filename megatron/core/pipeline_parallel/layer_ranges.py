@@ -129,6 +129,7 @@ def _split(
         per_stage, rest = divmod(remaining, other_stages)
         if rest != 0:
             return None
+    # Insert the given numbers, then check that chunks have equally many layers.
     stages = [per_stage] * pp_size
     if first is not None:
         stages[0] = first

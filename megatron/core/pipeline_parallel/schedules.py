@@ -235,6 +235,7 @@ def _check_sizes(
         )
     if not 0 <= pp_rank < pp_size:
         raise ValueError(f"pipeline rank {pp_rank} is not part of a pipeline of {pp_size} stages")
+    # The remaining rules are those of the interleaved schedule.
     if vpp_size == 1:
         return
     if pp_size == 1:

@@ -346,6 +346,7 @@ def _check_load_balancing(config: ModelOptions) -> Iterator[str]:
             "--moe-router-load-balancing-type global_aux_loss with --recompute-granularity full: "
             "recomputed layers would count their tokens twice; use aux_loss or seq_aux_loss"
         )
+    # Padding gives every expert the same number of tokens.
     if config.moe_pad_expert_input_to_capacity:
         if config.moe_expert_capacity_factor is None:
             yield "--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor"

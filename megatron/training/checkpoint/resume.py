@@ -190,6 +190,7 @@ def _check_optimizer(config: OptimizerConfig, source: Source) -> None:
             f"--optimizer {config.optimizer} cannot use: {ways_out}, or continue with --optimizer "
             f"{stored}"
         )
+    # The same optimizer may still have other states, e.g., without momentum.
     conflict = UPDATE_RULES[stored].find_conflict(config, source.training.param_groups)
     if conflict is not None:
         flag, old, new = conflict

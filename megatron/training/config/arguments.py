@@ -307,6 +307,7 @@ class FlagParser:
             usage="%(prog)s [flags]",
         )
         seen: set[str] = set()
+        # The docstring of a section's class is its description.
         for title, section in self.sections.items():
             summary = inspect.cleandoc(section.__doc__ or "").split("\n")[0]
             group = parser.add_argument_group(title, summary)

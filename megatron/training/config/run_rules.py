@@ -317,6 +317,7 @@ def _check_hf_exports(config: Config, world_size: int) -> Iterator[str]:
         if checkpoint.save_hf_keep_last is not None:
             yield f"--save-hf-keep-last {checkpoint.save_hf_keep_last} needs --save-hf-interval"
         return
+    # The model is written from the staging buffers of a save, so each export needs one.
     missing = []
     for name in ("save", "save_hf", "save_interval"):
         if getattr(checkpoint, name) is None:
@@ -389,6 +390,7 @@ def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
             f"--replication with --replication-factor {checkpoint.replication_factor} needs a "
             "factor of at least 2 and --non-persistent-ckpt-type local"
         )
+    # All of these flags belong together.
     needed = {
         "--non-persistent-ckpt-type": kind,
         "--non-persistent-save-interval": interval,

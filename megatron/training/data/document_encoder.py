@@ -227,6 +227,7 @@ class DocumentEncoder:
         if not is_json:
             return {key: [text] for key in self.keys}
         try:
+            # Malformed lines of any kind become a ValueError, which --skip-bad-lines counts.
             record = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
@@ -243,6 +244,7 @@ class DocumentEncoder:
             ids = self._tokenize(text)
             if ids:
                 sequences.append(ids)
+        # One EOD ends the document, not each of its sequences.
         if sequences and self.append_eod:
             sequences[-1].append(self.tokenizer.eod)
         try:

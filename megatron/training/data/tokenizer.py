@@ -99,6 +99,7 @@ def _build_null_tokenizer(config: TokenizerConfig) -> Tokenizer:
         raise ValueError(
             f"--null-tokenizer-eod-id {eod} is not one of the {given} tokens of --vocab-size"
         )
+    # Without an EOD of its own the tokenizer adds one after the given tokens.
     vocab_size = given + 1 if eod is None else given
 
     def tokenize(text: str) -> list[int]:

@@ -104,6 +104,7 @@ def build_meta_chunks(
     local_config = replace(config, model=replace(config.model, **LOCAL_BACKEND_FIELDS))
     rng = TensorParallelRng(0, ps.tp.rank)
     layer_ranges = config.layer_ranges()
+    # Tensors on the meta device have shapes but no memory.
     for chunk_spec in make_chunk_specs(layer_ranges, ps, rng, torch.device("meta")):
         module = model_provider(local_config, chunk_spec)
         kinds = []

@@ -241,6 +241,7 @@ def _draw_kinds(axes: Any, shares: Shares, kinds: Sequence[str]) -> None:
     colors = COLORS * num_rounds
     positions = range(len(shares))
     bottom = np.zeros(len(shares))
+    # Each kind is drawn on top of the previous ones.
     for kind, color in zip(kinds, colors, strict=False):
         sizes = []
         for column in shares.values():

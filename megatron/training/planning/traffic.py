@@ -69,6 +69,7 @@ def plan_traffic(
         group_size=group_size,
     )
     num_sends = sum(tick.send is not None for tick in ticks)
+    # Bytes and group size of each axis.
     return {
         "tp": _count_tensor_parallel(config, chunks, activations, num_microbatches),
         "cp": _count_context_parallel(config, chunks, activations, num_microbatches),

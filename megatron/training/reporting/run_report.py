@@ -85,6 +85,7 @@ def describe_run(root: Path, verify_checkpoints: bool, now: float) -> Row:
             "give the --save directory of a run"
         )
     newest = launches[-1]
+    # A page with many launches draws fewer points of each.
     max_points = min(MAX_POINTS, max(20, MAX_POINTS_OF_RUN // len(launches)))
     described = []
     kept_iterations = find_kept_iterations(launches)
@@ -94,6 +95,7 @@ def describe_run(root: Path, verify_checkpoints: bool, now: float) -> Row:
         if index > 0:
             row["changes"] = describe_changes(launches[index - 1], launch)
         described.append(row)
+    # Summarize the whole run.
     checkpoints = describe_checkpoints(root, launches, verify_checkpoints)
     goodput = compute_goodput(launches)
     train_iters = newest.start.get("train_iters", newest.last)

@@ -167,6 +167,7 @@ def _decode_json(data: bytes, where: str) -> dict[str, FileChecksums]:
         raise CheckpointError(f"{where}: damaged (it does not have the checksum it ends with)")
     body = _OLD_FORM(schema.parse_json(line, where), where)
     files: dict[str, FileChecksums] = {}
+    # The hashes of a file's blocks are stored as hexadecimal digits.
     for name, file in body["files"].items():
         size = file["size"]
         try:

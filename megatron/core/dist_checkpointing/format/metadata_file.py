@@ -191,6 +191,7 @@ def _decode_places(
             raise CheckpointError(
                 f"{where}: {format_value(key)} was written through DCP extensions (compression)"
             )
+        # The file name is checked once per file, positions once per item.
         file = place["relative_path"]
         position = place["offset"]
         length = place["length"]

@@ -428,6 +428,7 @@ class _OpenObject(OpenFile):
                 raise OSError(errno.EIO, f"{len(content)} bytes came instead of {len(part)}")
             part[:] = content
 
+        # Large reads are split into parallel requests.
         starts = range(0, length, PART_SIZE)
         if len(starts) == 1:
             fetch(0)

@@ -254,6 +254,7 @@ def _encode_end(entries: int, central_size: int, central_offset: int) -> bytes:
         central_offset,
     )
     locator = _LOCATOR64.pack(b"PK\6\7", 0, central_offset + central_size, 1)
+    # Values that do not fit the old record are its maxima; readers then use the zip64 record.
     few = min(entries, 0xFFFF)
     end = _END.pack(
         b"PK\5\6", 0, 0, few, few, min(central_size, _MAX32), min(central_offset, _MAX32), 0

@@ -44,6 +44,7 @@ class ChecksumVerifier:
                 "changed or added after the save"
             )
         expected = self._checksums[name]
+        # All readers of a file share the record of verified blocks.
         verified = self._verified.setdefault(name, bytearray(len(expected.blocks) // DIGEST_SIZE))
         file = open_file(path)
         if file.size != expected.size:

@@ -288,6 +288,7 @@ class DistributedLocalCheckpoint:
         except RuntimeError as error:
             text = f"{self.directory / file}: rank {rank}, whose node has it, is dead or hanging"
             raise CheckpointError(f"{text}: {first_line(error)}") from error
+        # The code authenticates the content as the answer to this request of this rank.
         purpose = f"answer {rank} {self._tier.rank} {tag}"
         is_authentic = self._authenticator.is_valid(mac, purpose, *parts)
         return is_found and is_authentic

@@ -441,6 +441,7 @@ def _apply_strictness(
     if raised:
         raise CheckpointError(f"{where}: " + "\n".join(raised))
 
+    # Return only the keys that the caller handles.
     left = LoadReport()
     if unexpected_reaction == RETURN:
         left.unexpected = report.unexpected

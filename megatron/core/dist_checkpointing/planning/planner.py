@@ -446,6 +446,7 @@ def _describe_conflicts(specs: Sequence[PackedSpec]) -> str:
                     f"{key}: {known_shape} {known_dtype} on rank {other}, "
                     f"{shape} {dtype} on rank {rank}"
                 )
+    # A key is either a tensor or an object on all ranks.
     for key in objects.keys() & first.keys():
         _, rank_of_tensor = first[key]
         conflicts[key] = (

@@ -375,7 +375,7 @@ class RunSaver:
 
     @property
     def last_save_failed(self) -> bool:
-        """Whether the last save that has ended was not committed."""
+        """Return whether the last save that has ended was not committed."""
         return self._last_failure is not None
 
     def check_last_save(self) -> None:
@@ -443,6 +443,7 @@ class RunSaver:
             self._parent = iteration_in_name(report.directory)
             self._last_failure = None
         self._on_saved(report, is_local)
+        # Log the save, then the messages of the removals that followed it.
         milliseconds = (
             f"{report.total * 1e3:.0f} ms (training blocked {report.blocking * 1e3:.0f} ms)"
         )

@@ -309,6 +309,7 @@ class SaveThread:
             lambda nbytes: save.barrier.check_before_commit(),
         )
         save.barrier.warn(save.pending.warnings)
+        # From here on the checkpoint is committed: errors cannot take it back.
         try:
             save.hooks.on_commit()
         except SupersededError:
@@ -317,6 +318,7 @@ class SaveThread:
             raise _AfterCommitError(
                 f"committed, but what follows the commit failed: {_describe(error)}"
             ) from error
+        # The export of the same iteration becomes visible after its checkpoint.
         if save.export is not None:
             if save.export.commit(save.barrier.read_exported()):
                 save.report.exported = save.export.directory

@@ -307,6 +307,7 @@ class Checkpointer:
                     return None
             return found[0]
 
+        # All ranks must open the same checkpoint.
         chosen = ranks.run_on_rank0(choose)
         return None if chosen is None else DistributedLocalCheckpoint(self._tier, chosen)
 

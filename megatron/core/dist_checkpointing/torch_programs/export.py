@@ -30,6 +30,7 @@ def export_safetensors(source: Path, directory: Path, max_file_size: int) -> Non
         raise CheckpointError("exporting weights requires the package safetensors") from error
     if directory.exists():
         raise CheckpointError(f"{directory} exists: give a new directory")
+    # Find the tensors of the model and distribute them over files.
     reader = Reader(source)
     stored = {
         key.removeprefix(_MODEL): tensor
@@ -39,12 +40,14 @@ def export_safetensors(source: Path, directory: Path, max_file_size: int) -> Non
     if not stored:
         raise CheckpointError(f"{source}: contains no tensors of a model")
     files = _distribute(stored, max_file_size)
+    # Write to a temporary directory and rename it at the end.
     unfinished = directory.with_name(f".{directory.name}-{secrets.token_hex(8)}")
     unfinished.mkdir(parents=True)
     try:
         file_of: dict[str, str] = {}
         for number, names in enumerate(files, 1):
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            # Memory is bounded by one file: its tensors are released before the next.
             tensors = {name: _read_whole(reader, name, stored[name]) for name in names}
             save_file(tensors, unfinished / file, metadata={"format": "pt"})
             file_of |= dict.fromkeys(names, file)

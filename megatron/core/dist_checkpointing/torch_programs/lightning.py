@@ -63,6 +63,7 @@ class CheckpointerCallback(Callback):
             objects[f"scheduler.{number}"] = config.scheduler
         if trainer.precision_plugin.state_dict():
             objects["precision"] = trainer.precision_plugin
+        # By now Lightning has wrapped the model and moved it to its device.
         self._checkpointer = Checkpointer(
             self._directory,
             pl_module,
@@ -72,6 +73,7 @@ class CheckpointerCallback(Callback):
             **self._options,
         )
         self._last_step = self._checkpointer.load()
+        # A new iterator over the data draws random numbers: restore the generators afterwards.
         if self._last_step > 0:
             self._generators = check_generator_states(get_generator_states())
 

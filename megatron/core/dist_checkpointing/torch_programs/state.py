@@ -414,6 +414,7 @@ def _check_supported(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 "FullyShardedDataParallel (FSDP1) is not supported: use fully_shard (FSDP2), whose "
                 "parameters are DTensors"
             )
+    # Optimizer state is stored by parameter name, so each parameter must have one.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":

@@ -147,10 +147,12 @@ class CoreAttention(MegatronModule):
         num_key_heads = k.shape[1]
         device_type = q.device.type
         mask = self.mask(length, documents, q.dtype, q.device)
+        # In half precision on a CPU, only this function runs the backward pass in fp32.
         is_half_on_cpu = device_type == "cpu" and q.dtype != torch.float32
         if is_half_on_cpu and not dropout:
             context: Tensor = CpuAttention.apply(q, k, v, mask, self.scale)
             return context
+        # Copy keys and values only for kernels that cannot share them between heads.
         is_grouped = num_heads > num_key_heads
         if is_grouped and not supports_grouped_heads(device_type, q.dtype, mask is not None):
             copies = num_heads // num_key_heads

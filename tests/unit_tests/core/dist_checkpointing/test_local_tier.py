@@ -68,7 +68,7 @@ def test_every_rank_is_in_one_replication_group(size, jump, copies):
 
 def test_too_few_ranks_for_the_copies():
     with pytest.raises(
-        CheckpointError, match="3 copies of what rank 0 writes, on ranks 4 apart, need 12 ranks"
+        CheckpointError, match="3 copies of the files of rank 0, on ranks 4 apart, need 12 ranks"
     ):
         form_replication_groups(8, 4, 3)
 
