@@ -5,9 +5,10 @@ stage.
     LAUNCH="python tools/plan_run.py --world-size 8 --device-memory-gb 80" \\
         bash examples/one_node_8_gpus.sh
 
---json prints the plan in bytes, for programs; --plot PNG draws the schedule and the memory. The
-vocabulary size is --vocab-size, or that of the tokenizer, whose files are needed only then. The
-exit status is 1 if the run does not fit.
+--search prints the fastest layouts that fit, as flags; so does a run that does not fit with any
+single change. --json prints the plan in bytes, for programs; --plot PNG draws the schedule and the
+memory. The vocabulary size is --vocab-size, or that of the tokenizer, whose files are needed only
+then. The exit status is 1 if the run does not fit.
 """
 
 from __future__ import annotations
@@ -53,12 +54,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="PNG",
         help="draw the pipeline schedule and the memory of stages",
     )
+    add_search_options(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead; sizes in bytes"
     )
     # The scripts in examples/ pass the name of the program that they launch.
     words = [word for word in argv if not word.endswith("pretrain_gpt.py")]
     options, flags = parser.parse_known_args(words)
+    if options.search is not None and (options.device_memory_gb is None or options.search < 1):
+        raise ValueError("--search takes a positive number, and requires --device-memory-gb")
     hours = options.mtbf_hours
     if hours is not None and (options.measured is None or min(hours) <= 0 or len(hours) > 2):
         raise ValueError(
@@ -66,6 +70,31 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
             "--save directory of a run"
         )
     return options, flags
+
+
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--search",
+        type=int,
+        nargs="?",
+        const=5,
+        metavar="N",
+        help="print the N (default: 5) fastest layouts that fit: TP, PP, chunks per stage, CP, EP, "
+        "micro-batch size and recomputation",
+    )
+    speeds: dict[str, tuple[float, str]] = {
+        "--device-tflops": (400, "achieved TFLOP/s of matrix products on a GPU"),
+        "--memory-gbps": (3350, "GB/s of the memory of a GPU"),
+        "--node-gbps": (450, "GB/s that a GPU sends to others of its node"),
+        "--network-gbps": (50, "GB/s that a GPU sends to other nodes"),
+    }
+    for name, (default, text) in speeds.items():
+        parser.add_argument(
+            name, type=float, default=default, help=f"for --search: {text} (default: {default})"
+        )
+    parser.add_argument(
+        "--devices-per-node", type=int, default=8, help="for --search: GPUs of a node (default: 8)"
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -48,6 +48,15 @@ RUNS = {  # name -> (processes, flags)
     "capped scores": (1, UNTIED + "--attn-logit-softcapping 5 --seq-length 256"),
     "capped scores, bf16": (1, UNTIED + "--attn-logit-softcapping 5 --seq-length 256 --bf16"),
     "alibi": (1, "--position-embedding-type alibi"),
+    "parallel residual": (1, UNTIED + "--parallel-residual"),
+    "parallel residual, bf16": (1, UNTIED + "--parallel-residual --bf16"),
+    "parallel residual, one norm": (1, UNTIED + "--parallel-residual --share-parallel-norm"),
+    "parallel residual, selective parts": (
+        1,
+        LLAMA
+        + "--parallel-residual --recompute-granularity selective "
+        + "--recompute-modules layernorm mlp",
+    ),
     "qk norm": (1, UNTIED + "--qk-layernorm"),
     "selective": (1, UNTIED + "--recompute-granularity selective"),
     "selective parts": (

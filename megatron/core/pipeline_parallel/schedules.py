@@ -110,6 +110,20 @@ def schedule(
         yield Tick(clock, phase, action, send, arrivals.get(clock))
 
 
+def list_actions(
+    pp_rank: int,
+    pp_size: int,
+    vpp_size: int,
+    num_microbatches: int,
+    group_size: int | None = None,
+) -> list[Action]:
+    """Return the forward and backward passes of a rank in order, without its messages."""
+    group_size = group_size or pp_size
+    _check_sizes(pp_rank, pp_size, vpp_size, num_microbatches, group_size)
+    timetable = _make_timetable(pp_rank, pp_size, vpp_size, num_microbatches, False, group_size)
+    return [timetable[clock] for clock in sorted(timetable)]
+
+
 def check_group_size(pp_size: int, group_size: int) -> None:
     """Raise ValueError if groups of the interleaved schedule are smaller than the pipeline."""
     if group_size < pp_size:

@@ -137,8 +137,8 @@ class ActivationMemory:
         # The inputs of attention and of the MLP on the residual stream, and their norms.
         norm_statistics = self.local_tokens * self.normalizer
         num_norms = self._count_kept_norms(kind)
-        total = 2 * self.residual + num_norms * norm_statistics
-        if not model.recomputes("layernorm"):
+        total = self._count_residual_inputs() + num_norms * norm_statistics
+        if not model.recomputes("layernorm") or model.share_parallel_norm:
             total += num_norms * self.residual  # the inputs of the linear layers
         if model.norm_placement == "both":
             # Norms after the branches keep the output of the branch.
@@ -162,11 +162,19 @@ class ActivationMemory:
             total += 2 * mask
         return total
 
-    def _count_kept_norms(self, kind: LayerKind) -> int:
-        """Return the number of norms, of two, that keep their result.
+    def _count_residual_inputs(self) -> int:
+        """Return the bytes of the different inputs of attention and MLP on the residual stream."""
+        if self.config.parallel_residual:
+            return self.residual
+        return 2 * self.residual
 
-        The norm of a dense MLP is recomputed together with the MLP.
+    def _count_kept_norms(self, kind: LayerKind) -> int:
+        """Return the number of norms, of at most two, that keep their result.
+
+        The norm of a dense MLP is recomputed together with the MLP, unless attention shares it.
         """
+        if self.config.share_parallel_norm:
+            return 1
         recomputes_mlp_norm = self.recomputes_mlp(kind) and not kind.experts
         return 2 - recomputes_mlp_norm
 
@@ -347,7 +355,9 @@ class ActivationMemory:
         if model.recomputes("layernorm"):
             recomputed += self.residual
         if self.recomputes_mlp(kind):
-            num_recomputed_norms = 2 - self._count_kept_norms(kind)
+            num_recomputed_norms = 0
+            if not model.share_parallel_norm:
+                num_recomputed_norms = 2 - self._count_kept_norms(kind)
             recomputed += mlp + num_recomputed_norms * self.residual
         heads = 0
         if model.recomputes("mla_up_proj"):

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -68,6 +69,22 @@ class MetaBuffer:
         return self.numel * self.itemsize + self.scale_bytes
 
 
+class StoredParameter(NamedTuple):
+    """A parameter in a checkpoint: key, optimizer group, and whether it contains experts."""
+
+    key: str
+    group: ParamGroup
+    is_expert: bool
+
+
+class StoredElements(NamedTuple):
+    """Number of elements of a stored parameter: of the whole model, and of one chunk."""
+
+    parameter: StoredParameter
+    num_whole: int
+    num_local: int
+
+
 @dataclass(frozen=True)
 class MetaChunk:
     """A pipeline chunk of a rank, without memory."""
@@ -82,6 +99,20 @@ class MetaChunk:
     @property
     def num_layers(self) -> int:
         return len(self.kinds)
+
+    @cached_property
+    def stored(self) -> list[StoredElements]:
+        """Elements of every stored parameter; cached, because a search plans a chunk repeatedly."""
+        counts = []
+        for key, entry in self.module.sharded_state_dict().items():
+            assert isinstance(entry, ShardedTensor)
+            assert isinstance(entry.local, nn.Parameter)
+            info = param_info(entry.local)
+            spec = ParamSpec(key, entry.global_shape, info)
+            parameter = StoredParameter(key, spec.group, info.sharding.is_expert)
+            num_local = sum(box.tensor.numel() for box in entry.boxes)
+            counts.append(StoredElements(parameter, spec.numel, num_local))
+        return counts
 
     @property
     def buckets(self) -> list[BucketPlan]:
@@ -200,14 +231,6 @@ def _count_scale_bytes(config: TransformerConfig, specs: Sequence[ParamSpec]) ->
     return 4 * num_scales
 
 
-class StoredParameter(NamedTuple):
-    """A parameter in a checkpoint: key, optimizer group, and whether it contains experts."""
-
-    key: str
-    group: ParamGroup
-    is_expert: bool
-
-
 def count_stored_elements(
     chunks: Iterable[MetaChunk],
     whole: bool = True,
@@ -218,15 +241,7 @@ def count_stored_elements(
     """
     sizes: Counter[StoredParameter] = Counter()
     for chunk in chunks:
-        for key, entry in chunk.module.sharded_state_dict().items():
-            assert isinstance(entry, ShardedTensor)
-            assert isinstance(entry.local, nn.Parameter)
-            info = param_info(entry.local)
-            spec = ParamSpec(key, entry.global_shape, info)
-            parameter = StoredParameter(key, spec.group, info.sharding.is_expert)
+        for parameter, num_whole, num_local in chunk.stored:
             # Assigned, not added: both copies of a tied embedding have one key.
-            if whole:
-                sizes[parameter] = spec.numel
-            else:
-                sizes[parameter] = sum(box.tensor.numel() for box in entry.boxes)
+            sizes[parameter] = num_whole if whole else num_local
     return sizes

@@ -19,7 +19,8 @@ BACKWARD_COLOR = "#17408b"
 GRID_COLOR = "#dde2e9"
 LIMIT_COLOR = "#c2334d"
 BACKWARD_COST = 2.0  # of a forward pass: two matrix products instead of one
-MAX_MICROBATCHES = 4  # per stage in the picture; later ones repeat the pattern
+MAX_MICROBATCHES = 4  # per stage in the picture; more of them repeat the pattern in the middle
+BREAK_WIDTH = 0.05  # of the picture, for the omitted middle of a long schedule
 MAX_LABELED_PASSES = 24  # per stage; labels of more passes would overlap
 SMALLEST_PART = 0.002  # fraction of the memory below which a part is not drawn
 
@@ -67,6 +68,34 @@ def make_timeline(pp_size: int, vpp_size: int, num_microbatches: int) -> list[Pa
     return passes
 
 
+class Excerpt(NamedTuple):
+    """Head and tail of a timeline, and the omitted time in between."""
+
+    passes: list[Pass]
+    start: float = 0.0
+    end: float = 0.0
+    """End of the omitted time; equal to `start` if nothing is omitted."""
+
+
+def select_excerpt(passes: Sequence[Pass], pp_size: int, vpp_size: int) -> Excerpt:
+    """Return the head and the tail of a long timeline, which contain its whole bubble."""
+    total = max(item.end for item in passes)
+    work = (1 + BACKWARD_COST) * vpp_size * MAX_MICROBATCHES * pp_size
+    drawn = work + (1 + BACKWARD_COST) * (pp_size - 1)
+    if total <= drawn:
+        return Excerpt(list(passes))
+    start = drawn / 2
+    end = total - drawn / 2
+    # A pass at the edge of the omitted time is cut.
+    selected = []
+    for item in passes:
+        if item.start < start:
+            selected.append(item._replace(end=min(item.end, start)))
+        if item.end > end:
+            selected.append(item._replace(start=max(item.start, end)))
+    return Excerpt(selected, start, end)
+
+
 def draw_plan(
     plan: RunPlan,
     path: Path,
@@ -92,19 +121,42 @@ def draw_plan(
 def _draw_schedule(axes: Any, plan: RunPlan) -> None:
     pp_size = len(plan.stages)
     vpp_size = plan.stages[0].ps.vpp_size
-    num_drawn = min(plan.num_microbatches, MAX_MICROBATCHES * pp_size)
+    timeline = make_timeline(pp_size, vpp_size, plan.num_microbatches)
+    excerpt = select_excerpt(timeline, pp_size, vpp_size)
+    end_of_step = max(item.end for item in timeline)
+    omitted = excerpt.end - excerpt.start
+    break_width = 0.0
+    if omitted:
+        break_width = BREAK_WIDTH * (end_of_step - omitted)
+    shift = omitted - break_width  # of the tail, to the left
 
     # The passes, one row per stage.
-    num_passes = num_drawn * vpp_size
+    num_passes = plan.num_microbatches * vpp_size
     has_labels = num_passes <= MAX_LABELED_PASSES
-    for item in make_timeline(pp_size, vpp_size, num_drawn):
+    for item in excerpt.passes:
+        if item.start >= excerpt.end > excerpt.start:
+            item = item._replace(start=item.start - shift, end=item.end - shift)
         _draw_pass(axes, item, vpp_size, has_labels)
+
+    # Ticks of head and tail show the time before the tail is moved.
+    step = max(1, round((end_of_step - omitted) / 8))
+    ticks = {float(time): time for time in range(0, round(end_of_step) + 1, step)}
+    if omitted:
+        ticks = {float(time): time for time in range(0, round(excerpt.start) - 1, step)}
+        for time in range(round(end_of_step), round(excerpt.end) + 1, -step):
+            ticks[time - shift] = time
+        middle = excerpt.start + break_width / 2
+        axes.axvspan(excerpt.start, excerpt.start + break_width, color=GRID_COLOR, linewidth=0)
+        center = (pp_size - 1) / 2
+        text = "no bubble"
+        axes.text(middle, center, text, ha="center", va="center", rotation=90, fontsize=8)
+    axes.set_xticks(list(ticks), [str(time) for time in ticks.values()])
 
     # Title, legend and axes.
     bubble = 100 * plan.bubble
     title = f"Pipeline: {bubble:.1f} % of a step is bubble (white)"
-    if num_drawn < plan.num_microbatches:
-        title += f", the first {num_drawn} micro-batches of {plan.num_microbatches}"
+    if omitted:
+        title += f", {100 * omitted / end_of_step:.0f} % of the step is omitted"
     axes.set_title(f"{title}\n", loc="left", fontsize=11)
     legend = [("forward", FORWARD_COLOR), ("backward", BACKWARD_COLOR)]
     if vpp_size > 1:

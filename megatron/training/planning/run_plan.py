@@ -7,7 +7,7 @@ determines how many passes keep theirs at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
@@ -16,7 +16,8 @@ from megatron.core.distributed.param_and_grad_buffer import ParamGroup
 from megatron.core.optimizer import select_states
 from megatron.core.parallel_config import Place
 from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.schedules import schedule
+from megatron.core.pipeline_parallel.schedules import list_actions
+from megatron.core.progress import select_unit
 from megatron.training.config.run_config import Config, ModelProvider
 from megatron.training.planning.activation_memory import FP32, ActivationMemory
 from megatron.training.planning.meta_model import (
@@ -116,9 +117,11 @@ class RunPlan:
         return max(stage.memory.total for stage in self.stages)
 
     def format_table(self) -> str:
-        """Return the requirements of every stage as a table, in GB of 10^9 bytes."""
+        """Return the requirements of every stage as a table, in the unit of the largest memory."""
         columns = [stage.list_requirements() for stage in self.stages]
-        header = "GB per rank of stage     "
+        limit, unit = select_unit(self.largest)
+        title = f"{unit} per rank of stage"
+        header = f"{title:25}"
         footer = "passes in flight at peak "
         for stage in self.stages:
             header += f"{stage.ps.pp.rank:>9d}"
@@ -128,7 +131,7 @@ class RunPlan:
         for name in columns[0]:
             values = [column[name] for column in columns]
             if any(values):
-                cells = [f"{value / 1e9:>9.2f}" for value in values]
+                cells = [f"{value / limit:>9.2f}" for value in values]
                 lines.append(f"  {name:23}{''.join(cells)}")
         lines.append(footer)
         return "\n".join(lines)
@@ -144,6 +147,37 @@ def plan_run(
 
     `config.model.vocab_size` must be known. CPU and CUDA keep different tensors for backward.
     """
+    chunks = build_stages(config, world_size, model_provider)
+    return plan_stages(config, world_size, chunks, device_type)
+
+
+def build_stages(
+    config: Config, world_size: int, model_provider: ModelProvider
+) -> list[list[MetaChunk]]:
+    """Return the chunks of one rank of every pipeline stage."""
+    stages = []
+    for stage in range(config.parallel.pp_size):
+        ps = _find_rank_of_stage(config, world_size, stage)
+        stages.append(list(build_meta_chunks(config, ps, model_provider)))
+    return stages
+
+
+def _find_rank_of_stage(config: Config, world_size: int, stage: int) -> ParallelState:
+    rank = config.parallel.rank_at(Place(pp=stage), world_size)
+    return ParallelState.for_rank(config.parallel, world_size, rank)
+
+
+def plan_stages(
+    config: Config,
+    world_size: int,
+    chunks_of_stages: Sequence[list[MetaChunk]],
+    device_type: str = "cuda",
+) -> RunPlan:
+    """Return the plan of a run whose stages have these chunks.
+
+    The chunks depend on TP, PP, the chunks per stage and the split of experts, but not on CP,
+    recomputation and the micro-batch size.
+    """
     parallel = config.parallel
     pp_size = parallel.pp_size
     batches = config.batch_schedule(parallel.dp_size(world_size))
@@ -153,10 +187,8 @@ def plan_run(
     # Plan one rank of each stage.
     stages = []
     all_chunks: list[MetaChunk] = []
-    for stage in range(pp_size):
-        rank = parallel.rank_at(Place(pp=stage), world_size)
-        ps = ParallelState.for_rank(parallel, world_size, rank)
-        chunks = list(build_meta_chunks(config, ps, model_provider))
+    for stage, chunks in enumerate(chunks_of_stages):
+        ps = _find_rank_of_stage(config, world_size, stage)
         stages.append(_plan_stage(config, ps, chunks, activations, num_microbatches))
         all_chunks += chunks
 
@@ -284,7 +316,7 @@ def _find_peak(
     chunks: list[MetaChunk],
     num_microbatches: int,
 ) -> _Moment:
-    """Return the moment at which the most is held, over the ticks of the stage's schedule.
+    """Return the moment at which the most is held, over the passes of the stage's schedule.
 
     The peak is during a backward pass, which needs its temporaries while all passes in flight,
     including its own, hold their activations.
@@ -306,18 +338,16 @@ def _find_peak(
     in_flight = [0] * len(chunks)
     peak = _Moment()
     group_size = config.parallel.microbatch_group_size_per_vp_stage
-    ticks = schedule(
+    actions = list_actions(
         ps.pp.rank,
         ps.pp.size,
         len(chunks),
-        num_microbatches,
-        group_size=group_size,
+        count_distinct_microbatches(num_microbatches, group_size or ps.pp.size),
+        group_size,
     )
-    for tick in ticks:
-        if tick.action is None:
-            continue
-        number = tick.action.chunk
-        if tick.action.kind == "forward":
+    for action in actions:
+        number = action.chunk
+        if action.kind == "forward":
             in_flight[number] += 1
             continue
         now = _Moment(
@@ -329,6 +359,16 @@ def _find_peak(
         peak = max(peak, now, key=lambda moment: moment.size)
         in_flight[number] -= 1
     return peak
+
+
+def count_distinct_microbatches(num_microbatches: int, group_size: int) -> int:
+    """Return a smaller number of micro-batches whose schedule has the same peak of memory.
+
+    The schedule fills the pipeline, repeats the pattern of a group, and drains the pipeline. The
+    last group keeps its size.
+    """
+    num_shortest = 4 * group_size + num_microbatches % group_size
+    return min(num_microbatches, num_shortest)
 
 
 def _count_optimizer_bytes(config: Config, group: ParamGroup, has_main_parameters: bool) -> int:

@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from megatron.core.parallel_state import ParallelState
-from megatron.core.pipeline_parallel.schedules import schedule
 from megatron.core.transformer.moe import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.run_config import Config
@@ -60,15 +59,7 @@ def plan_traffic(
     the tied word embedding between the first and the last stage.
     """
     # Every message between stages is one tensor of the residual stream, or its gradient.
-    group_size = config.parallel.microbatch_group_size_per_vp_stage
-    ticks = schedule(
-        ps.pp.rank,
-        ps.pp.size,
-        len(chunks),
-        num_microbatches,
-        group_size=group_size,
-    )
-    num_sends = sum(tick.send is not None for tick in ticks)
+    num_sends = count_sends(ps.pp.rank, ps.pp.size, len(chunks), num_microbatches)
     # Bytes and group size of each axis.
     return {
         "tp": _count_tensor_parallel(config, chunks, activations, num_microbatches),
@@ -79,6 +70,17 @@ def plan_traffic(
         "ep": _count_expert_parallel(config, ps, chunks, activations, num_microbatches),
         "edp": _count_data_parallel(config, chunks, ps.edp.size, is_expert=True),
     }
+
+
+def count_sends(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int) -> int:
+    """Return the number of messages that a stage sends to its neighbors in a step.
+
+    Every pass of a micro-batch through a chunk sends its result, except forward of the last chunk
+    of the model and backward of the first one.
+    """
+    num_passes = 2 * vpp_size
+    num_ends = (pp_rank == 0) + (pp_rank == pp_size - 1)
+    return num_microbatches * (num_passes - num_ends)
 
 
 def _count_tensor_parallel(

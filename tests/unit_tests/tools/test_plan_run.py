@@ -3,6 +3,9 @@
 import importlib.util
 import json
 import math
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -172,3 +175,83 @@ def test_save_intervals_from_a_recorded_run(tmp_path, capsys):
     )
     with pytest.raises(ValueError, match="--measured"):
         tool.main([*LLAMA_8B, "--mtbf-hours", "2"])
+
+
+LLAMA_70B = [*model("llama_70b"), "--vocab-size", "128256", "--mock-data"]
+MIXTRAL = [
+    *model("llama_8b"),
+    *("--vocab-size", "32000", "--mock-data", "--global-batch-size", "256"),
+    *("--num-experts", "8", "--moe-router-topk", "2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (64, [*LLAMA_70B, "--global-batch-size", "128"]),
+        (16, [*MIXTRAL, "--expert-model-parallel-size", "2"]),
+    ],
+    ids=["70B", "8 experts"],
+)
+def test_every_layout_of_a_search_fits_as_flags(ranks, flags, capsys):
+    arguments = ["--json", "--world-size", str(ranks), "--device-memory-gb", "80", *flags]
+    assert tool.main([*arguments, "--search", "4"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert len(layouts) == 4
+    assert [layout["seconds"] for layout in layouts] == sorted(
+        layout["seconds"] for layout in layouts
+    )
+    for layout in layouts:
+        assert tool.main([*arguments, *layout["flags"].split()]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        memory = max(stage["memory"]["total"] for stage in plan["stages"])
+        assert memory == layout["memory"] <= 76e9
+        assert plan["bubble"] == layout["bubble"]
+        wire = [sum(axis["wire"] for axis in stage["traffic"].values()) for stage in plan["stages"]]
+        assert max(wire) == layout["traffic"]
+
+
+def test_search_follows_when_no_single_change_fits(capsys):
+    arguments = ["--world-size", "64", "--device-memory-gb", "80", *LLAMA_70B]
+    assert tool.main([*arguments, "--global-batch-size", "64"]) == 1
+    text = capsys.readouterr().out
+    assert ": fits: " not in text
+    assert "layouts that fit" in text
+    # Without a batch size, layouts cannot be compared.
+    assert tool.main(arguments) == 1
+    assert "layouts that fit" not in capsys.readouterr().out
+
+
+def test_search_without_a_layout_that_fits(capsys):
+    arguments = ["--search", "--world-size", "2", "--device-memory-gb", "16", *LLAMA_8B]
+    assert tool.main(arguments) == 1
+    assert "no layout of 2 ranks fits" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="leave out --num-layers-per-virtual-pipeline-stage"):
+        tool.main([*arguments, "--num-layers-per-virtual-pipeline-stage", "2"])
+    with pytest.raises(ValueError, match="requires --device-memory-gb"):
+        tool.main(["--search", "3", *LLAMA_8B])
+
+
+def test_units_fit_the_size(capsys):
+    flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --mock-data "
+    flags += "--micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 127"
+    assert tool.main(["--device-memory-gb", "80", *flags.split()]) == 0
+    text = capsys.readouterr().out
+    assert "kB per rank of stage" in text
+    weights = next(line for line in text.splitlines() if line.startswith("  weights "))
+    assert float(weights.split()[1]) > 1
+    assert re.search(r"fits: [0-9.]+ kB and", text)
+
+
+def test_arguments_of_a_checkpoint(tmp_path, capsys):
+    """--use-checkpoint-args plans the stored model."""
+    tiny = "--num-layers 3 --hidden-size 48 --num-attention-heads 4 --seq-length 32 --mock-data "
+    tiny += "--micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 127 --lr 1e-3 "
+    tiny += f"--train-iters 1 --save {tmp_path}/run --log-interval 1 --eval-iters 0"
+    program = [sys.executable, str(ROOT / "pretrain_gpt.py"), *tiny.split()]
+    subprocess.run(program, check=True, capture_output=True, cwd=ROOT)
+    stored = ["--use-checkpoint-args", "--load", f"{tmp_path}/run", "--micro-batch-size", "1"]
+    assert tool.main(["--json", *stored, "--mock-data"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert tool.main(["--json", *tiny.split()]) == 0
+    assert planned["num_parameters"] == json.loads(capsys.readouterr().out)["num_parameters"]

@@ -6,7 +6,12 @@ import sys
 import pytest
 
 from megatron.training.config.parsing import parse_args
-from megatron.training.planning.pictures import draw_plan, draw_shares, make_timeline
+from megatron.training.planning.pictures import (
+    draw_plan,
+    draw_shares,
+    make_timeline,
+    select_excerpt,
+)
 from megatron.training.planning.run_plan import plan_run
 from pretrain_gpt import model_provider
 
@@ -23,6 +28,24 @@ def test_timeline_has_the_bubble_of_the_plan(stages, chunks, microbatches):
     passes = make_timeline(stages, chunks, microbatches)
     assert len(passes) == 2 * stages * chunks * microbatches
     assert max(item.end for item in passes) == 3 * (chunks * microbatches + stages - 1)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(2, 1, 50), (4, 1, 64), (8, 3, 96)])
+def test_excerpt_of_a_long_schedule_contains_its_bubble(stages, chunks, microbatches):
+    passes = make_timeline(stages, chunks, microbatches)
+    excerpt = select_excerpt(passes, stages, chunks)
+    end = max(item.end for item in passes)
+    assert end == max(item.end for item in excerpt.passes)
+    drawn = end - (excerpt.end - excerpt.start)
+    assert drawn < end / 2
+    busy = sum(item.end - item.start for item in excerpt.passes)
+    # Each stage waits for 3 (P - 1) of the time: no part of it is omitted.
+    assert stages * drawn - busy == pytest.approx(stages * 3 * (stages - 1))
+
+
+def test_excerpt_of_a_short_schedule_is_all_of_it():
+    passes = make_timeline(4, 1, 8)
+    assert select_excerpt(passes, 4, 1).passes == passes
 
 
 def test_passes_do_not_overlap_and_wait_for_their_input():

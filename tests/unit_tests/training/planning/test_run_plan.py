@@ -4,11 +4,12 @@ import shlex
 
 import pytest
 
+from megatron.core.pipeline_parallel.schedules import list_actions, schedule
 from megatron.core.transformer.transformer_config import LayerKind
 from megatron.training.config.parsing import parse_args
 from megatron.training.planning.activation_memory import ActivationMemory
-from megatron.training.planning.run_plan import plan_run
-from megatron.training.planning.traffic import Traffic
+from megatron.training.planning.run_plan import count_distinct_microbatches, plan_run
+from megatron.training.planning.traffic import Traffic, count_sends
 from pretrain_gpt import model_provider
 
 COMMON = (
@@ -39,6 +40,39 @@ def test_1f1b_passes_in_flight(microbatches):
         assert stage.memory.activations == stage.passes_in_flight * 2 * layer
         assert stage.memory.loss == (activations.head if rank == 3 else 0)
     assert plan.bubble == pytest.approx(3 / (microbatches + 3))
+
+
+SCHEDULES = [(1, 1, 7), (2, 1, 9), (4, 1, 30), (4, 2, 28), (3, 3, 39), (4, 5, 36)]
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), SCHEDULES)
+def test_sends_are_those_of_the_schedule(stages, chunks, microbatches):
+    for rank in range(stages):
+        ticks = schedule(rank, stages, chunks, microbatches)
+        sends = sum(tick.send is not None for tick in ticks)
+        assert count_sends(rank, stages, chunks, microbatches) == sends
+
+
+@pytest.mark.parametrize("group", [None, 6])
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), SCHEDULES)
+def test_fewer_microbatches_have_the_same_passes_in_flight(stages, chunks, microbatches, group):
+    """The set of passes in flight at any backward pass, which determines the peak of memory."""
+
+    def list_moments(rank, count):
+        in_flight = [0] * chunks
+        moments = set()
+        for action in list_actions(rank, stages, chunks, count, group):
+            if action.kind == "forward":
+                in_flight[action.chunk] += 1
+            else:
+                moments.add((action.chunk, *in_flight))
+                in_flight[action.chunk] -= 1
+        return moments
+
+    for rank in range(stages):
+        fewer = count_distinct_microbatches(microbatches + 60, group or stages)
+        assert fewer < microbatches + 60
+        assert list_moments(rank, fewer) == list_moments(rank, microbatches + 60)
 
 
 def test_more_chunks_reduce_the_bubble_and_increase_memory():

@@ -1,0 +1,356 @@
+"""Search for the layouts of a run that fit into a device, the fastest estimates first.
+
+Memory, bubble and traffic are those of the plan of each layout. The time of a step is an estimate
+from assumed speeds, in which no message overlaps with computation: use it to compare layouts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron.core.parallel_state import ParallelState
+from megatron.training.config.arguments import Given
+from megatron.training.config.parsing import make_config
+from megatron.training.config.run_config import Config, ModelProvider
+from megatron.training.planning.meta_model import MetaChunk
+from megatron.training.planning.run_plan import RunPlan, StagePlan, build_stages, plan_stages
+from megatron.training.planning.summary import set_planned_vocab_size
+from megatron.training.reporting.measurements import compute_flops_per_token
+
+MICRO_BATCH_SIZES = (1, 2, 4, 8)
+MAX_CHUNKS_PER_STAGE = 8  # more chunks send more messages than their smaller bubble saves
+MIN_TOKENS_PER_RANK = 1024  # of a sequence over CP; smaller blocks are too small for a kernel
+
+RECOMPUTATION: dict[str, dict[str, Any]] = {  # from the fastest to the smallest
+    "": {},
+    "--recompute-granularity selective": {"recompute_granularity": "selective"},
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Speeds of one device, for estimates of the step time."""
+
+    tflops: float
+    """Achieved TFLOP/s of matrix products."""
+    memory_bandwidth: float
+    """Bytes per second of its memory."""
+    node_bandwidth: float
+    """Bytes per second that it sends to devices of its node."""
+    network_bandwidth: float
+    """Bytes per second that it sends to other nodes."""
+    devices_per_node: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout that fits, with the numbers of its plan."""
+
+    flags: str
+    seconds: float
+    """Estimated time of a step."""
+    memory: int
+    """Bytes on the rank with the most memory in use."""
+    bubble: float
+    traffic: float
+    """Bytes that the busiest rank sends per step."""
+
+
+class _Shape(NamedTuple):
+    """The sizes that determine the parameters of a rank."""
+
+    tp: int
+    pp: int
+    vpp: int
+    ep: int
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """Search over the layouts of a run; replaces the parallel sizes, the micro-batch size and the
+    recomputation in `given`.
+    """
+
+    given: Given
+    world_size: int
+    model_provider: ModelProvider
+    available: float
+    """Bytes that a rank may use."""
+    hardware: Hardware
+
+    def find(self, count: int) -> list[Layout]:
+        """Return at most `count` layouts that fit, fastest first. Raises ValueError for flags that
+        fix what the search selects.
+        """
+        self._check_flags()
+        base = make_config(self._make_single_rank(), 1)
+        set_planned_vocab_size(base)
+
+        found: list[Layout] = []
+        for shortest, shape in self._list_shapes(base):
+            # The remaining shapes are slower, even if their other messages took no time.
+            limit = math.inf
+            if len(found) >= count:
+                limit = found[count - 1].seconds
+            if shortest >= limit:
+                break
+            if _count_smallest_state(base, shape) <= self.available:
+                found += self._search_shape(base, shape, limit)
+            # Of equal estimates, the one with more memory left is better.
+            found.sort(key=lambda layout: (layout.seconds, layout.memory))
+        return found[:count]
+
+    def _search_shape(self, base: Config, shape: _Shape, limit: float) -> list[Layout]:
+        """Return the layouts of a shape that fit and may take less than `limit` seconds: the
+        smallest CP that needs no recomputation, and those below it with recomputation.
+        """
+        found: list[Layout] = []
+        stages: list[list[MetaChunk]] = []
+        for cp_size in self._list_context_sizes():
+            needs_recomputation = True
+            for micro_batch_size in MICRO_BATCH_SIZES:
+                layout = None
+                for flags, values in self._list_changes(shape, cp_size, micro_batch_size):
+                    if self._estimate_shortest_step(base, values) >= limit:
+                        break
+                    try:
+                        config = make_config(self.given | values, self.world_size)
+                    except ValueError:
+                        break  # impossible with this model, batch or number of ranks
+                    set_planned_vocab_size(config)
+                    if not stages:
+                        stages = build_stages(config, self.world_size, self.model_provider)
+                    # The first stage has the most passes in flight; most layouts fail here.
+                    first = plan_stages(config, self.world_size, stages[:1])
+                    if first.largest > self.available:
+                        continue
+                    plan = plan_stages(config, self.world_size, stages)
+                    if plan.largest <= self.available:
+                        layout = self._make_layout(flags, config, plan)
+                        break  # more recomputation only costs time
+                if layout is None:
+                    break  # larger micro-batches need more memory
+                found.append(layout)
+                needs_recomputation &= "recompute" in layout.flags
+            if not needs_recomputation:
+                break  # shorter parts of sequences only send more messages
+        return found
+
+    def _list_context_sizes(self) -> list[int]:
+        largest = self.given["seq_length"] // MIN_TOKENS_PER_RANK
+        return _list_powers(min(max(1, largest), self.world_size))
+
+    def _check_flags(self) -> None:
+        """Raise ValueError for flags that conflict with the search or that it requires."""
+        for name in ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"):
+            if self.given.get(name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"--search selects the layout of the pipeline: leave out {flag}")
+        for name in ("global_batch_size", "seq_length"):
+            if self.given.get(name) is None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"--search compares the time of a step: add {flag}")
+
+    def _make_single_rank(self) -> Given:
+        """Return the flags of the same model on one rank."""
+        sizes: dict[str, Any] = {
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "virtual_pipeline_model_parallel_size": None,
+            "context_parallel_size": 1,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": None,
+            "micro_batch_size": 1,
+        }
+        return self.given | sizes
+
+    def _list_shapes(self, base: Config) -> list[tuple[float, _Shape]]:
+        """Return all shapes, in the order of the lower bounds of their step times."""
+        num_layers = base.model.num_layers
+        num_layers += base.pipeline_layout.account_for_embedding_in_pipeline_split
+        num_layers += base.pipeline_layout.account_for_loss_in_pipeline_split
+        num_experts = 1
+        if base.model.has_experts:
+            num_experts = base.model.experts
+
+        tp_sizes = _list_powers(min(self.hardware.devices_per_node, self.world_size))
+        pp_sizes = [size for size in range(1, num_layers + 1) if num_layers % size == 0]
+        ep_sizes = _list_powers(num_experts)
+        shapes = []
+        for tp, pp, ep in itertools.product(tp_sizes, pp_sizes, ep_sizes):
+            if self.world_size % math.lcm(tp * pp, ep * pp):
+                continue
+            for vpp in _list_chunks_per_stage(num_layers, pp):
+                shape = _Shape(tp, pp, vpp, ep)
+                # With the largest CP the bubble is smallest: a replica has more micro-batches.
+                largest = self._list_context_sizes()[-1]
+                _, values = next(self._list_changes(shape, largest, 1))
+                shapes.append((self._estimate_shortest_step(base, values), shape))
+        return sorted(shapes)
+
+    def _estimate_shortest_step(self, base: Config, values: Mapping[str, Any]) -> float:
+        """Return a lower bound of the seconds of a step with these flags: matrix products, bubble,
+        and TP messages.
+        """
+        model = base.model
+        tp_size = values["tensor_model_parallel_size"]
+        pp_size = values["pipeline_model_parallel_size"]
+        replica_size = tp_size * pp_size * values["context_parallel_size"]
+
+        # The bubble.
+        num_samples = base.training.global_batch_size
+        assert num_samples is not None
+        samples_per_replica = num_samples * replica_size / self.world_size
+        num_microbatches = samples_per_replica / values["micro_batch_size"]
+        num_chunks = values["virtual_pipeline_model_parallel_size"]
+        num_idle = (pp_size - 1) / (num_microbatches * num_chunks)
+
+        # Every layer gathers and reduces the output of attention; a dense one also its input, and
+        # both of the MLP.
+        messages_per_layer = 2
+        if not model.has_experts and not model.multi_latent_attention:
+            messages_per_layer = 8
+        num_tokens = num_samples * base.data.seq_length / self.world_size
+        message = num_tokens * model.hidden_size * model.params_dtype.itemsize
+        sent = messages_per_layer * model.num_layers * message * (tp_size - 1)
+
+        level = values.get("recompute_granularity", model.recompute_granularity)
+        compute = _estimate_compute(base, level, self.world_size, self.hardware)
+        return (compute + sent / self.hardware.node_bandwidth) * (1 + num_idle)
+
+    def _list_changes(
+        self, shape: _Shape, cp_size: int, micro_batch_size: int
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the flags of a layout and their values, with more and more recomputation."""
+        sizes: dict[str, Any] = {
+            "tensor_model_parallel_size": shape.tp,
+            "pipeline_model_parallel_size": shape.pp,
+            "virtual_pipeline_model_parallel_size": shape.vpp,
+            "context_parallel_size": cp_size,
+            "expert_model_parallel_size": shape.ep,
+            "micro_batch_size": micro_batch_size,
+        }
+        required = {"micro_batch_size"}
+        if (self.given.get("num_experts") or 0) > 1:
+            sizes["expert_tensor_parallel_size"] = 1
+            required.add("expert_tensor_parallel_size")  # its default is TP
+        words = []
+        for name, size in sizes.items():
+            # A size of 1 is the default, but replaces another value on the command line.
+            if size != 1 or name in required | self.given.keys():
+                words.append(f"--{name.replace('_', '-')} {size}")
+
+        switches = {"use_distributed_optimizer": True}
+        words.append("--use-distributed-optimizer")
+        if shape.tp > 1:
+            switches["sequence_parallel"] = True
+            words.append("--sequence-parallel")
+
+        # A command line cannot take back --recompute-granularity: the search only adds to it.
+        level_given = self.given.get("recompute_granularity")
+        for flags, changes in RECOMPUTATION.items():
+            if flags and level_given in ("full", changes["recompute_granularity"]):
+                continue
+            yield " ".join([*words, flags]).strip(), sizes | switches | changes
+
+    def _make_layout(self, flags: str, config: Config, plan: RunPlan) -> Layout:
+        seconds = 0.0
+        traffic = 0.0
+        for stage in plan.stages:
+            of_stage = _estimate_step(config, plan, stage, self.world_size, self.hardware)
+            seconds = max(seconds, of_stage)
+            traffic = max(traffic, sum(axis.wire for axis in stage.traffic.values()))
+        return Layout(flags, seconds, plan.largest, plan.bubble, traffic)
+
+
+def _list_powers(largest: int) -> list[int]:
+    """Return the powers of 2 up to a number."""
+    return [2**exponent for exponent in range(largest.bit_length())]
+
+
+def _list_chunks_per_stage(num_layers: int, pp_size: int) -> list[int]:
+    """Return the numbers of chunks that divide the layers of a stage."""
+    if pp_size == 1:
+        return [1]
+    layers_per_stage = num_layers // pp_size
+    largest = min(layers_per_stage, MAX_CHUNKS_PER_STAGE)
+    return [size for size in range(1, largest + 1) if layers_per_stage % size == 0]
+
+
+def _count_smallest_state(base: Config, shape: _Shape) -> float:
+    """Return a lower bound of the bytes of weights and gradients of a rank.
+
+    Counts only matrices of attention and dense MLPs, which TP and PP divide.
+    """
+    model = base.model
+    per_layer = model.hidden_size * model.hidden_size
+    if not model.has_experts:
+        num_matrices = 3 if model.gated else 2
+        per_layer += num_matrices * model.hidden_size * model.ffn_size
+    grad_itemsize = base.ddp.grad_dtype(model.params_dtype).itemsize
+    itemsize = model.params_dtype.itemsize + grad_itemsize
+    if model.multi_latent_attention or model.fp8_param_gather:
+        return 0.0
+    return model.num_layers * per_layer * itemsize / (shape.pp * shape.tp)
+
+
+def _estimate_compute(
+    config: Config, recompute_granularity: str | None, world_size: int, hardware: Hardware
+) -> float:
+    """Return the seconds of the matrix products of a step on one device, if all are equally busy.
+
+    Recomputation repeats forward, a third of the operations: all of it, or that of attention.
+    """
+    model = config.model
+    assert model.vocab_size is not None
+    assert config.training.global_batch_size is not None
+    seq_length = config.data.seq_length
+    per_token = compute_flops_per_token(model, seq_length, model.vocab_size)
+    if recompute_granularity == "full":
+        per_token *= 4 / 3
+    elif recompute_granularity == "selective":
+        without_scores = compute_flops_per_token(model, 1, model.vocab_size)
+        per_token += (per_token - without_scores) / 3
+    num_tokens = config.training.global_batch_size * seq_length
+    return per_token * num_tokens / world_size / (1e12 * hardware.tflops)
+
+
+def _estimate_step(
+    config: Config, plan: RunPlan, stage: StagePlan, world_size: int, hardware: Hardware
+) -> float:
+    """Return the estimated seconds of a step, as seen by one stage."""
+    # Every micro-batch reads the weights twice, and adds to the gradients.
+    memory = stage.memory
+    moved = 2 * plan.num_microbatches * (memory.weights + memory.gradients)
+    level = config.model.recompute_granularity
+    passes = _estimate_compute(config, level, world_size, hardware)
+    passes += moved / hardware.memory_bandwidth
+
+    # Messages of the layers delay passes; the others are sent before, between and after them.
+    between = 0.0
+    for name, axis in stage.traffic.items():
+        bandwidth = hardware.network_bandwidth
+        if _count_neighbors(stage.ps, name) <= hardware.devices_per_node:
+            bandwidth = hardware.node_bandwidth
+        seconds = axis.wire / bandwidth
+        if name in ("tp", "cp", "ep"):
+            passes += seconds
+        else:
+            between += seconds
+    return passes / (1 - plan.bubble) + between
+
+
+def _count_neighbors(ps: ParallelState, axis: str) -> int:
+    """Return the number of consecutive ranks that contain a group of an axis."""
+    axes = {"tp": ps.tp, "cp": ps.cp, "dp": ps.dp_cp, "ep": ps.ep, "edp": ps.edp}
+    ranks = axes.get(axis, ps.pp).ranks
+    return max(ranks) - min(ranks) + 1
