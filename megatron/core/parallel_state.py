@@ -179,8 +179,10 @@ class ParallelState:
             axes[name] = getattr(state, name)
             if name == "dp":  # no communication over `dp` alone
                 continue
-            group = None
-            if all_groups is not None:
+            group = _find_shared_group(name, ranks, axes)
+            if group is not None:
+                pass
+            elif all_groups is not None:
                 group = _split_world(name, all_groups[name], world_size, timeout)
             elif len(ranks) > 1 or (name == "embedding" and config.pp_size > 2):
                 # Each rank of a middle stage creates a group of itself, see `_list_others`.
@@ -193,6 +195,27 @@ class ParallelState:
         if config.cp_size == 1:
             axes["dp"] = axes["dp_cp"]
         return replace(state, **_with_expert_axes(axes, rank))  # type: ignore[arg-type]
+
+
+# Axes that use the group of another one with the same ranks, because every communicator of NCCL
+# takes some 100 MB of the GPU. Only axes that do not communicate at the same time: the operations
+# of a communicator run one after another.
+_MAY_SHARE = {
+    "model": ("tp", "pp"),
+    "embedding": ("pp",),
+    "etp": ("tp",),
+    "experts": ("ep",),
+}
+
+
+def _find_shared_group(
+    name: str, ranks: tuple[int, ...], axes: dict[str, Axis]
+) -> dist.ProcessGroup | None:
+    """Return the group of an axis with the same ranks. All ranks of the world find the same."""
+    for other in _MAY_SHARE.get(name, ()):
+        if axes[other].ranks == ranks:
+            return axes[other].group
+    return None
 
 
 def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -133,14 +133,21 @@ def test_rank_creates_only_its_own_groups(rank, counted, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "config,names", [((1, 1), ["dp_cp"]), ((8, 1), ["tp", "dp_cp", "model"]), ((1, 4), None)]
+    "config,names",
+    [
+        ((1, 1), ["dp_cp"]),
+        ((8, 1), ["tp", "dp_cp"]),
+        ((1, 4), ["dp_cp", "pp", "embedding"]),
+        ((1, 2), ["dp_cp", "pp"]),
+    ],
 )
-def test_axes_of_size_1_have_no_group(config, names, counted, monkeypatch):
+def test_axes_of_size_1_and_of_equal_ranks_have_no_group(config, names, counted, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    ParallelState.create(ParallelConfig(*config))
-    assert [options["group_desc"] for _, options in counted] == (
-        names or ["dp_cp", "pp", "model", "embedding"]
-    )
+    state = ParallelState.create(ParallelConfig(*config))
+    assert [options["group_desc"] for _, options in counted] == names
+    for axis in (state.tp, state.pp, state.dp_cp, state.model, state.embedding):
+        assert (axis.group is None) == (axis.size == 1)
+        assert axis.group is None or tuple(axis.group[0]) == axis.ranks
 
 
 class BoundWorld:
@@ -210,7 +217,7 @@ def test_groups_of_processes(pool, world, tp, cp, pp):
         "from 2.15 on torch names groups by their number"
     )
     for rank, (made, sums) in enumerate(results):
-        assert all(rank in ranks for ranks in made) and len(sums) <= len(made) <= 6
+        assert all(rank in ranks for ranks in made) and len(set(sums.values())) <= len(made) <= 6
         assert all(total == expected for total, expected in sums.values())
 
 
