@@ -219,6 +219,11 @@ def storage(variables: dict[str, str]) -> Iterator[None]:
         yield
 
 
+def check_slurm(python: Path, work: Path) -> None:
+    """Run the example for Slurm on two nodes of a Slurm on this machine."""
+    run(OURS, "-m", "tests.interop.slurm_check", work)
+
+
 def check_checkpointer(python: Path, work: Path) -> None:
     """Resume a model of megatron-core on another number of ranks with `megatron_checkpoint`."""
     install = ("-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation")
@@ -390,6 +395,7 @@ PEERS = {
     "transformer-engine": Peer((), check_transformer_engine),
     "azurite": Peer((), check_azurite, program="npm"),
     "radosgw": Peer((), check_radosgw, program="radosgw"),
+    "slurm": Peer((), check_slurm, program="slurmctld"),
     "apex": Peer((), check_apex, source="apex@25.09"),
 }
 
