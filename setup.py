@@ -72,6 +72,7 @@ setup(
             "tiktoken>=0.7,<1",
             "obstore>=0.8,<0.13",
             "moto[server]>=5,<6",
+            "jsonschema>=4.18,<5",
             "accelerate>=1.1,<2",
             "lightning>=2.5,<3",
         ],

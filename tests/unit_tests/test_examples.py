@@ -2,21 +2,28 @@
 made for.
 """
 
+import json
 import os
 import re
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from megatron.training.config.parsing import parse_args
-from tests.support.launch_scripts import ROOT, launched, pod_command
+from tests.support.launch_scripts import ROOT, launched, pod_command, read_resources
 
 SCRIPTS = {
     "examples/single_gpu.sh": 1,
     "examples/one_node_8_gpus.sh": 8,
     "examples/slurm/pretrain.sbatch": 128,
 }
+KUBERNETES = [
+    "examples/kubernetes/pytorchjob.yaml",
+    "examples/kubernetes/trainjob.yaml",
+    "examples/kubernetes/jobset.yaml",
+]
 MODELS = {"llama_1b": 1.24e9, "llama_8b": 8.03e9, "llama_70b": 70.6e9}
 
 
@@ -54,21 +61,69 @@ def test_local_disk_adds_a_checkpoint_tier(tmp_path):
     )
 
 
-def test_kubernetes(tmp_path):
-    command, variables, pods = pod_command("examples/kubernetes/pytorchjob.yaml")
-    launch = launched(command, tmp_path, **variables)
-    assert (launch.option("--nnodes"), launch.option("--node-rank")) == (str(pods), "0")
-    assert launch.option("--master-addr") == "llama-8b-master-0"
+@pytest.mark.parametrize("path", KUBERNETES)
+def test_kubernetes(path, tmp_path):
+    pod = pod_command(path)
+    launch = launched(pod.command, tmp_path, **pod.variables)
+    assert (launch.option("--nnodes"), launch.option("--node-rank")) == (str(pod.num_pods), "0")
+    assert launch.option("--master-addr").startswith("llama-8b-")
+    assert launch.option("--nproc-per-node") == "8"
     config = parse_args(launch.flags, launch.world_size)
     assert config.parallel.dp_size(launch.world_size) == 4
     assert config.checkpoint.save == "/data/run/checkpoints"
-    assert config.checkpoint.non_persistent_local_ckpt_dir == "/local"
-    text = (ROOT / "examples/kubernetes/pytorchjob.yaml").read_text()
-    grace = int(re.search(r"terminationGracePeriodSeconds: (\d+)", text)[1])
-    assert (
-        config.training.exit_signal_handler
-        and 30 < int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
-    )
+    if "LOCAL_DISK" in pod.variables:
+        assert config.checkpoint.non_persistent_local_ckpt_dir == "/local"
+    # torchrun ends the ranks before Kubernetes ends the pod.
+    grace = pod.pod["terminationGracePeriodSeconds"]
+    assert config.training.exit_signal_handler
+    assert 30 < int(pod.variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
+
+
+def close_objects(schema):
+    """Return a schema that rejects fields which it does not list."""
+    if isinstance(schema, list):
+        return [close_objects(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: close_objects(value) for name, value in schema.items()}
+    fields = schema.get("properties")
+    keeps_unknown = schema.get("x-kubernetes-preserve-unknown-fields", False)
+    if isinstance(fields, dict) and schema.get("type") == "object" and not keeps_unknown:
+        closed["additionalProperties"] = False
+    if schema.get("x-kubernetes-int-or-string"):
+        closed["type"] = ["integer", "string"]
+    return closed
+
+
+def make_validator(kind):
+    crd = json.loads((ROOT / f"tests/golden/kubernetes/{kind.lower()}.json").read_text())
+    schema = close_objects(crd["openAPIV3Schema"])
+    # The metadata of a resource is checked by Kubernetes itself.
+    schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
+    return f"{crd['group']}/{crd['version']}", jsonschema.Draft202012Validator(schema)
+
+
+@pytest.mark.parametrize("path", KUBERNETES)
+def test_kubernetes_resources_have_the_schema_of_their_crds(path):
+    for resource in read_resources(path):
+        api_version, validator = make_validator(resource["kind"])
+        assert resource["apiVersion"] == api_version
+        errors = [
+            f"{error.json_path}: {error.message}" for error in validator.iter_errors(resource)
+        ]
+        # The metadata of templates is open in all CRDs.
+        assert not errors
+
+
+def test_misspelled_kubernetes_fields_are_errors():
+    (job,) = read_resources("examples/kubernetes/jobset.yaml")
+    _, validator = make_validator("JobSet")
+    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    pod["terminationGracePeriod"] = pod.pop("terminationGracePeriodSeconds")
+    pod["containers"][0]["ports"][0]["containerPort"] = "29500"
+    messages = [error.message for error in validator.iter_errors(job)]
+    assert any("terminationGracePeriod" in message for message in messages)
+    assert any("'29500' is not of type 'integer'" in message for message in messages)
 
 
 @pytest.mark.parametrize(("reached", "requeued"), [(None, True), ("100", True), ("200000", False)])
@@ -82,6 +137,37 @@ def test_slurm_requeues_incomplete_runs(tmp_path, reached, requeued):
     assert config.training.exit_signal_handler and config.training.train_iters == 200000
     log = tmp_path / "scontrol.log"
     assert (log.read_text() if log.exists() else "") == ("requeue 7\n" if requeued else "")
+
+
+@pytest.mark.parametrize(("saves", "requeued"), [(True, True), (False, False)])
+def test_slurm_requeues_failed_runs_only_after_progress(tmp_path, saves, requeued):
+    tracker = tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir(parents=True)
+    tracker.write_text("100")
+    program = tmp_path / "launch"
+    program.write_text(f"#!/bin/sh\necho {200 if saves else 100} > {tracker}\nexit 3\n")
+    program.chmod(0o755)
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text('#!/bin/sh\n[ "$1" = show ] || echo "$@" >> "$RUN_DIR/scontrol.log"\n')
+    scontrol.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "examples/slurm/pretrain.sbatch"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            **slurm(tmp_path),
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "LAUNCH": str(program),
+            "DATA": "/data/text",
+            "TOKENIZER": "/data/tokenizer",
+            "RUN_DIR": str(tmp_path / "run"),
+        },
+        capture_output=True,
+        text=True,
+    )
+    log = tmp_path / "run/scontrol.log"
+    assert (log.read_text() if log.exists() else "") == ("requeue 7\n" if requeued else "")
+    assert done.returncode == (0 if requeued else 3), done.stderr
 
 
 @pytest.mark.parametrize("name", MODELS)
