@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.datasets import FillInTheMiddle, build_datasets
-from megatron.core.models import ChunkSpec, GPTModel
+from megatron.core.models import ChunkSpec, GPTModel, TokenLosses
 from megatron.core.module import MegatronModule
 from megatron.core.transformer.placement import ContextParallel
 from megatron.training.config.checkpoint_args import read_checkpoint_args
@@ -75,8 +75,12 @@ def forward_step(chunk: MegatronModule, batch: Batch, activation: Tensor | None)
         batch.get("position_ids"),
         input_tensor=activation,
         labels=batch.get("labels"),
+        loss_mask=batch.get("loss_mask"),
         documents=batch.get("documents"),
     )
+    if isinstance(output, TokenLosses):
+        loss = loss_func(output.next_token, batch["loss_mask"])
+        return loss._replace(mtp_totals=output.mtp_totals, mtp_num_tokens=output.mtp_num_tokens)
     return output if output.dim() == 3 else loss_func(output, batch["loss_mask"])
 
 

@@ -79,6 +79,11 @@ class SelectedLayers(SourceView):
                 f"--layers: {source.description} has the layers 0 to {config.num_layers - 1}, not "
                 f"{max(layers)}"
             )
+        if config.num_mtp_layers and layers[-1] != config.num_layers - 1:
+            raise ValueError(
+                f"--layers ends with {layers[-1]}, but the layers for multi-token prediction are "
+                f"like layer {config.num_layers - 1}: select it last"
+            )
         self._layers = layers
 
         # List the tensors in the order of the new layers.

@@ -130,7 +130,7 @@ class ParamInfo:
     partial_grad: bool = False
     """Each TP rank computes the gradient of its part of the sequence: sum it over TP."""
     shared_embedding: bool = False
-    """Tied embedding with PP > 1: the first and the last stage have a copy each."""
+    """Word embedding that the first and the last pipeline stage have a copy of each."""
     counted: bool = True
     """Included in norms of the model; False for the copy of the last stage."""
     trained: bool = True

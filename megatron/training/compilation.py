@@ -11,6 +11,7 @@ from megatron.core.module import MegatronModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import placement
 from megatron.core.transformer.attention import core as core_attention
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
 # Functions that exchange data between ranks and overlap that with the kernels of attention, or that
 # call kernels directly.
@@ -31,7 +32,10 @@ def compile_layers(chunk: MegatronModule) -> None:
     """
     for owner, name in _UNCOMPILED:
         _leave_uncompiled(owner, name)
-    for layer in iterate_outermost_layers(chunk):
+    for outermost in iterate_outermost_layers(chunk):
+        layer = outermost
+        if isinstance(outermost, MultiTokenPredictionLayer):
+            layer = outermost.transformer_layer
         for module in layer.modules():
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 # Replace the method of the class: torch before 2.8 compiles again for every module

@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import run_schedule
 from megatron.core.tensor_parallel import TensorParallelRng
 from megatron.core.transformer.backends import select_layer_spec
 from megatron.core.transformer.moe.router import compute_metrics, find_routers, finish_step
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpoint.saver import SaveLog, make_saver
 from megatron.training.compilation import check_compiler, compile_layers
 from megatron.training.config.batch_schedule import BatchSchedule
@@ -43,6 +44,18 @@ class Loss(NamedTuple):
     """Sum of the losses of all tokens that count; differentiable, fp32 scalar."""
     num_tokens: Tensor
     """Number of these tokens; scalar."""
+    mtp_totals: Tensor | None = None
+    """The same for each depth of multi-token prediction, `[depths]`; None without it."""
+    mtp_num_tokens: Tensor | None = None
+
+    def stack(self) -> tuple[Tensor, Tensor]:
+        """Return all sums and numbers of tokens, `[1 + depths]` each."""
+        totals = self.total.unsqueeze(0)
+        num_tokens = self.num_tokens.unsqueeze(0)
+        if self.mtp_totals is None or self.mtp_num_tokens is None:
+            return totals, num_tokens
+        totals = torch.cat((totals, self.mtp_totals))
+        return totals, torch.cat((num_tokens, self.mtp_num_tokens))
 
 
 Batch = dict[str, Tensor]
@@ -271,14 +284,16 @@ def forward_backward(
 ) -> Tensor:
     """Run `num_microbatches` micro-batches forward and backward; gradients accumulate in buffers.
 
-    Returns fp32 [numerator, denominator] of this rank's loss, zeros except on the last stage: the
+    Returns fp32 [numerator, denominator] of this rank's losses, zeros except on the last stage: the
     sum over micro-batches of their mean loss and the number of micro-batches, or with
-    --calculate-per-token-loss the sum over tokens and their number. Under context parallelism a
-    rank sees only a part of each sequence, so the sum over tokens is reported without the flag,
-    too; training then minimizes the means of the parts, as in Megatron-LM. The host does not wait
-    for the device.
+    --calculate-per-token-loss the sum over tokens and their number. The first row is the loss of
+    the next token, followed by a row per depth of multi-token prediction, [1 + depths, 2]. Under
+    context parallelism a rank sees only a part of each sequence, so the sum over tokens is reported
+    without the flag, too; training then minimizes the means of the parts, as in Megatron-LM. The
+    host does not wait for the device.
     """
-    totals = torch.zeros(2, dtype=torch.float32, device=run.device)
+    num_losses = 1 + run.config.model.num_mtp_layers
+    totals = torch.zeros(num_losses, 2, dtype=torch.float32, device=run.device)
     users = [chunk for chunk in range(len(run.chunks)) if run.needs_batch(chunk)]
     feed = MicrobatchFeed(batches, run.device, users)
     forward_step = _make_forward_step(run, feed, num_microbatches, totals)
@@ -359,21 +374,28 @@ def _make_forward_step(
             output = run.forward_step(run.chunks[chunk], batch, activation)
         if not isinstance(output, Loss):
             return output
-        total, num_tokens = output
-        mean = total / num_tokens.clamp(min=1)
-        numerator = total
+        sums, num_tokens = output.stack()
+        mean = sums / num_tokens.clamp(min=1)
+        numerator = sums
         denominator = num_tokens.float()
         if means:
             numerator = mean
             denominator = torch.ones_like(mean)
-        totals.add_(torch.stack((numerator, denominator)).detach())
+        totals.add_(torch.stack((numerator, denominator), dim=1).detach())
         # The scale keeps small fp16 gradients from underflow; the optimizer divides by it.
         if per_token:
             # The gradients are divided by the number of tokens of the global batch at the end.
-            return total * loss_scale
-        return mean * (loss_scale / num_microbatches)
+            return _add_mtp_losses(sums, run.config.model) * loss_scale
+        return _add_mtp_losses(mean, run.config.model) * (loss_scale / num_microbatches)
 
     return forward_step
+
+
+def _add_mtp_losses(losses: Tensor, config: TransformerConfig) -> Tensor:
+    """Return the objective: the first loss, and the scaled mean of those of further tokens."""
+    if config.num_mtp_layers == 0:
+        return losses[0]
+    return losses[0] + config.mtp_loss_scaling_factor * losses[1:].mean()
 
 
 def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
@@ -385,7 +407,7 @@ def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
     for chunk in run.chunks:
         chunk.eval()
     num_microbatches = run.eval_batch_size // run.batches.samples_per_microbatch
-    totals = torch.zeros(2, device=run.device)
+    totals = torch.zeros(1 + run.config.model.num_mtp_layers, 2, device=run.device)
     weights: AbstractContextManager[None] = nullcontext()
     if run.config.training.eval_ema:
         run.saver.before_update()  # a save in progress still copies the weights
@@ -395,4 +417,4 @@ def evaluate(run: Run, batches: Iterator[Batch] | None) -> float:
             totals += forward_backward(run, batches, num_microbatches, forward_only=True)
     for chunk in run.chunks:
         chunk.train()
-    return reduce_losses([totals], run.ps)[0]
+    return reduce_losses([totals], run.ps)[0][0]

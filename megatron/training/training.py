@@ -391,7 +391,7 @@ def iterate(
     batch_size = run.batches.global_batch_size_at(state.consumed_train_samples)
     loss_scale = run.optimizer.loss_scale
     num_microbatches = run.batches.num_microbatches_at(state.consumed_train_samples)
-    loss, step, experts = train_step(run, batches, num_microbatches)
+    losses, step, experts = train_step(run, batches, num_microbatches)
     params_norm = None
     if run.config.logging.log_params_norm:
         params_norm = compute_params_norm(run.chunks, run.ps)
@@ -403,7 +403,7 @@ def iterate(
     state.num_floating_point_operations_so_far += run.flops_per_token * num_tokens
 
     # Record losses without reading them from the device.
-    nan_check.submit(state.iteration, loss, step)
+    nan_check.submit(state.iteration, losses[0], step)
     log.record(
         Iteration(
             iteration=state.iteration,
@@ -412,7 +412,7 @@ def iterate(
             learning_rate=run.learning_rate,  # of the next iteration, as Megatron-LM logs it
             loss_scale=loss_scale,
         ),
-        OnDevice(loss, step, params_norm, experts),
+        OnDevice(losses, step, params_norm, experts),
     )
 
 
@@ -421,19 +421,19 @@ def train_step(
 ) -> tuple[torch.Tensor, StepResult, torch.Tensor | None]:
     """Compute the gradients of one global batch, reduce them, and update weights and schedule.
 
-    Returns this rank's [numerator, denominator] of the loss, the result of the optimizer, and the
+    Returns this rank's [numerator, denominator] of each loss, the result of the optimizer, and the
     metrics of experts, if any. All of them stay on the device.
     """
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     with run.timers("forward-backward"):
-        loss = forward_backward(run, batches, num_microbatches)
+        losses = forward_backward(run, batches, num_microbatches)
     with run.timers("finalize-model-grads"):
         # Sums over DP, TP and the tied embedding; most of the DP reductions have overlapped with
         # the backward pass.
         num_tokens = None
         if run.config.training.calculate_per_token_loss:
-            num_tokens = loss[1]
+            num_tokens = losses[0, 1]
         finalize_model_grads(run.chunks, run.ps, num_tokens)
         experts = measure_experts(run, num_microbatches)
     with run.timers("optimizer"):
@@ -444,7 +444,7 @@ def train_step(
     # After an overflow under a dynamic loss scale, the next batch uses the same learning rate.
     if not step.held_back:
         run.scheduler.step(num_microbatches * run.batches.samples_per_microbatch)
-    return loss, step, experts
+    return losses, step, experts
 
 
 def report_interval(run: Run, log: TrainingLog, nan_check: NanCheck) -> None:

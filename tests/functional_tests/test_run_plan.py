@@ -88,6 +88,11 @@ RUNS = {  # name -> (processes, flags)
     "pp2, interleaved": (2, UNTIED + PP2 + "--num-virtual-stages-per-pipeline-rank 2"),
     "dp2": (2, UNTIED + "--bf16"),
     "dp2, sharded": (2, UNTIED + "--bf16 " + SHARDED),
+    "mtp": (1, UNTIED + "--mtp-num-layers 2"),
+    "mtp, full": (1, UNTIED + "--mtp-num-layers 1 " + FULL.format("uniform", 1)),
+    "mtp, tp2": (2, UNTIED + TP2 + "--mtp-num-layers 1"),
+    "mtp, tp2 sp": (2, LLAMA + TP2 + "--sequence-parallel --mtp-num-layers 1"),
+    "mtp, pp2": (2, UNTIED + PP2 + "--mtp-num-layers 1 --bf16"),
     "average": (1, UNTIED + "--ema-decay 0.9"),
     "average, dp2, sharded": (2, UNTIED + "--bf16 --ema-decay 0.9 " + SHARDED),
 }

@@ -83,7 +83,8 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hybrid_layer_pattern": (None,),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
-    "mtp_num_layers": (None, 0),
+    "mtp_use_repeated_layer": (False, None),
+    "mtp_hybrid_override_pattern": (None,),
 }
 
 

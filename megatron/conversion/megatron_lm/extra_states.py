@@ -16,9 +16,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 # Modules that have an extra state, by their weight. Attention and norms have one in Transformer
 # Engine; Megatron-core's own do not request it. Each expert of a layer is a module.
 _STATEFUL = re.compile(
-    r"(decoder\.layers\.\d+\.(?:self_attention\.linear_(?:qkv|proj|q_proj|(?:q|kv)_(?:down|up)_proj)"
+    r"((?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\."
+    r"(?:self_attention\.linear_(?:qkv|proj|q_proj|(?:q|kv)_(?:down|up)_proj)"
     r"|mlp\.(?:shared_experts\.|experts\.experts\.)?linear_fc[12]"
     r"|(?:self_attention\.[qk]|input|pre_mlp)_layernorm)"
+    r"|mtp\.layers\.\d+\.(?:enorm|hnorm|eh_proj|final_layernorm)"
     r"|decoder\.final_layernorm)\.weight"
 )
 _EMPTY_NORM_STATE = torch.empty(0, dtype=torch.uint8)  # of other modules it is None

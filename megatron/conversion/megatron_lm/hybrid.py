@@ -87,6 +87,11 @@ def make_hybrid_key(key: str) -> str:
 def make_gpt_arguments(args: argparse.Namespace, pattern: str) -> argparse.Namespace:
     """Return the arguments of the GPT model with the layers of `pattern`."""
     values = dict(vars(args))
+    if values.get("mtp_num_layers"):
+        raise ValueError(
+            f"mtp_num_layers is {values['mtp_num_layers']}: the layers for multi-token prediction "
+            "of HybridModel are not supported"
+        )
     mlps = pattern[1::2]
     values["num_layers"] = len(mlps)
     values["is_hybrid_model"] = False
@@ -102,6 +107,11 @@ class HybridLayers(SourceView):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
+        if source.args.get("mtp_num_layers"):
+            raise ValueError(
+                f"{source.description} has {source.args['mtp_num_layers']} layers for multi-token "
+                "prediction, which HybridModel stores in another form: leave out --hybrid-layers"
+            )
         self.by_layer = source.tensors
         self._gpt_keys = {make_hybrid_key(key): key for key in source.tensors}
         self.tensors = {}

@@ -61,7 +61,7 @@ from megatron.core.tensor_parallel import compute_padded_vocab_size
 _WITH_EXTRA_STATE = (
     "linear_proj", "linear_qkv", "linear_fc1", "linear_fc2", "output_layer",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
-    "linear_kv_up_proj",
+    "linear_kv_up_proj", "eh_proj",
 )  # fmt: skip
 # Defaults of Megatron-LM.
 _DIVISIBLE_BY = 128

@@ -41,6 +41,7 @@ from megatron.core.optimizer import AVERAGE_PREFIX, UPDATE_RULES
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LAYERS = schema.plausible("LAYERS", 10_000)
+MTP_LAYERS = schema.plausible("MTP_LAYERS", 100, low=0)  # for multi-token prediction
 SIZE = schema.plausible("SIZE", 2**31 - 1, low=0)  # of one dimension of a model
 RANKS = schema.plausible("RANKS", 100_000)  # of an axis or a layout
 
@@ -103,6 +104,7 @@ def _make_model_checks() -> dict[str, Check]:
         checks[name] = _make_check(kind)
     # Narrower than their types.
     checks["num_layers"] = optional(LAYERS)
+    checks["mtp_num_layers"] = optional(MTP_LAYERS)
     checks["rotary_base"] = optional(schema.number(1, 1e15))
     return checks
 

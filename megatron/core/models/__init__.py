@@ -1,5 +1,5 @@
 """Models, one pipeline chunk at a time."""
 
-from megatron.core.models.gpt import ChunkSpec, GPTModel, make_chunk_specs
+from megatron.core.models.gpt import ChunkSpec, GPTModel, TokenLosses, make_chunk_specs
 
-__all__ = ["ChunkSpec", "GPTModel", "make_chunk_specs"]
+__all__ = ["ChunkSpec", "GPTModel", "TokenLosses", "make_chunk_specs"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel, gather_input
 from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.multi_token_prediction import MultiTokenPrediction, shift_batch
 from megatron.core.transformer.placement import WHOLE_SEQUENCES, ContextParallel, Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -47,11 +50,18 @@ class GPTEmbedding(MegatronModule):
     """Sum of word and position embeddings, with optional scale, norm and dropout."""
 
     def __init__(
-        self, config: TransformerConfig, place: Placement, *, num_rows: int, shared: bool
+        self,
+        config: TransformerConfig,
+        place: Placement,
+        *,
+        num_rows: int,
+        shared: bool,
+        is_copy: bool = False,
     ) -> None:
         """Initialize the embedding with `num_rows` on all TP ranks, including padding.
 
-        If it is `shared`, the last pipeline stage has a copy of the word embedding.
+        If it is `shared`, the first and the last pipeline stage have a word embedding each. The one
+        of the last stage `is_copy`.
         """
         super().__init__()
         assert config.vocab_size is not None
@@ -70,6 +80,7 @@ class GPTEmbedding(MegatronModule):
             init=Normal(config.init_method_std),
             tp=place.tp,
             shared=shared,
+            is_copy=is_copy,
             sequence_parallel=place.sequence_parallel,
             dtype=config.params_dtype,
             device=place.device,
@@ -214,6 +225,17 @@ def make_chunk_specs(
     return specs
 
 
+class TokenLosses(NamedTuple):
+    """Result of the last chunk of a model with multi-token prediction."""
+
+    next_token: Tensor
+    """Loss per token `[b, s]` fp32."""
+    mtp_totals: Tensor
+    """Sum of the losses of the tokens that count, for each depth, `[depths]`."""
+    mtp_num_tokens: Tensor
+    """Number of these tokens `[depths]`; under context parallelism the mean over the ranks."""
+
+
 class GPTModel(MegatronModule):
     """A GPT, or the pipeline chunk with the given layers.
 
@@ -245,6 +267,8 @@ class GPTModel(MegatronModule):
         if config.vocab_size is None or config.vocab_size < 1:
             raise ValueError(f"a model needs a vocabulary: vocab_size is {config.vocab_size}")
         self.config = config
+        self.pre_process = pre_process
+        self.cp = cp
 
         # Defaults: a single rank with all layers
         if tp is None:
@@ -257,27 +281,36 @@ class GPTModel(MegatronModule):
             layers = range(config.num_layers)
         place = Placement(tp, rng, cp, sequence_parallel, experts, device)
 
-        # With tied embeddings the first and the last stage have a copy of the same matrix each,
-        # whose gradients are summed (see `shared_embedding`).
+        # With tied embeddings or multi-token prediction, the first and the last stage have a copy
+        # of the same matrix each, whose gradients are summed (see `shared_embedding`).
         is_tied = not config.untie_embeddings_and_output_weights
-        has_two_copies = is_tied and not (pre_process and post_process)
+        has_mtp = post_process and config.num_mtp_layers > 0
+        is_split = not (pre_process and post_process)
+        is_shared = is_split and (is_tied or config.num_mtp_layers > 0)
         rows = compute_padded_vocab_size(config.vocab_size, make_vocab_size_divisible_by, tp.size)
 
         # Embedding, layers and output layer
         self.embedding = None
-        if pre_process:
-            self.embedding = GPTEmbedding(config, place, num_rows=rows, shared=has_two_copies)
+        if pre_process or has_mtp:
+            self.embedding = GPTEmbedding(
+                config, place, num_rows=rows, shared=is_shared, is_copy=not pre_process
+            )
         self.decoder = TransformerBlock(
             config, place, layers=layers, post_process=post_process, stage=stage
         )
+        self.mtp = None
+        if has_mtp:
+            self.mtp = MultiTokenPrediction(config, place)
         self.output_layer = None
         if post_process:
+            # A chunk with an embedding does not need another copy of the tied matrix.
+            tied_copy = is_tied and self.embedding is None
             self.output_layer = OutputLayer(
                 config,
                 place,
                 num_rows=rows,
-                own_weight=has_two_copies or not is_tied,
-                tied_copy=has_two_copies,
+                own_weight=tied_copy or not is_tied,
+                tied_copy=tied_copy,
             )
 
     def forward(
@@ -287,19 +320,24 @@ class GPTModel(MegatronModule):
         *,
         input_tensor: Tensor | None = None,
         labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
         documents: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | TokenLosses:
         """Return the activation `[s, b, h]` for the next chunk, or the result of the last chunk.
 
         The last chunk returns the loss per token `[b, s]` fp32, or without labels the logits `[b,
-        s, vocab]` in the model's dtype. `tokens`, `position_ids` and `labels` are `[b, s]`;
-        `input_tensor` is the activation of the previous chunk (`[s/tp, b, h]` under sequence
-        parallelism). A token attends to earlier tokens, and with `documents` `[b, s]` only to those
-        with the same number. Under context parallelism s counts the positions of this rank, except
-        in `documents`, which are whole.
+        s, vocab]` in the model's dtype. With multi-token prediction the losses are `TokenLosses`,
+        of the tokens where `loss_mask` is 1 (by default everywhere).
+
+        `tokens`, `position_ids`, `labels` and `loss_mask` are `[b, s]`; `input_tensor` is the
+        activation of the previous chunk (`[s/tp, b, h]` under sequence parallelism). A token
+        attends to earlier tokens, and with `documents` `[b, s]` only to those with the same number.
+        Under context parallelism s counts the positions of this rank, except in `documents`, which
+        are whole.
         """
         hidden_states = input_tensor
-        if self.embedding is not None:
+        if self.pre_process:
+            assert self.embedding is not None
             hidden_states = self.embedding(tokens, position_ids)
         assert hidden_states is not None, "all chunks but the first need input_tensor"
         hidden_states = self.decoder(hidden_states, documents)  # [s, b, h] or [s/tp, b, h]
@@ -310,4 +348,20 @@ class GPTModel(MegatronModule):
             # The only copy of the tied matrix is in the embedding of this chunk.
             assert self.embedding is not None
             weight = self.embedding.word_embeddings.weight
-        return self.output_layer(hidden_states, weight, labels)
+        if self.mtp is None or labels is None:
+            return self.output_layer(hidden_states, weight, labels)
+
+        # Multi-token prediction
+        assert self.embedding is not None
+        if loss_mask is None:
+            loss_mask = torch.ones_like(labels, dtype=torch.float32)
+        batches = shift_batch(tokens, labels, loss_mask, len(self.mtp.layers), self.cp)
+        embed = partial(self.embedding, position_ids=position_ids)
+        outputs = self.mtp(hidden_states, batches, embed, documents)
+        totals = []
+        for output, batch in zip(outputs, batches, strict=True):
+            losses = self.output_layer(output, weight, batch.labels)
+            totals.append((losses * batch.loss_mask).sum())
+        next_token = self.output_layer(hidden_states, weight, labels)
+        num_tokens = [batch.num_tokens for batch in batches]
+        return TokenLosses(next_token, torch.stack(totals), torch.stack(num_tokens))

@@ -318,16 +318,20 @@ class VocabParallelEmbedding(MegatronModule):
         init: Init,
         tp: Axis,
         shared: bool = False,
+        is_copy: bool = False,
         sequence_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """If the embedding is `shared`, the last pipeline stage has a copy for the output layer."""
+        """If the embedding is `shared`, the first and the last pipeline stage have one each.
+
+        The one of the last stage `is_copy`.
+        """
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         sharding = Sharding(dim=0, axis=tp, num_rows=vocab_size)
-        info = ParamInfo(init, sharding, shared_embedding=shared)
+        info = ParamInfo(init, sharding, shared_embedding=shared, counted=not is_copy)
         self.weight = make_parameter((num_rows, hidden_size), dtype, device, info)
 
     def forward(self, tokens: Tensor) -> Tensor:

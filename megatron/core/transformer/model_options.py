@@ -277,6 +277,14 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     untie_embeddings_and_output_weights: bool = flag(False, decides="shapes")
     """Give the output layer its own matrix instead of sharing the word embedding's."""
 
+    # Multi-token prediction
+    mtp_num_layers: int | None = flag(None, at_least=0, decides="shapes")
+    """Number of tokens to predict in addition to the next one, by one more layer each (multi-token
+    prediction, DeepSeek-V3). Default: 0.
+    """
+    mtp_loss_scaling_factor: float = flag(0.1, at_least=0)
+    """With --mtp-num-layers: weight of the mean loss of these predictions in the objective."""
+
     # Dropout and initialization
     hidden_dropout: float = flag(0.1, at_least=0, at_most=1)
     """Dropout probability after the embedding and on every residual branch."""
@@ -298,6 +306,25 @@ class ModelOptions(ExpertOptions, ComputeOptions):
             return list(freq)
         # Every `freq`-th layer has experts, starting with the first.
         return [int(number % freq == 0) for number in range(self.num_layers)]
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Number of layers for multi-token prediction."""
+        return self.mtp_num_layers or 0
+
+    @property
+    def recomputes_mtp(self) -> bool:
+        """Return whether layers for multi-token prediction are recomputed.
+
+        They are not the first layers of a chunk, which --recompute-method block selects.
+        """
+        return self.recompute_granularity == "full" and self.recompute_method == "uniform"
+
+    @property
+    def moe_layer_pattern_with_mtp(self) -> list[int]:
+        """`moe_layer_pattern`, followed by the layers for multi-token prediction."""
+        pattern = self.moe_layer_pattern
+        return pattern + pattern[-1:] * self.num_mtp_layers
 
     @property
     def window_pattern(self) -> list[int]:

@@ -37,6 +37,7 @@ def find_problems(config: ModelOptions) -> Iterator[str]:
     yield from _check_recomputation(config)
     yield from _check_rope(config)
     yield from _check_latent_attention(config)
+    yield from _check_multi_token_prediction(config)
     if config.has_experts:
         yield from _check_experts(config)
 
@@ -256,6 +257,28 @@ def _check_latent_attention(config: ModelOptions) -> Iterator[str]:
         unsupported.append("--add-qkv-bias")
     if unsupported:
         yield f"--multi-latent-attention does not support {' and '.join(unsupported)}"
+
+
+def _check_multi_token_prediction(config: ModelOptions) -> Iterator[str]:
+    if not config.num_mtp_layers:
+        return
+    option = f"--mtp-num-layers {config.mtp_num_layers}"
+    position_type = config.position_embedding_type
+    if position_type not in ("rope", "none"):
+        yield (
+            f"--position-embedding-type {position_type} with {option}: the last pipeline stage has "
+            "word embeddings, but no position embeddings. Use rope or none"
+        )
+    if config.embedding_layernorm:
+        yield (
+            f"--embedding-layernorm with {option}: the last pipeline stage has word embeddings, "
+            "but not their norm. Leave one of them out"
+        )
+    if config.low_precision is not None:
+        yield (
+            f"{_format_low_precision_flag(config)} with {option}: layers for multi-token "
+            "prediction compute in bf16 only. Leave one of them out"
+        )
 
 
 def _check_experts(config: ModelOptions) -> Iterator[str]:

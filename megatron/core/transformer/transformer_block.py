@@ -35,10 +35,14 @@ class TransformerLayer(MegatronModule):
     """
 
     def __init__(self, config: TransformerConfig, place: Placement, *, number: int = 0) -> None:
-        """Initialize layer `number` of the model."""
+        """Initialize layer `number` of the model.
+
+        The layers of multi-token prediction follow those of the model, and are like the last one.
+        """
         super().__init__()
+        like = min(number, config.num_layers - 1)
         # The communication of context parallelism may differ between layers.
-        place = replace(place, cp=place.cp.layer(number))
+        place = replace(place, cp=place.cp.layer(like))
         spec = select_layer_spec(config)
         self.config = config
         self.place = place
@@ -52,14 +56,14 @@ class TransformerLayer(MegatronModule):
         self.self_attention: Attention
         if config.multi_latent_attention:
             self.input_layernorm = spec.make_hidden_norm(config, place)
-            self.self_attention = MultiLatentAttention(config, place, number=number)
+            self.self_attention = MultiLatentAttention(config, place, number=like)
         else:
-            self.self_attention = SelfAttention(config, place, number=number)
+            self.self_attention = SelfAttention(config, place, number=like)
 
         # MLP
         self.pre_mlp_layernorm = None
         self.mlp: MLP | MoELayer
-        if config.moe_layer_pattern[number]:
+        if config.moe_layer_pattern[like]:
             self.pre_mlp_layernorm = spec.make_hidden_norm(config, place)
             self.mlp = MoELayer(config, place, layer_number=number)
         else:

@@ -26,6 +26,8 @@ class TransformerConfig(ModelOptions, FlagSection):
         raise_problems(find_field_problems(self))
         raise_problems(model_rules.find_size_problems(self))
         self._fill_rope_type()
+        if self.mtp_num_layers == 0:
+            self.mtp_num_layers = None
         if self.kv_channels is None:
             self.kv_channels = self.hidden_size // self.num_attention_heads
         if self.ffn_hidden_size is None:

@@ -160,8 +160,8 @@ class PipelineLayoutConfig(FlagSection):
     """Count the output layer as a layer when assigning layers: the last chunk has one layer less.
     """
     pipeline_model_parallel_layout: str | None = flag(None)
-    """Content of each chunk in Megatron-LM's notation, e.g. Et*3|(tt|)*6L: E embedding, t layer, L
-    loss; | ends a chunk and *n repeats.
+    """Content of each chunk in Megatron-LM's notation, e.g. Et*3|(tt|)*6mL: E embedding, t layer, m
+    layer for multi-token prediction, L loss; | ends a chunk and *n repeats.
     """
 
 

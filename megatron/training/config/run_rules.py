@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from megatron.core.optimizer import UPDATE_RULES
-from megatron.core.pipeline_parallel import check_group_size, groups_fit
+from megatron.core.pipeline_parallel import check_group_size, count_mtp_layers, groups_fit
 from megatron.training.config.run_config import Config
 
 
@@ -234,7 +234,16 @@ def _check_schedules(config: Config, world_size: int) -> Iterator[str]:
 
 def _check_layers(config: Config, world_size: int) -> Iterator[str]:
     config.layer_ranges()  # raises ValueError if the layers cannot be split
-    yield from ()
+    layout = config.pipeline_layout.pipeline_model_parallel_layout
+    if layout is None:
+        return
+    num_mtp_layers = count_mtp_layers(layout)
+    if num_mtp_layers != config.model.num_mtp_layers:
+        yield (
+            f"--pipeline-model-parallel-layout {layout} has {num_mtp_layers} layers for "
+            f"multi-token prediction (m), --mtp-num-layers is {config.model.mtp_num_layers}: "
+            "change one of them"
+        )
 
 
 def make_save_notes(config: Config) -> list[str]:

@@ -301,6 +301,32 @@ class ActivationMemory:
         norm = 2 * self.residual + self.local_tokens * 8
         return norm + self.logits + statistics
 
+    def count_losses(self, post_process: bool, num_mtp_layers: int) -> int:
+        """Return the bytes that final norms and losses of a chunk keep.
+
+        Each layer for multi-token prediction has a norm and a loss of its own.
+        """
+        if not post_process:
+            return 0
+        return (1 + num_mtp_layers) * self.head
+
+    def count_mtp(self, kinds: Sequence[LayerKind]) -> int:
+        """Return the bytes that layers for multi-token prediction keep besides norm and loss."""
+        total = 0
+        for kind in kinds:
+            # The embedding of the shifted tokens. The other input is the result of a final norm.
+            total += self.residual
+            if self.config.recomputes_mtp:
+                total -= self.residual  # the input of the final norm is not kept
+                continue
+            total += self._count_mtp_layer(kind)
+        return total
+
+    def _count_mtp_layer(self, kind: LayerKind) -> int:
+        """Return the bytes of the normed inputs next to each other, and of the layer."""
+        norm_statistics = self.local_tokens * self.normalizer
+        return 2 * (self.residual + norm_statistics) + self.count_layer(kind)
+
     # Kept between iterations.
 
     def count_tables(self, kinds: Sequence[LayerKind]) -> int:
@@ -466,8 +492,16 @@ class ActivationMemory:
         inputs = num_inputs * self.residual
         return inputs + self._count_layers(stored)
 
-    def count_chunk_backward(self, kinds: Sequence[LayerKind], post_process: bool) -> int:
-        """Return the maximum bytes that backward of a chunk holds beyond the bytes it keeps."""
+    def count_chunk_backward(
+        self,
+        kinds: Sequence[LayerKind],
+        post_process: bool,
+        mtp_kinds: Sequence[LayerKind] = (),
+    ) -> int:
+        """Return the maximum bytes that backward of a chunk holds beyond the bytes it keeps.
+
+        `mtp_kinds` are those of layers for multi-token prediction, which come after the others.
+        """
         if not kinds and not post_process:
             return 0  # a chunk can contain the embedding alone
         num_inputs, num_stored = self._split_recomputed(len(kinds))
@@ -477,10 +511,16 @@ class ActivationMemory:
         # The moments at which the most can be held: backward of the loss, then, when its memory is
         # freed, of each stored layer, and of each group of layers after its second forward.
         peaks = []
-        head = 0
+        head = self.count_losses(post_process, len(mtp_kinds)) + self.count_mtp(mtp_kinds)
         if post_process:
-            head = self.head
             peaks.append(self.head_backward)
+        for kind in set(mtp_kinds):
+            # Its own loss and that of the next token are freed, whose gradient exists.
+            extra = self.residual + self.count_layer_backward(kind)
+            if self.config.recomputes_mtp:
+                # The layer exists again, with the input of its final norm.
+                extra += self._count_mtp_layer(kind) + self.residual
+            peaks.append(extra - 2 * self.head)
         for kind in set(stored):
             peaks.append(self.count_layer_backward(kind) - head)
         if num_inputs:

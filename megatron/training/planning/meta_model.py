@@ -92,6 +92,8 @@ class MetaChunk:
     module: MegatronModule
     kinds: tuple[LayerKind, ...]
     """Kind of each layer."""
+    mtp_kinds: tuple[LayerKind, ...]
+    """Kind of each layer for multi-token prediction."""
     pre_process: bool
     post_process: bool
     buffers: tuple[MetaBuffer, ...]
@@ -142,9 +144,17 @@ def build_meta_chunks(
         for number in chunk_spec.layers:
             comm_type = config.parallel.cp_comm_type_of(number)
             kinds.append(LayerKind.from_model(local_config.model, number, comm_type))
+        # Layers for multi-token prediction are like the last one of the model.
+        mtp_kinds: list[LayerKind] = []
+        if chunk_spec.post_process:
+            last = config.model.num_layers - 1
+            comm_type = config.parallel.cp_comm_type_of(last)
+            kind = LayerKind.from_model(local_config.model, last, comm_type)
+            mtp_kinds = [kind] * config.model.num_mtp_layers
         yield MetaChunk(
             module,
             tuple(kinds),
+            tuple(mtp_kinds),
             chunk_spec.pre_process,
             chunk_spec.post_process,
             tuple(_plan_buffers(config, ps, module, chunk_spec.layers)),

@@ -240,7 +240,7 @@ def _plan_stage(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        tables=sum(activations.count_tables(chunk.kinds) for chunk in chunks),
+        tables=sum(_count_tables(activations, chunk) for chunk in chunks),
         activations=peak.activations,
         loss=peak.loss,
         temporary=peak.temporary,
@@ -268,6 +268,11 @@ def _plan_stage(
         traffic=plan_traffic(config, ps, chunks, activations, num_microbatches),
         checkpoint_bytes=checkpoint_bytes,
     )
+
+
+def _count_tables(activations: ActivationMemory, chunk: MetaChunk) -> int:
+    """Return the bytes of the tables of a chunk; layers for multi-token prediction share theirs."""
+    return activations.count_tables(chunk.kinds) + activations.count_tables(chunk.mtp_kinds)
 
 
 def _count_buffer_bytes(config: Config, chunks: list[MetaChunk]) -> tuple[int, int, int]:
@@ -326,9 +331,12 @@ def _find_peak(
     layers = []
     backward = []
     for chunk in chunks:
-        losses.append(activations.head * chunk.post_process)
-        layers.append(activations.count_chunk(chunk.kinds))
-        backward.append(activations.count_chunk_backward(chunk.kinds, chunk.post_process))
+        losses.append(activations.count_losses(chunk.post_process, len(chunk.mtp_kinds)))
+        kept = activations.count_chunk(chunk.kinds) + activations.count_mtp(chunk.mtp_kinds)
+        layers.append(kept)
+        backward.append(
+            activations.count_chunk_backward(chunk.kinds, chunk.post_process, chunk.mtp_kinds)
+        )
     messages = 0
     if ps.pp.size > 1:
         # A result being sent and an input being received.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron.core.parallel_state import ParallelState
 from megatron.core.transformer.moe import MoELayer
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import LayerKind, TransformerConfig
 from megatron.training.config.run_config import Config
 from megatron.training.planning.activation_memory import FP32, ActivationMemory
 from megatron.training.planning.meta_model import MetaChunk
@@ -100,14 +100,24 @@ def _count_tensor_parallel(
     attention_input = _get_attention_input_width(model) / model.hidden_size
     reductions = 0.0
     gathers = 0.0
+    exchanges = 0  # of the columns of one projection, or gathers of them
     for chunk in chunks:
-        # Embedding and loss have one of each, and the loss gathers its input again.
-        reductions += chunk.pre_process + chunk.post_process
-        gathers += chunk.pre_process + 2 * chunk.post_process
-        num_recomputed = activations.count_recomputed_layers(chunk.num_layers)
-        for number, kind in enumerate(chunk.kinds):
+        # Embedding and loss have one of each, and the loss gathers its input again. Layers for
+        # multi-token prediction have an embedding and a loss each.
+        num_mtp_layers = len(chunk.mtp_kinds)
+        num_embeddings = chunk.pre_process + num_mtp_layers
+        num_losses = chunk.post_process + num_mtp_layers
+        reductions += num_embeddings + num_losses
+        gathers += num_embeddings + 2 * num_losses
+        # Their projection gathers two inputs in each pass, and reduces the gradients.
+        num_mtp_forwards = num_mtp_layers * (1 + model.recomputes_mtp)
+        reductions += 2 * num_mtp_layers
+        gathers += 2 * (num_mtp_forwards + num_mtp_layers)
+        exchanges += num_mtp_forwards
+        if config.parallel.sequence_parallel:
+            exchanges += num_mtp_layers
+        for kind, num_forwards in _list_layers(chunk, activations):
             # Attention. Recomputed layers run forward again as a part of backward.
-            num_forwards = 2 if number < num_recomputed else 1
             num_gathered_inputs = num_forwards + 1
             reductions += num_forwards + attention_input
             gathers += num_gathered_inputs * attention_input + 1
@@ -124,9 +134,25 @@ def _count_tensor_parallel(
     reduced_bytes = round(reductions * whole)
     gathered_bytes = round(gathers * whole)
     if not config.parallel.sequence_parallel:
-        # Every rank has the whole sequence, so activations are not gathered.
-        return Traffic(size, all_reduce=reduced_bytes)
-    return Traffic(size, all_gather=gathered_bytes, reduce_scatter=reduced_bytes)
+        # Every rank has the whole sequence, so only columns are gathered.
+        return Traffic(size, all_reduce=reduced_bytes, all_gather=exchanges * whole)
+    return Traffic(
+        size,
+        all_gather=gathered_bytes,
+        reduce_scatter=reduced_bytes,
+        all_to_all=exchanges * whole // size,
+    )
+
+
+def _list_layers(chunk: MetaChunk, activations: ActivationMemory) -> list[tuple[LayerKind, int]]:
+    """Return the kind of each layer of a chunk, and how often its forward runs."""
+    layers = []
+    num_recomputed = activations.count_recomputed_layers(chunk.num_layers)
+    for number, kind in enumerate(chunk.kinds):
+        layers.append((kind, 2 if number < num_recomputed else 1))
+    for kind in chunk.mtp_kinds:
+        layers.append((kind, 1 + activations.config.recomputes_mtp))
+    return layers
 
 
 def _get_attention_input_width(config: TransformerConfig) -> int:
@@ -159,11 +185,10 @@ def _count_context_parallel(
     exchanges = Counter[str]()
     layers = Counter[str]()
     for chunk in chunks:
-        num_recomputed = activations.count_recomputed_layers(chunk.num_layers)
-        for number, kind in enumerate(chunk.kinds):
+        for kind, num_forwards in _list_layers(chunk, activations):
             comm_type = kind.cp_comm_type
             recomputes_core = comm_type != "a2a" and config.model.recomputes("core_attn")
-            runs_forward_twice = number < num_recomputed or recomputes_core
+            runs_forward_twice = num_forwards > 1 or recomputes_core
             num_passes = 2 + runs_forward_twice
             layers[comm_type] += num_microbatches
             exchanges[comm_type] += num_passes * num_microbatches
@@ -205,7 +230,8 @@ def _count_expert_parallel(
     for chunk in chunks:
         for module in chunk.module.modules():
             num_layers += isinstance(module, MoELayer)
-        num_recomputed += activations.count_recomputed_layers(chunk.num_layers)
+        for _, num_forwards in _list_layers(chunk, activations):
+            num_recomputed += num_forwards - 1
     num_recomputed = min(num_recomputed, num_layers)
     passes = num_microbatches * (2 * num_layers + num_recomputed)
     if model.moe_token_dispatcher_type == "alltoall":

@@ -36,6 +36,8 @@ class Iteration:
     skipped: bool = False  # no update, because the gradient was not finite
     num_zeros_in_grad: float | None = None
     params_norm: float | None = None
+    # Losses of each depth of multi-token prediction.
+    mtp_losses: list[float] = field(default_factory=list)
     # Auxiliary losses and loads of each layer with experts.
     experts: dict[str, list[float]] = field(default_factory=dict)
 
@@ -43,8 +45,9 @@ class Iteration:
 class OnDevice(NamedTuple):
     """Metrics of an iteration that are still on the device."""
 
-    # fp32 [numerator, denominator] of this rank's micro-batches on the last stage, zeros elsewhere.
-    loss: torch.Tensor
+    # fp32 [numerator, denominator] of this rank's micro-batches on the last stage, zeros elsewhere:
+    # of the next token and each depth of multi-token prediction, [1 + depths, 2].
+    losses: torch.Tensor
     step: StepResult
     params_norm: torch.Tensor | None = None
     # This rank's share of the metrics of experts, [metric, layer].
@@ -89,11 +92,21 @@ class Interval:
     @property
     def mean_loss(self) -> float:
         """Mean over the iterations that were not skipped, or over all if all were."""
+        counted = self._select_counted()
+        return sum(iteration.lm_loss for iteration in counted) / len(counted)
+
+    @property
+    def mean_mtp_losses(self) -> list[float]:
+        """The same for each depth of multi-token prediction."""
+        counted = self._select_counted()
+        by_depth = zip(*(iteration.mtp_losses for iteration in counted), strict=True)
+        return [sum(losses) / len(counted) for losses in by_depth]
+
+    def _select_counted(self) -> Sequence[Iteration]:
+        """Return the iterations that were not skipped, or all if all were."""
         # A skipped iteration may have an infinite loss, which would hide all others.
         counted = [iteration for iteration in self.iterations if not iteration.skipped]
-        if not counted:
-            counted = list(self.iterations)
-        return sum(iteration.lm_loss for iteration in counted) / len(counted)
+        return counted or self.iterations
 
     @property
     def max_load_over_mean(self) -> float | None:
@@ -177,12 +190,11 @@ class TrainingLog:
         """
         assert self._pending
         # One transfer and one collective for all iterations of the interval.
-        pairs = [on_device.loss for _, on_device in self._pending]
-        losses = reduce_losses(pairs, self._ps)
+        losses = reduce_losses([on_device.losses for _, on_device in self._pending], self._ps)
         rows = zip(self._pending, losses, self._reduce_expert_metrics(), strict=True)
         iterations = []
-        for (iteration, on_device), loss, experts in rows:
-            iterations.append(_read_metrics(iteration, on_device, loss, experts))
+        for (iteration, on_device), losses_of_iteration, experts in rows:
+            iterations.append(_read_metrics(iteration, on_device, losses_of_iteration, experts))
 
         # Reading the losses has waited for the device, so that the clock includes all its work.
         now = self._now()
@@ -213,7 +225,7 @@ class TrainingLog:
         dist.all_reduce(total)
 
         # Select the layers with experts: the rows of dense layers are zero.
-        has_experts = torch.tensor(self._model.moe_layer_pattern, dtype=torch.bool)
+        has_experts = torch.tensor(self._model.moe_layer_pattern_with_mtp, dtype=torch.bool)
         names = get_metric_names(self._model)
         metrics = []
         for of_iteration in total.cpu():  # [metric, layer]
@@ -228,12 +240,16 @@ class TrainingLog:
 
 
 def _read_metrics(
-    iteration: Iteration, on_device: OnDevice, loss: float, experts: dict[str, list[float]]
+    iteration: Iteration,
+    on_device: OnDevice,
+    losses: list[float],
+    experts: dict[str, list[float]],
 ) -> Iteration:
     """Return `iteration` with its metrics from the device; waits for the device."""
     metrics = replace(
         iteration,
-        lm_loss=loss,
+        lm_loss=losses[0],
+        mtp_losses=losses[1:],
         grad_norm=on_device.step.grad_norm.item(),
         skipped=bool(on_device.step.skipped.item()),
         experts=experts,
@@ -245,20 +261,24 @@ def _read_metrics(
     return metrics
 
 
-def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[float]:
+def reduce_losses(losses: Sequence[torch.Tensor], ps: ParallelState) -> list[list[float]]:
     """Reduce [numerator, denominator] pairs of every rank to losses of the whole batch.
+
+    Each tensor has several losses, [losses, 2].
 
     Only the last stage has losses. Its tensor-parallel ranks have the same values, so only the
     first of them contributes. Collective.
     """
     # In fp64, so that the sum over ranks does not round.
-    pairs = torch.stack(list(losses)).to(torch.float64)  # [iteration, 2]
+    pairs = torch.stack(list(losses)).to(torch.float64)  # [iteration, losses, 2]
     if not (ps.pp.is_last and ps.tp.is_first):
         pairs.zero_()
     dist.all_reduce(pairs)
-    means = []
-    for numerator, denominator in pairs.tolist():
-        # Without a token that counts, the loss is not defined.
-        mean = numerator / denominator if denominator else math.nan
-        means.append(mean)
-    return means
+    return [[_divide(*pair) for pair in of_iteration] for of_iteration in pairs.tolist()]
+
+
+def _divide(numerator: float, denominator: float) -> float:
+    """Return a loss, which is not defined without a token that counts."""
+    if denominator == 0:
+        return math.nan
+    return numerator / denominator

@@ -109,9 +109,13 @@ def compute_flops_per_token(config: TransformerConfig, seq_length: int, vocab_si
     """
     # 6 = 2 operations per multiply-add x 3 products (forward, and the gradients of input and
     # weight).
-    attention = config.num_layers * _count_attention_products(config, seq_length)
-    logits = config.hidden_size * vocab_size
-    return 6 * (attention + _count_mlp_products(config) + logits)
+    # Layers for multi-token prediction also have a projection of their inputs, and logits.
+    num_mtp_layers = config.num_mtp_layers
+    num_layers = config.num_layers + num_mtp_layers
+    attention = num_layers * _count_attention_products(config, seq_length)
+    logits = (1 + num_mtp_layers) * config.hidden_size * vocab_size
+    inputs = num_mtp_layers * 2 * config.hidden_size**2
+    return 6 * (attention + _count_mlp_products(config) + inputs + logits)
 
 
 def _count_attention_products(config: TransformerConfig, seq_length: int) -> float:
@@ -148,8 +152,9 @@ def _count_mlp_products(config: TransformerConfig) -> float:
     # Up, down, and the gate if there is one.
     num_matrices = 3 if config.gated else 2
     per_width = num_matrices * hidden_size
-    num_moe_layers = sum(config.moe_layer_pattern)
-    mlps = per_width * config.ffn_size * (config.num_layers - num_moe_layers)
+    pattern = config.moe_layer_pattern_with_mtp
+    num_moe_layers = sum(pattern)
+    mlps = per_width * config.ffn_size * (len(pattern) - num_moe_layers)
     if config.has_experts:
         width = config.moe_router_topk * config.moe_ffn_size
         width += config.moe_shared_expert_intermediate_size or 0

@@ -66,6 +66,8 @@ def format_log_line(interval: Interval, train_iters: int) -> str:
         f"global batch size: {last.batch_size:5d}",
         f"lm loss: {interval.mean_loss:.6E}",
     ]
+    for depth, loss in enumerate(interval.mean_mtp_losses, start=1):
+        parts.append(f"mtp_{depth} loss: {loss:.6E}")
     for name, values in last.experts.items():
         if name != LOAD:
             parts.append(f"{name}: {_mean(values):.6E}")
@@ -99,6 +101,8 @@ def make_iteration_scalars(iteration: Iteration) -> dict[str, float]:
         "num-zeros": iteration.num_zeros_in_grad,
         "params-norm": iteration.params_norm,
     }
+    for depth, loss in enumerate(iteration.mtp_losses, start=1):
+        values[f"mtp_{depth} loss"] = loss
     for name, layer_values in iteration.experts.items():
         mean_name = "moe/max-load-over-mean" if name == LOAD else name
         values[mean_name] = _mean(layer_values)

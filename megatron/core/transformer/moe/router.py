@@ -487,7 +487,8 @@ def compute_metrics(
     the routers of this rank after `finish_step`.
     """
     names = get_metric_names(config)
-    values = torch.zeros(len(names), config.num_layers, dtype=torch.float64, device=device)
+    num_layers = config.num_layers + config.num_mtp_layers
+    values = torch.zeros(len(names), num_layers, dtype=torch.float64, device=device)
     for router in routers:
         for row, name in enumerate(names):
             if name == LOAD:

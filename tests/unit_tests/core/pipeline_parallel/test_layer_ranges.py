@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.core.pipeline_parallel import parse_layout, pipeline_layer_ranges
+from megatron.core.pipeline_parallel import count_mtp_layers, parse_layout, pipeline_layer_ranges
 
 
 def to_lists(ranges: list[list[range]]) -> list[list[list[int]]]:
@@ -113,6 +113,7 @@ def test_embedding_and_loss_count_as_layers():
 def test_layout_in_megatron_lms_notation():
     assert parse_layout("Et*3|(tt|)*6L") == [3, 2, 2, 2, 2, 2, 2, 0]
     assert parse_layout("Et,t|tL") == [2, 1] and parse_layout("E|t*4|L") == [0, 4, 0]
+    assert parse_layout("Et|t|m*2L") == [1, 1, 0] and count_mtp_layers("Et|t|m*2L") == 2
     # Chunks alternate between the stages: stage 0 has chunks 0 and 2.
     ranges = pipeline_layer_ranges(6, 2, 2, layout="Et|ttt|t|tL")
     assert ranges == [[range(0, 1), range(4, 5)], [range(1, 4), range(5, 6)]]
@@ -121,7 +122,8 @@ def test_layout_in_megatron_lms_notation():
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("Et|tmL", "multi-token prediction"),
+        ("Etm|tL", r"multi-token prediction \(m\) .* directly before L"),
+        ("Et|tmLm", "expected E"),
         ("tt|tL", "expected E"),
         ("Et||tL", "chunk 1 is empty"),
         ("Et|x|L", "expected E"),

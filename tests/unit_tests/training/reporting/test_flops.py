@@ -1,5 +1,7 @@
 """FLOPs compared with a count of a forward pass and with Megatron-LM's number."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -45,6 +47,17 @@ def test_flops_equal_a_count_of_the_products():
     causal = 2 * (2 * heads * d * seq) / 2  # half of the scores and of the weighted sums
     expected = 3 * (4 * (layer - causal) + 2 * h * vocab)
     assert compute_flops_per_token(GOLDEN, seq, vocab) == expected
+
+
+def test_layers_for_multi_token_prediction_count_with_projection_and_logits():
+    seq = 64
+    vocab = 100
+    h = GOLDEN.hidden_size
+    plain = compute_flops_per_token(GOLDEN, seq, vocab)
+    layer = (plain - 6 * h * vocab) / GOLDEN.num_layers
+    with_mtp = replace(GOLDEN, mtp_num_layers=2, position_embedding_type="rope")
+    extra = 2 * (layer + 6 * (2 * h * h + h * vocab))
+    assert compute_flops_per_token(with_mtp, seq, vocab) == plain + extra
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def pending(iteration, loss, skipped=False):
     step = StepResult(
         torch.tensor(float(iteration)), torch.tensor(skipped), held_back=False, num_zeros=None
     )
-    return Iteration(iteration, 8 * iteration, 8, 1e-3, 1.0), OnDevice(loss, step)
+    return Iteration(iteration, 8 * iteration, 8, 1e-3, 1.0), OnDevice(loss.unsqueeze(0), step)
 
 
 def closed_interval(rank, world_size, tp=1, pp=1):

@@ -1,0 +1,153 @@
+"""Multi-token prediction (MTP, DeepSeek-V3): layers that predict tokens further ahead.
+
+Depth k (from 1) computes the representation of token i from the previous depth's, or the last
+layer's, and from the embedding of token i + k, and predicts token i + k + 1. Embedding and output
+matrix are those of the model. As in Megatron-LM, shifted sequences end with zeros that do not count
+in the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.module import MegatronModule
+from megatron.core.tensor_parallel.mappings import (
+    exchange_heads_for_sequence,
+    gather_from_tensor_parallel,
+)
+from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.placement import ContextParallel, Placement
+from megatron.core.transformer.transformer_block import TransformerLayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class ShiftedBatch:
+    """The data of one depth, `[b, s / cp]` each."""
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    num_tokens: Tensor
+    """Number of tokens that count; under context parallelism the mean over the ranks."""
+
+
+def shift_batch(
+    tokens: Tensor, labels: Tensor, loss_mask: Tensor, num_depths: int, cp: ContextParallel
+) -> list[ShiftedBatch]:
+    """Return the data of every depth from that of the model. Collective over CP.
+
+    Depth k gets sequences shifted by k positions, filled up with zeros.
+    """
+    # The next token of a position may be on another rank.
+    tokens = cp.gather_positions(tokens)
+    labels = cp.gather_positions(labels)
+    loss_mask = cp.gather_positions(loss_mask)
+    batches = []
+    for _ in range(num_depths):
+        tokens = _shift_left(tokens)
+        labels = _shift_left(labels)
+        loss_mask = _shift_left(loss_mask)
+        batch = ShiftedBatch(
+            tokens=cp.select_positions(tokens),
+            labels=cp.select_positions(labels),
+            loss_mask=cp.select_positions(loss_mask),
+            # Equal on all ranks, so that the loss does not depend on where the masked tokens are.
+            num_tokens=loss_mask.sum() / cp.axis.size,
+        )
+        batches.append(batch)
+    return batches
+
+
+def _shift_left(values: Tensor) -> Tensor:
+    """Move `[b, s]` values to the previous position; the last one becomes zero."""
+    shifted = torch.zeros_like(values)
+    shifted[:, :-1] = values[:, 1:]
+    return shifted
+
+
+class MultiTokenPredictionLayer(MegatronModule):
+    """One depth: norms of both inputs, their projection, a transformer layer and its final norm."""
+
+    def __init__(self, config: TransformerConfig, place: Placement, *, depth: int) -> None:
+        """Initialize depth `depth`, counted from 0."""
+        super().__init__()
+        spec = select_layer_spec(config)
+        self.place = place
+        self.checkpoint = spec.checkpoint
+        self.recomputes = config.recomputes_mtp
+        self.enorm = spec.make_hidden_norm(config, place)
+        self.hnorm = spec.make_hidden_norm(config, place)
+        self.eh_proj = spec.make_input_projection(
+            config, place, 2 * config.hidden_size, config.hidden_size, bias=False, normed=False
+        )
+        number = config.num_layers + depth
+        self.transformer_layer = TransformerLayer(config, place, number=number)
+        self.final_layernorm = spec.make_hidden_norm(config, place)
+
+    def forward(
+        self, hidden_states: Tensor, embeddings: Tensor, documents: Tensor | None = None
+    ) -> Tensor:
+        """Return the normed representation of this depth.
+
+        All activations are `[s, b, h]`, or `[s/tp, b, h]` under sequence parallelism.
+        """
+        if self.recomputes and self.training:
+            rng = self.place.rng
+            output: Tensor = self.checkpoint(
+                self._predict, rng, hidden_states, embeddings, documents
+            )
+            return output
+        return self._predict(hidden_states, embeddings, documents)
+
+    def _predict(
+        self, hidden_states: Tensor, embeddings: Tensor, documents: Tensor | None
+    ) -> Tensor:
+        normed = (self.enorm(embeddings), self.hnorm(hidden_states))
+        projected = self.eh_proj(torch.cat(normed, dim=-1))  # [s, b, h/tp]
+        combined = self._gather_columns(projected)
+        return self.final_layernorm(self.transformer_layer(combined, documents))
+
+    def _gather_columns(self, projected: Tensor) -> Tensor:
+        """Return `[s, b, h]` or `[s/tp, b, h]` from the columns of this rank, `[s, b, h/tp]`."""
+        if self.place.sequence_parallel:
+            # Exchanges columns for positions: less communication than to gather all of both.
+            return exchange_heads_for_sequence(projected, self.place.tp)
+        return gather_from_tensor_parallel(projected, self.place.tp)
+
+
+class MultiTokenPrediction(MegatronModule):
+    """The depths of a model, in order; each needs the result of the previous one."""
+
+    def __init__(self, config: TransformerConfig, place: Placement) -> None:
+        super().__init__()
+        layers = []
+        for depth in range(config.num_mtp_layers):
+            layers.append(MultiTokenPredictionLayer(config, place, depth=depth))
+        self.layers = nn.ModuleList(layers)
+        # All depths have the same kind of attention.
+        first = layers[0].transformer_layer.self_attention
+        for layer in layers[1:]:
+            layer.transformer_layer.self_attention.share_tables(first)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        batches: list[ShiftedBatch],
+        embed: Callable[[Tensor], Tensor],
+        documents: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Return the representations of all depths.
+
+        `hidden_states` is the output of the last layer after the final norm, and `embed` computes
+        the embedding of `[b, s]` tokens.
+        """
+        outputs = []
+        for layer, batch in zip(self.layers, batches, strict=True):
+            hidden_states = layer(hidden_states, embed(batch.tokens), documents)
+            outputs.append(hidden_states)
+        return outputs

@@ -1,0 +1,100 @@
+"""Layers for multi-token prediction in Megatron-LM's files."""
+
+import dataclasses
+
+import pytest
+
+from megatron.conversion.convert import open_checkpoint
+from megatron.conversion.edits import SelectedLayers
+from megatron.conversion.megatron_lm.extra_states import build_extra_states
+from megatron.conversion.megatron_lm.legacy_writer import write_legacy
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
+from megatron.conversion.model_space.model import Layout, model_tensors
+from megatron.core.dist_checkpointing import safe_load
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests import ROOT
+from tests.support.compare import assert_same, read_all
+from tests.support.memory_source import LLAMA_ARGS, random_source
+from tests.unit_tests.core.transformer.test_multi_token_prediction import CONFIG
+
+KEYS = ROOT / "tests/golden/megatron_mtp/keys.txt"
+ARGS = LLAMA_ARGS | {
+    "mtp_num_layers": 2,
+    "num_layers": 4,
+    "use_distributed_optimizer": True,
+    "bf16": True,
+}
+TIED = ARGS | {"untie_embeddings_and_output_weights": False}
+EXPERTS = ARGS | {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_layer_freq": [0, 1, 1, 1],
+}
+
+
+def test_keys_are_those_of_megatron_core():
+    tensors = {}
+    objects = set()
+    for line in KEYS.read_text().splitlines():
+        key, _, shape = line.partition(" ")
+        if shape:
+            tensors[key] = tuple(map(int, shape.split("x")))
+        else:
+            objects.add(key)
+    assert model_tensors(TransformerConfig(**CONFIG)) == tensors
+    # Modules of Transformer Engine have more extra states.
+    assert objects <= build_extra_states(tensors).keys()
+    assert any(key.startswith("mtp.layers.1.eh_proj.") for key in objects)
+
+
+CASES = [
+    (ARGS, Layout.of(4, 2, 2, 2)),
+    (TIED, Layout.of(4, 2, 2)),
+    (TIED | {"transformer_impl": "local", "use_distributed_optimizer": False}, Layout.of(4, 1, 2)),
+    (ARGS, Layout.of(4, 1, 2, 1, {"pipeline_model_parallel_layout": "Et*3|tmmL"})),
+    (EXPERTS, Layout.of(4, 2, 2, 1, None, (2, 2))),
+]
+
+
+@pytest.mark.parametrize(("args", "layout"), CASES)
+def test_every_form_has_the_same_state(tmp_path, args, layout):
+    """torch_dist to legacy files of a layout, and back, with the optimizer."""
+    source = random_source(args)
+    write_torch_dist(source, tmp_path / "sharded")
+    sharded = open_checkpoint(tmp_path / "sharded")
+    assert_same(read_all(sharded), read_all(source))
+    write_legacy(sharded, tmp_path / "legacy", layout)
+    legacy = open_checkpoint(tmp_path / "legacy")
+    assert legacy.unused == [] and legacy.args["mtp_num_layers"] == 2
+    assert legacy.tensors.keys() == source.tensors.keys()
+    write_torch_dist(legacy, tmp_path / "again")
+    assert_same(read_all(open_checkpoint(tmp_path / "again")), read_all(source))
+
+
+def test_legacy_files_of_the_last_stage_have_a_copy_of_the_embedding(tmp_path):
+    for args in (ARGS, TIED):
+        source = random_source(args)
+        directory = tmp_path / f"legacy_{args is TIED}"
+        write_legacy(source, directory, Layout.of(4, 1, 2))
+        model = safe_load(directory / "mp_rank_00_001" / "model_optim_rng.pt")["model"]
+        assert next(iter(model)) == "embedding.word_embeddings.weight"
+        assert ("output_layer.weight" in model) == (args is ARGS)
+        assert "mtp.layers.1.eh_proj._extra_state" in model
+
+
+def test_selected_layers_end_with_the_last_one():
+    source = random_source(ARGS)
+    selected = SelectedLayers(source, (0, 3))
+    assert selected.args["num_layers"] == 2
+    assert "mtp.layers.1.eh_proj.weight" in selected.tensors
+    with pytest.raises(ValueError, match="multi-token prediction are like layer 3"):
+        SelectedLayers(source, (0, 1))
+
+
+def test_other_forms_are_refused(tmp_path):
+    source = random_source(ARGS)
+    source = dataclasses.replace(source, args=ARGS | {"mtp_use_repeated_layer": True})
+    write_torch_dist(source, tmp_path / "sharded")
+    with pytest.raises(ValueError, match="mtp_use_repeated_layer"):
+        open_checkpoint(tmp_path / "sharded")
