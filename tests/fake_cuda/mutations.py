@@ -22,25 +22,30 @@ from typing import Any
 
 from tests import ROOT
 from tests.fake_cuda.forks import RankError
+from tests.fake_cuda.operations import OPERATIONS, run_operation
 from tests.fake_cuda.test_races import BASE, DELAYS, RUNS
 from tests.fake_cuda.trainings import train_ranks
 
 # Calls that wait, or that make the device wait.
 WAITS = ("wait", "wait_stream", "wait_event", "synchronize", "record_stream", "record_event")
 
-# Directories and files whose waits concern CUDA streams, and the runs that reach them.
+# Files whose waits concern CUDA streams, and the runs and operations that reach them.
 REACHED_BY: dict[str, tuple[str, ...]] = {
-    "megatron/core/deferred.py": ("votes", "saves"),
+    "megatron/core/deferred.py": ("copy_to_host",),
     "megatron/core/pipeline_parallel/executor.py": ("pp2_interleaved", "pp2"),
     "megatron/core/transformer/attention/exchange.py": ("cp2_p2p", "cp2_all_gather"),
     "megatron/core/transformer/moe/dispatch.py": ("ep2_alltoall", "ep2_allgather"),
     "megatron/core/distributed/param_and_grad_buffer.py": ("dp2_distributed_optimizer", "dp2"),
     "megatron/core/distributed/distributed_data_parallel.py": ("tp2_sp", "pp2"),
-    "megatron/core/tensor_parallel/mappings.py": ("tp2_sp", "tp2"),
+    "megatron/core/tensor_parallel/mappings.py": ("tp2_sp", "tp2", "gather_logits"),
     "megatron/core/tensor_parallel/layers.py": ("tp2_sp", "tp2"),
     "megatron/core/tensor_parallel/cross_entropy.py": ("tp2_sp", "tp2"),
-    "megatron/core/dist_checkpointing/saving/saver.py": ("saves", "dp2_distributed_optimizer"),
-    "megatron/core/dist_checkpointing/saving/staging.py": ("saves", "dp2_distributed_optimizer"),
+    "megatron/core/dist_checkpointing/saving/saver.py": (
+        "save_with_few_buffers",
+        "save_at_once",
+        "saves",
+    ),
+    "megatron/core/dist_checkpointing/saving/staging.py": ("save_with_few_buffers", "saves"),
 }
 
 
@@ -48,7 +53,8 @@ REACHED_BY: dict[str, tuple[str, ...]] = {
 UNNEEDED = {
     "start_max_reduce.wait_for_work: work.wait()": "only for gloo",
     "run_schedule: previous.wait()": "for gloo; with NCCL a message keeps its tensors alive",
-    "StageAndWrite._write: self._files_are_open.wait()": "waits for the host",
+    "StageAndWrite._write: self._files_are_open.wait()": "waits for another thread",
+    "_FromDisk.begin: self._local.wait()": "waits for another thread",
 }
 
 
@@ -157,27 +163,28 @@ def find_code(code: CodeType, name: str) -> CodeType:
     raise ValueError(f"no function {name} in {code.co_name}")
 
 
-def train_without(wait: Wait | None, name: str, delays: str) -> Any:
-    num_devices, flags = RUNS[name]
+def run_without(wait: Wait | None, name: str, delays: str) -> Any:
+    """Return the results of a training run or operation without a wait."""
     before: Callable[[], None] | None = None
     if wait is not None:
         before = functools.partial(remove, wait)
-    return train_ranks(
-        num_devices, BASE + flags, timeout=90, before=before, FAKE_NCCL_TIMEOUT="15",
-        **DELAYS.get(delays, {}),
-    )  # fmt: skip
+    settings = {"FAKE_NCCL_TIMEOUT": "15", **DELAYS.get(delays, {})}
+    if name in OPERATIONS:
+        return run_operation(name, timeout=90, before=before, **settings)
+    num_devices, flags = RUNS[name]
+    return train_ranks(num_devices, BASE + flags, timeout=90, before=before, **settings)
 
 
-train_completely = functools.cache(functools.partial(train_without, None))
+run_completely = functools.cache(functools.partial(run_without, None))
 
 
 def find_notice(wait: Wait, all_delays: list[str]) -> str:
     """Return which run and delays notice that a wait is missing, or an empty string."""
     for name in REACHED_BY[wait.file]:
-        expected = train_completely(name, "none")
+        expected = run_completely(name, "none")
         for delays in all_delays:
             try:
-                if train_without(wait, name, delays) != expected:
+                if run_without(wait, name, delays) != expected:
                     return f"other results of {name} with late {delays}"
             except RankError as error:
                 last = str(error).strip().splitlines()[-1]

@@ -28,8 +28,8 @@ def is_snapshot_intact(directory: Path, waits: bool, limit: int | None) -> bool:
     torch.manual_seed(0)
     before = [torch.randn(3 * SLOT_SIZE // 4 + 7), torch.randn(1000, 300)]
     after = [(-values).pin_memory() for values in before]
-    tensors = [values.cuda() for values in before]
-    torch.cuda.synchronize()
+    # Copies of the device, which the save must wait for, too.
+    tensors = [values.cuda().clone() for values in before]
 
     saver = AsyncSaver(staging_mem_limit=limit)
     saver.save(make_state(tensors), str(directory), common={})

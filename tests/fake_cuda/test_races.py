@@ -1,4 +1,4 @@
-"""Delays of copies, kernels or messages do not change losses, weights or checkpoints.
+"""Delays of copies, kernels or messages do not change losses, weights, checkpoints or operations.
 
 A missing wait gives other results if what it should wait for is late.
 """
@@ -7,11 +7,16 @@ import functools
 
 import pytest
 
+from tests.fake_cuda.operations import OPERATIONS, run_operation
 from tests.fake_cuda.trainings import train_ranks
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LLAMA
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
-BASE = f"{LLAMA}--mock-data --train-iters 3 --num-layers 2 --deterministic-mode --device cuda "
+# Only the log lines of the first and the last iteration wait for the device.
+BASE = (
+    f"{LLAMA}--mock-data --train-iters 3 --num-layers 2 --deterministic-mode --device cuda "
+    "--log-interval 100 "
+)
 SAVES = "--async-save --save-interval 1 "
 LOCAL_SAVES = (
     "--non-persistent-ckpt-type local --non-persistent-save-interval 1 --replication "
@@ -24,8 +29,8 @@ RUNS = {  # name -> (devices, flags)
     "dp2_distributed_optimizer": (2, f"{DISTRIBUTED_OPTIMIZER}{SAVES}"),
     "dp2_bf16": (2, f"{DISTRIBUTED_OPTIMIZER}{SAVES}--bf16 "),
     "dp2_fp16": (2, f"{DISTRIBUTED_OPTIMIZER}--fp16 --initial-loss-scale 1048576 --hysteresis 1 "),
-    # The votes of iteration 1 end the run after iteration 2. No log line waits for the device.
-    "votes": (2, "--exit-duration-in-mins 0.0000001 --log-interval 100 "),
+    # The votes of iteration 1 end the run after iteration 2.
+    "votes": (2, "--exit-duration-in-mins 0.0000001 "),
     "tp2": (2, "--tensor-model-parallel-size 2 "),
     "tp2_sp": (2, f"--tensor-model-parallel-size 2 --sequence-parallel {SAVES}"),
     "pp2": (2, "--pipeline-model-parallel-size 2 "),
@@ -60,9 +65,16 @@ def run(name: str, **delays: str):
 
 
 run_without_delays = functools.cache(run)
+run_operation_without_delays = functools.cache(run_operation)
 
 
 @pytest.mark.parametrize("delays", DELAYS)
 @pytest.mark.parametrize("name", RUNS)
 def test_same_bits_with_delays(name, delays):
     assert run(name, **DELAYS[delays]) == run_without_delays(name)
+
+
+@pytest.mark.parametrize("delays", DELAYS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_same_values_with_delays(name, delays):
+    assert run_operation(name, **DELAYS[delays]) == run_operation_without_delays(name)

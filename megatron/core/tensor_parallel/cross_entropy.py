@@ -101,6 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gather = start_input_gather(hidden, tp, sequence_parallel)
 
         # Phase 2: the gradient of the logits overwrites the exponentials
+        token_shape = dloss.shape  # [s, b]
         dloss = dloss.reshape(-1).float()
         if ctx.softcap is None:
             _compute_logit_grad(exponentials, total, columns, is_elsewhere, dloss)
@@ -117,7 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dlogits = exponentials
 
         # Phase 3: dx, and launch its sum over TP
-        dx = (dlogits @ weight).view(gather.wait().shape)
+        dx = (dlogits @ weight).view(*token_shape, -1)
         reduced = start_output_sum(dx, tp, sequence_parallel)
 
         # Phase 4: dW, while that is in progress

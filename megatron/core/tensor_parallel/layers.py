@@ -122,9 +122,11 @@ class _Linear(torch.autograd.Function):
         # Phase 2: dx, and launch its sum over TP
         pending_dx = None
         if needs_dx:
-            pending_dx = Pending(torch.matmul(dy, weight), None)
+            partial_dx = torch.matmul(dy, weight)
             if ctx.column:
-                pending_dx = start_output_sum(pending_dx.wait(), tp, sequence_parallel)
+                pending_dx = start_output_sum(partial_dx, tp, sequence_parallel)
+            else:
+                pending_dx = Pending(partial_dx, None)
 
         # Phase 3: dW and db, while that is in progress
         dy2d = dy.reshape(-1, dy.shape[-1])  # [s * b, out]

@@ -1,0 +1,75 @@
+"""Operations on fake devices whose waits no training run of these tests depends on.
+
+Each returns the same value for any delays.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.deferred import start_copy
+from megatron.core.dist_checkpointing.background import SLOT_SIZE
+from megatron.core.parallel_state import Axis
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel
+from tests.fake_cuda.forks import run_ranks
+from tests.fake_cuda.staging import is_snapshot_intact
+
+
+def save_at_once(rank: int, num_devices: int) -> bool:
+    """Change tensors after an asynchronous save whose copies are all queued."""
+    with tempfile.TemporaryDirectory() as directory:
+        return is_snapshot_intact(Path(directory), waits=True, limit=None)
+
+
+def save_with_few_buffers(rank: int, num_devices: int) -> bool:
+    """Change tensors after an asynchronous save of more data than its staging buffers hold."""
+    with tempfile.TemporaryDirectory() as directory:
+        return is_snapshot_intact(Path(directory), waits=True, limit=2 * SLOT_SIZE)
+
+
+def copy_to_host(rank: int, num_devices: int) -> list[float]:
+    """Read a copy of which only an event reports when it is complete."""
+    wait_for_copy = start_copy(torch.ones(4, device="cuda"))
+    values: list[float] = wait_for_copy().tolist()
+    return values
+
+
+def gather_logits(rank: int, num_devices: int) -> list[float]:
+    """Concatenate the last dimension of the tensors of all ranks."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    ranks = tuple(range(num_devices))
+    axis = Axis(rank, num_devices, ranks, dist.group.WORLD)
+    whole = gather_from_tensor_parallel(torch.full((2, 3), float(rank), device=device), axis)
+    values: list[float] = whole.flatten().tolist()
+    return values
+
+
+OPERATIONS: dict[str, tuple[int, Callable[[int, int], Any]]] = {  # name -> (devices, function)
+    "save_at_once": (1, save_at_once),
+    "save_with_few_buffers": (1, save_with_few_buffers),
+    "copy_to_host": (1, copy_to_host),
+    "gather_logits": (2, gather_logits),
+}
+
+
+def run_operation(
+    name: str, timeout: float = 120.0, before: Callable[[], None] | None = None, **settings: str
+) -> list[Any]:
+    """Return the value of an operation on each rank. Every rank calls `before` first."""
+    num_devices, _ = OPERATIONS[name]
+    return run_ranks(_run, num_devices, name, before, timeout=timeout, **settings)
+
+
+def _run(rank: int, num_devices: int, name: str, before: Callable[[], None] | None) -> Any:
+    if before is not None:
+        before()
+    _, function = OPERATIONS[name]
+    return function(rank, num_devices)
