@@ -74,7 +74,16 @@ def join(config: DistributedConfig) -> torch.device:
     if not dist.is_initialized():
         backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
-        init_process_group(backend, timeout, device)
+        try:
+            init_process_group(backend, timeout, device)
+        except dist.DistBackendError as error:
+            if "Duplicate GPU" not in str(error):
+                raise
+            raise ValueError(
+                f"local rank {os.environ.get('LOCAL_RANK', '0')} and another process of this node "
+                f"have the same GPU ({device}, {torch.cuda.device_count()} visible): start one "
+                "process per GPU, or let processes share a GPU with --distributed-backend gloo"
+            ) from error
     return device
 
 
@@ -83,7 +92,7 @@ def choose_device(config: DistributedConfig) -> torch.device:
 
     Processes share devices if there are more processes. A launcher may show every process only its
     own device (`srun --gpus-per-task=1`), so with one device, every process uses the first. If two
-    processes then get the same device, NCCL reports it ("Duplicate GPU detected").
+    processes then get the same device, `join` raises NCCL's error.
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:

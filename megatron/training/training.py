@@ -259,7 +259,9 @@ def train(run: Run, data: Data) -> None:
             # Report first, so that the line is not lost if evaluation or saving fails.
             if is_last or iteration == first or is_multiple(iteration, config.logging.log_interval):
                 report_interval(run, log, nan_check)
-            if is_multiple(iteration, config.profiling.log_memory_interval):
+            # Once on a GPU even without the flag: by then the allocator has reserved its memory.
+            is_first_on_gpu = iteration == first and run.device.type == "cuda"
+            if is_first_on_gpu or is_multiple(iteration, config.profiling.log_memory_interval):
                 logger.info(format_memory_line(iteration, run.device))
 
             # Evaluate before saving, so that the checkpoint has its validation loss.

@@ -60,6 +60,7 @@ enum Type { kInt8, kUint8, kInt32, kUint32, kInt64, kUint64, kHalf, kFloat, kDou
 const int kTypeSizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};  // the last two are fp8
 
 const int kInvalidUsage = 5;
+auto& last_error = *new string;
 const char* const kErrors[] = {"success", "unhandled cuda error", "unhandled system error",
                                "internal error", "invalid argument", "invalid usage"};
 
@@ -380,8 +381,8 @@ int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void*
   exchange(*comm, "_devices_", &device, devices.data(), sizeof device);
   for (int other = 0; other < size; other++) {
     if (other != rank && devices[other] == device) {
-      fprintf(stderr, "fake NCCL: Duplicate GPU detected: ranks %d and %d both on device %d\n",
-              rank, other, device);
+      last_error = "Duplicate GPU detected : rank " + to_string(rank) + " and rank " +
+                   to_string(other) + " both on device " + to_string(device);
       return kInvalidUsage;
     }
   }
@@ -442,7 +443,7 @@ const char* ncclGetErrorString(int error) {
   return error >= 0 && error <= kInvalidUsage ? kErrors[error] : "error of the fake NCCL";
 }
 
-const char* ncclGetLastError(void*) { return "see the messages of the fake NCCL"; }
+const char* ncclGetLastError(void*) { return last_error.c_str(); }
 
 int ncclAllReduce(const void* source, void* target, size_t count, int type, int reduction,
                   void* comm, cudaStream_t stream) {

@@ -1,11 +1,31 @@
 """The product on fake devices: process groups, waits of the host, snapshots of delayed copies."""
 
-import json
-
 import pytest
 
+from tests.fake_cuda.forks import run_ranks
 from tests.fake_cuda.launch import launch, run_code
-from tests.support.training_harness import COMMON, LLAMA
+from tests.support.find_waits import find_waits
+from tests.support.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LLAMA
+
+RUN = f"{COMMON}{LLAMA}--mock-data --device cuda --log-interval 100 "
+
+DENSE_RUNS = {  # name -> (devices, flags)
+    "tp2_sp": (2, "--bf16 --tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2_interleaved": (
+        2,
+        "--bf16 --pipeline-model-parallel-size 2 --virtual-pipeline-model-parallel-size 2",
+    ),
+    "dp2_distributed_optimizer": (2, f"--bf16 {DISTRIBUTED_OPTIMIZER}"),
+    "cp2_p2p": (2, "--bf16 --context-parallel-size 2"),
+    "cp2_all_gather": (2, "--bf16 --context-parallel-size 2 --cp-comm-type all_gather"),
+    "cp2_a2a": (2, "--bf16 --context-parallel-size 2 --cp-comm-type a2a"),
+    "ademamix": (1, "--bf16 --optimizer ademamix --ademamix-beta3 0.99 --ademamix-alpha 5"),
+    "muon": (1, "--bf16 --optimizer muon"),
+    "recompute": (
+        1,
+        "--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+}
 
 
 def test_groups_of_different_pipeline_stages():
@@ -14,19 +34,68 @@ def test_groups_of_different_pipeline_stages():
     assert result.returncode == 0, result.stderr[-4000:]
 
 
+def find_waits_of_rank_0(num_devices, flags):
+    """Return the waits by their places, from the second iteration to the last one."""
+    return run_ranks(find_waits, num_devices, flags)[0]
+
+
+@pytest.mark.parametrize("name", DENSE_RUNS)
+def test_dense_runs_do_not_wait(name):
+    num_devices, flags = DENSE_RUNS[name]
+    assert find_waits_of_rank_0(num_devices, f"{RUN}--train-iters 4 {flags}") == {}
+
+
+def test_dynamic_loss_scaling_waits_once_per_iteration():
+    """The loss scale of the next iteration depends on whether this one overflowed."""
+    waits = find_waits_of_rank_0(1, f"{RUN}--train-iters 4 --fp16 --initial-loss-scale 1024")
+    assert waits == {"core/optimizer/optimizer.py: step": 2}
+
+
+def test_a_log_line_waits_twice():
+    """Once for the losses, and once for all other values."""
+    waits = find_waits_of_rank_0(
+        1, f"{RUN}--train-iters 4 --bf16 --log-interval 1 --log-params-norm"
+    )
+    place = "training/reporting/intervals.py"
+    assert waits == {f"{place}: reduce_losses": 2, f"{place}: _read_scalars": 2}
+
+
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_experts_wait_once_per_layer_and_micro_batch(dispatcher):
     """The host needs the number of tokens of its experts, which it copies once."""
     flags = (
-        f"{COMMON}{LLAMA}--mock-data --bf16 --device cuda --train-iters 3 --log-interval 100 --num-layers 2 "
+        f"{RUN}--bf16 --train-iters 3 --num-layers 2 "
         "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --add-bias-linear "
         f"--expert-model-parallel-size 2 --moe-token-dispatcher-type {dispatcher}"
     )
-    result = launch(["-m", "tests.support.find_waits", *flags.split()], 2)
-    assert result.returncode == 0, result.stderr[-4000:]
-    waits = json.loads(result.stdout.splitlines()[-1])
+    waits = find_waits_of_rank_0(2, flags)
     microbatches = 2
     assert sum(waits.values()) == 2 * microbatches, waits
+
+
+def test_two_processes_on_one_gpu_are_explained():
+    program = ["pretrain_gpt.py", *RUN.split(), "--train-iters", "3"]
+    result = launch(program, 2, FAKE_CUDA_DEVICES="1", FAKE_NCCL_TIMEOUT="5")
+    assert result.returncode != 0
+    assert "another process of this node have the same GPU (cuda:0, 1 visible)" in result.stderr
+
+
+def test_memory_is_logged_after_the_first_iteration():
+    result = launch(["pretrain_gpt.py", *RUN.split(), "--train-iters", "3"], 1)
+    (line,) = [line for line in result.stdout.splitlines() if "memory after iteration" in line]
+    assert "memory after iteration 1," in line and "max reserved" in line
+
+
+def test_programs_on_the_cpu_do_not_initialize_cuda():
+    """A context takes some 500 MB of a GPU."""
+    code = """
+import torch
+from megatron.core.dist_checkpointing.generators import get_generator_states
+print(get_generator_states()["cuda_rng_state"], torch.cuda.is_initialized())
+torch.ones(1, device="cuda")
+print(len(get_generator_states()["cuda_rng_state"]))
+"""
+    assert run_code(code).stdout.split() == ["None", "False", "16"]
 
 
 def test_an_asynchronous_save_is_a_snapshot():
@@ -38,25 +107,12 @@ def test_an_asynchronous_save_is_a_snapshot():
     assert lines[2:] == ["unlimited False", "limited False"]
 
 
-def test_late_copies_are_waited_for():
-    """Copies to the host of which only the event tells when they are complete."""
-    code = """
-import torch
-from megatron.core.deferred import start_copy
-wait = start_copy(torch.ones(4, device="cuda"))
-print(wait().sum().item())
-"""
-    result = run_code(code, FAKE_CUDA_COPY_US="200000")
-    assert result.stdout.split() == ["4.0"], result.stderr
-
-
 def test_background_saves_do_not_wait_for_training(tmp_path):
     """The only wait is for an all-reduce on a stream of its own: a flag to the device, and back."""
     flags = (
-        f"{COMMON}{LLAMA}--mock-data --bf16 --device cuda --train-iters 6 --log-interval 100 --num-layers 2 "
+        f"{RUN}--bf16 --train-iters 6 --num-layers 2 "
         f"--use-distributed-optimizer --async-save --save {tmp_path} --save-interval 3"
     )
-    result = launch(["-m", "tests.support.find_waits", *flags.split()], 2)
-    assert result.returncode == 0, result.stderr[-4000:]
-    waits = json.loads(result.stdout.splitlines()[-1])
-    assert waits == {"core/dist_checkpointing/planning/coordination.py: all_true": 2}
+    assert find_waits_of_rank_0(2, flags) == {
+        "core/dist_checkpointing/planning/coordination.py: all_true": 2
+    }

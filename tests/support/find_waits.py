@@ -9,6 +9,7 @@ of the output is a JSON object with the number of waits by their places in the p
 
 import json
 import os
+import shlex
 import sys
 import traceback
 import warnings
@@ -24,11 +25,11 @@ from tests import ROOT
 PRODUCT = str(ROOT / "megatron")
 
 
-def main() -> None:
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    config = parse_args(sys.argv[1:], world_size)
+def find_waits(rank: int, world_size: int, flags: str) -> dict[str, int]:
+    """Train with the flags of pretrain_gpt.py, and return the number of waits by their places."""
+    config = parse_args(shlex.split(flags), world_size)
     schedule = config.batch_schedule(world_size // config.parallel.replica_size)
-    num_microbatches = schedule.num_microbatches
+    num_passes = schedule.num_microbatches * config.parallel.vpp_size  # of an iteration
     iterations = config.training.train_iters
     assert iterations is not None
     waits = Counter[str]()
@@ -42,9 +43,9 @@ def main() -> None:
 
     def count_passes(chunk, batch, activation):
         nonlocal passes
-        if passes == num_microbatches:
+        if passes == num_passes:
             torch.cuda.set_sync_debug_mode("warn")
-        if passes == (iterations - 1) * num_microbatches:
+        if passes == (iterations - 1) * num_passes:
             torch.cuda.set_sync_debug_mode("default")
         passes += 1
         return forward_step(chunk, batch, activation)
@@ -52,7 +53,13 @@ def main() -> None:
     warnings.showwarning = report
     warnings.simplefilter("always")
     pretrain(config, model_provider, datasets_provider, count_passes)
-    print(json.dumps(waits))
+    return dict(waits)
+
+
+def main() -> None:
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    print(json.dumps(find_waits(rank, world_size, shlex.join(sys.argv[1:]))))
 
 
 if __name__ == "__main__":

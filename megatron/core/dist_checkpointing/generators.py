@@ -41,7 +41,8 @@ def get_generator_states() -> dict[str, Any]:
     """Return the states of this process as plain data, under Megatron-LM's names."""
     algorithm, keys, *rest = np.random.get_state(legacy=True)
     cuda = None
-    if torch.cuda.is_available():
+    # Reading it would create a context of some 500 MB on the GPU for a program on the CPU.
+    if torch.cuda.is_initialized():
         cuda = torch.cuda.get_rng_state()
     return {
         "random_rng_state": random.getstate(),

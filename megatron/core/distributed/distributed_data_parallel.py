@@ -38,9 +38,7 @@ class DistributedDataParallelConfig(FlagSection):
     only with --use-distributed-optimizer.
     """
     ddp_bucket_size: int | None = flag(None, positive=True)
-    """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP) with
-    --overlap-grad-reduce or --overlap-param-gather, otherwise unlimited.
-    """
+    """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP)."""
     ddp_num_buckets: int | None = flag(None, positive=True)
     """Approximate number of buckets per model chunk, instead of --ddp-bucket-size."""
 
@@ -71,10 +69,9 @@ class DistributedDataParallelConfig(FlagSection):
             return self.ddp_bucket_size
         if self.ddp_num_buckets is not None:
             return max(1, num_elements // self.ddp_num_buckets)
-        if self.overlap_grad_reduce or self.overlap_param_gather:
-            # Large enough for full bandwidth with many ranks.
-            return max(40_000_000, 1_000_000 * dp_size)
-        return max(1, num_elements)
+        # Large enough for full bandwidth with many ranks. Without overlap, too: Muon and AdEMAMix
+        # need temporary copies of a bucket.
+        return max(40_000_000, 1_000_000 * dp_size)
 
 
 class DistributedDataParallel(MegatronModule):

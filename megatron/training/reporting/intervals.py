@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -191,10 +191,19 @@ class TrainingLog:
         assert self._pending
         # One transfer and one collective for all iterations of the interval.
         losses = reduce_losses([on_device.losses for _, on_device in self._pending], self._ps)
-        rows = zip(self._pending, losses, self._reduce_expert_metrics(), strict=True)
         iterations = []
-        for (iteration, on_device), losses_of_iteration, experts in rows:
-            iterations.append(_read_metrics(iteration, on_device, losses_of_iteration, experts))
+        for (iteration, _), losses_of_iteration, scalars, experts in zip(
+            self._pending,
+            losses,
+            _read_scalars([on_device for _, on_device in self._pending]),
+            self._reduce_expert_metrics(),
+            strict=True,
+        ):
+            lm_loss, *mtp_losses = losses_of_iteration
+            metrics = replace(
+                iteration, lm_loss=lm_loss, mtp_losses=mtp_losses, experts=experts, **scalars
+            )
+            iterations.append(metrics)
 
         # Reading the losses has waited for the device, so that the clock includes all its work.
         now = self._now()
@@ -239,25 +248,33 @@ class TrainingLog:
         return self._clock()
 
 
-def _read_metrics(
-    iteration: Iteration,
-    on_device: OnDevice,
-    losses: list[float],
-    experts: dict[str, list[float]],
-) -> Iteration:
-    """Return `iteration` with its metrics from the device; waits for the device."""
-    metrics = replace(
-        iteration,
-        lm_loss=losses[0],
-        mtp_losses=losses[1:],
-        grad_norm=on_device.step.grad_norm.item(),
-        skipped=bool(on_device.step.skipped.item()),
-        experts=experts,
-    )
-    if on_device.step.num_zeros is not None:
-        metrics = replace(metrics, num_zeros_in_grad=on_device.step.num_zeros.item())
-    if on_device.params_norm is not None:
-        metrics = replace(metrics, params_norm=on_device.params_norm.item())
+class _Scalars(TypedDict, total=False):
+    """Fields of `Iteration` that are scalars on the device."""
+
+    grad_norm: float
+    skipped: bool
+    num_zeros_in_grad: float
+    params_norm: float
+
+
+def _read_scalars(interval: Sequence[OnDevice]) -> list[_Scalars]:
+    """Return the scalars of each iteration; waits once for the device."""
+    scalars: list[torch.Tensor] = []
+    for on_device in interval:
+        step = on_device.step
+        for scalar in (step.grad_norm, step.skipped, step.num_zeros, on_device.params_norm):
+            if scalar is not None:
+                scalars.append(scalar.to(torch.float64))  # exact for all of them
+    values = iter(torch.stack(scalars).tolist())
+
+    metrics = []
+    for on_device in interval:
+        fields = _Scalars(grad_norm=next(values), skipped=bool(next(values)))
+        if on_device.step.num_zeros is not None:
+            fields["num_zeros_in_grad"] = next(values)
+        if on_device.params_norm is not None:
+            fields["params_norm"] = next(values)
+        metrics.append(fields)
     return metrics
 
 

@@ -317,7 +317,6 @@ def test_invalid_options_are_rejected(options, message):
 
 def test_default_bucket_size():
     size = lambda **options: DistributedDataParallelConfig(**options).bucket_size(1000, 64)  # noqa: E731
-    assert size() == 1000
-    assert size(overlap_grad_reduce=True) == 64_000_000
-    assert size(overlap_grad_reduce=True, ddp_bucket_size=7) == 7
+    assert size() == 64_000_000
+    assert size(ddp_bucket_size=7) == 7
     assert size(ddp_num_buckets=4) == 250
