@@ -292,7 +292,9 @@ def main(work: Path) -> None:
     expected = at_once.read_losses()
     assert len(expected) == last, f"{len(expected)} of {last} iterations"
     error = max(abs(losses[iteration] - loss) for iteration, loss in expected.items())
-    assert error <= 1e-5, f"losses differ by {error}"
+    # Rounding differs between layouts, and grows over hundreds of iterations. A repeated or skipped
+    # batch changes a loss by more than 1e-2.
+    assert error <= 1e-3, f"losses differ by {error}"
     print(f"losses of {last} iterations differ by at most {error:.1e}: ok", flush=True)
 
 

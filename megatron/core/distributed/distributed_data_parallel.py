@@ -37,6 +37,10 @@ class DistributedDataParallelConfig(FlagSection):
     traffic at a loss of precision. The optimizer copies its shard to fp32, so that memory is saved
     only with --use-distributed-optimizer.
     """
+    main_grads_dtype: str = flag("fp32", choices=("fp32", "bf16"))
+    """Data type in which gradients of a bf16 model are accumulated and reduced: bf16 is the same as
+    --grad-reduce-in-bf16.
+    """
     ddp_bucket_size: int | None = flag(None, positive=True)
     """Elements after which a bucket is closed. Default: max(40e6, 1e6 * DP)."""
     ddp_num_buckets: int | None = flag(None, positive=True)
@@ -54,12 +58,17 @@ class DistributedDataParallelConfig(FlagSection):
                 f"{self.ddp_num_buckets} are mutually exclusive"
             )
 
+    @property
+    def reduces_in_bf16(self) -> bool:
+        """Whether gradients of a bf16 model are accumulated and reduced in bf16."""
+        return self.grad_reduce_in_bf16 or self.main_grads_dtype == "bf16"
+
     def grad_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of `param_dtype` are accumulated and reduced.
 
         The default is fp32, because bf16 drops small gradients over many micro-batches.
         """
-        if self.grad_reduce_in_bf16 and param_dtype == torch.bfloat16:
+        if self.reduces_in_bf16 and param_dtype == torch.bfloat16:
             return torch.bfloat16
         return torch.float32
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from megatron.core.flags import FlagSection, flag
 
 
@@ -41,6 +43,14 @@ class OptimizerConfig(FlagSection):
     """Decay of the running mean of the gradient."""
     adam_beta2: float = flag(0.999, at_least=0, below=1)
     """Decay of the running mean of the squared gradient."""
+    exp_avg_dtype: str = flag("fp32", choices=("fp32", "bf16"))
+    """Data type in which Adam's running mean of the gradient is kept between steps. A step computes
+    in fp32 and rounds the result. Checkpoints contain fp32.
+    """
+    exp_avg_sq_dtype: str = flag("fp32", choices=("fp32", "bf16"))
+    """Data type in which Adam's running mean of the squared gradient is kept between steps. A step
+    computes in fp32 and rounds the result. Checkpoints contain fp32.
+    """
     adam_eps: float = flag(1e-8, at_least=0)
     """Term added to the denominator of Adam for numerical stability."""
     sgd_momentum: float = flag(0.9, at_least=0)
@@ -106,6 +116,11 @@ class OptimizerConfig(FlagSection):
                 "--optimizer-impl apex supports only --optimizer adam: remove it for --optimizer "
                 f"{self.optimizer}"
             )
+        if self.has_rounded_states and (self.optimizer, self.optimizer_impl) != ("adam", "torch"):
+            yield (
+                f"--exp-avg-dtype {self.exp_avg_dtype} and --exp-avg-sq-dtype "
+                f"{self.exp_avg_sq_dtype} require --optimizer adam and --optimizer-impl torch"
+            )
         if self.min_loss_scale > self.initial_loss_scale:
             yield (
                 f"--min-loss-scale {self.min_loss_scale} must be at most "
@@ -145,6 +160,18 @@ class OptimizerConfig(FlagSection):
                 f"--weight-decay-incr-style {self.weight_decay_incr_style} requires "
                 f"0 <= --start-weight-decay <= --end-weight-decay, got {start} and {end}"
             )
+
+    @property
+    def has_rounded_states(self) -> bool:
+        """Whether a state tensor is kept in less precision than fp32."""
+        return (self.exp_avg_dtype, self.exp_avg_sq_dtype) != ("fp32", "fp32")
+
+    def get_state_dtype(self, name: str) -> torch.dtype:
+        """Return the data type in which the state tensor `name` is kept between steps."""
+        names = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        if names.get(name) == "bf16":
+            return torch.bfloat16
+        return torch.float32
 
     @property
     def weight_decay_range(self) -> tuple[float, float]:

@@ -1,8 +1,8 @@
-"""Per-rank optimizer shards: one set of flat fp32 tensors per bucket."""
+"""Per-rank optimizer shards: one set of flat tensors per bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,13 +18,13 @@ AVERAGE_PREFIX = "ema."
 
 @dataclass(frozen=True)
 class FlatShard:
-    """This rank's shard of a bucket as 1-D fp32 tensors of equal length."""
+    """This rank's shard of a bucket as 1-D tensors of equal length, in fp32 except for `state`."""
 
     bucket: Bucket
     param: torch.Tensor
     """Main parameters; for an fp32 model the shard of the parameter buffer itself."""
     state: dict[str, torch.Tensor]
-    """Tensors of the update rule by their name in checkpoints."""
+    """Tensors of the update rule by their name in checkpoints, in any dtype."""
     average: torch.Tensor | None = None
     """Exponential moving average of the main parameters (--ema-decay)."""
 
@@ -52,9 +52,10 @@ class FlatShard:
 
 
 def allocate_shard(
-    bucket: Bucket, state_names: Sequence[str], has_average: bool = False
+    bucket: Bucket, state_dtypes: Mapping[str, torch.dtype], has_average: bool = False
 ) -> FlatShard:
-    """Allocate main parameters, zero state, and with `has_average` a zero average.
+    """Allocate main parameters, zero state of the given dtypes, and with `has_average` a zero
+    average.
 
     The main parameters are not filled yet, unless the model is fp32.
     """
@@ -63,7 +64,9 @@ def allocate_shard(
     if param.dtype != torch.float32:
         param = torch.empty_like(param, dtype=torch.float32)
     param.grad = bucket.grad_shard
-    state = {name: torch.zeros_like(param) for name in state_names}
+    state = {}
+    for name, dtype in state_dtypes.items():
+        state[name] = torch.zeros_like(param, dtype=dtype)
     average = None
     if has_average:
         average = torch.zeros_like(param)

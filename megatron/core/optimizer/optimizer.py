@@ -81,8 +81,12 @@ class MegatronOptimizer:
         self.shards: list[FlatShard] = []
         for chunk in chunks:
             for bucket in chunk.buckets:
-                states = select_states(config, bucket.plan.group)
-                self.shards.append(allocate_shard(bucket, states, self.has_average))
+                dtypes = {}
+                for name in select_states(config, bucket.plan.group):
+                    dtypes[name] = config.get_state_dtype(name)
+                self.shards.append(allocate_shard(bucket, dtypes, self.has_average))
+        # While a checkpoint is loaded: parts of rounded states, and the fp32 tensors to fill.
+        self._rounded_parts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.device = self.shards[0].param.device
         # fp16 gradients underflow without loss scaling.
         has_fp16 = any(shard.bucket.param_data.dtype == torch.float16 for shard in self.shards)
@@ -150,7 +154,8 @@ class MegatronOptimizer:
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """Return main parameters and state as boxes of the parameters that they belong to.
 
-        `model_state` is the sharded state of all chunks, merged. Without copies or communication.
+        `model_state` is the sharded state of all chunks, merged. Without communication, and without
+        copies except for states that are not fp32.
         """
         return self._collect_state(model_state, OPTIMIZER_PREFIX)
 
@@ -158,8 +163,16 @@ class MegatronOptimizer:
         """Return the average of the main parameters as boxes; empty without --ema-decay."""
         return self._collect_state(model_state, AVERAGE_PREFIX)
 
-    def _collect_state(self, model_state: ShardedStateDict, kind: str) -> ShardedStateDict:
-        """Return the tensors of all shards whose keys start with `kind`, as boxes."""
+    def _collect_state(
+        self,
+        model_state: ShardedStateDict,
+        kind: str,
+        rounded_parts: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> ShardedStateDict:
+        """Return the tensors of all shards whose keys start with `kind`, as boxes in fp32.
+
+        Appends to `rounded_parts` the tensors of another dtype, with their copies in fp32.
+        """
         state: ShardedStateDict = {}
         for shard, piece, entry in self._iterate_pieces(model_state):
             for prefix, data in shard.tensors.items():
@@ -168,7 +181,13 @@ class MegatronOptimizer:
                 key = prefix + entry.key
                 assert key not in state, f"two parameters of this rank have the key {entry.key}"
                 # A range of the flat parameter is a set of boxes of the global tensor.
-                part = entry.flat_range(key, piece.param_start, data[piece.start : piece.stop])
+                values = data[piece.start : piece.stop]
+                if values.dtype != torch.float32:
+                    wide = values.float()
+                    if rounded_parts is not None:
+                        rounded_parts.append((values, wide))
+                    values = wide
+                part = entry.flat_range(key, piece.param_start, values)
                 if part.boxes:  # without boxes it is padding of the vocabulary
                     state[key] = part
         return state
@@ -214,7 +233,8 @@ class MegatronOptimizer:
         for shard in self.shards:
             trained.update(id(param) for param in shard.bucket.params)
         frozen = _exclude_parameters(model_state, trained)
-        return frozen | self.sharded_state_dict(model_state)
+        self._rounded_parts = []
+        return frozen | self._collect_state(model_state, OPTIMIZER_PREFIX, self._rounded_parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state except tensors, in Megatron-LM's form; identical on all ranks.
@@ -280,7 +300,10 @@ class MegatronOptimizer:
         self._log_differences(groups)
         self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
 
-        # Main parameters, then the weights
+        # States that are not fp32, main parameters, then the weights
+        for part, wide in self._rounded_parts:
+            part.copy_(wide)
+        self._rounded_parts = []
         self._zero_padding(model_state)
         self._copy_to_model(rescale=True)
 

@@ -109,7 +109,11 @@ def _get_adam_hyperparameters(config: OptimizerConfig) -> dict[str, Any]:
 
 
 class AdamW(UpdateRule):
-    """torch's fused AdamW (Loshchilov and Hutter 2019)."""
+    """torch's fused AdamW (Loshchilov and Hutter 2019).
+
+    Moments that are kept in bf16 (--exp-avg-dtype, --exp-avg-sq-dtype) are updated in fp32 and
+    rounded, one flat tensor after the other, because their fp32 copies take memory.
+    """
 
     STATE_SETS: ClassVar[tuple[tuple[str, ...], ...]] = (("exp_avg", "exp_avg_sq"),)
 
@@ -123,13 +127,33 @@ class AdamW(UpdateRule):
         return AdamW(groups, hyperparameters)
 
     def update_group(self, group: dict[str, Any]) -> None:
+        states = self.state[group["params"][0]]
+        if all(states[name].dtype == torch.float32 for name in ("exp_avg", "exp_avg_sq")):
+            means = self.collect_states(group, "exp_avg")
+            squares = self.collect_states(group, "exp_avg_sq")
+            self._run_kernel(group, means, squares)
+            return
+        for param in group["params"]:
+            part = group | {"params": [param]}
+            mean = self.state[param]["exp_avg"]
+            square = self.state[param]["exp_avg_sq"]
+            wide_mean = mean.float()  # itself if it is fp32
+            wide_square = square.float()
+            self._run_kernel(part, [wide_mean], [wide_square])
+            mean.copy_(wide_mean)
+            square.copy_(wide_square)
+
+    def _run_kernel(
+        self, group: dict[str, Any], means: list[Tensor], squares: list[Tensor]
+    ) -> None:
+        """Update the parameters of a group and their moments, all in fp32."""
         beta1, beta2 = group["betas"]
         # The fused kernel reads grad_scale and found_inf on the device, without synchronization.
         adamw(
             group["params"],
             self.collect_gradients(group),
-            self.collect_states(group, "exp_avg"),
-            self.collect_states(group, "exp_avg_sq"),
+            means,
+            squares,
             [],  # maxima of amsgrad
             self.collect_states(group, "step"),
             fused=True,

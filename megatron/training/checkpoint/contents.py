@@ -63,8 +63,9 @@ def _describe_tensors(run: Run) -> KnownState:
     # Training state; a checkpoint without it can still be loaded with --finetune.
     if not config.no_save_optim:
         entries |= run.optimizer.sharded_state_dict(model)
-    # In fp8 the weights are copies of this moment.
-    return KnownState(_list_addresses(run, model), model, entries, is_live=weights is model)
+    # Weights in fp8 and rounded optimizer states are copies of this moment.
+    is_live = weights is model and not run.config.optimizer.has_rounded_states
+    return KnownState(_list_addresses(run, model), model, entries, is_live)
 
 
 def get_model_state(run: Run) -> ShardedStateDict:

@@ -214,11 +214,11 @@ def _check_evaluation(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _check_gradients(config: Config, world_size: int) -> Iterator[str]:
-    if config.ddp.grad_reduce_in_bf16 and config.model.params_dtype != torch.bfloat16:
-        yield (
-            "--grad-reduce-in-bf16 requires --bf16: gradients of an fp32 or fp16 "
-            "model are reduced in fp32"
-        )
+    if config.ddp.reduces_in_bf16 and config.model.params_dtype != torch.bfloat16:
+        flag = "--main-grads-dtype bf16"
+        if config.ddp.grad_reduce_in_bf16:
+            flag = "--grad-reduce-in-bf16"
+        yield (f"{flag} requires --bf16: gradients of an fp32 or fp16 model are reduced in fp32")
 
 
 def _check_schedules(config: Config, world_size: int) -> Iterator[str]:

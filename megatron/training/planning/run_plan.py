@@ -383,8 +383,10 @@ def _count_optimizer_bytes(config: Config, group: ParamGroup, has_main_parameter
     """Return the bytes per parameter of `group`: the state of the update rule, and a separate fp32
     main parameter with `has_main_parameters`.
     """
-    num_states = len(select_states(config.optimizer, group))
-    return FP32 * (num_states + has_main_parameters)
+    total = FP32 * has_main_parameters
+    for name in select_states(config.optimizer, group):
+        total += config.optimizer.get_state_dtype(name).itemsize
+    return total
 
 
 def _count_average_bytes(config: Config) -> int:
@@ -405,5 +407,6 @@ def _count_checkpoint_bytes(config: Config, sizes: Mapping[StoredParameter, int]
         total += numel * weight_itemsize
         total += numel * _count_average_bytes(config)
         if not config.checkpoint.no_save_optim:
-            total += numel * _count_optimizer_bytes(config, parameter.group, True)
+            num_states = len(select_states(config.optimizer, parameter.group))
+            total += numel * FP32 * (1 + num_states)
     return total

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
@@ -111,6 +112,32 @@ def test_25_clipped_steps_match_torch_optim(config, bucket_size, tied):
     assert max(norms) > 4.0 > min(norms), "both sides of the clipping threshold"
     for name, value in main_params(chunk, optimizer).items():
         torch.testing.assert_close(value, expected[name][: len(value)], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rounded", [("exp_avg",), ("exp_avg_sq",), ("exp_avg", "exp_avg_sq")])
+def test_rounded_moments_match_torch_optim_with_rounding_bitwise(rounded):
+    """10 steps, each followed by rounding the moments of torch.optim.AdamW to bf16."""
+    dtypes = {f"{name}_dtype": "bf16" for name in rounded}
+    chunk, optimizer, _ = train_ours({**ADAM, **dtypes, "clip_grad": 0.0}, 10)
+
+    def round_moments(reference, args, kwargs):
+        for state in reference.state.values():
+            for name in rounded:
+                state[name].copy_(state[name].bfloat16())
+
+    hook = register_optimizer_step_post_hook(round_moments)
+    try:
+        expected, _, _ = train_with_torch_optim(ADAM, 10, clip=0.0)
+    finally:
+        hook.remove()
+    plain, _, _ = train_with_torch_optim(ADAM, 10, clip=0.0)
+    found = main_params(chunk, optimizer)
+    for name, value in found.items():
+        assert torch.equal(value, expected[name][: len(value)]), name
+    assert any(not torch.equal(value, plain[name][: len(value)]) for name, value in found.items())
+    for shard in optimizer.shards:
+        for name, state in shard.state.items():
+            assert state.dtype == (torch.bfloat16 if name in rounded else torch.float32)
 
 
 def test_moments_match_torch_optim():

@@ -1,0 +1,65 @@
+"""Adam's moments in bf16 are stored in fp32 and continue at any layout as if not interrupted."""
+
+import pytest
+import torch
+
+from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, MODELS, train, whole
+
+FLAGS = (
+    f"--mock-data --train-iters 4 {MODELS['gpt2']} --num-layers 2 --bf16 --save-interval 2 "
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --use-precision-aware-optimizer "
+)
+LAYOUTS = {
+    "one": (1, ""),
+    "dp2": (2, DISTRIBUTED_OPTIMIZER),
+    "dp2_replicated": (2, ""),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("dp2", "dp2"), ("dp2", "dp2_replicated"), ("dp2_replicated", "dp2"), ("one", "pp2")],
+)
+def test_resume_with_rounded_moments_is_bitwise(pool, first, second, tmp_path):
+    ranks, flags = LAYOUTS[first]
+    at_once = whole(pool.run(train, ranks, f"{FLAGS} {flags}"))
+    pool.run(train, ranks, f"{FLAGS} {flags} --exit-interval 2 --save {tmp_path}")
+    ranks, flags = LAYOUTS[second]
+    resumed = whole(pool.run(train, ranks, f"{FLAGS} {flags} --load {tmp_path}"))
+    assert at_once.keys() == resumed.keys()
+    for key, tensor in at_once.items():
+        assert torch.equal(tensor, resumed[key]), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rounded_moments_load_at_another_layout(pool, layout, tmp_path):
+    """The state is fp32 with values of bf16, and loads unchanged; so does fp32 state, rounded."""
+    saved = whole(pool.run(train, 1, f"{FLAGS} --save {tmp_path}"))
+    moments = {key: value for key, value in saved.items() if "exp_avg" in key}
+    for key, tensor in moments.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, tensor.bfloat16().float()), key
+        assert tensor.abs().sum() > 0
+    ranks, flags = LAYOUTS[layout]
+    loaded = whole(pool.run(train, ranks, f"{FLAGS} {flags} --load {tmp_path} --skip-train"))
+    for key, tensor in saved.items():
+        assert torch.equal(tensor, loaded[key]), key
+
+
+def test_fp32_moments_are_rounded_on_load(pool, tmp_path):
+    plain = FLAGS.replace("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "")
+    saved = whole(pool.run(train, 1, f"{plain} --save {tmp_path}"))
+    loaded = whole(pool.run(train, 1, f"{FLAGS} --load {tmp_path} --skip-train"))
+    for key, tensor in saved.items():
+        expected = tensor.bfloat16().float() if "exp_avg" in key else tensor
+        assert torch.equal(loaded[key], expected), key
+
+
+def test_bf16_main_gradients_are_those_of_grad_reduce_in_bf16(pool):
+    flags = FLAGS + LAYOUTS["dp2"][1]
+    named = whole(pool.run(train, 2, f"{flags} --main-grads-dtype bf16"))
+    other = whole(pool.run(train, 2, f"{flags} --grad-reduce-in-bf16"))
+    plain = whole(pool.run(train, 2, flags))
+    assert all(torch.equal(named[key], other[key]) for key in other)
+    assert any(not torch.equal(named[key], plain[key]) for key in plain)
