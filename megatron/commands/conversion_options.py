@@ -92,5 +92,7 @@ def print_report(outcome: ConversionReport, args: argparse.Namespace, notes: Seq
         print_line(f"   no effect: {name}")
     for name in outcome.not_carried:
         print_line(f"   not carried: {name}")
+    for name in outcome.foreign:
+        print_line(f"   foreign, copied as it is: {name}")
     if outcome.verified is not None:
         print_line(f"   verified: {outcome.verified} tensors are bitwise those of the source")

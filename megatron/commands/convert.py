@@ -21,18 +21,23 @@ def run(
         allow_links()
     options = make_write_options(args, not args.no_optim, note)
     options = dataclasses.replace(options, average=args.weights == "ema")
+    read_options = make_read_options(args, given, optimizer=not args.no_optim)
+    read_options = dataclasses.replace(read_options, keep_foreign=args.keep_foreign)
     # Everything is checked before the first tensor is read.
     with ProgressBar(f"-> {args.saver}") as progress:
-        return convert(
+        report = convert(
             args.load_dir,
             args.save_dir,
             args.saver,
             loader=args.loader,
             step=args.ckpt_step,
-            read_options=make_read_options(args, given, optimizer=not args.no_optim),
+            read_options=read_options,
             options=options,
             overwrite=args.overwrite,
             verify=args.verify_target,
             progress=progress.add,
             starting=progress.restart,
         )
+    if report.unused and not args.keep_foreign:
+        note("unused tensors are copied with --keep-foreign")
+    return report

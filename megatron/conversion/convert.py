@@ -18,7 +18,11 @@ import torch.distributed as dist
 from megatron.conversion.deepspeed.universal import UniversalSource, write_universal
 from megatron.conversion.edits import apply_edits
 from megatron.conversion.formats import CheckpointRef, require_checkpoint
-from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
+from megatron.conversion.huggingface.directory import (
+    HuggingFaceSource,
+    get_foreign_fields,
+    write_huggingface,
+)
 from megatron.conversion.megatron_lm.hybrid import HybridLayers
 from megatron.conversion.megatron_lm.legacy_reader import LegacySource
 from megatron.conversion.megatron_lm.legacy_writer import write_legacy
@@ -39,7 +43,9 @@ from megatron.conversion.model_space.source import (
     SourceView,
     TensorInfo,
     average_key,
+    foreign_name,
     full_precision_key,
+    is_foreign,
     is_weight,
     no_progress,
     optimizer_states,
@@ -222,6 +228,8 @@ class ConversionReport:
     num_tensors: int
     not_carried: list[str]  # parts that the target format cannot hold
     verified: int | None  # number of tensors compared with the source
+    foreign: list[str]  # names of tensors that the model does not have, copied byte for byte
+    unused: list[str]  # names of parts of the source that the model does not have, left out
 
 
 def convert(
@@ -283,15 +291,28 @@ def write_checkpoint(
         lost = WRITERS[saver](changed, directory, options, progress)
         lost += notes
         lost += [f"unused in the source: {name}" for name in source.unused]
+        foreign = [foreign_name(key) for key in changed.tensors if is_foreign(key)]
         compared = None
         if verify:
             # Universal files of a source without optimizer state contain zeros.
             has_optimizer = bool(optimizer_states(changed.tensors))
-            target = open_checkpoint(directory, read_options=ReadOptions(optimizer=has_optimizer))
+            written = ReadOptions(
+                optimizer=has_optimizer,
+                ignored_fields=tuple(get_foreign_fields(changed.args)),
+                keep_foreign=bool(foreign),
+            )
+            target = open_checkpoint(directory, read_options=written)
             starting(_sum_bytes(target.tensors.values()))
             compared = compare(changed, target, progress)
         return ConversionReport(
-            source.description, save_dir, saver, len(changed.tensors), lost, compared
+            source.description,
+            save_dir,
+            saver,
+            len(changed.tensors),
+            lost,
+            compared,
+            foreign,
+            source.unused,
         )
 
     # Object storage: the checkpoint is committed with one request at the end.
@@ -361,7 +382,7 @@ def estimate_bytes(source: Source, saver: str, options: WriteOptions) -> int:
     """Return the bytes to write, without the overhead of the format."""
     weights = []
     for key, info in source.tensors.items():
-        if is_weight(key):
+        if is_weight(key) or is_foreign(key):
             weights.append(info)
     if saver == "hf" and not options.optim_sidecar:
         return _sum_bytes(weights)

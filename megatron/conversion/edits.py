@@ -26,6 +26,7 @@ from megatron.conversion.model_space.source import (
     TensorInfo,
     average_key,
     full_precision_key,
+    is_foreign,
     is_trained,
     optimizer_states,
     split_key,
@@ -46,6 +47,11 @@ def apply_edits(source: Source, options: WriteOptions) -> Source:
     """Return `source` with the edits in `options`: first layers, then vocabulary, then experts."""
     edits = options.edits
     if edits.layers is not None:
+        if any(map(is_foreign, source.tensors)):
+            raise ValueError(
+                "--layers and --keep-foreign are mutually exclusive: which layer a foreign tensor "
+                "belongs to is not known"
+            )
         source = SelectedLayers(source, edits.layers)
     if edits.vocab_size is not None:
         source = ResizedVocabulary(source, edits.vocab_size, edits.new_rows, options)

@@ -36,6 +36,8 @@ class ReadOptions:
     """
     renames: tuple[Rename, ...] = ()
     """New names of tensors in the files of a Hugging Face or torch_dist source."""
+    keep_foreign: bool = False
+    """Read tensors that the model does not have, to copy them byte for byte."""
 
 
 @dataclass(frozen=True)

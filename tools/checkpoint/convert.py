@@ -51,6 +51,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="weights to write: the model's, or their average (--ema-decay of training), without "
         "optimizer state",
     )
+    add(
+        "--keep-foreign",
+        action="store_true",
+        help="copy tensors that the model does not have, byte for byte under their names; "
+        "default: list them as unused and leave them out",
+    )
     add_read_flags(parser)
 
     # Target.

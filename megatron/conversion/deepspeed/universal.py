@@ -59,6 +59,7 @@ from megatron.conversion.model_space.source import (
     TensorInfo,
     TrainingState,
     full_precision_key,
+    is_foreign,
     no_progress,
     optimizer_key,
     optimizer_states,
@@ -303,6 +304,11 @@ def write_universal(
     """
     # Check that the model has this form.
     options = options or WriteOptions()
+    if any(map(is_foreign, source.tensors)):
+        raise ValueError(
+            "--keep-foreign: universal checkpoints contain only parameters of the model: write "
+            "torch_dist, legacy or hf, or drop the flag to leave foreign tensors out"
+        )
     writer = _UniversalWriter(source, options)
     num_layers = writer.config.num_layers
     is_tied = not writer.config.untie_embeddings_and_output_weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,19 @@ from megatron.conversion.huggingface.sidecar import (
     write_state,
 )
 from megatron.conversion.huggingface.stored_parameters import StoredParameter, stored_parameters
-from megatron.conversion.huggingface.stored_weights import StoredWeights
+from megatron.conversion.huggingface.stored_weights import HEAD, StoredWeights
 from megatron.conversion.huggingface.tokenizer import (
     export_tokenizer,
     read_tokenizer_arguments,
     write_generation_config,
 )
-from megatron.conversion.huggingface.weight_files import Outgoing, open_weights, write_weight_files
+from megatron.conversion.huggingface.weight_files import (
+    Outgoing,
+    OutgoingForeign,
+    check_weight_files,
+    open_weights,
+    write_weight_files,
+)
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
     check_parameters,
@@ -46,7 +52,9 @@ from megatron.conversion.model_space.source import (
     Source,
     TensorInfo,
     TrainingState,
+    foreign_key,
     full_precision_key,
+    is_foreign,
     is_trained,
     is_weight,
     no_progress,
@@ -60,6 +68,7 @@ from megatron.core.durable_files import fsync_tree, write_json
 from megatron.core.transformer.transformer_config import TransformerConfig, compute_model_signature
 
 _QUANTIZATION = "quantization_config"
+_FOREIGN_FIELDS = "hf_foreign_fields"  # argument: ignored fields of config.json
 _OTHER_MODEL = "belongs to another model: leave it out (--no-optim) or remove it"
 
 
@@ -106,6 +115,14 @@ class HuggingFaceSource:
         for key, shape in self._weights.shapes.items():
             self.tensors[key] = TensorInfo(shape, self._weights.dtype_of(key))
 
+        # Set foreign tensors aside. A head that is tied is equal to the embedding.
+        self._foreign: dict[str, Stored] = {}
+        if read_options.keep_foreign:
+            for name in self.unused:
+                if name != HEAD:
+                    self._foreign[foreign_key(name)] = files[name]
+            self.unused = [name for name in self.unused if name == HEAD]
+
         # Complete the arguments. Those of the user come last: they override all files.
         if "bf16" not in self.args and "fp16" not in self.args:  # config.json has no dtype
             dtype = self._weights.default_dtype
@@ -115,6 +132,10 @@ class HuggingFaceSource:
         self.args["hf_fields"] = family.repeated_fields(hf)
         self.args |= read_tokenizer_arguments(directory, hf) | dict(given)
 
+        if read_options.keep_foreign:
+            ignored = set(read_options.ignored_fields) - {_QUANTIZATION}
+            self.args[_FOREIGN_FIELDS] = {name: hf[name] for name in hf if name in ignored}
+
         # Add the optimizer and the run, if an export left them.
         self._sidecar: Sidecar | None = None
         if read_options.optimizer:
@@ -123,8 +144,13 @@ class HuggingFaceSource:
         if self._sidecar is not None:
             self._add_sidecar(self._sidecar, config, given)
 
+        for key, tensor in self._foreign.items():
+            self.tensors[key] = TensorInfo(tensor.shape, tensor.dtype)
+
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box of a tensor. Raises ValueError for an optimizer state of other weights."""
+        if key in self._foreign:
+            return self._foreign[key].read(offset, shape)
         dtype = self.tensors[key].dtype
         if self._sidecar is not None:
             if key in self._sidecar.tensors:
@@ -210,8 +236,13 @@ def write_huggingface(
     parts = list(stored_parameters(shapes, family.rows, family.layers, config, has_none))
     _check_complete(source, config, shapes, {part.key for part in parts})
     parts = _leave_out_biases(source, family, fields, parts)
-    weights = [_prepare_weight(source, part, config.params_dtype) for part in parts]
-    optimizer: list[Outgoing] = []
+    weights: list[Outgoing | OutgoingForeign] = []
+    for part in parts:
+        weights.append(_prepare_weight(source, part, config.params_dtype))
+    for key in source.tensors:
+        if is_foreign(key):
+            weights.append(OutgoingForeign(source, key))
+    optimizer: Sequence[Outgoing] = []
     if options.optim_sidecar:
         optimizer = collect_optimizer_tensors(source, shapes)
 
@@ -219,12 +250,14 @@ def write_huggingface(
     make_empty_directory(directory)
     limits = (options.max_shard_size, options.workers, progress)
     write_weight_files(directory, "model", weights, *limits)
+    check_weight_files(directory, weights)
     if optimizer:
         folder = directory / DIRECTORY
         folder.mkdir()
         files = write_weight_files(folder, "optimizer", optimizer, *limits)
         write_state(folder, source, files)
 
+    fields = get_foreign_fields(source.args) | fields
     lost = write_small_files(directory, source.args, fields, options)
     return lost + _list_left_out(source, bool(optimizer))
 
@@ -297,6 +330,13 @@ def get_imported_fields(family: Family, args: Mapping[str, Any]) -> dict[str, An
     _FIELDS(fields, "the arguments: hf_fields")
     family.check_fields(fields)
     return family.repeated_fields(fields)
+
+
+def get_foreign_fields(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the config.json that belong to foreign tensors, checked again."""
+    fields: dict[str, Any] = args.get(_FOREIGN_FIELDS) or {}
+    _FIELDS(fields, f"the arguments: {_FOREIGN_FIELDS}")
+    return dict(fields)
 
 
 def _leave_out_biases(

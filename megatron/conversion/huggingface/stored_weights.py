@@ -17,7 +17,7 @@ from megatron.conversion.model_space.pieces import unpack_rows
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Shape
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"
 
 
 class StoredWeights:
@@ -160,12 +160,12 @@ class StoredWeights:
 
     def _check_tied_head(self) -> None:
         """Refuse a head that differs from the embedding it is tied to: it would be lost."""
-        if _HEAD not in self._files:
+        if HEAD not in self._files:
             return
-        head = self._files[_HEAD]
+        head = self._files[HEAD]
         embedding = self.read(WORD_EMBEDDINGS, (0, 0), self.shapes[WORD_EMBEDDINGS])
         if not torch.equal(head.read((0, 0), head.shape), embedding):
             raise ValueError(
-                f"{self._directory}: config.json ties the head to the embedding, but {_HEAD} "
+                f"{self._directory}: config.json ties the head to the embedding, but {HEAD} "
                 "differs from it: set tie_word_embeddings to false in config.json to keep the head"
             )

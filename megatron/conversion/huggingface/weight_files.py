@@ -6,7 +6,8 @@ They are safetensors, or, in old repositories, pickles of torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,13 @@ from megatron.conversion.huggingface.safetensors_files import (
 )
 from megatron.conversion.huggingface.stored_parameters import StoredParameter
 from megatron.conversion.model_space.pieces import cut_runs, pack_rows, run_jobs
-from megatron.conversion.model_space.source import Progress, Shape, Source, TensorInfo
+from megatron.conversion.model_space.source import (
+    Progress,
+    Shape,
+    Source,
+    TensorInfo,
+    foreign_name,
+)
 from megatron.core.dist_checkpointing import safe_load
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format import schema
@@ -91,6 +98,7 @@ def _open_shards(
         raise ValueError(
             f"{directory} lacks {len(missing)} of {len(paths)} shards: {', '.join(missing)}"
         )
+    _check_shards_listed(directory, index, paths)
     # Open every file once, then look up each tensor in its file.
     shards = {name: open_file(path) for name, path in paths.items()}
     tensors: dict[str, Stored] = {}
@@ -100,6 +108,20 @@ def _open_shards(
         tensors[tensor] = shards[name][tensor]
     _check_listed(index, tensors, shards)
     return tensors
+
+
+def _check_shards_listed(directory: Path, index: Path, listed: Collection[str]) -> None:
+    """Raise ValueError for shards of the same save that the index does not list."""
+    saves = {re.sub(r"-\d+-of-", "-*-of-", name) for name in listed}
+    found: set[str] = set()
+    for pattern in saves:
+        if "-*-of-" in pattern:
+            found.update(path.name for path in directory.glob(pattern))
+    unlisted = sorted(found.difference(listed))
+    if unlisted:
+        raise ValueError(
+            f"{index} does not list {len(unlisted)} of {len(found)} shards: {', '.join(unlisted)}"
+        )
 
 
 def _check_listed(
@@ -113,6 +135,25 @@ def _check_listed(
         raise ValueError(
             f"{index} does not list {len(unlisted)} tensors of its shards, e.g. {unlisted[0]}: "
             "index and shards are of different saves, or the index is incomplete"
+        )
+
+
+def check_weight_files(directory: Path, tensors: Sequence[Outgoing | OutgoingForeign]) -> None:
+    """Read the headers of the weight files back: they must contain exactly `tensors`.
+
+    Raises ValueError otherwise, or if the index and the files do not list the same tensors.
+    """
+    expected: dict[str, TensorInfo] = {}
+    for tensor in tensors:
+        expected |= tensor.stored_tensors()
+    found = {}
+    for name, stored in open_weights(directory).items():
+        found[name] = TensorInfo(stored.shape, stored.dtype)
+    if found != expected:
+        differing = sorted(name for name, _ in found.items() ^ expected.items())
+        raise ValueError(
+            f"{directory}: {len(found)} tensors were written, {len(expected)} were expected; "
+            f"{differing[0]} differs"
         )
 
 
@@ -150,6 +191,13 @@ class Outgoing:
         elements = max(1, math.prod(self.part.shape))
         max_elements = _RUN_BYTES // 4
         return max(1, max_elements * rows // elements)
+
+    def list_jobs(
+        self, files: Mapping[str, SafetensorsWriter], progress: Progress
+    ) -> Iterator[Callable[[], None]]:
+        """Yield jobs that write a few rows each."""
+        for first in range(0, self.part.shape[0], self.rows_at_once):
+            yield partial(self.write, files, first, progress)
 
     def write(self, files: Mapping[str, SafetensorsWriter], first: int, progress: Progress) -> None:
         """Write the model's rows from `first` on, at most `rows_at_once`, to the files by name."""
@@ -189,10 +237,52 @@ class Outgoing:
         return self.source.read(self.key, offset, shape).view(count, *rest).to(self.dtype)
 
 
+@dataclass(frozen=True)
+class OutgoingForeign:
+    """A tensor that the model does not have, written as it is."""
+
+    source: Source
+    key: str
+
+    def stored_tensors(self) -> dict[str, TensorInfo]:
+        """Return shape and dtype of the tensor by its name in the files."""
+        return {foreign_name(self.key): self.source.tensors[self.key]}
+
+    def list_jobs(
+        self, files: Mapping[str, SafetensorsWriter], progress: Progress
+    ) -> Iterator[Callable[[], None]]:
+        """Yield jobs that write a few rows each."""
+        info = self.source.tensors[self.key]
+        if not info.shape:  # a scalar
+            yield partial(self._write, files, (), (), progress)
+            return
+        rows, *rest = info.shape
+        row_bytes = math.prod(rest) * info.dtype.itemsize
+        step = max(1, _RUN_BYTES // max(1, row_bytes))
+        for first in range(0, rows, step):
+            offset = (first,) + (0,) * len(rest)
+            shape = (min(step, rows - first), *rest)
+            yield partial(self._write, files, offset, shape, progress)
+
+    def _write(
+        self,
+        files: Mapping[str, SafetensorsWriter],
+        offset: Shape,
+        shape: Shape,
+        progress: Progress,
+    ) -> None:
+        """Write one box of whole rows."""
+        name = foreign_name(self.key)
+        rows = self.source.read(self.key, offset, shape)
+        first = offset[0] if offset else 0
+        files[name].write(name, rows, first)
+        progress(rows.nbytes)
+
+
 def write_weight_files(
     directory: Path,
     stem: str,
-    tensors: Sequence[Outgoing],
+    tensors: Sequence[Outgoing | OutgoingForeign],
     max_size: int,
     workers: int,
     progress: Progress,
@@ -203,7 +293,13 @@ def write_weight_files(
     """
     infos: dict[str, TensorInfo] = {}
     for tensor in tensors:
-        infos |= tensor.stored_tensors()
+        stored = tensor.stored_tensors()
+        if isinstance(tensor, OutgoingForeign) and not infos.keys().isdisjoint(stored):
+            raise ValueError(
+                f"{foreign_name(tensor.key)} is a foreign tensor with the name of a parameter of "
+                "the model: rename it (--rename) or leave foreign tensors out (--keep-foreign)"
+            )
+        infos |= stored
     files = lay_out_weight_files(stem, infos, max_size)
 
     # Write them. Any worker may write to any shard, so all are created first, and renamed when all
@@ -214,7 +310,8 @@ def write_weight_files(
             path = stack.enter_context(committed(directory / file))
             writer = stack.enter_context(SafetensorsWriter(path, shard))
             writers |= dict.fromkeys(shard, writer)
-        run_jobs(_make_jobs(tensors, writers, progress), workers)
+        jobs = (job for tensor in tensors for job in tensor.list_jobs(writers, progress))
+        run_jobs(jobs, workers)
     write_index(directory, stem, files)
     return list(files)
 
@@ -233,15 +330,6 @@ def lay_out_weight_files(
     for number, shard in enumerate(shards, 1):
         files[f"{stem}-{number:05d}-of-{count:05d}.safetensors"] = shard
     return files
-
-
-def _make_jobs(
-    tensors: Sequence[Outgoing], writers: Mapping[str, SafetensorsWriter], progress: Progress
-) -> Iterator[Callable[[], None]]:
-    """Yield jobs that write a few rows each."""
-    for tensor in tensors:
-        for first in range(0, tensor.part.shape[0], tensor.rows_at_once):
-            yield partial(tensor.write, writers, first, progress)
 
 
 def _split_into_shards(

@@ -15,6 +15,9 @@ from megatron.core.dist_checkpointing import CheckpointError, safe_open
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 
+# Entry of the first rank's model file: foreign tensors by name, which Megatron-LM does not read.
+FOREIGN = "foreign"
+
 
 class MegatronRank(NamedTuple):
     """A rank that writes a directory.
@@ -47,6 +50,11 @@ class MegatronRank(NamedTuple):
                 expert = (state.etp.rank, state.ep.rank)
                 result.append(cls(state.tp.rank, state.pp.rank, expert, state.dp.is_first))
         return result
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this is the first rank of the first stage."""
+        return (self.tp, self.pp) == (0, 0) and self.expert in (None, (0, 0))
 
     def __str__(self) -> str:
         if self.expert is None:

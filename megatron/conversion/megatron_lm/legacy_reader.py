@@ -22,6 +22,7 @@ from megatron.conversion.megatron_lm.args import (
 )
 from megatron.conversion.megatron_lm.generators import rng_key
 from megatron.conversion.megatron_lm.legacy_files import (
+    FOREIGN,
     MegatronRank,
     find_first_legacy_file,
     open_legacy,
@@ -45,13 +46,16 @@ from megatron.conversion.model_space.model import (
     model_config,
     rank_parameters,
 )
-from megatron.conversion.model_space.pieces import ReadFlat
+from megatron.conversion.model_space.pieces import ReadFlat, make_region_reader
 from megatron.conversion.model_space.source import (
     COMMON,
     WORD_EMBEDDINGS,
     TensorInfo,
     TrainingState,
     check_scalar,
+    foreign_key,
+    foreign_name,
+    is_foreign,
     optimizer_key,
 )
 from megatron.conversion.options import ReadOptions
@@ -111,7 +115,8 @@ class LegacySource:
     """A legacy iteration directory. Tensors stay in the files until they are read."""
 
     def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
-        with_optimizer = read_options is None or read_options.optimizer
+        read_options = read_options or ReadOptions()
+        with_optimizer = read_options.optimizer
         self.description = f"legacy checkpoint {directory}"
 
         # The arguments in the first file determine the layout.
@@ -131,6 +136,8 @@ class LegacySource:
 
         # Weights and optimizer state of each rank.
         self._table = PieceTable(self.description)
+        self._foreign: dict[str, Stored] = {}  # by name
+        self._surplus: list[tuple[str, str, Stored]] = []  # folder, name and tensor
         is_sharded = with_optimizer and _has_sharded_optimizer(files)
         for file in files:
             chunks = self._add_weights(file, self._list_parameters(file.rank, rows_per_rank))
@@ -146,13 +153,18 @@ class LegacySource:
         if with_optimizer:
             groups = find_param_groups(first.content.get("optimizer"))
         self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
-        self.tensors: Mapping[str, TensorInfo] = self._table.tensors
+        self.tensors: dict[str, TensorInfo] = dict(self._table.tensors)
         check_optimizer_complete(self.tensors, self.description)
+        self._add_foreign(files, read_options.keep_foreign)
         self.training: TrainingState | None = read_training_state(first.content, self.args, groups)
         if self._layout.parallel.ep_size == 1:
             self.training.rng = _collect_generators(files, self._layout)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        if is_foreign(key):
+            stored = self._foreign[foreign_name(key)]
+            read = make_region_reader(_make_flat_reader(stored), 0, tuple(stored.shape))
+            return read(offset, shape)
         return self._table.read(key, offset, shape)
 
     def _open_model_files(self, directory: Path) -> list[_RankFiles]:
@@ -211,12 +223,39 @@ class LegacySource:
                 stored[name] = replace(parameter, name=name)
                 self._add_tensor(parameter.key, parameter, model[name], path)
 
-            # Report the rest of the file; extra states are empty.
+            # Keep the rest of the file apart; extra states are empty.
             for name in sorted(model.keys() - stored.keys()):
                 if not name.endswith("_extra_state"):
-                    self.unused.append(f"{file.folder.name}: {name}")
+                    self._surplus.append((file.folder.name, name, model[name]))
             result.append([stored[name] for name in model if name in stored])
         return result
+
+    def _add_foreign(self, files: Sequence[_RankFiles], keep_foreign: bool) -> None:
+        """Add the tensors that the model does not have, or with False record them as unused.
+
+        A conversion stores whole ones in the first rank's file. How the ranks of Megatron-LM share
+        theirs is known only if there is a single rank.
+        """
+        first = files[0]
+        where = f"{first.folder / MODEL_FILE}: {FOREIGN}"
+        stored = mapping(_check_tensor, keys=schema.key)(first.content.get(FOREIGN) or {}, where)
+        if not keep_foreign:
+            self.unused += [f"{folder}: {name}" for folder, name, _ in self._surplus]
+            self.unused += stored
+            return
+
+        if self._surplus and len(files) > 1:
+            folder, name, _ = self._surplus[0]
+            raise CheckpointError(
+                f"--keep-foreign: {self.description} has {name} in {folder}, and how {len(files)} "
+                "ranks share it is not known: save the checkpoint with Megatron-LM as torch_dist, "
+                "or drop the flag to leave it out"
+            )
+        for folder, name, tensor in self._surplus:
+            self._foreign[name] = _check_tensor(tensor, f"{folder}: {name}")
+        self._foreign |= stored
+        for name, tensor in self._foreign.items():
+            self.tensors[foreign_key(name)] = TensorInfo(tuple(tensor.shape), tensor.dtype)
 
     def _add_tensor(self, key: str, parameter: LocalParameter, tensor: Stored, path: Path) -> None:
         """Add a tensor of the parameter's local shape."""

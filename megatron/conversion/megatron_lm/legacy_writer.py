@@ -24,7 +24,11 @@ from megatron.conversion.megatron_lm.args import (
     split_by_expert_optimizer,
 )
 from megatron.conversion.megatron_lm.generators import build_initial_rng_state, rng_key
-from megatron.conversion.megatron_lm.legacy_files import MegatronRank, compute_minimum_world_size
+from megatron.conversion.megatron_lm.legacy_files import (
+    FOREIGN,
+    MegatronRank,
+    compute_minimum_world_size,
+)
 from megatron.conversion.megatron_lm.optimizer_state import (
     compute_bucket_size,
     count_elements,
@@ -50,6 +54,8 @@ from megatron.conversion.model_space.source import (
     Progress,
     Source,
     TrainingState,
+    foreign_name,
+    is_foreign,
     no_progress,
     optimizer_key,
     optimizer_states,
@@ -218,6 +224,9 @@ class _Contents:
         else:
             for index, parameters in enumerate(chunks):
                 content[f"model{index}"] = self._build_model(parameters)
+        foreign = self._build_foreign() if rank.is_first else {}
+        if foreign:
+            content[FOREIGN] = foreign
         files: dict[str, Any] = {MODEL_FILE: content}
         if training is not None:
             content["rng_state"] = self._build_generators(training, layout, rank)
@@ -288,6 +297,17 @@ class _Contents:
             # With tied embeddings the output layer has no parameter, but an extra state.
             model.setdefault("output_layer._extra_state", None)
         return model
+
+    def _build_foreign(self) -> dict[str, TensorSlot]:
+        """Return the tensors that the model does not have by name, each of them whole."""
+        foreign = {}
+        for key, info in self._source.tensors.items():
+            if is_foreign(key):
+                slot = TensorSlot(info.dtype, info.shape)
+                whole = LocalBox((0,) * len(info.shape), info.shape, 0)
+                self.sources[slot].append((key, whole, 0))
+                foreign[foreign_name(key)] = slot
+        return foreign
 
     def _make_slot(self, key: str, parameter: LocalParameter) -> TensorSlot:
         """Return a slot for a tensor of the parameter's local shape."""

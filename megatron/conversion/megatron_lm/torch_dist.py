@@ -77,6 +77,9 @@ from megatron.conversion.model_space.source import (
     TensorInfo,
     TrainingState,
     average_key,
+    foreign_key,
+    foreign_name,
+    is_foreign,
     is_weight,
     no_progress,
     optimizer_key,
@@ -266,10 +269,10 @@ class TorchDistSource:
         self.training: TrainingState | None = read_training_state(common, self.args, groups)
         self.training.rng = _list_generators(self._reader)
         self.tensors = self._table.tensors
-        self._check_model(directory)
+        self._check_model(directory, read_options.keep_foreign)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._table.read(key, offset, shape)
+        return self._table.read(foreign_name(key), offset, shape)
 
     def _check_optimizer_states(self, keys: Iterable[str]) -> None:
         """Raise CheckpointError if the keys contain the state of an unsupported optimizer."""
@@ -417,8 +420,11 @@ class TorchDistSource:
 
         return read
 
-    def _check_model(self, directory: Path) -> None:
-        """Raise CheckpointError unless the arguments describe exactly the stored weights."""
+    def _check_model(self, directory: Path, keep_foreign: bool) -> None:
+        """Raise CheckpointError unless the arguments describe exactly the stored weights.
+
+        Other tensors become foreign tensors with `keep_foreign`, else they are unused.
+        """
         wanted = model_tensors(self.config)
         check_parameters(self.tensors, wanted, str(directory))
 
@@ -428,7 +434,11 @@ class TorchDistSource:
             parameter, state = split_key(key)
             if parameter in wanted and state in (None, AVERAGE, *OPTIMIZER_STATES):
                 known[key] = info
-        self.unused += sorted(set(self.tensors) - set(known))
+            elif keep_foreign and state is None:
+                known[foreign_key(key)] = info
+            else:
+                self.unused.append(key)
+        self.unused.sort()
         for key in sorted(self._reader.metadata.objects):
             if not is_extra_state(key) and not key.startswith(_IGNORED_OBJECTS):
                 self.unused.append(key)
@@ -562,7 +572,8 @@ def write_torch_dist(
     state: ShardedStateDict = {}
     for key, info in source.tensors.items():
         read = partial(source.read, key)
-        state[key] = ShardedTensor.lazy(key, info.shape, info.dtype, read)
+        name = _make_stored_name(source, key)
+        state[name] = ShardedTensor.lazy(name, info.shape, info.dtype, read)
     state.update(_build_extra_states(source))
     # Only a run with the layout of the source can use its generators.
     if source.training is not None:
@@ -570,6 +581,20 @@ def write_torch_dist(
             state[key] = ShardedObject(key, read_state())
     save(state, directory, common=_build_common(source), workers=files, progress=progress)
     return []
+
+
+def _make_stored_name(source: Source, key: str) -> str:
+    """Return the name of a tensor in the files. Raises ValueError for a foreign tensor with the
+    name of another part of the checkpoint.
+    """
+    name = foreign_name(key)
+    is_taken = name in source.tensors or _split_stored_key(name) != (name, None)
+    if is_foreign(key) and (is_taken or name.startswith(_IGNORED_OBJECTS)):
+        raise ValueError(
+            f"{source.description}: torch_dist checkpoints store another tensor as {name}: "
+            "rename it (--rename) or leave foreign tensors out (--keep-foreign)"
+        )
+    return name
 
 
 def _build_extra_states(source: Source) -> ShardedStateDict:

@@ -317,10 +317,29 @@ def split_key(key: str) -> tuple[str, str | None]:
     return parameter, state
 
 
+# Prefix of the keys of foreign tensors, which are copied byte for byte (--keep-foreign).
+_FOREIGN_PREFIX = "foreign."
+
+
+def foreign_key(name: str) -> str:
+    """Return the key of a tensor that the model does not have, called `name` in the files."""
+    return f"{_FOREIGN_PREFIX}{name}"
+
+
+def is_foreign(key: str) -> bool:
+    """Return whether a key is that of a tensor that the model does not have."""
+    return key.startswith(_FOREIGN_PREFIX)
+
+
+def foreign_name(key: str) -> str:
+    """Return the name in the files of a foreign tensor. Other keys are returned unchanged."""
+    return key.removeprefix(_FOREIGN_PREFIX)
+
+
 def is_weight(key: str) -> bool:
     """Return whether a key is that of a parameter of the model, not of its state."""
     _, state = split_key(key)
-    return state is None
+    return state is None and not is_foreign(key)
 
 
 def optimizer_states(keys: Iterable[str]) -> tuple[str, ...]:
@@ -355,10 +374,11 @@ def full_precision_key(parameter: str, keys: Container[str]) -> str:
 
 
 def is_trained(key: str) -> bool:
-    """Return whether the optimizer trains the parameter; a router's bias follows the load
-    instead.
+    """Return whether the optimizer trains the parameter.
+
+    A router's bias follows the load, and foreign tensors do not change.
     """
-    return not key.endswith(".router.expert_bias")
+    return not key.endswith(".router.expert_bias") and not is_foreign(key)
 
 
 # ---- Checkpoints ----
