@@ -331,6 +331,57 @@ def _write_multi_query(config: TransformerConfig) -> Json:
 MULTI_QUERY = Rule({"multi_query": boolean}, _read_multi_query, _write_multi_query)
 
 
+# Layers of Falcon. Its old architecture has one norm, and one key/value head or one per query head.
+
+
+def _read_falcon_layers(found: ConfigFields, args: Json) -> Json:
+    count = args["num_attention_heads"]
+    norms = found.get("num_ln_in_parallel_attn")
+    if not found.first("parallel_attn"):
+        raise unsupported("parallel_attn", False, "True is")
+    if found.first("new_decoder_architecture"):
+        groups = found.get("num_kv_heads") or count
+        norms = 2 if norms is None else norms
+        accepted = (1, 2)
+    else:
+        groups = 1 if found.first("multi_query") else count
+        norms = 1 if norms is None else norms
+        accepted = (1,)
+        stated = found.stated.get("num_kv_heads")
+        if groups != 1 and stated not in (None, groups):
+            raise unsupported("num_kv_heads", stated, f"num_attention_heads = {count} is")
+    if norms not in accepted:
+        raise unsupported("num_ln_in_parallel_attn", norms, f"{accepted[-1]} is")
+    return {
+        "num_query_groups": groups,
+        "group_query_attention": groups != count,
+        "parallel_residual": True,
+        "share_parallel_norm": norms == 1,
+    }
+
+
+def _write_falcon_layers(config: TransformerConfig) -> Json:
+    return {
+        "new_decoder_architecture": True,
+        "parallel_attn": True,
+        "num_kv_heads": config.query_groups,
+        "num_ln_in_parallel_attn": 1 if config.share_parallel_norm else 2,
+    }
+
+
+FALCON_LAYERS = Rule(
+    {
+        "new_decoder_architecture": boolean,
+        "parallel_attn": boolean,
+        "multi_query": boolean,
+        "num_kv_heads": "num_query_groups",
+        "num_ln_in_parallel_attn": COUNT,
+    },
+    _read_falcon_layers,
+    _write_falcon_layers,
+)
+
+
 # Layers without RoPE.
 
 

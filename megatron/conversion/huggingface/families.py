@@ -26,7 +26,7 @@ FAMILIES = (
     *(experts.GLM4_MOE, experts.GLM4_MOE_LITE, experts.SOLAR_OPEN, experts.DOTS1),
     *(experts.MINIMAX_M2, experts.MELLUM),
     *(dense.SMOLLM3, dense.EXAONE4, dense.GRANITE, experts.GRANITEMOE),
-    *(dense.GPT_NEOX, dense.COHERE, dense.COHERE2),
+    *(dense.GPT_NEOX, dense.COHERE, dense.COHERE2, dense.FALCON),
 )
 
 # Models that resemble a supported family -> the part that our model does not have.

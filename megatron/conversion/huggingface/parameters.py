@@ -188,6 +188,19 @@ GPT_NEOX_ROWS = {
     "decoder.final_layernorm.": Row(("gpt_neox.final_layer_norm.",)),
     "output_layer.": Row(("embed_out.",)),
 }
+# Rows of the QKV projection are ordered by query group, as in the model.
+FALCON_ROWS = {
+    "embedding.word_embeddings.": Row(("transformer.word_embeddings.",)),
+    "shared_layernorm.": Row(("input_layernorm.",)),
+    "self_attention.linear_qkv.layer_norm_": Row(("ln_attn.",)),
+    "self_attention.linear_qkv.": Row(("self_attention.query_key_value.",)),
+    "self_attention.linear_proj.": Row(("self_attention.dense.",)),
+    "mlp.linear_fc1.layer_norm_": Row(("ln_mlp.",)),
+    "mlp.linear_fc1.": Row(("mlp.dense_h_to_4h.",)),
+    "mlp.linear_fc2.": Row(("mlp.dense_4h_to_h.",)),
+    "decoder.final_layernorm.": Row(("transformer.ln_f.",)),
+    "output_layer.": Row(("lm_head.",)),
+}
 BLOOM_ROWS = {
     "embedding.word_embeddings.": Row(("transformer.word_embeddings.",)),
     "embedding.word_embeddings_layernorm.": Row(("transformer.word_embeddings_layernorm.",)),
