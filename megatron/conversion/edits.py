@@ -206,7 +206,10 @@ class ResizedVocabulary(SourceView):
         last = -1
         info = self._source.tensors[key]
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
-            rows = self._source.read(key, offset, shape).any(dim=1).nonzero()
+            rows = self._source.read(key, offset, shape)
+            if rows.dim() > 1:
+                rows = rows.any(dim=1)
+            rows = rows.nonzero()
             if len(rows):
                 last = offset[0] + int(rows[-1])
         return last

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.conversion.huggingface.config_fields import ConfigFields, Json
 from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, unsupported
+from megatron.conversion.huggingface.stored_parameters import CODEGEN_BLOCKS
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.schema import COUNT, boolean, number
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -54,6 +55,14 @@ def _write_no_groups(config: TransformerConfig) -> Json:
     return {"num_key_value_heads": config.num_attention_heads}
 
 
+def _check_codegen_heads(found: ConfigFields, args: Json) -> Json:
+    count = args["num_attention_heads"]
+    if count % CODEGEN_BLOCKS:
+        raise unsupported("n_head", count, f"a multiple of {CODEGEN_BLOCKS} is")
+    return {}
+
+
+CODEGEN_HEADS = Rule({}, _check_codegen_heads)
 NO_GROUPS = Rule({"num_key_value_heads": "num_query_groups"}, _read_no_groups, _write_no_groups)
 
 

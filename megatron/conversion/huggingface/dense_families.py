@@ -6,6 +6,7 @@ from megatron.conversion.huggingface import parameters as rows
 from megatron.conversion.huggingface.attention_rules import (
     ATTENTION_MULTIPLIER,
     ATTENTION_TYPES,
+    CODEGEN_HEADS,
     COMMON_WINDOW,
     FALCON_LAYERS,
     FULL_ATTENTION,
@@ -31,7 +32,7 @@ from megatron.conversion.huggingface.common_rules import (
     layer_norm,
 )
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.rope_rules import rope, two_ropes
+from megatron.conversion.huggingface.rope_rules import GPTJ_ROPE, rope, two_ropes
 from megatron.conversion.huggingface.rules import (
     ATTENTION,
     MLP,
@@ -436,7 +437,7 @@ _GPT_RULES: tuple[Rule, ...] = (
     UNTIED,
     implied(add_bias_linear=True),
 )
-_GPT2_RULES = (
+_GPT_EMBD_RULES: tuple[Rule, ...] = (
     *_GPT_RULES,
     copied("hidden_size", "n_embd", "hidden_size", required=True),
     copied("max_position_embeddings", "n_positions", "max_position_embeddings", "n_ctx"),
@@ -444,8 +445,57 @@ _GPT2_RULES = (
     gelu("activation_function"),
     copied("attention_dropout", "attn_pdrop"),
     dropout("resid_pdrop", "embd_pdrop"),
+)
+_GPT2_RULES = (
+    *_GPT_EMBD_RULES,
     *always(scale_attn_weights=True),
     implied(position_embedding_type="learned_absolute"),
+)
+# Attention and MLP have the same input; the output layer has a bias.
+_PARALLEL = implied(
+    parallel_residual=True,
+    share_parallel_norm=True,
+    add_bias_linear=True,
+    output_layer_bias=True,
+)
+_GPTJ_RULES = (
+    *_GPT_EMBD_RULES,
+    GPTJ_ROPE,
+    fixed("scale_attn_weights", True),
+    _PARALLEL,
+    implied(group_query_attention=False),
+)
+GPTJ = Family(
+    "gptj",
+    "GPTJForCausalLM",
+    rows.GPTJ_ROWS,
+    _GPTJ_RULES,
+    harmless="rotary gradient_checkpointing",
+    layers="transformer.h.",
+)
+CODEGEN = Family(
+    "codegen",
+    "CodeGenForCausalLM",
+    rows.CODEGEN_ROWS,
+    (*_GPTJ_RULES, CODEGEN_HEADS),
+    harmless="rotary gradient_checkpointing",
+    layers="transformer.h.",
+)
+PHI = Family(
+    "phi",
+    "PhiForCausalLM",
+    rows.PHI_ROWS,
+    (
+        *SIZES,
+        *layer_norm("layer_norm_eps"),
+        gelu("hidden_act"),
+        UNTIED,
+        heads(always_written=False, free_width=False),
+        rope(partial=True),
+        copied("qk_layernorm", "qk_layernorm"),
+        dropout("resid_pdrop", "embd_pdrop"),
+        _PARALLEL,
+    ),
 )
 GPT2 = Family(
     "gpt2",

@@ -18,6 +18,8 @@ class Row:
     names: tuple[str, ...]
     # Rows of the model are ordered by query group; the files have q, k and v one after the other.
     qkv: bool = False
+    # Blocks of query groups, each [q; v; k]: CodeGen was trained on four devices.
+    codegen_qkv: bool = False
     transposed: bool = False  # matrices are stored as [in, out] (Conv1D of GPT-2)
     fused: str | None = None  # name of one tensor for all experts, as transformers 5 has in memory
     biased: bool = True  # False: the files have no bias
@@ -175,6 +177,29 @@ GPT_NEO_ROWS = {key: replace(row, transposed=False) for key, row in GPT2_ROWS.it
         biased=False,
     ),
     "self_attention.linear_proj.": Row(("attn.attention.out_proj.",)),
+}
+GPTJ_ROWS = {
+    "embedding.word_embeddings.": Row(("transformer.wte.",)),
+    "shared_layernorm.": Row(("ln_1.",)),
+    "self_attention.linear_qkv.": Row(
+        ("attn.q_proj.", "attn.k_proj.", "attn.v_proj."), qkv=True, biased=False
+    ),
+    "self_attention.linear_proj.": Row(("attn.out_proj.",), biased=False),
+    "mlp.linear_fc1.": Row(("mlp.fc_in.",)),
+    "mlp.linear_fc2.": Row(("mlp.fc_out.",)),
+    "decoder.final_layernorm.": Row(("transformer.ln_f.",)),
+    "output_layer.": Row(("lm_head.",)),
+}
+CODEGEN_ROWS = GPTJ_ROWS | {
+    "self_attention.linear_qkv.": Row(("attn.qkv_proj.",), codegen_qkv=True, biased=False)
+}
+PHI_ROWS = PERSIMMON_ROWS | {
+    "shared_layernorm.": Row(("input_layernorm.",)),
+    "self_attention.linear_qkv.": Row(
+        ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj."), qkv=True
+    ),
+    "mlp.linear_fc1.": Row(("mlp.fc1.",)),
+    "mlp.linear_fc2.": Row(("mlp.fc2.",)),
 }
 GPT_NEOX_ROWS = {
     "embedding.word_embeddings.": Row(("gpt_neox.embed_in.",)),

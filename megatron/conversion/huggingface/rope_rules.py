@@ -104,6 +104,32 @@ def rope(
     return Rule(fields, read, write)
 
 
+def _read_gptj_rope(found: ConfigFields, args: Json) -> Json:
+    width = found.get("rotary_dim")
+    if not width:
+        raise unsupported("rotary_dim", width, "a number of elements of a head is")
+    fraction = width / _get_head_dim(args)
+    if fraction > 1.0:
+        raise unsupported("rotary_dim", width, f"at most {_get_head_dim(args)} is")
+    _check_fraction(fraction, True, args)
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": 1e4,
+        "rotary_percent": fraction,
+        "rotary_interleaved": True,
+        "use_rope_scaling": False,
+        "rope_type": "rope",
+    }
+
+
+def _write_gptj_rope(config: TransformerConfig) -> Json:
+    return {"rotary_dim": round(config.head_dim * config.rotary_percent)}
+
+
+# GPT-J and CodeGen state only how many elements of a head are rotated.
+GPTJ_ROPE = Rule({"rotary_dim": schema.COUNT}, _read_gptj_rope, _write_gptj_rope)
+
+
 def _read_rotated_width(width: int | None, args: Json) -> Json:
     """Return the fraction of a head that `width` elements are, if that is stated."""
     if width is None:

@@ -19,6 +19,7 @@ from megatron.conversion.model_space.pieces import (
 from megatron.conversion.model_space.source import Shape
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+CODEGEN_BLOCKS = 4  # of query groups in the fused projection
 # Layer (if it is in one), module, and kind of parameter of a key.
 _KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias|softmax_offset)")
 
@@ -106,8 +107,10 @@ def stored_parameters(
 
 def _make_row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:
     """Return how `rows` rows of the model are distributed over the stored tensors of a row."""
+    sizes = (config.num_attention_heads, config.query_groups, config.head_dim)
+    if row.codegen_qkv:
+        return map_fused_qkv(*sizes, blocks=CODEGEN_BLOCKS, order="qvk")
     if row.qkv:
-        sizes = (config.num_attention_heads, config.query_groups, config.head_dim)
         if len(row.names) == 3:
             return map_separate_qkv(*sizes)
         return map_fused_qkv(*sizes, blocks=1)

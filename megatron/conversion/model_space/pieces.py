@@ -96,8 +96,12 @@ def _count_qkv_rows(heads: int, groups: int, head_dim: int) -> tuple[int, int, i
     return (heads // groups * head_dim, head_dim, head_dim)
 
 
-def map_fused_qkv(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap:
-    """Return the map of one stored tensor of `blocks` blocks, each [q; k; v] of some groups.
+def map_fused_qkv(
+    heads: int, groups: int, head_dim: int, blocks: int, order: str = "qkv"
+) -> RowMap:
+    """Return the map of one stored tensor of `blocks` blocks, each q, k and v of some groups.
+
+    `order` is that of the three in a block.
 
     The fused projection of GPT-2 has one block. Megatron-DeepSpeed has written one per
     tensor-parallel rank since December 2024.
@@ -105,15 +109,19 @@ def map_fused_qkv(heads: int, groups: int, head_dim: int, blocks: int) -> RowMap
     if groups % blocks:
         raise ValueError(f"{groups} query groups do not divide into {blocks} blocks of q, k and v")
     rows_per_group = _count_qkv_rows(heads, groups, head_dim)
+    rows_by_part = dict(zip("qkv", rows_per_group, strict=True))
     groups_per_block = groups // blocks
     runs = []
     for group in range(groups):
         block, number = divmod(group, groups_per_block)
-        # First row of q, then of k, then of v in the block.
+        # First row of each part of the block.
         start = block * groups_per_block * sum(rows_per_group)
-        for rows in rows_per_group:
-            runs.append(RowRun(0, start + number * rows, rows))
-            start += groups_per_block * rows
+        starts = {}
+        for part in order:
+            starts[part] = start
+            start += groups_per_block * rows_by_part[part]
+        for part, rows in rows_by_part.items():
+            runs.append(RowRun(0, starts[part] + number * rows, rows))
     return tuple(runs)
 
 

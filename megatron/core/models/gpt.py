@@ -15,7 +15,14 @@ from torch import Tensor
 
 from megatron.core.arithmetic import even_range
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.module import MegatronModule, Normal, ParamInfo, make_parameter, param_info
+from megatron.core.module import (
+    Constant,
+    MegatronModule,
+    Normal,
+    ParamInfo,
+    make_parameter,
+    param_info,
+)
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
 from megatron.core.sharding import Sharding
 from megatron.core.tensor_parallel import (
@@ -159,6 +166,11 @@ class OutputLayer(MegatronModule):
             )
             shape = (num_rows, config.hidden_size)
             self.weight = make_parameter(shape, config.params_dtype, place.device, info)
+        self.bias = None
+        if config.output_layer_bias:
+            sharding = Sharding(dim=0, axis=place.tp, num_rows=config.vocab_size)
+            info = ParamInfo(Constant(0.0), sharding)
+            self.bias = make_parameter((num_rows,), config.params_dtype, place.device, info)
 
     def forward(self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Return the loss per token `[b, s]` fp32; without labels the logits `[b, s, vocab]`."""
@@ -175,24 +187,27 @@ class OutputLayer(MegatronModule):
             tp=self.tp,
             sequence_parallel=self.sequence_parallel,
             softcap=self.softcap,
+            bias=self.bias,
         )
         return losses.t()  # [s, b] -> [b, s]
 
     def _compute_logits(self, hidden_states: Tensor, weight: Tensor) -> Tensor:
         """Return the logits `[b, s, vocab]` without padding, on every TP rank."""
         whole = gather_input(hidden_states, self.tp, self.sequence_parallel)  # [s, b, h]
-        local_logits = F.linear(whole, weight)  # [s, b, v/tp]
+        local_logits = F.linear(whole, weight, self.bias)  # [s, b, v/tp]
         if self.softcap is not None:
             local_logits = torch.tanh(local_logits / self.softcap) * self.softcap
         logits = gather_from_tensor_parallel(local_logits, self.tp)  # [s, b, v]
         return logits[..., : self.vocab_size].transpose(0, 1)
 
     def sharded_state_dict(self, prefix: str = "") -> ShardedStateDict:
-        """Return the matrix; a copy of the word embedding is stored under the embedding's key."""
-        if self.weight is None or not self.tied_copy:
-            return super().sharded_state_dict(prefix)
-        sharding = param_info(self.weight).sharding
-        return {self.TIED_KEY: sharding.describe(self.TIED_KEY, self.weight)}
+        """Return the parameters; a copy of the word embedding has the embedding's key."""
+        state = super().sharded_state_dict(prefix)
+        if self.weight is not None and self.tied_copy:
+            del state[f"{prefix}weight"]
+            sharding = param_info(self.weight).sharding
+            state[self.TIED_KEY] = sharding.describe(self.TIED_KEY, self.weight)
+        return state
 
 
 @dataclass(frozen=True)

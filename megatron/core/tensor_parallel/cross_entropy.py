@@ -35,15 +35,17 @@ def linear_cross_entropy(
     tp: Axis,
     sequence_parallel: bool = False,
     softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the loss of each token, `[s, b]` fp32. Collective over TP.
 
     `hidden` is `[s, b, h]` (`[s/tp, b, h]` with `sequence_parallel`), `weight` `[v/tp, h]` contains
     this rank's rows of the output matrix, `labels` are `[s, b]`. Rows from `vocab_size` on are
     padding and not part of the softmax. With `softcap` a logit x is softcap * tanh(x / softcap).
+    `bias` `[v/tp]` is added to the logits before that.
     """
     return _LinearCrossEntropy.apply(
-        hidden, weight, labels, vocab_size, tp, sequence_parallel, softcap
+        hidden, weight, bias, labels, vocab_size, tp, sequence_parallel, softcap
     )
 
 
@@ -55,6 +57,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         vocab_size: int,
         tp: Axis,
@@ -64,6 +67,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Logits of this rank's rows, [n, v/tp] for n = s * b tokens
         whole = start_input_gather(hidden, tp, sequence_parallel).wait()
         logits = whole.reshape(-1, whole.shape[-1]) @ weight.t()
+        if bias is not None:
+            logits.add_(bias)
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
         num_rows = weight.shape[0]
@@ -86,6 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, logits, largest, total, columns, is_elsewhere)
         # The parameter itself, for main_grad: recomputation replaces saved tensors by copies.
         ctx.weight = weight
+        ctx.has_bias = bias is not None
         ctx.tp = tp
         ctx.sequence_parallel = sequence_parallel
         ctx.softcap = softcap
@@ -121,10 +127,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = (dlogits @ weight).view(*token_shape, -1)
         reduced = start_output_sum(dx, tp, sequence_parallel)
 
-        # Phase 4: dW, while that is in progress
+        # Phase 4: dW and db, while that is in progress
         x = gather.wait().reshape(-1, hidden.shape[-1])
         dw = compute_linear_weight_grad(ctx.weight, dlogits, x)
-        return reduced.wait(), dw, None, None, None, None, None
+        db = dlogits.sum(0) if ctx.has_bias else None
+        return reduced.wait(), dw, db, None, None, None, None, None
 
 
 def get_loss_chunk_elements(device_type: str) -> int:

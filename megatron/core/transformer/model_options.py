@@ -276,6 +276,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Divisor of the logits of the output layer."""
     untie_embeddings_and_output_weights: bool = flag(False, decides="shapes")
     """Give the output layer its own matrix instead of sharing the word embedding's."""
+    output_layer_bias: bool = flag(False, decides="shapes")
+    """Add a bias to the logits of the output layer (GPT-J, Phi)."""
 
     # Multi-token prediction
     mtp_num_layers: int | None = flag(None, at_least=0, decides="shapes")

@@ -310,11 +310,12 @@ def te_cross_entropy(
     tp: Axis,
     sequence_parallel: bool = False,
     softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute `linear_cross_entropy` using a kernel on the logits, which exist twice for a
     while.
     """
-    logits = apply_column_parallel(hidden, weight, None, tp, sequence_parallel)  # [s, b, v/tp]
+    logits = apply_column_parallel(hidden, weight, bias, tp, sequence_parallel)  # [s, b, v/tp]
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     num_rows = weight.shape[0]

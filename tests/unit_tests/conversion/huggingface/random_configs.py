@@ -284,6 +284,7 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
         "hidden_size": choose(32),
         "attention_bias": choose_optional(True),
     },
+    "phi": {"hidden_act": choose_optional("gelu_new", "gelu")},
     "cohere": {"use_qk_norm": _FALSE, "head_dim": choose(OMITTED)},
     "cohere2": {"head_dim": choose(OMITTED), "sliding_window": choose(3, 7)},
     "helium": {"head_dim": choose(8), "hidden_size": choose(32)},

@@ -85,6 +85,18 @@ MODELS = {
     "granite": GRANITE,
     "gpt_neox": {**LLAMA, "parallel_residual": True},
     "cohere": {**LLAMA, "parallel_residual": True, "share_parallel_norm": True},
+    "gptj": {
+        **GPT2,
+        "output_layer_bias": True,
+        "parallel_residual": True,
+        "share_parallel_norm": True,
+    },
+    "gptj_untied": {
+        **LLAMA,
+        "output_layer_bias": True,
+        "rotary_interleaved": True,
+        "final_logit_softcapping": 0.2,
+    },
     "llama": LLAMA,
     "gpt2": GPT2,
     "nemotron": NEMOTRON,
