@@ -323,6 +323,26 @@ ARCEE = Family(
     rows.UNGATED_ROWS,
     (*_UNGATED_RULES, *RMS_NORM, rope()),
 )
+APERTUS = Family(
+    "apertus",
+    "ApertusForCausalLM",
+    rows.APERTUS_ROWS,
+    (
+        *SIZES,
+        *RMS_NORM,
+        fixed("hidden_act", "xielu", written=True),
+        rope(spelled_out=True, whole_default=True),
+        UNTIED,
+        NO_DROPOUT,
+        heads(always_written=False, free_width=False),
+        biases(attention_bias=ATTENTION),
+        FULL_ATTENTION,
+        implied(swiglu=False, xielu=True, qk_layernorm=True),
+        fixed("qk_norm", True),
+        fixed("post_norm", False),
+        fixed("mlp_bias", False),
+    ),
+)
 JAIS2 = Family(
     "jais2",
     "Jais2ForCausalLM",

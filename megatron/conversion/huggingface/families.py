@@ -27,7 +27,7 @@ FAMILIES = (
     *(experts.MINIMAX_M2, experts.MELLUM),
     *(dense.SMOLLM3, dense.EXAONE4, dense.GRANITE, experts.GRANITEMOE),
     *(dense.GPT_NEOX, dense.COHERE, dense.COHERE2, dense.FALCON),
-    *(dense.GPTJ, dense.CODEGEN, dense.PHI),
+    *(dense.GPTJ, dense.CODEGEN, dense.PHI, dense.APERTUS),
 )
 
 # Models that resemble a supported family -> the part that our model does not have.

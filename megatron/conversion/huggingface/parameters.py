@@ -24,6 +24,7 @@ class Row:
     fused: str | None = None  # name of one tensor for all experts, as transformers 5 has in memory
     biased: bool = True  # False: the files have no bias
     packed: bool = False  # all experts are in one tensor
+    scalars: tuple[str, ...] = ()  # kinds of one element that the files have without an axis
     alternating: bool = False  # rows of the two halves of the model's matrix alternate
     suffixes: Mapping[str, str] = field(default_factory=dict)  # "weight" or "bias" -> replacement
 
@@ -104,6 +105,12 @@ DEEPSEEK_ROWS = GLM4_MOE_ROWS | {
 }
 # A single projection instead of gate and up.
 UNGATED_ROWS = LLAMA_ROWS | {"mlp.linear_fc1.": Row(("mlp.up_proj.",))}
+APERTUS_ROWS = QWEN3_ROWS | {
+    "self_attention.linear_qkv.layer_norm_": Row(("attention_layernorm.",)),
+    "mlp.linear_fc1.layer_norm_": Row(("feedforward_layernorm.",)),
+    "mlp.linear_fc1.": Row(("mlp.up_proj.",), biased=False),
+    "mlp.activation.": Row(("mlp.act_fn.",), scalars=("beta", "eps")),
+}
 _POST_NORMS = {
     "self_attention.linear_proj.post_layernorm.": Row(("post_attention_layernorm.",)),
     "mlp.linear_fc2.post_layernorm.": Row(("post_feedforward_layernorm.",)),

@@ -21,7 +21,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 CODEGEN_BLOCKS = 4  # of query groups in the fused projection
 # Layer (if it is in one), module, and kind of parameter of a key.
-_KEY = re.compile(r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias|softmax_offset)")
+_KEY = re.compile(
+    r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias|softmax_offset|alpha_[np]|beta|eps)"
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class StoredParameter:
     row_map: RowMap
     transposed: bool = False
     packed: int | None = None  # number of experts in each stored tensor, if they are packed
+    is_scalar: bool = False  # one element, which the files have without an axis
 
     @property
     def is_bias(self) -> bool:
@@ -42,9 +45,11 @@ class StoredParameter:
 
     def stored_shapes(self) -> list[Shape]:
         """Return the shapes of the tensors called `names`."""
-        shapes = []
+        if self.is_scalar:
+            return [()]
+        shapes: list[Shape] = []
         for rows in count_stored_rows(self.row_map):
-            shape = (rows, *self.shape[1:])
+            shape: Shape = (rows, *self.shape[1:])
             if self.transposed:
                 shape = shape[::-1]
             if self.packed is not None:
@@ -89,7 +94,10 @@ def stored_parameters(
             names = tuple(f"{prefix}{name}{suffix}" for name in row.names)
             row_map = _make_row_map(row, shape[0], config)
             is_transposed = row.transposed and len(shape) == 2
-            yield StoredParameter(key, (), shape, names, row_map, is_transposed)
+            is_scalar = kind in row.scalars
+            yield StoredParameter(
+                key, (), shape, names, row_map, is_transposed, is_scalar=is_scalar
+            )
             continue
 
         # Experts: the first dimension of the model's parameter counts them.

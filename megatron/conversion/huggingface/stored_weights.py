@@ -100,6 +100,8 @@ class StoredWeights:
 
         def read_box(source: int, start: Shape, extent: Shape) -> torch.Tensor:
             stored = self._stored(part.names[source])
+            if part.is_scalar:
+                return stored.read((), ()).view(extent)
             box = stored.read(lead + start, (1,) * len(lead) + extent)
             return box.view(extent)
 

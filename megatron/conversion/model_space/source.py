@@ -373,12 +373,15 @@ def full_precision_key(parameter: str, keys: Container[str]) -> str:
     return parameter
 
 
+_UNTRAINED = (".router.expert_bias", ".activation.beta", ".activation.eps")
+
+
 def is_trained(key: str) -> bool:
     """Return whether the optimizer trains the parameter.
 
-    A router's bias follows the load, and foreign tensors do not change.
+    A router's bias follows the load. Constants and foreign tensors do not change.
     """
-    return not key.endswith(".router.expert_bias") and not is_foreign(key)
+    return not key.endswith(_UNTRAINED) and not is_foreign(key)
 
 
 # ---- Checkpoints ----

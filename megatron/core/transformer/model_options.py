@@ -16,7 +16,13 @@ _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
 _YARN = {"has_yarn": True}
 _LATENT = {"multi_latent_attention": True}
 _NOT_LATENT = {"multi_latent_attention": False}
-_GELU = {"swiglu": False, "quick_geglu": False, "geglu": False, "squared_relu": False}
+_GELU = {
+    "swiglu": False,
+    "quick_geglu": False,
+    "geglu": False,
+    "squared_relu": False,
+    "xielu": False,
+}
 _QUICK_GEGLU = {"quick_geglu": True}
 _WINDOW = {"has_window": True}
 _DENSE = {"has_dense_layers": True}
@@ -214,6 +220,10 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Use a gated MLP with GELU (tanh approximation) instead of GELU without a gate."""
     squared_relu: bool = flag(False, decides="mathematics")
     """Use the square of ReLU (So et al. 2021) instead of GELU."""
+    xielu: bool = flag(False, decides="shapes")
+    """Use xIELU (Huang and Schlag 2024) instead of GELU, with two learned slopes per layer
+    (Apertus).
+    """
     bias_gelu_fusion: bool = flag(
         True, "--no-bias-gelu-fusion", decides="mathematics", when=_GELU, meaning="tanh_gelu"
     )
@@ -449,6 +459,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
             "quick_geglu": self.quick_geglu,
             "geglu": self.geglu,
             "squared_relu": self.squared_relu,
+            "xielu": self.xielu,
         }
         for name, is_selected in functions.items():
             if is_selected:

@@ -68,11 +68,13 @@ def _check_mlp(config: ModelOptions) -> Iterator[str]:
             "--ffn-hidden-size: give one"
         )
     activations = []
-    for name in ("swiglu", "quick_geglu", "geglu", "squared_relu"):
+    for name in ("swiglu", "quick_geglu", "geglu", "squared_relu", "xielu"):
         if getattr(config, name):
             activations.append(_format_flag(name))
     if len(activations) > 1:
         yield f"{' and '.join(activations)} are mutually exclusive"
+    if config.xielu and config.has_experts:
+        yield "--xielu does not support --num-experts: its slopes are those of one MLP"
     # The parameters of its gate do not affect other activation functions.
     if config.quick_geglu:
         return

@@ -152,6 +152,8 @@ CONSTANTS: Drawn = {
     "use_routing_bias": True,
     "qk_norm_type": "per_layer",
     "shared_intermediate_size": 0,
+    "qk_norm": True,
+    "post_norm": False,
     "attention_layers": OMITTED,  # follows from attention_types
 }
 SAMPLERS: dict[str, Sampler] = {name: choose_optional(value) for name, value in CONSTANTS.items()}
@@ -273,6 +275,11 @@ _GLM_MOE = _SIGMOID_EXPERTS | {"attention_bias": choose_optional(True, False)}
 _HEADS = {"head_dim": choose(8, 12), "num_key_value_heads": choose(1, 2, 4)}
 OF_FAMILIES: dict[str, dict[str, Sampler]] = {
     "gemma": {"hidden_act": choose_optional("gelu_pytorch_tanh", "gelu")},
+    "apertus": {
+        "hidden_act": choose_optional("xielu"),
+        "head_dim": choose(OMITTED),
+        "mlp_bias": choose_optional(False),
+    },
     "arcee": _SQUARED_RELU,
     "jais2": _SQUARED_RELU,
     "nemotron": _SQUARED_RELU,

@@ -97,6 +97,7 @@ MODELS = {
         "rotary_interleaved": True,
         "final_logit_softcapping": 0.2,
     },
+    "apertus": {**LLAMA, "swiglu": False, "xielu": True},
     "llama": LLAMA,
     "gpt2": GPT2,
     "nemotron": NEMOTRON,
