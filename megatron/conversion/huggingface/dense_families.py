@@ -188,12 +188,10 @@ PHI3 = Family(
         *GATED_RULES,
         *RMS_NORM,
         heads(always_written=False),
-        # Its only scaling is longrope, which the model does not have.
-        rope(("default",), partial=True),
+        rope(("default", "longrope"), partial=True),
         NO_BIAS,
         COMMON_WINDOW,
     ),
-    harmless="original_max_position_embeddings",  # of longrope
 )
 QWEN2_RULES = (
     *LLAMA_RULES,

@@ -26,6 +26,10 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "yarn_correction_range_round_to_int",
 }
+_LONGROPE = {
+    "short_factor": "longrope_short_factor",
+    "long_factor": "longrope_long_factor",
+}
 _LINEAR = {"factor": "rotary_seq_len_interpolation_factor"}
 # Type of scaling -> its fields and their arguments.
 SCALINGS: dict[str, dict[str, str]] = {
@@ -33,13 +37,16 @@ SCALINGS: dict[str, dict[str, str]] = {
     "linear": _LINEAR,
     "llama3": _LLAMA3,
     "yarn": _YARN,
+    "longrope": _LONGROPE,
 }
+_COMMON_SCALINGS = ("default", "linear", "llama3", "yarn")  # of all families
 # Fields that a scaling cannot do without; all others have defaults.
 _REQUIRED: dict[str, Sequence[str]] = {
     "default": (),
     "linear": tuple(_LINEAR),
     "llama3": tuple(_LLAMA3),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": tuple(_LONGROPE),
 }
 _TYPE_FIELDS = ("rope_type", "type")
 _NUMBERS = {"rope_theta": number(1), "partial_rotary_factor": number(0)}
@@ -52,6 +59,8 @@ def _make_scaling_check() -> schema.Check:
         fields[f"{name}?"] = optional(SHORT_TEXT)
     for name in (*_NUMBERS, *_LLAMA3, *_YARN):
         fields[f"{name}?"] = optional(number())
+    for name in _LONGROPE:
+        fields[f"{name}?"] = optional(schema.sequence(number(0), 10**5))
     fields["truncate?"] = optional(boolean)
     return record(fields)
 
@@ -60,7 +69,7 @@ _SCALING = _make_scaling_check()
 
 
 def rope(
-    scalings: Sequence[str] = tuple(SCALINGS),
+    scalings: Sequence[str] = _COMMON_SCALINGS,
     partial: bool = False,
     spelled_out: bool = False,
     whole_default: bool = False,
@@ -91,6 +100,8 @@ def rope(
         if scaling is None and spelled_out:
             scaling = {"rope_type": "default"}
         fields = {base_name: config.rotary_base, "rope_scaling": scaling}
+        if config.rope_type == "longrope":
+            fields[_ORIGINAL_LENGTH] = config.original_max_position_embeddings
         if partial:
             fields[fraction_name] = config.rotary_percent
         if width is not None:
@@ -101,6 +112,8 @@ def rope(
     fields |= {"rope_scaling": _SCALING, "rope_parameters": _SCALING}
     if width is not None:
         fields[width] = schema.COUNT
+    if "longrope" in scalings:
+        fields[_ORIGINAL_LENGTH] = schema.COUNT
     return Rule(fields, read, write)
 
 
@@ -199,9 +212,35 @@ def _read_rope(
         "rotary_base": float(base),
         "rotary_percent": float(fraction),
         "use_rope_scaling": kind == "llama3",
-        "rope_type": "yarn" if kind == "yarn" else "rope",
+        "rope_type": kind if kind in ("yarn", "longrope") else "rope",
     }
+    if kind == "longrope":
+        pairs = int(_get_head_dim(args) * fraction) // 2
+        for field in _LONGROPE:
+            factors = scaling.get(field)
+            if factors is not None and len(factors) != pairs:
+                raise unsupported(f"rope_scaling.{field}", factors, f"a list of {pairs} is")
+        arguments |= _read_context_lengths(found, scaling)
     return arguments | _read_scaling(kind, scaling, found, args)
+
+
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+
+
+def _read_context_lengths(found: ConfigFields, scaling: Json) -> Json:
+    """Return LongRoPE's arguments for the lengths of the context, and remove them from `scaling`.
+
+    transformers 4.x has the original length in a field of its own.
+    """
+    original = scaling.pop(_ORIGINAL_LENGTH, None) or found.first(_ORIGINAL_LENGTH)
+    if original is None:
+        raise ValueError(f"config.json: rope scaling longrope needs {_ORIGINAL_LENGTH!r}")
+    implied_factor = found.first("max_position_embeddings") / original
+    factor = scaling.pop("factor", None) or implied_factor
+    if factor != implied_factor:
+        wanted = f"max_position_embeddings / {_ORIGINAL_LENGTH} = {implied_factor} is"
+        raise unsupported("rope_scaling.factor", factor, wanted)
+    return {_ORIGINAL_LENGTH: original, "rotary_scaling_factor": factor}
 
 
 def _read_scaling(kind: str, scaling: Json, found: ConfigFields, args: Json) -> Json:
@@ -246,8 +285,8 @@ def _write_scaling(config: TransformerConfig) -> Json | None:
     """Return the field `rope_scaling`; None without scaling."""
     if config.use_rope_scaling:
         kind = "llama3"
-    elif config.rope_type == "yarn":
-        kind = "yarn"
+    elif config.rope_type in ("yarn", "longrope"):
+        kind = config.rope_type
     elif config.rotary_stretch != 1.0:
         kind = "linear"
     else:
@@ -287,7 +326,7 @@ def two_ropes(*flat: str) -> Rule:
         parameters = _read_global_rope(found, nested.get("full_attention") or {})
         base = default.get("full_attention", {}).get("rope_theta")
         base = base or found.defaults.get("rope_theta")
-        result = _read_rope(found, parameters, base, tuple(SCALINGS), False, args)
+        result = _read_rope(found, parameters, base, _COMMON_SCALINGS, False, args)
 
         # The second base, if any layer has a window.
         local = _check_local_rope(nested.get("sliding_attention") or {})

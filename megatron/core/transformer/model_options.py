@@ -14,6 +14,8 @@ _LEARNED = {"position_embedding_type": "learned_absolute"}
 _ROPE = {"has_rope": True}
 _SCALED_ROPE = _ROPE | {"use_rope_scaling": True}
 _YARN = {"has_yarn": True}
+_LONGROPE = {"has_longrope": True}
+_YARN_OR_LONGROPE = {"has_yarn_or_longrope": True}
 _LATENT = {"multi_latent_attention": True}
 _NOT_LATENT = {"multi_latent_attention": False}
 _GELU = {
@@ -137,21 +139,32 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         8192, positive=True, decides="mathematics", when=_SCALED_ROPE
     )
     """Llama 3 scaling: context length of the original training."""
-    rope_type: str | None = flag(None, choices=("rope", "yarn"), decides="mathematics", when=_ROPE)
+    rope_type: str | None = flag(
+        None, choices=("rope", "yarn", "longrope"), decides="mathematics", when=_ROPE
+    )
     """Rotary frequencies without scaling, or scaled for longer sequences by YaRN (Peng et al. 2023)
-    using the options below. Default: yarn with --multi-latent-attention, otherwise rope.
+    or LongRoPE (Ding et al. 2024) using the options below. Default: yarn with
+    --multi-latent-attention, otherwise rope.
     """
-    rotary_scaling_factor: float = flag(1.0, positive=True, decides="mathematics", when=_YARN)
-    """YaRN: ratio of the context length to that of the original training."""
+    longrope_short_factor: list[float] | None = flag(None, decides="mathematics", when=_LONGROPE)
+    """LongRoPE: divisor of each rotary frequency in sequences of at most
+    --original-max-position-embeddings tokens.
+    """
+    longrope_long_factor: list[float] | None = flag(None, decides="mathematics", when=_LONGROPE)
+    """LongRoPE: divisor of each rotary frequency in longer sequences."""
+    rotary_scaling_factor: float = flag(
+        1.0, positive=True, decides="mathematics", when=_YARN_OR_LONGROPE
+    )
+    """YaRN and LongRoPE: ratio of the context length to that of the original training."""
     original_max_position_embeddings: int = flag(
         4096,
         "--original-max-position-embeddings",
         "--yarn-original-max-position-embeddings",
         positive=True,
         decides="mathematics",
-        when=_YARN,
+        when=_YARN_OR_LONGROPE,
     )
-    """YaRN: context length of the original training."""
+    """YaRN and LongRoPE: context length of the original training."""
     beta_fast: float = flag(
         32.0, "--beta-fast", "--yarn-beta-fast", positive=True, decides="mathematics", when=_YARN
     )
@@ -403,7 +416,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     @property
     def separate_rotary_base_local(self) -> float | None:
         """Base of the rotary frequencies in layers with a window, if theirs differ."""
-        is_scaled = self.use_rope_scaling or self.rope_type == "yarn" or self.rotary_stretch != 1.0
+        is_scaled = self.use_rope_scaling or self.rope_type != "rope" or self.rotary_stretch != 1.0
         if self.rotary_base_local == self.rotary_base and not is_scaled:
             return None
         return self.rotary_base_local

@@ -91,10 +91,10 @@ def _check_backend(config: ModelOptions) -> Iterator[str]:
         yield "--bf16 and --fp16 are mutually exclusive"
     if config.transformer_impl == "local":
         yield from _find_options_without_local_kernels(config)
-    if config.apply_rope_fusion and (config.multi_latent_attention or config.rope_type == "yarn"):
+    if config.apply_rope_fusion and (config.multi_latent_attention or config.rope_type != "rope"):
         yield (
-            "--apply-rope-fusion does not support --multi-latent-attention or --rope-type yarn: "
-            "leave it out"
+            "--apply-rope-fusion does not support --multi-latent-attention or --rope-type "
+            f"{config.rope_type}: leave it out"
         )
     if config.low_precision is not None:
         yield from _check_low_precision(config)
@@ -206,16 +206,39 @@ def _check_recomputation(config: ModelOptions) -> Iterator[str]:
 
 def _check_rope(config: ModelOptions) -> Iterator[str]:
     yield from _check_no_rope_freq(config)
-    if config.rope_type != "yarn":
+    if config.rope_type == "rope":
         return
     if config.use_rope_scaling:
-        yield "--use-rope-scaling (Llama 3) and --rope-type yarn are mutually exclusive"
+        yield (
+            f"--use-rope-scaling (Llama 3) and --rope-type {config.rope_type} are mutually "
+            "exclusive"
+        )
     if not (config.rotary_scaling_factor and config.original_max_position_embeddings):
         yield (
-            f"--rope-type yarn: --rotary-scaling-factor {config.rotary_scaling_factor} and "
-            f"--original-max-position-embeddings {config.original_max_position_embeddings} must "
-            "be positive"
+            f"--rope-type {config.rope_type}: --rotary-scaling-factor "
+            f"{config.rotary_scaling_factor} and --original-max-position-embeddings "
+            f"{config.original_max_position_embeddings} must be positive"
         )
+    if config.rope_type == "longrope":
+        yield from _check_longrope(config)
+
+
+def _check_longrope(config: ModelOptions) -> Iterator[str]:
+    if config.multi_latent_attention:
+        yield "--rope-type longrope does not support --multi-latent-attention"
+        return
+    if config.rotary_stretch != 1.0:
+        yield (
+            "--rope-type longrope and --rotary-seq-len-interpolation-factor are mutually exclusive"
+        )
+    pairs = int(config.head_dim * config.rotary_percent) // 2
+    for name in ("longrope_short_factor", "longrope_long_factor"):
+        factors = getattr(config, name) or []
+        if len(factors) != pairs or min(factors) <= 0:
+            yield (
+                f"--rope-type longrope: {_format_flag(name)} needs a positive number for each of "
+                f"the {pairs} rotated pairs of a head, got {factors}"
+            )
 
 
 def _check_no_rope_freq(config: ModelOptions) -> Iterator[str]:

@@ -132,11 +132,15 @@ def _find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
     rope_type = values.get("rope_type")
     if not rope_type:
         rope_type = "yarn" if is_latent or position_type == "yarn" else "rope"
+    # Megatron-LM's latent attention scales its scores by these fields for any rope type.
+    has_yarn = is_latent or (has_rope and rope_type == "yarn")
+    has_longrope = has_rope and rope_type == "longrope"
     return {
         "multi_latent_attention": is_latent,
         "has_rope": has_rope,
-        # Megatron-LM's latent attention scales its scores by these fields for any rope type.
-        "has_yarn": is_latent or (has_rope and rope_type == "yarn"),
+        "has_yarn": has_yarn,
+        "has_longrope": has_longrope,
+        "has_yarn_or_longrope": has_yarn or has_longrope,
         "has_window": values.get("window_size") is not None,
         "has_experts": has_experts,
         "has_dense_layers": not has_experts or has_dense_layers,

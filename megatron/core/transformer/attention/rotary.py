@@ -22,12 +22,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def compute_rotary_frequencies(
     config: TransformerConfig,
     width: int,
-    base: float | None = None,
+    base: float | None,
+    length: int,
 ) -> Tensor:
     """Return the angle per position of each rotated pair of a head, `[d_rotated / 2]` fp32.
 
-    `width` is the number of elements of the head. A given `base` overrides the model's, and
-    disables scaling.
+    `width` is the number of elements of the head, and `length` that of positions of a sequence. A
+    given `base` overrides the model's, and disables scaling.
     """
     rotated = int(width * config.rotary_percent)
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
@@ -38,6 +39,10 @@ def compute_rotary_frequencies(
     frequencies = unscaled / config.rotary_stretch
     if config.rope_type == "yarn":
         return _scale_by_yarn(frequencies, rotated, config)
+    if config.rope_type == "longrope":
+        is_long = length > config.original_max_position_embeddings
+        factors = config.longrope_long_factor if is_long else config.longrope_short_factor
+        return frequencies / torch.tensor(factors)
     if config.use_rope_scaling:
         return _scale_as_llama3(frequencies, config)
     return frequencies
@@ -84,6 +89,14 @@ def compute_yarn_mscale(config: TransformerConfig, mscale: float) -> float:
     if factor <= 1:
         return 1.0
     return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _compute_longrope_factor(config: TransformerConfig) -> float:
+    """Return LongRoPE's factor of queries and keys, for sequences of any length."""
+    factor = config.rotary_scaling_factor
+    if factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(config.original_max_position_embeddings))
 
 
 def _scale_as_llama3(frequencies: Tensor, config: TransformerConfig) -> Tensor:
@@ -160,6 +173,8 @@ class RotaryTables:
             numerator = compute_yarn_mscale(config, config.mscale)
             denominator = compute_yarn_mscale(config, config.mscale_all_dim)
             self._factor = numerator / denominator
+        elif config.rope_type == "longrope" and base is None:
+            self._factor = _compute_longrope_factor(config)
         self._tables: dict[tuple[int, torch.dtype, torch.device], Rotary] = {}
 
     def __call__(self, length: int, dtype: torch.dtype, device: torch.device) -> Rotary:
@@ -173,7 +188,7 @@ class RotaryTables:
         cp = self._cp
         whole_length = length * cp.size
         positions = compute_local_positions(whole_length, cp.rank, cp.size)  # [s]
-        frequencies = self._make_frequencies()  # [pairs]
+        frequencies = self._make_frequencies(whole_length)  # [pairs]
         angles = torch.outer(positions.float(), frequencies)
         angles = angles.view(length, 1, 1, 1, -1)  # [s, 1, 1, 1, pairs]
         # In fp32, rounded to `dtype` last: angles of long sequences do not fit into bf16.

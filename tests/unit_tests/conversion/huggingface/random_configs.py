@@ -126,8 +126,21 @@ def draw_any_rope(rng: random.Random, fields: tuple[str, ...], stated_base: floa
     return {"rope_parameters": {"full_attention": whole, "sliding_attention": local}}
 
 
+def draw_longrope(rng: random.Random, drawn: Drawn) -> Drawn:
+    """Return a LongRoPE with factors for the drawn sizes, in the form of transformers 4.x."""
+    head_dim = drawn["hidden_size"] // drawn["num_attention_heads"]
+    pairs = int(head_dim * drawn.get("partial_rotary_factor", 1.0)) // 2
+    scaling: Drawn = {rng.choice(["rope_type", "type"]): "longrope"}
+    for name in ("short_factor", "long_factor"):
+        scaling[name] = [rng.uniform(1.0, 4.0) for _ in range(pairs)]
+    # The sequences of these tests have 20 tokens: longer than one of these lengths.
+    return {"rope_scaling": scaling, _ORIGINAL_LENGTH: rng.choice([8, 32])}
+
+
 # Drawn together by `draw_rope`, and with a probability of its own.
 ROPE_FIELDS = {"rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"}
+
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 # Fields whose only accepted value is the default: stating it changes nothing.
 CONSTANTS: Drawn = {
@@ -176,6 +189,7 @@ SAMPLERS |= {
     "dtype": choose_optional("float32"),
     "initializer_range": choose(0.2),
     "rope_theta": choose(1000.0, 10000),
+    "original_max_position_embeddings": choose_optional(8, 32),
     "attention_dropout": choose_optional(0.0),
     "attn_pdrop": choose_optional(0.0, 0.2),
     "resid_pdrop": choose_optional(0.0, 0.1),
@@ -366,6 +380,9 @@ def draw_config(family: Family, rng: random.Random) -> Drawn:
                 continue
             value = samplers[name](rng, drawn)
             drawn |= {} if value is OMITTED else {name: value}
+    if any(_ORIGINAL_LENGTH in rule.fields for rule in family.rules) and rng.random() < 0.6:
+        drawn.pop("rope_parameters", None)
+        drawn |= draw_longrope(rng, drawn)
     drawn |= {"model_type": family.model_type, "architectures": [family.architecture]}
     # Special tokens of the defaults are not in these small vocabularies.
     return drawn | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}

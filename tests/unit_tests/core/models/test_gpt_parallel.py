@@ -98,6 +98,14 @@ MODELS = {
         "final_logit_softcapping": 0.2,
     },
     "apertus": {**LLAMA, "swiglu": False, "xielu": True},
+    "longrope": {
+        **LLAMA,
+        "rope_type": "longrope",
+        "longrope_short_factor": [1.0, 1.1, 1.2, 1.3],
+        "longrope_long_factor": [1.0, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 8,
+        "rotary_scaling_factor": 4.0,
+    },
     "llama": LLAMA,
     "gpt2": GPT2,
     "nemotron": NEMOTRON,
@@ -140,6 +148,8 @@ def list_boxes(model, of_gradients=False):
     for key, entry in model.sharded_state_dict().items():
         tensor = entry.local
         if of_gradients:
+            if not tensor.requires_grad:  # a constant of the model
+                continue
             entry = entry.flat_range(key, 0, tensor.grad.reshape(-1))
         for box in entry.boxes:
             rows.append((key, entry.global_shape, get_slices(box), box.tensor.clone()))
