@@ -32,7 +32,7 @@ from megatron.conversion.huggingface.common_rules import (
     layer_norm,
 )
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.rope_rules import GPTJ_ROPE, rope, two_ropes
+from megatron.conversion.huggingface.rope_rules import GPTJ_ROPE, MINISTRAL3_ROPE, rope, two_ropes
 from megatron.conversion.huggingface.rules import (
     ATTENTION,
     MLP,
@@ -67,6 +67,12 @@ MINISTRAL = Family(
     "MinistralForCausalLM",
     rows.LLAMA_ROWS,
     (*LLAMA_RULES, heads(), NO_BIAS, LISTED_WINDOWS),
+)
+MINISTRAL3 = Family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    rows.LLAMA_ROWS,
+    (*GATED_RULES, *RMS_NORM, MINISTRAL3_ROPE, heads(), NO_BIAS, COMMON_WINDOW),
 )
 CWM = Family(
     "cwm",

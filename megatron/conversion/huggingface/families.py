@@ -28,6 +28,7 @@ FAMILIES = (
     *(dense.SMOLLM3, dense.EXAONE4, dense.GRANITE, experts.GRANITEMOE),
     *(dense.GPT_NEOX, dense.COHERE, dense.COHERE2, dense.FALCON),
     *(dense.GPTJ, dense.CODEGEN, dense.PHI, dense.APERTUS),
+    dense.MINISTRAL3,
 )
 
 # Models that resemble a supported family -> the part that our model does not have.

@@ -48,6 +48,7 @@ _REQUIRED: dict[str, Sequence[str]] = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": tuple(_LONGROPE),
 }
+_QUERY_SCALING = "llama_4_scaling_beta"
 _TYPE_FIELDS = ("rope_type", "type")
 _NUMBERS = {"rope_theta": number(1), "partial_rotary_factor": number(0)}
 
@@ -61,6 +62,7 @@ def _make_scaling_check() -> schema.Check:
         fields[f"{name}?"] = optional(number())
     for name in _LONGROPE:
         fields[f"{name}?"] = optional(schema.sequence(number(0), 10**5))
+    fields[f"{_QUERY_SCALING}?"] = optional(number(0))
     fields["truncate?"] = optional(boolean)
     return record(fields)
 
@@ -115,6 +117,33 @@ def rope(
     if "longrope" in scalings:
         fields[_ORIGINAL_LENGTH] = schema.COUNT
     return Rule(fields, read, write)
+
+
+def _read_ministral3_rope(found: ConfigFields, args: Json) -> Json:
+    default = found.defaults["rope_parameters"]
+    stated = found.stated.get("rope_scaling") or found.stated.get("rope_parameters")
+    # transformers reads the length from the model's own field.
+    parameters = _leave_out(stated or default, (_QUERY_SCALING, "max_position_embeddings"))
+    rate = (stated or default).get(_QUERY_SCALING)
+    if rate is None:
+        raise unsupported(f"rope_parameters.{_QUERY_SCALING}", rate, "a number is")
+    result = _read_rope(found, parameters, default["rope_theta"], ("yarn",), False, args)
+    return result | {"query_length_scaling": float(rate)}
+
+
+def _write_ministral3_rope(config: TransformerConfig) -> Json:
+    scaling = _write_scaling(config) or {"rope_type": "default"}
+    scaling[_QUERY_SCALING] = config.query_length_scaling
+    return {"rope_parameters": scaling | {"rope_theta": config.rotary_base}}
+
+
+# Ministral 3 also scales queries, by a number among the rope parameters. Only transformers 5 has
+# this family.
+MINISTRAL3_ROPE = Rule(
+    {"rope_theta": number(1), "rope_scaling": _SCALING, "rope_parameters": _SCALING},
+    _read_ministral3_rope,
+    _write_ministral3_rope,
+)
 
 
 def _read_gptj_rope(found: ConfigFields, args: Json) -> Json:

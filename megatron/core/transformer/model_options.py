@@ -188,6 +188,11 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     integers.
     """
 
+    query_length_scaling: float = flag(0.0, at_least=0, decides="mathematics", when=_YARN)
+    """With --rope-type yarn: multiply the query at position p by 1 + this * ln(1 + floor(p / L)),
+    where L is --original-max-position-embeddings (Llama 4, Ministral 3).
+    """
+
     # Norms
     normalization: str = flag("LayerNorm", choices=("LayerNorm", "RMSNorm"), decides="shapes")
     """Kind of normalization."""

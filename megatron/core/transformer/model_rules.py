@@ -206,6 +206,12 @@ def _check_recomputation(config: ModelOptions) -> Iterator[str]:
 
 def _check_rope(config: ModelOptions) -> Iterator[str]:
     yield from _check_no_rope_freq(config)
+    if config.query_length_scaling:
+        flag = f"--query-length-scaling {config.query_length_scaling}"
+        if config.multi_latent_attention:
+            yield f"{flag} does not support --multi-latent-attention"
+        elif config.rope_type != "yarn" or config.position_embedding_type != "rope":
+            yield f"{flag} needs --rope-type yarn"
     if config.rope_type == "rope":
         return
     if config.use_rope_scaling:

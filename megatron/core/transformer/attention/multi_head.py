@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence
 from megatron.core.transformer.attention.core import CoreAttention
 from megatron.core.transformer.attention.rotary import (
+    QueryScales,
     Rotary,
     RotaryTables,
     compute_yarn_mscale,
@@ -88,6 +89,9 @@ class SelfAttention(Attention):
         self.rotary = None
         if config.position_embedding_type == "rope" and not config.no_rope_pattern[number]:
             self.rotary = self._make_rotary_tables(has_window=window is not None)
+        self.query_scales = None
+        if config.query_length_scaling:
+            self.query_scales = QueryScales(config, self.cp.attention_axis)
         self.core_attention = spec.core_attention(
             config,
             place,
@@ -158,6 +162,8 @@ class SelfAttention(Attention):
                 key = rotate(key, rotary)
         else:
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary)
+        if self.query_scales is not None:
+            query = query * self.query_scales(query.shape[0], query.dtype, query.device)
 
         # Attend, and return to the residual stream.
         context = self.core_attention(query, key, value, documents)  # [s, b, heads / tp * d]

@@ -383,6 +383,10 @@ def draw_config(family: Family, rng: random.Random) -> Drawn:
     if any(_ORIGINAL_LENGTH in rule.fields for rule in family.rules) and rng.random() < 0.6:
         drawn.pop("rope_parameters", None)
         drawn |= draw_longrope(rng, drawn)
+    if family.model_type == "ministral3":
+        for name in ("rope_scaling", "rope_parameters"):
+            if drawn.get(name):
+                drawn[name] |= {"llama_4_scaling_beta": rng.choice([0.1, 0.5])}
     drawn |= {"model_type": family.model_type, "architectures": [family.architecture]}
     # Special tokens of the defaults are not in these small vocabularies.
     return drawn | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}

@@ -159,6 +159,8 @@ def test_one_normalized_expert_is_refused_by_the_field(model_type: str) -> None:
 # Fields whose defaults fit other sizes only.
 NECESSARY: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
     "dots1": {"norm_topk_prob": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
 }

@@ -209,8 +209,8 @@ def test_dtype_of_config_or_weights(llama: Path, tmp_path: Path) -> None:
         ),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         (
-            {"model_type": "phi"},
-            "model_type 'phi' is not supported; supported are llama, mistral, phi3, qwen2",
+            {"model_type": "opt"},
+            "model_type 'opt' is not supported; supported are llama, mistral, phi3, qwen2",
         ),
         (
             {"architectures": ["LlamaForSequenceClassification"]},

@@ -129,6 +129,7 @@ OTHER_DEFAULTS = {
     "no_save_rng": "None means False there",
     "no_load_optim": "None means False there",
     "no_load_rng": "None means False there",
+    "xielu": "None means False in the fork that has it",
     "dist_ckpt_strictness": "decides what is an error, not what is computed",
     "ckpt_fully_parallel_save": "True there, too: the table has the default of its deprecated "
     "positive switch",
