@@ -351,7 +351,7 @@ def _read_falcon_layers(found: ConfigFields, args: Json) -> Json:
     if found.first("new_decoder_architecture"):
         groups = found.get("num_kv_heads") or count
         norms = 2 if norms is None else norms
-        accepted = (1, 2)
+        accepted: tuple[int, ...] = (1, 2)
     else:
         groups = 1 if found.first("multi_query") else count
         norms = 1 if norms is None else norms
