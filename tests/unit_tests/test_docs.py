@@ -1,5 +1,6 @@
 """Documentation: links resolve, every page is in the site, generated parts can be generated."""
 
+import ast
 import re
 
 import pytest
@@ -52,6 +53,33 @@ def test_every_page_is_in_the_site():
 def test_stated_number_of_model_types(name):
     (stated,) = re.findall(r"(\d+) model types", (ROOT / name).read_text(encoding="utf-8"))
     assert int(stated) == sum(1 + len(family.aliases) for family in FAMILIES)
+
+
+def list_messages(path):
+    """Return every string of a program, with a NUL for each value of an f-string."""
+    messages = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+            messages.append("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            messages.append(node.value)
+    return messages
+
+
+def test_every_message_of_the_troubleshooting_page_is_in_the_code():
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    assert len(page.split()) <= 1200
+    rows = re.findall(r"^\| (`.*?`) \| ", page, re.MULTILINE)
+    quoted = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) > 25
+
+    programs = [*ROOT.glob("megatron/**/*.py"), *ROOT.glob("tools/**/*.py")]
+    messages = [message for path in programs for message in list_messages(path)]
+    for message in quoted:
+        fragments = [fragment.strip() for fragment in message.split("...")]
+        pattern = re.compile(".*".join(re.escape(fragment) for fragment in fragments), re.DOTALL)
+        assert any(pattern.search(found) for found in messages), message
 
 
 def test_every_benchmark_has_a_block():
