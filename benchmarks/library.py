@@ -6,8 +6,12 @@ state to the same disk and take turns; results are medians. "blocking" is the ti
 from the call until the checkpoint is committed. "reshard" loads into a model that is sharded along
 the other dimension.
 
+torch_checkpointing is a contestant if it is installed. It never flushes its files to the disk, so
+its "durable" is the time until they are renamed.
+
     python benchmarks/library.py                    # 1.6 GB
     python benchmarks/library.py --size-gb 0.2 --repeats 2
+    pip install --no-deps torch_checkpointing==0.1.1
 """
 
 import argparse
@@ -20,7 +24,9 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +46,7 @@ WIDTH = 2048
 BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 WINDOW = 6  # iterations after a save whose time counts
 OURS = "Checkpointer"
+PEER = "torch_checkpointing"
 
 
 class Program:
@@ -53,10 +60,13 @@ class Program:
         fully_shard(self.model, shard_placement_fn=lambda parameter: Shard(dim))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.batch = torch.randn(64, WIDTH)
+        # torch_checkpointing requires a lock that delays the update until the state is staged.
+        self.lock_update: Callable[[], AbstractContextManager] = nullcontext
 
     def train_step(self) -> None:
         (self.model(self.batch) - self.batch).square().mean().backward()
-        self.optimizer.step()
+        with self.lock_update():
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, object]:
@@ -84,8 +94,45 @@ class Program:
         return total.item()
 
 
+def make_peer() -> Any:
+    """Return a CheckpointManager of torch_checkpointing, or None if it is not installed."""
+    try:
+        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
+        from torch_checkpointing.config import AsyncCheckpointSaverConfig
+        from torch_checkpointing.staging import CheckpointStagerConfig
+        from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+    except ImportError:
+        return None
+    # Its defaults for staging require CUDA, as does resharding on several ranks. By default it
+    # writes through O_DIRECT from unaligned buffers, which ext4 rejects.
+    staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+    process = CheckpointProcessConfig(subprocess_init_timeout_secs=300)
+    save = AsyncCheckpointSaverConfig(staging_config=staging, process_config=process)
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    return CheckpointManager.Config(save=save, storage_config=storage).build()
+
+
 # Begins a save; returns a function that waits for the commit, and the time of the commit if known.
 Begin = Callable[[], Callable[[], float]]
+
+
+def make_waiter(future: Future) -> Callable[[], float]:
+    """Return a function that waits for the future, and returns when it was done."""
+    ended: list[float] = []
+
+    def note(done: Future) -> None:
+        ended.append(time.perf_counter())
+
+    future.add_done_callback(note)
+
+    def wait() -> float:
+        future.result()
+        while not ended:
+            time.sleep(0.001)
+        return ended[0]
+
+    return wait
 
 
 class Benchmark:
@@ -99,6 +146,7 @@ class Benchmark:
         self.root = Path(args.directory)
         self.program = Program(layers)
         self.program.train_step()
+        self.peer = make_peer()
         # A collective of a background thread must not meet those of training in one group.
         self.group = dist.new_group(backend="gloo")
 
@@ -159,20 +207,7 @@ class Benchmark:
                 process_group=self.group,
                 async_checkpointer_type=kind,
             )
-            ended: list[float] = []
-
-            def note(done: Future) -> None:
-                ended.append(time.perf_counter())
-
-            future.add_done_callback(note)
-
-            def wait() -> float:
-                future.result()
-                while not ended:
-                    time.sleep(0.001)
-                return ended[0]
-
-            return wait
+            return make_waiter(future)
 
         contestants = {
             OURS: lambda: self.train_window(begin_ours),
@@ -184,13 +219,31 @@ class Benchmark:
             contestants["DCP, process"] = lambda: self.train_window(
                 lambda: begin_dcp(AsyncCheckpointerType.PROCESS)
             )
+        if self.peer is not None:
+            self.program.lock_update = self.peer.lock
+            contestants[PEER] = self.run_peer_window
         results = self.measure(contestants)
-        ckpt.save(next(iterations))  # the state that is loaded below
+
+        # Save the state that is loaded below.
+        ckpt.save(next(iterations))
         ckpt.close()
+        if self.peer is not None:
+            self.remove(self.root / "peer")
+            wait = self.begin_peer()
+            wait()
         self.remove(self.root / "dcp")
         writer = dcp.FileSystemWriter(self.root / "dcp", thread_count=2, sync_files=True)
         dcp.save(self.program.state_dict(), storage_writer=writer)
         return results
+
+    def run_peer_window(self) -> dict[str, float]:
+        """Save by torch_checkpointing in a window of iterations; it keeps one checkpoint."""
+        self.remove(self.root / "peer")
+        return self.train_window(self.begin_peer)
+
+    def begin_peer(self) -> Callable[[], float]:
+        future = self.peer.save(str(self.root / "peer"), self.program.state_dict())
+        return make_waiter(future)
 
     def train_window(self, begin: Begin) -> dict[str, float]:
         """Run one window of iterations without a save and one with."""
@@ -223,6 +276,8 @@ class Benchmark:
         for program in targets.values():
             program.train_step()  # both begin with optimizer state that exists
         results: dict[str, dict[str, float]] = {OURS: {}, "DCP, thread": {}}
+        if self.peer is not None:
+            results[PEER] = {}
         for name, program in targets.items():
 
             def ours(program: Program = program, name: str = name) -> dict[str, float]:
@@ -237,8 +292,21 @@ class Benchmark:
 
                 return self.check_load(name, load, program, expected)
 
-            for contestant, measured in self.measure({OURS: ours, "DCP, thread": theirs}).items():
+            def peer(program: Program = program, name: str = name) -> dict[str, float]:
+                def load() -> None:
+                    state = program.state_dict()
+                    self.peer.load(str(self.root / "peer"), into=state)
+                    program.load_state_dict(state)
+
+                return self.check_load(name, load, program, expected)
+
+            contestants = {OURS: ours, "DCP, thread": theirs}
+            if self.peer is not None and name == "load":
+                contestants[PEER] = peer
+            for contestant, measured in self.measure(contestants).items():
                 results[contestant] |= measured
+        if self.peer is not None:
+            self.peer.close()
         return results
 
     def check_load(
