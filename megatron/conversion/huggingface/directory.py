@@ -22,7 +22,11 @@ from megatron.conversion.huggingface.sidecar import (
     open_sidecar,
     write_state,
 )
-from megatron.conversion.huggingface.stored_parameters import StoredParameter, stored_parameters
+from megatron.conversion.huggingface.stored_parameters import (
+    StoredParameter,
+    copied_parameters,
+    stored_parameters,
+)
 from megatron.conversion.huggingface.stored_weights import HEAD, StoredWeights
 from megatron.conversion.huggingface.tokenizer import (
     export_tokenizer,
@@ -101,11 +105,14 @@ class HuggingFaceSource:
                 block = read_block_size(quantization)
         except ValueError as error:
             raise schema.CheckpointError(f"{directory}: {error}") from error
-        config = model_config(self.args, self.args["vocab_size"], self.description)
 
         # Open the weights. Biases that config.json switches off are zero in a model with others.
         stored = use_transformers_layout(open_weights(directory), hf)
         files = rename_tensors(stored, read_options.renames, self.description)
+        if "mtp_num_layers" not in given and not _has_prediction_layers(files, self.args):
+            # transformers leaves these layers out when it saves a model, but not the field.
+            self.args["mtp_num_layers"] = None
+        config = model_config(self.args, self.args["vocab_size"], self.description)
         if block is not None:
             files = dequantize(files, block, config.params_dtype)
         zero_biases = family.list_unbiased_parts(hf)
@@ -201,6 +208,12 @@ class HuggingFaceSource:
         check_optimizer_complete(self.tensors, str(where))
 
 
+def _has_prediction_layers(files: Mapping[str, Stored], args: Mapping[str, Any]) -> bool:
+    """Return whether the files have layers for multi-token prediction, after those of the model."""
+    projection = f"layers.{args['num_layers']}.eh_proj.weight"
+    return any(name.endswith(projection) for name in files)
+
+
 def _check_same_model(wanted: Mapping[str, Any], found: Mapping[str, Any], where: Path) -> None:
     """Raise ValueError if config.json no longer describes the model of the sidecar at `where`."""
     differing = []
@@ -234,6 +247,7 @@ def write_huggingface(
     shapes = model_tensors(config)
     # Exports have one tensor per expert, not the fused form.
     parts = list(stored_parameters(shapes, family.rows, family.layers, config, has_none))
+    parts += copied_parameters(shapes, family.layers, config)
     _check_complete(source, config, shapes, {part.key for part in parts})
     parts = _leave_out_biases(source, family, fields, parts)
     weights: list[Outgoing | OutgoingForeign] = []

@@ -34,6 +34,7 @@ from megatron.conversion.huggingface.expert_rules import (
     EXPERTS_PER_TOKEN,
     NORMALIZED_SIGMOID,
     NORMALIZED_WEIGHTS,
+    PREDICTION_LAYERS,
     SIGMOID_NORMALIZATION,
     SWITCHED_NORMALIZATION,
     deepseek_experts,
@@ -51,7 +52,6 @@ from megatron.conversion.huggingface.rules import (
     fixed,
     implied,
     nullable,
-    written,
 )
 
 
@@ -165,10 +165,8 @@ _SIGMOID_EXPERTS = (
         moe_router_dtype="fp32",
     ),
 )
-# transformers assumes one layer that predicts later tokens where this is missing.
-_NO_PREDICTION = written(num_nextn_predict_layers=0)
-# Widths that follow from others, layers that predict later tokens (transformers leaves them out),
-# and options of training.
+# Widths that follow from others, layers that predict later tokens (in families whose layers are not
+# known), and options of training.
 _DEEPSEEK_HARMLESS = """
     qk_head_dim num_nextn_predict_layers num_mtp_layers aux_loss_alpha seq_aux ep_size auto_map"""
 _LATENT_RULES = (
@@ -218,7 +216,7 @@ DEEPSEEK_V3 = Family(
         fixed("moe_layer_freq", 1),
         *_SIGMOID_EXPERTS,
         *always(rope_interleave=True),
-        _NO_PREDICTION,
+        PREDICTION_LAYERS,
     ),
     harmless=f"{_DEEPSEEK_HARMLESS} head_dim",
     aliases=("kimi_k2",),
@@ -232,7 +230,7 @@ GLM4_MOE_LITE = Family(
         listed_expert_layers(num_dense=1),
         *_SIGMOID_EXPERTS,
         *always(rope_interleave=True),
-        _NO_PREDICTION,
+        PREDICTION_LAYERS,
     ),
     harmless=_DEEPSEEK_HARMLESS,
 )
@@ -242,7 +240,7 @@ _GLM4_MOE_RULES = (
     heads(),
     *_SIGMOID_EXPERTS,
     FULL_ATTENTION,
-    _NO_PREDICTION,
+    PREDICTION_LAYERS,
 )
 GLM4_MOE = Family(
     "glm4_moe",

@@ -227,3 +227,23 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
         }
 
     return Rule(_DEEPSEEK_FIELDS, read, write)
+
+
+_PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # the first one is written
+
+
+def _read_prediction_layers(found: ConfigFields, args: Json) -> Json:
+    # transformers ignores the layers, so the weight files decide whether there are any.
+    return {"mtp_num_layers": found.first(*_PREDICTION_LAYERS) or None}
+
+
+def _write_prediction_layers(config: TransformerConfig) -> Json:
+    return {_PREDICTION_LAYERS[0]: config.num_mtp_layers}
+
+
+PREDICTION_LAYERS = Rule(
+    dict.fromkeys(_PREDICTION_LAYERS, "mtp_num_layers"),
+    _read_prediction_layers,
+    _write_prediction_layers,
+)
+"""Number of layers for multi-token prediction."""

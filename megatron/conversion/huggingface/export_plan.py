@@ -20,7 +20,11 @@ from megatron.conversion.huggingface.directory import (
 )
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.huggingface.safetensors_files import lay_out_safetensors
-from megatron.conversion.huggingface.stored_parameters import StoredParameter, stored_parameters
+from megatron.conversion.huggingface.stored_parameters import (
+    StoredParameter,
+    copied_parameters,
+    stored_parameters,
+)
 from megatron.conversion.huggingface.weight_files import lay_out_weight_files, write_index
 from megatron.conversion.model_space.model import model_config, model_tensors
 from megatron.conversion.model_space.source import TensorInfo, is_trained
@@ -52,6 +56,7 @@ def plan_export(
     fields = family.write_config(config, get_imported_fields(family, args))
     shapes = model_tensors(config)
     parts = list(stored_parameters(shapes, family.rows, family.layers, config, has_none))
+    parts += copied_parameters(shapes, family.layers, config)
 
     # The values of biases are not known: each must have a place.
     missing = sorted(set(shapes) - {part.key for part in parts})

@@ -80,7 +80,14 @@ _SHARED_EXPERT = {
     ),
     "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_experts.down_proj.",)),
 }
-GLM4_MOE_ROWS = LLAMA_ROWS | _SHARED_EXPERT
+# Layers for multi-token prediction, which the files number after those of the model.
+_PREDICTION = {
+    "enorm.": Row(("enorm.",)),
+    "hnorm.": Row(("hnorm.",)),
+    "eh_proj.": Row(("eh_proj.",)),
+    "final_layernorm.": Row(("shared_head.norm.",)),
+}
+GLM4_MOE_ROWS = LLAMA_ROWS | _SHARED_EXPERT | _PREDICTION
 MINIMAX_M2_ROWS = MIXTRAL_ROWS | {
     "mlp.router.expert_": Row(("block_sparse_moe.e_score_correction_",))
 }

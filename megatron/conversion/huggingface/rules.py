@@ -125,13 +125,6 @@ def always(**fields: Any) -> list[Rule]:
     return [fixed(field, value, written=True) for field, value in fields.items()]
 
 
-def written(**fields: Any) -> Rule:
-    """Write these fields; reading ignores them."""
-    return Rule(
-        dict.fromkeys(fields, schema.anything), lambda found, args: {}, lambda config: fields
-    )
-
-
 def implied(**arguments: Any) -> Rule:
     """Set arguments that all models of the family have. config.json has no field for them."""
     return Rule({}, lambda found, args: arguments)

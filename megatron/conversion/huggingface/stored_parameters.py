@@ -16,14 +16,16 @@ from megatron.conversion.model_space.pieces import (
     map_stacked,
     map_unchanged,
 )
-from megatron.conversion.model_space.source import Shape
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Shape
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+OUTPUT = "output_layer.weight"
 CODEGEN_BLOCKS = 4  # of query groups in the fused projection
 # Layer (if it is in one), module, and kind of parameter of a key.
 _KEY = re.compile(
     r"(?:decoder\.layers\.(\d+)\.)?(.*?)(weight|bias|softmax_offset|alpha_[np]|beta|eps)"
 )
+_PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def stored_parameters(
     name 1e5 experts in each of 1e4 layers: callers stop at the first tensor that is missing.
     """
     for key, shape in shapes.items():
-        match = _KEY.fullmatch(key)
+        match = _KEY.fullmatch(_number_prediction_layer(key, config))
         if match is None or match[2] not in rows:
             continue
         layer, module, kind = match.groups()
@@ -111,6 +113,30 @@ def stored_parameters(
             yield StoredParameter(
                 key, (expert,), tuple(rest), names, row_map, is_transposed, packed
             )
+
+
+def copied_parameters(
+    shapes: Mapping[str, Shape], layers: str, config: TransformerConfig
+) -> Iterator[StoredParameter]:
+    """Yield the copies of embedding and output matrix in layers for multi-token prediction."""
+    head = WORD_EMBEDDINGS
+    if config.untie_embeddings_and_output_weights:
+        head = OUTPUT
+    for depth in range(config.num_mtp_layers):
+        prefix = f"{layers}{config.num_layers + depth}."
+        copies = {"embed_tokens.weight": WORD_EMBEDDINGS, "shared_head.head.weight": head}
+        for name, key in copies.items():
+            shape = shapes[key]
+            yield StoredParameter(key, (), shape, (prefix + name,), map_unchanged(shape[0]))
+
+
+def _number_prediction_layer(key: str, config: TransformerConfig) -> str:
+    """Return the key that a parameter for multi-token prediction would have in a further layer."""
+    match = _PREDICTION.fullmatch(key)
+    if match is None:
+        return key
+    depth, module = match.groups()
+    return f"decoder.layers.{config.num_layers + int(depth)}.{module}"
 
 
 def _make_row_map(row: Row, rows: int, config: TransformerConfig) -> RowMap:

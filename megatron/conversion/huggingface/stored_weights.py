@@ -11,13 +11,19 @@ import torch
 
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.safetensors_files import Stored
-from megatron.conversion.huggingface.stored_parameters import StoredParameter, stored_parameters
+from megatron.conversion.huggingface.stored_parameters import (
+    StoredParameter,
+    copied_parameters,
+    stored_parameters,
+)
 from megatron.conversion.model_space.model import model_tensors
 from megatron.conversion.model_space.pieces import unpack_rows
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, Shape
+from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 HEAD = "lm_head.weight"
+_BLOCK = 32 << 20  # bytes that are compared at once
 
 
 class StoredWeights:
@@ -50,6 +56,12 @@ class StoredWeights:
             if self._is_stored(part):
                 self._check_shapes(part)
                 self._parts[part.key].append(part)
+        self._copies: list[StoredParameter] = []
+        for part in copied_parameters(self.shapes, family.layers, config):
+            if all(map(self._contains, part.names)):
+                self._check_shapes(part)
+                self._check_copy(part)
+                self._copies.append(part)
         self.default_dtype = self.dtype_of(WORD_EMBEDDINGS)
         if not config.untie_embeddings_and_output_weights:
             self._check_tied_head()
@@ -71,7 +83,7 @@ class StoredWeights:
     def find_unused(self) -> list[str]:
         """Return the names of stored tensors that are not part of the model."""
         used: set[str] = set()
-        for parts in self._parts.values():
+        for parts in [*self._parts.values(), self._copies]:
             for part in parts:
                 used.update(map(self._name, part.names))
         return sorted(set(self._files) - used)
@@ -158,6 +170,20 @@ class StoredWeights:
                     f"{self._directory}: {self._name(name)} has shape {list(found.shape)}, but "
                     f"config.json makes it {list(expected)}: config.json and weights are of "
                     "different models"
+                )
+
+    def _check_copy(self, copy: StoredParameter) -> None:
+        """Refuse a copy of the embedding or the output matrix that differs: it would be lost."""
+        (original,) = self._parts[copy.key]
+        (name,) = copy.names
+        stored = self._stored(name)
+        for offset, shape in cut_rows(copy.shape, stored.dtype.itemsize, _BLOCK):
+            rows = self._read_part(original, offset, shape)
+            if not torch.equal(stored.read(offset, shape), rows):
+                raise ValueError(
+                    f"{self._directory}: {self._name(name)} differs from "
+                    f"{self._name(original.names[0])}, which layers for multi-token prediction "
+                    "share with the model: give --mtp-num-layers 0 to leave these layers out"
                 )
 
     def _check_tied_head(self) -> None:

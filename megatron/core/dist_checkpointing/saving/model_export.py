@@ -57,7 +57,7 @@ class TensorPlace(NamedTuple):
 
 
 class ExportedTensor(NamedTuple):
-    """The places of a global tensor, which together contain every element once."""
+    """The places of a global tensor, which together contain every element, of copies repeatedly."""
 
     dtype: torch.dtype
     places: tuple[TensorPlace, ...]
