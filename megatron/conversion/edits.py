@@ -46,6 +46,8 @@ _DEFAULT_SEED = 1234  # of training
 def apply_edits(source: Source, options: WriteOptions) -> Source:
     """Return `source` with the edits in `options`: first layers, then vocabulary, then experts."""
     edits = options.edits
+    if not source.args.get("mtp_num_layers"):
+        source = leave_out_prediction_layers(source, options)
     if edits.layers is not None:
         if any(map(is_foreign, source.tensors)):
             raise ValueError(
@@ -72,6 +74,24 @@ def _get_seed(source: Source) -> int:
 
 
 # ---- Layers ----
+
+
+def leave_out_prediction_layers(source: Source, options: WriteOptions) -> Source:
+    """Return `source` without layers for multi-token prediction, which its arguments do not have.
+
+    The command line takes precedence over the stored arguments: --mtp-num-layers 0.
+    """
+    kept = {}
+    for key, info in source.tensors.items():
+        parameter, _ = split_key(key)
+        if not parameter.startswith("mtp."):
+            kept[key] = info
+    if len(kept) == len(source.tensors):
+        return source
+    options.note("layers for multi-token prediction: left out, as --mtp-num-layers requests")
+    view = SourceView(source)
+    view.tensors = kept
+    return view
 
 
 class SelectedLayers(SourceView):

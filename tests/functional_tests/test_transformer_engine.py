@@ -52,6 +52,7 @@ WAYS = {  # processes, model, flags
                                            "a2a"),
     "cp2_a2a_documents": (2, "llama", f"{LAYOUTS['cp2'][1]} --cp-comm-type a2a "
                                       "--reset-attention-mask"),
+    "prediction_tp2_sp": (2, "llama", "--mtp-num-layers 1 " + LAYOUTS["tp2_sp"][1]),
     "experts": (1, "llama", EXPERTS),
     "experts_tp2_ep2": (2, "llama", f"{EXPERTS} {LAYOUTS['tp2_sp'][1]} "
                                     "--expert-model-parallel-size 2 "

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from tests import ROOT
 from tests.support.compare import assert_same, read_all
 from tests.support.memory_source import LLAMA_ARGS, random_source
+from tests.unit_tests.conversion.convert_tool import run_convert
 from tests.unit_tests.core.transformer.test_multi_token_prediction import CONFIG
 
 KEYS = ROOT / "tests/golden/megatron_mtp/keys.txt"
@@ -98,3 +99,14 @@ def test_other_forms_are_refused(tmp_path):
     write_torch_dist(source, tmp_path / "sharded")
     with pytest.raises(ValueError, match="mtp_use_repeated_layer"):
         open_checkpoint(tmp_path / "sharded")
+
+
+def test_layers_can_be_left_out(tmp_path):
+    write_torch_dist(random_source(ARGS), tmp_path / "run")
+    words = ("--load-dir", tmp_path / "run", "--save-dir", tmp_path / "hf", "--saver", "hf")
+    refused = run_convert(*words)
+    assert refused.returncode == 1 and "no mtp_num_layers = 2" in refused.stdout + refused.stderr
+    written = run_convert(*words, "--mtp-num-layers", "0", "--save-optim-sidecar")
+    assert written.returncode == 0 and "multi-token prediction: left out" in written.stdout
+    tensors = open_checkpoint(tmp_path / "hf").tensors
+    assert len(tensors) > 100 and not any("mtp." in key for key in tensors)
