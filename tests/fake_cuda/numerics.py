@@ -44,6 +44,9 @@ def enable() -> None:
     """
     # The real cuDNN decides at run time what it supports; its stub cannot.
     torch.backends.cuda.enable_cudnn_sdp(False)
+    # oneDNN rounds fp32 operands to bf16 where torch.set_float32_matmul_precision allows it for CUDA,
+    # and the host may have changed that setting by the time a task runs.
+    torch.backends.mkldnn.set_flags(_enabled=False)
     if os.environ.get("FAKE_CUDA_NUMERICS") != "0":
         # Streams compute in Python: without them, the host would rarely pass on the interpreter.
         sys.setswitchinterval(0.0005)
@@ -115,6 +118,9 @@ class _HostOperators(TorchDispatchMode):
 # Tasks of streams
 # -------------------------------------------------------------------------------------------------
 
+# Kernels with larger arguments do nothing.
+_MAX_ELEMENTS = int(os.environ.get("FAKE_CUDA_MAX_ELEMENTS", sys.maxsize))
+
 _tasks: dict[int, Callable[[], None]] = {}
 _task_numbers = itertools.count(1)
 _errors: list[Exception] = []
@@ -148,6 +154,8 @@ def _push_task(task: Callable[[], None]) -> None:
 def _launch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator of torch's CUDA build, and compute its values in stream order."""
     flat, spec = tree_flatten((args, kwargs))
+    if any(_is_cuda(value) and value.numel() > _MAX_ELEMENTS for value in flat):
+        return func(*args, **kwargs)
     compute = _find_kernel(func)
     if compute is func and torch.Tag.nondeterministic_seeded in func.tags:
         compute = _make_random_kernel(func, flat)  # before the operator advances the generator

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from megatron.core.module import MegatronModule
+from megatron.core.transformer.moe.router import Routing, find_routers
+from megatron.training.run import Batch, ForwardStep
 from tests.fake_cuda.forks import run_ranks
-from tests.support.training_harness import train
+from tests.support.training_harness import forward_step, train
 
 
 def hash_tensor(tensor: torch.Tensor) -> str:
@@ -33,18 +37,43 @@ def hash_files(directory: str) -> dict[tuple[str, str, str], str]:
     return hashes
 
 
-def train_and_hash(rank: int, world_size: int, flags: str) -> dict[str, Any]:
+def train_and_hash(
+    rank: int, world_size: int, flags: str, step: ForwardStep = forward_step
+) -> dict[str, Any]:
     """Train, and return the losses, norms and hashes of the final weights and optimizer.
 
     Norms are texts, because the one of an overflow does not equal itself.
     """
-    outcome = train(rank, world_size, flags)
+    outcome = train(rank, world_size, flags, forward_step=step)
     return {
         "losses": outcome.measured.losses,
         "grad_norms": repr(outcome.measured.grad_norms),
         "skipped": outcome.measured.skipped,
         "tensors": {(key, offset): hash_tensor(values) for key, _, offset, values in outcome.boxes},
     }
+
+
+def train_with_idle_experts(rank: int, world_size: int, flags: str) -> dict[str, Any]:
+    """Train with biases of the routers that let no token choose the second half of the experts.
+
+    The result also contains the largest number of a chosen expert.
+    """
+    largest: list[torch.Tensor] = []  # on the device
+
+    def add_largest(router: nn.Module, inputs: Any, routing: Routing) -> None:
+        largest.append(routing.experts.amax())
+
+    def step(chunk: MegatronModule, batch: Batch, activation: torch.Tensor | None) -> Any:
+        for router in find_routers([chunk]):
+            if not largest:
+                router.register_forward_hook(add_largest)
+            assert router.expert_bias is not None
+            half = router.num_experts // 2
+            router.expert_bias.data[half:] = -10.0  # scores are between 0 and 1
+        return forward_step(chunk, batch, activation)
+
+    result = train_and_hash(rank, world_size, flags, step)
+    return {**result, "largest_expert": int(torch.stack(largest).max())}
 
 
 def train_on_node(
