@@ -385,14 +385,17 @@ def _make_forward_step(
         # The scale keeps small fp16 gradients from underflow; the optimizer divides by it.
         if per_token:
             # The gradients are divided by the number of tokens of the global batch at the end.
-            return _add_mtp_losses(sums, run.config.model) * loss_scale
-        return _add_mtp_losses(mean, run.config.model) * (loss_scale / num_microbatches)
+            return compute_objective(sums, run.config.model) * loss_scale
+        return compute_objective(mean, run.config.model) * (loss_scale / num_microbatches)
 
     return forward_step
 
 
-def _add_mtp_losses(losses: Tensor, config: TransformerConfig) -> Tensor:
-    """Return the objective: the first loss, and the scaled mean of those of further tokens."""
+def compute_objective(losses: Tensor, config: TransformerConfig) -> Tensor:
+    """Return the loss of the next token plus the scaled mean of those of further tokens.
+
+    `losses` are `[1 + depths]`, as in `Loss.stack`.
+    """
     if config.num_mtp_layers == 0:
         return losses[0]
     return losses[0] + config.mtp_loss_scaling_factor * losses[1:].mean()

@@ -643,6 +643,9 @@ def name_model_part(key: str) -> str:
     layer = re.match(r"decoder\.layers\.(\d+)\.", name)
     if layer is not None:
         return f"layer {layer[1]}"
+    depth = re.match(r"mtp\.layers\.(\d+)\.", name)
+    if depth is not None:
+        return f"prediction layer {depth[1]}"
     parts = {
         "embedding": "embedding",
         "output_layer": "output layer",

@@ -109,7 +109,7 @@ class ContextParallel:
         if self.axis.size == 1:
             return whole
         positions = compute_local_positions(whole.shape[1], self.axis.rank, self.axis.size)
-        return whole.index_select(1, positions.to(whole.device))
+        return whole.index_select(1, positions.to(whole.device, non_blocking=True))
 
     def to_heads(self, x: Tensor) -> Tensor:
         """Exchange positions for heads with a2a, otherwise return `x`.

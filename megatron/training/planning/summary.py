@@ -180,8 +180,11 @@ def format_count(count: float) -> str:
 
 def _describe_model(config: Config) -> str:
     model = config.model
+    layers = f"{model.num_layers} layers"
+    if model.num_mtp_layers:
+        layers += f" + {model.num_mtp_layers} for multi-token prediction"
     parts = [
-        f"{model.num_layers} layers",
+        layers,
         f"hidden size {model.hidden_size}",
         f"FFN {model.ffn_size} ({model.activation})",
     ]

@@ -133,6 +133,7 @@ class Interval:
             "consumed_samples": last.consumed_train_samples,
             "batch_size": last.batch_size,
             "lm_loss": self.mean_loss,
+            **{f"mtp_{depth}_loss": loss for depth, loss in enumerate(self.mean_mtp_losses, 1)},
             "grad_norm": last.grad_norm,
             "learning_rate": last.learning_rate,
             "loss_scale": last.loss_scale,

@@ -93,6 +93,13 @@ def test_selected_layers_end_with_the_last_one():
         SelectedLayers(source, (0, 1))
 
 
+def test_implausible_number_of_layers_is_refused(tmp_path):
+    source = random_source(ARGS | {"mtp_num_layers": 1})
+    source = dataclasses.replace(source, args=ARGS | {"mtp_num_layers": 10**6})
+    with pytest.raises(ValueError, match="at most 100 .*MEGATRON_MAX_MTP_LAYERS raises the limit"):
+        write_torch_dist(source, tmp_path / "sharded")
+
+
 def test_other_forms_are_refused(tmp_path):
     source = random_source(ARGS)
     source = dataclasses.replace(source, args=ARGS | {"mtp_use_repeated_layer": True})

@@ -9,7 +9,7 @@ import torch
 from megatron.conversion.model_space.model import find_norm_key
 from megatron.core.models import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.run import Loss, _add_mtp_losses
+from megatron.training.run import Loss, compute_objective
 from pretrain_gpt import loss_func
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "megatron_mtp" / "llama.npz"
@@ -77,7 +77,7 @@ def test_losses_and_gradients_are_those_of_megatron_core(kind, changes):
     output, loss = compute_loss(model)
     sums, num_tokens = loss.stack()
     means = sums / num_tokens
-    _add_mtp_losses(means if kind == "mean" else sums, model.config).backward()
+    compute_objective(means if kind == "mean" else sums, model.config).backward()
 
     expected = read_golden(f"{kind}/")
     torch.testing.assert_close(output.next_token, expected["losses"], atol=1e-6, rtol=1e-6)
@@ -102,7 +102,7 @@ def test_factor_zero_does_not_change_the_gradients_of_the_model():
     loss_func(plain(tokens, positions, labels=labels), mask).total.backward()
     model = build(mtp_loss_scaling_factor=0.0)
     _, loss = compute_loss(model)
-    _add_mtp_losses(loss.stack()[0], model.config).backward()
+    compute_objective(loss.stack()[0], model.config).backward()
     params = dict(model.named_parameters())
     for key, param in plain.named_parameters():
         assert torch.equal(param.grad, params[key].grad), key

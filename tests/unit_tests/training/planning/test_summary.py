@@ -33,6 +33,11 @@ def test_one_stage():
     assert topics["checkpoint"].endswith("not saved: no --save")
 
 
+def test_layers_for_multi_token_prediction():
+    model = summary("--position-embedding-type rope --mtp-num-layers 2", 1)["model"]
+    assert model.startswith("6 layers + 2 for multi-token prediction, hidden size 64")
+
+
 def test_stages_list_ranks_and_layers():
     layout = (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 3 "

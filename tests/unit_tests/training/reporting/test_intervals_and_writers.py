@@ -12,8 +12,12 @@ from megatron.core.optimizer import StepResult
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 from megatron.training.config.options import LoggingConfig
-from megatron.training.reporting.intervals import Iteration, OnDevice, TrainingLog
-from megatron.training.reporting.writers import format_log_line, make_writers
+from megatron.training.reporting.intervals import Interval, Iteration, OnDevice, TrainingLog
+from megatron.training.reporting.writers import (
+    format_log_line,
+    make_iteration_scalars,
+    make_writers,
+)
 
 CPU = torch.device("cpu")
 
@@ -124,6 +128,17 @@ def test_fields_of_a_json_line(pool):
         and fields["nan"] == 1
     )
     assert interval.estimate_remaining_seconds(100) == 270.0 and math.isnan(fields["lm_loss"])
+
+
+def test_losses_of_further_tokens_are_logged():
+    iterations = []
+    for number, losses in ((1, [4.0, 5.0]), (2, [3.0, 4.0])):
+        iterations.append(Iteration(number, 8, 8, 1e-3, 1.0, lm_loss=2.0, mtp_losses=losses))
+    interval = Interval(iterations, seconds=1.0, tokens=1, flops=1.0, world_size=1)
+    line = format_log_line(interval, 100)
+    assert "| lm loss: 2.000000E+00 | mtp_1 loss: 3.500000E+00 | mtp_2 loss: 4.500000E+00 |" in line
+    assert interval.as_fields()["mtp_2_loss"] == 4.5
+    assert make_iteration_scalars(iterations[1])["mtp_1 loss"] == 3.0
 
 
 def test_tensorboard(pool, tmp_path):
