@@ -166,6 +166,14 @@ def check_transformer_engine(python: Path, work: Path) -> None:
         run(OURS, HERE / "transformer_engine_check.py", folder, quiet=True)
 
 
+def check_mergekit(python: Path, work: Path) -> None:
+    run(OURS, "-m", "tests.interop.mergekit_check", python, work)
+
+
+def check_peft_trl(python: Path, work: Path) -> None:
+    run(OURS, "-m", "tests.interop.peft_trl_check", python, work)
+
+
 def check_azurite(python: Path, work: Path) -> None:
     """Check Microsoft's emulator of Azure Blob Storage, from npm."""
     folder = ENVIRONMENTS / "azurite-server"
@@ -391,6 +399,10 @@ PEERS = {
         check_megatron_lm,
         (3, 12),
         "Megatron-LM@core_v0.19.0",
+    ),
+    "mergekit": Peer(("torch==2.13.0", "mergekit==0.1.5"), check_mergekit),
+    "peft-trl": Peer(
+        ("torch==2.13.0", "transformers==5.23.0", "peft==0.21.2", "trl==1.16.0"), check_peft_trl
     ),
     "transformer-engine": Peer((), check_transformer_engine),
     "azurite": Peer((), check_azurite, program="npm"),
