@@ -76,7 +76,7 @@ def verify(
     # Structure, and the hashes of Megatron-LM
     metadata = _check_structure(path, report)
     if (path / INTEGRITY).exists():
-        _check_integrity(path, report, progress)
+        _check_integrity(path, report, progress, metadata)
 
     # Our checksums, if there are any
     try:
@@ -219,8 +219,13 @@ def _list_files(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.is_file())
 
 
-def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int], None]) -> None:
-    """Check the hashes that Megatron-LM wrote."""
+def _check_integrity(
+    path: Path,
+    report: VerifyReport,
+    progress: Callable[[int], None],
+    metadata: CheckpointMetadata | None,
+) -> None:
+    """Check the hashes that Megatron-LM wrote, and that every file with tensors has one."""
     try:
         manifest = _INTEGRITY(schema.read_json(path / INTEGRITY), str(path / INTEGRITY))
         names = [schema.file_name(name, str(path / INTEGRITY)) for name in manifest["files"]]
@@ -232,6 +237,9 @@ def _check_integrity(path: Path, report: VerifyReport, progress: Callable[[int],
             f"{path / INTEGRITY}: unknown algorithm {manifest['algorithm']!r}, only sha256 is known"
         )
         return
+    if metadata is not None:
+        for name in sorted(metadata.file_sizes().keys() - set(names)):
+            report.problems.append(f"{path / name}: {INTEGRITY} has no hash of it")
     for name in names:
         try:
             found = _collect_problems(report, partial(_sha256, path / name, progress))
@@ -255,7 +263,9 @@ def find_integrity_problems(directory: str | os.PathLike[str]) -> list[str]:
     missing.
     """
     report = VerifyReport()
-    _check_integrity(path_of(directory), report, lambda count: None)
+    path = path_of(directory)
+    metadata = _collect_problems(report, lambda: read_metadata(path))
+    _check_integrity(path, report, lambda count: None, metadata)
     return report.problems
 
 

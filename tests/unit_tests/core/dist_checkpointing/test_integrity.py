@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     seal_checksums,
 )
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier
+from megatron.core.dist_checkpointing.verification import find_integrity_problems
 
 
 def make_state(fill):
@@ -289,6 +290,13 @@ def test_the_hashes_of_megatron_lm_are_checked(pristine, tmp_path):
     assert verify(directory).problems == [
         f"{shard}: damaged: its content does not match the hash in integrity.json"
     ]
+    manifest = json.loads((directory / "integrity.json").read_text())
+    del manifest["files"][shard.name]
+    (directory / "integrity.json").write_text(json.dumps(manifest))
+    missing = [f"{shard}: integrity.json has no hash of it"]
+    assert verify(directory).problems == find_integrity_problems(directory) == missing
+    manifest["files"][shard.name] = ""
+    (directory / "integrity.json").write_text(json.dumps(manifest))
     shard.unlink()
     assert any(
         "integrity.json names it, but it cannot be read" in problem
