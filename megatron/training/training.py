@@ -328,10 +328,11 @@ def save_if_finite(
             nan_check.finish()
             check = _accept
         if locally:
+            common = start_common_state(run)
             run.saver.save_locally(
-                get_state_to_save(run),
+                get_state_to_save(run, common),
                 run.state.iteration,
-                start_common_state(run),
+                common,
                 since,
                 loss=get_validation_loss(run),
                 check=check,
@@ -359,11 +360,12 @@ def save_checkpoint(
     Training has been waiting since `since` (perf_counter), and ends if this is the `last` save.
     """
     rewrite = make_legacy_rewrite(run.config) if ckpt_format == "torch" else None
+    common = start_common_state(run)
     run.saver.save(
-        get_state_to_save(run),
+        get_state_to_save(run, common),
         path_of(root),
         run.state.iteration,
-        start_common_state(run),
+        common,
         rewrite,
         since,
         last,

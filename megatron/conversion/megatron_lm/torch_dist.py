@@ -98,6 +98,7 @@ from megatron.core.dist_checkpointing import (
     save,
 )
 from megatron.core.dist_checkpointing.files import COMMON as COMMON_FILE
+from megatron.core.dist_checkpointing.files import COMMON_STATE
 from megatron.core.dist_checkpointing.format.schema import (
     COUNT,
     SHAPE,
@@ -109,7 +110,6 @@ from megatron.core.dist_checkpointing.format.schema import (
 
 _TITAN_EMBEDDING = "tok_embeddings.weight"  # also of torchtune
 _HEAD_STATE = "output_layer._extra_state/shard_0_1"  # HybridModel requests it, GPTModel does not
-_COMMON_STATE = "common_state/shard_0_1"  # replaces common.pt in newer Megatron-LM
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _RENAMED_STATES = {"fp32_param": "param"}
 _BUCKET = re.compile(
@@ -145,8 +145,8 @@ _IGNORED_OBJECTS = (
 def read_common(reader: Reader, directory: Path, verify: bool = True) -> dict[str, Any]:
     """Return `common.pt`, or the object that replaces it in newer Megatron-LM."""
     common = load_common(directory, verify=verify)
-    if not common and _COMMON_STATE in reader.metadata.objects:
-        stored: dict[str, Any] = reader.read_object(_COMMON_STATE)
+    if not common and COMMON_STATE in reader.metadata.objects:
+        stored: dict[str, Any] = reader.read_object(COMMON_STATE)
         return stored
     return common
 
@@ -579,7 +579,9 @@ def write_torch_dist(
     if source.training is not None:
         for key, read_state in source.training.rng.items():
             state[key] = ShardedObject(key, read_state())
-    save(state, directory, common=_build_common(source), workers=files, progress=progress)
+    common = _build_common(source)
+    state[COMMON_STATE] = ShardedObject(COMMON_STATE, common)
+    save(state, directory, common=common, workers=files, progress=progress)
     return []
 
 

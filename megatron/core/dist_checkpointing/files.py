@@ -27,6 +27,7 @@ CLAIM = ".claim"  # names the writer of a checkpoint in object storage
 METADATA = ".metadata"
 METADATA_JSON = "metadata.json"
 COMMON = "common.pt"
+COMMON_STATE = "common_state/shard_0_1"  # object with the content of common.pt, for Megatron-LM
 BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

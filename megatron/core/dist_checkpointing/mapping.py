@@ -341,6 +341,12 @@ class ShardedObject:
     in_list: bool = True
     # Whether nothing changes the value, so that a save may encode it in the background.
     is_constant: bool = False
+    # Whether `value` is a function that returns the value, which is called in the background.
+    is_deferred: bool = False
+
+    def read_value(self) -> Any:
+        """Return the value, which may wait for the device."""
+        return self.value() if self.is_deferred else self.value
 
 
 ShardedStateDict = dict[str, ShardedTensor | ShardedObject]

@@ -7,6 +7,7 @@ Everything else is in `common`: arguments, iteration, schedules.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.conversion.megatron_lm.args import build_common_state as megatron_
 from megatron.conversion.megatron_lm.extra_states import build_extra_states
 from megatron.conversion.megatron_lm.generators import rng_key as megatron_rng_key
 from megatron.conversion.model_space.source import COMMON
+from megatron.core.dist_checkpointing.files import COMMON_STATE
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor
 from megatron.core.dist_checkpointing.saving.retention import VALIDATION_LOSS
 from megatron.core.tensor_parallel import compute_padded_vocab_size
@@ -22,9 +24,15 @@ from megatron.training.checkpoint.fp8_state import get_fp8_state
 from megatron.training.checkpoint.rng_state import get_rng_state, megatron_rng_state, rng_key
 from megatron.training.run import KnownState, Run
 
+CommonState = Callable[[], dict[str, Any]]
 
-def get_state_to_save(run: Run) -> ShardedStateDict:
-    """Return the tensors and objects that this rank contributes to a checkpoint."""
+
+def get_state_to_save(run: Run, common: CommonState = dict) -> ShardedStateDict:
+    """Return the tensors and objects that this rank contributes to a checkpoint.
+
+    `common` returns the common state, in the background. Releases of Megatron-LM from 0.19 on store
+    it as an object instead of `common.pt`, so it is one of the objects, too.
+    """
     for chunk in run.chunks:
         chunk.finish_param_sync()
     known = run.known_state
@@ -37,6 +45,7 @@ def get_state_to_save(run: Run) -> ShardedStateDict:
     state |= get_fp8_state(run.chunks, run.ps.ep, known.model)
     if not run.config.checkpoint.no_save_rng:
         state |= _get_generators(run)
+    state[COMMON_STATE] = ShardedObject(COMMON_STATE, common, is_constant=True, is_deferred=True)
     return state
 
 
@@ -100,7 +109,7 @@ def get_common_state(run: Run) -> dict[str, Any]:
     return start_common_state(run)()
 
 
-def start_common_state(run: Run) -> Callable[[], dict[str, Any]]:
+def start_common_state(run: Run) -> CommonState:
     """Begin to collect the common state of this moment.
 
     Returns a function that waits for the device and returns the state, in any thread.
@@ -131,6 +140,7 @@ def start_common_state(run: Run) -> Callable[[], dict[str, Any]]:
     loss = get_validation_loss(run)
 
     # The optimizer's step count may still be on its way from the device.
+    @functools.cache
     def finish() -> dict[str, Any]:
         if finish_optimizer is not None:
             common["optimizer"] = split_by_expert_optimizer(finish_optimizer(), flags)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from megatron.core.dist_checkpointing.files import COMMON_STATE
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.dist_checkpointing.mapping import (
@@ -411,7 +412,8 @@ def _merge_comparisons(
     requested = np.unpackbits(bits_of_any_rank, count=len(stored))
     missing = []
     for key, is_requested in zip(stored, requested, strict=True):
-        if not is_requested and not skip(key):
+        # The common state is read with `load_common`, outside of the plan of a load.
+        if not is_requested and key != COMMON_STATE and not skip(key):
             missing.append(key)
     return LoadReport(unexpected=sorted(unexpected), missing=missing)
 

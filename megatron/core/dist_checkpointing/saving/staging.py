@@ -186,7 +186,7 @@ def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> Ob
         if identity in stored:
             locations[entry.key] = stored[identity]
             continue
-        archive = encode_object(entry.value, entry.in_list)
+        archive = encode_object(entry.read_value(), entry.in_list)
         padded = pad_archive(archive, -(-len(archive) // _GRANULE) * _GRANULE)
         locations[entry.key] = stored[identity] = Location(name, len(content), len(padded))
         content += padded
