@@ -207,7 +207,10 @@ def build_run(
         batches=config.batch_schedule(ps.dp.size),
         forward_step=forward_step,
         rng=rng,
-        saver=make_saver(config.checkpoint, saves),
+        # Rank 0 writes the tokenizer into checkpoints.
+        saver=make_saver(
+            config.checkpoint, saves, vars(config.tokenizer) if ps.rank == 0 else None
+        ),
         saves=saves,
         timers=Timers(config.logging.timing_log_level, config.logging.timing_log_option, device),
         vocab_size=vocab_size,

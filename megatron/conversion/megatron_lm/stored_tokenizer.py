@@ -20,6 +20,39 @@ _FILES: dict[str, dict[str, str]] = {
 }
 
 
+# Files of a Hugging Face tokenizer.
+_HUGGING_FACE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def read_tokenizer_files(args: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the content of the tokenizer's files by their path in a checkpoint, as Megatron-LM
+    stores them; empty for a tokenizer without files here.
+    """
+    paths: dict[str, Path] = {}
+    for argument, name in _FILES.get(str(args.get("tokenizer_type")), {}).items():
+        if not args.get(argument):
+            continue
+        given = Path(args[argument])
+        if name:
+            paths[name] = given
+        else:
+            paths |= {each: given / each for each in _HUGGING_FACE}
+    contents = {}
+    for name, path in paths.items():
+        if path.is_file():
+            contents[f"{DIRECTORY}/{name}"] = path.read_bytes()
+    return contents
+
+
 def find_stored_tokenizer(args: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Return the arguments that name the tokenizer in the iteration `directory`; empty without one.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron.conversion.formats import FORMATS
+from megatron.conversion.megatron_lm.stored_tokenizer import read_tokenizer_files
 from megatron.core.dist_checkpointing import SaveReport, is_complete, iteration_in_name
 from megatron.core.dist_checkpointing.saving.retention import RetentionRules
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions
@@ -49,8 +52,18 @@ class SaveLog:
         return metrics
 
 
-def make_saver(config: CheckpointConfig, log: SaveLog | None = None) -> RunSaver:
-    """Return the saver that `config` describes; it reports committed saves to `log`."""
+def make_saver(
+    config: CheckpointConfig,
+    log: SaveLog | None = None,
+    tokenizer: Mapping[str, Any] | None = None,
+) -> RunSaver:
+    """Return the saver that `config` describes; it reports committed saves to `log`.
+
+    Checkpoints contain the files of the `tokenizer`, whose arguments are given.
+    """
+    files: Mapping[str, bytes] = {}
+    if tokenizer is not None and config.save_tokenizer_assets:
+        files = read_tokenizer_files(tokenizer)
     staging_mem_limit = None
     if config.ckpt_staging_mem_limit is not None:
         staging_mem_limit = int(config.ckpt_staging_mem_limit * 2**30)
@@ -70,6 +83,7 @@ def make_saver(config: CheckpointConfig, log: SaveLog | None = None) -> RunSaver
         must_succeed=config.exit_on_save_failure or config.ckpt_convert_save is not None,
         retention=retention,
         is_checkpoint=is_native_checkpoint,
+        files=files,
     )
     return RunSaver(options, (log or SaveLog()).add)
 

@@ -247,6 +247,12 @@ class CheckpointConfig(FlagSection):
     """
     save_hf_keep_last: int | None = flag(None, positive=True)
     """Keep the last N models of --save-hf-interval and delete older ones. Default: all."""
+    save_tokenizer_assets: bool = flag(
+        True, "--no-save-tokenizer-assets", "--disable-save-tokenizer-assets"
+    )
+    """Copy the tokenizer's files to tokenizer/ in every checkpoint on a file system, as Megatron-LM
+    does. --no-save-tokenizer-assets leaves them out.
+    """
     no_save_optim: bool = flag(False)
     """Do not save the state of the optimizer."""
     no_save_rng: bool = flag(False)

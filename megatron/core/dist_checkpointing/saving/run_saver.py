@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.saving.saver import (
     Common,
     staging_for_waiting,
 )
+from megatron.core.object_storage import ObjectPath
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class SaveOptions:
     `staging_mem_limit` limits the host buffers of a rank, in bytes. A save fails if the process of
     any rank is dead or suspended for `timeout` seconds. `assume_constant_structure` plans only the
     first save. With `must_succeed` a failed save is an error instead of a warning. `retention`
-    applies to the checkpoints that `is_checkpoint` recognizes.
+    applies to the checkpoints that `is_checkpoint` recognizes. `files` are small files that every
+    checkpoint on a file system contains, by their path in it.
     """
 
     async_save: bool = False
@@ -59,6 +61,7 @@ class SaveOptions:
     must_succeed: bool = False
     retention: RetentionRules = field(default_factory=RetentionRules)
     is_checkpoint: Callable[[Path], bool] = is_complete
+    files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 SavedCallback = Callable[[SaveReport, bool], None]
@@ -207,6 +210,8 @@ class RunSaver:
         # Save to the nodes and copy from there, or save directly.
         directory = CheckpointDirectory(root).path(iteration)
         extra_files = {} if generation is None else {LINEAGE: lineage.encode(self._parent)}
+        if rewrite is None and not isinstance(root, ObjectPath):
+            extra_files |= self._options.files
         in_background = self._options.async_save and not last
         self._copied_report = None
         use_tier = self._tier is not None and in_background and rewrite is None

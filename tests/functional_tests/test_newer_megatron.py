@@ -1,6 +1,9 @@
-"""The common state is stored as an object, too, which replaces common.pt in newer Megatron-LM."""
+"""Parts of a checkpoint that newer Megatron-LM reads: the common state as an object, which replaces
+common.pt, and the tokenizer.
+"""
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +53,26 @@ def test_converted_checkpoints_contain_the_common_state(tmp_path):
     found = open_checkpoint(directory)
     assert found.args == expected.args and found.training == expected.training
     assert compare(expected, found) == len(expected.tensors)
+
+
+def test_trained_checkpoints_contain_the_tokenizer(pool, tmp_path):
+    words = {"type": "WordLevel", "vocab": {str(n): n for n in range(60)}, "unk_token": "0"}
+    content = {"version": "1.0", "added_tokens": [], "model": words}
+    vocabulary = tmp_path / "words"
+    vocabulary.mkdir()
+    (vocabulary / "tokenizer.json").write_text(json.dumps(content))
+    (vocabulary / "tokenizer_config.json").write_text(json.dumps({"eos_token": "1"}))
+    (vocabulary / "notes.txt").write_text("not a part of the tokenizer")
+    model = COMMON.replace("--tokenizer-type NullTokenizer --vocab-size 60", "")
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {vocabulary}"
+    flags = f"{model} {LLAMA} {tokenizer} --mock-data --train-iters 3 --save {tmp_path / 'run'}"
+    pool.run(train, 1, flags)
+    stored = tmp_path / "run" / "iter_0000003" / "tokenizer"
+    names = ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in stored.iterdir()) == names
+    for name in names:
+        assert (stored / name).read_bytes() == (vocabulary / name).read_bytes()
+    assert open_checkpoint(stored.parent).args["tokenizer_model"] == str(stored)
+
+    pool.run(train, 1, f"{flags}-without --no-save-tokenizer-assets")
+    assert not (tmp_path / "run-without" / "iter_0000003" / "tokenizer").exists()
