@@ -6,9 +6,9 @@ stage.
         bash examples/one_node_8_gpus.sh
 
 --search prints the fastest layouts that fit, as flags; so does a run that does not fit with any
-single change. --json prints the plan in bytes, for programs; --plot PNG draws the schedule and the
-memory. The vocabulary size is --vocab-size, or that of the tokenizer, whose files are needed only
-then. The exit status is 1 if the run does not fit.
+single change. --goodput simulates a month with failures. --json prints the plan in bytes, for
+programs; --plot PNG draws the schedule and the memory. The vocabulary size is --vocab-size, or that
+of the tokenizer, whose files are needed only then. The exit status is 1 if the run does not fit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from megatron.core.terminal import format_error
 
 MTBF_HELP = (
     "propose save intervals for a failure every H hours, and one that loses a node with its "
-    "replicas every H2 hours (default: 10 H), from the costs in --measured"
+    "replicas every H2 hours (default: 10 H), from the costs in --measured. With --goodput: these "
+    "failures; H defaults to that of Llama 3 on as many GPUs"
 )
 
 
@@ -55,6 +56,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="draw the pipeline schedule and the memory of stages",
     )
     add_search_options(parser)
+    add_goodput_options(parser)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead; sizes in bytes"
     )
@@ -64,11 +66,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.search is not None and (options.device_memory_gb is None or options.search < 1):
         raise ValueError("--search takes a positive number, and requires --device-memory-gb")
     hours = options.mtbf_hours
-    if hours is not None and (options.measured is None or min(hours) <= 0 or len(hours) > 2):
+    if hours is not None and (min(hours) <= 0 or len(hours) > 2):
+        raise ValueError(f"--mtbf-hours {hours}: give one or two positive numbers")
+    if hours is not None and options.measured is None and not options.goodput:
         raise ValueError(
-            "--mtbf-hours takes one or two positive numbers, and requires --measured, the "
-            "--save directory of a run"
+            "--mtbf-hours requires --measured, the --save directory of a run, or --goodput"
         )
+    if options.goodput and (options.step_seconds is None or options.step_seconds <= 0):
+        raise ValueError("--goodput requires --step-seconds, the time of an iteration")
     return options, flags
 
 
@@ -95,6 +100,28 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices-per-node", type=int, default=8, help="for --search: GPUs of a node (default: 8)"
     )
+
+
+def add_goodput_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--goodput",
+        action="store_true",
+        help="simulate 30 days with failures, and print the share of time that becomes progress "
+        "and the save intervals with the largest share",
+    )
+    parser.add_argument(
+        "--step-seconds", type=float, metavar="S", help="for --goodput: time of an iteration"
+    )
+    costs: dict[str, tuple[float, str]] = {
+        "--storage-gbps": (50, "GB/s of the storage of --save, of all ranks together"),
+        "--local-gbps": (1, "GB/s of a rank to the node's disk and its replicas"),
+        "--blocking-seconds": (0.05, "time for which an asynchronous save blocks training"),
+        "--restart-seconds": (180, "time from a failure until loading begins"),
+    }
+    for name, (default, text) in costs.items():
+        parser.add_argument(
+            name, type=float, default=default, help=f"for --goodput: {text} (default: {default})"
+        )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,13 +18,22 @@ from megatron.training.planning.alternatives import (
     parse_planned_flags,
     plan_flags,
 )
+from megatron.training.planning.goodput import (
+    DEVICE_HOURS_PER_FAILURE,
+    SpentTime,
+    Tier,
+    choose_intervals,
+    draw_failures,
+    simulate_run,
+)
 from megatron.training.planning.layout_search import Hardware, Layout, LayoutSearch
 from megatron.training.planning.pictures import draw_plan
 from megatron.training.planning.run_plan import RunPlan, StagePlan
-from megatron.training.planning.save_intervals import propose_save_intervals
+from megatron.training.planning.save_intervals import LOST_NODES_FACTOR, propose_save_intervals
 from megatron.training.planning.summary import format_plan
 from megatron.training.reporting.run_record import read_record
 
+MONTH = 30 * 24 * 3600.0  # seconds
 NUM_LAYOUTS = 5  # that a run is shown whose single changes do not fit
 
 
@@ -117,6 +126,71 @@ def format_layouts(options: argparse.Namespace, layouts: Sequence[Layout]) -> li
     return lines
 
 
+def list_tiers(options: argparse.Namespace, config: Config, plan: RunPlan) -> list[Tier]:
+    """Return the tiers of a run, the persistent one first, with their estimated costs."""
+    checkpoint = config.checkpoint
+    seconds = plan.checkpoint_bytes / (1e9 * options.storage_gbps)
+    tiers = [
+        Tier(
+            "--save-interval",
+            interval=checkpoint.save_interval or 1,
+            blocking=options.blocking_seconds,
+            total=seconds,
+            loading=seconds,
+        )
+    ]
+    if checkpoint.non_persistent_ckpt_type == "local":
+        largest = max(stage.checkpoint_bytes for stage in plan.stages)
+        local_seconds = largest / (1e9 * options.local_gbps)
+        copies = checkpoint.replication_factor if checkpoint.replication else 1
+        tiers.append(
+            Tier(
+                "--non-persistent-save-interval",
+                interval=checkpoint.non_persistent_save_interval or 1,
+                blocking=options.blocking_seconds,
+                total=copies * local_seconds,
+                loading=local_seconds,
+            )
+        )
+    return tiers
+
+
+def simulate_month(options: argparse.Namespace, config: Config, plan: RunPlan) -> list[str]:
+    """Return the lines of --goodput."""
+    # Draw the failures once: all intervals are compared with the same ones.
+    hours = options.mtbf_hours or [DEVICE_HOURS_PER_FAILURE / options.world_size]
+    lost_node_hours = LOST_NODES_FACTOR * hours[0]
+    if len(hours) > 1:
+        lost_node_hours = hours[1]
+    failures = list(draw_failures(MONTH, 3600 * hours[0], 3600 * lost_node_hours))
+    num_lost = sum(failure.loses_node for failure in failures)
+    lines = [
+        f"30 days on {options.world_size} GPUs, a failure every {hours[0]:.3g} h: {len(failures)} "
+        f"failures, {num_lost} of them with the loss of a node and its replicas"
+    ]
+
+    # Compare the intervals of the flags with the best ones.
+    tiers = list_tiers(options, config, plan)
+    step = options.step_seconds
+    restart = options.restart_seconds
+    if config.checkpoint.save_interval is not None:
+        given = simulate_run(tiers, step, restart, failures, MONTH)
+        lines.append(format_goodput("as given", given))
+    best = choose_intervals(tiers, step, restart, failures, MONTH)
+    spent = simulate_run(best, step, restart, failures, MONTH)
+    intervals = [f"{tier.flag} {tier.interval}" for tier in best]
+    lines.append(format_goodput(" ".join(intervals), spent))
+    return lines
+
+
+def format_goodput(label: str, spent: SpentTime) -> str:
+    """Return a line with the shares of a simulated run."""
+    total = spent.training + spent.repeated + spent.saving + spent.restarting
+    shares = {"repeated": spent.repeated, "saves": spent.saving, "restarts": spent.restarting}
+    parts = [f"{name} {100 * seconds / total:.2f} %" for name, seconds in shares.items()]
+    return f"  {label}: {100 * spent.goodput:.2f} % progress ({', '.join(parts)})"
+
+
 def run(options: argparse.Namespace, flags: Sequence[str], model_provider: ModelProvider) -> int:
     """Plan the run and print the plan; return the exit status."""
     # Plan the run.
@@ -128,8 +202,11 @@ def run(options: argparse.Namespace, flags: Sequence[str], model_provider: Model
         return 0 if fitting else 1
     config, plan = plan_flags(given, world_size, model_provider)
     intervals: list[str] = []
-    if options.mtbf_hours is not None:
+    if options.measured is not None and options.mtbf_hours is not None:
         intervals = propose_save_intervals(read_record(options.measured), options.mtbf_hours)
+    goodput: list[str] = []
+    if options.goodput:
+        goodput = simulate_month(options, config, plan)
 
     # Compare with the memory of a device.
     available = None
@@ -161,11 +238,15 @@ def run(options: argparse.Namespace, flags: Sequence[str], model_provider: Model
             values["layouts"] = [asdict(layout) for layout in layouts]
         if intervals:
             values["save_intervals"] = intervals
+        if goodput:
+            values["goodput"] = goodput
         print_json(values, indent=2)
     else:
         lines = format_plan(config, world_size, plan).split("\n")
         if intervals:
             lines += ["", *intervals]
+        if goodput:
+            lines += ["", *goodput]
         if available is not None:
             lines += ["", format_verdict(plan.largest, available, reserve)]
             for other in alternatives:

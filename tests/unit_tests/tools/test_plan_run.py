@@ -177,6 +177,26 @@ def test_save_intervals_from_a_recorded_run(tmp_path, capsys):
         tool.main([*LLAMA_8B, "--mtbf-hours", "2"])
 
 
+def test_goodput_of_both_tiers(capsys):
+    """A short local interval loses less than the persistent tier alone."""
+    arguments = ["--world-size", "8", *LLAMA_8B, "--use-distributed-optimizer"]
+    arguments += ["--goodput", "--step-seconds", "10", "--mtbf-hours", "2", "--save", "/s"]
+    arguments += ["--storage-gbps", "1"]
+    shares = []
+    local = ["--non-persistent-ckpt-type", "local", "--non-persistent-local-ckpt-dir", "/local"]
+    local += ["--non-persistent-save-interval", "100", "--replication"]
+    for flags in ([], local):
+        assert tool.main([*arguments, "--save-interval", "500", *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()[-2:]
+        given, best = (float(re.search(r"([\d.]+) % progress", line)[1]) for line in lines)
+        assert given < best
+        shares.append(best)
+        assert ("--non-persistent-save-interval" in lines[1]) == bool(flags)
+    assert shares[0] < shares[1]
+    with pytest.raises(ValueError, match="--goodput requires --step-seconds"):
+        tool.main([*LLAMA_8B, "--goodput"])
+
+
 LLAMA_70B = [*model("llama_70b"), "--vocab-size", "128256", "--mock-data"]
 MIXTRAL = [
     *model("llama_8b"),
