@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -56,6 +57,22 @@ const size_t kTotalMemory = size_t{143771} << 20;  // of an H200
 
 thread_local int current_device = 0;
 
+// For tests, see the functions at the beginning of `extern "C"`.
+struct Counters {
+  std::atomic<unsigned> used_devices{0};  // a bit for each device with memory or tasks
+  std::atomic<long> device_allocations{0};
+  std::atomic<long> pinned_bytes{0};
+  std::atomic<long> peak_pinned_bytes{0};
+
+  void use(int device) { used_devices |= 1u << device; }
+
+  void pin(long bytes) {
+    const long now = pinned_bytes += bytes;
+    if (now > peak_pinned_bytes) peak_pinned_bytes = now;
+  }
+};
+Counters counters;
+
 // ---------------------------------------------------------------------------------------------
 // Streams and events
 // ---------------------------------------------------------------------------------------------
@@ -67,6 +84,7 @@ class Stream {
         random_(1000 * (1000 * get_settings().seed + get_settings().rank) + number) {}
 
   void push(std::function<void()> task) {
+    counters.use(device);
     std::lock_guard<std::mutex> lock(mutex_);
     if (!started_) {
       std::thread([this] { run(); }).detach();  // lives as long as the process
@@ -226,7 +244,13 @@ cudaError_t allocate(void** pointer, size_t requested, Kind kind) {
   void* address = map_pages(size, on_device ? PROT_NONE : PROT_READ | PROT_WRITE);
   void* bytes = on_device ? map_pages(size, PROT_READ | PROT_WRITE) : address;
   if (address == MAP_FAILED || bytes == MAP_FAILED) return cudaErrorMemoryAllocation;
-  if (on_device) used_bytes[current_device] += size;
+  if (on_device) {
+    used_bytes[current_device] += size;
+    counters.use(current_device);
+    counters.device_allocations++;
+  } else {
+    counters.pin(size);
+  }
   allocations[reinterpret_cast<uintptr_t>(address)] = {
       size, kind, current_device, static_cast<char*>(bytes)};
   *pointer = address;
@@ -242,6 +266,8 @@ cudaError_t release(void* pointer) {
   if (allocation.kind == Kind::kDevice) {
     used_bytes[allocation.device] -= allocation.size;
     munmap(allocation.bytes, allocation.size);
+  } else {
+    counters.pin(-static_cast<long>(allocation.size));
   }
   munmap(pointer, allocation.size);
   allocations.erase(found);
@@ -295,6 +321,12 @@ extern "C" {
 // ---------------------------------------------------------------------------------------------
 // For numerics.py and nccl.cpp
 // ---------------------------------------------------------------------------------------------
+
+unsigned fake_cuda_used_devices() { return counters.used_devices; }
+
+long fake_cuda_device_allocations() { return counters.device_allocations; }
+
+long fake_cuda_peak_pinned_bytes() { return counters.peak_pinned_bytes; }
 
 void* fake_cuda_host_address(const void* pointer) { return get_host_address(pointer); }
 
@@ -484,12 +516,16 @@ cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {
   std::lock_guard<std::mutex> lock(memory_mutex);
   allocations[reinterpret_cast<uintptr_t>(pointer)] = {
       size, Kind::kRegistered, current_device, static_cast<char*>(pointer)};
+  counters.pin(size);
   return cudaSuccess;
 }
 
 cudaError_t cudaHostUnregister(void* pointer) {
   std::lock_guard<std::mutex> lock(memory_mutex);
-  allocations.erase(reinterpret_cast<uintptr_t>(pointer));
+  auto found = allocations.find(reinterpret_cast<uintptr_t>(pointer));
+  if (found == allocations.end()) return cudaErrorInvalidValue;
+  counters.pin(-static_cast<long>(found->second.size));
+  allocations.erase(found);
   return cudaSuccess;
 }
 

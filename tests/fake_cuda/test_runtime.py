@@ -132,5 +132,5 @@ def test_batched_messages_do_not_hang():
     ],
 )
 def test_errors_are_detected(scenario, message):
-    result = launch(["-m", COLLECTIVES, scenario], 2, FAKE_NCCL_TIMEOUT="3")
+    result = launch(["-m", COLLECTIVES, scenario], 2, FAKE_NCCL_TIMEOUT="10")
     assert result.returncode != 0 and message in result.stderr, result.stderr
