@@ -57,6 +57,7 @@ setup(
         "te": ["transformer_engine[core_cu13,pytorch]>=2.8,<2.21"],
         "plots": ["matplotlib>=3.8,<4"],
         "object-storage": ["obstore>=0.8,<0.13"],
+        "all": ["tiktoken>=0.7,<1", "matplotlib>=3.8,<4", "obstore>=0.8,<0.13"],
         "docs": ["mkdocs-material>=9.5,<10"],
         "dev": [
             "pytest>=8",

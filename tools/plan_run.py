@@ -29,8 +29,11 @@ MTBF_HELP = (
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options of this tool, and the other words, which are flags of the run."""
+    # Abbreviations would take flags of the run, such as --device.
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, default=1, help="number of ranks, one per GPU")
     parser.add_argument(

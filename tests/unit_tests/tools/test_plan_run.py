@@ -80,6 +80,12 @@ def test_reserve_is_subtracted_from_the_device_memory(capsys):
     assert "a reserve of 60.00 GB" in capsys.readouterr().out
 
 
+def test_flags_of_the_run_are_not_abbreviations_of_options():
+    options, flags = tool.parse(["--world-size", "2", "--device", "cpu", "--memory", "1"])
+    assert options.device_memory_gb is None
+    assert flags == ["--device", "cpu", "--memory", "1"]
+
+
 def test_errors_are_those_of_the_training_program():
     with pytest.raises(ValueError, match="world size 8 is not a multiple of tensor"):
         tool.main(["--world-size", "8", *LLAMA_8B, "--tensor-model-parallel-size", "3"])
