@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from megatron.training.config.parsing import parse_args
 from tests.support.launch_scripts import ROOT, launched, pod_command, read_resources
@@ -77,6 +78,22 @@ def test_kubernetes(path, tmp_path):
     grace = pod.pod["terminationGracePeriodSeconds"]
     assert config.training.exit_signal_handler
     assert 30 < int(pod.variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace
+
+
+def test_skypilot(tmp_path):
+    task = yaml.safe_load((ROOT / "examples/skypilot/pretrain.yaml").read_text())
+    script = task["run"].replace("source .venv/bin/activate\n", "")
+    variables = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2],
+    }
+    launch = launched(["bash", "-c", script], tmp_path, **task["envs"], **variables)
+    assert launch.option("--master-addr") == "10.0.0.1"
+    assert launch.option("--node-rank") == "1"
+    checkpoint = parse_args(launch.flags, launch.world_size).checkpoint
+    assert str(checkpoint.save) == str(checkpoint.load) == "s3://training-data/run"
 
 
 def close_objects(schema):
