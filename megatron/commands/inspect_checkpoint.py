@@ -533,6 +533,7 @@ def run_digest(args: argparse.Namespace) -> int:
     total = sum(view.tensors[key].nbytes for key in keys)
     with ProgressBar("digest", total, quiet=args.quiet or args.json) as progress:
         for key in keys:
+            # Slices bound the memory for large tensors.
             rows = (part for _, part in view.iterate_slices(key))
             digests[key] = compute_digest(rows)
             progress.add(view.tensors[key].nbytes)

@@ -129,6 +129,7 @@ def format_layouts(options: argparse.Namespace, layouts: Sequence[Layout]) -> li
 def list_tiers(options: argparse.Namespace, config: Config, plan: RunPlan) -> list[Tier]:
     """Return the tiers of a run, the persistent one first, with their estimated costs."""
     checkpoint = config.checkpoint
+    # All ranks share the bandwidth of the storage, and read as much as they write.
     seconds = plan.checkpoint_bytes / (1e9 * options.storage_gbps)
     tiers = [
         Tier(
@@ -140,6 +141,7 @@ def list_tiers(options: argparse.Namespace, config: Config, plan: RunPlan) -> li
         )
     ]
     if checkpoint.non_persistent_ckpt_type == "local":
+        # The rank with the most bytes determines the time of a local save.
         largest = max(stage.checkpoint_bytes for stage in plan.stages)
         local_seconds = largest / (1e9 * options.local_gbps)
         copies = checkpoint.replication_factor if checkpoint.replication else 1
@@ -221,7 +223,7 @@ def run(options: argparse.Namespace, flags: Sequence[str], model_provider: Model
         if not fits:
             alternatives = find_alternatives(given, world_size, model_provider, plan.largest)
             if all(other.memory + reserve > available for other in alternatives):
-                with contextlib.suppress(ValueError):  # the flags fix what a search selects
+                with contextlib.suppress(ValueError):  # flags that fix the layout
                     layouts = find_layouts(options, given, model_provider)
 
     # Report.

@@ -287,6 +287,7 @@ def check_conditional_requests(directory: ObjectPath) -> None:
     key = (directory / f".probe-{secrets.token_hex(8)}").key
     try:
         e_tag = store.create(key, b"1")
+        # Both requests must fail: the object exists, and the other one names another version.
         refused = 0
         for attempt in (
             lambda: store.create(key, b"2"),
@@ -304,6 +305,7 @@ def check_conditional_requests(directory: ObjectPath) -> None:
                 "which two jobs would damage each other's checkpoints (rclone's and s3rver's do). "
                 "Use another store"
             )
+        # A request whose condition holds must succeed.
         store.replace(key, b"4", e_tag)
     except OSError as error:
         raise ValueError(f"checkpoints cannot be saved to {directory}: {error}") from error

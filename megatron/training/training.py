@@ -360,6 +360,7 @@ def save_checkpoint(
     Training has been waiting since `since` (perf_counter), and ends if this is the `last` save.
     """
     rewrite = make_legacy_rewrite(run.config) if ckpt_format == "torch" else None
+    # Copies from the device begin here and are awaited in the background.
     common = start_common_state(run)
     run.saver.save(
         get_state_to_save(run, common),

@@ -138,6 +138,7 @@ def _find_layers(names: Sequence[str], description: str) -> tuple[int, int]:
             f"{description} has no layers with the names of Megatron-DeepSpeed "
             "(N.input_layernorm.weight)"
         )
+    # The first layer follows the embedding, whose number depends on the version.
     first = min(layers)
     if layers != set(range(first, first + len(layers))):
         raise ValueError(

@@ -348,6 +348,7 @@ def _read_falcon_layers(found: ConfigFields, args: Json) -> Json:
     norms = found.get("num_ln_in_parallel_attn")
     if not found.first("parallel_attn"):
         raise unsupported("parallel_attn", False, "True is")
+    # Falcon 40B and later have query groups and up to two norms, Falcon 7B neither.
     if found.first("new_decoder_architecture"):
         groups = found.get("num_kv_heads") or count
         norms = 2 if norms is None else norms

@@ -330,6 +330,7 @@ class LegacySource:
         names = [name for name in states if name != "numel_unpadded"]
         refuse_unknown_optimizer(self.args, names, str(path))
         for state in names:
+            # The buffer may be longer: Megatron-LM pads it at the end.
             flat = _check_tensor(states[state], f"{path}: {state}")
             if flat.numel() < plan.size:
                 raise CheckpointError(f"{path}: {state} has {flat.numel()} elements of {plan.size}")

@@ -317,6 +317,7 @@ class TorchDistSource:
             target = optimizer_key(state, name)
         stored = self._reader.metadata.tensors[key]
         extra = self._originals.get(key) or {}
+        # Flattened optimizer state is stored in fragments of the original shape.
         original_shape = extra.get(_ORIGINAL_SHAPE)
         if original_shape is not None:
             self._add_fragments(key, target, lead, tuple(original_shape)[len(lead) :])

@@ -142,6 +142,7 @@ class _Builder:
             prefix, num_samples_of_member = job
             return self._build_member(split, fractions, prefix, num_samples_of_member)
 
+        # Build the members in parallel, then the order in which the blend reads them.
         jobs = list(zip(blend.prefixes, member_sizes, strict=True))
         members = self._map(f"{split} indices", build_member, jobs)
         dataset = BlendedDataset(

@@ -213,6 +213,7 @@ def _check_tokens_file(
         raise ValueError(
             f"{message}: the .bin is empty, write it again with tools/preprocess_data.py"
         )
+    # The size may fit another dtype, which shows that the files do not belong together.
     fitting = []
     for known in DTYPES.values():
         if known.kind in "iu" and known.itemsize * num_tokens == size:

@@ -237,6 +237,7 @@ def _check_integrity(
             f"{path / INTEGRITY}: unknown algorithm {manifest['algorithm']!r}, only sha256 is known"
         )
         return
+    # A file without a hash may have been replaced.
     if metadata is not None:
         for name in sorted(metadata.file_sizes().keys() - set(names)):
             report.problems.append(f"{path / name}: {INTEGRITY} has no hash of it")
@@ -251,6 +252,7 @@ def _check_integrity(
             report.problems.append(
                 f"{path / name}: {INTEGRITY} names it, but it cannot be read: {error.strerror}"
             )
+    # Record what has been compared.
     report.has_checksums = True
     report.files = len(names)
     for name in names:

@@ -60,7 +60,7 @@ class DistributedDataParallelConfig(FlagSection):
 
     @property
     def reduces_in_bf16(self) -> bool:
-        """Whether gradients of a bf16 model are accumulated and reduced in bf16."""
+        """Return whether gradients of a bf16 model are accumulated and reduced in bf16."""
         return self.grad_reduce_in_bf16 or self.main_grads_dtype == "bf16"
 
     def grad_dtype(self, param_dtype: torch.dtype) -> torch.dtype:

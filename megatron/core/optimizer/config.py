@@ -163,7 +163,7 @@ class OptimizerConfig(FlagSection):
 
     @property
     def has_rounded_states(self) -> bool:
-        """Whether a state tensor is kept in less precision than fp32."""
+        """Return whether a state tensor has less precision than fp32."""
         return (self.exp_avg_dtype, self.exp_avg_sq_dtype) != ("fp32", "fp32")
 
     def get_state_dtype(self, name: str) -> torch.dtype:

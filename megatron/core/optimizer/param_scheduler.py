@@ -293,6 +293,7 @@ class OptimizerParamScheduler:
         for name, value in different.items():
             values.append(f"{name}: {value} (now {current[name]})")
         listed = ", ".join(values)
+        # Without a flag that gives one of them precedence, both could be meant.
         if self._use_checkpoint:
             logger.warning("schedule taken from the checkpoint, not from the flags: %s", listed)
         elif self._override:

@@ -133,6 +133,7 @@ class AdamW(UpdateRule):
             squares = self.collect_states(group, "exp_avg_sq")
             self._run_kernel(group, means, squares)
             return
+        # States in less precision are widened for the update, one parameter at a time.
         for param in group["params"]:
             part = group | {"params": [param]}
             mean = self.state[param]["exp_avg"]

@@ -212,6 +212,7 @@ def _check_rope(config: ModelOptions) -> Iterator[str]:
             yield f"{flag} does not support --multi-latent-attention"
         elif config.rope_type != "yarn" or config.position_embedding_type != "rope":
             yield f"{flag} needs --rope-type yarn"
+    # The remaining rules are those of YaRN and LongRoPE.
     if config.rope_type == "rope":
         return
     if config.use_rope_scaling:

@@ -276,6 +276,7 @@ def _get_texts(record: dict[str, object], key: str) -> list[str]:
             names.append("...")
         raise ValueError(f"no field {key!r}, only {', '.join(names)}: see --json-keys")
     value = record[key]
+    # A list of strings is one document of several sequences.
     values = value if isinstance(value, list) else [value]
     texts: list[str] = []
     for text in values:

@@ -81,6 +81,7 @@ class ActivationMemory:
         model = config.model
         parallel = config.parallel
         assert model.vocab_size is not None
+        # The vocabulary is padded before it is split over TP.
         vocab_rows = compute_padded_vocab_size(
             model.vocab_size, config.tokenizer.make_vocab_size_divisible_by, parallel.tp_size
         )

@@ -43,7 +43,7 @@ class Failure:
 
 @dataclass
 class SpentTime:
-    """How a run has spent its time."""
+    """Time of a run by its use."""
 
     training: float = 0.0
     """Time of iterations that are part of the result."""
@@ -228,6 +228,7 @@ def choose_intervals(
         seconds = find_best_interval(tier.blocking, mtbf_of_tier)
         interval = max(1, round(max(seconds, tier.total) / step))
         best.append(replace(tier, interval=interval))
+    # Change intervals as long as that gains.
     goodput = simulate_run(best, step, restart, failures, duration).goodput
     improved = True
     while improved:

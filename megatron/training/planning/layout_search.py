@@ -88,8 +88,9 @@ class LayoutSearch:
     hardware: Hardware
 
     def find(self, count: int) -> list[Layout]:
-        """Return at most `count` layouts that fit, fastest first. Raises ValueError for flags that
-        fix what the search selects.
+        """Return at most `count` layouts that fit, fastest first.
+
+        Raises ValueError for flags that set a part of the layout which the search would replace.
         """
         self._check_flags()
         base = make_config(self._make_single_rank(), 1)

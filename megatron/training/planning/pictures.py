@@ -176,6 +176,7 @@ def _draw_pass(axes: Any, item: Pass, vpp_size: int, has_label: bool) -> None:
     if item.action.kind == "backward":
         color = BACKWARD_COLOR
         label_color = "white"
+    # A bar from begin to end in the row of the stage.
     duration = item.end - item.start
     axes.barh(
         item.stage,

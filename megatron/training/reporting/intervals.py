@@ -97,7 +97,7 @@ class Interval:
 
     @property
     def mean_mtp_losses(self) -> list[float]:
-        """The same for each depth of multi-token prediction."""
+        """Mean loss of each depth of multi-token prediction."""
         counted = self._select_counted()
         by_depth = zip(*(iteration.mtp_losses for iteration in counted), strict=True)
         return [sum(losses) / len(counted) for losses in by_depth]

@@ -174,6 +174,7 @@ def _judge_loss(launches: Sequence[RecordedLaunch]) -> tuple[str, str] | None:
                 losses.append(row["lm_loss"])
     if not losses:
         return None
+    # Means over a share of the run are less noisy than single losses.
     size = max(1, int(_TREND_SHARE * len(losses)))
     if len(losses) < 2 * size:
         return "good", f"Training loss {losses[-1]:.3f}."
@@ -204,6 +205,7 @@ def _judge_time(goodput: Mapping[str, float]) -> tuple[str, str] | None:
     share = goodput["training"] / total
     text = f"{share:.0%} of the time was productive training"
     lost = {name: seconds for name, seconds in goodput.items() if name != "training"}
+    # Name the two largest losses, if they matter.
     largest = sorted(lost.items(), key=lambda item: -item[1])[:2]
     parts = []
     for name, seconds in largest:
@@ -245,6 +247,7 @@ def describe_launch(launch: RecordedLaunch, kept: int, max_points: int = MAX_POI
         loss = row["values"].get(VALIDATION_LOSS)
         if loss is not None:
             validation.append((row["iteration"], loss))
+    # Saves, with the time that each took from training.
     saves = []
     for row in find_saves(launch):
         saves.append((row["iteration"], split_save_time(row["values"])))

@@ -68,6 +68,7 @@ def format_value(value: Any) -> str:
         if len(value) > _MAX_FORMATTED:
             shortened += "..."
         return shortened
+    # `repr` of a huge integer takes quadratic time.
     if type(value) is int and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
     if value is None or type(value) in (bool, int, float, complex) or is_dtype(value):
@@ -76,6 +77,7 @@ def format_value(value: Any) -> str:
         if type(value) is not dict and _is_short_and_flat(value):
             return escape_control_chars(str(value))[:200]
         return f"a {type(value).__name__} of {len(value)} entries"
+    # The `repr` of any other object could run code of a hostile file.
     kind = type(value)
     return escape_control_chars(f"a {kind.__module__}.{kind.__qualname__}")[:200]
 

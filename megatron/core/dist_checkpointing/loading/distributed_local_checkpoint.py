@@ -133,6 +133,7 @@ def _merge_nodes(nodes: list[_CheckpointsOfNode]) -> list[LocalCheckpointInfo]:
     for name in sorted(merged, key=order_of, reverse=True):
         writers_of_name = merged[name]
         count = counts.get(name, 1)
+        # The files of every writer must be on some node.
         missing = [writer for writer in range(count) if writer not in writers_of_name]
         if missing:
             ranks = "rank" if len(missing) == 1 else "ranks"
@@ -215,6 +216,7 @@ class DistributedLocalCheckpoint:
         count = -(-len(view) // BLOCK_SIZE)
         digests = self.sums(file).blocks
         expected = digests[first * DIGEST_SIZE : (first + count) * DIGEST_SIZE]
+        # Try the copies of all nodes until one has the recorded hashes.
         for node, arrived in self._read_copies(writer_of(file), file, start, view):
             if not arrived:
                 self._report(file, node, "cannot be read")

@@ -133,6 +133,7 @@ def _select_boxes(entry: ShardedTensor) -> tuple[Extent, ...]:
                 f"{entry.key}: the box at {box.offset} of shape {shape} is not inside "
                 f"{entry.global_shape}"
             )
+        # Other empty boxes do not have to be written.
         if 0 not in shape or 0 in entry.global_shape:
             boxes.append((box.offset, shape))
     return tuple(boxes)

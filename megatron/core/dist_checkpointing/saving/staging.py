@@ -120,6 +120,7 @@ def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
         if isinstance(entry, ShardedTensor):
             tensors[entry.key] = entry
 
+    # Three sources per item: prefix, raw data, suffix.
     sources: list[ByteSource] = []
     for file in plan.files:
         for item, _, prefix, suffix in file.items:

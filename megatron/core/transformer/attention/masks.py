@@ -91,6 +91,7 @@ class AttentionMask:
         """
         if documents is None and self.is_causal:
             return None
+        # The mask without documents is made once per length and kept.
         key = (length, dtype, device)
         if key not in self._static_masks:
             positions = torch.arange(length)
@@ -99,6 +100,7 @@ class AttentionMask:
         mask = self._static_masks[key]
         if documents is None:
             return mask
+        # Documents differ in every batch: hide the positions of other documents.
         documents = documents.to(device, non_blocking=True)
         is_foreign = _compare_documents(documents, documents)
         if mask.dtype == torch.bool:
