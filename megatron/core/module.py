@@ -135,6 +135,8 @@ class ParamInfo:
     """Included in norms of the model; False for the copy of the last stage."""
     trained: bool = True
     """Changed by gradients."""
+    decayed: bool = False
+    """Has weight decay although it is a vector."""
     fp8: Fp8Tensors | None = None
     """The fp8 tensors that layers compute with, if any."""
 

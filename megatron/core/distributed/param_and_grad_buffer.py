@@ -32,14 +32,16 @@ class ParamGroup:
     """Properties that determine a parameter's hyperparameters; a bucket has only one group."""
 
     weight_decay: bool
-    """False for 1-D parameters and for biases."""
+    """False for 1-D parameters and for biases, except those with `ParamInfo.decayed`."""
     embedding: bool
     """True for the word embedding and the output layer, which may have their own learning rate."""
+    decayed_vector: bool = False
+    """True for vectors with `ParamInfo.decayed`."""
 
     @property
     def is_matrix(self) -> bool:
         """True for the weights of hidden layers."""
-        return self.weight_decay and not self.embedding
+        return self.weight_decay and not self.embedding and not self.decayed_vector
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,12 @@ class ParamSpec:
 
     @property
     def group(self) -> ParamGroup:
-        is_matrix = len(self.shape) > 1
+        is_matrix = len(self.shape) > 1 and not self.name.endswith(".bias")
+        decayed_vector = self.info.decayed and not is_matrix
         return ParamGroup(
-            weight_decay=is_matrix and not self.name.endswith(".bias"),
+            weight_decay=is_matrix or decayed_vector,
             embedding=self.name.endswith(("word_embeddings.weight", "output_layer.weight")),
+            decayed_vector=decayed_vector,
         )
 
 

@@ -493,8 +493,10 @@ def _make_param_groups(
             not_decayed["params"].append(shard.param)
         elif kind.embedding:
             embeddings["params"].append(shard.param)
-        else:
+        elif kind.is_matrix:
             matrices["params"].append(shard.param)
+        else:
+            decayed["params"].append(shard.param)
     return groups
 
 

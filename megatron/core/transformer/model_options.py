@@ -260,6 +260,8 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Normalize every query and key head."""
     qk_layernorm_across_heads: bool = flag(False, decides="shapes", when={"qk_layernorm": True})
     """Normalize all query heads together, and all key heads, using RMSNorm (OLMo 2)."""
+    apply_wd_to_qk_layernorm: bool = flag(False)
+    """Apply weight decay to the norms of queries and keys, unlike to other norms."""
     softmax_scale: float | None = flag(
         None, positive=True, decides="mathematics", when=_NOT_LATENT, meaning="score_scale"
     )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.arithmetic import divide
-from megatron.core.module import MegatronModule
+from megatron.core.module import MegatronModule, param_info, set_param_info
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_parallel, gather_from_sequence
 from megatron.core.transformer.attention.core import CoreAttention
@@ -101,6 +101,13 @@ class SelfAttention(Attention):
 
     def _make_head_norm(self, heads: int, place: Placement) -> Norm:
         """Make the norm of queries or keys, which have `heads` heads in the whole model."""
+        norm = self._make_norm_of_heads(heads, place)
+        if self.config.apply_wd_to_qk_layernorm:
+            for param in norm.parameters():
+                set_param_info(param, replace(param_info(param), decayed=True))
+        return norm
+
+    def _make_norm_of_heads(self, heads: int, place: Placement) -> Norm:
         config = self.config
         if self.normalizes_across_heads:
             return NormAcrossHeads(config, heads, place.tp, place.device)
