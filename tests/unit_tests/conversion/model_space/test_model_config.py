@@ -155,6 +155,8 @@ def test_every_field_declares_its_effect() -> None:
         "moe_router_bias_update_rate",
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",
+        "mtp_loss_scaling_factor",
+        "apply_wd_to_qk_layernorm",
         "moe_router_force_load_balancing",
         "moe_z_loss_coeff",
         "moe_pad_expert_input_to_capacity",
