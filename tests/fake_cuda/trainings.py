@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,7 @@ def train_on_node(
     rank: int, world_size: int, flags: str, directory: str, before: Callable[[], None] | None
 ) -> dict[str, Any]:
     """Train; each rank is a node with a disk of its own for the node-local tier."""
+    os.chdir(directory)
     if before is not None:
         before()
     if "--non-persistent-ckpt-type" in flags:
@@ -102,7 +104,8 @@ def train_ranks(
     """
     with tempfile.TemporaryDirectory() as directory:
         if "--save-interval" in flags:
-            flags += f"--save {directory}/saved "
+            # Relative to the temporary directory, because checkpoints contain the flags.
+            flags += "--save saved "
         outcomes = run_ranks(
             train_on_node, num_devices, flags, directory, before, timeout=timeout, **settings
         )
