@@ -73,8 +73,8 @@ def mean_of_both_parts(chunk, batch, activation):
     means = []
     for rank in range(2):
         part = compute_local_positions(losses.shape[1], rank, 2)
-        total, count = loss_func(losses[:, part], mask[:, part])
-        means.append(total / count.clamp(min=1))
+        loss = loss_func(losses[:, part], mask[:, part])
+        means.append(loss.total / loss.num_tokens.clamp(min=1))
     return Loss(sum(means) / 2, torch.tensor(1.0))
 
 

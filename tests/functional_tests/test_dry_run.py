@@ -53,7 +53,14 @@ print("COMPILER" if "torch._dynamo" in sys.modules else "NO COMPILER")
 """
 
 
-@pytest.mark.parametrize("ways", ["p2p", "a2a", "all_gather"])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        "p2p",
+        pytest.param("a2a", marks=pytest.mark.slow),
+        pytest.param("all_gather", marks=pytest.mark.slow),
+    ],
+)
 def test_training_imports_no_compiler_without_compile(tmp_path, ways):
     """Importing the compiler takes as long as importing torch; functions that it must not compile
     are marked only with --compile.

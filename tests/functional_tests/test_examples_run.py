@@ -132,7 +132,9 @@ def sentencepiece_model(tmp_path_factory):
     return path / "tokenizer.model"
 
 
-@pytest.mark.parametrize("kind", ["directory", "SentencePiece model"])
+@pytest.mark.parametrize(
+    "kind", ["directory", pytest.param("SentencePiece model", marks=pytest.mark.slow)]
+)
 def test_convert_and_serve(kind, trained, sentencepiece_model, tmp_path):
     source = TOKENIZER if kind == "directory" else sentencepiece_model
     process = subprocess.Popen(

@@ -193,7 +193,14 @@ convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], progress=progress, ov
 
 
 @pytest.mark.parametrize(
-    "saver,existing", [*((saver, False) for saver in FORMATS), ("torch_dist", True), ("hf", True)]
+    "saver,existing",
+    [
+        ("torch_dist", False),
+        ("hf", True),
+        *(pytest.param(saver, False, marks=pytest.mark.slow) for saver in ("hf", "legacy")),
+        pytest.param("universal", False, marks=pytest.mark.slow),
+        pytest.param("torch_dist", True, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_conversion_can_be_repeated(sources, tmp_path, saver, existing):
     form = "legacy" if saver == "torch_dist" else "torch_dist"

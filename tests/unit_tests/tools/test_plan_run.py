@@ -215,7 +215,7 @@ MIXTRAL = [
     ("ranks", "flags"),
     [
         (64, [*LLAMA_70B, "--global-batch-size", "128"]),
-        (16, [*MIXTRAL, "--expert-model-parallel-size", "2"]),
+        pytest.param(16, [*MIXTRAL, "--expert-model-parallel-size", "2"], marks=pytest.mark.slow),
     ],
     ids=["70B", "8 experts"],
 )

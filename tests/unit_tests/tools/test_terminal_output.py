@@ -1,9 +1,6 @@
 """Programs print text of files via `megatron.core.terminal`, which escapes it."""
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor, save
 from megatron.core.terminal import escape_control_chars, format_error
 from tests import ROOT
+from tools.checkpoint.inspect_checkpoint import main as show
 
 PRINTERS = {"terminal.py", "progress.py"}  # progress.py rewrites a line of numbers
 SOURCES = [
@@ -68,15 +66,13 @@ def test_control_characters_are_escaped(text: str) -> None:
 @pytest.mark.parametrize(
     "field", ["iteration", "world_size", "tensor_model_parallel_size", "context_parallel_size"]
 )
-def test_show_escapes_text_of_common(field: str, text: str, tmp_path: Path) -> None:
+def test_show_escapes_text_of_common(
+    field: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     args = {"tensor_model_parallel_size": 1, field: text}
     common = {"iteration": text if field == "iteration" else 1, "args": args}
     save({"w": ShardedTensor.replicated("w", torch.zeros(2))}, tmp_path / "c", common=common)
-    command = [sys.executable, ROOT / "tools/checkpoint/inspect_checkpoint.py", "show"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    result = subprocess.run(
-        [*command, tmp_path / "c"], capture_output=True, env=environment, timeout=120, check=True
-    )
-    lines = result.stdout.decode().split("\n")
+    assert show(["show", str(tmp_path / "c")]) == 0
+    lines = capsys.readouterr().out.split("\n")
     assert all(line.isprintable() for line in lines), lines
     assert sum("intact" in line and "'" not in line for line in lines) == 0

@@ -85,10 +85,12 @@ class PendingCheckpoint:
     def write_file(self, name: str, *parts: bytes) -> None:
         """Write a small file at once, possibly in a folder of its own."""
         path = self.pending / name
+        if path.parent == self.pending:
+            write_flushed(path, *parts)
+            return
         path.parent.mkdir(exist_ok=True)
         write_flushed(path, *parts)
-        if path.parent != self.pending:
-            fsync_directory(path.parent)
+        fsync_directory(path.parent)
 
     def finish(self, sums: Mapping[str, FileChecksums]) -> None:
         """Make the names of this rank's files durable; `sums` are their checksums."""

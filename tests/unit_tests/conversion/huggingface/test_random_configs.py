@@ -27,7 +27,7 @@ from tests.unit_tests.conversion.huggingface.random_configs import (
     undeclared_fields,
 )
 
-DRAWS = 8  # accepted models per family in the default suite
+DRAWS = 4  # accepted models per family in the default suite
 MANY_DRAWS = 50  # with --run-slow
 TOKENS = torch.randint(0, 67, (1, 20), generator=torch.Generator().manual_seed(5))
 BY_NAME = {family.model_type: family for family in FAMILIES}

@@ -482,6 +482,7 @@ def is_read(part: str, section: str, name: str) -> bool:
         or given.search(text)
         or (named.search(text) and with_class.search(text))
         for text in SOURCES
+        if name in text
     )
 
 
