@@ -85,8 +85,8 @@ def train_on_node(
     if before is not None:
         before()
     if "--non-persistent-ckpt-type" in flags:
-        disk = Path(directory) / f"node{rank}"
-        disk.mkdir(exist_ok=True)
+        disk = f"node{rank}"
+        os.makedirs(disk, exist_ok=True)
         flags += f"--non-persistent-local-ckpt-dir {disk} "
     return train_and_hash(rank, world_size, flags)
 
