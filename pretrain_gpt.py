@@ -9,6 +9,8 @@ Plain `python` starts one process. Four functions define the model, the data and
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,13 +20,18 @@ from megatron.core.models import ChunkSpec, GPTModel, TokenLosses
 from megatron.core.module import MegatronModule
 from megatron.core.transformer.placement import ContextParallel
 from megatron.training.config.checkpoint_args import read_checkpoint_args
-from megatron.training.config.parsing import find_run_directory, parse_args
+from megatron.training.config.parsing import (
+    find_run_directory,
+    parse_args,
+    read_restart_config,
+)
 from megatron.training.config.run_config import Config
 from megatron.training.data.tokenizer import Tokenizer
 from megatron.training.errors import errors_explained_once
 from megatron.training.planning.summary import dry_run
 from megatron.training.rendezvous import environment_world_size
 from megatron.training.reporting.run_record import failed_launch_recorded
+from megatron.training.restart.monitor import run_restartable
 from megatron.training.run import Batch, Datasets, Loss
 from megatron.training.training import pretrain
 
@@ -93,13 +100,19 @@ def main() -> None:
         return
     argv = sys.argv[1:]
     with errors_explained_once(), failed_launch_recorded(find_run_directory(argv), sys.argv):
-        world_size = environment_world_size()
-        config = parse_args(argv, world_size, read_checkpoint_args(argv, world_size))
-        pretrain(config, model_provider, datasets_provider, forward_step)
-        # Without torchrun rank 0 hosts the store, from which other ranks may still read the outcome
-        # of the last save.
-        dist.barrier()
+        restart, timeout = read_restart_config(argv)
+        run_restartable(restart, timeout, partial(train, argv))
     dist.destroy_process_group()
+
+
+def train(argv: Sequence[str], on_iteration: Callable[[], None]) -> None:
+    """Train as one rank; `on_iteration` is called after every iteration."""
+    world_size = environment_world_size()
+    config = parse_args(argv, world_size, read_checkpoint_args(argv, world_size))
+    pretrain(config, model_provider, datasets_provider, forward_step, on_iteration=on_iteration)
+    # Without torchrun rank 0 hosts the store, from which other ranks may still read the outcome of
+    # the last save.
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron.core.arithmetic import even_range  # noqa: E402
 from megatron.core.dist_checkpointing import read_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.files import METADATA  # noqa: E402
-from megatron.core.dist_checkpointing.format.metadata_index import encode_metadata  # noqa: E402
+from megatron.core.dist_checkpointing.format.metadata_encoder import encode_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.planning.planner import PackedSpec, describe, make_plan, pack  # noqa: E402
 from megatron.core.dist_checkpointing.planning.save_plan import place_items  # noqa: E402
@@ -188,7 +188,7 @@ def simulate(name: str, world: int, workers: int) -> None:
     planned = peak_memory()
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / METADATA).write_bytes(b"".join(encoded))
-        wanted = read_apart(directory, [key for key, _, _ in specs[-1].tensors])
+        wanted = read_apart(directory, [key for key, _, _ in specs[-1].read_types()])
         everything = read_apart(directory, None)
 
     loads = plan.loads

@@ -11,6 +11,7 @@ are from SIGKILL to the next step and to the next new step.
     python benchmarks/tiers.py --size-gb 0.2 --turns 3
     python benchmarks/tiers.py --restart                   # only the loss of a node: 82 MB of state
     python benchmarks/tiers.py --restart --size-gb 1.6     # where reading and repeated iterations matter
+    python benchmarks/tiers.py --lost-processes --turns 5  # restarts by torchrun and in the process
     python benchmarks/tiers.py --store local --size-gb 0.2 # only object storage, with a server on this machine
     AWS_ENDPOINT_URL=... python benchmarks/tiers.py --store s3://bucket/prefix
 
@@ -20,7 +21,9 @@ disables it.
 
 import argparse
 import contextlib
+import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -46,7 +49,7 @@ from megatron.core.object_storage import PART_SIZE, path_of  # noqa: E402
 from megatron.training.reporting.run_record import read_record  # noqa: E402
 from tests.support.cluster import Cluster  # noqa: E402
 from tests.support.object_server import object_server  # noqa: E402
-from tests.support.processes import is_running  # noqa: E402
+from tests.support.processes import children_of, is_leader, is_running  # noqa: E402
 
 COLUMNS = 4096
 TENSORS = 8
@@ -243,6 +246,52 @@ def measure_restart(root, flags):
     }
 
 
+def measure_lost_processes(root, flags, in_process):
+    """Measure the loss of all ranks of a node and of its disk; the launcher of the node remains."""
+    save = root / "run"
+    batch = "--global-batch-size 4"
+    cluster = Cluster(root, 2, 2, f"{RUN} {batch} {flags} --save {save} --load {save}")
+    starts = lambda: read_record(save)  # noqa: E731
+    done = lambda: max((start.last for start in starts()), default=0)  # noqa: E731
+    try:
+        cluster.start("a")
+        cluster.start("b")
+        cluster.until(lambda: done() >= LOST_AFTER)
+        lost = cluster.workers("b")
+        if in_process:
+            lost = [child for monitor in lost for child in children_of(monitor) if is_leader(child)]
+        killed = time.time()
+        for pid in lost:
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(cluster.disk("b"))
+        cluster.until(lambda: starts()[-1].began > killed and starts()[-1].intervals)
+        again = starts()[-1]
+    finally:
+        cluster.close()
+    return {
+        "processes end and start, s": again.began - killed,
+        "groups, model, data and reading, s": again.start["time"] - again.began,
+        "of it reading, s": again.start["loading"],
+        "first step, s": again.intervals[0]["time"] - again.start["time"],
+        "to the next step, s": again.intervals[0]["time"] - killed,
+    }
+
+
+def compare_restarts(root, turns, size_gb):
+    """Compare restarts by torchrun and in the process, which take turns."""
+    results = defaultdict(lambda: defaultdict(list))
+    width = f"--hidden-size {hidden_size(size_gb)} {LOCAL}"
+    for turn in range(turns):
+        for way, flags in (("by torchrun", ""), ("in process", "--inprocess-restart")):
+            directory = root / f"{way}{turn}".replace(" ", "_")
+            directory.mkdir()
+            measured = measure_lost_processes(directory, f"{width} {flags}", bool(flags))
+            for name, value in measured.items():
+                results[way][name].append(value)
+            shutil.rmtree(directory)
+    return results
+
+
 def measure_restarts(root, turns, size_gb):
     results = defaultdict(lambda: defaultdict(list))
     width = f"--hidden-size {hidden_size(size_gb)}"
@@ -345,9 +394,15 @@ def main() -> None:
     parser.add_argument(
         "--restart", action="store_true", help="measure the loss of a node, and nothing else"
     )
+    parser.add_argument(
+        "--lost-processes",
+        action="store_true",
+        help="measure the loss of the ranks of a node, and nothing else",
+    )
     options = parser.parse_args()
-    options.turns = options.turns or (1 if options.restart else 5)
-    options.size_gb = options.size_gb or (0.082 if options.restart else 1.6)
+    measures_restart = options.restart or options.lost_processes
+    options.turns = options.turns or (1 if measures_restart else 5)
+    options.size_gb = options.size_gb or (0.082 if measures_restart else 1.6)
     with contextlib.ExitStack() as stack:
         if options.store == "local":
             stack.enter_context(object_server())
@@ -357,6 +412,9 @@ def main() -> None:
         )
         if options.restart:
             show(measure_restarts(Path(root), options.turns, options.size_gb))
+            return
+        if options.lost_processes:
+            show(compare_restarts(Path(root), options.turns, options.size_gb))
             return
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = store.port

@@ -45,6 +45,7 @@ from megatron.conversion.model_space.source import (
     average_key,
     foreign_name,
     full_precision_key,
+    has_mixed_states,
     is_foreign,
     is_weight,
     no_progress,
@@ -52,6 +53,10 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.conversion.options import ReadOptions, WriteOptions
 from megatron.conversion.output_directory import exclusive_output_dir
+from megatron.conversion.stored_tokenizer import (
+    copy_tokenizer_files,
+    write_tokenizer_files,
+)
 from megatron.core.dist_checkpointing import CheckpointDirectory, CheckpointError, write_tracker
 from megatron.core.dist_checkpointing.format.checksums import CHECKSUMS, find_checksums
 from megatron.core.dist_checkpointing.format.schema import file_name
@@ -139,7 +144,8 @@ def _write_torch_dist(
         stored = HybridLayers(source)
 
     def write(directory: Path) -> list[str]:
-        return write_torch_dist(stored, directory, options.workers, progress)
+        tokenizer = copy_tokenizer_files(source.args, options.trusted)
+        return write_torch_dist(stored, directory, options.workers, progress, tokenizer)
 
     return _write_iteration(source, root, write)
 
@@ -150,7 +156,9 @@ def _write_legacy(
     layout = choose_target_layout(source.args, options)
 
     def write(directory: Path) -> list[str]:
-        return write_legacy(source, directory, layout, options.workers, progress)
+        lost = write_legacy(source, directory, layout, options.workers, progress)
+        write_tokenizer_files(copy_tokenizer_files(source.args, options.trusted), directory)
+        return lost
 
     return _write_iteration(source, root, write)
 
@@ -285,6 +293,7 @@ def write_checkpoint(
     changed = CastSource(apply_edits(source, options), options)
     if saver != "torch_dist":
         changed.drop_average()
+    _check_optimizer(changed, saver)
     starting(estimate_bytes(changed, saver, options))
 
     def write(directory: Path) -> ConversionReport:
@@ -375,6 +384,18 @@ def _check_target(save_dir: Path, origins: Sequence[Path], saver: str, overwrite
             fix = "a target there cannot be replaced: delete it first"
         raise ValueError(
             f"--save-dir {save_dir}: object storage can only contain torch_dist checkpoints; {fix}"
+        )
+
+
+def _check_optimizer(source: Source, saver: str) -> None:
+    """Raise ValueError for optimizer state that files of the format cannot contain."""
+    if saver not in ("legacy", "universal") or not optimizer_states(source.tensors):
+        return
+    if has_mixed_states(source.args):
+        raise ValueError(
+            f"{source.description}: the optimizer is {source.args['optimizer']}, whose state "
+            f"{saver} files cannot contain, because matrices have other states than the rest: give "
+            "--saver torch_dist or --saver hf --save-optim-sidecar, or leave it out (--no-optim)"
         )
 
 

@@ -137,6 +137,10 @@ class ParamInfo:
     """Changed by gradients."""
     decayed: bool = False
     """Has weight decay although it is a vector."""
+    width_mult: float = 1.0
+    """Width of the model relative to the base model of muP."""
+    is_hidden: bool = False
+    """Matrix of a layer, both of whose sizes grow with the width; only set with muP."""
     fp8: Fp8Tensors | None = None
     """The fp8 tensors that layers compute with, if any."""
 

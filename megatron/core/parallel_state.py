@@ -223,6 +223,11 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return _make_group(dist.group.WORLD, ranks)
 
 
+def forget_groups() -> None:
+    """Release the groups of `group_of`, after the process groups were destroyed."""
+    _make_group.cache_clear()
+
+
 @functools.cache
 def _make_group(world: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), use_local_synchronization=True)

@@ -116,12 +116,18 @@ def lost_ranks_explained(ps: ParallelState, timeout_minutes: float) -> Iterator[
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
-        words = ("gloo", "NCCL", "has died")
-        if not isinstance(error, dist.DistError) and not any(word in text for word in words):
+        if not is_lost_rank(error):
             raise
         raise LostRankError(
             f"rank {ps.rank} of {ps.world_size} ({ps.place}) stops: another rank has died, or did "
             f"not come within --distributed-timeout-minutes {timeout_minutes:g}; look for the "
-            f"first error of the other ranks ({text.splitlines()[0]})"
+            f"first error of the other ranks ({str(error).splitlines()[0]})"
         ) from error
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return whether `error` is that of a collective or of the store, due to another process."""
+    if isinstance(error, LostRankError | dist.DistError):
+        return True
+    words = ("gloo", "NCCL", "has died")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -14,6 +14,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+STORE_PREFIX = "MEGATRON_STORE_PREFIX"
+"""Environment variable with the part of the launcher's store for the process groups. Without it,
+the ranks agree on one.
+"""
+
 _PAUSE = 0.02  # seconds between two checks of which ranks have joined
 
 
@@ -48,9 +53,12 @@ def init_process_group(backend: str, timeout: timedelta, device: torch.device) -
         return
     rank = environment_rank()
     world_size = environment_world_size()
+    prefix = os.environ.get(STORE_PREFIX)
+    if prefix is None:
+        prefix = agree_on_prefix(shared, rank, world_size)
     dist.init_process_group(
         backend,
-        store=store_of_this_start(shared, rank, world_size),
+        store=dist.PrefixStore(prefix, shared),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -67,8 +75,8 @@ def launcher_store(timeout: timedelta) -> dist.TCPStore | None:
     return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
 
-def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> dist.Store:
-    """Return a part of `shared` that no earlier start has used.
+def agree_on_prefix(shared: dist.TCPStore, rank: int, world_size: int) -> str:
+    """Return the prefix of a part of `shared` that no earlier start has used.
 
     Collective: all ranks of this start call it, and no process of an earlier start is alive.
 
@@ -80,9 +88,9 @@ def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> di
     if rank > 0:
         token = uuid.uuid4().hex
         shared.set(f"request/{rank}", token)
-        store = dist.PrefixStore(shared.get(f"reply/{token}").decode(), shared)
-        store.add("joined", 1)
-        return store
+        prefix = shared.get(f"reply/{token}").decode()
+        dist.PrefixStore(prefix, shared).add("joined", 1)
+        return prefix
     # Rank 0 replies until all other ranks have joined.
     prefix = uuid.uuid4().hex
     store = dist.PrefixStore(prefix, shared)
@@ -94,4 +102,4 @@ def store_of_this_start(shared: dist.TCPStore, rank: int, world_size: int) -> di
                 shared.set(f"reply/{request.decode()}", prefix)
                 replied.add(request)
         time.sleep(_PAUSE)
-    return store
+    return prefix

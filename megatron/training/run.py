@@ -117,6 +117,7 @@ class Run:
     # The clock of --save-interval-secs and --exit-duration-in-mins.
     clock: Callable[[], float] = time.monotonic
     started: float = field(default_factory=time.monotonic)  # when the program began, by `clock`
+    on_iteration: Callable[[], None] = lambda: None  # called after every iteration
     loaded: str | None = None  # the checkpoint that it continues from
     loading_seconds: float = 0.0
     exit_reason: str | None = None  # why it ended early
@@ -151,10 +152,11 @@ class Run:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the parameters without a decoupled one."""
-        return next(
-            group["lr"] for group in self.optimizer.param_groups if not group["is_decoupled_lr"]
-        )
+        """The learning rate of the parameters without a decoupled or scaled one (muP)."""
+        for group in self.optimizer.param_groups:
+            if not group["is_decoupled_lr"] and group["lr_scale"] == 1.0:
+                return float(group["lr"])
+        raise AssertionError("every optimizer has a group with the learning rate of --lr")
 
     def needs_batch(self, chunk: int) -> bool:
         """Return whether a chunk needs the data of a micro-batch.

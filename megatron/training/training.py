@@ -120,11 +120,13 @@ def pretrain(
     forward_step: ForwardStep,
     writers: Sequence[Writer] = (),
     clock: Callable[[], float] = time.monotonic,
+    on_iteration: Callable[[], None] = lambda: None,
 ) -> Run:
     """Run a training job from start to end, and return its final state.
 
     `writers` receive its metrics in addition to those that the flags request. `clock` returns the
-    time in seconds for --save-interval-secs and --exit-duration-in-mins.
+    time in seconds for --save-interval-secs and --exit-duration-in-mins. `on_iteration` is called
+    after every iteration.
 
     Raises ValueError for errors that the user can correct, the same on every rank that detects it.
     """
@@ -155,6 +157,7 @@ def pretrain(
     run = build_run(config, ps, device, model_provider, forward_step, random_weights=random_weights)
     run.started = started
     run.clock = clock
+    run.on_iteration = on_iteration
     check_hf_target(run)
     start = load_checkpoint(run, start, find)
     if config.checkpoint.ckpt_convert_format is not None:
@@ -252,6 +255,7 @@ def train(run: Run, data: Data) -> None:
             began = run.clock()
             profiler.before(run.state.iteration + 1)
             iterate(run, data.train.batches, log, nan_check)
+            run.on_iteration()
             iteration = run.state.iteration
             save, save_locally, leave = policy.after(iteration, run.clock() - began)
             is_last = leave is not None or run.is_complete

@@ -45,6 +45,7 @@ REACHED_BY: dict[str, tuple[str, ...]] = {
         "save_at_once",
         "saves",
     ),
+    "megatron/core/dist_checkpointing/loading/reader.py": ("load_to_device",),
     "megatron/core/dist_checkpointing/saving/staging.py": ("save_with_few_buffers", "saves"),
 }
 
@@ -54,6 +55,7 @@ UNNEEDED = {
     "start_max_reduce.wait_for_work: work.wait()": "only for gloo",
     "run_schedule: previous.wait()": "for gloo; with NCCL a message keeps its tensors alive",
     "StageAndWrite._write: self._files_are_open.wait()": "waits for another thread",
+    "_copy_from_host: copied.synchronize()": "bounds pinned memory; torch keeps it until the copy ends",
     "_FromDisk.begin: self._local.wait()": "waits for another thread",
 }
 

@@ -444,14 +444,20 @@ def _split_lse(lse: Tensor, offsets: Tensor | None) -> list[Tensor]:
     return [part.unsqueeze(0) for part in lse.split(offsets.diff().tolist(), dim=1)]
 
 
-def _make_window_mask(query: Tensor, max_length: int, window: int | None) -> Tensor | None:
-    """Return the keys that each query `[1, heads, s, d]` sees through a window to the left."""
-    length = query.shape[2]
-    assert length <= max_length, "a sequence is longer than the given maximum"
+def _make_window_mask(
+    query: Tensor, key: Tensor, max_length: int, window: int | None
+) -> Tensor | None:
+    """Return the keys `[1, heads, s, d]` that each query sees through a window to the left.
+
+    The last query sees `window` keys before the last one.
+    """
+    num_rows = query.shape[2]
+    num_columns = key.shape[2]
+    assert num_rows <= max_length, "a sequence is longer than the given maximum"
     if window is None:
         return None
-    positions = torch.arange(length)
-    return positions.unsqueeze(1) - positions <= window
+    rows = torch.arange(num_rows) + num_columns - num_rows
+    return rows.unsqueeze(1) - torch.arange(num_columns) <= window
 
 
 def _packed_flash_attention(
@@ -473,7 +479,7 @@ def _packed_flash_attention(
         strict=True,
     )
     for q, k, v, out_part, lse_part in sequences:
-        mask = _make_window_mask(q, max_q, window_size_left)
+        mask = _make_window_mask(q, k, max_q, window_size_left)
         part, part_lse = _attend(q, k, v, mask, causal, scale)
         out_part.copy_(part)
         lse_part.copy_(part_lse)
@@ -487,7 +493,7 @@ def _packed_flash_attention_backward(
     tensors = (dout, query, key, value, out, *gradients)
     split = [_split_sequences(x, cum_q) for x in tensors]
     for *inputs, dq, dk, dv, lse_part in zip(*split, _split_lse(lse, cum_q), strict=True):
-        mask = _make_window_mask(inputs[1], max_q, window_size_left)
+        mask = _make_window_mask(inputs[1], inputs[2], max_q, window_size_left)
         parts = _attend_backward(*inputs, lse_part, mask, causal, scale)
         for gradient, part in zip((dq, dk, dv), parts, strict=True):
             gradient.copy_(part)

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.deferred import start_copy
+from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
+from megatron.core.dist_checkpointing.loading.reader import Reader, Request
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_parallel
 from tests.fake_cuda.forks import run_ranks
-from tests.fake_cuda.staging import is_snapshot_intact
+from tests.fake_cuda.staging import is_snapshot_intact, make_state
 
 
 def save_at_once(rank: int, num_devices: int) -> bool:
@@ -52,10 +54,31 @@ def gather_logits(rank: int, num_devices: int) -> list[float]:
     return values
 
 
+def load_to_device(rank: int, num_devices: int) -> bool:
+    """Load tensors; with pinned memory, no copy to the device waits for the driver."""
+    host = {f"t{i}": torch.randn(300, 200 + i) for i in range(4)}
+    with tempfile.TemporaryDirectory() as directory:
+        save(make_state(list(host.values())), directory, common={})
+        targets = {key: torch.zeros_like(values, device="cuda") for key, values in host.items()}
+        columns = torch.zeros(300, 10, device="cuda")[:, :5]
+        rounded = torch.zeros(300, 200, dtype=torch.bfloat16, device="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        reader = Reader(directory)
+        reader.read_into(
+            [Request(key, (0, 0), target) for key, target in targets.items()], workers=2
+        )
+        reader.read_into([Request("t0", (0, 7), columns), Request("t0", (0, 0), rounded)])
+        torch.cuda.set_sync_debug_mode("default")
+    whole = all(torch.equal(targets[key].cpu(), values) for key, values in host.items())
+    part = torch.equal(columns.cpu(), host["t0"][:, 7:12])
+    return whole and part and torch.equal(rounded.cpu(), host["t0"].bfloat16())
+
+
 OPERATIONS: dict[str, tuple[int, Callable[[int, int], Any]]] = {  # name -> (devices, function)
     "save_at_once": (1, save_at_once),
     "save_with_few_buffers": (1, save_with_few_buffers),
     "copy_to_host": (1, copy_to_host),
+    "load_to_device": (1, load_to_device),
     "gather_logits": (2, gather_logits),
 }
 

@@ -10,6 +10,8 @@ from tests.fake_cuda.launch import launch
 from tests.support.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LLAMA
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
+RESTRICTED = "--window-size 5,0 --reset-attention-mask --eod-mask-loss "
+MODELS = (EXPERTS, RESTRICTED)
 SAVES = "--async-save --save-interval 1 --keep-last-n 1 "
 
 LAYOUTS = {  # name -> (devices, flags)
@@ -26,6 +28,11 @@ LAYOUTS = {  # name -> (devices, flags)
     "cp2_p2p": (2, f"--context-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
     "cp2_all_gather": (2, "--context-parallel-size 2 --cp-comm-type all_gather"),
     "cp2_a2a": (2, "--context-parallel-size 2 --cp-comm-type a2a"),
+    "cp2_window_documents": (2, f"{RESTRICTED}--context-parallel-size 2 --bf16"),
+    "cp4_window_documents": (
+        4,
+        f"{RESTRICTED}--context-parallel-size 4 --cp-comm-type all_gather --bf16",
+    ),
     "ep2_allgather": (2, f"{EXPERTS}--expert-model-parallel-size 2"),
     "ep2_alltoall": (
         2,
@@ -65,7 +72,8 @@ def train_on_cpu(model: str) -> tuple[float, ...]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_same_losses_as_one_cpu_process(layout, tmp_path):
     num_devices, flags = LAYOUTS[layout]
-    expected = train_on_cpu(EXPERTS if EXPERTS in flags else "")
+    model = "".join(model for model in MODELS if model in flags)
+    expected = train_on_cpu(model)
     save = f"--save {tmp_path} " if SAVES in flags else ""
     # Delayed copies: an operation that does not wait for its input gives other losses.
     losses = train(f"{flags} {save}--device cuda", num_devices, FAKE_CUDA_COPY_US="300")

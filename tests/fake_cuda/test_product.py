@@ -4,6 +4,7 @@ import pytest
 
 from tests.fake_cuda.forks import run_ranks
 from tests.fake_cuda.launch import launch, run_code
+from tests.fake_cuda.trainings import count_attention_kernels
 from tests.support.find_waits import find_waits
 from tests.support.training_harness import COMMON, DISTRIBUTED_OPTIMIZER, LLAMA
 
@@ -71,6 +72,17 @@ def test_experts_wait_once_per_layer_and_micro_batch(dispatcher):
     waits = find_waits_of_rank_0(2, flags)
     microbatches = 2
     assert sum(waits.values()) == 2 * microbatches, waits
+
+
+@pytest.mark.parametrize("comm_type", ["p2p", "all_gather"])
+def test_windows_and_documents_over_ranks_have_no_mask(comm_type):
+    """Masks need the memory-efficient kernel; without them all blocks are of flash attention."""
+    flags = (
+        f"{RUN}--bf16 --train-iters 3 --num-layers 2 --context-parallel-size 2 "
+        f"--cp-comm-type {comm_type} --window-size 5,0 --reset-attention-mask "
+    )
+    for kernels in run_ranks(count_attention_kernels, 2, flags):
+        assert kernels.keys() == {"_flash_attention_forward", "_flash_attention_backward"}
 
 
 def test_two_processes_on_one_gpu_are_explained():

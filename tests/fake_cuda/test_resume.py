@@ -10,6 +10,7 @@ import pytest
 from tests.fake_cuda.forks import RankError, run_ranks
 from tests.fake_cuda.test_races import EXPERTS
 from tests.fake_cuda.trainings import train_and_hash, train_on_node, train_with_idle_experts
+from tests.support.idle_experts import IDLE_EXPERTS
 from tests.support.object_server import object_server
 from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LLAMA
 
@@ -72,8 +73,7 @@ def test_resuming_is_bitwise(name, tmp_path):
 def test_resuming_with_a_rank_without_tokens(dispatcher, tmp_path):
     """All tokens choose the experts of rank 0."""
     flags = (
-        f"{BASE}{LLAMA}{EXPERTS}--expert-model-parallel-size 2 --moe-router-score-function sigmoid "
-        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0 "
+        f"{BASE}{LLAMA}{EXPERTS}{IDLE_EXPERTS}--expert-model-parallel-size 2 "
         f"--moe-token-dispatcher-type {dispatcher} "
     )
     saving = f"{flags}--async-save --save {tmp_path} --save-interval 2 "

@@ -16,6 +16,8 @@ from megatron.core.module import MegatronModule
 from megatron.core.transformer.moe.router import Routing, find_routers
 from megatron.training.run import Batch, ForwardStep
 from tests.fake_cuda.forks import run_ranks
+from tests.support.count_calls import CountCalls
+from tests.support.idle_experts import step_with_idle_experts
 from tests.support.training_harness import forward_step, train
 
 
@@ -65,16 +67,20 @@ def train_with_idle_experts(rank: int, world_size: int, flags: str) -> dict[str,
         largest.append(routing.experts.amax())
 
     def step(chunk: MegatronModule, batch: Batch, activation: torch.Tensor | None) -> Any:
-        for router in find_routers([chunk]):
-            if not largest:
+        if not largest:
+            for router in find_routers([chunk]):
                 router.register_forward_hook(add_largest)
-            assert router.expert_bias is not None
-            half = router.num_experts // 2
-            router.expert_bias.data[half:] = -10.0  # scores are between 0 and 1
-        return forward_step(chunk, batch, activation)
+        return step_with_idle_experts(chunk, batch, activation)
 
     result = train_and_hash(rank, world_size, flags, step)
     return {**result, "largest_expert": int(torch.stack(largest).max())}
+
+
+def count_attention_kernels(rank: int, world_size: int, flags: str) -> dict[str, int]:
+    """Train, and return the number of calls of each kernel of attention."""
+    with CountCalls() as calls:
+        train(rank, world_size, flags)
+    return {name: number for name, number in calls.count.items() if "attention" in name}
 
 
 def train_on_node(

@@ -1,8 +1,8 @@
 """Start training programs without the cost of imports.
 
 This program imports everything once and forks: a child becomes rank R of N with torchrun's
-environment, runs `pretrain_gpt.main()` and writes its output to a file. Tests kill and wait for it
-by process id. Requests are JSON lines on standard input, responses go to standard output; see
+environment, runs `pretrain_gpt.main()` or another function and writes its output to a file. Tests
+kill and wait for it by process id. Requests are JSON lines on standard input, responses go to standard output; see
 `tests/support/crash_harness.py`.
 """
 
@@ -17,6 +17,9 @@ import traceback
 from typing import Any
 
 import pretrain_gpt
+from tests.support import restart_programs
+
+MAINS = {"pretrain_gpt.py": pretrain_gpt.main, "restart_programs": restart_programs.main}
 
 
 def start(request: dict[str, Any], rank: int) -> int:
@@ -35,8 +38,8 @@ def start(request: dict[str, Any], rank: int) -> int:
         limit = request["file_size_limits"][rank]
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        sys.argv = ["pretrain_gpt.py", *request["flags"]]
-        pretrain_gpt.main()
+        sys.argv = [request["program"], *request["flags"]]
+        MAINS[request["program"]]()
         code = 0
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else 1

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.megatron_lm.args import find_param_groups
+from megatron.conversion.model_space.source import read_whole
 from megatron.core.dist_checkpointing import load_common
 from megatron.core.optimizer import UPDATE_RULES
+from tests import ROOT
 from tests.support.compare import assert_same
-from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LLAMA, train, whole
+from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, LLAMA, get_losses, train, whole
 from tests.unit_tests.conversion.convert_tool import run_convert
 
 OPTIMIZERS = {
@@ -22,7 +25,9 @@ OPTIMIZERS = {
     "sgd_without_momentum": "--optimizer sgd --sgd-momentum 0 --lr 0.05 --min-lr 0.005",
     "ademamix": "--optimizer ademamix --ademamix-beta3 0.999 --ademamix-alpha 5",
     "muon": "--optimizer muon --muon-extra-scale-factor 0.2",
+    "lion": "--optimizer lion --lr 0.001 --min-lr 0.0001",
 }
+MIXED = ("muon", "lion")  # matrices have other states than the rest
 LAYOUTS = {
     "single": (1, ""),
     "tp2": (2, "--tensor-model-parallel-size 2"),
@@ -39,7 +44,7 @@ FORMATS = {
 }
 DTYPES = {"fp32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 1024"}
 COMMON = f"--mock-data --train-iters 4 {LLAMA}"
-REFUSED = "the optimizer is muon, whose state is not supported: leave it out"
+REFUSED = "whose state {} files cannot contain, because matrices have other states than the rest"
 
 slow = pytest.mark.slow
 
@@ -49,11 +54,6 @@ def run(pool, optimizer, layout, dtype, more=""):
     return pool.run(
         train, world_size, f"{COMMON} {OPTIMIZERS[optimizer]} {flags} {DTYPES[dtype]} {more}"
     )
-
-
-def losses(outcomes):
-    """Losses of the last pipeline stage, which is on the last rank."""
-    return outcomes[-1].measured.losses
 
 
 def save(pool, directory, optimizer, layout, dtype):
@@ -68,7 +68,7 @@ def check_resume(pool, directory, saved, optimizer, layout, dtype):
     resumed = run(pool, optimizer, layout, dtype, f"--load {directory}")
     straight = run(pool, optimizer, layout, dtype)
     tolerance = 2e-5 if dtype == "fp32" else 2e-3
-    assert losses(resumed) == pytest.approx(losses(straight)[2:], rel=tolerance)
+    assert get_losses(resumed) == pytest.approx(get_losses(straight)[2:], rel=tolerance)
 
 
 DEFAULT_RESUMES = [
@@ -77,6 +77,7 @@ DEFAULT_RESUMES = [
     ("sgd_without_momentum", "dp2", "pp2", "fp32"),
     ("ademamix", "zero", "tp2", "fp32"),
     ("muon", "zero", "tp2", "fp32"),
+    ("lion", "zero", "tp2", "bf16"),
 ]
 ALL_RESUMES = [
     (optimizer, first, second, dtype)
@@ -108,7 +109,7 @@ def test_no_load_optim_takes_the_weights(pool, tmp_path, optimizer):
         if not key.startswith("optimizer."):
             assert_same({key: loaded[key]}, {key: value})
     resumed = run(pool, optimizer, "single", "fp32", flags)
-    assert len(losses(resumed)) == 2 and all(map(math.isfinite, losses(resumed)))
+    assert len(get_losses(resumed)) == 2 and all(map(math.isfinite, get_losses(resumed)))
 
 
 DEFAULT_CONVERSIONS = [
@@ -121,7 +122,8 @@ DEFAULT_CONVERSIONS = [
     ("ademamix", "universal", "dp2", "fp32"),
     ("ademamix", "hf", "zero", "fp16"),
     ("muon", "legacy", "zero", "fp32"),
-    ("muon", "torch_dist", "dp2", "fp32"),
+    ("muon", "torch_dist", "dp2", "bf16"),
+    ("lion", "hf", "zero", "fp32"),
     ("muon", "universal", "dp2", "fp32"),
 ]
 ALL_CONVERSIONS = [
@@ -141,8 +143,8 @@ def test_conversion(pool, tmp_path, optimizer, saver, layout, dtype):
     saved = save(pool, tmp_path / "run", optimizer, layout, dtype)
     source = tmp_path / "run"
     converted = convert(source, tmp_path / saver, saver)
-    if optimizer == "muon":
-        assert converted.returncode == 1 and REFUSED in converted.stderr
+    if optimizer in MIXED and saver in ("legacy", "universal"):
+        assert converted.returncode == 1 and REFUSED.format(saver) in converted.stderr
         assert not (tmp_path / saver).exists()
         converted = convert(source, tmp_path / saver, saver, "--no-optim")
         assert converted.returncode == 0, converted.stderr
@@ -208,3 +210,26 @@ def test_number_of_betas_is_that_of_the_optimizer(pool, tmp_path):
     groups = find_param_groups(load_common(tmp_path / "iter_0000002")["optimizer"])
     assert [group["betas"] for group in groups] == [(0.9, 0.999, 0.999)] * 2
     assert UPDATE_RULES["ademamix"].NUM_BETAS == 3
+
+
+@pytest.mark.parametrize("form", ["lion", "muon_layer_wise_buckets"])
+def test_continue_a_run_of_megatron_lm(pool, tmp_path, form):
+    """Load the state of Megatron-LM's Muon or Lion at TP2, save it, and compare it with the files."""
+    golden = ROOT / "tests/golden/megatron_optimizers" / form
+    flags = (
+        f"--load {golden} --use-checkpoint-args --tensor-model-parallel-size 2 --mock-data "
+        f"--optimizer {form.split('_')[0]} --train-iters 4 --lr 0.01 --micro-batch-size 1 "
+        "--global-batch-size 2 --seq-length 32 --tokenizer-type NullTokenizer --vocab-size 39 "
+        "--no-load-rng"
+    )
+    if form != "lion":
+        flags += " --bf16"
+    loaded = whole(pool.run(train, 2, f"{flags} --skip-train"))
+    source = open_checkpoint(golden)
+    assert {key for key in loaded if key.startswith("optimizer.")} == {
+        key for key in source.tensors if key.startswith("optimizer.")
+    }
+    for key in source.tensors:
+        assert_same({key: loaded[key]}, {key: read_whole(source, key)})
+    resumed = pool.run(train, 2, flags)
+    assert len(get_losses(resumed)) == 2 and all(map(math.isfinite, get_losses(resumed)))

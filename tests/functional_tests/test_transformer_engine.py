@@ -19,8 +19,10 @@ from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.config.parsing import parse_args
+from pretrain_gpt import forward_step
 from tests import ROOT
-from tests.support.training_harness import COMMON, LAYOUTS, MODELS, train, whole
+from tests.support.idle_experts import IDLE_EXPERTS, step_with_idle_experts
+from tests.support.training_harness import COMMON, LAYOUTS, MODELS, get_losses, train, whole
 
 STAND_IN = str(ROOT / "tests/te_stand_in")
 TE = "--transformer-impl transformer_engine "
@@ -60,13 +62,13 @@ WAYS = {  # processes, model, flags
 }  # fmt: skip
 
 
-def train_with_stand_in(rank, world_size, flags):
+def train_with_stand_in(rank, world_size, flags, step=forward_step):
     """Train; return the outcome, the arguments of all calls of modules, and the fp8 state."""
     if STAND_IN not in sys.path:
         sys.path.insert(0, STAND_IN)
     te = importlib.import_module("transformer_engine.pytorch")
     te.forget()
-    outcome = train(rank, world_size, flags)
+    outcome = train(rank, world_size, flags, forward_step=step)
     return outcome, [told for _, told in te.CALLS], get_fp8_state(te)
 
 
@@ -145,6 +147,27 @@ FP8 = (
 )
 
 
+def train_with_idle_experts(rank, world_size, flags):
+    return train(rank, world_size, flags, forward_step=step_with_idle_experts)
+
+
+@pytest.mark.parametrize("engine", [TE, pytest.param(FP8, marks=pytest.mark.slow)])
+def test_a_rank_without_tokens(pool, engine):
+    """The stand-in refuses grouped products without any rows."""
+    flags = (
+        f"{DATA}{MODELS['llama']}{EXPERTS}{IDLE_EXPERTS}--expert-model-parallel-size 2 "
+        "--moe-ffn-hidden-size 32 --use-distributed-optimizer "
+    )
+    outcome, calls, _ = pool.run(train_with_stand_in, 2, flags + engine, step_with_idle_experts)[1]
+    assert any(call["fp8"] for call in calls) == (engine == FP8)
+    local_flags = flags + ("--bf16" if engine == FP8 else "")
+    expected = pool.run(train_with_idle_experts, 2, local_flags)[1]
+    tolerance = 2e-2 if engine == FP8 else 2e-5
+    for name in ("losses", "grad_norms"):
+        ours = getattr(outcome.measured, name)
+        assert ours == pytest.approx(getattr(expected.measured, name), rel=tolerance), name
+
+
 @pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout):
     """Losses are bitwise equal after a resume in the same layout; other recipes load
@@ -169,10 +192,12 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout):
         return pool.run(train_with_stand_in, 2, f"{model} {more} --load {tmp_path}")
 
     again, _, same_scales = zip(*resumed(f"{FP8} --first-last-layers-bf16"), strict=True)
-    last = straight[-1].measured.losses[3:]
-    assert again[-1].measured.losses == last and same_scales == scales
+    last = get_losses(straight)[3:]
+    assert get_losses(again) == last and same_scales == scales
     for other in ("--bf16", f"{FP8} --fp8-amax-history-len 2"):
-        assert resumed(other)[-1][0].measured.losses == pytest.approx(last, abs=0.02), other
+        assert get_losses([outcome for outcome, *_ in resumed(other)]) == pytest.approx(
+            last, abs=0.02
+        ), other
 
 
 def test_recomputed_attention_does_not_change_fp8_state(pool):

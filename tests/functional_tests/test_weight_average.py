@@ -7,7 +7,15 @@ from safetensors.torch import load_file
 from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.model_space.source import read_whole
 from tests.support.compare import assert_same, read_all
-from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, GPT2, LAYOUTS, LLAMA, train, whole
+from tests.support.training_harness import (
+    DISTRIBUTED_OPTIMIZER,
+    GPT2,
+    LAYOUTS,
+    LLAMA,
+    get_losses,
+    train,
+    whole,
+)
 from tests.unit_tests.conversion.convert_tool import run_convert
 
 DECAY = 0.9
@@ -21,10 +29,6 @@ EVALUATION = "--eval-iters 2 --eval-interval 2 --split 80,20,0 "
 def launch(pool, layout, flags):
     world_size, layout_flags = layout
     return pool.run(train, world_size, f"{RUN} {layout_flags} {flags}")
-
-
-def get_losses(outcomes):
-    return outcomes[-1].measured.losses
 
 
 def get_validation_losses(outcomes):

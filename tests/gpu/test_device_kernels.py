@@ -1,11 +1,8 @@
 """Compare the operations of a layer on a device with fp32 on the CPU: values and gradients."""
 
-from collections import Counter
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.module import Normal
 from megatron.core.parallel_state import Axis, ExpertAxes
@@ -25,6 +22,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.placement import Placement
 from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.support.count_calls import CountCalls
 
 TOLERANCES = {
     torch.float32: 2e-5,
@@ -111,19 +109,6 @@ def test_grouped_queries_never_keep_all_probabilities(dtype, options):
         fused.append(SDPBackend.CUDNN_ATTENTION)
     with sdpa_kernel(fused):
         module(x).float().sum().backward()
-
-
-class CountCalls(TorchDispatchMode):
-    """Counts the operators that are not views, and notes the number of elements of masks."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view:
-            self.count[func._schema.name.removeprefix("aten::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 WINDOW = {"window_size": (5, 0)}
@@ -229,7 +214,7 @@ def test_windows_have_no_mask(options):
     without_window, with_window = peaks
     assert with_window - without_window < 4 * x.nbytes
     assert not module.core_attention.mask._static_masks
-    assert not module.core_attention.mask._static_blocks
+    assert not module.core_attention.mask._chunk_masks
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import torch
 
 from megatron.core.dist_checkpointing import Reader
 from tests import ROOT
+from tests.support.processes import children_of, is_leader
 
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 DEADLINE = 60.0  # seconds; longer than any wait of a test
@@ -48,6 +49,15 @@ class Job:
                 return result
             assert time.monotonic() < deadline, f"{what} did not happen:\n{self.output()}"
             time.sleep(0.001)
+
+    def workers(self) -> list[int]:
+        """Return the processes of the ranks under --inprocess-restart, without lost ones."""
+        workers = []
+        for monitor in self.pids:
+            # A worker leads a process group; the process of the store does not.
+            children = children_of(monitor)
+            workers += [child for child in children if is_leader(child)]
+        return workers
 
     def until_iteration(self, iteration: int) -> None:
         self.until(lambda: self.iterations()[-1:] >= [iteration], f"iteration {iteration}")
@@ -131,8 +141,9 @@ class Launcher:
         flags: str,
         file_size_limits: Sequence[int | None] | None = None,
         variables: Mapping[str, str] | None = None,
+        program: str = "pretrain_gpt.py",
     ) -> Job:
-        """Start the program with `variables` in its environment.
+        """Start the program (see `forking_launcher`) with `variables` in its environment.
 
         `file_size_limits` are the bytes, by rank, at which the kernel refuses to let a file grow.
         """
@@ -144,6 +155,7 @@ class Launcher:
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         pids = self.ask(
             {
+                "program": program,
                 "flags": shlex.split(flags),
                 "environment": environment,
                 "log": str(log),

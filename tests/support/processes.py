@@ -1,5 +1,6 @@
 """Processes as Linux reports them in /proc."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,14 @@ def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
+        return False
+
+
+def is_leader(pid: int) -> bool:
+    """Return whether `pid` is running and leads a process group."""
+    try:
+        return is_running(pid) and os.getpgid(pid) == pid
+    except ProcessLookupError:
         return False
 
 

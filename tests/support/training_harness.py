@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,6 +96,12 @@ class Outcome:
     consumed_train_samples: int
     learning_rate: float
     boxes: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
+
+
+def get_losses(outcomes: Sequence[Outcome]) -> list[float]:
+    """Return the losses of the only rank that reports: the first one of the last stage."""
+    (losses,) = (outcome.measured.losses for outcome in outcomes if outcome.measured.losses)
+    return losses
 
 
 def train(

@@ -144,6 +144,7 @@ _WITHOUT_FORM = (
     "scale_embeddings", "window_attn_skip_freq", "softmax_type",
     "parallel_residual",
     "no_rope_freq", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+    "use_mup",
 )  # fmt: skip
 
 

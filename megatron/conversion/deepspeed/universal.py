@@ -67,6 +67,11 @@ from megatron.conversion.model_space.source import (
     split_key,
 )
 from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.conversion.stored_tokenizer import (
+    copy_tokenizer_files,
+    find_stored_tokenizer,
+    write_tokenizer_files,
+)
 from megatron.core.dist_checkpointing.format.schema import file_name
 from megatron.core.durable_files import committed, fsync_tree
 from megatron.core.transformer.transformer_config import TransformerConfig, flag_name
@@ -95,7 +100,8 @@ class UniversalSource:
         # Arguments and model.
         if files.args:
             files.args = read_args(files.args, self.description)
-        given = files.args | dict(read_options.args)
+        stored_tokenizer = find_stored_tokenizer(files.args, files.directory)
+        given = files.args | stored_tokenizer | dict(read_options.args)
         self.args: dict[str, Any] = _infer_args(files, given) | given
         vocab_size = _find_vocab_size(files, read_options.args)
         config = model_config(self.args, vocab_size, self.description)
@@ -333,6 +339,7 @@ def write_universal(
     _save(target / ZERO / OPTIMIZER_STATE, OPTIMIZER_SCHEMA(optimizer_state, source.description))
     model_state = writer.build_model_state(training, names)
     _save(target / model_state_name(0), MODEL_STATE_SCHEMA(model_state, source.description))
+    write_tokenizer_files(copy_tokenizer_files(source.args, options.trusted), target)
     # `latest_universal` makes the directory a checkpoint, so everything else must be durable first.
     fsync_tree(directory)
     with committed(directory / LATEST) as temporary:

@@ -205,7 +205,7 @@ class HuggingFaceSource:
             if state is None or parameter not in self.tensors:
                 raise ValueError(f"{where}: {key} is not an optimizer state of this model")
             self.tensors[key] = TensorInfo(stored.shape, stored.dtype)
-        check_optimizer_complete(self.tensors, str(where))
+        check_optimizer_complete(self.tensors, self.args, str(where))
 
 
 def _has_prediction_layers(files: Mapping[str, Stored], args: Mapping[str, Any]) -> bool:

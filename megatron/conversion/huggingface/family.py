@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import (
     LOCAL_BACKEND_FIELDS,
     TransformerConfig,
     compute_model_signature,
+    spell_out_mup,
 )
 
 # Fields that describe files, tokens, generation or speed. None of them changes the logits.
@@ -123,6 +124,7 @@ class Family:
         """
         fields: Json = {"architectures": [self.architecture], "model_type": self.model_type}
         imported = imported or {}
+        config = spell_out_mup(config)  # no family has muP, some have its factors
         for rule in self.all_rules:
             fields |= rule.write(config)
             repeated = {name: imported[name] for name in rule.repeated if name in imported}

@@ -8,7 +8,6 @@ and merges, and the same bytes for unknown characters, so it splits text as trai
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing import CheckpointError
@@ -21,11 +20,11 @@ _SPACE = "\u2581"
 _PROBE = "  a  \u00bd\uff21 "  # spaces and characters that a normalizer would change
 
 
-def open_model(model: Path) -> SentencePieceProcessor:
+def open_model(content: bytes) -> SentencePieceProcessor:
     """Open a model that `check_model` has accepted."""
     import sentencepiece  # here, because other tokenizers do not need it
 
-    return sentencepiece.SentencePieceProcessor(model_file=str(model))
+    return sentencepiece.SentencePieceProcessor(model_proto=content)
 
 
 def check_model(content: bytes, where: str) -> None:

@@ -22,12 +22,15 @@ from megatron.conversion.model_space.pieces import map_unchanged
 from megatron.conversion.model_space.source import (
     ADAM,
     ARGUMENTS,
+    OPTIMIZER_STATES,
     TRAINING_STATE,
     Shape,
     Source,
     TrainingState,
     full_precision_key,
+    has_mixed_states,
     is_trained,
+    list_parameter_states,
     optimizer_key,
     optimizer_states,
     plain_args,
@@ -80,16 +83,19 @@ def collect_optimizer_tensors(source: Source, parameters: Mapping[str, Shape]) -
     Without main parameters the weights are the fp32 values that the optimizer works on. They are
     stored as such, since the exported weights may be rounded.
     """
-    states = ["param"]
-    for state in optimizer_states(source.tensors) or ADAM:
-        if state != "param":
-            states.append(state)
+    all_states = {"param", *(optimizer_states(source.tensors) or ADAM)}
+    is_mixed = has_mixed_states(source.args)
     tensors = []
     # One fp32 tensor for each state of each parameter.
     for parameter, shape in parameters.items():
         if not is_trained(parameter):
             continue
-        for state in states:
+        states = all_states
+        if is_mixed:
+            states = {"param", *list_parameter_states(parameter, source.tensors)}
+        for state in OPTIMIZER_STATES:
+            if state not in states:
+                continue
             key = optimizer_key(state, parameter)
             source_key = key
             if state == "param":

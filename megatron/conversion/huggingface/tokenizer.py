@@ -20,6 +20,7 @@ from megatron.conversion.huggingface.sentencepiece_model import (
 from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.durable_files import committed, write_json
+from megatron.core.object_storage import path_of
 
 _MARKS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -164,8 +165,9 @@ def _collect_tokens(tokenizer: Path) -> set[int]:
 
 def _count_pieces(model: Path) -> int:
     """Return the number of pieces of a SentencePiece model."""
-    check_model(schema.read_regular(model), str(model))
-    return int(open_model(model).vocab_size())
+    content = schema.read_regular(model)
+    check_model(content, str(model))
+    return int(open_model(content).vocab_size())
 
 
 def _allows_bpe(tokenizer: Path | None) -> bool:
@@ -176,7 +178,7 @@ def _allows_bpe(tokenizer: Path | None) -> bool:
 def _confirm_path(value: Any, trusted: Sequence[Path], result: ExportedTokenizer) -> Path | None:
     """Return a path of a checkpoint if it is in a trusted directory; else note that it is lost."""
     if type(value) is str and "\0" not in value:
-        path = Path(value).resolve()
+        path = path_of(value).resolve()
         if any(path.is_relative_to(root.resolve()) for root in trusted):
             return path
     result.lost.append(
@@ -206,7 +208,7 @@ def _export_sentencepiece(model: Path, directory: Path, result: ExportedTokenize
     """Copy the model, and write the tokenizer.json that splits text exactly as it does, if any."""
     if not _copy(model, directory / "tokenizer.model", result):
         return
-    processor = open_model(directory / "tokenizer.model")
+    processor = open_model((directory / "tokenizer.model").read_bytes())
 
     # Special tokens; -1 means that the model does not have one.
     numbers = (processor.bos_id(), processor.eos_id(), processor.pad_id())

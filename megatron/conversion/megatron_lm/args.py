@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -112,6 +112,8 @@ def read_arguments(common: Mapping[str, Any], where: str) -> dict[str, Any]:
     _check_model_arguments(args, where)
 
     # Convert the conventions of Megatron-LM to ours.
+    if isinstance(args.get("optimizer"), str):  # dist_muon is the layer-wise Muon of 0.16
+        args["optimizer"] = args["optimizer"].removeprefix("dist_")
     if "layernorm_epsilon" in args:
         args.setdefault("norm_epsilon", args["layernorm_epsilon"])
     if not args.get("group_query_attention", False):
@@ -290,6 +292,21 @@ def find_param_groups(optimizer: Any) -> list[dict[str, Any]] | None:
             return groups
         optimizer = optimizer.get("optimizer")
     return None
+
+
+def find_all_param_groups(optimizers: Sequence[Any]) -> list[dict[str, Any]] | None:
+    """Return the parameter groups of all optimizers of a run, e.g., of matrices and of the rest.
+
+    Some do not count their steps: all groups get the step of those that do.
+    """
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        for part in list_optimizers(optimizer):
+            groups += find_param_groups(part) or []
+    steps = [group["step"] for group in groups if group.get("step") is not None]
+    if steps:
+        groups = [{"step": steps[0]} | group for group in groups]
+    return groups or None
 
 
 def _read_grad_scaler(optimizer: Any) -> dict[str, Any] | None:

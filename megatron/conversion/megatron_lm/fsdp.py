@@ -51,6 +51,7 @@ from megatron.conversion.model_space.source import (
     plain_numbers,
 )
 from megatron.conversion.options import ReadOptions
+from megatron.conversion.stored_tokenizer import find_stored_tokenizer
 from megatron.core.dist_checkpointing import CheckpointError, Reader
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
 
@@ -119,7 +120,8 @@ class MegatronFsdpSource:
         # Arguments.
         self._objects = self._index_objects()
         common = self._read_common(read_options.args)
-        self.args = read_arguments(common, str(directory)) | dict(read_options.args)
+        self.args = read_arguments(common, str(directory))
+        self.args |= find_stored_tokenizer(self.args, directory) | dict(read_options.args)
         self.args.pop("use_megatron_fsdp", None)
 
         # The model, whose vocabulary has the stored rows.
@@ -140,7 +142,7 @@ class MegatronFsdpSource:
             self._add_parameter(parameter, states, is_optimizer_stored)
         self._table.complete(is_optimizer_stored)
         self.tensors: Mapping[str, TensorInfo] = self._table.tensors
-        check_optimizer_complete(self.tensors, str(directory))
+        check_optimizer_complete(self.tensors, self.args, str(directory))
         self.unused += sorted(self._weights.values())
         if read_options.optimizer:
             self.unused += sorted(self._states.values())

@@ -59,6 +59,7 @@ from megatron.conversion.model_space.source import (
     optimizer_key,
 )
 from megatron.conversion.options import ReadOptions
+from megatron.conversion.stored_tokenizer import find_stored_tokenizer
 from megatron.core.dist_checkpointing import CheckpointError, FileTensor, Shape, load_file_tensors
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.schema import (
@@ -122,6 +123,7 @@ class LegacySource:
         # The arguments in the first file determine the layout.
         first_file = find_first_legacy_file(directory)
         self.args = read_arguments(open_legacy(first_file), str(first_file))
+        self.args |= find_stored_tokenizer(self.args, directory)
         self._layout = Layout.from_args(self.args)
         files = self._open_model_files(directory)
         self.unused = self._list_stale_folders(directory, files)
@@ -154,7 +156,7 @@ class LegacySource:
             groups = find_param_groups(first.content.get("optimizer"))
         self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
         self.tensors: dict[str, TensorInfo] = dict(self._table.tensors)
-        check_optimizer_complete(self.tensors, self.description)
+        check_optimizer_complete(self.tensors, self.args, self.description)
         self._add_foreign(files, read_options.keep_foreign)
         self.training: TrainingState | None = read_training_state(first.content, self.args, groups)
         if self._layout.parallel.ep_size == 1:

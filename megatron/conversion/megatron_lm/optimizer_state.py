@@ -181,15 +181,24 @@ def compute_bucket_size(
     return max(_DEFAULT_BUCKET, _DEFAULT_BUCKET_PER_RANK * replicas)
 
 
-def refuse_unknown_optimizer(args: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Raise CheckpointError unless the states `names` belong to an optimizer that converts.
+def refuse_unknown_optimizer(
+    args: Mapping[str, Any], names: Iterable[str], where: str, allows_mixed: bool = False
+) -> None:
+    """Raise CheckpointError unless the states `names` belong to an optimizer that can be read.
 
-    The arguments decide first: Muon stores its momentum under the name of SGD's.
+    The arguments decide first: Muon stores its momentum under the name of SGD's. Optimizers with
+    other states of matrices (Muon, Lion) are accepted with `allows_mixed`.
     """
     optimizer = args.get("optimizer") or "adam"
     rule = UPDATE_RULES.get(optimizer)
-    unknown = sorted(set(names) - {*OPTIMIZER_STATES})
-    if rule is None or not rule.IS_CONVERTIBLE or unknown:
+    known = {"param"}
+    if rule is not None and rule.HAS_UNIFORM_STATE:
+        known |= set(OPTIMIZER_STATES)
+    elif rule is not None and allows_mixed:
+        known |= set(itertools.chain.from_iterable(rule.STATE_SETS))
+    unknown = sorted(set(names) - known)
+    is_readable = rule is not None and (rule.HAS_UNIFORM_STATE or allows_mixed)
+    if not is_readable or unknown:
         listed = ""
         if unknown:
             listed = f" ({', '.join(unknown)})"

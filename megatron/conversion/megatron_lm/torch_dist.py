@@ -28,6 +28,7 @@ from megatron.conversion.megatron_lm.args import (
     add_loader_defaults,
     build_common_state,
     build_grad_scaler,
+    find_all_param_groups,
     find_param_groups,
     read_arguments,
     read_training_state,
@@ -52,7 +53,6 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     refuse_unknown_optimizer,
     split_by_optimizer,
 )
-from megatron.conversion.megatron_lm.stored_tokenizer import find_stored_tokenizer
 from megatron.conversion.model_space.model import (
     Layout,
     LocalParameter,
@@ -79,13 +79,16 @@ from megatron.conversion.model_space.source import (
     average_key,
     foreign_key,
     foreign_name,
+    has_mixed_states,
     is_foreign,
     is_weight,
+    list_parameter_states,
     no_progress,
     optimizer_key,
     split_key,
 )
 from megatron.conversion.options import ReadOptions
+from megatron.conversion.stored_tokenizer import find_stored_tokenizer
 from megatron.core.dist_checkpointing import (
     CheckpointError,
     Reader,
@@ -246,7 +249,10 @@ class TorchDistSource:
             match = _BUCKET.fullmatch(name)
             if match is not None and with_optimizer:
                 optimizer, rank, chunk, number, state = match.groups()
-                place = _ChunkPlace(int(optimizer or 0), int(rank), int(chunk))
+                owner = int(optimizer or 0)
+                if has_mixed_states(self.args):
+                    owner = 0  # 0 has the matrices, one by one; the rest is in flat buckets
+                place = _ChunkPlace(owner, int(rank), int(chunk))
                 buckets[place, int(number), state] = key
             elif with_optimizer or not name.startswith(("optimizer.", "chained_")):
                 self._add(name, key)
@@ -259,10 +265,9 @@ class TorchDistSource:
         # Flat buckets, which need the model.
         groups = None
         if with_optimizer:
-            groups = find_param_groups(common.get("optimizer"))
+            groups = self._read_groups(common.get("optimizer"))
         if buckets:
             self._add_buckets(buckets)
-            groups = groups or self._read_bucket_groups()
         self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
 
         # Training state.
@@ -286,7 +291,7 @@ class TorchDistSource:
             if state is not None and state != AVERAGE:
                 states.append(state)
         if states:
-            refuse_unknown_optimizer(self.args, states, self.description)
+            refuse_unknown_optimizer(self.args, states, self.description, allows_mixed=True)
 
     def _add(self, name: str, key: str) -> None:
         """Add one stored tensor: a whole global tensor, or the tensor of all layers stacked."""
@@ -366,13 +371,20 @@ class TorchDistSource:
         if has_expert_optimizer:
             ranks_by_optimizer.append(list_expert_ranks(layout.parallel))
 
+        # Before any bucket is added: matrices of a layer-wise optimizer, which have tensors of
+        # their own.
+        stored_apart = set(self._table.tensors)
         for optimizer, ranks in enumerate(ranks_by_optimizer):
             for index, rank in enumerate(ranks):
                 chunks = rank_parameters(
                     self.config, layout, rank.tp, rank.pp, 1, rank.expert, self.args
                 )
                 own = split_by_optimizer(chunks, has_expert_optimizer)[optimizer]
-                for chunk, parameters in enumerate(own):
+                for chunk, trained in enumerate(own):
+                    parameters = []
+                    for parameter in trained:
+                        if not list_parameter_states(parameter.key, stored_apart):
+                            parameters.append(parameter)
                     if parameters:
                         place = _ChunkPlace(optimizer, index, chunk)
                         self._add_chunk(buckets, place, parameters, f"{self.description}, {rank}")
@@ -405,12 +417,22 @@ class TorchDistSource:
                 read_flat = self._make_flat_reader(keys[bucket], ())
                 self._table.add_local(key, parameter, stored[bucket].dtype, read_flat, start)
 
-    def _read_bucket_groups(self) -> list[dict[str, Any]] | None:
-        """Return the parameter groups that dp_reshardable state has in an object."""
-        for key in (_OPTIMIZER_OBJECT, f"chained_0.{_OPTIMIZER_OBJECT}"):
+    def _read_groups(self, optimizer: Any) -> list[dict[str, Any]] | None:
+        """Return the parameter groups in `optimizer` of the common state, or in the object where
+        dp_reshardable state has them.
+        """
+        stored = []
+        for prefix in ("", "chained_0.", "chained_1."):
+            key = f"{prefix}{_OPTIMIZER_OBJECT}"
             if key in self._reader.metadata.objects:
-                return find_param_groups(self._reader.read_object(key))
-        return None
+                stored.append(key)
+        if has_mixed_states(self.args):
+            objects = [self._reader.read_object(key) for key in stored]
+            return find_all_param_groups([optimizer, *objects])
+        groups = find_param_groups(optimizer)
+        if groups is None and stored:
+            groups = find_param_groups(self._reader.read_object(stored[0]))
+        return groups
 
     def _make_flat_reader(self, key: str, index: Shape) -> ReadFlat:
         """Return a reader of the stored tensor's last axis, at `index` on the other axes."""
@@ -444,7 +466,7 @@ class TorchDistSource:
             if not is_extra_state(key) and not key.startswith(_IGNORED_OBJECTS):
                 self.unused.append(key)
         self.tensors = known
-        check_optimizer_complete(self.tensors, str(directory))
+        check_optimizer_complete(self.tensors, self.args, str(directory))
 
 
 def _split_stored_key(key: str) -> tuple[str, str | None]:
@@ -564,11 +586,15 @@ def make_stacked_key(key: str, num_layers: int) -> str:
 
 
 def write_torch_dist(
-    source: Source, directory: Path, files: int = 1, progress: Progress = no_progress
+    source: Source,
+    directory: Path,
+    files: int = 1,
+    progress: Progress = no_progress,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> list[str]:
     """Write `directory` (an iteration), which appears once it is complete; `files` files at once.
 
-    Returns an empty list: no part is lost.
+    `extra_files` are small files that it contains, by path. Returns an empty list: no part is lost.
     """
     state: ShardedStateDict = {}
     for key, info in source.tensors.items():
@@ -582,7 +608,14 @@ def write_torch_dist(
             state[key] = ShardedObject(key, read_state())
     common = _build_common(source)
     state[COMMON_STATE] = ShardedObject(COMMON_STATE, common)
-    save(state, directory, common=common, workers=files, progress=progress)
+    save(
+        state,
+        directory,
+        common=common,
+        workers=files,
+        progress=progress,
+        extra_files=extra_files,
+    )
     return []
 
 

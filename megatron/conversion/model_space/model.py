@@ -25,9 +25,12 @@ from megatron.conversion.model_space.source import (
     Shape,
     Source,
     TensorInfo,
+    complete_mixed_states,
     complete_states,
+    has_mixed_states,
     is_trained,
     is_weight,
+    list_parameter_states,
     optimizer_key,
     optimizer_states,
     split_key,
@@ -136,7 +139,9 @@ def check_parameters(
             )
 
 
-def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> None:
+def check_optimizer_complete(
+    tensors: Mapping[str, TensorInfo], args: Mapping[str, Any], where: str
+) -> None:
     """Raise CheckpointError unless all trained parameters have complete optimizer state, or none.
 
     The message names states that are missing or have another shape than their parameter.
@@ -144,8 +149,9 @@ def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> N
     found = optimizer_states(tensors)
     if not found:
         return
+    is_mixed = has_mixed_states(args)
     states = complete_states(found)
-    if states is None:
+    if states is None and not is_mixed:
         raise CheckpointError(
             f"{where}: {', '.join(found)} are not the state of one optimizer: leave it out "
             "(--no-optim of convert.py, --no-load-optim of a run)"
@@ -156,7 +162,10 @@ def check_optimizer_complete(tensors: Mapping[str, TensorInfo], where: str) -> N
     for parameter, info in tensors.items():
         if not is_weight(parameter) or not is_trained(parameter):
             continue
-        for state in states:
+        if is_mixed:
+            own = list_parameter_states(parameter, tensors)
+            states = complete_mixed_states(args, own)
+        for state in states or found:
             key = optimizer_key(state, parameter)
             if key not in tensors:
                 missing.append(key)

@@ -33,20 +33,27 @@ def same_cuda_device() -> Callable[[], None]:
     return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
+Tasks = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
 class Workers:
     """Daemon threads that run tasks in the order of submission.
 
     The process does not wait for them at exit. They use the CUDA device of the thread that creates
-    them.
+    them. Without `close` they end after their tasks once this object is not used any more, as after
+    an error.
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._use_device = same_cuda_device()
+        self._tasks: Tasks = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{i}", daemon=True)
+            # The threads refer to the queue only: they end when this object is not used any more.
+            threading.Thread(
+                target=_serve,
+                args=(self._tasks, same_cuda_device()),
+                name=f"{name}-{i}",
+                daemon=True,
+            )
             for i in range(count)
         ]
         for thread in self._threads:
@@ -58,20 +65,28 @@ class Workers:
         return future
 
     def close(self) -> None:
-        for _ in self._threads:
-            self._tasks.put(None)
+        self._end_threads()
         for thread in self._threads:
             thread.join()
 
-    def _serve(self) -> None:
-        self._use_device()
-        while (entry := self._tasks.get()) is not None:
-            future, task = entry
-            try:
-                future.set_result(task())
-            except BaseException as error:
-                future.set_exception(error)
-            del entry, future, task  # an idle thread must not keep objects alive
+    def __del__(self) -> None:
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        for _ in self._threads:
+            self._tasks.put(None)
+
+
+def _serve(tasks: Tasks, use_device: Callable[[], None]) -> None:
+    """Run tasks until one is None."""
+    use_device()
+    while (entry := tasks.get()) is not None:
+        future, task = entry
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
+        del entry, future, task  # an idle thread must not keep objects alive
 
 
 class Slot(NamedTuple):

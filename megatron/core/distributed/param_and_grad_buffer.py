@@ -37,6 +37,10 @@ class ParamGroup:
     """True for the word embedding and the output layer, which may have their own learning rate."""
     decayed_vector: bool = False
     """True for vectors with `ParamInfo.decayed`."""
+    width_mult: float = 1.0
+    """`ParamInfo.width_mult`, the same for all parameters of a model."""
+    is_hidden: bool = False
+    """`ParamInfo.is_hidden`."""
 
     @property
     def is_matrix(self) -> bool:
@@ -64,6 +68,8 @@ class ParamSpec:
             weight_decay=is_matrix or decayed_vector,
             embedding=self.name.endswith(("word_embeddings.weight", "output_layer.weight")),
             decayed_vector=decayed_vector,
+            width_mult=self.info.width_mult,
+            is_hidden=self.info.is_hidden,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from megatron.core.module import (
     ParamInfo,
     make_parameter,
     param_info,
+    set_param_info,
 )
 from megatron.core.parallel_state import Axis, ExpertAxes, ParallelState
 from megatron.core.sharding import Sharding
@@ -75,6 +76,7 @@ class GPTEmbedding(MegatronModule):
         self.place = place
         self.dropout = config.hidden_dropout
         self.scale = config.embedding_multiplier
+        self.sum_scale = config.mup_embedding_mult if config.use_mup else 1.0
         if config.scale_embeddings:
             # Rounded to the model's precision, with which published checkpoints were trained.
             scale = math.sqrt(config.hidden_size)
@@ -110,6 +112,8 @@ class GPTEmbedding(MegatronModule):
             hidden_states = hidden_states + self.position_embeddings(positions)
         if self.word_embeddings_layernorm is not None:
             hidden_states = self.word_embeddings_layernorm(hidden_states)
+        if self.sum_scale != 1.0:
+            hidden_states = hidden_states * self.sum_scale
         if self.dropout and self.training:
             # Under sequence parallelism the TP ranks have different tokens, and draw different
             # numbers.
@@ -154,7 +158,7 @@ class OutputLayer(MegatronModule):
         self.tied_copy = tied_copy
         self.cross_entropy = select_layer_spec(config).select_cross_entropy(config)
         self.softcap = config.final_logit_softcapping
-        self.logits_scaling = config.logits_scaling
+        self.logits_divisor = config.logits_divisor
         self.weight = None
         if own_weight:
             sharding = Sharding(dim=0, axis=place.tp, num_rows=config.vocab_size)
@@ -174,9 +178,9 @@ class OutputLayer(MegatronModule):
 
     def forward(self, hidden_states: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Return the loss per token `[b, s]` fp32; without labels the logits `[b, s, vocab]`."""
-        if self.logits_scaling != 1.0:
+        if self.logits_divisor != 1.0:
             # Before the product, because the loss does not keep logits.
-            hidden_states = hidden_states / self.logits_scaling
+            hidden_states = hidden_states / self.logits_divisor
         if labels is None:
             return self._compute_logits(hidden_states, weight)
         losses = self.cross_entropy(
@@ -327,6 +331,22 @@ class GPTModel(MegatronModule):
                 own_weight=tied_copy or not is_tied,
                 tied_copy=tied_copy,
             )
+        if config.width_mult != 1.0:
+            self._mark_hidden_matrices()
+
+    def _mark_hidden_matrices(self) -> None:
+        """Give all parameters the properties by which muP scales learning rates.
+
+        The embeddings and the output layer are no hidden matrices: the size of their vocabulary
+        does not grow with the width. Neither do vectors and biases.
+        """
+        for name, param in self.named_parameters():
+            is_matrix = param.dim() > 1 and not name.endswith(".bias")
+            is_hidden = is_matrix and not name.startswith(("embedding.", "output_layer."))
+            info = replace(
+                param_info(param), width_mult=self.config.width_mult, is_hidden=is_hidden
+            )
+            set_param_info(param, info)
 
     def forward(
         self,

@@ -14,10 +14,10 @@ from megatron.core.flags import FlagSection, flag
 class OptimizerConfig(FlagSection):
     """Options of the update rule, clipping, and loss scaling."""
 
-    optimizer: str = flag("adam", choices=("adam", "sgd", "ademamix", "muon"))
+    optimizer: str = flag("adam", choices=("adam", "sgd", "ademamix", "muon", "lion"))
     """Update rule: adam is AdamW (decoupled weight decay), sgd has momentum and weight decay in the
-    gradient, muon orthogonalizes the updates of matrices and uses adam for the other parameters,
-    ademamix is adam with a second, slower mean.
+    gradient, muon orthogonalizes the updates of matrices, lion takes their signs, and both use adam
+    for the other parameters; ademamix is adam with a second, slower mean.
     """
     optimizer_impl: str = flag("torch", choices=("torch", "apex"))
     """Implementation of adam and of the gradient norm."""

@@ -242,8 +242,9 @@ class OptimizerParamScheduler:
         for group in self.param_groups:
             if not group["is_decoupled_lr"]:
                 # A load may have changed the schedule.
-                group["max_lr"] = schedule.max_lr
-                group["min_lr"] = schedule.min_lr
+                scale = group.get("lr_scale", 1.0)
+                group["max_lr"] = schedule.max_lr * scale
+                group["min_lr"] = schedule.min_lr * scale
             lr = schedule.learning_rate(self.num_steps, group["max_lr"], group["min_lr"])
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = weight_decay * group["wd_mult"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,20 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamGroup
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.flat_shard import FlatShard
 from megatron.core.optimizer.orthogonalization import Orthogonalizer
+
+
+class MupPowers(NamedTuple):
+    """Powers of the width, relative to the base model, that multiply hyperparameters with muP.
+
+    Yang et al. 2022 (Tensor Programs V), table 8, as Megatron-LM applies it.
+    """
+
+    hidden_lr: int
+    """Learning rate of matrices whose sizes both grow with the width."""
+    hidden_eps: int
+    """Term in the denominator of the update of these matrices."""
+    other_lr: int
+    """Learning rate of vectors, embeddings and the output layer."""
 
 
 class UpdateRule:
@@ -35,8 +49,10 @@ class UpdateRule:
     """Possible sets of state tensors of a parameter, by their names in checkpoints."""
     NUM_BETAS: ClassVar[int] = 2
     """Length of `betas` in the parameter groups, if they have it."""
-    IS_CONVERTIBLE: ClassVar[bool] = True
-    """True if conversion carries the state; otherwise conversion rejects the state by name."""
+    HAS_UNIFORM_STATE: ClassVar[bool] = True
+    """True if all parameters have the same state tensors, as legacy and universal files require."""
+    MUP_POWERS: ClassVar[MupPowers | None]
+    """Scales of muP; None if the update itself does not depend on the width."""
 
     grad_scale: Tensor
     found_inf: Tensor
@@ -116,6 +132,8 @@ class AdamW(UpdateRule):
     """
 
     STATE_SETS: ClassVar[tuple[tuple[str, ...], ...]] = (("exp_avg", "exp_avg_sq"),)
+    # Adam's update has the size of the learning rate in each element, whatever the gradient.
+    MUP_POWERS: ClassVar[MupPowers | None] = MupPowers(hidden_lr=-1, hidden_eps=-1, other_lr=0)
 
     @classmethod
     def from_config(
@@ -179,6 +197,7 @@ class ApexAdam(UpdateRule):
     """
 
     STATE_SETS = AdamW.STATE_SETS
+    MUP_POWERS = AdamW.MUP_POWERS
 
     def __init__(
         self, groups: Sequence[dict[str, Any]], hyperparameters: Mapping[str, Any]
@@ -230,6 +249,7 @@ class SGD(UpdateRule):
     """torch's fused SGD; weight decay is part of the gradient."""
 
     STATE_SETS = (("momentum_buffer",), ())  # without momentum there is no state
+    MUP_POWERS = MupPowers(hidden_lr=0, hidden_eps=0, other_lr=1)
 
     @classmethod
     def select_states(cls, config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
@@ -305,6 +325,7 @@ class AdEMAMix(UpdateRule):
 
     STATE_SETS = (("exp_avg", "exp_avg_slow", "exp_avg_sq"),)
     NUM_BETAS = 3
+    MUP_POWERS = AdamW.MUP_POWERS
 
     @classmethod
     def from_config(
@@ -362,9 +383,9 @@ class Muon(AdamW):
 
     _MATRIX_STATES = ("momentum_buffer",)
     STATE_SETS = (_MATRIX_STATES, *AdamW.STATE_SETS)
-    # Other formats have one set of states for all parameters, and Megatron-LM stores the state of
-    # its layer-wise Muon in another form.
-    IS_CONVERTIBLE = False
+    # The scale of an orthogonalized update already follows from the shape (--muon-scale-mode).
+    MUP_POWERS = None
+    HAS_UNIFORM_STATE = False
 
     def __init__(
         self,
@@ -433,12 +454,58 @@ class Muon(AdamW):
         return result
 
 
+class Lion(AdamW):
+    """Lion for matrices, AdamW for the other parameters.
+
+    Lion moves each element by the sign of an interpolation between the gradient and its running
+    mean: Chen et al. 2023 ("Symbolic Discovery of Optimization Algorithms"). Matrices are those of
+    Muon, as in Megatron-LM.
+    """
+
+    _MATRIX_STATES = ("exp_avg",)
+    STATE_SETS = (_MATRIX_STATES, *AdamW.STATE_SETS)
+    MUP_POWERS = MupPowers(hidden_lr=-1, hidden_eps=0, other_lr=0)
+    HAS_UNIFORM_STATE = False
+
+    @classmethod
+    def select_states(cls, config: OptimizerConfig, group: ParamGroup) -> tuple[str, ...]:
+        if group.is_matrix:
+            return cls._MATRIX_STATES
+        return AdamW.select_states(config, group)
+
+    @classmethod
+    def matrix_hyperparameters(cls, config: OptimizerConfig) -> dict[str, Any] | None:
+        return {"use_lion": True}
+
+    @classmethod
+    def from_config(
+        cls, config: OptimizerConfig, groups: Sequence[dict[str, Any]], shards: Sequence[FlatShard]
+    ) -> UpdateRule:
+        return cls(groups, _get_adam_hyperparameters(config))
+
+    def update_group(self, group: dict[str, Any]) -> None:
+        if not group.get("use_lion"):
+            super().update_group(group)
+            return
+        keep = 1.0 - self.found_inf  # 0 skips the step without waiting for the device
+        beta1, beta2 = group["betas"]
+        for param in group["params"]:
+            mean = self.state[param]["exp_avg"]
+            gradient = self.copy_gradient(param)
+            direction = mean.lerp(gradient, 1.0 - beta1).sign_()
+            mean.lerp_(gradient, (1.0 - beta2) * keep)
+            # Decoupled weight decay, as in AdamW.
+            param.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
+            param.sub_(direction.mul_(group["lr"] * keep))
+
+
 # Value of --optimizer -> its update rule.
 UPDATE_RULES: dict[str, type[UpdateRule]] = {
     "adam": AdamW,
     "sgd": SGD,
     "ademamix": AdEMAMix,
     "muon": Muon,
+    "lion": Lion,
 }
 
 
@@ -452,39 +519,49 @@ def make_update_rule(config: OptimizerConfig, shards: Sequence[FlatShard]) -> Up
     if config.lr is None:
         raise ValueError("--lr must be given")
     rule_type = UPDATE_RULES[config.optimizer]
-    groups = _make_param_groups(config, shards, rule_type.matrix_hyperparameters(config))
+    groups = _make_param_groups(config, shards, rule_type)
     rule = rule_type.from_config(config, groups, shards)
     for shard in shards:
         state = dict(shard.state)
-        if "exp_avg" in state:  # the correction of its bias needs the number of steps
+        if "exp_avg_sq" in state:  # the correction of its bias needs the number of steps
             state["step"] = torch.zeros((), dtype=torch.float32, device=shard.param.device)
         rule.state[shard.param] = state
     return rule
 
 
 def _make_param_groups(
-    config: OptimizerConfig,
-    shards: Sequence[FlatShard],
-    matrix_hyperparameters: Mapping[str, Any] | None,
+    config: OptimizerConfig, shards: Sequence[FlatShard], rule_type: type[UpdateRule]
 ) -> list[dict[str, Any]]:
     """Return the parameter groups, the same ones on each rank, possibly empty.
 
     In this order: parameters with weight decay, those without, with --decoupled-lr the embedding
-    and the output layer, and matrices if the rule has hyperparameters for them. As the groups do
-    not depend on the rank, a checkpoint's `param_groups` fit any rank.
+    and the output layer, matrices if the rule has hyperparameters for them, and with muP the other
+    hidden matrices. As the groups do not depend on the rank, a checkpoint's `param_groups` fit any
+    rank.
     """
-    decayed = _make_param_group(config, wd_mult=1.0)
-    not_decayed = _make_param_group(config, wd_mult=0.0)
+    width_mult = shards[0].bucket.plan.group.width_mult
+    powers = rule_type.MUP_POWERS or MupPowers(hidden_lr=0, hidden_eps=0, other_lr=0)
+    other_scale = width_mult**powers.other_lr
+    decayed = _make_param_group(config, wd_mult=1.0, lr_scale=other_scale)
+    not_decayed = _make_param_group(config, wd_mult=0.0, lr_scale=other_scale)
     groups = [decayed, not_decayed]
     embeddings = decayed
     if config.decoupled_lr is not None:
         embeddings = _make_param_group(config, wd_mult=1.0, is_decoupled_lr=True)
         groups.append(embeddings)
     matrices = decayed
+    matrix_hyperparameters = rule_type.matrix_hyperparameters(config)
     if matrix_hyperparameters is not None:
         matrices = _make_param_group(config, wd_mult=1.0)
         matrices.update(matrix_hyperparameters)
         groups.append(matrices)
+    hidden = matrices
+    if width_mult != 1.0 and rule_type.MUP_POWERS is not None:
+        hidden = _make_param_group(config, wd_mult=1.0, lr_scale=width_mult**powers.hidden_lr)
+        hidden.update(matrix_hyperparameters or {})
+        if powers.hidden_eps:
+            hidden["eps"] = config.adam_eps * width_mult**powers.hidden_eps
+        groups.append(hidden)
 
     # Assign the shards.
     for shard in shards:
@@ -493,6 +570,8 @@ def _make_param_groups(
             not_decayed["params"].append(shard.param)
         elif kind.embedding:
             embeddings["params"].append(shard.param)
+        elif kind.is_hidden:
+            hidden["params"].append(shard.param)
         elif kind.is_matrix:
             matrices["params"].append(shard.param)
         else:
@@ -501,12 +580,18 @@ def _make_param_groups(
 
 
 def _make_param_group(
-    config: OptimizerConfig, wd_mult: float, is_decoupled_lr: bool = False
+    config: OptimizerConfig, wd_mult: float, is_decoupled_lr: bool = False, lr_scale: float = 1.0
 ) -> dict[str, Any]:
-    """Return an empty parameter group with Megatron-LM's entries."""
-    max_lr = config.lr
-    min_lr = config.min_lr
+    """Return an empty parameter group with Megatron-LM's entries.
+
+    `lr_scale` multiplies both ends of the learning rate's schedule, which Megatron-LM stores
+    already multiplied.
+    """
+    assert config.lr is not None
+    max_lr = config.lr * lr_scale
+    min_lr = config.min_lr * lr_scale
     if is_decoupled_lr:
+        assert config.decoupled_lr is not None
         max_lr = config.decoupled_lr
         min_lr = config.decoupled_min_lr or 0.0
     return {
@@ -514,6 +599,7 @@ def _make_param_group(
         "wd_mult": wd_mult,
         "lr_mult": 1.0,
         "is_decoupled_lr": is_decoupled_lr,
+        "lr_scale": lr_scale,
         "max_lr": max_lr,
         "min_lr": min_lr,
         "lr": max_lr,

@@ -133,7 +133,7 @@ class LayerSpec:
         return make_linear(
             inputs,
             outputs,
-            init=Normal(config.init_method_std),
+            init=Normal(config.hidden_init_std),
             tp=place.tp,
             sequence_parallel=place.sequence_parallel,
             bias=bias,

@@ -18,6 +18,7 @@ _LONGROPE = {"has_longrope": True}
 _YARN_OR_LONGROPE = {"has_yarn_or_longrope": True}
 _LATENT = {"multi_latent_attention": True}
 _NOT_LATENT = {"multi_latent_attention": False}
+_MUP = {"use_mup": True}
 _GELU = {
     "swiglu": False,
     "quick_geglu": False,
@@ -298,11 +299,15 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Normalize the word embedding (BLOOM)."""
     scale_embeddings: bool = flag(False, decides="mathematics")
     """Multiply word embeddings by sqrt(hidden_size), rounded to the model's precision (Gemma)."""
-    embedding_multiplier: float = flag(1.0, positive=True, decides="mathematics")
+    embedding_multiplier: float = flag(
+        1.0, positive=True, decides="mathematics", meaning="embedding_factor"
+    )
     """Factor of word embeddings (Granite)."""
     residual_multiplier: float = flag(1.0, positive=True, decides="mathematics")
     """Factor of the outputs of attention and MLP before they are added to the residual stream."""
-    logits_scaling: float = flag(1.0, positive=True, decides="mathematics")
+    logits_scaling: float = flag(
+        1.0, positive=True, decides="mathematics", meaning="logits_divisor"
+    )
     """Divisor of the logits of the output layer."""
     untie_embeddings_and_output_weights: bool = flag(False, decides="shapes")
     """Give the output layer its own matrix instead of sharing the word embedding's."""
@@ -317,6 +322,35 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     mtp_loss_scaling_factor: float = flag(0.1, at_least=0)
     """With --mtp-num-layers: weight of the mean loss of these predictions in the objective."""
 
+    # Maximal update parametrization
+    use_mup: bool = flag(False, decides="mathematics", meaning="embedding_factor")
+    """Maximal update parametrization (Yang et al. 2022): the best learning rate of a narrow model,
+    the base model, is also that of a wider one. Scales attention scores and logits, and for
+    matrices of the layers the initial weights, the learning rate and --adam-eps.
+    """
+    mup_base_hidden_size: int | None = flag(
+        None, positive=True, decides="mathematics", when=_MUP, meaning="logits_divisor"
+    )
+    """With --use-mup: width of the base model. Default: --hidden-size."""
+    mup_embedding_mult: float = flag(
+        1.0, positive=True, decides="mathematics", when=_MUP, meaning="embedding_factor"
+    )
+    """With --use-mup: factor of the sum of word and position embeddings."""
+    mup_output_mult: float = flag(
+        1.0, positive=True, decides="mathematics", when=_MUP, meaning="logits_divisor"
+    )
+    """With --use-mup: factor of the logits. At 1, the base width divided by --hidden-size."""
+    mup_base_head_dim: float | None = flag(
+        None, positive=True, decides="mathematics", when=_MUP | _NOT_LATENT, meaning="score_scale"
+    )
+    """With --use-mup: width of a head of the base model; multiplies the factor of the attention
+    scores by its square root. Default: 1.
+    """
+    mup_attn_scale_power: float = flag(
+        1.0, decides="mathematics", when=_MUP | _NOT_LATENT, meaning="score_scale"
+    )
+    """With --use-mup: the factor of the attention scores is 1 / (width of a head) to this power."""
+
     # Dropout and initialization
     hidden_dropout: float = flag(0.1, at_least=0, at_most=1)
     """Dropout probability after the embedding and on every residual branch."""
@@ -324,7 +358,7 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Dropout probability of the attention probabilities."""
     init_method_std: float = flag(0.02, at_least=0)
     """Standard deviation of the initial weights. Output projections of a layer use std / sqrt(2 *
-    num_layers).
+    num_layers). With --use-mup, all matrices of the layers divide it by sqrt(width / base width).
     """
 
     # Quantities derived from the fields
@@ -439,8 +473,41 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         return self.rotary_seq_len_interpolation_factor or 1.0
 
     @property
+    def width_mult(self) -> float:
+        """Width of the model relative to the base model of --use-mup."""
+        if not self.use_mup or self.mup_base_hidden_size is None:
+            return 1.0
+        return self.hidden_size / self.mup_base_hidden_size
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor of the embedding, not including --scale-embeddings."""
+        if not self.use_mup:
+            return self.embedding_multiplier
+        return self.embedding_multiplier * self.mup_embedding_mult
+
+    @property
+    def logits_divisor(self) -> float:
+        """Divisor of the logits."""
+        if not self.use_mup:
+            return self.logits_scaling
+        # As in Megatron-LM, the value 1 of a wider model means the default.
+        if self.mup_output_mult == 1.0:
+            return self.logits_scaling * self.width_mult
+        return self.logits_scaling / self.mup_output_mult
+
+    @property
+    def chosen_score_scale(self) -> float | None:
+        """Factor of the attention scores; None for the usual 1 / sqrt(width of a head)."""
+        if self.softmax_scale is not None or not self.use_mup:
+            return self.softmax_scale
+        base = 1.0 if self.mup_base_head_dim is None else self.mup_base_head_dim**0.5
+        return base / float(self.head_dim**self.mup_attn_scale_power)
+
+    @property
     def score_scale(self) -> float:
-        return self.softmax_scale or self.head_dim**-0.5
+        """Factor of the attention scores."""
+        return self.chosen_score_scale or self.head_dim**-0.5
 
     @property
     def query_groups(self) -> int:
@@ -462,9 +529,14 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
+    def hidden_init_std(self) -> float:
+        """Standard deviation of the initial matrices of the layers."""
+        return self.init_method_std / math.sqrt(self.width_mult)
+
+    @property
     def output_init_std(self) -> float:
         """Standard deviation of projections to the residual stream (Radford et al. 2019)."""
-        return self.init_method_std / math.sqrt(2.0 * self.num_layers)
+        return self.hidden_init_std / math.sqrt(2.0 * self.num_layers)
 
     @property
     def gated(self) -> bool:

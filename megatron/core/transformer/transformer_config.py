@@ -137,6 +137,7 @@ def _find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
     has_longrope = has_rope and rope_type == "longrope"
     return {
         "multi_latent_attention": is_latent,
+        "use_mup": bool(values.get("use_mup")),
         "has_rope": has_rope,
         "has_yarn": has_yarn,
         "has_longrope": has_longrope,
@@ -150,6 +151,19 @@ def _find_conditions(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def spell_out_mup(config: TransformerConfig) -> TransformerConfig:
+    """Return the same model without --use-mup, with the factors of other flags instead."""
+    if not config.use_mup:
+        return config
+    return dataclasses.replace(
+        config,
+        use_mup=False,
+        embedding_multiplier=config.embedding_factor,
+        logits_scaling=config.logits_divisor,
+        softmax_scale=config.chosen_score_scale,
+    )
+
+
 def compute_model_signature(config: TransformerConfig) -> dict[str, Any]:
     """Return a description of the computed function.
 
@@ -159,9 +173,11 @@ def compute_model_signature(config: TransformerConfig) -> dict[str, Any]:
     for field in select_architecture_fields():
         # A derived property states the meaning of fields that have several spellings.
         name = field.metadata["meaning"] or field.name
-        value = None
-        if is_used(field, vars(config)):
-            value = getattr(config, name)
+        if not is_used(field, vars(config)):
+            # Another field may have stated the same property.
+            signature.setdefault(name, None)
+            continue
+        value = getattr(config, name)
         if isinstance(value, list):
             value = tuple(value)
         signature[name] = value

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.conversion.formats import FORMATS
-from megatron.conversion.megatron_lm.stored_tokenizer import read_tokenizer_files
+from megatron.conversion.stored_tokenizer import read_tokenizer_files
 from megatron.core.dist_checkpointing import SaveReport, is_complete, iteration_in_name
 from megatron.core.dist_checkpointing.saving.retention import RetentionRules
 from megatron.core.dist_checkpointing.saving.run_saver import RunSaver, SaveOptions

@@ -118,6 +118,27 @@ class DistributedConfig(FlagSection):
 
 
 @dataclass
+class RestartConfig(FlagSection):
+    """In-process restart after the loss of a rank."""
+
+    inprocess_restart: bool = flag(False)
+    """After the loss of a process, replace only that one: the other ranks keep their processes,
+    create their process groups again and load the newest checkpoint. Requires a launcher such as
+    torchrun.
+    """
+    inprocess_max_iterations: int | None = flag(None, positive=True)
+    """Number of attempts of a launch, including the first one. Afterwards a failure ends the
+    processes. Default: no limit, except for five attempts in a row without a training iteration.
+    """
+    inprocess_barrier_timeout: float = flag(120.0, positive=True)
+    """Seconds that an attempt waits for all ranks to arrive before the processes end."""
+    inprocess_hard_timeout: float = flag(90.0, positive=True)
+    """Seconds after which a rank that has not left a failed attempt gets a new process."""
+    inprocess_empty_cuda_cache: bool = flag(False)
+    """Release cached memory of the device before every in-process restart."""
+
+
+@dataclass
 class ProfilingConfig(FlagSection):
     """Traces of iterations, and memory reports."""
 
@@ -250,8 +271,8 @@ class CheckpointConfig(FlagSection):
     save_tokenizer_assets: bool = flag(
         True, "--no-save-tokenizer-assets", "--disable-save-tokenizer-assets"
     )
-    """Copy the tokenizer's files to tokenizer/ in every checkpoint on a file system, as Megatron-LM
-    does. --no-save-tokenizer-assets leaves them out.
+    """Copy the tokenizer's files to tokenizer/ in every checkpoint, as Megatron-LM does.
+    --no-save-tokenizer-assets leaves them out.
     """
     no_save_optim: bool = flag(False)
     """Do not save the state of the optimizer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from megatron.core.flags import raise_problems
@@ -15,6 +16,7 @@ from megatron.core.object_storage import ObjectPath, path_of
 from megatron.core.pipeline_parallel import parse_layout
 from megatron.training.config import run_rules
 from megatron.training.config.arguments import FlagParser, Given, build, flag_fields
+from megatron.training.config.options import DistributedConfig, RestartConfig
 from megatron.training.config.run_config import SECTIONS, Config
 from megatron.training.config.stored_args import merge_stored_args
 from megatron.training.rendezvous import environment_rank
@@ -54,6 +56,16 @@ def find_run_directory(argv: Sequence[str]) -> str | None:
     if save is None or isinstance(path_of(save), ObjectPath):
         return None
     return str(save)
+
+
+def read_restart_config(argv: Sequence[str]) -> tuple[RestartConfig, timedelta]:
+    """Return the flags of in-process restart, and the time to wait for ranks.
+
+    `parse_args` reports problems of other flags. Raises ValueError for those of these flags.
+    """
+    given = make_flag_parser().parse(argv).given
+    distributed = build(DistributedConfig, given)
+    return build(RestartConfig, given), timedelta(minutes=distributed.distributed_timeout_minutes)
 
 
 def parse_args(

@@ -28,6 +28,7 @@ from megatron.training.config.options import (
     LoggingConfig,
     PipelineLayoutConfig,
     ProfilingConfig,
+    RestartConfig,
     TrainingConfig,
 )
 from megatron.training.data.tokenizer_config import TokenizerConfig
@@ -55,6 +56,7 @@ class Config:
     logging: LoggingConfig = _make_section("Logging")
     ddp: DistributedDataParallelConfig = _make_section("Data parallelism")
     distributed: DistributedConfig = _make_section("Processes")
+    restart: RestartConfig = _make_section("In-process restart")
     profiling: ProfilingConfig = _make_section("Profiling")
     notes: list[str] = field(default_factory=list)  # changed or ignored flags, logged once
 

@@ -371,7 +371,7 @@ def _check_legacy_optimizer(config: Config, world_size: int) -> Iterator[str]:
     """Reject an optimizer whose state legacy files cannot contain, before the first save fails."""
     checkpoint = config.checkpoint
     optimizer = config.optimizer.optimizer
-    if UPDATE_RULES[optimizer].IS_CONVERTIBLE or checkpoint.no_save_optim:
+    if UPDATE_RULES[optimizer].HAS_UNIFORM_STATE or checkpoint.no_save_optim:
         return
     if checkpoint.save is not None and checkpoint.ckpt_format == "torch":
         yield (

@@ -24,6 +24,9 @@ from megatron.training.reporting.measurements import compute_flops_per_token
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MAX_CHUNKS_PER_STAGE = 8  # more chunks send more messages than their smaller bubble saves
 MIN_TOKENS_PER_RANK = 1024  # of a sequence over CP; smaller blocks are too small for a kernel
+# Collectives of a layer for multi-token prediction besides those of any layer: 2 of its embedding,
+# 6 of the projection of two inputs, 3 of its loss.
+_MESSAGES_PER_MTP_LAYER = 11
 
 RECOMPUTATION: dict[str, dict[str, Any]] = {  # from the fastest to the smallest
     "": {},
@@ -121,7 +124,7 @@ class LayoutSearch:
             for micro_batch_size in MICRO_BATCH_SIZES:
                 layout = None
                 for flags, values in self._list_changes(shape, cp_size, micro_batch_size):
-                    if self._estimate_shortest_step(base, values) >= limit:
+                    if self.estimate_shortest_step(base, values) >= limit:
                         break
                     try:
                         config = make_config(self.given | values, self.world_size)
@@ -195,10 +198,10 @@ class LayoutSearch:
                 # With the largest CP the bubble is smallest: a replica has more micro-batches.
                 largest = self._list_context_sizes()[-1]
                 _, values = next(self._list_changes(shape, largest, 1))
-                shapes.append((self._estimate_shortest_step(base, values), shape))
+                shapes.append((self.estimate_shortest_step(base, values), shape))
         return sorted(shapes)
 
-    def _estimate_shortest_step(self, base: Config, values: Mapping[str, Any]) -> float:
+    def estimate_shortest_step(self, base: Config, values: Mapping[str, Any]) -> float:
         """Return a lower bound of the seconds of a step with these flags: matrix products, bubble,
         and TP messages.
         """
@@ -222,7 +225,9 @@ class LayoutSearch:
             messages_per_layer = 8
         num_tokens = num_samples * base.data.seq_length / self.world_size
         message = num_tokens * model.hidden_size * model.params_dtype.itemsize
-        sent = messages_per_layer * model.num_layers * message * (tp_size - 1)
+        num_messages = messages_per_layer * (model.num_layers + model.num_mtp_layers)
+        num_messages += _MESSAGES_PER_MTP_LAYER * model.num_mtp_layers
+        sent = num_messages * message * (tp_size - 1)
 
         level = values.get("recompute_granularity", model.recompute_granularity)
         compute = _estimate_compute(base, level, self.world_size, self.hardware)
@@ -301,7 +306,8 @@ def _count_smallest_state(base: Config, shape: _Shape) -> float:
     itemsize = model.params_dtype.itemsize + grad_itemsize
     if model.multi_latent_attention or model.fp8_param_gather:
         return 0.0
-    return model.num_layers * per_layer * itemsize / (shape.pp * shape.tp)
+    num_layers = model.num_layers + model.num_mtp_layers
+    return num_layers * per_layer * itemsize / (shape.pp * shape.tp)
 
 
 def _estimate_compute(

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.training.rendezvous import store_of_this_start
+from megatron.training.rendezvous import agree_on_prefix
 
 
 def meet(server, ranks):
@@ -17,7 +17,7 @@ def meet(server, ranks):
         shared = dist.TCPStore(
             "127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20)
         )
-        store = store_of_this_start(shared, rank, len(ranks))
+        store = dist.PrefixStore(agree_on_prefix(shared, rank, len(ranks)), shared)
         store.set(f"place/{rank}", ranks[rank])
         found[rank] = [store.get(f"place/{other}").decode() for other in range(len(ranks))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -151,18 +151,3 @@ def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
     offset = tuple(table.offset[first].tolist())
     extent = tuple(table.shape[first].tolist())
     raise CheckpointError(f"{what}: a chunk at {offset} of shape {extent} is not inside of {shape}")
-
-
-def rename_files(metadata: CheckpointMetadata, name_of: Callable[[str], str]) -> CheckpointMetadata:
-    """Return the metadata with renamed files of tensors."""
-    names: dict[int, tuple[str, ...]] = {}  # tables share one tuple of names
-
-    def rename(stored: StoredTensor) -> StoredTensor:
-        table = stored.chunks
-        if id(table.files) not in names:
-            names[id(table.files)] = tuple(map(name_of, table.files))
-        files = names[id(table.files)]
-        return StoredTensor(stored.shape, stored.dtype_name, replace(table, files=files))
-
-    tensors = {key: rename(stored) for key, stored in metadata.tensors.items()}
-    return replace(metadata, tensors=tensors)

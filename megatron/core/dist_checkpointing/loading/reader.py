@@ -123,6 +123,8 @@ class Reader:
         with ThreadPoolExecutor(num_threads, "checkpoint-reader", same_cuda_device()) as pool:
             for _ in pool.map(self._read_batch, batches):
                 pass  # raises the error of the batch, if any
+        if any(request.target.is_cuda for request in requests):
+            _release_pinned_memory()
 
     def _find_pieces(self, request: Request) -> Iterable[_Piece]:
         """Yield the parts of stored chunks that overlap the requested box."""
@@ -180,6 +182,28 @@ def _split_piece(piece: _Piece) -> Iterable[_Piece]:
         target = narrow(piece.target, offset, shape)
         in_chunk = to_absolute(piece.in_chunk, offset)
         yield piece._replace(in_chunk=in_chunk, target=target)
+
+
+def _copy_from_host(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy the contiguous `source`, which is pinned if `target` is on a GPU."""
+    if not target.is_cuda:
+        target.copy_(source)
+        return
+    if target.dtype != source.dtype or not target.is_contiguous():
+        # Convert on the device: on the host the result would not be pinned.
+        source = source.to(target.device, non_blocking=True)
+    target.copy_(source, non_blocking=True)
+    # Afterwards torch reuses the pinned memory for the next piece.
+    copied = torch.cuda.Event(blocking=True)
+    copied.record(torch.cuda.current_stream(target.device))
+    copied.synchronize()
+
+
+def _release_pinned_memory() -> None:
+    """Return the host memory of copies to a GPU, up to 256 MB per thread, to the system."""
+    release = getattr(torch._C, "_host_emptyCache", None)
+    if release is not None:  # torch 2.7 and later
+        release()
 
 
 class _MappedRange(NamedTuple):
@@ -242,7 +266,11 @@ class _ShardReader:
         is_direct = (
             target.device.type == "cpu" and target.dtype == piece.dtype and target.is_contiguous()
         )
-        flat = target.reshape(-1) if is_direct else torch.empty(target.numel(), dtype=piece.dtype)
+        if is_direct:
+            flat = target.reshape(-1)
+        else:
+            # A GPU reads pinned memory itself, instead of from a copy that the driver makes.
+            flat = torch.empty(target.numel(), dtype=piece.dtype, pin_memory=target.is_cuda)
 
         # Read the bytes of the box, which are runs with gaps between them.
         buffer = view_bytes(flat)
@@ -254,7 +282,7 @@ class _ShardReader:
             self._read_runs(buffer[position : position + length], runs, data)
             position += length
         if not is_direct:
-            target.copy_(flat.view(target.shape))
+            _copy_from_host(flat.view(target.shape), target)
 
     def _read_runs(self, buffer: memoryview, runs: Runs, data: int) -> None:
         """Fill `buffer` with runs of the chunk whose raw bytes begin at `data` in the file."""

@@ -8,6 +8,7 @@ plan of all of them consists of arrays with a row per box: `Segments`.
 from __future__ import annotations
 
 import math
+import pickle
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,11 +53,18 @@ class LocalSpec(NamedTuple):
 class PackedSpec(NamedTuple):
     """A `LocalSpec` as compact arrays, to be sent to rank 0."""
 
-    tensors: tuple[TensorType, ...]
+    # Pickled tuple of TensorType. Many ranks (e.g., those of a TP group) have equal ones, which
+    # rank 0 reads once.
+    types: bytes
     objects: tuple[str, ...]
     counts: np.ndarray  # boxes of each tensor
     # [boxes, 2, dimensions]: offset and shape; missing dimensions at the end are 0 and 1.
     boxes: np.ndarray
+
+    def read_types(self) -> tuple[TensorType, ...]:
+        """Return key, global shape and dtype of each tensor."""
+        types: tuple[TensorType, ...] = pickle.loads(self.types)
+        return types
 
 
 class Item(NamedTuple):
@@ -181,7 +189,9 @@ def pack(spec: LocalSpec) -> PackedSpec:
     boxes = np.array(extents, dtype=np.int64).reshape(len(extents), 2, dims)
     if boxes.max(initial=0) < 1 << 31:
         boxes = boxes.astype(np.int32)  # to send less
-    return PackedSpec(tuple(types), spec.objects, np.array(counts, dtype=np.int32), boxes)
+    return PackedSpec(
+        pickle.dumps(tuple(types)), spec.objects, np.array(counts, dtype=np.int32), boxes
+    )
 
 
 @dataclass(frozen=True)
@@ -205,8 +215,8 @@ class Segments:
         """Return `count` rows from row `first` on of each of the given lines, whole boxes."""
         num_rows = self.count[line]
         nbytes = self.nbytes[line] // num_rows * count
-        offset = self.offset[line]  # copies, [lines, dimensions]
-        shape = self.shape[line]
+        offset = self.offset.take(line, axis=0)  # copies, [lines, dimensions]
+        shape = self.shape.take(line, axis=0)
         # Most boxes are written as a whole: only the others are narrowed.
         partial = np.flatnonzero(count != num_rows)
         axis = _find_row_axes(shape[partial])
@@ -264,7 +274,7 @@ def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SaveP
     # Phase 1: list the boxes of all ranks, and find replicas.
     tensors, boxes = _collect_boxes(specs)
     replicas = _group_replicas(tensors, boxes)
-    _check_coverage(tensors, boxes, replicas.order[replicas.starts])
+    _check_coverage(tensors, boxes, replicas)
     # Phase 2: choose the rank that writes each box, or the ranks that share its rows.
     segments = _choose_writers(boxes, replicas, fully_parallel, len(specs))
     return SavePlan(tensors, _assign_objects(specs), segments)
@@ -285,28 +295,22 @@ def _collect_boxes(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], Segme
 
     Raises CheckpointError if the tensors of two ranks conflict.
     """
-    tensors, numbers_of_rank = _number_tensors(specs)
+    tensors, number_of_spec = _number_tensors(specs)
     dims = 1
     for spec in specs:
         dims = max(dims, spec.boxes.shape[2])
 
     # Concatenate the boxes, and repeat the numbers of rank and tensor for each of them.
-    lengths = []
-    box_parts = []
-    number_parts = []
-    tensor_parts = []
-    for spec, numbers in zip(specs, numbers_of_rank, strict=True):
-        length = len(spec.boxes)
-        lengths.append(length)
-        box_parts.append(_pad_dimensions(spec.boxes, dims))
-        number_parts.append(np.arange(length))
-        tensor_parts.append(np.repeat(numbers, spec.counts))
-    boxes = np.concatenate(box_parts).astype(np.int64)  # [boxes, 2, dims]
-    offset = boxes[:, 0]
-    shape = boxes[:, 1]
+    lengths = np.array([len(spec.boxes) for spec in specs])
+    padded = [_pad_dimensions(spec.boxes, dims) for spec in specs]
+    # Two contiguous arrays [boxes, dims]: `take` selects their rows in a quarter of the time.
+    offset = np.concatenate([extents[:, 0] for extents in padded], dtype=np.int64)
+    shape = np.concatenate([extents[:, 1] for extents in padded], dtype=np.int64)
     rank = np.repeat(np.arange(len(specs)), lengths)
-    box = np.concatenate(number_parts)
-    tensor = np.concatenate(tensor_parts)
+    first_of_rank = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    box = np.arange(len(offset)) - first_of_rank
+    counts = np.concatenate([spec.counts for spec in specs])
+    tensor = np.repeat(number_of_spec, counts)
 
     num_rows = np.maximum(1, shape[np.arange(len(shape)), _find_row_axes(shape)])
     nbytes = shape.prod(axis=1) * _get_itemsizes(tensors)[tensor]
@@ -314,24 +318,29 @@ def _collect_boxes(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], Segme
     return tensors, Segments(rank, box, tensor, first, num_rows, offset, shape, nbytes)
 
 
-def _number_tensors(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], list[np.ndarray]]:
-    """Return the distinct tensors of all ranks, and the numbers of each rank's tensors.
+def _number_tensors(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], np.ndarray]:
+    """Return the distinct tensors of all ranks, and the number of each tensor of each rank.
 
     Raises CheckpointError if shape, dtype or kind of a key differs between ranks.
     """
     # Tensors with the same key but another shape or dtype get different numbers.
     numbers: dict[TensorType, int] = {}
-    numbers_of_rank = []
+    known: dict[bytes, np.ndarray] = {}
+    number_of_spec = []
     objects: set[str] = set()
     for spec in specs:
-        ours = [numbers.setdefault(tensor, len(numbers)) for tensor in spec.tensors]
-        numbers_of_rank.append(np.array(ours, dtype=np.int64))
+        if spec.types not in known:
+            ours = []
+            for tensor in spec.read_types():
+                ours.append(numbers.setdefault(tensor, len(numbers)))
+            known[spec.types] = np.array(ours, dtype=np.int64)
+        number_of_spec.append(known[spec.types])
         objects.update(spec.objects)
     tensors = list(numbers)
     keys = {key for key, _, _ in tensors}
     if len(keys) < len(tensors) or keys & objects:
         raise CheckpointError(_describe_conflicts(specs))
-    return tensors, numbers_of_rank
+    return tensors, np.concatenate(number_of_spec)
 
 
 def number_places(
@@ -340,17 +349,26 @@ def number_places(
     """Number the first element of each box: tensors in order, elements row-major."""
     dims = offset.shape[1]
     strides = []
-    first_places = []
-    position = 0
     for _, shape, _ in tensors:
         padded = shape + (1,) * (dims - len(shape))
         strides.append(_compute_strides(padded))
-        first_places.append(position)
+    stride_of_tensor = np.array(strides, dtype=np.int64).reshape(-1, dims)
+    place = _number_first_elements(tensors)[tensor]  # [boxes]
+    # One axis at a time: this needs a third of the time of a product of [boxes, dims].
+    for axis in range(dims):
+        place += offset[:, axis] * stride_of_tensor[:, axis][tensor]
+    return place
+
+
+def _number_first_elements(tensors: Sequence[TensorType]) -> np.ndarray:
+    """Return the number of the first element of each tensor; an empty one uses up a number, too."""
+    places = []
+    position = 0
+    for _, shape, _ in tensors:
+        places.append(position)
         position += max(1, math.prod(shape))
     assert position < 1 << 63, f"{position} elements are more than 64 bits can number"
-    stride_of_box = np.array(strides, dtype=np.int64).reshape(-1, dims)[tensor]  # [boxes, dims]
-    first_place_of_box = np.array(first_places, dtype=np.int64)[tensor]  # [boxes]
-    return first_place_of_box + (offset * stride_of_box).sum(axis=1)
+    return np.array(places, dtype=np.int64)
 
 
 def _compute_strides(shape: Shape) -> list[int]:
@@ -381,6 +399,8 @@ class _Replicas(NamedTuple):
     """The lines sorted by place; those of one box are in rank order."""
     starts: np.ndarray
     """The indices in `order` where a new box begins."""
+    places: np.ndarray
+    """The place of each box (`number_places`)."""
 
     def count_ranks(self) -> np.ndarray:
         """Return the number of ranks that have each box."""
@@ -394,14 +414,16 @@ def _group_replicas(tensors: Sequence[TensorType], boxes: Segments) -> _Replicas
     """
     places = number_places(tensors, boxes.tensor, boxes.offset)
     order = np.argsort(places, kind="stable")
-    shape = boxes.shape[order]
+    places = places[order]
+    shape = boxes.shape.take(order, axis=0)
     rank = boxes.rank[order]
 
     # A line begins a new box if its place or shape differs from the previous line's.
-    is_new_place = np.diff(places[order]) != 0
-    is_new_shape = (shape[1:] != shape[:-1]).any(axis=1)
     is_new = np.ones(len(order), dtype=bool)
-    is_new[1:] = is_new_place | is_new_shape
+    is_new[1:] = places[1:] != places[:-1]
+    for axis in range(shape.shape[1]):
+        extent = shape[:, axis]
+        is_new[1:] |= extent[1:] != extent[:-1]
 
     # Lines of one box are in rank order, so two of the same rank are neighbors.
     is_same_rank = rank[1:] == rank[:-1]
@@ -411,22 +433,86 @@ def _group_replicas(tensors: Sequence[TensorType], boxes: Segments) -> _Replicas
         key, global_shape, _ = tensors[boxes.tensor[line]]
         offset = tuple(boxes.offset[line].tolist()[: len(global_shape)])
         raise CheckpointError(f"{key}: rank {boxes.rank[line]} holds the box at {offset} twice")
-    return _Replicas(order, np.flatnonzero(is_new))
+    starts = np.flatnonzero(is_new)
+    return _Replicas(order, starts, places[starts])
 
 
-def _check_coverage(tensors: Sequence[TensorType], boxes: Segments, distinct: np.ndarray) -> None:
-    """Raise CheckpointError unless the `distinct` boxes, sorted by tensor, tile the tensors."""
-    ends = np.searchsorted(boxes.tensor[distinct], np.arange(len(tensors) + 1))
+def _check_coverage(tensors: Sequence[TensorType], boxes: Segments, replicas: _Replicas) -> None:
+    """Raise CheckpointError unless the distinct boxes tile the tensors."""
+    lines_of_boxes = replicas.order[replicas.starts]  # sorted by tensor
+    offset = boxes.offset.take(lines_of_boxes, axis=0)
+    shape = boxes.shape.take(lines_of_boxes, axis=0)
+    tensor = boxes.tensor[lines_of_boxes]
+    ends = np.searchsorted(tensor, np.arange(len(tensors) + 1))
+    is_tiled = np.zeros(len(tensors), dtype=bool)
+    if len(tensor):
+        is_tiled = _find_tiled_by_runs(tensors, tensor, shape, replicas.places, ends)
     problems = []
-    for number, (key, shape, _) in enumerate(tensors):
-        lines = distinct[ends[number] : ends[number + 1]]
-        dims = len(shape)
-        table = BoxTable(boxes.offset[lines, :dims], boxes.shape[lines, :dims])
-        fault = table.find_gap_or_overlap(shape)
+    # A main parameter and its moments have the same boxes, which are checked once.
+    faults: dict[tuple[Shape, bytes, bytes], str | None] = {}
+    for number in np.flatnonzero(~is_tiled).tolist():
+        key, global_shape, _ = tensors[number]
+        lines = slice(ends[number], ends[number + 1])
+        dims = len(global_shape)
+        table = BoxTable(offset[lines, :dims], shape[lines, :dims])
+        content = (global_shape, table.offset.tobytes(), table.shape.tobytes())
+        if content not in faults:
+            faults[content] = table.find_gap_or_overlap(global_shape)
+        fault = faults[content]
         if fault is not None:
-            problems.append(f"{key} {shape}: {fault}")
+            problems.append(f"{key} {global_shape}: {fault}")
     if problems:
         raise CheckpointError("boxes do not tile\n  " + abbreviate(problems))
+
+
+def _find_tiled_by_runs(
+    tensors: Sequence[TensorType],
+    tensor: np.ndarray,
+    shape: np.ndarray,
+    place: np.ndarray,
+    ends: np.ndarray,
+) -> np.ndarray:
+    """Return for each tensor whether its boxes are consecutive runs of elements from start to end.
+
+    Most tensors are tiled like that: those split along the first axis, and their shards of ZeRO-1.
+    They are checked at once, which takes a tenth of the time of the exact check of each. `ends`
+    are the ends of each tensor's boxes, which are sorted by `place`; `shape` is `[boxes, dims]`.
+    """
+    dims = shape.shape[1]
+    padded = []
+    for _, global_shape, _ in tensors:
+        missing = dims - len(global_shape)
+        padded.append(global_shape + (1,) * missing)
+    whole = np.array(padded, dtype=np.int64).reshape(-1, dims)
+
+    # A run has one index on the axes before the first longer one, and all indices after it.
+    is_run = np.ones(len(shape), dtype=bool)
+    has_begun = np.zeros(len(shape), dtype=bool)
+    for axis in range(dims):
+        extent = shape[:, axis]
+        is_run &= ~has_begun | (extent == whole[:, axis][tensor])
+        has_begun |= extent > 1
+
+    # It begins where the one before it ends, in the numbering of the elements of all tensors.
+    stop = place + shape.prod(axis=1)
+    is_next = np.ones(len(shape), dtype=bool)
+    is_next[1:] = place[1:] == stop[:-1]
+
+    # The first run of a tensor begins at its first element, and the last one ends with it.
+    numel = whole.prod(axis=1)
+    first_place = _number_first_elements(tensors)
+    last_place = first_place + numel
+    first_box = ends[:-1]
+    last_box = ends[1:] - 1
+    has_boxes = last_box >= first_box
+    is_next[first_box[has_boxes]] = True
+    # The tensors that have no boxes may have any index here.
+    first_box = np.minimum(first_box, len(place) - 1)
+    is_complete = place[first_box] == first_place
+    is_complete &= stop[last_box] == last_place
+    is_faulty = ~(is_run & is_next)
+    num_faults = np.bincount(tensor[is_faulty], minlength=len(tensors))
+    return has_boxes & is_complete & (num_faults == 0)
 
 
 def _describe_conflicts(specs: Sequence[PackedSpec]) -> str:
@@ -438,7 +524,7 @@ def _describe_conflicts(specs: Sequence[PackedSpec]) -> str:
     for rank, spec in enumerate(specs):
         for key in spec.objects:
             objects.setdefault(key, rank)
-        for tensor in spec.tensors:
+        for tensor in spec.read_types():
             key, shape, dtype = tensor
             known, other = first.setdefault(key, (tensor, rank))
             if known != tensor and key not in conflicts:
@@ -471,9 +557,13 @@ def _choose_writers(
     if fully_parallel:
         parts = _share_replicated_boxes(boxes, replicas, loads)
 
-    # Concatenate whole boxes and parts, [lines, 3]: line, first row, count.
+    # Concatenate whole boxes and parts, [lines, 3]: line, first row, count. Both are sorted, so
+    # that sorting them together is a merge.
+    is_fixed = np.zeros(len(boxes.rank), dtype=bool)
+    is_fixed[fixed] = True
+    fixed = np.flatnonzero(is_fixed)
     whole = np.stack([fixed, np.zeros_like(fixed), boxes.count[fixed]], axis=1)
-    shared = np.array(parts, dtype=np.int64).reshape(-1, 3)
+    shared = np.array(sorted(parts), dtype=np.int64).reshape(-1, 3)
     line, first, count = np.concatenate([whole, shared]).T
     order = np.argsort(line, kind="stable")
     return boxes.select(line[order], first[order], count[order])
@@ -488,7 +578,7 @@ def _share_replicated_boxes(
     first row, count) of each part.
     """
     # Lines of each replicated box, by the ranks that have it.
-    order, starts = replicas
+    order, starts, _ = replicas
     counts = replicas.count_ranks()
     boxes_of_ranks: dict[bytes, list[np.ndarray]] = defaultdict(list)
     for number in np.flatnonzero(counts > 1):

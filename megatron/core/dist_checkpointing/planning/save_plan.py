@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +23,8 @@ from megatron.core.dist_checkpointing.format.metadata import (
     ChunkTable,
     Location,
     StoredTensor,
-    rename_files,
 )
-from megatron.core.dist_checkpointing.format.metadata_index import encode_metadata
+from megatron.core.dist_checkpointing.format.metadata_encoder import MetadataEncoder
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.format.torch_zip import (
     ALIGNMENT,
@@ -124,7 +124,9 @@ class PlacedPlan:
         segments = self.plan.segments
         tensors = self.plan.tensors
         # The names of the files that are used, and the index of each line's file among them
-        used, file = np.unique(self.file, return_inverse=True)
+        is_used = np.bincount(self.file) > 0
+        used = np.flatnonzero(is_used)
+        file = (np.cumsum(is_used) - 1)[self.file]
         files = []
         for number in used.tolist():
             rank, number_of_rank = divmod(number, self.workers)
@@ -217,18 +219,20 @@ def _compute_envelope_sizes(plan: SavePlan) -> np.ndarray:
         number = dtype_numbers.setdefault(dtype, len(dtype_numbers))
         properties.append((number, len(shape)))
     by_tensor = np.array(properties, dtype=np.int64).reshape(-1, 2)  # dtype, dimensions
-    dtype_and_dims = by_tensor[plan.segments.tensor]  # [items, 2]
-    columns = [*dtype_and_dims.T, *plan.segments.shape.T]
+    numbers, dims = by_tensor.T
+    kind_of_tensor = numbers * _count_numbers(dims) + dims
 
-    # Number the combinations: items with the same `kind` agree in all columns so far.
-    kind = np.zeros(len(plan.segments.rank), dtype=np.int64)
-    for column in columns:
-        values, value_number = np.unique(column, return_inverse=True)
-        combination = kind * len(values) + value_number
-        _, kind = np.unique(combination, return_inverse=True)
+    # Number the combinations: items with the same `kind` agree in all columns so far. Numbers
+    # that could become too large are replaced by smaller ones, which needs a sort.
+    kind = kind_of_tensor[plan.segments.tensor]  # [items]
+    for column in plan.segments.shape.T:
+        if _count_numbers(kind) * _count_numbers(column) >= 1 << 63:
+            _, kind = np.unique(kind, return_inverse=True)
+            _, column = np.unique(column, return_inverse=True)
+        kind = kind * _count_numbers(column) + column
 
     # Make one envelope per kind.
-    _, examples = np.unique(kind, return_index=True)
+    _, examples, kind = np.unique(kind, return_index=True, return_inverse=True)
     sizes = []
     for line in examples.tolist():
         _, shape, dtype = plan.tensors[plan.segments.tensor[line]]
@@ -236,6 +240,11 @@ def _compute_envelope_sizes(plan: SavePlan) -> np.ndarray:
         envelope = make_tensor_envelope(dtype, item_shape)
         sizes.append(len(envelope.prefix) + len(envelope.suffix))
     return np.array(sizes, dtype=np.int64)[kind]
+
+
+def _count_numbers(numbers: np.ndarray) -> int:
+    """Return one more than the largest number."""
+    return int(numbers.max(initial=0)) + 1
 
 
 def _align(length: np.ndarray) -> np.ndarray:
@@ -336,15 +345,19 @@ def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> No
         position += length
 
 
-@dataclass
 class MetadataCache:
     """`.metadata` of a plan, on rank 0.
 
-    It is encoded again only when the location of an object or the name of a file changes.
+    The first save encodes the entries of tensors. Later ones only encode changed locations of
+    objects and changed names of files.
     """
 
-    tensors: CheckpointMetadata
-    _encoded: tuple[object, Sequence[bytes]] | None = None
+    def __init__(self, tensors: CheckpointMetadata) -> None:
+        # Replaced by the encoder, which needs less memory, when the first save encodes it.
+        self._tensors: CheckpointMetadata | None = tensors
+        self._encoder: MetadataEncoder | None = None
+        self._encoded: tuple[object, Sequence[bytes]] | None = None
+        self._lock = threading.Lock()  # another thread may encode for a copy of the checkpoint
 
     def encode(
         self, objects: list[bytes], name_of: Callable[[str], str] = lambda name: name
@@ -357,19 +370,22 @@ class MetadataCache:
         """
         # `name_of` is known by its effect on an example.
         made_for = (objects, name_of("a.b"))
-        cached = self._encoded
-        if cached is not None and cached[0] == made_for:
-            return cached[1]
-        locations = {}
-        for line in objects:
-            _, location_of_key = json.loads(line)
-            for key, location in location_of_key.items():
-                locations[key] = Location(*location)
-        metadata = replace(rename_files(self.tensors, name_of), objects=locations)
-        encoded = encode_metadata(metadata)
-        # Assigned at once: another thread may encode for a copy of the checkpoint.
-        self._encoded = (made_for, encoded)
-        return encoded
+        with self._lock:
+            if self._encoded is not None and self._encoded[0] == made_for:
+                return self._encoded[1]
+            if self._tensors is not None:
+                self._encoder = MetadataEncoder(self._tensors)
+                self._tensors = None
+            assert self._encoder is not None
+            locations = {}
+            for line in objects:
+                _, location_of_key = json.loads(line)
+                for key, location in location_of_key.items():
+                    locations[key] = Location(*location)
+            files = tuple(map(name_of, self._encoder.files))
+            encoded = self._encoder.encode(locations, files)
+            self._encoded = (made_for, encoded)
+            return encoded
 
 
 @dataclass

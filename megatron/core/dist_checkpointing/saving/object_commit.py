@@ -260,7 +260,11 @@ class ObjectCheckpoint(PendingCheckpoint):
             raise CheckpointError(f"{self.directory}: object storage is for torch_dist checkpoints")
         # 1. The small files, and the checksums of all files but the commit.
         contents: dict[str, Sequence[bytes]] = {COMMON: [common], METADATA: metadata}
-        contents |= {name: [content] for name, content in extra_files.items()}
+        for name, content in extra_files.items():
+            if "/" in name:  # checksums are those of files in the directory itself
+                self.write_file(name, content)
+            else:
+                contents[name] = [content]
         ours = encode_checksum_records(
             {name: compute_checksums(*parts) for name, parts in contents.items()}
         )

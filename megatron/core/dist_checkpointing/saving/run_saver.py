@@ -30,7 +30,6 @@ from megatron.core.dist_checkpointing.saving.saver import (
     Common,
     staging_for_waiting,
 )
-from megatron.core.object_storage import ObjectPath
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class SaveOptions:
     any rank is dead or suspended for `timeout` seconds. `assume_constant_structure` plans only the
     first save. With `must_succeed` a failed save is an error instead of a warning. `retention`
     applies to the checkpoints that `is_checkpoint` recognizes. `files` are small files that every
-    checkpoint on a file system contains, by their path in it.
+    checkpoint contains, by their path in it.
     """
 
     async_save: bool = False
@@ -210,7 +209,7 @@ class RunSaver:
         # Save to the nodes and copy from there, or save directly.
         directory = CheckpointDirectory(root).path(iteration)
         extra_files = {} if generation is None else {LINEAGE: lineage.encode(self._parent)}
-        if rewrite is None and not isinstance(root, ObjectPath):
+        if rewrite is None:
             extra_files |= self._options.files
         in_background = self._options.async_save and not last
         self._copied_report = None

@@ -48,6 +48,7 @@ from megatron.core.dist_checkpointing.saving.save_thread import (
     SaveThread,
 )
 from megatron.core.dist_checkpointing.saving.staging import (
+    DeviceCopies,
     DeviceSource,
     ObjectFile,
     StageAndWrite,
@@ -308,6 +309,7 @@ def save(
     workers: int = 2,
     on_commit: Callable[[], None] = lambda: None,
     rewrite: Rewrite | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
     timeout: float = 600.0,
     progress: Callable[[int], None] = lambda nbytes: None,
 ) -> SaveReport:
@@ -324,7 +326,14 @@ def save(
         timeout=timeout,
         progress=progress,
     ) as saver:
-        saver.save(state, directory, common=common, on_commit=on_commit, rewrite=rewrite)
+        saver.save(
+            state,
+            directory,
+            common=common,
+            on_commit=on_commit,
+            rewrite=rewrite,
+            extra_files=extra_files,
+        )
         (report,) = saver.finish()
     if report.error is not None:
         raise CheckpointError(f"{report.directory}: not saved: {report.error}")
@@ -411,7 +420,7 @@ class _FromDisk(StageAndWrite):
             raise CheckpointError(f"there is no local checkpoint to copy: {error}")
         super().begin()
 
-    def _fill(self, chunk: FileChunk, slot: Slot) -> None:
+    def _fill(self, chunk: FileChunk, slot: Slot, copies: DeviceCopies) -> None:
         with open_file(self._checkpoint.directory / self._files[chunk.file].name) as file:
             file.read_into(slot.view[: chunk.length], chunk.offset)
             file.forget(chunk.offset, chunk.length)

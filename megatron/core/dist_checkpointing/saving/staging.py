@@ -50,6 +50,10 @@ from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.shard import Shard
 
 _GRANULE = 1024  # objects are padded, so that a growing step count rarely changes a length
+_COPIED_AT_ONCE = 16
+"""Slots that one call fills from a device: the interpreter is busy for microseconds per call, and a
+launch from the training thread waits that long. The first write begins after 128 MiB.
+"""
 
 
 class LiveSource:
@@ -63,9 +67,6 @@ class LiveSource:
     def was_modified(self) -> bool:
         """Return whether an operation has changed the tensor in place since the save began."""
         return _version_of(self._tensor) != self._version
-
-    def copy(self, slot: Slot, part: SourceRange) -> None:
-        raise NotImplementedError
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -83,12 +84,32 @@ class HostSource(LiveSource):
 
 
 class DeviceSource(LiveSource):
-    """The bytes of a contiguous tensor on an accelerator; copies run on the current stream."""
+    """The bytes of a contiguous tensor on an accelerator."""
 
-    def copy(self, slot: Slot, part: SourceRange) -> None:
-        source = self._tensor.reshape(-1).view(torch.uint8)
-        target = slot.tensor[part.at : part.at + part.length]
-        target.copy_(source[part.start : part.start + part.length], non_blocking=True)
+    def __init__(self, key: str, tensor: torch.Tensor) -> None:
+        super().__init__(key, tensor)
+        self._content = tensor.detach().reshape(-1).view(torch.uint8)
+
+    def select(self, part: SourceRange) -> torch.Tensor:
+        """Return the bytes of a part, on the device."""
+        return self._content[part.start : part.start + part.length]
+
+
+class DeviceCopies:
+    """Copies from a device to slots, all queued by one call that releases the interpreter."""
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, source: DeviceSource, slot: Slot, part: SourceRange) -> None:
+        self._targets.append(slot.tensor[part.at : part.at + part.length])
+        self._sources.append(source.select(part))
+
+    def queue(self) -> None:
+        """Queue all copies on the current stream."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
 
 
 class LazySource:
@@ -110,7 +131,7 @@ class LazySource:
         slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
 
 
-ByteSource = bytes | LiveSource | LazySource
+ByteSource = bytes | HostSource | DeviceSource | LazySource
 
 
 def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
@@ -133,7 +154,7 @@ def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
     return sources
 
 
-def _bind_item(item: Item, tensor: torch.Tensor) -> LiveSource:
+def _bind_item(item: Item, tensor: torch.Tensor) -> HostSource | DeviceSource:
     """Return the bytes of an item, which is the contiguous `tensor`."""
     if tensor.device.type == "cpu":
         return HostSource(item.key, tensor)
@@ -255,8 +276,12 @@ class StageAndWrite:
             self._finish_staging()
         # Queue all copies before the first write, because writes block until their file is open.
         with self._lock:
-            for index in range(min(len(self._slots), len(self._chunks))):
-                self._futures.append(self._pool.submit(partial(self._stage, index)))
+            indices = range(min(len(self._slots), len(self._chunks)))
+            # Copies on the host run in the threads of the pool, so that each has a task of its own.
+            step = _COPIED_AT_ONCE if self.on_device else 1
+            for start in range(0, len(indices), step):
+                batch = indices[start : start + step]
+                self._futures.append(self._pool.submit(partial(self._stage, batch)))
 
     def write(self, target: PendingCheckpoint, progress: Progress) -> dict[str, FileChecksums]:
         """Write all files durably to `target` and return their checksums. Raises the first
@@ -308,31 +333,38 @@ class StageAndWrite:
         """Make `write` raise once the running tasks are done; callable from any thread."""
         self._failed = True
 
-    def _stage(self, index: int) -> None:
+    def _stage(self, indices: Sequence[int]) -> None:
+        """Fill the slots of some chunks, and submit the tasks that write them."""
         if self._failed:
             return
         copied = None
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            self._fill(self._chunks[index], self._slots[index % len(self._slots)])
+            copies = DeviceCopies()
+            for index in indices:
+                self._fill(self._chunks[index], self._slots[index % len(self._slots)], copies)
+            copies.queue()
             if self._stream is not None:
-                # Reached once the slot is filled; a thread that waits for it does not spin.
+                # Reached once the slots are filled; a thread that waits for it does not spin.
                 copied = self._stream.record_event(torch.cuda.Event(blocking=True))
         with self._lock:
-            self._unstaged -= 1
+            self._unstaged -= len(indices)
             last = self._unstaged == 0
         if last:
             self._finish_staging()
         with self._lock:
-            self._futures.append(self._pool.submit(partial(self._write, index, copied)))
+            for index in indices:
+                self._futures.append(self._pool.submit(partial(self._write, index, copied)))
 
-    def _fill(self, chunk: FileChunk, slot: Slot) -> None:
-        """Fill a slot; copies from a device are only queued here."""
+    def _fill(self, chunk: FileChunk, slot: Slot, copies: DeviceCopies) -> None:
+        """Fill a slot; copies from a device are only added to `copies`."""
         for part in chunk.parts:
             source = self._sources[part.source]
             if isinstance(source, bytes):
                 slot.view[part.at : part.at + part.length] = source[
                     part.start : part.start + part.length
                 ]
+            elif isinstance(source, DeviceSource):
+                copies.add(source, slot, part)
             else:
                 source.copy(slot, part)
 
@@ -371,4 +403,4 @@ class StageAndWrite:
         # The slot is free again: this thread stages the next chunk for it.
         following = index + len(self._slots)
         if following < len(self._chunks):
-            self._stage(following)
+            self._stage((following,))

@@ -10,7 +10,7 @@ and their gradients return in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from megatron.core.transformer.attention.kernels import (
     attend_backward,
     compute_sink_gradient,
 )
-from megatron.core.transformer.attention.masks import AttentionMask
+from megatron.core.transformer.attention.local import has_flash_window, make_causal_block
+from megatron.core.transformer.attention.masks import AttentionMask, find_documents
 
 
 def blockwise_attention(
@@ -72,40 +73,35 @@ class _BlockwiseAttention(torch.autograd.Function):
         make_exchange: Callable[[Axis], Exchange],
         scoring: Scoring,
     ) -> Tensor:
-        out = query.new_empty(0)  # [b, heads, s/cp, d] fp32
-        lse = query.new_empty(0)  # [b, heads, s/cp] fp32
+        # No block yet: a weight of zero in the merge.
+        out = torch.zeros_like(query, dtype=torch.float32)  # [b, heads, s/cp, d]
+        lse_shape = query.shape[:3]  # [b, heads, s/cp]
+        lse = query.new_full(lse_shape, -torch.inf, dtype=torch.float32)
         exchange = make_exchange(cp)
+        blocks_of: dict[int, list[Block]] = {}  # for the backward pass, too
         for source, (key, value) in exchange.fetch(key_value):
-            block = _make_block(query, source, mask, documents, cp)
-            if block is None:
-                continue
-            rows = block.rows
-            columns = block.columns
-            block_out, block_lse = attend(
-                query[:, :, rows],
-                key[:, :, columns],
-                value[:, :, columns],
-                block,
-                scoring,
-            )
-            if source == cp.rank:
-                # The first block, in which every query sees at least its own key.
-                out = block_out.float()
-                lse = block_lse
-                continue
-            # Both outputs are weighted by their share of the sum of the exponentials:
-            # exp(block_lse) / (exp(lse) + exp(block_lse)) = sigmoid(block_lse - lse).
-            merged_out = out[:, :, rows]
-            merged_lse = lse[:, :, rows]
-            share = torch.sigmoid(block_lse - merged_lse).unsqueeze(-1)  # [b, heads, rows, 1]
-            merged_out.lerp_(block_out.float(), share)
-            lse[:, :, rows] = torch.logaddexp(merged_lse, block_lse)
+            blocks_of[source] = _list_blocks(query, source, mask, documents, cp, scoring)
+            for block in blocks_of[source]:
+                samples = block.samples
+                block_out, block_lse = attend(
+                    query[samples, :, block.rows],
+                    key[samples, :, block.columns],
+                    value[samples, :, block.columns],
+                    block,
+                    scoring,
+                )
+                # Both outputs are weighted by their share of the sum of the exponentials:
+                # exp(block_lse) / (exp(lse) + exp(block_lse)) = sigmoid(block_lse - lse).
+                merged_out = out[samples, :, block.rows]
+                merged_lse = lse[samples, :, block.rows]
+                share = torch.sigmoid(block_lse - merged_lse).unsqueeze(-1)  # [b, heads, rows, 1]
+                merged_out.lerp_(block_out.float(), share)
+                lse[samples, :, block.rows] = torch.logaddexp(merged_lse, block_lse)
         if sink is not None:
             out, lse = add_sink(out, lse, sink)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key_value, sink, out, lse)
-        ctx.documents = documents
-        ctx.mask = mask
+        ctx.blocks_of = blocks_of
         ctx.cp = cp
         ctx.make_exchange = make_exchange
         ctx.scoring = scoring
@@ -119,25 +115,25 @@ class _BlockwiseAttention(torch.autograd.Function):
         exchange = ctx.make_exchange(ctx.cp)
         for source, (key, value) in exchange.fetch(key_value):
             # The gradient of the keys and values of `source`: zero where no query sees them. The
-            # exchange needs it even for blocks without any visible key, since it is collective.
+            # exchange needs it even without any visible key, since it is collective.
             gradient = torch.zeros_like(key_value)
-            block = _make_block(query, source, ctx.mask, ctx.documents, ctx.cp)
-            if block is not None:
+            for block in ctx.blocks_of[source]:
+                samples = block.samples
                 rows = block.rows
                 columns = block.columns
                 dq, dk, dv = attend_backward(
-                    dout[:, :, rows],
-                    query[:, :, rows],
-                    key[:, :, columns],
-                    value[:, :, columns],
-                    out[:, :, rows],
-                    lse[:, :, rows],
+                    dout[samples, :, rows],
+                    query[samples, :, rows],
+                    key[samples, :, columns],
+                    value[samples, :, columns],
+                    out[samples, :, rows],
+                    lse[samples, :, rows],
                     block,
                     ctx.scoring,
                 )
-                dquery[:, :, rows] += dq
-                gradient[0, :, :, columns] = dk
-                gradient[1, :, :, columns] = dv
+                dquery[samples, :, rows] += dq
+                gradient[0, samples, :, columns] += dk
+                gradient[1, samples, :, columns] += dv
             exchange.add_gradient(source, gradient)
         dsink = None
         if sink is not None:
@@ -148,34 +144,115 @@ class _BlockwiseAttention(torch.autograd.Function):
         return dquery, dkey_value, dsink, None, None, None, None, None
 
 
-def _make_block(
+def _list_blocks(
     query: Tensor,  # [b, heads, s/cp, d]
     source: int,
     mask: AttentionMask,
     documents: Tensor | None,  # [b, s]
     cp: Axis,
-) -> Block | None:
-    """Return the block of this rank's queries and the keys of rank `source`, if any is visible.
+    scoring: Scoring,
+) -> list[Block]:
+    """Return the blocks of this rank's queries and the keys of rank `source` that are visible.
 
     Rank r has the chunks r and 2 CP - 1 - r of a sequence, rank j has j and 2 CP - 1 - j. In causal
     order, for j < r both chunks of r see the first chunk of j; for j > r the second chunk of r sees
     both.
     """
-    length = query.shape[2]
-    all_positions = slice(None)
-    if documents is not None or not mask.is_causal:
-        # Windows, ALiBi and documents across ranks need a mask.
-        whole_length = length * cp.size
-        block_mask = mask.make_block(whole_length, cp, source, documents, query.dtype, query.device)
-        if block_mask is None:
-            return None
-        return Block(all_positions, all_positions, mask=block_mask)
+    chunk_length = query.shape[2] // 2
+    chunks = (slice(0, chunk_length), slice(chunk_length, None))
+    if documents is None and mask.is_causal:
+        # Plain causal order: whole chunks at once, without a mask.
+        all_positions = slice(None)
+        if source == cp.rank:
+            return [Block(all_positions, all_positions, causal=True)]
+        if source < cp.rank:
+            return [Block(all_positions, chunks[0])]
+        return [Block(chunks[1], all_positions)]
 
-    # Plain causal order: every block consists of whole chunks, so that no mask is needed.
-    first_chunk = slice(0, length // 2)
-    second_chunk = slice(length // 2, None)
-    if source == cp.rank:
-        return Block(all_positions, all_positions, causal=True)
-    if source < cp.rank:
-        return Block(all_positions, first_chunk)
-    return Block(second_chunk, all_positions)
+    # Windows, ALiBi and documents: at most one block per pair of chunks and sample.
+    last_chunk = 2 * cp.size - 1
+    numbers = None
+    if documents is not None:
+        # [b, chunks, positions]; `cpu()` does not copy in a training run.
+        numbers = documents.cpu().unflatten(1, (-1, chunk_length))
+    blocks = []
+    for rows, query_chunk in zip(chunks, (cp.rank, last_chunk - cp.rank), strict=True):
+        for columns, key_chunk in zip(chunks, (source, last_chunk - source), strict=True):
+            if key_chunk == query_chunk:
+                of_chunk = None
+                if numbers is not None:
+                    of_chunk = find_documents(numbers[:, query_chunk], query.device)
+                block = make_causal_block(query[:, :, rows], mask, of_chunk, scoring)
+                blocks.append(block._replace(rows=rows, columns=columns))
+            elif key_chunk < query_chunk:
+                for part in _list_visible_parts(query_chunk, key_chunk, numbers, chunk_length):
+                    distance = query_chunk - key_chunk
+                    block_of_part = _make_part(query, part, distance, mask, scoring)
+                    if block_of_part is not None:
+                        blocks.append(block_of_part.shift(rows.start, columns.start))
+    return blocks
+
+
+class _VisiblePart(NamedTuple):
+    """Queries of a chunk that see keys of an earlier chunk: the first ones see the last ones."""
+
+    samples: slice
+    num_rows: int
+    first_column: int
+
+
+def _list_visible_parts(
+    query_chunk: int, key_chunk: int, numbers: Tensor | None, chunk_length: int
+) -> list[_VisiblePart]:
+    """Return the parts of two chunks that documents (`numbers` `[b, chunks, positions]`) permit.
+
+    At most one document of a sample reaches from one chunk into a later one.
+    """
+    if numbers is None:
+        return [_VisiblePart(slice(None), chunk_length, 0)]
+    queries = numbers[:, query_chunk]  # [b, positions]
+    keys = numbers[:, key_chunk]
+    first_document = queries[:, :1]
+    last_document = keys[:, -1:]
+    num_rows = (queries == first_document).sum(1).tolist()
+    num_columns = (keys == last_document).sum(1).tolist()
+    is_same = (first_document == last_document).flatten().tolist()
+    parts = []
+    for sample, reaches_here in enumerate(is_same):
+        if reaches_here:
+            samples = slice(sample, sample + 1)
+            first_column = chunk_length - num_columns[sample]
+            parts.append(_VisiblePart(samples, num_rows[sample], first_column))
+    return parts
+
+
+def _make_part(
+    query: Tensor, part: _VisiblePart, num_chunks: int, mask: AttentionMask, scoring: Scoring
+) -> Block | None:
+    """Return the block of `part`, with positions within the chunks, if anything is visible.
+
+    The keys are `num_chunks` chunks before the queries.
+    """
+    length = query.shape[2] // 2
+    distance = num_chunks * length
+    samples, num_rows, first_column = part
+    is_partial = False
+    if mask.window is not None:
+        # Row i sees column j if distance + i - j is at most the size of the window.
+        window = mask.window[0]
+        num_rows = min(num_rows, window - distance + length)
+        first_column = max(first_column, distance - window)
+        if num_rows <= 0 or first_column >= length:
+            return None
+        is_partial = distance + num_rows - 1 - first_column > window
+    rows = slice(0, num_rows)
+    columns = slice(first_column, length)
+    if mask.slopes is None and not is_partial:
+        return Block(rows, columns, samples=samples)
+    if has_flash_window(query, mask, scoring):
+        assert mask.window is not None
+        # From the last row and column, as flash attention counts it
+        window = mask.window[0] - distance + length - num_rows
+        return Block(rows, columns, window=window, samples=samples)
+    chunk_mask = mask.make_chunk_mask(length, num_chunks, query.dtype, query.device)
+    return Block(rows, columns, mask=chunk_mask[..., rows, columns], samples=samples)

@@ -43,7 +43,7 @@ class CoreAttention(MegatronModule):
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             sharding = Sharding(dim=0, axis=tp)
-            info = ParamInfo(Normal(config.init_method_std), sharding)
+            info = ParamInfo(Normal(config.hidden_init_std), sharding)
             shape = (config.num_attention_heads,)
             self.softmax_offset = make_parameter(shape, config.params_dtype, place.device, info)
 

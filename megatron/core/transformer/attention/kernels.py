@@ -77,8 +77,16 @@ class Block(NamedTuple):
     documents: Documents | None = None
     """If given, each document attends to itself only."""
     window: int | None = None
-    """If given, row i of a causal block sees the columns from i - window: only for flash attention.
+    """If given, the last row sees that many columns before the last one, and each row above one
+    column more to the left: only for flash attention.
     """
+    samples: slice = slice(None)
+
+    def shift(self, first_row: int, first_column: int) -> Block:
+        """Return the block with its rows and columns counted from earlier positions."""
+        rows = slice(self.rows.start + first_row, self.rows.stop + first_row)
+        columns = slice(self.columns.start + first_column, self.columns.stop + first_column)
+        return self._replace(rows=rows, columns=columns)
 
     def select_document(self, document: Document) -> Block:
         """Return the block of a single document; masks depend on distances only."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.parallel_state import Axis
 from megatron.core.transformer.attention.kernels import (
     Block,
     Documents,
@@ -41,7 +40,7 @@ def local_attention(
     documents = None
     if numbers is not None:
         documents = mask.find_documents(numbers, query.device)
-    block = _make_block(query, mask, documents, scoring)
+    block = make_causal_block(query, mask, documents, scoring)
     context: Tensor = _LocalAttention.apply(query, key, value, sink, block, scoring)
     return context
 
@@ -52,6 +51,21 @@ def has_flash_window(query: Tensor, mask: AttentionMask, scoring: Scoring) -> bo
     is_window = mask.window is not None and mask.slopes is None
     is_plain = scoring.softcap is None
     return is_window and is_plain and supports_flash(query.device.type, query.dtype, head_dim)
+
+
+def make_causal_block(
+    query: Tensor, mask: AttentionMask, documents: Documents | None, scoring: Scoring
+) -> Block:
+    """Return the block of all queries `[b, heads, s, d]` and the keys at the same positions."""
+    length = query.shape[2]
+    all_positions = slice(None)
+    if mask.is_causal:
+        return Block(all_positions, all_positions, True, None, documents)
+    if has_flash_window(query, mask, scoring):
+        assert mask.window is not None
+        return Block(all_positions, all_positions, True, None, documents, mask.window[0])
+    block_mask = mask.make_chunk_mask(length, 0, query.dtype, query.device)
+    return Block(all_positions, all_positions, False, block_mask, documents)
 
 
 class _LocalAttention(torch.autograd.Function):
@@ -82,18 +96,3 @@ class _LocalAttention(torch.autograd.Function):
         if sink is not None:
             dsink = compute_sink_gradient(sink, dout, out, lse)
         return *gradients, dsink, None, None
-
-
-def _make_block(
-    query: Tensor, mask: AttentionMask, documents: Documents | None, scoring: Scoring
-) -> Block:
-    """Return the block of all queries and keys."""
-    length = query.shape[2]
-    all_positions = slice(None)
-    if mask.is_causal:
-        return Block(all_positions, all_positions, True, None, documents)
-    if has_flash_window(query, mask, scoring):
-        assert mask.window is not None
-        return Block(all_positions, all_positions, True, None, documents, mask.window[0])
-    block_mask = mask.make_block(length, Axis(), 0, None, query.dtype, query.device)
-    return Block(all_positions, all_positions, False, block_mask, documents)

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.arithmetic import even_range
-from megatron.core.parallel_state import Axis
 from megatron.core.transformer.attention.kernels import Document, Documents
-from megatron.core.transformer.placement import compute_local_positions
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -54,9 +52,9 @@ class AttentionMask:
             start, stop = even_range(num_heads, part_index, num_parts)
             all_slopes = compute_alibi_slopes(num_heads)
             self.slopes = all_slopes[start:stop]
-        # By length, dtype and device; those of blocks also by the rank of the keys
+        # By length, dtype and device; those of chunks also by their distance
         self._static_masks: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
-        self._static_blocks: dict[tuple[int, int, torch.dtype, torch.device], Tensor | None] = {}
+        self._chunk_masks: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
         # The documents of the last micro-batch, for the layers after the first
         self._last_numbers: Tensor | None = None
         self._last_documents: Documents | None = None
@@ -73,7 +71,7 @@ class AttentionMask:
         """
         if self._last_documents is None or self._last_numbers is not numbers:
             self._last_numbers = numbers
-            self._last_documents = _find_documents(numbers, device)
+            self._last_documents = find_documents(numbers, device)
         return self._last_documents
 
     def __call__(
@@ -107,62 +105,25 @@ class AttentionMask:
             return mask & ~is_foreign
         return mask.masked_fill(is_foreign, -torch.inf)
 
-    def make_block(
-        self,
-        length: int,
-        cp: Axis,
-        source: int,
-        documents: Tensor | None,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Tensor | None:
-        """Return the additive mask of this rank's queries and the keys of rank `source`.
+    def make_chunk_mask(
+        self, length: int, num_chunks: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Return the additive mask of a chunk of queries and the keys `num_chunks` chunks before.
 
-        `length` and `documents` are of whole sequences. Returns None if no query sees any of the
-        keys. Invisible keys get a large finite value: a query that sees no key of the block then
-        has a very small log-sum-exp, so that the block has no weight in the merge, and no NaN
-        arises.
+        A chunk has `length` positions, and a mask with an own chunk is that of a whole sequence.
         """
-        invisible = _get_invisible_score(dtype)
-        rows = compute_local_positions(length, cp.rank, cp.size)
-        columns = compute_local_positions(length, source, cp.size)
-        key = (length, source, dtype, device)
-        if key not in self._static_blocks:
-            block = self._make_static_block(rows, columns, dtype)
-            if block is not None:
-                block = block.to(device)
-            self._static_blocks[key] = block
-        static_block = self._static_blocks[key]
-        if documents is None or static_block is None:
-            return static_block
-
-        # Select the documents where they are, in host memory during training, and copy the rest.
-        host = documents.device
-        row_documents = documents[:, rows.to(host)]
-        column_documents = documents[:, columns.to(host)]
-        is_foreign = _compare_documents(
-            row_documents.to(device, non_blocking=True),
-            column_documents.to(device, non_blocking=True),
-        )
-        return static_block.masked_fill(is_foreign, invisible)
-
-    def _make_static_block(
-        self,
-        rows: Tensor,
-        columns: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor | None:
-        """Return the additive mask without documents, if any column is visible to any row."""
-        invisible = _get_invisible_score(dtype)
-        mask = self._make_static_mask(rows, columns, dtype)
-        if mask.dtype == torch.bool:
-            if not mask.any():
-                return None
-            zeros = torch.zeros(1, 1, *mask.shape, dtype=dtype)
-            return zeros.masked_fill(~mask, invisible)
-        if not mask.isfinite().any():
-            return None
-        return mask.clamp(min=invisible)
+        key = (length, num_chunks, dtype, device)
+        if key not in self._chunk_masks:
+            columns = torch.arange(length)
+            rows = columns + num_chunks * length
+            mask = self._make_static_mask(rows, columns, dtype)
+            if mask.dtype == torch.bool:
+                zeros = torch.zeros(1, 1, *mask.shape, dtype=dtype)
+                mask = zeros.masked_fill(~mask, -torch.inf)
+            # Finite, so that a row without any visible key has no weight instead of NaN.
+            smallest = torch.finfo(dtype).min / 2
+            self._chunk_masks[key] = mask.clamp(min=smallest).to(device)
+        return self._chunk_masks[key]
 
     def _make_static_mask(self, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the mask without documents of queries and keys at these positions.
@@ -182,12 +143,7 @@ class AttentionMask:
         return bias.masked_fill(~visible, -torch.inf).to(dtype)
 
 
-def _get_invisible_score(dtype: torch.dtype) -> float:
-    """Return the score of invisible keys in a block: large, but the sum of two is finite."""
-    return torch.finfo(dtype).min / 2
-
-
-def _find_documents(numbers: Tensor, device: torch.device) -> Documents:
+def find_documents(numbers: Tensor, device: torch.device) -> Documents:
     """Return all documents: consecutive positions with the same number."""
     slices: list[Document] = []
     offsets = [0]

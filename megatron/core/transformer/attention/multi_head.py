@@ -95,7 +95,7 @@ class SelfAttention(Attention):
         self.core_attention = spec.core_attention(
             config,
             place,
-            scale=config.softmax_scale,
+            scale=config.chosen_score_scale,
             window=window,
         )
 

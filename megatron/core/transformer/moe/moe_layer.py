@@ -78,7 +78,7 @@ class SharedExperts(MLP):
         )
         self.gate_weight = None
         if config.moe_shared_expert_gate:
-            info = ParamInfo(Normal(config.init_method_std), partial_grad=place.sequence_parallel)
+            info = ParamInfo(Normal(config.hidden_init_std), partial_grad=place.sequence_parallel)
             shape = (1, config.hidden_size)
             self.gate_weight = make_parameter(shape, config.params_dtype, place.device, info)
 
@@ -111,7 +111,7 @@ class GroupedExperts(MegatronModule):
             config,
             config.hidden_size,
             num_blocks * inner_size,
-            init=Normal(config.init_method_std),
+            init=Normal(config.hidden_init_std),
             split_dim=1,
             num_blocks=num_blocks,
             axes=axes,

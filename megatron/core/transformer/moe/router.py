@@ -74,7 +74,7 @@ class TopKRouter(MegatronModule):
         self.dtype = _DTYPES.get(config.moe_router_dtype or "")
 
         # Parameters
-        info = ParamInfo(Normal(config.init_method_std), partial_grad=partial_grad)
+        info = ParamInfo(Normal(config.hidden_init_std), partial_grad=partial_grad)
         weight_shape = (self.num_experts, config.hidden_size)
         bias_shape = (self.num_experts,)
         self.weight = make_parameter(weight_shape, config.params_dtype, device, info)

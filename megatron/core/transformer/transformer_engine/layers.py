@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformer_engine.pytorch as te
 import yaml
 from torch import Tensor, nn
@@ -224,6 +225,10 @@ def find_document_starts(documents: Tensor) -> Tensor:
     return torch.cat((starts, end)).int()
 
 
+_MIN_ROWS = 32
+"""Rows of zeros that replace an input without rows; a multiple that every fp8 kernel accepts."""
+
+
 class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
     """`te.GroupedLinear`, whose parameters (one per expert) are views of our single parameter."""
 
@@ -248,6 +253,16 @@ class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
     def project(self, x: Tensor, counts: Tensor) -> Tensor:
         self._bind_views()
         splits = counts.tolist()
+        num_rows = len(x)
+        if num_rows == 0:
+            # Without any rows cuBLAS' grouped product may crash or hang. Rows of zeros change no
+            # gradient, and with fp8 all ranks keep reducing the maxima of the same modules.
+            splits[0] = _MIN_ROWS
+            x = F.pad(x, (0, 0, 0, _MIN_ROWS))
+        return self._multiply(x, splits)[:num_rows]
+
+    def _multiply(self, x: Tensor, splits: list[int]) -> Tensor:
+        """Return the products of `splits` rows with each matrix."""
         if self._padding is None:
             return self.engine(self, x, splits)
         # The fp8 kernels require multiples of 16 or 32 rows per expert.

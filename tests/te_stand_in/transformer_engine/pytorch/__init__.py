@@ -378,6 +378,7 @@ class GroupedLinear(_Module):
             )
         )
         assert sum(m_splits) == len(inp)
+        assert len(inp) > 0, "cuBLAS' grouped product may crash or hang"
         weights = [getattr(self, f"weight{index}") for index in range(self.num_gemms)]
         assert not self.fp8 or all(rows % 16 == 0 for rows in m_splits), m_splits
         fused = self.fuse_wgrad_accumulation

@@ -1,4 +1,4 @@
-"""AdEMAMix and Muon against plain loops over whole matrices, and Muon with split matrices."""
+"""AdEMAMix, Lion and Muon against plain loops over whole matrices, and Muon with split matrices."""
 
 import dataclasses
 import math
@@ -57,6 +57,27 @@ def step_on_noise(config, steps=8, bad_step=None):
 
 def has_weight_decay(name):
     return not name.endswith("bias") and name.split(".")[-1] not in ("norm", "scale")
+
+
+def test_lion_matches_the_paper():
+    """Matrices move by signs, other parameters by Adam; a step with overflow changes nothing."""
+    config = {"optimizer": "lion", "lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0}
+    start, gradients, end, optimizer = step_on_noise(config, bad_step=3)
+    del gradients[3]
+    states = optimizer.sharded_state_dict(optimizer.chunks[0].sharded_state_dict())
+    num_matrices = 0
+    for name, param in start.items():
+        if f"optimizer.state.exp_avg_sq.{name}" in states:
+            continue
+        num_matrices += 1
+        mean = torch.zeros_like(param, dtype=torch.float64)
+        param = param.double()
+        for gradient in (g[name].double() for g in gradients):
+            direction = torch.sign(0.9 * mean + 0.1 * gradient)
+            mean = 0.999 * mean + 0.001 * gradient
+            param = param - 0.01 * (direction + 0.1 * param)
+        torch.testing.assert_close(end[name].double(), param, rtol=1e-4, atol=1e-6)
+    assert num_matrices > 1
 
 
 def test_ademamix_matches_the_paper():

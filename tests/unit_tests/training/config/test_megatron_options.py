@@ -80,15 +80,25 @@ def test_values_of_forks_that_disable_a_feature_have_no_effect():
 
 
 def test_unknown_flags_are_ignored_only_on_request():
-    # --train-mode is an option of a fork, --use-mup one of Megatron-LM that changes the model.
-    words = ["--foo-bar", "3", "4", "--train-mode", "7", "--lr", "0.1", "--no-baz", "--use-mup"]
+    # --train-mode is an option of a fork, --use-torch-fsdp2 one of Megatron-LM that changes the model.
+    words = [
+        "--foo-bar",
+        "3",
+        "4",
+        "--train-mode",
+        "7",
+        "--lr",
+        "0.1",
+        "--no-baz",
+        "--use-torch-fsdp2",
+    ]
     line = make_flag_parser().parse(words)
     assert len(line.problems) == 4 and not line.dropped
     line = make_flag_parser().parse([*words, "--ignore-unknown-flags"])
     assert (
         line.dropped == ["--foo-bar 3 4", "--train-mode 7", "--no-baz"] and line.given["lr"] == 0.1
     )
-    assert len(line.problems) == 1 and line.problems[0].startswith("--use-mup: ")
+    assert len(line.problems) == 1 and line.problems[0].startswith("--use-torch-fsdp2: ")
 
 
 def test_no_option_of_megatron_lm_is_unknown():

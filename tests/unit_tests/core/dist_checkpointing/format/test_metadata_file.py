@@ -23,16 +23,17 @@ from megatron.core.dist_checkpointing.format.metadata import (
     Location,
     StoredTensor,
 )
+from megatron.core.dist_checkpointing.format.metadata_encoder import (
+    BYTES,
+    STORAGE_META,
+    MetadataEncoder,
+    encode_metadata,
+    encode_tensor_properties,
+)
 from megatron.core.dist_checkpointing.format.metadata_file import (
     decode_dcp,
     decode_metadata,
     open_metadata,
-)
-from megatron.core.dist_checkpointing.format.metadata_index import (
-    BYTES,
-    STORAGE_META,
-    encode_metadata,
-    encode_tensor_properties,
 )
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import BoxTable
@@ -164,6 +165,22 @@ def test_dcp_unpickles_the_same_metadata():
         == plain(expected)
         == plain(decode_metadata(pickle.dumps(read), "here"))
     )
+
+
+def test_encoder_patches_names_and_objects():
+    """A later save of the same tensors gets the file that a new encoder would write."""
+    encoder = MetadataEncoder(example())
+    longer = tuple(name.replace(".", "-9f3a-10.") for name in FILES)
+    larger = {"rng/shard_0": Location("__0_2.distcp", 0, 4096), "ö": Location("other", 4096, 7)}
+    more = {**larger, "new": Location("__17_2.distcp", 0, 1)}
+    for objects in (example().objects, larger, more, {}):
+        for files in (FILES, longer, FILES):
+            fresh = example(files)
+            fresh.objects = objects
+            encoded = b"".join(encoder.encode(objects, files))
+            assert encoded == written(fresh)
+            assert plain(decode_metadata(encoded, "here")) == plain(fresh)
+            assert plain(decode_dcp(encoded, "here")) == plain(fresh)
 
 
 def test_one_tensor_is_read_without_the_others():

@@ -1,13 +1,20 @@
 """The plan: every element written once, bytes level, conflicts named."""
 
 import itertools
+import math
 import random
 
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.mapping import Box, BoxTable, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import (
+    Box,
+    BoxTable,
+    ShardedObject,
+    ShardedTensor,
+    split_flat_range,
+)
 from megatron.core.dist_checkpointing.planning.balancing import level_loads
 from megatron.core.dist_checkpointing.planning.planner import (
     LocalSpec,
@@ -57,24 +64,40 @@ def brute_force_is_tiling(shape, boxes):
     return {cell: count for cell, count in counts.items() if count != 1}
 
 
+def damage(rng, boxes):
+    """Drop, double, move or shrink a box."""
+    kind = rng.randrange(4)
+    index = rng.randrange(len(boxes))
+    offset, extent = boxes[index]
+    if kind == 0 and len(boxes) > 1:
+        boxes.pop(index)
+    elif kind == 1:
+        boxes.append(boxes[index])
+    elif kind == 2 and offset[0] > 0:
+        boxes[index] = ((offset[0] - 1, *offset[1:]), extent)
+    elif kind == 3 and extent[0] > 1:
+        boxes[index] = (offset, (extent[0] - 1, *extent[1:]))
+
+
+def flat_tiling(rng, shape):
+    """Cut a tensor into ranges of elements, as ZeRO-1 does, and these into boxes."""
+    elements = torch.arange(math.prod(shape))
+    cuts = sorted({0, len(elements), *(rng.randrange(len(elements)) for _ in range(3))})
+    boxes = []
+    for start, stop in itertools.pairwise(cuts):
+        for offset, view in split_flat_range(shape, start, elements[start:stop]):
+            boxes.append((offset, tuple(view.shape)))
+    return boxes
+
+
 def test_find_fault_equals_counting_every_element():
     rng = random.Random(0)
     faulty = 0
     for _ in range(400):
         shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(1, 4)))
         boxes = random_tiling(rng, (0,) * len(shape), shape)
-        for _ in range(rng.randrange(3)):  # damage: drop, double, move or shrink a box
-            kind = rng.randrange(4)
-            index = rng.randrange(len(boxes))
-            offset, extent = boxes[index]
-            if kind == 0 and len(boxes) > 1:
-                boxes.pop(index)
-            elif kind == 1:
-                boxes.append(boxes[index])
-            elif kind == 2 and offset[0] > 0:
-                boxes[index] = ((offset[0] - 1, *offset[1:]), extent)
-            elif kind == 3 and extent[0] > 1:
-                boxes[index] = (offset, (extent[0] - 1, *extent[1:]))
+        for _ in range(rng.randrange(3)):
+            damage(rng, boxes)
         wrong = brute_force_is_tiling(shape, boxes)
         fault = find_gap_or_overlap(shape, boxes)
         assert (fault is None) == (not wrong), (shape, boxes, fault)
@@ -83,6 +106,38 @@ def test_find_fault_equals_counting_every_element():
             first = min(wrong)
             assert str(first) in fault and ("no rank" in fault) == (wrong[first] == 0)
     assert faulty > 100
+
+
+def test_plan_finds_the_tensors_that_are_not_tiled():
+    """Tensors that consist of runs of elements are checked together, the others one by one."""
+    rng = random.Random(1)
+    faulty = 0
+    for _ in range(100):
+        ranks = [[] for _ in range(130)]  # each has at most one box of a tensor
+        expected = set()
+        for number in range(6):
+            shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(1, 4)))
+            if rng.random() < 0.5:
+                boxes = flat_tiling(rng, shape)
+            else:
+                boxes = random_tiling(rng, (0,) * len(shape), shape)
+            if rng.random() < 0.3:
+                damage(rng, boxes)
+            # Equal boxes on several ranks are replicas.
+            if brute_force_is_tiling(shape, set(boxes)):
+                expected.add(f"t{number}")
+            for rank, box in zip(ranks, boxes, strict=False):
+                rank.append((f"t{number}", shape, [box]))
+        specs = [spec(*tensors) for tensors in ranks]
+        if not expected:
+            make_plan(specs)
+            continue
+        faulty += 1
+        with pytest.raises(CheckpointError, match="do not tile") as error:
+            make_plan(specs)
+        lines = str(error.value).splitlines()[1:]
+        assert {line.split()[0] for line in lines} == expected
+    assert 20 < faulty < 98
 
 
 def test_scalars_and_empty_tensors_are_tiled():

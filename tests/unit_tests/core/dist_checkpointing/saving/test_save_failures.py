@@ -380,7 +380,7 @@ def test_metadata_that_cannot_be_made_fail_every_save(tmp_path, monkeypatch):
     training = Training(0, rows=10)
     with AsyncSaver() as saver:
         with monkeypatch.context() as patch:
-            patch.setattr(save_plan, "encode_metadata", lambda metadata: [0][len(metadata.tensors)])
+            patch.setattr(save_plan, "MetadataEncoder", lambda metadata: [0][len(metadata.tensors)])
             for name in ("first", "second"):
                 error = (
                     saver.save(training.state(), tmp_path / name, common=training.common)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from megatron.core.dist_checkpointing.format.schema import MAX_JSON, read_regular
+from megatron.core.durable_files import committed
+from megatron.core.object_storage import path_of
 
 DIRECTORY = "tokenizer"
 
@@ -37,20 +41,48 @@ def read_tokenizer_files(args: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the content of the tokenizer's files by their path in a checkpoint, as Megatron-LM
     stores them; empty for a tokenizer without files here.
     """
+    contents = {}
+    for name, path in _list_paths(args).items():
+        if path.is_file():
+            contents[f"{DIRECTORY}/{name}"] = path.read_bytes()
+    return contents
+
+
+def copy_tokenizer_files(args: Mapping[str, Any], trusted: Sequence[Path]) -> dict[str, bytes]:
+    """Return the content of `read_tokenizer_files` for arguments of a checkpoint, which may name
+    any file: only files in `trusted` directories, links resolved, are read.
+    """
+    roots = [root.resolve() for root in trusted]
+    contents = {}
+    for name, path in _list_paths(args).items():
+        target = path.resolve()
+        if any(target.is_relative_to(root) for root in roots) and target.is_file():
+            contents[f"{DIRECTORY}/{name}"] = read_regular(target, MAX_JSON)
+    return contents
+
+
+def write_tokenizer_files(contents: Mapping[str, bytes], directory: Path) -> None:
+    """Write the files of a tokenizer to a checkpoint's directory."""
+    for name, content in contents.items():
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        with committed(path) as temporary:
+            temporary.write_bytes(content)
+
+
+def _list_paths(args: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the paths that the arguments may mean, by the names of the files in a checkpoint."""
     paths: dict[str, Path] = {}
     for argument, name in _FILES.get(str(args.get("tokenizer_type")), {}).items():
-        if not args.get(argument):
+        value = args.get(argument)
+        if not value or type(value) is not str or "\0" in value:
             continue
-        given = Path(args[argument])
+        given = path_of(value)
         if name:
             paths[name] = given
         else:
             paths |= {each: given / each for each in _HUGGING_FACE}
-    contents = {}
-    for name, path in paths.items():
-        if path.is_file():
-            contents[f"{DIRECTORY}/{name}"] = path.read_bytes()
-    return contents
+    return paths
 
 
 def find_stored_tokenizer(args: Mapping[str, Any], directory: Path) -> dict[str, Any]:

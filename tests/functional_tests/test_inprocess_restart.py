@@ -1,0 +1,154 @@
+"""In-process restart: a lost rank is replaced while the others keep their processes, and training
+ends bitwise like an undisturbed run.
+"""
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+
+import pytest
+
+from tests.support.compare import assert_same
+from tests.support.crash_harness import stored_tensors
+from tests.support.processes import is_running, wait_until
+from tests.support.training_harness import COMMON, LAYOUTS, LLAMA
+
+WORLD_SIZE = 2
+
+
+def start(launcher, directory, name, *fields):
+    arguments = " ".join([name, str(directory), *fields])
+    return launcher.start(WORLD_SIZE, arguments, program="restart_programs")
+
+
+def attempts(directory, rank):
+    """Return (attempt, process) of every attempt of a rank."""
+    lines = (directory / str(rank)).read_text().splitlines()
+    return [tuple(map(int, line.split())) for line in lines]
+
+
+@pytest.mark.parametrize("others", ["compute", "wait", "communicate"])
+def test_lost_rank_gets_a_new_process_and_the_others_keep_theirs(launcher, tmp_path, others):
+    start(launcher, tmp_path, f"killed_while_others_{others}").succeed()
+    kept, lost = attempts(tmp_path, 0), attempts(tmp_path, 1)
+    assert [attempt for attempt, _ in kept] == [attempt for attempt, _ in lost] == [0, 1]
+    # An operation of gloo does not always notice the loss of its connection.
+    assert kept[0][1] == kept[1][1] or others == "communicate"
+    assert lost[0][1] != lost[1][1]
+
+
+def test_rank_with_a_defect_gets_a_new_process(launcher, tmp_path):
+    job = start(launcher, tmp_path, "defect").succeed()
+    assert attempts(tmp_path, 0)[0][1] == attempts(tmp_path, 0)[1][1]
+    assert attempts(tmp_path, 1)[0][1] != attempts(tmp_path, 1)[1][1]
+    assert "KeyError: 'a defect'" in job.output(1)
+    assert "in-process restart 1: rank 1: KeyError: 'a defect'" in job.output(0)
+
+
+def test_suspended_rank_is_replaced_after_the_hard_timeout(launcher, tmp_path):
+    start(
+        launcher, tmp_path, "killed_while_another_is_suspended", "inprocess_hard_timeout=0.5"
+    ).succeed()
+    assert attempts(tmp_path, 0)[0][1] != attempts(tmp_path, 0)[1][1]
+
+
+def test_error_of_the_user_is_not_repeated(launcher, tmp_path):
+    job = start(launcher, tmp_path, "user_error")
+    job.until(lambda: "wrong --lr" in job.output(1))
+    job.signal(0, signal.SIGTERM)  # as torchrun does when a process has failed
+    assert job.wait() == [128 + signal.SIGTERM, 1]
+    assert [attempt for attempt, _ in attempts(tmp_path, 0)] == [0]
+
+
+def test_attempts_are_limited(launcher, tmp_path):
+    job = start(launcher, tmp_path, "always_killed", "inprocess_max_iterations=3")
+    assert job.wait() == [1, 1]
+    assert [attempt for attempt, _ in attempts(tmp_path, 1)] == [0, 1, 2]
+    assert "--inprocess-max-iterations 3 is reached" in job.output()
+
+
+def test_attempts_without_an_iteration_are_limited(launcher, tmp_path):
+    job = start(launcher, tmp_path, "always_killed")
+    assert job.wait() == [1, 1]
+    assert "5 attempts did not complete a single iteration" in job.output()
+
+
+def test_processes_end_if_a_rank_is_missing(launcher, tmp_path):
+    """A lost monitor cannot replace its rank: the launcher must restart the job."""
+    job = start(launcher, tmp_path, "wait", "inprocess_barrier_timeout=0.5")
+    job.until(lambda: all((tmp_path / str(rank)).exists() for rank in range(WORLD_SIZE)))
+    kept, orphan = job.workers()
+    job.kill(1)
+    wait_until(lambda: not is_running(orphan))  # the rank ends with its monitor
+    os.kill(kept, signal.SIGKILL)
+    assert job.wait() == [1, -signal.SIGKILL]
+    assert "not all 2 ranks have arrived within --inprocess-barrier-timeout 0.5" in job.output()
+
+
+# ---- Training ----
+
+TRAINING = (
+    f"{COMMON} {LLAMA} --num-layers 2 --mock-data --hidden-dropout 0.1 --async-save "
+    "--save-interval 6 --non-persistent-ckpt-type local --non-persistent-save-interval 2 "
+    "--replication "
+)
+
+
+def kill_and_train_on(launcher, root, layout, kills, seed):
+    """Kill ranks at random moments of a run, and compare it with an undisturbed one."""
+    world_size, layout_flags = LAYOUTS[layout]
+    iterations = 8 + 8 * kills
+    flags = f"{TRAINING} {layout_flags} --train-iters {iterations} "
+    disks = f"--non-persistent-local-ckpt-dir {root}/disks/$RANK"
+    straight = launcher.run(world_size, f"{flags} {disks}-straight --save {root}/straight")
+    expected = straight.losses()
+
+    rng = random.Random(seed)
+    run = root / "run"
+    job = launcher.start(
+        world_size, f"{flags} {disks} --inprocess-restart --save {run} --load {run}"
+    )
+    for number in range(kills):
+        count = len(read_losses(job))
+        job.until(lambda count=count: len(read_losses(job)) >= count + rng.randrange(3, 8))
+        time.sleep(rng.uniform(0, 0.02))
+        rank = number % world_size  # each of them, rank 0 first
+        kill_rank(job, rank)
+        if number % 3 == 0:
+            # The disk of a lost node is lost, too. Its replacement has an empty one.
+            shutil.rmtree(root / "disks" / str(rank), ignore_errors=True)
+        if number % 3 == 1:  # another one during the restart
+            time.sleep(rng.uniform(0, 0.3))
+            kill_rank(job, rng.randrange(world_size))
+    job.succeed()
+
+    for iteration, loss in read_losses(job):
+        assert loss == expected[iteration], f"iteration {iteration}"
+    final = f"iter_{iterations:07d}"
+    assert_same(stored_tensors(run / final), stored_tensors(root / "straight" / final))
+    restarts = set(map(int, re.findall(r"in-process restart (\d+):", job.output())))
+    assert len(restarts) >= kills
+
+
+def kill_rank(job, rank):
+    job.until(lambda: len(job.workers()) == len(job.pids), "a worker of every rank")
+    os.kill(job.workers()[rank], signal.SIGKILL)
+
+
+def read_losses(job):
+    """Return (iteration, loss) of every log line; iterations are repeated after a restart."""
+    found = re.findall(r"iteration +(\d+)/.*? lm loss: ([\d.E+-]+) ", job.output())
+    return [(int(iteration), float(loss)) for iteration, loss in found]
+
+
+def test_losses_after_restarts_are_those_of_an_undisturbed_run(launcher, tmp_path):
+    kill_and_train_on(launcher, tmp_path, "tp2_dp2", kills=3, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp2_dp2", "tp2_pp2", "pp2_dp2"])
+def test_losses_after_many_restarts(launcher, tmp_path, layout):
+    kill_and_train_on(launcher, tmp_path, layout, kills=20, seed=2)
