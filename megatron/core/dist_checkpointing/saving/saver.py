@@ -3,9 +3,9 @@
 * **plan** (`prepare`, or the first `save`): all ranks describe their state, rank 0 assigns a writer
   to every box. Collective; the plan is cached while the structure is unchanged.
 * **stage**: live tensors are copied into host buffers, in the background. `wait_staged` returns
-  when that is done: call
-  it before anything changes the tensors, which is the optimizer step. Objects and `common` are
-  copied before `save` returns. No file is touched before, and none on the training thread.
+  when that is done: call it before anything changes the tensors, which is the optimizer step.
+  Objects and `common` are copied before `save` returns, and encoded in the background. No file is
+  touched before, and none on the training thread.
 * **write**: shard files, durable, with checksums, by background threads.
 * **commit**: by rank 0 when all ranks are durable (`save_thread.py`, `commit.py`). No collective.
 
@@ -41,6 +41,13 @@ from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, Plann
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
 from megatron.core.dist_checkpointing.saving.model_export import PendingExport
 from megatron.core.dist_checkpointing.saving.object_commit import pending_checkpoint
+from megatron.core.dist_checkpointing.saving.objects import (
+    ObjectFile,
+    encode_common,
+    encode_objects,
+    snapshot_common,
+    snapshot_objects,
+)
 from megatron.core.dist_checkpointing.saving.save_thread import (
     Hooks,
     SaveHandle,
@@ -50,12 +57,8 @@ from megatron.core.dist_checkpointing.saving.save_thread import (
 from megatron.core.dist_checkpointing.saving.staging import (
     DeviceCopies,
     DeviceSource,
-    ObjectFile,
     StageAndWrite,
     bind_sources,
-    check_common,
-    encode_common,
-    object_file,
 )
 from megatron.core.object_storage import path_of
 
@@ -219,7 +222,7 @@ class AsyncSaver(SaveThread):
         Returns the function that makes the content of common.pt, and the transfer of everything
         else.
         """
-        make_archive = self._encode_common(common)
+        make_archive = self._snapshot_common(common)
         # Objects that this rank writes.
         mine = set(plan.objects)
         entries = [
@@ -227,9 +230,10 @@ class AsyncSaver(SaveThread):
             for entry in state.values()
             if isinstance(entry, ShardedObject) and entry.key in mine
         ]
-        make_objects = cache(partial(object_file, entries, self._coordination.rank, self._workers))
-        if not all(entry.is_constant for entry in entries):
-            make_objects()  # now, because the caller may change the values
+        objects = snapshot_objects(entries)
+        make_objects = cache(
+            partial(encode_objects, objects, self._coordination.rank, self._workers)
+        )
         sources = bind_sources(plan.files, state)
         stream = None
         if any(isinstance(source, DeviceSource) for source in sources):
@@ -240,13 +244,12 @@ class AsyncSaver(SaveThread):
             plan.files, sources, make_objects, stream, self._pool, slots
         )
 
-    def _encode_common(self, common: Common) -> Callable[[], bytes]:
+    def _snapshot_common(self, common: Common) -> Callable[[], bytes]:
         if not self._coordination.is_coordinator:
             return bytes
         if callable(common):
-            return cache(lambda: check_common(encode_common(common())))
-        archive = encode_common(common)  # now, because the caller may change the dictionary
-        return cache(lambda: check_common(archive))
+            return cache(lambda: encode_common(common()))
+        return cache(snapshot_common(common))
 
     def _slots(self, plan: PreparedPlan, pinned: bool, touch: bool = False) -> list:
         """Return the staging slots; allocates them if the plan needs more."""

@@ -10,33 +10,28 @@ A rank's part of a save is a queue: chunks of the live state go through the slot
 files. The first tasks of the queue fill all slots, while the files are still being created; the
 writes follow. When a slot is written, the next chunk is staged into it. So with room for everything
 the snapshot is complete as early as possible, and with less the memory stays bounded. Objects and
-`common` are bytes from the moment of the save call: later changes do not reach the checkpoint.
+`common` are copied by the save call (`objects.py`): later changes do not reach the checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import io
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron.core.dist_checkpointing.background import Slot, Workers
 from megatron.core.dist_checkpointing.format.checksums import FileChecksums, compute_checksums
-from megatron.core.dist_checkpointing.format.metadata import Location
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
-from megatron.core.dist_checkpointing.format.torch_load import safe_load
-from megatron.core.dist_checkpointing.format.torch_zip import encode_object, pad_archive
 from megatron.core.dist_checkpointing.mapping import (
     Shape,
-    ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     find_row_axis,
@@ -47,9 +42,9 @@ from megatron.core.dist_checkpointing.planning.planner import Item, abbreviate
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan, SourceRange
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress
 from megatron.core.dist_checkpointing.saving.model_export import PendingExport
+from megatron.core.dist_checkpointing.saving.objects import ObjectFile
 from megatron.core.dist_checkpointing.saving.shard import Shard
 
-_GRANULE = 1024  # objects are padded, so that a growing step count rarely changes a length
 _COPIED_AT_ONCE = 16
 """Slots that one call fills from a device: the interpreter is busy for microseconds per call, and a
 launch from the training thread waits that long. The first write begins after 128 MiB.
@@ -176,56 +171,6 @@ def _select_item(entry: ShardedTensor, item: Item) -> torch.Tensor:
     if tensor is view:
         entry.derived[place] = tensor
     return tensor
-
-
-class ObjectFile(NamedTuple):
-    """The file of one rank's objects; empty if it has none."""
-
-    name: str
-    content: bytes
-    locations: dict[str, Location]
-
-    def check(self) -> None:
-        """Raise CheckpointError for a value that could not be read back.
-
-        Takes milliseconds, so that it is called in the background.
-        """
-        keys = {location: key for key, location in self.locations.items()}
-        for (_, position, length), key in keys.items():
-            archive = self.content[position : position + length]
-            safe_load(archive, where=key, placeholders=False)
-
-
-def object_file(objects: Sequence[ShardedObject], rank: int, workers: int) -> ObjectFile:
-    """Return `__{rank}_{workers}.distcp`; one object with several keys is stored once."""
-    name = f"__{rank}_{workers}.distcp"
-    content = bytearray()
-    locations = {}
-    stored: dict[tuple[int, bool], Location] = {}
-    # Objects with several keys (e.g., options of a parameter group) are the same Python object.
-    for entry in objects:
-        identity = id(entry.value), entry.in_list
-        if identity in stored:
-            locations[entry.key] = stored[identity]
-            continue
-        archive = encode_object(entry.read_value(), entry.in_list)
-        padded = pad_archive(archive, -(-len(archive) // _GRANULE) * _GRANULE)
-        locations[entry.key] = stored[identity] = Location(name, len(content), len(padded))
-        content += padded
-    return ObjectFile(name, bytes(content), locations)
-
-
-def encode_common(common: dict[str, Any]) -> bytes:
-    """Return the content of `common.pt`."""
-    buffer = io.BytesIO()
-    torch.save(common, buffer)
-    return buffer.getvalue()
-
-
-def check_common(archive: bytes) -> bytes:
-    """Return the content of `common.pt`; raise CheckpointError if it could not be read back."""
-    safe_load(archive, where="common", placeholders=False)
-    return archive
 
 
 class StageAndWrite:

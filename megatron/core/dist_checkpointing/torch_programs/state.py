@@ -159,7 +159,7 @@ class ProgramState:
             key = _key_of_rank(name)
             state[key] = ShardedObject(key, stateful.state_dict(), in_list=False)
         key = _key_of_rank(_RNG)
-        state[key] = ShardedObject(key, get_generator_states(), in_list=False)
+        state[key] = ShardedObject(key, get_generator_states(), in_list=False, is_constant=True)
         return state
 
     def _describe_groups(self) -> ShardedStateDict:

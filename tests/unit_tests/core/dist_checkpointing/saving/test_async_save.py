@@ -1,12 +1,15 @@
 """Asynchronous saves: isolated from what training does, committed without collectives."""
 
+import argparse
 import errno
 import os
 import sys
 import threading
 import time
+from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,8 +28,10 @@ from megatron.core.dist_checkpointing import (
 )
 from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.saving import commit
-from megatron.core.dist_checkpointing.saving import saver as saver_module
+from megatron.core.dist_checkpointing.saving import objects as objects_module
+from megatron.core.dist_checkpointing.saving.objects import copy_plain_value
 from megatron.core.dist_checkpointing.saving.save_barrier import Heartbeat, Outcome, SaveBarrier
+from megatron.core.dist_checkpointing.saving.staging import StageAndWrite
 from tests.unit_tests.core.dist_checkpointing.saved_state import (
     Training,
     assert_holds,
@@ -471,23 +476,116 @@ def test_an_interrupted_save_is_cancelled(tmp_path):
     assert "cancelled" in handle.wait().error and os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("is_constant", [False, True])
-def test_objects_that_nothing_changes_are_encoded_in_the_background(
-    tmp_path, monkeypatch, is_constant
-):
-    threads = []
-    encode = saver_module.object_file
+def nested_value():
+    shared = [1, 2]
+    return {
+        "list": [1, [2.5, "three"], (4, [5]), None, True],
+        "shared": (shared, shared),
+        "ordered": OrderedDict(a=[1], b=torch.arange(6).view(2, 3)),
+        "array": np.arange(4.0),
+        "namespace": argparse.Namespace(betas=[0.9, 0.95]),
+        "bytes": bytearray(b"bytes"),
+        3: torch.tensor(7.0),
+    }
+
+
+def change_nested(value):
+    value["list"][1].append("late")
+    value["list"][2][1][0] = -1
+    value["shared"][0][0] = -1
+    value["ordered"]["a"].clear()
+    value["ordered"]["b"].zero_()
+    value["array"][0] = -1
+    value["namespace"].betas[0] = -1
+    value["bytes"][0] = 0
+    value[3].fill_(-1)
+    value["new"] = "late"
+
+
+def equal(first, second):
+    """Return whether two nested values are equal, including the types of their parts."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(equal(first[k], second[k]) for k in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(equal, first, second))
+    if isinstance(first, argparse.Namespace):
+        return equal(vars(first), vars(second))
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    return np.array_equal(first, second)
+
+
+def view_of_tensor():
+    return {"view": torch.arange(10.0)[2:5], "leaf": torch.ones(2, requires_grad=True)}
+
+
+def change_view(value):
+    value["view"].zero_()
+    with torch.no_grad():
+        value["leaf"].zero_()
+
+
+def dictionary_of_sets():
+    return {"a": {1, 2}, "b": [{"one"}]}
+
+
+def change_sets(value):
+    value["a"].clear()
+    value["b"][0].add("late")
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "in_background"),
+    [
+        (nested_value, change_nested, True),
+        (view_of_tensor, change_view, False),
+        (dictionary_of_sets, change_sets, False),
+    ],
+    ids=["plain types", "views", "other types"],
+)
+def test_changed_objects_do_not_reach_the_file(tmp_path, monkeypatch, make, change, in_background):
+    """Objects of plain types are copied and encoded in the background, others are encoded."""
+    changed = threading.Event()
+    begin = StageAndWrite.begin
+
+    def begin_after_change(self):
+        changed.wait()
+        begin(self)
+
+    monkeypatch.setattr(StageAndWrite, "begin", begin_after_change)
+    threads = set()
+    encode = objects_module.encode_object
 
     def recording(*args):
-        threads.append(threading.current_thread())
+        threads.add(threading.current_thread())
         return encode(*args)
 
-    monkeypatch.setattr(saver_module, "object_file", recording)
-    state = {"o": ShardedObject("o", {"step": [1, 2]}, is_constant=is_constant)}
+    monkeypatch.setattr(objects_module, "encode_object", recording)
+    value = make()
+    common = {"value": make()}
+    # Two keys of one object are stored once.
+    state = {key: ShardedObject(key, value) for key in ("o", "p")}
     with AsyncSaver() as saver:
-        report = saver.save(state, tmp_path / "saved", common={}).wait()
+        handle = saver.save(state, tmp_path / "saved", common=common)
+        change(value)
+        change(common["value"])
+        changed.set()
+        report = handle.wait()
     assert report.error is None, report.error
-    (thread,) = threads
-    assert (thread is not threading.main_thread()) == is_constant
-    loaded = load({"o": ShardedObject("o", None)}, tmp_path / "saved")
-    assert loaded.objects["o"] == {"step": [1, 2]}
+    assert (threading.main_thread() not in threads) == in_background
+    loaded = load({key: ShardedObject(key, None) for key in state}, tmp_path / "saved").objects
+    assert equal(loaded["o"], make()) and equal(loaded["p"], make())
+    assert equal(load_common(tmp_path / "saved")["value"], make())
+
+
+def test_copies_of_plain_values_keep_shared_parts():
+    shared = torch.zeros(2)
+    inner = [shared, shared]
+    value = {"a": inner, "b": inner, "c": (1, "two", None)}
+    inner.append(value)  # a cycle
+    copied = copy_plain_value(value)
+    assert copied["a"] is copied["b"] and copied["a"][0] is copied["a"][1] is not shared
+    assert copied["a"][2] is copied
+    assert copied["c"] is value["c"]  # immutable
