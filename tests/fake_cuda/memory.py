@@ -69,8 +69,10 @@ def main() -> None:
         "after_warm_up": after_warm_up,
         "at_the_end": measure_host_memory(),
     }
-    # One write, so that lines of several ranks do not mix.
+    # One write of an empty buffer, so that lines of several ranks do not mix.
+    sys.stdout.flush()
     sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

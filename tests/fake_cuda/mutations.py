@@ -53,7 +53,6 @@ REACHED_BY: dict[str, tuple[str, ...]] = {
 # Waits that CUDA does not need, with the reason: not removed.
 UNNEEDED = {
     "start_max_reduce.wait_for_work: work.wait()": "only for gloo",
-    "run_schedule: previous.wait()": "for gloo; with NCCL a message keeps its tensors alive",
     "StageAndWrite._write: self._files_are_open.wait()": "waits for another thread",
     "_copy_from_host: copied.synchronize()": "bounds pinned memory; torch keeps it until the copy ends",
     "_FromDisk.begin: self._local.wait()": "waits for another thread",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.messages import bypass_stream_record
 from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.schedules import Action, Tick, consumer, schedule
 
@@ -79,7 +80,8 @@ class Exchange:
     def _add(self, operation: Callable[..., Any], tensor: Tensor, peer: int, verb: str) -> None:
         """Add a message, and its description for errors."""
         global_peer = self._pp.ranks[peer]
-        self._operations.append(dist.P2POp(operation, tensor, global_peer, self._pp.group))
+        message = bypass_stream_record(tensor)
+        self._operations.append(dist.P2POp(operation, message, global_peer, self._pp.group))
         self._labels.append(f"{verb} {self._format_rank(peer)}")
 
     def _make_error(self, label: str) -> RuntimeError:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.messages import bypass_stream_record
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import (
     start_sequence_all_gather,
@@ -46,8 +47,8 @@ class _RingShift:
         previous_rank = cp.ranks[previous_index]
         # The operations keep the tensors alive until `wait`.
         self._operations = [
-            dist.P2POp(dist.isend, message, next_rank, cp.group),
-            dist.P2POp(dist.irecv, self._received, previous_rank, cp.group),
+            dist.P2POp(dist.isend, bypass_stream_record(message), next_rank, cp.group),
+            dist.P2POp(dist.irecv, bypass_stream_record(self._received), previous_rank, cp.group),
         ]
         self._works = dist.batch_isend_irecv(self._operations)
 
