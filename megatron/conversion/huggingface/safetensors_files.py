@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.pieces import ReadRegion, write_at
+from megatron.conversion.model_space.direct_writes import write_at
+from megatron.conversion.model_space.pieces import ReadRegion
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.core.dist_checkpointing import FileTensor
 from megatron.core.dist_checkpointing.format import schema

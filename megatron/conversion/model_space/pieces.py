@@ -9,7 +9,6 @@ needs only its own rows. One description serves reading and writing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron.conversion.model_space.direct_writes import write_at
 from megatron.core.dist_checkpointing import CheckpointError, Shape, safe_open
 from megatron.core.dist_checkpointing.format.torch_zip import (
     TensorSlot,
@@ -253,24 +253,6 @@ def make_empty_directory(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty: choose another target or remove it first")
-
-
-def write_at(path: Path, tensor: torch.Tensor, position: int) -> None:
-    """Write at byte `position` of an existing file.
-
-    The file is closed afterwards, so that a checkpoint may have more files than a process may have
-    open.
-    """
-    view = view_bytes(tensor.reshape(-1))
-    descriptor = os.open(path, os.O_WRONLY)
-    try:
-        with naming(path):
-            while view:
-                count = os.pwrite(descriptor, view, position)
-                view = view[count:]
-                position += count
-    finally:
-        os.close(descriptor)
 
 
 def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
