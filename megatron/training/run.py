@@ -236,12 +236,13 @@ def build_chunks(
     chunks = []
     for place in make_chunk_specs(config.layer_ranges(), ps, rng, rng.device):
         chunk = model_provider(config, place)
+        # Move the parameters into one buffer before anything writes to them: on a CPU, the first
+        # write to a page costs several times the write. Compilation needs their final places.
+        wrapped = DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp, keep_values=False)
         chunk.initialize(seed)
-        # Moves the parameters into one buffer, so it must follow their initialization and precede
-        # their compilation.
-        chunks.append(DistributedDataParallel(chunk, config.ddp, ps.dp_cp, ps.edp))
         if config.distributed.compile:
-            compile_layers(chunks[-1])
+            compile_layers(wrapped)
+        chunks.append(wrapped)
     return chunks
 
 

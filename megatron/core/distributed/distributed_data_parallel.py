@@ -112,7 +112,10 @@ class DistributedDataParallel(MegatronModule):
         config: DistributedDataParallelConfig,
         dp: Axis,
         edp: Axis | None = None,
+        *,
+        keep_values: bool = True,
     ) -> None:
+        """Wrap `module`. Without `keep_values` its parameters become zero, to be initialized."""
         super().__init__()
         self.module = module
         self.config = config
@@ -122,7 +125,7 @@ class DistributedDataParallel(MegatronModule):
         self.shard = dp if config.use_distributed_optimizer else Axis()
         self.require_sync = True  # False while more micro-batches follow
         self.grad_divisor: float | torch.Tensor = float(dp.size)
-        self.flat_buffers = _make_buffers(module, config, dp, self.edp)
+        self.flat_buffers = _make_buffers(module, config, dp, self.edp, keep_values)
         self.buckets = _sort_by_completion(module, self.flat_buffers)
         # Collectives are matched by their order, so all ranks must start them in the same order,
         # although backward passes may complete the buckets in different orders: a bucket that is
@@ -272,7 +275,11 @@ def iterate_forward_units(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]
 
 
 def _make_buffers(
-    module: nn.Module, config: DistributedDataParallelConfig, dp: Axis, edp: Axis
+    module: nn.Module,
+    config: DistributedDataParallelConfig,
+    dp: Axis,
+    edp: Axis,
+    keep_values: bool,
 ) -> list[ParamAndGradBuffer]:
     """Return one buffer per dtype, or fp8, and reduction axis of the parameters."""
     # (dtype, is fp8, ranks of the reduction axis) -> parameters
@@ -292,7 +299,9 @@ def _make_buffers(
         num_elements = sum(param.numel() for _, param in named_params)
         bucket_size = config.bucket_size(num_elements, axis.size)
         grad_dtype = config.grad_dtype(dtype)
-        buffers.append(ParamAndGradBuffer(named_params, grad_dtype, bucket_size, axis, shard))
+        buffers.append(
+            ParamAndGradBuffer(named_params, grad_dtype, bucket_size, axis, shard, keep_values)
+        )
     return buffers
 
 

@@ -346,7 +346,7 @@ class ParamAndGradBuffer:
     """A contiguous parameter buffer and a gradient buffer for the parameters of one dtype, or fp8.
 
     Rebinds `param.data` to a view of the parameter buffer, and sets `param.main_grad` to a view of
-    the gradient buffer, which has dtype `grad_dtype`.
+    the gradient buffer, which has dtype `grad_dtype`. Without `keep_values` parameters become zero.
     """
 
     def __init__(
@@ -356,6 +356,7 @@ class ParamAndGradBuffer:
         bucket_size: int,
         dp: Axis,
         shard: Axis,
+        keep_values: bool = True,
     ) -> None:
         # Plan the buckets.
         by_name = dict(named_params)
@@ -381,7 +382,8 @@ class ParamAndGradBuffer:
                 param = by_name[span.spec.name]
                 params.append(param)
                 view = param_data[span.start : span.stop].view(span.spec.shape)
-                view.copy_(param.detach())
+                if keep_values:
+                    view.copy_(param.detach())
                 param.data = view
                 grad_view = grad_data[span.start : span.stop].view(span.spec.shape)
                 param.main_grad = grad_view  # type: ignore[attr-defined]

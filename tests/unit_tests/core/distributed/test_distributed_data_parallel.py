@@ -106,6 +106,18 @@ class OneMatrix(MegatronModule):
         self.initialize(0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_are_initialized_in_their_buffers(dtype):
+    config = DistributedDataParallelConfig(ddp_bucket_size=600)
+    moved = DistributedDataParallel(plain_model(dtype), config, Axis())
+    model = TinyModel(dtype, tied=True)
+    wrapped = DistributedDataParallel(model, config, Axis(), keep_values=False)
+    assert all(not param.any() for param in model.parameters())
+    model.initialize(seed=7)
+    for one, other in zip(wrapped.flat_buffers, moved.flat_buffers, strict=True):
+        assert torch.equal(one.param_data, other.param_data)
+
+
 def test_kernel_may_add_into_main_grad():
     config = DistributedDataParallelConfig(overlap_grad_reduce=True)
     chunk = DistributedDataParallel(OneMatrix(), config, Axis())
