@@ -7,21 +7,26 @@ from collections.abc import Iterator, Sequence
 
 def level_loads(loads: list[int], total: int) -> list[int]:
     """Return the part of `total` bytes that each rank takes so that loads become equal."""
-    order = sorted(range(len(loads)), key=lambda index: (loads[index], index))
     # The ranks with the lowest loads are filled up to a common level, the others get no bytes.
     # `filled` is the sum of the loads of the first `count` ranks afterwards.
+    order = sorted(range(len(loads)), key=lambda index: (loads[index], index))
     filled = total
     count = 0
     for index in order:
-        if count and filled <= loads[index] * count:
+        load = loads[index]
+        if count and filled <= load * count:
             break
-        filled += loads[index]
+        filled += load
         count += 1
+
     # The first ranks get the remainder of the division, one byte each.
     level, rest = divmod(filled, count)
     shares = [0] * len(loads)
     for position, index in enumerate(order[:count]):
-        shares[index] = level + (position < rest) - loads[index]
+        target = level
+        if position < rest:
+            target += 1
+        shares[index] = target - loads[index]
     assert sum(shares) == total, (shares, total)
     return shares
 
@@ -33,20 +38,24 @@ def cut_into_shares(
 
     Yields (number of the share, number of the box, first row, count).
     """
-    # The shares that are not empty, (number, bytes); without any bytes the first one gets all rows.
-    due = [(member, share) for member, share in enumerate(shares) if share] or [(0, 0)]
+    # The shares that are not empty, (number, bytes)
+    due = []
+    for member, share in enumerate(shares):
+        if share:
+            due.append((member, share))
+    if not due:
+        due.append((0, 0))  # without any bytes, the first one gets all rows
+
     current = 0
+    last = len(due) - 1
     member, left = due[current]
     for number, (num_rows, nbytes) in enumerate(sizes):
         row_bytes = nbytes // num_rows
         done = 0
         while done < num_rows:
             count = num_rows - done
-            is_last = current == len(due) - 1
-            if row_bytes and not is_last:
-                # Round to the nearest row: rounding down would add all remainders to the last
-                # share.
-                rows_left = -(-(2 * left - row_bytes) // (2 * row_bytes))
+            if row_bytes and current < last:
+                rows_left = _divide_to_nearest(left, row_bytes)
                 count = min(count, rows_left)
             if count > 0:
                 yield member, number, done, count
@@ -57,4 +66,13 @@ def cut_into_shares(
                 current += 1
                 member, share = due[current]
                 left += share
-    assert current < len(due)
+    assert current <= last
+
+
+def _divide_to_nearest(nbytes: int, row_bytes: int) -> int:
+    """Return the number of rows nearest to `nbytes`, the smaller one of two.
+
+    Rounding down would add all remainders to the last share.
+    """
+    doubled = 2 * nbytes - row_bytes
+    return -(-doubled // (2 * row_bytes))

@@ -115,14 +115,17 @@ class Coordination:
         # Without errors, the usual case, only one number is exchanged.
         if self.all_true(error is None):
             return
-        texts = self.all_gather(None if error is None else f"{error}")
+        text = None if error is None else str(error)
+        texts = self.all_gather(text)
         if self.size == 1 and error is not None:
             raise error
+
         # One line per distinct message, with the ranks that report it
         ranks_of_text: dict[str, list[str]] = {}
         for rank, text in enumerate(texts):
             if text is not None:
-                ranks_of_text.setdefault(text, []).append(str(rank))
+                ranks = ranks_of_text.setdefault(text, [])
+                ranks.append(str(rank))
         lines = []
         for text, ranks in ranks_of_text.items():
             lines.append(f"rank {', '.join(ranks)}: {text}")

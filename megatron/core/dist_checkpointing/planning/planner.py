@@ -78,12 +78,14 @@ class Item(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        numel = math.prod(self.shape)
+        return numel * self.dtype.itemsize
 
     def select_rows(self, first: int, count: int) -> Item:
         """Return the item of `count` rows from row `first` on."""
         start, shape = locate_rows(self.shape, first, count)
-        return self._replace(offset=to_absolute(self.offset, start), shape=shape)
+        offset = to_absolute(self.offset, start)
+        return self._replace(offset=offset, shape=shape)
 
 
 class RankPlan(NamedTuple):
@@ -129,21 +131,22 @@ def _select_boxes(entry: ShardedTensor) -> tuple[Extent, ...]:
 
     An empty box is kept if the whole tensor is empty, so that some rank writes it.
     """
+    is_empty = 0 in entry.global_shape
     boxes = []
     for box in entry.boxes:
+        offset = box.offset
         shape = box.shape
-        if box.tensor.dtype != entry.dtype:
+        dtype = box.tensor.dtype
+        if dtype != entry.dtype:
+            raise CheckpointError(f"{entry.key}: a box is {dtype}, the tensor {entry.dtype}")
+        if not _is_inside(offset, shape, entry.global_shape):
             raise CheckpointError(
-                f"{entry.key}: a box is {box.tensor.dtype}, the tensor {entry.dtype}"
-            )
-        if not _is_inside(box.offset, shape, entry.global_shape):
-            raise CheckpointError(
-                f"{entry.key}: the box at {box.offset} of shape {shape} is not inside "
+                f"{entry.key}: the box at {offset} of shape {shape} is not inside "
                 f"{entry.global_shape}"
             )
         # Other empty boxes do not have to be written.
-        if 0 not in shape or 0 in entry.global_shape:
-            boxes.append((box.offset, shape))
+        if is_empty or 0 not in shape:
+            boxes.append((offset, shape))
     return tuple(boxes)
 
 
@@ -174,23 +177,30 @@ def pack(spec: LocalSpec) -> PackedSpec:
     for tensor in spec.tensors:
         dims = max(dims, len(tensor.shape))
 
-    # Dimensions that a tensor lacks have the offset 0 and the size 1.
     types: list[TensorType] = []
-    counts = []
-    extents = []
+    counts: list[int] = []
+    extents: list[Extent] = []
     for tensor in spec.tensors:
         types.append((tensor.key, tensor.shape, tensor.dtype))
         counts.append(len(tensor.boxes))
+        # Dimensions that a tensor lacks have the offset 0 and the size 1.
         missing = dims - len(tensor.shape)
         offset_end = (0,) * missing
         shape_end = (1,) * missing
         for offset, shape in tensor.boxes:
-            extents.append((offset + offset_end, shape + shape_end))
-    boxes = np.array(extents, dtype=np.int64).reshape(len(extents), 2, dims)
+            padded_offset = offset + offset_end
+            padded_shape = shape + shape_end
+            extents.append((padded_offset, padded_shape))
+
+    boxes = np.array(extents, dtype=np.int64)
+    boxes = boxes.reshape(len(extents), 2, dims)
     if boxes.max(initial=0) < 1 << 31:
         boxes = boxes.astype(np.int32)  # to send less
     return PackedSpec(
-        pickle.dumps(tuple(types)), spec.objects, np.array(counts, dtype=np.int32), boxes
+        types=pickle.dumps(tuple(types)),
+        objects=spec.objects,
+        counts=np.array(counts, dtype=np.int32),
+        boxes=boxes,
     )
 
 
@@ -214,17 +224,24 @@ class Segments:
     def select(self, line: np.ndarray, first: np.ndarray, count: np.ndarray) -> Segments:
         """Return `count` rows from row `first` on of each of the given lines, whole boxes."""
         num_rows = self.count[line]
-        nbytes = self.nbytes[line] // num_rows * count
+        row_bytes = self.nbytes[line] // num_rows
         offset = self.offset.take(line, axis=0)  # copies, [lines, dimensions]
         shape = self.shape.take(line, axis=0)
+
         # Most boxes are written as a whole: only the others are narrowed.
         partial = np.flatnonzero(count != num_rows)
         axis = _find_row_axes(shape[partial])
         offset[partial, axis] += first[partial]
         shape[partial, axis] = count[partial]
-        rank = self.rank[line]
         return Segments(
-            rank, self.box[line], self.tensor[line], first, count, offset, shape, nbytes
+            rank=self.rank[line],
+            box=self.box[line],
+            tensor=self.tensor[line],
+            first=first,
+            count=count,
+            offset=offset,
+            shape=shape,
+            nbytes=row_bytes * count,
         )
 
 
@@ -249,13 +266,17 @@ class SavePlan:
 
     def extents(self) -> Iterator[tuple[str, Extent]]:
         """Yield key and box (offset, shape) of each segment."""
-        offsets = self.segments.offset.tolist()
-        shapes = self.segments.shape.tolist()
-        for number, offset, box_shape in zip(self.segments.tensor, offsets, shapes, strict=True):
+        segments = self.segments
+        numbers = segments.tensor.tolist()
+        offsets = segments.offset.tolist()
+        shapes = segments.shape.tolist()
+        for number, offset, shape in zip(numbers, offsets, shapes, strict=True):
             key, global_shape, _ = self.tensors[number]
-            dims = len(global_shape)  # the columns have those of the largest tensor
-            extent = (tuple(offset[:dims]), tuple(box_shape[:dims]))
-            yield key, extent
+            # The columns are those of the tensor with the most dimensions.
+            dims = len(global_shape)
+            box_offset = tuple(offset[:dims])
+            box_shape = tuple(shape[:dims])
+            yield key, (box_offset, box_shape)
 
 
 def _get_itemsizes(tensors: Sequence[TensorType]) -> np.ndarray:
@@ -274,7 +295,8 @@ def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SaveP
     # Phase 1: list the boxes of all ranks, and find replicas.
     tensors, boxes = _collect_boxes(specs)
     replicas = _group_replicas(tensors, boxes)
-    _check_coverage(tensors, boxes, replicas)
+    distinct = _select_distinct_boxes(tensors, boxes, replicas)
+    _check_coverage(tensors, distinct)
     # Phase 2: choose the rank that writes each box, or the ranks that share its rows.
     segments = _choose_writers(boxes, replicas, fully_parallel, len(specs))
     return SavePlan(tensors, _assign_objects(specs), segments)
@@ -285,7 +307,11 @@ def _assign_objects(specs: Sequence[PackedSpec]) -> list[list[str]]:
     objects: list[list[str]] = []
     assigned: set[str] = set()
     for spec in specs:
-        objects.append([key for key in spec.objects if key not in assigned])
+        mine = []
+        for key in spec.objects:
+            if key not in assigned:
+                mine.append(key)
+        objects.append(mine)
         assigned.update(spec.objects)
     return objects
 
@@ -296,26 +322,49 @@ def _collect_boxes(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], Segme
     Raises CheckpointError if the tensors of two ranks conflict.
     """
     tensors, number_of_spec = _number_tensors(specs)
+    counts = np.concatenate([spec.counts for spec in specs])
+    tensor = np.repeat(number_of_spec, counts)
+    offset, shape = _concatenate_boxes(specs)
+
+    # The boxes of each rank are consecutive, and numbered from 0.
+    boxes_of_rank = np.array([len(spec.boxes) for spec in specs])
+    first_of_rank = np.cumsum(boxes_of_rank) - boxes_of_rank
+    rank = np.repeat(np.arange(len(specs)), boxes_of_rank)
+    box = np.arange(len(offset))
+    box -= np.repeat(first_of_rank, boxes_of_rank)
+
+    row_axis = _find_row_axes(shape)
+    num_rows = shape[np.arange(len(shape)), row_axis]
+    num_rows = np.maximum(1, num_rows)
+    itemsize = _get_itemsizes(tensors)[tensor]
+    segments = Segments(
+        rank=rank,
+        box=box,
+        tensor=tensor,
+        first=np.zeros_like(num_rows),
+        count=num_rows,
+        offset=offset,
+        shape=shape,
+        nbytes=shape.prod(axis=1) * itemsize,
+    )
+    return tensors, segments
+
+
+def _concatenate_boxes(specs: Sequence[PackedSpec]) -> tuple[np.ndarray, np.ndarray]:
+    """Return offset and shape of the boxes of all ranks, each [boxes, dimensions]."""
     dims = 1
     for spec in specs:
         dims = max(dims, spec.boxes.shape[2])
-
-    # Concatenate the boxes, and repeat the numbers of rank and tensor for each of them.
-    lengths = np.array([len(spec.boxes) for spec in specs])
-    padded = [_pad_dimensions(spec.boxes, dims) for spec in specs]
-    # Two contiguous arrays [boxes, dims]: `take` selects their rows in a quarter of the time.
-    offset = np.concatenate([extents[:, 0] for extents in padded], dtype=np.int64)
-    shape = np.concatenate([extents[:, 1] for extents in padded], dtype=np.int64)
-    rank = np.repeat(np.arange(len(specs)), lengths)
-    first_of_rank = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    box = np.arange(len(offset)) - first_of_rank
-    counts = np.concatenate([spec.counts for spec in specs])
-    tensor = np.repeat(number_of_spec, counts)
-
-    num_rows = np.maximum(1, shape[np.arange(len(shape)), _find_row_axes(shape)])
-    nbytes = shape.prod(axis=1) * _get_itemsizes(tensors)[tensor]
-    first = np.zeros_like(num_rows)
-    return tensors, Segments(rank, box, tensor, first, num_rows, offset, shape, nbytes)
+    offsets = []
+    shapes = []
+    for spec in specs:
+        boxes = _pad_dimensions(spec.boxes, dims)
+        offsets.append(boxes[:, 0])
+        shapes.append(boxes[:, 1])
+    # Two contiguous arrays: `take` selects their rows in a quarter of the time.
+    offset = np.concatenate(offsets, dtype=np.int64)
+    shape = np.concatenate(shapes, dtype=np.int64)
+    return offset, shape
 
 
 def _number_tensors(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], np.ndarray]:
@@ -324,23 +373,28 @@ def _number_tensors(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], np.n
     Raises CheckpointError if shape, dtype or kind of a key differs between ranks.
     """
     # Tensors with the same key but another shape or dtype get different numbers.
-    numbers: dict[TensorType, int] = {}
-    known: dict[bytes, np.ndarray] = {}
-    number_of_spec = []
+    number_of_tensor: dict[TensorType, int] = {}
+    numbers_of_types: dict[bytes, np.ndarray] = {}  # by `PackedSpec.types`
+    numbers_of_specs: list[np.ndarray] = []
     objects: set[str] = set()
     for spec in specs:
-        if spec.types not in known:
-            ours = []
+        numbers = numbers_of_types.get(spec.types)
+        if numbers is None:
+            new = []
             for tensor in spec.read_types():
-                ours.append(numbers.setdefault(tensor, len(numbers)))
-            known[spec.types] = np.array(ours, dtype=np.int64)
-        number_of_spec.append(known[spec.types])
+                number = number_of_tensor.setdefault(tensor, len(number_of_tensor))
+                new.append(number)
+            numbers = np.array(new, dtype=np.int64)
+            numbers_of_types[spec.types] = numbers
+        numbers_of_specs.append(numbers)
         objects.update(spec.objects)
-    tensors = list(numbers)
+
+    tensors = list(number_of_tensor)
     keys = {key for key, _, _ in tensors}
-    if len(keys) < len(tensors) or keys & objects:
+    has_conflict = len(keys) < len(tensors)
+    if has_conflict or keys & objects:
         raise CheckpointError(_describe_conflicts(specs))
-    return tensors, np.concatenate(number_of_spec)
+    return tensors, np.concatenate(numbers_of_specs)
 
 
 def number_places(
@@ -348,15 +402,13 @@ def number_places(
 ) -> np.ndarray:
     """Number the first element of each box: tensors in order, elements row-major."""
     dims = offset.shape[1]
-    strides = []
-    for _, shape, _ in tensors:
-        padded = shape + (1,) * (dims - len(shape))
-        strides.append(_compute_strides(padded))
-    stride_of_tensor = np.array(strides, dtype=np.int64).reshape(-1, dims)
-    place = _number_first_elements(tensors)[tensor]  # [boxes]
+    stride_of_tensor = _make_stride_table(_make_shape_table(tensors, dims))
+    first_element = _number_first_elements(tensors)
+    place = first_element[tensor]  # [boxes]
     # One axis at a time: this needs a third of the time of a product of [boxes, dims].
     for axis in range(dims):
-        place += offset[:, axis] * stride_of_tensor[:, axis][tensor]
+        stride = stride_of_tensor[:, axis]
+        place += offset[:, axis] * stride[tensor]
     return place
 
 
@@ -366,29 +418,31 @@ def _number_first_elements(tensors: Sequence[TensorType]) -> np.ndarray:
     position = 0
     for _, shape, _ in tensors:
         places.append(position)
-        position += max(1, math.prod(shape))
+        numel = math.prod(shape)
+        position += max(1, numel)
     assert position < 1 << 63, f"{position} elements are more than 64 bits can number"
     return np.array(places, dtype=np.int64)
 
 
-def _compute_strides(shape: Shape) -> list[int]:
-    """Return the distance in elements between neighbors along each axis, in row-major order."""
-    strides = []
-    distance = 1
-    for size in reversed(shape):
-        strides.append(distance)
-        distance *= size
-    strides.reverse()
+def _make_stride_table(shapes: np.ndarray) -> np.ndarray:
+    """Return the elements between neighbors along each axis of row-major tensors.
+
+    `shapes` and the result are [tensors, dimensions].
+    """
+    strides = np.ones_like(shapes)
+    for axis in range(shapes.shape[1] - 1, 0, -1):
+        strides[:, axis - 1] = strides[:, axis] * shapes[:, axis]
     return strides
 
 
 def _pad_dimensions(boxes: np.ndarray, dims: int) -> np.ndarray:
     """Return `[boxes, 2, fewer]` as `[boxes, 2, dims]`, with offset 0 and size 1 at the end."""
+    num_boxes = len(boxes)
     missing = dims - boxes.shape[2]
     if not missing:
         return boxes
     offset_and_size = np.array([[0], [1]])
-    ends = np.broadcast_to(offset_and_size, (len(boxes), 2, missing))
+    ends = np.broadcast_to(offset_and_size, (num_boxes, 2, missing))
     return np.concatenate([boxes, ends], axis=2)
 
 
@@ -420,41 +474,79 @@ def _group_replicas(tensors: Sequence[TensorType], boxes: Segments) -> _Replicas
 
     # A line begins a new box if its place or shape differs from the previous line's.
     is_new = np.ones(len(order), dtype=bool)
-    is_new[1:] = places[1:] != places[:-1]
+    is_after_first = is_new[1:]
+    is_after_first[:] = _differs_from_previous(places)
     for axis in range(shape.shape[1]):
-        extent = shape[:, axis]
-        is_new[1:] |= extent[1:] != extent[:-1]
+        is_after_first |= _differs_from_previous(shape[:, axis])
 
     # Lines of one box are in rank order, so two of the same rank are neighbors.
-    is_same_rank = rank[1:] == rank[:-1]
-    duplicates = np.flatnonzero(~is_new[1:] & is_same_rank)
+    is_duplicate = ~is_after_first
+    is_duplicate &= ~_differs_from_previous(rank)
+    duplicates = np.flatnonzero(is_duplicate)
     if len(duplicates):
         line = order[duplicates[0]]
         key, global_shape, _ = tensors[boxes.tensor[line]]
-        offset = tuple(boxes.offset[line].tolist()[: len(global_shape)])
+        dims = len(global_shape)
+        offset = tuple(boxes.offset[line, :dims].tolist())
         raise CheckpointError(f"{key}: rank {boxes.rank[line]} holds the box at {offset} twice")
     starts = np.flatnonzero(is_new)
     return _Replicas(order, starts, places[starts])
 
 
-def _check_coverage(tensors: Sequence[TensorType], boxes: Segments, replicas: _Replicas) -> None:
-    """Raise CheckpointError unless the distinct boxes tile the tensors."""
-    lines_of_boxes = replicas.order[replicas.starts]  # sorted by tensor
-    offset = boxes.offset.take(lines_of_boxes, axis=0)
-    shape = boxes.shape.take(lines_of_boxes, axis=0)
-    tensor = boxes.tensor[lines_of_boxes]
-    ends = np.searchsorted(tensor, np.arange(len(tensors) + 1))
+def _differs_from_previous(values: np.ndarray) -> np.ndarray:
+    """Return for each value but the first whether it differs from the one before it."""
+    is_different: np.ndarray = values[1:] != values[:-1]
+    return is_different
+
+
+class _DistinctBoxes(NamedTuple):
+    """The boxes of all ranks without replicas, sorted by tensor and by place."""
+
+    tensor: np.ndarray
+    place: np.ndarray
+    offset: np.ndarray  # [boxes, dimensions]
+    shape: np.ndarray
+    # The boxes of tensor number i are `[ends[i], ends[i + 1])`.
+    ends: np.ndarray
+
+    def make_table(self, number: int, dims: int) -> BoxTable:
+        """Return the boxes of a tensor with `dims` dimensions."""
+        start = self.ends[number]
+        stop = self.ends[number + 1]
+        offset = self.offset[start:stop, :dims]
+        shape = self.shape[start:stop, :dims]
+        return BoxTable(offset, shape)
+
+
+def _select_distinct_boxes(
+    tensors: Sequence[TensorType], boxes: Segments, replicas: _Replicas
+) -> _DistinctBoxes:
+    """Return one of the replicas of each box."""
+    lines = replicas.order[replicas.starts]
+    tensor = boxes.tensor[lines]
+    return _DistinctBoxes(
+        tensor=tensor,
+        place=replicas.places,
+        offset=boxes.offset.take(lines, axis=0),
+        shape=boxes.shape.take(lines, axis=0),
+        ends=np.searchsorted(tensor, np.arange(len(tensors) + 1)),
+    )
+
+
+def _check_coverage(tensors: Sequence[TensorType], boxes: _DistinctBoxes) -> None:
+    """Raise CheckpointError unless the boxes tile the tensors."""
+    # The quick check confirms most tensors; the exact one finds the faults of the others.
     is_tiled = np.zeros(len(tensors), dtype=bool)
-    if len(tensor):
-        is_tiled = _find_tiled_by_runs(tensors, tensor, shape, replicas.places, ends)
+    if len(boxes.tensor):
+        is_tiled = _find_tiled_by_runs(tensors, boxes)
+    untiled = np.flatnonzero(~is_tiled)
+
     problems = []
     # A main parameter and its moments have the same boxes, which are checked once.
     faults: dict[tuple[Shape, bytes, bytes], str | None] = {}
-    for number in np.flatnonzero(~is_tiled).tolist():
+    for number in untiled.tolist():
         key, global_shape, _ = tensors[number]
-        lines = slice(ends[number], ends[number + 1])
-        dims = len(global_shape)
-        table = BoxTable(offset[lines, :dims], shape[lines, :dims])
+        table = boxes.make_table(number, len(global_shape))
         content = (global_shape, table.offset.tobytes(), table.shape.tobytes())
         if content not in faults:
             faults[content] = table.find_gap_or_overlap(global_shape)
@@ -465,81 +557,100 @@ def _check_coverage(tensors: Sequence[TensorType], boxes: Segments, replicas: _R
         raise CheckpointError("boxes do not tile\n  " + abbreviate(problems))
 
 
-def _find_tiled_by_runs(
-    tensors: Sequence[TensorType],
-    tensor: np.ndarray,
-    shape: np.ndarray,
-    place: np.ndarray,
-    ends: np.ndarray,
-) -> np.ndarray:
+def _find_tiled_by_runs(tensors: Sequence[TensorType], boxes: _DistinctBoxes) -> np.ndarray:
     """Return for each tensor whether its boxes are consecutive runs of elements from start to end.
 
     Most tensors are tiled like that: those split along the first axis, and their shards of ZeRO-1.
-    They are checked at once, which takes a tenth of the time of the exact check of each. `ends`
-    are the ends of each tensor's boxes, which are sorted by `place`; `shape` is `[boxes, dims]`.
+    They are checked at once, which takes a tenth of the time of the exact check of each.
     """
-    dims = shape.shape[1]
-    padded = []
-    for _, global_shape, _ in tensors:
-        missing = dims - len(global_shape)
-        padded.append(global_shape + (1,) * missing)
-    whole = np.array(padded, dtype=np.int64).reshape(-1, dims)
+    tensor = boxes.tensor
+    place = boxes.place
+    whole = _make_shape_table(tensors, boxes.shape.shape[1])
 
     # A run has one index on the axes before the first longer one, and all indices after it.
-    is_run = np.ones(len(shape), dtype=bool)
-    has_begun = np.zeros(len(shape), dtype=bool)
-    for axis in range(dims):
-        extent = shape[:, axis]
-        is_run &= ~has_begun | (extent == whole[:, axis][tensor])
+    is_run = np.ones(len(tensor), dtype=bool)
+    has_begun = np.zeros(len(tensor), dtype=bool)
+    for axis in range(whole.shape[1]):
+        extent = boxes.shape[:, axis]
+        whole_extent = whole[:, axis]
+        is_run &= ~has_begun | (extent == whole_extent[tensor])
         has_begun |= extent > 1
 
     # It begins where the one before it ends, in the numbering of the elements of all tensors.
-    stop = place + shape.prod(axis=1)
-    is_next = np.ones(len(shape), dtype=bool)
+    stop = place + boxes.shape.prod(axis=1)
+    is_next = np.ones(len(tensor), dtype=bool)
     is_next[1:] = place[1:] == stop[:-1]
 
     # The first run of a tensor begins at its first element, and the last one ends with it.
-    numel = whole.prod(axis=1)
-    first_place = _number_first_elements(tensors)
-    last_place = first_place + numel
-    first_box = ends[:-1]
-    last_box = ends[1:] - 1
+    first_box = boxes.ends[:-1]
+    last_box = boxes.ends[1:] - 1
     has_boxes = last_box >= first_box
     is_next[first_box[has_boxes]] = True
     # The tensors that have no boxes may have any index here.
     first_box = np.minimum(first_box, len(place) - 1)
+    first_place = _number_first_elements(tensors)
+    last_place = first_place + whole.prod(axis=1)
     is_complete = place[first_box] == first_place
     is_complete &= stop[last_box] == last_place
+
+    # Count the boxes of each tensor that are not runs, or not consecutive.
     is_faulty = ~(is_run & is_next)
     num_faults = np.bincount(tensor[is_faulty], minlength=len(tensors))
     return has_boxes & is_complete & (num_faults == 0)
 
 
+def _make_shape_table(tensors: Sequence[TensorType], dims: int) -> np.ndarray:
+    """Return the global shapes, [tensors, dimensions], with the size 1 at the end."""
+    padded = []
+    for _, shape, _ in tensors:
+        missing = dims - len(shape)
+        padded.append(shape + (1,) * missing)
+    table = np.array(padded, dtype=np.int64)
+    return table.reshape(-1, dims)
+
+
 def _describe_conflicts(specs: Sequence[PackedSpec]) -> str:
     """Return a message about keys whose shape, dtype or kind differs between ranks."""
-    # Key -> the first tensor with it, and its rank
-    first: dict[str, tuple[TensorType, int]] = {}
-    objects: dict[str, int] = {}
+    conflicts = _find_different_tensors(specs)
+    conflicts |= _find_different_kinds(specs)
+    return "ranks disagree about\n  " + abbreviate(list(conflicts.values()))
+
+
+def _find_different_tensors(specs: Sequence[PackedSpec]) -> dict[str, str]:
+    """Return a message for each key whose shape or dtype differs between ranks."""
+    first: dict[str, tuple[TensorType, int]] = {}  # by key, with its rank
     conflicts: dict[str, str] = {}
     for rank, spec in enumerate(specs):
-        for key in spec.objects:
-            objects.setdefault(key, rank)
         for tensor in spec.read_types():
             key, shape, dtype = tensor
             known, other = first.setdefault(key, (tensor, rank))
-            if known != tensor and key not in conflicts:
-                _, known_shape, known_dtype = known
-                conflicts[key] = (
-                    f"{key}: {known_shape} {known_dtype} on rank {other}, "
-                    f"{shape} {dtype} on rank {rank}"
-                )
-    # A key is either a tensor or an object on all ranks.
-    for key in objects.keys() & first.keys():
-        _, rank_of_tensor = first[key]
+            if known == tensor or key in conflicts:
+                continue
+            _, known_shape, known_dtype = known
+            conflicts[key] = (
+                f"{key}: {known_shape} {known_dtype} on rank {other}, "
+                f"{shape} {dtype} on rank {rank}"
+            )
+    return conflicts
+
+
+def _find_different_kinds(specs: Sequence[PackedSpec]) -> dict[str, str]:
+    """Return a message for each key that is a tensor on one rank and an object on another one."""
+    rank_of_tensor: dict[str, int] = {}
+    rank_of_object: dict[str, int] = {}
+    for rank, spec in enumerate(specs):
+        for key, _, _ in spec.read_types():
+            rank_of_tensor.setdefault(key, rank)
+        for key in spec.objects:
+            rank_of_object.setdefault(key, rank)
+
+    conflicts = {}
+    for key in rank_of_object.keys() & rank_of_tensor.keys():
         conflicts[key] = (
-            f"{key}: an object on rank {objects[key]}, a tensor on rank {rank_of_tensor}"
+            f"{key}: an object on rank {rank_of_object[key]}, "
+            f"a tensor on rank {rank_of_tensor[key]}"
         )
-    return "ranks disagree about\n  " + abbreviate(list(conflicts.values()))
+    return conflicts
 
 
 def _choose_writers(
@@ -551,62 +662,80 @@ def _choose_writers(
     has_fixed_writer = replicas.count_ranks() == 1
     if not fully_parallel:
         has_fixed_writer[:] = True
-    fixed = replicas.order[replicas.starts[has_fixed_writer]]
-    loads = _sum_by_group(boxes.rank[fixed], boxes.nbytes[fixed], world_size).tolist()
-    parts: list[tuple[int, int, int]] = []
-    if fully_parallel:
-        parts = _share_replicated_boxes(boxes, replicas, loads)
-
-    # Concatenate whole boxes and parts, [lines, 3]: line, first row, count. Both are sorted, so
-    # that sorting them together is a merge.
+    fixed_boxes = replicas.starts[has_fixed_writer]
     is_fixed = np.zeros(len(boxes.rank), dtype=bool)
-    is_fixed[fixed] = True
+    is_fixed[replicas.order[fixed_boxes]] = True
     fixed = np.flatnonzero(is_fixed)
-    whole = np.stack([fixed, np.zeros_like(fixed), boxes.count[fixed]], axis=1)
-    shared = np.array(sorted(parts), dtype=np.int64).reshape(-1, 3)
-    line, first, count = np.concatenate([whole, shared]).T
+    parts: list[_Part] = []
+    if fully_parallel:
+        loads = _sum_by_group(boxes.rank[fixed], boxes.nbytes[fixed], world_size)
+        parts = _share_replicated_boxes(boxes, replicas, loads.tolist())
+
+    # Whole boxes and parts as columns: line, first row, count
+    first_rows = np.zeros_like(fixed)
+    whole = np.stack([fixed, first_rows, boxes.count[fixed]])
+    shared = np.array(sorted(parts), dtype=np.int64)
+    shared = shared.reshape(-1, 3).T
+    line, first, count = np.concatenate([whole, shared], axis=1)
+    # Both are sorted, so that sorting them together is a merge.
     order = np.argsort(line, kind="stable")
     return boxes.select(line[order], first[order], count[order])
 
 
-def _share_replicated_boxes(
-    boxes: Segments, replicas: _Replicas, loads: list[int]
-) -> list[tuple[int, int, int]]:
+class _Part(NamedTuple):
+    """Rows of a replicated box that one rank writes."""
+
+    line: int  # of the box in the segments of all ranks
+    first_row: int
+    num_rows: int
+
+
+def _share_replicated_boxes(boxes: Segments, replicas: _Replicas, loads: list[int]) -> list[_Part]:
     """Distribute the rows of replicated boxes over the ranks that have them.
 
-    `loads` are the bytes of each rank so far, to which the assigned ones are added. Returns (line,
-    first row, count) of each part.
+    `loads` are the bytes of each rank so far, to which the assigned ones are added.
     """
-    # Lines of each replicated box, by the ranks that have it.
-    order, starts, _ = replicas
-    counts = replicas.count_ranks()
-    boxes_of_ranks: dict[bytes, list[np.ndarray]] = defaultdict(list)
-    for number in np.flatnonzero(counts > 1):
-        start = starts[number]
-        lines = order[start : start + counts[number]]
-        boxes_of_ranks[boxes.rank[lines].tobytes()].append(lines)
-
-    # Assign small replica groups first; larger groups then balance the remaining load.
-    groups = []
-    for packed_ranks, lines_of_boxes in boxes_of_ranks.items():
-        ranks = np.frombuffer(packed_ranks, dtype=boxes.rank.dtype).tolist()
-        groups.append((ranks, lines_of_boxes))
-    groups.sort(key=lambda group: (len(group[0]), group[0]))
-
     parts = []
-    for ranks, lines_of_boxes in groups:
+    for ranks, lines_of_boxes in _group_by_ranks(boxes, replicas):
+        # The replicas of a box have equal sizes.
         first_lines = [lines[0] for lines in lines_of_boxes]
         num_rows = boxes.count[first_lines].tolist()
         nbytes = boxes.nbytes[first_lines].tolist()
+        sizes = list(zip(num_rows, nbytes, strict=True))
+
         group_loads = [loads[rank] for rank in ranks]
         shares = level_loads(group_loads, sum(nbytes))
-        sizes = list(zip(num_rows, nbytes, strict=True))
         for member, box, first, count in cut_into_shares(shares, sizes):
-            line = lines_of_boxes[box][member]
-            parts.append((line, first, count))
+            lines = lines_of_boxes[box]
+            parts.append(_Part(lines[member], first, count))
             row_bytes = nbytes[box] // num_rows[box]
-            loads[ranks[member]] += count * row_bytes
+            rank = ranks[member]
+            loads[rank] += count * row_bytes
     return parts
+
+
+def _group_by_ranks(
+    boxes: Segments, replicas: _Replicas
+) -> list[tuple[list[int], list[np.ndarray]]]:
+    """Return the lines of each replicated box, grouped by the ranks that have the box.
+
+    Small groups of ranks come first; larger groups then balance the remaining load.
+    """
+    boxes_of_ranks: dict[bytes, list[np.ndarray]] = defaultdict(list)
+    counts = replicas.count_ranks()
+    for number in np.flatnonzero(counts > 1):
+        start = replicas.starts[number]
+        stop = start + counts[number]
+        lines = replicas.order[start:stop]
+        packed_ranks = boxes.rank[lines].tobytes()
+        boxes_of_ranks[packed_ranks].append(lines)
+
+    groups = []
+    for packed_ranks, lines_of_boxes in boxes_of_ranks.items():
+        ranks = np.frombuffer(packed_ranks, dtype=boxes.rank.dtype)
+        groups.append((ranks.tolist(), lines_of_boxes))
+    groups.sort(key=lambda group: (len(group[0]), group[0]))
+    return groups
 
 
 def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:
@@ -615,10 +744,14 @@ def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:
     total = 0
     for item in items:
         axis = find_row_axis(item.shape)
-        num_rows = 1 if axis is None else item.shape[axis]
+        num_rows = 1
+        if axis is not None:
+            num_rows = item.shape[axis]
         sizes.append((num_rows, item.nbytes))
         total += item.nbytes
-    bytes_of_rank = level_loads([0] * size, total)
+
+    no_loads = [0] * size
+    bytes_of_rank = level_loads(no_loads, total)
     shares: list[list[Item]] = [[] for _ in range(size)]
     for rank, number, first, count in cut_into_shares(bytes_of_rank, sizes):
         part = items[number].select_rows(first, count)

@@ -38,6 +38,7 @@ from megatron.core.dist_checkpointing.planning.planner import (
     PackedSpec,
     RankPlan,
     SavePlan,
+    TensorType,
     describe,
     make_plan,
     number_places,
@@ -74,8 +75,8 @@ def place_item(item: Item, position: int) -> PlacedItem:
     """Return `item` at `position` of its file."""
     prefix, suffix = make_tensor_envelope(item.dtype, item.shape)
     length = len(prefix) + item.nbytes + len(suffix)
-    padding = bytes(-length % ALIGNMENT)
-    return PlacedItem(item, position, prefix, suffix + padding)
+    padding = -length % ALIGNMENT
+    return PlacedItem(item, position, prefix, suffix + bytes(padding))
 
 
 class FileLayout(NamedTuple):
@@ -110,37 +111,35 @@ class PlacedPlan:
         # Lines are sorted by rank.
         start, stop = np.searchsorted(segments.rank, [rank, rank + 1])
         mine = slice(start, stop)
+        first_file = rank * self.workers
         columns = (
             segments.box[mine],
             segments.first[mine],
             segments.count[mine],
-            self.file[mine] - rank * self.workers,
+            self.file[mine] - first_file,
             self.position[mine],
         )
-        return RankPlan(np.stack(columns, axis=1), self.plan.objects[rank])
+        items = np.stack(columns, axis=1)
+        return RankPlan(items, self.plan.objects[rank])
 
     def build_metadata(self) -> CheckpointMetadata:
         """Return the metadata of the tensors; objects are added once their lengths are known."""
         segments = self.plan.segments
         tensors = self.plan.tensors
-        # The names of the files that are used, and the index of each line's file among them
-        is_used = np.bincount(self.file) > 0
-        used = np.flatnonzero(is_used)
-        file = (np.cumsum(is_used) - 1)[self.file]
-        files = []
-        for number in used.tolist():
-            rank, number_of_rank = divmod(number, self.workers)
-            files.append(file_name(rank, number_of_rank))
+        file_names, file = self._list_used_files()
 
         # Chunks are sorted by tensor, and row-major in each tensor.
         places = number_places(tensors, segments.tensor, segments.offset)
         order = np.argsort(places, kind="stable")
-        ends = np.searchsorted(segments.tensor[order], np.arange(len(tensors) + 1))
-        file_names = tuple(files)  # one object, which all tables share
+        tensor = segments.tensor[order]
+        ends = np.searchsorted(tensor, np.arange(len(tensors) + 1))
+
         result = CheckpointMetadata()
         for number, (key, shape, dtype) in enumerate(tensors):
-            lines = order[ends[number] : ends[number + 1]]
             dims = len(shape)
+            start = ends[number]
+            stop = ends[number + 1]
+            lines = order[start:stop]
             table = ChunkTable(
                 segments.offset[lines, :dims],
                 segments.shape[lines, :dims],
@@ -152,6 +151,16 @@ class PlacedPlan:
             result.tensors[key] = StoredTensor(shape, dtype, table)
         return result
 
+    def _list_used_files(self) -> tuple[tuple[str, ...], np.ndarray]:
+        """Return the names of all files with tensors, and the index of each line's file in them."""
+        is_used = np.bincount(self.file) > 0
+        index_of_file = np.cumsum(is_used) - 1
+        names = []
+        for number in np.flatnonzero(is_used).tolist():
+            rank, number_of_rank = divmod(number, self.workers)
+            names.append(file_name(rank, number_of_rank))
+        return tuple(names), index_of_file[self.file]
+
 
 def file_name(rank: int, number: int) -> str:
     """Return the name of a file of a rank, as torch DCP chooses it."""
@@ -162,16 +171,21 @@ def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
     """Spread the items of every rank over at most `workers` files of about equal size."""
     rank = plan.segments.rank
     nbytes = plan.segments.nbytes
-    file = rank * workers + _spread_over_files(rank, nbytes, workers)
+    file_of_rank = _spread_over_files(rank, nbytes, workers)
+    file = rank * workers + file_of_rank
     length = nbytes + _compute_envelope_sizes(plan)
 
-    # Positions are a running sum over all files, minus the position where each file begins.
+    # Sort the items by file, and add up their lengths over all files.
     order = np.argsort(file, kind="stable")
-    ends = np.cumsum(_align(length)[order])
+    aligned = _align(length)
+    ends = np.cumsum(aligned[order])
     begins = np.concatenate([[0], ends[:-1]])
-    first_of_file = np.flatnonzero(np.diff(file[order], prepend=-1))
-    items_of_file = np.diff(first_of_file, append=len(order))
-    begin_of_file = np.repeat(begins[first_of_file], items_of_file)  # [items]
+
+    # A position is that sum minus the sum where the file begins.
+    is_first = np.diff(file[order], prepend=-1)
+    first_items = np.flatnonzero(is_first)
+    num_items = np.diff(first_items, append=len(order))  # of each file
+    begin_of_file = np.repeat(begins[first_items], num_items)
     position = np.empty_like(ends)
     position[order] = begins - begin_of_file
     return PlacedPlan(plan, workers, file, position, length)
@@ -200,7 +214,8 @@ def _spread_over_files(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np
     for start, stop in itertools.pairwise(ends):
         items = in_turn[start:stop]
         ranks = rank[items]
-        smallest = sizes[ranks].argmin(axis=1)
+        sizes_of_ranks = sizes[ranks]
+        smallest = sizes_of_ranks.argmin(axis=1)
         file[items] = smallest
         # 1024 bytes are about an envelope: many small items fill a file, too.
         sizes[ranks, smallest] += nbytes[items] + 1024
@@ -212,34 +227,45 @@ def _compute_envelope_sizes(plan: SavePlan) -> np.ndarray:
 
     Millions of items have few combinations of dtype and shape: one envelope is made for each.
     """
-    # The properties of each item on which its envelope depends
-    dtype_numbers: dict[torch.dtype, int] = {}
-    properties = []
-    for _, shape, dtype in plan.tensors:
-        number = dtype_numbers.setdefault(dtype, len(dtype_numbers))
-        properties.append((number, len(shape)))
-    by_tensor = np.array(properties, dtype=np.int64).reshape(-1, 2)  # dtype, dimensions
-    numbers, dims = by_tensor.T
-    kind_of_tensor = numbers * _count_numbers(dims) + dims
-
-    # Number the combinations: items with the same `kind` agree in all columns so far. Numbers
-    # that could become too large are replaced by smaller ones, which needs a sort.
-    kind = kind_of_tensor[plan.segments.tensor]  # [items]
-    for column in plan.segments.shape.T:
-        if _count_numbers(kind) * _count_numbers(column) >= 1 << 63:
-            _, kind = np.unique(kind, return_inverse=True)
-            _, column = np.unique(column, return_inverse=True)
-        kind = kind * _count_numbers(column) + column
+    # Number the combinations: items with the same `kind` agree in all properties so far.
+    tensor = plan.segments.tensor
+    kind = _number_tensor_kinds(plan.tensors)[tensor]  # [items]
+    for extent in plan.segments.shape.T:
+        kind = _combine_numbers(kind, extent)
 
     # Make one envelope per kind.
     _, examples, kind = np.unique(kind, return_index=True, return_inverse=True)
     sizes = []
     for line in examples.tolist():
-        _, shape, dtype = plan.tensors[plan.segments.tensor[line]]
-        item_shape = tuple(plan.segments.shape[line, : len(shape)].tolist())
-        envelope = make_tensor_envelope(dtype, item_shape)
-        sizes.append(len(envelope.prefix) + len(envelope.suffix))
-    return np.array(sizes, dtype=np.int64)[kind]
+        _, global_shape, dtype = plan.tensors[tensor[line]]
+        dims = len(global_shape)
+        shape = tuple(plan.segments.shape[line, :dims].tolist())
+        prefix, suffix = make_tensor_envelope(dtype, shape)
+        sizes.append(len(prefix) + len(suffix))
+    size_of_kind = np.array(sizes, dtype=np.int64)
+    size: np.ndarray = size_of_kind[kind]
+    return size
+
+
+def _number_tensor_kinds(tensors: Sequence[TensorType]) -> np.ndarray:
+    """Return a number for each tensor that is the same for equal dtype and dimensions."""
+    dtypes: dict[torch.dtype, int] = {}
+    numbers = []
+    dims = []
+    for _, shape, dtype in tensors:
+        number = dtypes.setdefault(dtype, len(dtypes))
+        numbers.append(number)
+        dims.append(len(shape))
+    return _combine_numbers(np.array(numbers, dtype=np.int64), np.array(dims, dtype=np.int64))
+
+
+def _combine_numbers(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return a number for each pair of numbers, the same for equal pairs."""
+    # Numbers that could become too large are replaced by smaller ones, which needs a sort.
+    if _count_numbers(first) * _count_numbers(second) >= 1 << 63:
+        _, first = np.unique(first, return_inverse=True)
+        _, second = np.unique(second, return_inverse=True)
+    return first * _count_numbers(second) + second
 
 
 def _count_numbers(numbers: np.ndarray) -> int:
@@ -255,19 +281,21 @@ def _align(length: np.ndarray) -> np.ndarray:
 def build_file_layouts(spec: LocalSpec, plan: RankPlan, rank: int) -> list[FileLayout]:
     """Return the files that a rank writes."""
     # Boxes by their number in the plan: in the order of the spec
-    boxes = []
+    boxes: list[Item] = []
     for tensor in spec.tensors:
-        for extent in tensor.boxes:
-            boxes.append((tensor, extent))
+        for offset, shape in tensor.boxes:
+            boxes.append(Item(tensor.key, tensor.dtype, offset, offset, shape))
+
     items_of_file: dict[int, list[PlacedItem]] = {}
     for box, first, count, file, position in plan.items.tolist():
-        tensor, (offset, shape) = boxes[box]
-        whole = Item(tensor.key, tensor.dtype, offset, offset, shape)
-        placed = place_item(whole.select_rows(first, count), position)
-        items_of_file.setdefault(file, []).append(placed)
+        item = boxes[box].select_rows(first, count)
+        items = items_of_file.setdefault(file, [])
+        items.append(place_item(item, position))
+
     layouts = []
     for file, items in sorted(items_of_file.items()):
-        layouts.append(FileLayout(file_name(rank, file), items))
+        name = file_name(rank, file)
+        layouts.append(FileLayout(name, items))
     return layouts
 
 
@@ -299,7 +327,10 @@ class FilePlan:
     def __init__(self, files: list[FileLayout]) -> None:
         self.files = files
         self.chunks = cut_chunks(files)
-        self.items = [placed.item for file in files for placed in file.items]
+        self.items: list[Item] = []
+        for file in files:
+            for placed in file.items:
+                self.items.append(placed.item)
 
     @property
     def nbytes(self) -> int:
@@ -340,9 +371,14 @@ def _add_parts(chunks: list[FileChunk], source: int, start: int, end: int) -> No
     while position < end:
         chunk = chunks[position // SLOT_SIZE]
         chunk_end = chunk.offset + chunk.length
-        length = min(end, chunk_end) - position
-        chunk.parts.append(SourceRange(position - chunk.offset, source, position - start, length))
-        position += length
+        part = SourceRange(
+            at=position - chunk.offset,
+            source=source,
+            start=position - start,
+            length=min(end, chunk_end) - position,
+        )
+        chunk.parts.append(part)
+        position += part.length
 
 
 class MetadataCache:
@@ -371,21 +407,28 @@ class MetadataCache:
         # `name_of` is known by its effect on an example.
         made_for = (objects, name_of("a.b"))
         with self._lock:
-            if self._encoded is not None and self._encoded[0] == made_for:
-                return self._encoded[1]
+            if self._encoded is not None:
+                encoded_for, encoded = self._encoded
+                if encoded_for == made_for:
+                    return encoded
             if self._tensors is not None:
                 self._encoder = MetadataEncoder(self._tensors)
                 self._tensors = None
             assert self._encoder is not None
-            locations = {}
-            for line in objects:
-                _, location_of_key = json.loads(line)
-                for key, location in location_of_key.items():
-                    locations[key] = Location(*location)
             files = tuple(map(name_of, self._encoder.files))
-            encoded = self._encoder.encode(locations, files)
+            encoded = self._encoder.encode(_read_locations(objects), files)
             self._encoded = (made_for, encoded)
             return encoded
+
+
+def _read_locations(lines: list[bytes]) -> dict[str, Location]:
+    """Return the locations of the objects in the lines of all ranks, by key."""
+    locations: dict[str, Location] = {}
+    for line in lines:
+        _, location_of_key = json.loads(line)
+        for key, location in location_of_key.items():
+            locations[key] = Location(*location)
+    return locations
 
 
 @dataclass
@@ -453,14 +496,22 @@ class Planner:
             total_bytes = placed.nbytes
             results = []
             for rank in range(len(specs)):
-                results.append((placed.select_rank(rank), nonce, total_bytes))
+                rank_plan = placed.select_rank(rank)
+                results.append((rank_plan, nonce, total_bytes))
             return results
 
         packed = spec if isinstance(spec, CheckpointError) else pack(spec)
         mine, nonce, total = self._coordination.gather_compute_scatter(packed, plan)
         assert isinstance(spec, LocalSpec)
-        files = FilePlan(build_file_layouts(spec, mine, self._coordination.rank))
-        return PreparedPlan(spec, mine.objects, nonce, total, files, metadata)
+        layouts = build_file_layouts(spec, mine, self._coordination.rank)
+        return PreparedPlan(
+            spec=spec,
+            objects=mine.objects,
+            nonce=nonce,
+            total_bytes=total,
+            files=FilePlan(layouts),
+            metadata=metadata,
+        )
 
 
 def _select_valid(specs: Sequence[PackedSpec | CheckpointError]) -> list[PackedSpec]:
