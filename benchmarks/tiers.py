@@ -1,6 +1,7 @@
 """Cost of checkpoints on local disks, with and without replicas, and recovery after a node is lost.
 
-Two processes are two nodes. Everything is measured in one run, in turns; results are medians.
+Two processes are two nodes. Everything is measured in one run, in turns; results are medians, with a
+replication interval of the means over that many saves.
 "lost" is the training time that a save costs: a window of iterations (GEMMs, then an update) with a
 save, minus the same without; the window ends with the save. CPU seconds are those of a process
 beyond the same iterations without a save. "exchange" is the part of a load that waits for other
@@ -53,7 +54,11 @@ from tests.support.processes import children_of, is_leader, is_running  # noqa: 
 
 COLUMNS = 4096
 TENSORS = 8
-WAYS = ("own disk", "own disk and a copy")
+WAYS = {  # -> copies, replication interval
+    "own disk": (1, 1),
+    "own disk and a copy": (2, 1),
+    "a copy of every fourth": (2, 4),
+}
 RUN = (
     "--num-layers 4 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer "
@@ -116,30 +121,39 @@ def per_iteration(training, count=20):
     return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
 
 
+def measure_save(training, root, saver, pending):
+    """Return the costs of one save."""
+    dist.barrier()
+    wall, cpu = per_iteration(training)
+    dist.barrier()
+    begin = partial(saver.save, training.state, root, common={"iteration": 1}, pending=pending)
+    iterations, seconds, cpu_seconds, report = window(training, saver, begin)
+    return {
+        "training blocked, ms": report.blocking * 1e3,
+        "training time lost, ms": (seconds - iterations * wall) * 1e3,
+        "until committed, s": report.total,
+        "CPU s per GB saved": (cpu_seconds - iterations * cpu) / training.bytes * 1e9,
+    }
+
+
 def measure_saves(rank, size, training, root, turns):
     results = defaultdict(lambda: defaultdict(list))
     savers = {}
-    for copies, way in enumerate(WAYS, 1):
-        tier = LocalTier.create(root / f"copies{copies}" / f"node{rank}", copies)
-        savers[way] = AsyncSaver(), LocalSaver(tier, Generation(root, 1, ""), None)
+    for way, (copies, interval) in WAYS.items():
+        directory = root / f"copies{copies}-interval{interval}" / f"node{rank}"
+        tier = LocalTier.create(directory, copies)
+        savers[way] = AsyncSaver(), LocalSaver(tier, Generation(root, 1, ""), None, interval)
         savers[way][0].prepare(training.state).result()
     for turn in range(turns + 1):
         for way, (saver, nodes) in savers.items():
-            dist.barrier()
-            wall, cpu = per_iteration(training)
-            dist.barrier()
-            pending = partial(nodes.checkpoint, turn + 1)
-            begin = partial(
-                saver.save, training.state, root, common={"iteration": 1}, pending=pending
-            )
-            iterations, seconds, cpu_seconds, report = window(training, saver, begin)
+            _, interval = WAYS[way]
+            costs = []
+            for number in range(interval):
+                pending = partial(nodes.checkpoint, turn * interval + number + 1)
+                costs.append(measure_save(training, root, saver, pending))
             if turn:  # the first one warms up
-                results[way]["training blocked, ms"].append(report.blocking * 1e3)
-                results[way]["training time lost, ms"].append((seconds - iterations * wall) * 1e3)
-                results[way]["until committed, s"].append(report.total)
-                results[way]["CPU s per GB saved"].append(
-                    (cpu_seconds - iterations * cpu) / training.bytes * 1e9
-                )
+                for name in costs[0]:
+                    results[way][name].append(statistics.mean(cost[name] for cost in costs))
     for saver, nodes in savers.values():
         saver.close()
         nodes.close()
@@ -173,13 +187,13 @@ def measure_loads(rank, size, training, root, turns):
     results = defaultdict(lambda: defaultdict(list))
     save(training.state, root / "persistent", common={"iteration": 1})
     if rank == 1:
-        shutil.rmtree(root / "copies2" / "node1")
+        shutil.rmtree(root / "copies2-interval1" / "node1")
     exchange = timed(dist, "recv", but_in="checkpoint-server")
     for _ in range(turns):
         dist.barrier()
         exchange.clear()
         started = time.perf_counter()
-        tier = LocalTier.create(root / "copies2" / f"node{rank}", 2)
+        tier = LocalTier.create(root / "copies2-interval1" / f"node{rank}", 2)
         held = [find_local_checkpoints(tier)]
         dist.broadcast_object_list(held, 0)
         local = DistributedLocalCheckpoint(tier, held[0][0])

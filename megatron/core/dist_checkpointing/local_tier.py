@@ -272,9 +272,20 @@ def _create_replication(
 class LocalSaver:
     """Shared state of all saves to this node: replica receivers and checkpoints to keep."""
 
-    def __init__(self, tier: LocalTier, generation: Generation, kept: str | None) -> None:
-        """`kept` is the local checkpoint that this start has loaded."""
+    def __init__(
+        self,
+        tier: LocalTier,
+        generation: Generation,
+        kept: str | None,
+        replication_interval: int = 1,
+    ) -> None:
+        """`kept` is the local checkpoint that this start has loaded.
+
+        The first of every `replication_interval` checkpoints is replicated.
+        """
         self.tier = tier
+        self._replication_interval = replication_interval
+        self._num_checkpoints = 0  # begun by this object, the same number on all ranks
         self._generation = generation
         self._kept = kept
         # Name of the checkpoint that is being copied to --save, and whether that has ended.
@@ -286,7 +297,11 @@ class LocalSaver:
 
     def checkpoint(self, iteration: int, save_id: str) -> LocalCheckpoint:
         """Begin a checkpoint and to receive its replicas; all ranks do at the same time."""
-        pending = LocalCheckpoint(self, iteration, save_id, self._generation)
+        is_replicated = self._num_checkpoints % self._replication_interval == 0
+        self._num_checkpoints += 1
+        pending = LocalCheckpoint(self, iteration, save_id, self._generation, is_replicated)
+        if not is_replicated:
+            return pending
         _, sources, group, authenticator = self.tier.replication
         for source, slot in zip(sources, self._buffer.slots, strict=False):
             receiver = ReplicaReceiver(
@@ -324,7 +339,12 @@ class LocalCheckpoint(PendingCheckpoint):
     """A checkpoint that every rank writes to its node's disk; rank 0's marker is the commit."""
 
     def __init__(
-        self, saver: LocalSaver, iteration: int, save_id: str, generation: Generation
+        self,
+        saver: LocalSaver,
+        iteration: int,
+        save_id: str,
+        generation: Generation,
+        is_replicated: bool,
     ) -> None:
         tier = saver.tier
         directory = tier.root / f"iter_{iteration:07d}-{generation.number:07d}.{save_id}"
@@ -334,11 +354,13 @@ class LocalCheckpoint(PendingCheckpoint):
         self._size = len(tier.nodes)
         self._sums: dict[str, FileChecksums] = {}
         self.received: list[Future[None]] = []
-        targets, _, group, authenticator = tier.replication
-        self._links = [
-            ReplicaLink(tier.rank, target, group, authenticator, directory.name)
-            for target in targets
-        ]
+        self._is_replicated = is_replicated
+        self._links: list[ReplicaLink] = []
+        if is_replicated:
+            targets, _, group, authenticator = tier.replication
+            for target in targets:
+                link = ReplicaLink(tier.rank, target, group, authenticator, directory.name)
+                self._links.append(link)
 
     def keep_until(self, is_copied: Callable[[], bool]) -> None:
         self._saver.keep_until(self.directory.name, is_copied)
@@ -398,6 +420,7 @@ class LocalCheckpoint(PendingCheckpoint):
             received.exception()
         with contextlib.suppress(OSError):  # leftovers are removed after the next save
             if outcome.error is None:
-                self._saver.remove_superseded(self.directory.name, outcome.warning is None)
+                has_all_replicas = self._is_replicated and outcome.warning is None
+                self._saver.remove_superseded(self.directory.name, has_all_replicas)
             elif self._rank == self._saver.tier.node:
                 remove(self.directory)

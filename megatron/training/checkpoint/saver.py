@@ -84,6 +84,7 @@ def make_saver(
         retention=retention,
         is_checkpoint=is_native_checkpoint,
         files=files,
+        replication_interval=config.replication_interval,
     )
     return RunSaver(options, (log or SaveLog()).add)
 

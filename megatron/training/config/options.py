@@ -355,6 +355,11 @@ class CheckpointConfig(FlagSection):
     """
     replication_factor: int = flag(2, positive=True)
     """Number of nodes that store each file of a local checkpoint, with --replication."""
+    replication_interval: int = flag(1, positive=True)
+    """Number of local checkpoints of which the first one is stored on other nodes, with
+    --replication. A larger number costs less training time, and more iterations after the loss of a
+    node.
+    """
     exit_on_save_failure: bool = flag(False)
     """Stop if a checkpoint cannot be saved, instead of warning."""
     ckpt_convert_format: str | None = flag(None, choices=("torch_dist", "torch"))

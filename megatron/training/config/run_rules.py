@@ -399,6 +399,11 @@ def _check_local_tier(config: Config, world_size: int) -> Iterator[str]:
             f"--replication with --replication-factor {checkpoint.replication_factor} needs a "
             "factor of at least 2 and --non-persistent-ckpt-type local"
         )
+    if checkpoint.replication_interval > 1 and not checkpoint.replication:
+        yield (
+            f"--replication-interval {checkpoint.replication_interval} needs --replication: "
+            "without it, no local checkpoint is stored on other nodes"
+        )
     # All of these flags belong together.
     needed = {
         "--non-persistent-ckpt-type": kind,

@@ -48,7 +48,8 @@ class SaveOptions:
     any rank is dead or suspended for `timeout` seconds. `assume_constant_structure` plans only the
     first save. With `must_succeed` a failed save is an error instead of a warning. `retention`
     applies to the checkpoints that `is_checkpoint` recognizes. `files` are small files that every
-    checkpoint contains, by their path in it.
+    checkpoint contains, by their path in it. The first of every `replication_interval` checkpoints
+    on the disks of the nodes is replicated.
     """
 
     async_save: bool = False
@@ -61,6 +62,7 @@ class SaveOptions:
     retention: RetentionRules = field(default_factory=RetentionRules)
     is_checkpoint: Callable[[Path], bool] = is_complete
     files: Mapping[str, bytes] = field(default_factory=dict)
+    replication_interval: int = 1
 
 
 SavedCallback = Callable[[SaveReport, bool], None]
@@ -277,7 +279,12 @@ class RunSaver:
     ) -> SaveHandle:
         assert self._tier is not None and self._generation is not None
         if self._local_saver is None:
-            self._local_saver = LocalSaver(self._tier, self._generation, self._loaded_locally)
+            self._local_saver = LocalSaver(
+                self._tier,
+                self._generation,
+                self._loaded_locally,
+                self._options.replication_interval,
+            )
         lineage = self._make_lineage(self._generation, iteration)
         handle = self._get_saver().save(
             state,

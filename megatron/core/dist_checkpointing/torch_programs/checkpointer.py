@@ -77,6 +77,7 @@ class CheckpointerOptions(TypedDict, total=False):
     local_directory: str | os.PathLike[str] | None
     local_interval: int | None
     local_replicas: int
+    local_replication_interval: int
     workers: int
     staging_mem_limit: int | None
     timeout: float
@@ -111,7 +112,9 @@ class Checkpointer:
     After a save, older checkpoints are removed unless they are among the last `keep_last` or at a
     multiple of `keep_every` steps; without either, all are kept. With `local_directory` (on a disk
     of the node) a checkpoint is also saved there every `local_interval` steps, and on
-    `local_replicas` - 1 other nodes; `load` uses it if it is the newest.
+    `local_replicas` - 1 other nodes; `load` uses it if it is the newest. Only the first of every
+    `local_replication_interval` of them is stored on other nodes, which costs less training time;
+    the loss of a node then goes back to that one.
 
     A save that fails is logged, and training goes on with the previous checkpoint, unless
     `must_succeed`. SaveFailedError is raised if another start has taken over the directory.
@@ -137,6 +140,7 @@ class Checkpointer:
         local_directory: str | os.PathLike[str] | None = None,
         local_interval: int | None = None,
         local_replicas: int = 1,
+        local_replication_interval: int = 1,
         workers: int = 2,
         staging_mem_limit: int | None = None,
         timeout: float = 600.0,
@@ -152,6 +156,7 @@ class Checkpointer:
             "keep_every": keep_every,
             "local_interval": local_interval,
             "local_replicas": local_replicas,
+            "local_replication_interval": local_replication_interval,
         }
         for name, number in numbers.items():
             if number is not None and number <= 0:
@@ -174,6 +179,7 @@ class Checkpointer:
                 timeout=timeout,
                 must_succeed=must_succeed,
                 retention=RetentionRules(keep_last=keep_last, keep_every=keep_every),
+                replication_interval=local_replication_interval,
             ),
             lambda report, is_local: on_saved(report),
         )

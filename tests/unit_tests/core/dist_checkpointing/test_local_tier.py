@@ -4,6 +4,7 @@ neighbour fails.
 
 import os
 import resource
+import shutil
 import signal
 import threading
 from contextlib import contextmanager
@@ -95,11 +96,13 @@ def state_of(rank, value):
 class Node:
     """A rank alone on its node, which saves 1, 2, 3 ... as the iterations of the same number."""
 
-    def __init__(self, rank, root):
+    def __init__(self, rank, root, replication_interval=1):
         self.rank = rank
         self.tier = LocalTier.create(Path(root) / f"node{rank}", 2)
         self.saver = AsyncSaver(workers=1)
-        self.nodes = LocalSaver(self.tier, Generation(Path(root), 1, ""), None)
+        self.nodes = LocalSaver(
+            self.tier, Generation(Path(root), 1, ""), None, replication_interval
+        )
 
     def save(self, iteration):
         return self.begin(iteration).wait()
@@ -203,6 +206,36 @@ def test_what_was_damaged_on_the_way_is_no_replica(pool, tmp_path):
             error is None and warning == "rank 0: no replica on rank 1: __0_0.distcp came damaged"
         )
         assert held == ([0, 1] if rank == 0 else [1])
+
+
+def save_with_interval(rank, size, root):
+    """Save six times, then lose the disk of rank 1."""
+    node = Node(rank, root, replication_interval=3)
+    kept = []
+    writers = []
+    for iteration in range(1, 7):
+        report = node.save(iteration)
+        assert report.error is None and report.warning is None
+        dist.barrier()
+        kept.append(node.kept())
+        newest = node.tier.list_checkpoints()[-1]
+        writers.append(sorted(node.tier.find_writers(newest)))
+    node.close()
+    if rank == 1:
+        shutil.rmtree(node.tier.root)
+    dist.barrier()
+    usable = find_local_checkpoints(LocalTier.create(node.tier.root, 2))
+    return kept, writers, [found.order[1] for found in usable]
+
+
+def test_replication_interval(pool, tmp_path):
+    """The loss of a node goes back to the last replicated checkpoint, which is kept until then."""
+    results = pool.run(save_with_interval, 2, str(tmp_path))
+    for rank, (kept, writers, _) in enumerate(results):
+        assert kept == [[1], [1, 2], [1, 3], [1, 4], [4, 5], [4, 6]]
+        assert writers == [[0, 1], [rank], [rank], [0, 1], [rank], [rank]]
+    usable = results[0][2]
+    assert usable == [4]
 
 
 def drain_while_saving_on(rank, size, root):
