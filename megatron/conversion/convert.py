@@ -402,15 +402,18 @@ def _check_optimizer(source: Source, saver: str) -> None:
 def estimate_bytes(source: Source, saver: str, options: WriteOptions) -> int:
     """Return the bytes to write, without the overhead of the format."""
     weights = []
+    foreign = []
     for key, info in source.tensors.items():
-        if is_weight(key) or is_foreign(key):
+        if is_weight(key):
             weights.append(info)
+        elif is_foreign(key):
+            foreign.append(info)
     if saver == "hf" and not options.optim_sidecar:
-        return _sum_bytes(weights)
+        return _sum_bytes(weights) + _sum_bytes(foreign)
     if saver == "universal":  # every state in fp32
         num_states = len(optimizer_states(source.tensors) or ADAM)
         num_elements = sum(math.prod(info.shape) for info in weights)
-        return num_states * num_elements * torch.float32.itemsize
+        return num_states * num_elements * torch.float32.itemsize + _sum_bytes(foreign)
     return _sum_bytes(source.tensors.values())
 
 

@@ -6,6 +6,7 @@
 <root>/<tag>/zero/optimizer_state.pt: parameter groups (missing in BLOOM-era directories)
 <root>/<tag>/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt: parameter and moments; with SGD
     {fp32,momentum_buffer,step}.pt
+<root>/<tag>/foreign.pt: tensors that the model does not have, by name, which DeepSpeed ignores
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ MODEL_STATE_SCHEMA = record(
 OPTIMIZER_SCHEMA = record({"param_groups": sequence(PARAM_GROUP)})
 
 OPTIMIZER_STATE = "optimizer_state.pt"
+FOREIGN_FILE = "foreign.pt"
 STEP = "step.pt"
 STATE_FILES = {"param": "fp32.pt"} | {name: f"{name}.pt" for name in OPTIMIZER_STATES[1:]}
 

@@ -13,6 +13,7 @@ import torch
 
 from megatron.conversion.choices import QKV_LAYOUTS
 from megatron.conversion.deepspeed.files import (
+    FOREIGN_FILE,
     MODEL_STATE_SCHEMA,
     OPTIMIZER_SCHEMA,
     OPTIMIZER_STATE,
@@ -33,6 +34,7 @@ from megatron.conversion.deepspeed.training_state import (
     read_training,
 )
 from megatron.conversion.file_names import LATEST, ZERO
+from megatron.conversion.model_space.foreign import ForeignFile, write_foreign_file
 from megatron.conversion.model_space.model import (
     check_parameters,
     make_export_config,
@@ -116,6 +118,11 @@ class UniversalSource:
             self._qkv_map = map_fused_qkv(heads, config.query_groups, config.head_dim, blocks)
 
         self.unused = [f"model states: {name}" for name in list_lost_state(files.state)]
+        self._foreign = ForeignFile(files.directory / FOREIGN_FILE)
+        if read_options.keep_foreign:
+            self.tensors |= self._foreign.tensors
+        else:
+            self.unused += self._foreign.names
         optimizer = files.read_optimizer_state()
         self.training: TrainingState | None = read_training(
             files.state, optimizer, files.read_step(), self.args
@@ -125,6 +132,8 @@ class UniversalSource:
             self.training.grad_scaler = None
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        if is_foreign(key):
+            return self._foreign.read(key, offset, shape)
         info = self.tensors[key]
         parameter, state = split_key(key)
         # Weights are main parameters, cast.
@@ -310,11 +319,6 @@ def write_universal(
     """
     # Check that the model has this form.
     options = options or WriteOptions()
-    if any(map(is_foreign, source.tensors)):
-        raise ValueError(
-            "--keep-foreign: universal checkpoints contain only parameters of the model: write "
-            "torch_dist, legacy or hf, or drop the flag to leave foreign tensors out"
-        )
     writer = _UniversalWriter(source, options)
     num_layers = writer.config.num_layers
     is_tied = not writer.config.untie_embeddings_and_output_weights
@@ -333,6 +337,7 @@ def write_universal(
     for key, name in names.items():
         jobs.append(partial(writer.write_parameter, target / ZERO / name, key, progress))
     run_jobs(jobs, options.workers)
+    write_foreign_file(source, target / FOREIGN_FILE, options.workers, progress)
 
     # Write the other state. The schemas of the reader ensure that it is readable.
     optimizer_state = writer.build_optimizer_state(training)

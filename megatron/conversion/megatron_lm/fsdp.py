@@ -46,6 +46,9 @@ from megatron.conversion.model_space.source import (
     Shape,
     TensorInfo,
     TrainingState,
+    foreign_key,
+    foreign_name,
+    is_foreign,
     is_trained,
     optimizer_key,
     plain_numbers,
@@ -141,14 +144,19 @@ class MegatronFsdpSource:
         for parameter in parameters:
             self._add_parameter(parameter, states, is_optimizer_stored)
         self._table.complete(is_optimizer_stored)
-        self.tensors: Mapping[str, TensorInfo] = self._table.tensors
+        self.tensors: dict[str, TensorInfo] = dict(self._table.tensors)
         check_optimizer_complete(self.tensors, self.args, str(directory))
-        self.unused += sorted(self._weights.values())
+        if read_options.keep_foreign:
+            self._add_foreign()
+        else:
+            self.unused += sorted(self._weights.values())
         if read_options.optimizer:
             self.unused += sorted(self._states.values())
         self.training: TrainingState | None = read_training_state(common, self.args, groups)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        if is_foreign(key):
+            return self._reader.read(self._weights[foreign_name(key)], offset, shape)
         return self._table.read(key, offset, shape)
 
     # ---- Keys ----
@@ -328,6 +336,14 @@ class MegatronFsdpSource:
         main = optimizer_key("param", parameter.name)
         if is_optimizer_stored and dtype == torch.float32 and main not in self._table.tensors:
             self._add_parts(parameter, main, parts, keys, dtype)
+
+    def _add_foreign(self) -> None:
+        """Add the tensors of the model that are not its parameters, without their optimizer
+        state.
+        """
+        for name, key in self._weights.items():
+            stored = self._reader.metadata.tensors[key]
+            self.tensors[foreign_key(name)] = TensorInfo(stored.shape, stored.dtype)
 
     def _add_parts(
         self,

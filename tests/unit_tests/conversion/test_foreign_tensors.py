@@ -1,6 +1,7 @@
 """Tensors that the model does not have are copied byte for byte (`--keep-foreign`), or reported."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,38 @@ def test_foreign_tensors_return_bitwise(
     assert result["vision_config"] == {"depth": 2}
 
 
+def test_foreign_tensors_return_from_universal(model: Path, tmp_path: Path) -> None:
+    """DeepSpeed's directories of parameters are unchanged; foreign tensors have their own file."""
+    keep = ("--keep-foreign", "--verify-target")
+    ignore = ("--hf-ignore-fields", "vision_config")
+    convert("universal", model, tmp_path / "plain", *ignore)
+    said = convert("universal", model, tmp_path / "universal", *keep, *ignore)
+    for name in FOREIGN:
+        assert f"foreign, copied as it is: {name}" in said
+    (kept,) = (tmp_path / "universal").glob("*/zero")
+    (plain,) = (tmp_path / "plain").glob("*/zero")
+    assert sorted(path.name for path in kept.iterdir()) == sorted(p.name for p in plain.iterdir())
+    stored = torch.load(kept.parent / "foreign.pt", weights_only=True)
+    assert stored.keys() == FOREIGN.keys()
+    assert stored["model.layers.0.packed"].equal(FOREIGN["model.layers.0.packed"])
+
+    convert("hf", tmp_path / "universal", tmp_path / "result", *keep)
+    assert read_bytes(tmp_path / "result") == read_bytes(model)
+    result = json.loads((tmp_path / "result" / "config.json").read_text())
+    assert result["vision_config"] == {"depth": 2}
+
+
+def test_unknown_parameters_of_deepspeed_are_refused_by_name(model: Path, tmp_path: Path) -> None:
+    ignore = ("--hf-ignore-fields", "vision_config")
+    convert("universal", model, tmp_path / "universal", *ignore)
+    (zero,) = (tmp_path / "universal").glob("*/zero")
+    folder = next(path for path in zero.iterdir() if path.is_dir())
+    shutil.copytree(folder, zero / "visual.patch_embed.weight")
+    flags = ("--load-dir", tmp_path / "universal", "--keep-foreign", "--saver", "hf")
+    done = run_convert(*flags, "--save-dir", tmp_path / "out")
+    assert "visual.patch_embed.weight are not parameters of a GPT" in done.stderr
+
+
 def test_other_dtype_leaves_foreign_tensors(model: Path, tmp_path: Path) -> None:
     flags = ("--keep-foreign", "--hf-ignore-fields", "vision_config", "--dtype", "fp32")
     convert("hf", model, tmp_path / "result", *flags)
@@ -87,7 +120,7 @@ def test_other_dtype_leaves_foreign_tensors(model: Path, tmp_path: Path) -> None
     assert {name: result[name] for name in FOREIGN} == {name: original[name] for name in FOREIGN}
 
 
-@pytest.mark.parametrize("middle", ["torch_dist", "legacy"])
+@pytest.mark.parametrize("middle", ["torch_dist", "legacy", "universal"])
 def test_foreign_tensors_are_reported_without_the_flag(
     model: Path, tmp_path: Path, middle: str
 ) -> None:
@@ -123,11 +156,9 @@ def test_foreign_tensors_of_a_rank_file(tmp_path: Path) -> None:
     assert "unused in the source: mp_rank_00: vision_model.weight" in run_convert(*flags).stdout
 
 
-def test_targets_without_place_are_refused(model: Path, tmp_path: Path) -> None:
+def test_selected_layers_with_foreign_tensors_are_refused(model: Path, tmp_path: Path) -> None:
     flags = ("--load-dir", model, "--keep-foreign", "--hf-ignore-fields", "vision_config")
     target = ("--save-dir", tmp_path / "out")
-    universal = run_convert(*flags, *target, "--saver", "universal")
-    assert "universal checkpoints contain only parameters of the model" in universal.stderr
     layers = run_convert(*flags, *target, "--saver", "hf", "--layers", "0")
     assert "--layers and --keep-foreign are mutually exclusive" in layers.stderr
     assert not (tmp_path / "out").exists()

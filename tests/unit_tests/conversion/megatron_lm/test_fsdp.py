@@ -117,6 +117,32 @@ def test_version_1_is_read_with_its_optimizer(tmp_path, case):
     convert(tmp_path / "run", tmp_path / "ours", "torch_dist", verify=True)
 
 
+def test_foreign_tensors_are_copied_bitwise(tmp_path):
+    """Tensors of the model that are not its parameters, whatever their shape and dtype."""
+    foreign = {
+        "visual.patch_embed.weight": torch.randn(6, 3, 2).bfloat16(),
+        "decoder.layers.0.indexer.weight_w": torch.arange(12, dtype=torch.int8).view(3, 4),
+        "num_batches": torch.tensor(7),
+    }
+    source = random_source(LLAMA_ARGS)
+    state = build_version_1(source)
+    for name, value in foreign.items():
+        state["model"][f"module.{name}"] = value
+    dcp.save(state, checkpoint_id=tmp_path / "run/iter_0000007")
+    write_tracker(tmp_path / "run", 7)
+    left_out = open_checkpoint(tmp_path / "run")
+    assert left_out.unused == sorted(f"model.module.{name}" for name in foreign)
+
+    keep = ReadOptions(keep_foreign=True)
+    convert(tmp_path / "run", tmp_path / "ours", "torch_dist", read_options=keep, verify=True)
+    found = open_checkpoint(tmp_path / "ours", read_options=keep)
+    for name, value in foreign.items():
+        zeros = (0,) * value.dim()
+        copied = found.read(f"foreign.{name}", zeros, tuple(value.shape))
+        assert copied.dtype == value.dtype
+        assert torch.equal(copied, value)
+
+
 @pytest.mark.parametrize("case", ["dense_fp32", "dense_bf16"])
 def test_version_2_takes_the_model_from_flags(tmp_path, case):
     """Version 2 saves torch's state dicts of the model and of the optimizer, without arguments."""

@@ -1,0 +1,101 @@
+"""Foreign tensors, which the model does not have, in files of torch.save.
+
+They are stored byte for byte in a dictionary by name, so that a tensor of any shape and dtype has a
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.conversion.model_space.pieces import (
+    FilePlace,
+    make_region_reader,
+    run_jobs,
+    write_archive,
+    write_to_places,
+)
+from megatron.conversion.model_space.source import (
+    Progress,
+    Source,
+    TensorInfo,
+    foreign_key,
+    foreign_name,
+    is_foreign,
+)
+from megatron.core.dist_checkpointing import FileTensor, Shape, safe_open
+from megatron.core.dist_checkpointing.format import schema
+from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
+from megatron.core.durable_files import committed
+
+
+def _check_tensor(value: Any, where: str) -> FileTensor | torch.Tensor:
+    if isinstance(value, FileTensor | torch.Tensor):
+        return value
+    schema.refuse(where, value, "a tensor")
+
+
+_BY_NAME = schema.mapping(_check_tensor, keys=schema.key)
+
+
+class ForeignFile:
+    """Foreign tensors in a file of their own, which may be missing."""
+
+    def __init__(self, path: Path) -> None:
+        self._stored: dict[str, FileTensor | torch.Tensor] = {}
+        if path.exists():
+            self._stored = _BY_NAME(safe_open(path), str(path))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._stored)
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Shape and dtype by key."""
+        infos = {}
+        for name, tensor in self._stored.items():
+            infos[foreign_key(name)] = TensorInfo(tuple(tensor.shape), tensor.dtype)
+        return infos
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return a box of the tensor `key`."""
+        stored = self._stored[foreign_name(key)]
+        if isinstance(stored, FileTensor):
+            read_box = make_region_reader(stored.read_flat, 0, stored.shape)
+            return read_box(offset, shape)
+        flat = stored.reshape(-1)
+        read_box = make_region_reader(
+            lambda start, count: flat[start : start + count], 0, tuple(stored.shape)
+        )
+        return read_box(offset, shape)
+
+
+def list_foreign(keys: Iterable[str]) -> list[str]:
+    """Return the keys of foreign tensors."""
+    return [key for key in keys if is_foreign(key)]
+
+
+def write_foreign_file(source: Source, path: Path, workers: int, progress: Progress) -> None:
+    """Write the foreign tensors of `source`, a few rows at a time; no file if there are none."""
+    keys = {foreign_name(key): key for key in list_foreign(source.tensors)}
+    if not keys:
+        return
+    slots = {}
+    for name, key in keys.items():
+        info = source.tensors[key]
+        slots[name] = TensorSlot(info.dtype, info.shape)
+    with committed(path) as temporary:
+        positions = dict(write_archive(temporary, slots))
+        jobs = []
+        for name, key in keys.items():
+            slot = slots[name]
+            offset = (0,) * len(slot.shape)
+            place = FilePlace(offset, slot.shape, temporary, positions[slot])
+            jobs.append(partial(write_to_places, source, key, [place], progress))
+        run_jobs(jobs, workers)
