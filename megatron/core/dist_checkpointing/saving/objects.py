@@ -206,17 +206,15 @@ class _Copier:
 
     def _copy_tensor(self, value: torch.Tensor) -> torch.Tensor:
         """Copy a tensor that is the only one of its memory; views would be stored differently."""
+        is_on_host = value.device.type == "cpu" and value.layout == torch.strided
+        if not is_on_host or value.is_nested or not value.is_contiguous():
+            raise _NotCopyableError("tensor on a device, or not contiguous")
+        # A graph, attributes and pending operations are stored with a tensor.
+        if value.requires_grad or value.__dict__ or value.is_conj() or value.is_neg():
+            raise _NotCopyableError("tensor with more than values")
         storage = value.untyped_storage()
-        is_simple = (
-            value.device.type == "cpu"
-            and value.layout == torch.strided
-            and value.is_contiguous()
-            and storage.nbytes() == value.nbytes
-            and not value.requires_grad
-            and not value.is_conj()
-            and not value.is_neg()
-        )
-        if not is_simple or (value.nbytes and storage.data_ptr() in self._storages):
-            raise _NotCopyableError("Tensor that is a view, on a device or in a graph")
+        is_view = storage.nbytes() != value.nbytes or storage.data_ptr() in self._storages
+        if value.nbytes and is_view:
+            raise _NotCopyableError("view of another tensor")
         self._storages.add(storage.data_ptr())
         return value.clone()

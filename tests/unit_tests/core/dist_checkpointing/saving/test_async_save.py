@@ -589,3 +589,23 @@ def test_copies_of_plain_values_keep_shared_parts():
     assert copied["a"] is copied["b"] and copied["a"][0] is copied["a"][1] is not shared
     assert copied["a"][2] is copied
     assert copied["c"] is value["c"]  # immutable
+
+
+def test_tensors_with_more_than_values_are_not_copied():
+    named = torch.zeros(2)
+    named.label = "attribute"
+    base = torch.zeros(2)
+    values = [
+        torch.eye(2).to_sparse(),
+        torch.eye(2).to_sparse_csr(),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.zeros(2, 3).t(),
+        torch.zeros(2, device="meta"),
+        torch.nn.Parameter(torch.zeros(2)),
+        named,
+        [base, base.view(2, 1)],
+    ]
+    for value in values:
+        with pytest.raises(objects_module._NotCopyableError):
+            copy_plain_value(value)
