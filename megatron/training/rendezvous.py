@@ -64,6 +64,19 @@ def init_process_group(backend: str, timeout: timedelta, device: torch.device) -
         timeout=timeout,
         device_id=device_id,
     )
+    if backend == "nccl":
+        _list_ranks_of_world(device, world_size)
+
+
+def _list_ranks_of_world(device: torch.device, world_size: int) -> None:
+    """Let groups be split off the world, even if it is not the first one of this process.
+
+    Otherwise torch up to 2.15 crashes when it splits the world of a second attempt: it has no list
+    of its ranks, except for the first group of a process.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    world._get_backend(device).options.global_ranks_in_group = list(range(world_size))
 
 
 def launcher_store(timeout: timedelta) -> dist.TCPStore | None:

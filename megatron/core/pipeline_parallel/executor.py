@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.messages import bypass_stream_record
+from megatron.core.messages import bypass_stream_record, start_messages
 from megatron.core.parallel_state import Axis
 from megatron.core.pipeline_parallel.schedules import Action, Tick, consumer, schedule
 
@@ -52,7 +52,7 @@ class Exchange:
         self._works: list[dist.Work] = []
         if self._operations:
             try:
-                self._works = dist.batch_isend_irecv(self._operations)
+                self._works = start_messages(self._operations)
             except RuntimeError as error:
                 raise self._make_error(" and ".join(self._labels)) from error
 

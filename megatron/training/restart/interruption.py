@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron.core.messages import queueing_lock
 from megatron.training.restart.attempts import AttemptBoard
 
 NEW_PROCESS = 75  # exit code with which a worker requests a new process (EX_TEMPFAIL)
@@ -29,6 +30,7 @@ _SIGNAL = signal.SIGUSR2  # schedulers send SIGUSR1 and SIGTERM
 _PAUSE = 0.2  # seconds between two signals: an exception in a destructor is lost
 # Seconds to leave an attempt. A send of gloo does not always notice that its connection is closed.
 PATIENCE = 0.5
+_QUEUEING_TIME = 5.0  # maximum seconds to wait for messages that are being queued
 _WAIT = timedelta(hours=1)  # of one request to the store
 
 
@@ -45,6 +47,8 @@ class Interrupter:
         self._inside = False
         self._outside: set[str] = set()  # connections from before the block
         self._released = threading.Event()
+        # Interruptions of an attempt must not reach the process groups of the next one.
+        self._lock = threading.Lock()
         signal.signal(_SIGNAL, self._on_signal)
 
     @contextmanager
@@ -66,17 +70,19 @@ class Interrupter:
         try:
             thread.start()
             yield
-            self._released.set()
+            self.release()
         finally:
             self._inside = False
 
     def release(self) -> None:
         """Report that the main thread has left the attempt and released its objects."""
-        self._released.set()
+        with self._lock:
+            self._released.set()
 
     def abort_communication(self) -> None:
         """Let all operations of process groups and requests over new connections fail."""
-        abort_communication(self._outside)
+        with self._lock:
+            abort_communication(self._outside)
 
     def _interrupt_after_end(self, attempt: int, released: threading.Event) -> None:
         while not self._board.wait_for_end(attempt, _WAIT):
@@ -86,9 +92,10 @@ class Interrupter:
             # A new process costs milliseconds, unless it needs another context on the device.
             if time.monotonic() - ended > PATIENCE and not torch.cuda.is_initialized():
                 os._exit(NEW_PROCESS)
-            if self._inside:
-                self.abort_communication()
-                signal.pthread_kill(self._main_thread, _SIGNAL)
+            with self._lock:
+                if self._inside and not released.is_set():
+                    abort_communication(self._outside)
+                    signal.pthread_kill(self._main_thread, _SIGNAL)
             released.wait(_PAUSE)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -103,8 +110,14 @@ def abort_communication(kept: Collection[str]) -> None:
     store.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        with contextlib.suppress(RuntimeError, ValueError):
-            distributed_c10d._abort_process_group()
+        # Messages are queued within microseconds, unless the queue of a stream is full.
+        is_locked = queueing_lock.acquire(timeout=_QUEUEING_TIME)
+        try:
+            with contextlib.suppress(RuntimeError, ValueError):
+                distributed_c10d._abort_process_group()
+        finally:
+            if is_locked:
+                queueing_lock.release()
     for name in list_connections():
         if name not in kept:
             _shut_down(name)

@@ -51,6 +51,9 @@ class Worker:
         self._program = program
         self._board = AttemptBoard(prefix)  # of the main thread; attempts cannot close it
         self._interrupter = Interrupter(prefix)
+        # After an error of NCCL, torch's watchdog waits for this time four times (60 s by default)
+        # with a lock that the main thread needs, before it ends the process.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250")
         faulthandler.register(STACKS_SIGNAL, all_threads=True)
         self._restarts_before = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
@@ -119,9 +122,21 @@ class Worker:
                 dist.destroy_process_group()
         forget_groups()
         gc.collect()
-        if self._config.inprocess_empty_cuda_cache and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        if torch.cuda.is_initialized():
+            self._finish_work_of_device()
         self._interrupter.release()
+
+    def _finish_work_of_device(self) -> None:
+        """Wait until no kernel of the last attempt can write to memory that the next one uses."""
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            # The context of this process cannot be used any more.
+            traceback.print_exc()
+            sys.stderr.flush()
+            sys.exit(NEW_PROCESS)
+        if self._config.inprocess_empty_cuda_cache:
+            torch.cuda.empty_cache()
 
     def _enter_next_attempt(self) -> None:
         progress = self._progress.read()

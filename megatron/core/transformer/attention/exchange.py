@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.messages import bypass_stream_record
+from megatron.core.messages import bypass_stream_record, start_messages
 from megatron.core.parallel_state import Axis
 from megatron.core.tensor_parallel.mappings import (
     start_sequence_all_gather,
@@ -50,7 +50,7 @@ class _RingShift:
             dist.P2POp(dist.isend, bypass_stream_record(message), next_rank, cp.group),
             dist.P2POp(dist.irecv, bypass_stream_record(self._received), previous_rank, cp.group),
         ]
-        self._works = dist.batch_isend_irecv(self._operations)
+        self._works = start_messages(self._operations)
 
     def wait(self) -> Tensor:
         """Return the tensor of the previous rank."""
