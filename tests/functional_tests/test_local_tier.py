@@ -214,6 +214,17 @@ def test_replaced_node_with_other_ranks_resumes(killed, undisturbed):
     )
 
 
+def test_replication_interval(pool, tmp_path, undisturbed):
+    """Of the local checkpoints 2, 4, 6 and 8, the second and the last one are lost with node b."""
+    killed = Killed(pool, tmp_path / "run")
+    interval = "--replication-interval 2"
+    killed.run("aabb", more=interval, killed_in=10)
+    shutil.rmtree(killed.node("b"))
+    logs, outcomes = killed.run("ccaa", more=interval)
+    assert "iter_0000006-" in logs[0] and "at iteration 6" in logs[0]
+    assert_same(whole(outcomes), whole(undisturbed))
+
+
 OTHERS = [("tp2_pp2", "ccaa"), ("pp2_dp2", "acbd"), ("cp2", "bc"), ("tp2_sp", "bb")]
 
 
