@@ -5,3 +5,4 @@ UNIVERSAL_STYLES = ("pipeline", "bigscience", "no-pipeline")  # of parameter nam
 QKV_LAYOUTS = ("groups", "tp-blocks")  # of universal checkpoints
 NEW_ROWS = ("mean", "init", "zero")  # initial values of new rows of the vocabulary
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # on the command line
+QUANTIZATIONS = ("fp8-block",)  # of the weights of a Hugging Face model

@@ -18,6 +18,7 @@ from megatron.conversion.choices import (
     FORMAT_NAMES,
     NEW_ROWS,
     QKV_LAYOUTS,
+    QUANTIZATIONS,
     UNIVERSAL_STYLES,
 )
 from megatron.conversion.edit_options import Rename, parse_layers, parse_rename
@@ -82,6 +83,13 @@ TARGET_FLAGS = {
     ),
     "--dtype": TargetFlag(
         "dtype", "dtype of the weights; default: as the source", choices=tuple(DTYPES)
+    ),
+    "--quantize": TargetFlag(
+        "quantization",
+        "store the matrices of linear layers in fp8 with a scale per block of 128 x 128, as "
+        "DeepSeek-V3 does; other weights keep their dtype",
+        ("hf",),
+        choices=QUANTIZATIONS,
     ),
     "--save-optim-sidecar": TargetFlag(
         "optim_sidecar", "store the optimizer next to the model", ("hf",), None

@@ -280,6 +280,11 @@ def write_checkpoint(
     """Write `source`, which is read from the paths `origins`, as `convert` does."""
     options = options or WriteOptions()
     _check_target(save_dir, origins, saver, overwrite)
+    if verify and options.quantization is not None:
+        raise ValueError(
+            f"--quantize {options.quantization} rounds the weights, so --verify-target would find "
+            "differences: give one of them"
+        )
     options = dataclasses.replace(
         options,
         trusted=(*options.trusted, *origins),

@@ -51,6 +51,8 @@ class WriteOptions:
     expert_tensor_parallel: int | None = None
     dtype: torch.dtype | None = None
     """Dtype of the weights."""
+    quantization: str | None = None
+    """Quantization of the matrices of linear layers in a Hugging Face model: "fp8-block"."""
     optimizer: bool = True
     """Write the optimizer state."""
     average: bool = False

@@ -13,7 +13,12 @@ from megatron.conversion.edit_options import rename_tensors
 from megatron.conversion.huggingface.families import choose_family, find_family
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.other_layouts import read_params, use_transformers_layout
-from megatron.conversion.huggingface.quantized_weights import dequantize, read_block_size
+from megatron.conversion.huggingface.quantized_weights import (
+    BLOCK_SIZE,
+    dequantize,
+    make_quantization_config,
+    read_block_size,
+)
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.sidecar import (
     DIRECTORY,
@@ -36,6 +41,8 @@ from megatron.conversion.huggingface.tokenizer import (
 from megatron.conversion.huggingface.weight_files import (
     Outgoing,
     OutgoingForeign,
+    OutgoingQuantized,
+    OutgoingTensor,
     check_weight_files,
     open_weights,
     write_weight_files,
@@ -250,9 +257,11 @@ def write_huggingface(
     parts += copied_parameters(shapes, family.layers, config)
     _check_complete(source, config, shapes, {part.key for part in parts})
     parts = _leave_out_biases(source, family, fields, parts)
-    weights: list[Outgoing | OutgoingForeign] = []
+    weights: list[OutgoingTensor] = []
     for part in parts:
-        weights.append(_prepare_weight(source, part, config.params_dtype))
+        weights.append(_prepare_weight(source, part, config.params_dtype, options.quantization))
+    if options.quantization is not None:
+        fields[_QUANTIZATION] = make_quantization_config(_list_unquantized(parts))
     for key in source.tensors:
         if is_foreign(key):
             weights.append(OutgoingForeign(source, key))
@@ -273,6 +282,8 @@ def write_huggingface(
 
     fields = get_foreign_fields(source.args) | fields
     lost = write_small_files(directory, source.args, fields, options)
+    if options.quantization is not None:
+        _note_partial_blocks(weights, options)
     return lost + _list_left_out(source, bool(optimizer))
 
 
@@ -369,11 +380,57 @@ def _leave_out_biases(
     return parts
 
 
-def _prepare_weight(source: Source, part: StoredParameter, dtype: torch.dtype) -> Outgoing:
+def _prepare_weight(
+    source: Source, part: StoredParameter, dtype: torch.dtype, quantization: str | None
+) -> Outgoing | OutgoingQuantized:
     """Return a weight to write: from the fp32 main parameter if any, so that it is cast once."""
+    key = full_precision_key(part.key, source.tensors)
+    if quantization is not None and _is_quantizable(part):
+        return OutgoingQuantized(source, key, part)
     if not is_trained(part.key):
         dtype = source.tensors[part.key].dtype
-    return Outgoing(source, full_precision_key(part.key, source.tensors), part, dtype)
+    return Outgoing(source, key, part, dtype)
+
+
+def _is_quantizable(part: StoredParameter) -> bool:
+    """Return whether a parameter is the matrix of a linear layer in attention, MLP or experts.
+
+    Raises ValueError for a family whose matrices are stored in a form that has no scales.
+    """
+    is_matrix = ".linear_" in part.key and part.key.endswith("weight") and len(part.shape) == 2
+    if is_matrix and (part.transposed or part.packed is not None):
+        raise ValueError(
+            f"--quantize: {part.names[0]} is stored transposed or packed with other experts, and "
+            "fp8 blocks of such tensors are not defined: leave the flag out"
+        )
+    return is_matrix
+
+
+def _list_unquantized(parts: Sequence[StoredParameter]) -> list[str]:
+    """Return the modules with a matrix that is not quantized: embeddings, head, routers."""
+    modules = ["lm_head"]  # a tied head has no tensor, but is a linear layer
+    for part in parts:
+        if len(part.shape) == 2 and not _is_quantizable(part):
+            modules += [name.removesuffix(".weight") for name in part.names]
+    return sorted(set(modules))
+
+
+def _note_partial_blocks(weights: Sequence[OutgoingTensor], options: WriteOptions) -> None:
+    """Note matrices with partial blocks, which not every program reads."""
+    partial_names = []
+    for weight in weights:
+        if isinstance(weight, OutgoingQuantized):
+            for name, info in weight.stored_tensors().items():
+                is_matrix = info.dtype == torch.float8_e4m3fn
+                if is_matrix and any(extent % BLOCK_SIZE for extent in info.shape):
+                    partial_names.append(name)
+    if partial_names:
+        options.note(
+            f"--quantize: {len(partial_names)} matrices, e.g. {partial_names[0]}, have partial "
+            f"blocks, because a side is not a multiple of {BLOCK_SIZE}: vLLM refuses these in "
+            "fused layers, and transformers dequantizes them only if the side is smaller than a "
+            "block"
+        )
 
 
 def _list_left_out(source: Source, has_sidecar: bool) -> list[str]:

@@ -1,6 +1,8 @@
 """Weights in fp8 with a scale for each block, read as the matrices that models compute with.
 
-Source: the files of DeepSeek-V3, whose scales are called `weight_scale_inv`.
+The value of an element is that of the fp8 number times the scale of its block. Blocks at the lower
+and right edge may be partial. Source: the files of DeepSeek-V3, whose scales are called
+`weight_scale_inv`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from megatron.conversion.model_space.source import Shape
 from megatron.core.dist_checkpointing.format import schema
 
 SCALES = "_scale_inv"
+BLOCK_SIZE = 128  # rows and columns of a block that exports have a scale for
+_FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _QUANTIZATION = schema.record(
     {
         "quant_method": schema.text(256),
@@ -39,6 +43,49 @@ def read_block_size(quantization: Any) -> Sequence[int]:
             "is quantized, give --hf-ignore-fields quantization_config"
         )
     return block
+
+
+def make_quantization_config(unquantized: Sequence[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of a model; `unquantized` are names of modules.
+
+    transformers and vLLM expect fp8 in all other linear layers.
+    """
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK_SIZE, BLOCK_SIZE],
+        "modules_to_not_convert": list(unquantized),
+    }
+
+
+def count_blocks(extent: int) -> int:
+    """Return the number of blocks along an axis of a matrix; the last may be partial."""
+    return -(-extent // BLOCK_SIZE)  # rounded up
+
+
+def quantize(matrix: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrix in fp8, and the fp32 scales [blocks of rows, blocks of columns].
+
+    The largest element of a block becomes the largest fp8 number. Raises ValueError for values that
+    are not finite, which no scale can represent.
+    """
+    rows, columns = matrix.shape
+    row_blocks = count_blocks(rows)
+    column_blocks = count_blocks(columns)
+    padding = (0, column_blocks * BLOCK_SIZE - columns, 0, row_blocks * BLOCK_SIZE - rows)
+    padded = torch.nn.functional.pad(matrix.float(), padding)
+    blocks = padded.view(row_blocks, BLOCK_SIZE, column_blocks, BLOCK_SIZE)
+    largest = blocks.abs().amax(dim=(1, 3))
+    if not torch.isfinite(largest).all():
+        raise ValueError(f"--quantize: {name} has values that are not finite")
+
+    # Scales of blocks of zeros are 1, and those of denormal numbers are not rounded to zero.
+    scales = (largest / _FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    scales = torch.where(largest > 0, scales, torch.ones_like(scales))
+    scaled = blocks / scales[:, None, :, None]
+    values = scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+    return values.view(padded.shape)[:rows, :columns].contiguous(), scales
 
 
 def dequantize(

@@ -17,6 +17,12 @@ import torch
 
 from megatron.conversion.file_names import CONSOLIDATED
 from megatron.conversion.huggingface.other_layouts import join_consolidated, open_dcp
+from megatron.conversion.huggingface.quantized_weights import (
+    BLOCK_SIZE,
+    SCALES,
+    count_blocks,
+    quantize,
+)
 from megatron.conversion.huggingface.safetensors_files import (
     SafetensorsWriter,
     Stored,
@@ -138,7 +144,7 @@ def _check_listed(
         )
 
 
-def check_weight_files(directory: Path, tensors: Sequence[Outgoing | OutgoingForeign]) -> None:
+def check_weight_files(directory: Path, tensors: Sequence[OutgoingTensor]) -> None:
     """Read the headers of the weight files back: they must contain exactly `tensors`.
 
     Raises ValueError otherwise, or if the index and the files do not list the same tensors.
@@ -238,6 +244,80 @@ class Outgoing:
 
 
 @dataclass(frozen=True)
+class OutgoingQuantized:
+    """A matrix of a source, or of one expert of it, in fp8 with a scale for each block."""
+
+    source: Source
+    key: str
+    part: StoredParameter
+
+    def stored_tensors(self) -> dict[str, TensorInfo]:
+        """Return shape and dtype of the matrices and their scales, by name."""
+        tensors = {}
+        for name, (rows, columns) in self._list_matrices():
+            tensors[name] = TensorInfo((rows, columns), torch.float8_e4m3fn)
+            scales = (count_blocks(rows), count_blocks(columns))
+            tensors[name + SCALES] = TensorInfo(scales, torch.float32)
+        return tensors
+
+    def list_jobs(
+        self, files: Mapping[str, SafetensorsWriter], progress: Progress
+    ) -> Iterator[Callable[[], None]]:
+        """Yield jobs that write a few rows of blocks each."""
+        for number, (_, (rows, columns)) in enumerate(self._list_matrices()):
+            # fp32, and its copies while it is quantized
+            bytes_of_block_row = 4 * BLOCK_SIZE * columns
+            step = BLOCK_SIZE * max(1, _RUN_BYTES // 4 // bytes_of_block_row)
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
+                yield partial(self._write, files, number, first, count, progress)
+
+    def _list_matrices(self) -> list[tuple[str, tuple[int, int]]]:
+        """Return name, rows and columns of each stored matrix."""
+        matrices = []
+        for name, shape in zip(self.part.names, self.part.stored_shapes(), strict=True):
+            rows, columns = shape
+            matrices.append((name, (rows, columns)))
+        return matrices
+
+    def _write(
+        self,
+        files: Mapping[str, SafetensorsWriter],
+        number: int,
+        first: int,
+        count: int,
+        progress: Progress,
+    ) -> None:
+        """Write `count` rows of stored matrix `number`, which start at a block."""
+        name = self.part.names[number]
+        rows = self._read_stored_rows(number, first, count)
+        values, scales = quantize(rows, name)
+        files[name].write(name, values, first)
+        files[name + SCALES].write(name + SCALES, scales, first // BLOCK_SIZE)
+        progress(rows.nbytes)
+
+    def _read_stored_rows(self, number: int, first: int, count: int) -> torch.Tensor:
+        """Return rows of stored matrix `number`: [count, columns]."""
+        columns = self.part.shape[-1]
+        lead = self.part.lead
+        dtype = self.source.tensors[self.key].dtype
+        result = torch.empty(count, columns, dtype=dtype)
+        model_row = 0  # first row of the run in the model
+        for run in self.part.row_map:
+            # Members of the run with stored rows in [first, first + count).
+            start = max(0, -((run.start - first) // run.step))
+            stop = min(run.rows, -((run.start - first - count) // run.step))
+            if run.source == number and start < stop:
+                offset = (*lead, model_row + start, 0)
+                shape = (*(1,) * len(lead), stop - start, columns)
+                place = run.start + start * run.step - first
+                rows = self.source.read(self.key, offset, shape).view(stop - start, columns)
+                result[place : place + (stop - start) * run.step : run.step] = rows
+            model_row += run.rows
+        return result
+
+
+@dataclass(frozen=True)
 class OutgoingForeign:
     """A tensor that the model does not have, written as it is."""
 
@@ -279,10 +359,13 @@ class OutgoingForeign:
         progress(rows.nbytes)
 
 
+OutgoingTensor = Outgoing | OutgoingQuantized | OutgoingForeign
+
+
 def write_weight_files(
     directory: Path,
     stem: str,
-    tensors: Sequence[Outgoing | OutgoingForeign],
+    tensors: Sequence[OutgoingTensor],
     max_size: int,
     workers: int,
     progress: Progress,
