@@ -76,8 +76,10 @@ def join(config: DistributedConfig) -> torch.device:
         timeout = timedelta(minutes=config.distributed_timeout_minutes)
         try:
             init_process_group(backend, timeout, device)
-        except dist.DistBackendError as error:
-            if "Duplicate GPU" not in str(error):
+        except RuntimeError as error:
+            # The second text is that of torch 2.15, which does not pass on NCCL's explanation.
+            texts = ("Duplicate GPU", "NCCL communicator: invalid usage")
+            if not any(text in str(error) for text in texts):
                 raise
             raise ValueError(
                 f"local rank {os.environ.get('LOCAL_RANK', '0')} and another process of this node "

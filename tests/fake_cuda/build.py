@@ -67,6 +67,39 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
   if (active) *active = 1;
   return 0;
 }
+// For Triton: its kernels are compiled for compute capability 9.0, loaded, and do nothing.
+int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  switch (attribute) {
+    case 10: *value = 32; break;  // threads of a warp
+    case 16: *value = 132; break;  // multiprocessors
+    case 75: *value = 9; break;  // compute capability
+    case 76: *value = 0; break;
+    case 97: *value = 232448; break;  // bytes of shared memory of a block
+    default: *value = 65536;
+  }
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)1; return 0; }
+int cuCtxSetCurrent(void *context) { return 0; }
+int cuCtxGetLimit(unsigned long *value, int limit) { *value = 1 << 20; return 0; }
+int cuCtxSetLimit(int limit, unsigned long value) { return 0; }
+int cuModuleLoadData(void **module, const void *image) { *module = (void *)1; return 0; }
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+  *function = (void *)1;
+  return 0;
+}
+int cuFuncGetAttribute(int *value, int attribute, void *function) {
+  *value = attribute == 0 ? 1024 : 0;  // threads of a block
+  return 0;
+}
+int cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
+int cuFuncSetCacheConfig(void *function, int config) { return 0; }
+int cuPointerGetAttribute(void *value, int attribute, unsigned long pointer) {
+  *(unsigned long *)value = pointer;
+  return 0;
+}
+int cuLaunchKernelEx(void *config, void *function, void **arguments, void **extra) { return 0; }
 """
 NVRTC = "int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }\n"
 

@@ -128,7 +128,7 @@ def test_batched_messages_do_not_hang():
     [
         ("other_order", "MISMATCH in all_reduce of 4 elements"),
         ("send_before_receive", "HANGS in send of 4 elements"),
-        ("one_device", "Duplicate GPU detected"),
+        ("one_device", "invalid usage"),
     ],
 )
 def test_errors_are_detected(scenario, message):
