@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from megatron.conversion.choices import (
     DTYPES,
@@ -21,8 +21,10 @@ from megatron.conversion.choices import (
     QUANTIZATIONS,
     UNIVERSAL_STYLES,
 )
-from megatron.conversion.edit_options import Rename, parse_layers, parse_rename
+from megatron.conversion.edit_options import parse_layers, parse_rename
 from megatron.core.terminal import format_error, print_line
+
+_T = TypeVar("_T")
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -138,11 +140,16 @@ TARGET_FLAGS = {
 }
 
 
-def _parse_rename(text: str) -> Rename:
-    try:
-        return parse_rename(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def parse_argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Return `parse` for an argument parser, which prints only errors of its own type."""
+
+    def parse_text(text: str) -> _T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parse_text
 
 
 def add_read_flags(parser: argparse.ArgumentParser) -> None:
@@ -163,7 +170,7 @@ def add_read_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--rename",
         nargs="+",
-        type=_parse_rename,
+        type=parse_argument(parse_rename),
         default=[],
         metavar="OLD=NEW",
         help="new names for tensors in the files of an hf or torch_dist source; one * in OLD and "
@@ -199,19 +206,12 @@ def add_target_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _parse_layers(text: str) -> tuple[int, ...]:
-    try:
-        return parse_layers(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def add_edit_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that change the model."""
     add = parser.add_argument
     add(
         "--layers",
-        type=_parse_layers,
+        type=parse_argument(parse_layers),
         metavar="LIST",
         help="layers of the source that the result consists of, in order, e.g. 0-11,6-17",
     )

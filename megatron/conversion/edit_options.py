@@ -53,13 +53,41 @@ class Rename(NamedTuple):
 
     def apply(self, name: str) -> str | None:
         """Return the new name of the tensor `name`, or None if this is not about it."""
-        if "*" not in self.old:
-            return self.new if name == self.old else None
-        before, _, after = self.old.partition("*")
-        fits = len(name) >= len(before) + len(after)
-        if not fits or not name.startswith(before) or not name.endswith(after):
+        text = _match_name(self.old, name)
+        if text is None:
             return None
-        return self.new.replace("*", name[len(before) : len(name) - len(after)])
+        return self.new.replace("*", text)
+
+
+class ForeignSplit(NamedTuple):
+    """The axis that tensor-parallel ranks split foreign tensors over. `*` matches any text."""
+
+    name: str
+    axis: int
+
+    def fits(self, name: str) -> bool:
+        return _match_name(self.name, name) is not None
+
+
+def _match_name(pattern: str, name: str) -> str | None:
+    """Return the text that `*` matches in `name`, "" without a `*`, None for another name."""
+    if "*" not in pattern:
+        return "" if name == pattern else None
+    before, _, after = pattern.partition("*")
+    fits = len(name) >= len(before) + len(after)
+    if not fits or not name.startswith(before) or not name.endswith(after):
+        return None
+    return name[len(before) : len(name) - len(after)]
+
+
+def parse_foreign_split(text: str) -> ForeignSplit:
+    """Return the split that `name=axis` specifies."""
+    name, separator, axis = text.rpartition("=")
+    if not separator or not name or re.fullmatch(r"[0-7]", axis, re.ASCII) is None:
+        raise ValueError(f"{text!r} is not NAME=AXIS with an axis from 0 to 7")
+    if name.count("*") > 1:
+        raise ValueError(f"{text!r}: NAME has more than one *")
+    return ForeignSplit(name, int(axis))
 
 
 def parse_rename(text: str) -> Rename:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron.conversion.edit_options import EditOptions, Rename
+from megatron.conversion.edit_options import EditOptions, ForeignSplit, Rename
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class ReadOptions:
     """New names of tensors in the files of a Hugging Face or torch_dist source."""
     keep_foreign: bool = False
     """Read tensors that the model does not have, to copy them byte for byte."""
+    foreign_splits: tuple[ForeignSplit, ...] = ()
+    """Axes that tensor-parallel ranks of a legacy source split such tensors over. Others are equal
+    on all ranks.
+    """
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,10 @@ from megatron.conversion.command_line import (
     add_edit_flags,
     add_read_flags,
     add_target_flags,
+    parse_argument,
     reported_errors,
 )
+from megatron.conversion.edit_options import parse_foreign_split
 from megatron.core.object_storage import path_of
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,6 +58,15 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="copy tensors that the model does not have, byte for byte under their names; "
         "default: list them as unused and leave them out",
+    )
+    add(
+        "--foreign-split",
+        nargs="+",
+        type=parse_argument(parse_foreign_split),
+        default=[],
+        metavar="NAME=AXIS",
+        help="for --keep-foreign of a legacy source: axis that tensor-parallel ranks split a "
+        "tensor over; one * in NAME matches any text; default: all ranks have the same tensor",
     )
     add_read_flags(parser)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +27,11 @@ from megatron.conversion.megatron_lm.legacy_files import (
     find_first_legacy_file,
     open_legacy,
 )
+from megatron.conversion.megatron_lm.legacy_foreign import (
+    ForeignPart,
+    JoinedTensor,
+    join_foreign,
+)
 from megatron.conversion.megatron_lm.optimizer_state import (
     BucketPlan,
     PieceTable,
@@ -37,6 +42,7 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     refuse_unknown_optimizer,
     split_by_optimizer,
 )
+from megatron.conversion.model_space.foreign import check_foreign, check_stored_tensor
 from megatron.conversion.model_space.model import (
     Layout,
     LocalParameter,
@@ -46,7 +52,7 @@ from megatron.conversion.model_space.model import (
     model_config,
     rank_parameters,
 )
-from megatron.conversion.model_space.pieces import ReadFlat, make_region_reader
+from megatron.conversion.model_space.pieces import ReadFlat
 from megatron.conversion.model_space.source import (
     COMMON,
     WORD_EMBEDDINGS,
@@ -112,6 +118,15 @@ class _RankFiles:
     content: dict[str, Any]
 
 
+class _Surplus(NamedTuple):
+    """An entry of a rank's model that is not one of its parameters."""
+
+    file: _RankFiles
+    layers: range  # of the chunk
+    name: str
+    value: Stored
+
+
 class LegacySource:
     """A legacy iteration directory. Tensors stay in the files until they are read."""
 
@@ -138,8 +153,8 @@ class LegacySource:
 
         # Weights and optimizer state of each rank.
         self._table = PieceTable(self.description)
-        self._foreign: dict[str, Stored] = {}  # by name
-        self._surplus: list[tuple[str, str, Stored]] = []  # folder, name and tensor
+        self._foreign: dict[str, JoinedTensor] = {}  # by name
+        self._surplus: list[_Surplus] = []
         is_sharded = with_optimizer and _has_sharded_optimizer(files)
         for file in files:
             chunks = self._add_weights(file, self._list_parameters(file.rank, rows_per_rank))
@@ -157,16 +172,14 @@ class LegacySource:
         self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
         self.tensors: dict[str, TensorInfo] = dict(self._table.tensors)
         check_optimizer_complete(self.tensors, self.args, self.description)
-        self._add_foreign(files, read_options.keep_foreign)
+        self._add_foreign(first, read_options)
         self.training: TrainingState | None = read_training_state(first.content, self.args, groups)
         if self._layout.parallel.ep_size == 1:
             self.training.rng = _collect_generators(files, self._layout)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         if is_foreign(key):
-            stored = self._foreign[foreign_name(key)]
-            read = make_region_reader(_make_flat_reader(stored), 0, tuple(stored.shape))
-            return read(offset, shape)
+            return self._foreign[foreign_name(key)].read(offset, shape)
         return self._table.read(key, offset, shape)
 
     def _open_model_files(self, directory: Path) -> list[_RankFiles]:
@@ -216,7 +229,8 @@ class LegacySource:
                 f"{len(chunks)}"
             )
         result = []
-        for model, parameters in zip(models, chunks, strict=True):
+        layers = self._layout.stages[file.rank.pp]
+        for model, parameters, chunk_layers in zip(models, chunks, layers, strict=True):
             # Find each parameter of the chunk in the file.
             model = _split_grouped_experts(model, parameters, path)
             stored: dict[str, LocalParameter] = {}
@@ -228,36 +242,33 @@ class LegacySource:
             # Keep the rest of the file apart; extra states are empty.
             for name in sorted(model.keys() - stored.keys()):
                 if not name.endswith("_extra_state"):
-                    self._surplus.append((file.folder.name, name, model[name]))
+                    self._surplus.append(_Surplus(file, chunk_layers, name, model[name]))
             result.append([stored[name] for name in model if name in stored])
         return result
 
-    def _add_foreign(self, files: Sequence[_RankFiles], keep_foreign: bool) -> None:
-        """Add the tensors that the model does not have, or with False record them as unused.
+    def _add_foreign(self, first: _RankFiles, read_options: ReadOptions) -> None:
+        """Add the tensors that the model does not have, or record them as unused.
 
-        A conversion stores whole ones in the first rank's file. How the ranks of Megatron-LM share
-        theirs is known only if there is a single rank.
+        A conversion stores whole ones in the first rank's file; those of Megatron-LM are in the
+        models of all ranks.
         """
-        first = files[0]
         where = f"{first.folder / MODEL_FILE}: {FOREIGN}"
-        stored = mapping(_check_tensor, keys=schema.key)(first.content.get(FOREIGN) or {}, where)
-        if not keep_foreign:
-            self.unused += [f"{folder}: {name}" for folder, name, _ in self._surplus]
+        stored = check_foreign(first.content.get(FOREIGN) or {}, where)
+        if not read_options.keep_foreign:
+            self.unused += [f"{each.file.folder.name}: {each.name}" for each in self._surplus]
             self.unused += stored
             return
 
-        if self._surplus and len(files) > 1:
-            folder, name, _ = self._surplus[0]
-            raise CheckpointError(
-                f"--keep-foreign: {self.description} has {name} in {folder}, and how {len(files)} "
-                "ranks share it is not known: save the checkpoint with Megatron-LM as torch_dist, "
-                "or drop the flag to leave it out"
-            )
-        for folder, name, tensor in self._surplus:
-            self._foreign[name] = _check_tensor(tensor, f"{folder}: {name}")
-        self._foreign |= stored
-        for name, tensor in self._foreign.items():
-            self.tensors[foreign_key(name)] = TensorInfo(tuple(tensor.shape), tensor.dtype)
+        parts = []
+        for file, layers, name, value in self._surplus:
+            tensor = check_stored_tensor(value, f"{file.folder}: {name}")
+            parts.append(ForeignPart(file.rank, file.folder.name, layers, name, tensor))
+        tp_size = self._layout.parallel.tp_size
+        self._foreign = join_foreign(parts, tp_size, read_options.foreign_splits)
+        for name, tensor in stored.items():
+            self._foreign[name] = JoinedTensor((tensor,), 0)
+        for name, joined in self._foreign.items():
+            self.tensors[foreign_key(name)] = TensorInfo(joined.shape, joined.dtype)
 
     def _add_tensor(self, key: str, parameter: LocalParameter, tensor: Stored, path: Path) -> None:
         """Add a tensor of the parameter's local shape."""

@@ -31,25 +31,38 @@ from megatron.conversion.model_space.source import (
 from megatron.core.dist_checkpointing import FileTensor, Shape, safe_open
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
+from megatron.core.dist_checkpointing.mapping import narrow
 from megatron.core.durable_files import committed
 
+StoredTensor = FileTensor | torch.Tensor
 
-def _check_tensor(value: Any, where: str) -> FileTensor | torch.Tensor:
-    if isinstance(value, FileTensor | torch.Tensor):
+
+def read_stored(stored: StoredTensor, offset: Shape, shape: Shape) -> torch.Tensor:
+    """Return a box of a tensor in a file of torch.save."""
+    if isinstance(stored, torch.Tensor):
+        return narrow(stored, offset, shape)
+    read_box = make_region_reader(stored.read_flat, 0, stored.shape)
+    return read_box(offset, shape)
+
+
+def check_stored_tensor(value: Any, where: str) -> StoredTensor:
+    """Return `value`; raise CheckpointError unless it is a tensor."""
+    if isinstance(value, StoredTensor):
         return value
     schema.refuse(where, value, "a tensor")
 
 
-_BY_NAME = schema.mapping(_check_tensor, keys=schema.key)
+# Checks a dictionary of foreign tensors by name.
+check_foreign = schema.mapping(check_stored_tensor, keys=schema.key)
 
 
 class ForeignFile:
     """Foreign tensors in a file of their own, which may be missing."""
 
     def __init__(self, path: Path) -> None:
-        self._stored: dict[str, FileTensor | torch.Tensor] = {}
+        self._stored: dict[str, StoredTensor] = {}
         if path.exists():
-            self._stored = _BY_NAME(safe_open(path), str(path))
+            self._stored = check_foreign(safe_open(path), str(path))
 
     @property
     def names(self) -> list[str]:
@@ -65,15 +78,7 @@ class ForeignFile:
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         """Return a box of the tensor `key`."""
-        stored = self._stored[foreign_name(key)]
-        if isinstance(stored, FileTensor):
-            read_box = make_region_reader(stored.read_flat, 0, stored.shape)
-            return read_box(offset, shape)
-        flat = stored.reshape(-1)
-        read_box = make_region_reader(
-            lambda start, count: flat[start : start + count], 0, tuple(stored.shape)
-        )
-        return read_box(offset, shape)
+        return read_stored(self._stored[foreign_name(key)], offset, shape)
 
 
 def list_foreign(keys: Iterable[str]) -> list[str]:

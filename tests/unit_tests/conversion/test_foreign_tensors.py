@@ -134,26 +134,145 @@ def test_foreign_tensors_are_reported_without_the_flag(
         assert not FOREIGN.keys() & read_bytes(tmp_path / f"to_hf_{source.name}").keys()
 
 
-def test_foreign_tensors_of_a_rank_file(tmp_path: Path) -> None:
-    """Tensors in the model of Megatron-LM's files can be copied if there is a single rank."""
-    source = random_source(LLAMA_ARGS, optimizer=False)
-    write_huggingface(source, tmp_path / "model")
-    for tp in (1, 2):
-        legacy = tmp_path / f"tp{tp}"
-        convert("legacy", tmp_path / "model", legacy, "--target-tensor-parallel-size", tp)
-        path = require_checkpoint(legacy).directory / "mp_rank_00" / "model_optim_rng.pt"
-        content = torch.load(path, weights_only=False)
-        content["model"]["vision_model.weight"] = torch.arange(6.0).view(2, 3)
-        torch.save(content, path)
-    convert("torch_dist", tmp_path / "tp1", tmp_path / "dist", "--keep-foreign")
-    found = open_checkpoint(tmp_path / "dist", read_options=ReadOptions(keep_foreign=True))
-    value = found.read("foreign.vision_model.weight", (0, 0), (2, 3))
-    assert torch.equal(value, torch.arange(6.0).view(2, 3))
+def write_rank_files(
+    directory: Path, model: Path, foreign: dict[tuple[int, int], dict[str, torch.Tensor]]
+) -> Path:
+    """Write a legacy checkpoint with TP 2 x PP 2; `foreign` are tensors of rank (tp, pp)."""
+    sizes = ("--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2)
+    convert("legacy", model, directory, *sizes)
+    for (tp, pp), tensors in foreign.items():
+        folder = require_checkpoint(directory).directory / f"mp_rank_{tp:02d}_{pp:03d}"
+        content = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+        content["model"] |= tensors
+        torch.save(content, folder / "model_optim_rng.pt")
+    return directory
 
-    flags = ("--saver", "hf", "--save-dir", tmp_path / "out", "--load-dir", tmp_path / "tp2")
-    refused = run_convert(*flags, "--keep-foreign")
-    assert "how 2 ranks share it is not known" in refused.stderr
-    assert "unused in the source: mp_rank_00: vision_model.weight" in run_convert(*flags).stdout
+
+def read_foreign(directory: Path) -> dict[str, torch.Tensor]:
+    source = open_checkpoint(directory, read_options=ReadOptions(keep_foreign=True))
+    found = {}
+    for key, info in source.tensors.items():
+        if key.startswith("foreign."):
+            zeros = (0,) * len(info.shape)
+            found[key.removeprefix("foreign.")] = source.read(key, zeros, info.shape)
+    return found
+
+
+@pytest.fixture
+def plain_model(tmp_path: Path) -> Path:
+    """Return a Llama model of two layers without other tensors."""
+    write_huggingface(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def test_foreign_tensors_of_ranks_are_joined(plain_model: Path, tmp_path: Path) -> None:
+    """Split over TP along two axes, equal on all ranks, and numbered by stage."""
+    columns = torch.randn(4, 6).bfloat16()
+    rows = torch.arange(10, dtype=torch.int16).view(5, 2)  # uneven
+    buffer = torch.tensor([float("nan"), -0.0])
+    indexer = [torch.randn(8, 3) for _ in range(2)]  # by layer
+    foreign = {}
+    for tp in range(2):
+        for pp in range(2):
+            foreign[tp, pp] = {
+                "decoder.layers.0.indexer.weight": indexer[pp].chunk(2)[tp].clone(),
+                "buffer": buffer,
+            }
+        foreign[tp, 0]["vision.columns"] = columns.chunk(2, 1)[tp].clone()
+        foreign[tp, 0]["vision.rows"] = rows.split([3, 2])[tp].clone()
+    legacy = write_rank_files(tmp_path / "legacy", plain_model, foreign)
+    splits = ("vision.columns=1", "vision.rows=0", "decoder.layers.*.indexer.weight=0")
+    keep = ("--keep-foreign", "--verify-target")
+    convert("torch_dist", legacy, tmp_path / "dist", *keep, "--foreign-split", *splits)
+    expected = {
+        "decoder.layers.0.indexer.weight": indexer[0],
+        "decoder.layers.1.indexer.weight": indexer[1],
+        "buffer": buffer,
+        "vision.columns": columns,
+        "vision.rows": rows,
+    }
+    found = read_foreign(tmp_path / "dist")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+A = torch.arange(6.0).view(2, 3)
+REFUSED = {
+    "unequal": (
+        {(0, 0): {"vision.weight": A}, (1, 0): {"vision.weight": A + 1}},
+        (),
+        "so 2 tensor-parallel ranks split it: give --foreign-split vision.weight=AXIS",
+    ),
+    "missing_rank": (
+        {(0, 0): {"vision.weight": A}},
+        (),
+        "1 of 2 tensor-parallel ranks have vision.weight",
+    ),
+    "unequal_stages": (
+        {(tp, pp): {"vision.weight": A + pp} for tp in range(2) for pp in range(2)},
+        (),
+        "pipeline stages have values of their own",
+    ),
+    "other_shapes": (
+        {(0, 0): {"vision.weight": A}, (1, 0): {"vision.weight": A.t().clone()}},
+        ("--foreign-split", "vision.weight=0"),
+        "cannot be joined along axis 0",
+    ),
+    "axis_too_large": (
+        {(tp, 0): {"vision.weight": A} for tp in range(2)},
+        ("--foreign-split", "vision.weight=2"),
+        "cannot be joined along axis 2",
+    ),
+    "unknown_name": ({}, ("--foreign-split", "vision.*=0"), "no rank has such a tensor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_ranks_that_disagree_are_refused(case: str, plain_model: Path, tmp_path: Path) -> None:
+    foreign, flags, reason = REFUSED[case]
+    legacy = write_rank_files(tmp_path / "legacy", plain_model, foreign)
+    target = ("--saver", "torch_dist", "--save-dir", tmp_path / "out")
+    done = run_convert("--load-dir", legacy, *target, "--keep-foreign", *flags)
+    assert reason in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_expert_parallel_ranks_split_are_refused(tmp_path: Path) -> None:
+    args = LLAMA_ARGS | {"num_experts": 4, "moe_ffn_hidden_size": 24}
+    write_huggingface(random_source(args, optimizer=False), tmp_path / "plain")
+    legacy = tmp_path / "legacy"
+    convert("legacy", tmp_path / "plain", legacy, "--target-expert-model-parallel-size", 2)
+    folders = sorted(require_checkpoint(legacy).directory.glob("mp_rank_*"))
+    assert len(folders) == 2
+    for number, folder in enumerate(folders):
+        content = torch.load(folder / "model_optim_rng.pt", weights_only=False)
+        content["model"]["decoder.layers.1.mlp.experts.scales"] = A + number
+        torch.save(content, folder / "model_optim_rng.pt")
+    target = ("--saver", "torch_dist", "--save-dir", tmp_path / "out")
+    done = run_convert("--load-dir", legacy, *target, "--keep-foreign")
+    assert "decoder.layers.1.mlp.experts.scales of mp_rank_00_000 differs" in done.stderr
+    assert "tensors that expert-parallel ranks split" in done.stderr
+
+
+def test_foreign_tensors_of_ranks_are_reported_without_the_flag(
+    plain_model: Path, tmp_path: Path
+) -> None:
+    legacy = write_rank_files(tmp_path / "legacy", plain_model, {(1, 0): {"vision.weight": A}})
+    said = convert("hf", legacy, tmp_path / "out")
+    assert "unused in the source: mp_rank_01_000: vision.weight" in said
+    needs = run_convert(
+        "--load-dir",
+        legacy,
+        "--saver",
+        "hf",
+        "--save-dir",
+        tmp_path / "b",
+        "--foreign-split",
+        "a=0",
+    )
+    assert "--foreign-split needs --keep-foreign" in needs.stderr
 
 
 def test_selected_layers_with_foreign_tensors_are_refused(model: Path, tmp_path: Path) -> None:
