@@ -1,8 +1,10 @@
 """--save-hf-interval: models next to checkpoints are those that convert.py makes of them."""
 
 import pytest
+import torch
 
 from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.options import WriteOptions
 from tests.support.training_harness import (
     DISTRIBUTED_OPTIMIZER,
     GPT2,
@@ -31,12 +33,12 @@ def read_files(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def check_exports(root, iterations):
+def check_exports(root, iterations, options=None):
     """Each export is, byte by byte, the conversion of the checkpoint of its iteration."""
     assert list_names(root / "hf") == [f"iter_{number:07d}" for number in iterations]
     for number in iterations:
         expected = root / f"converted{number}"
-        convert(root / "run", expected, "hf", step=number)
+        convert(root / "run", expected, "hf", step=number, options=options)
         exported = read_files(root / "hf" / f"iter_{number:07d}")
         assert exported.keys() == read_files(expected).keys()
         for name, content in read_files(expected).items():
@@ -63,6 +65,26 @@ def test_end_of_the_run_is_exported(pool, tmp_path):
     flags = f"{LLAMA} --bf16 --async-save --train-iters 3 --save-hf-keep-last 1"
     launch(pool, LAYOUTS["dp2"], flags, tmp_path)
     check_exports(tmp_path, [3])
+
+
+def test_weights_are_cast(pool, tmp_path):
+    """The shards of an fp32 run are cast one by one."""
+    flags = f"{LLAMA} --async-save --save-hf-dtype bf16"
+    launch(pool, TP2_ZERO, flags, tmp_path)
+    check_exports(tmp_path, [2, 4], WriteOptions(dtype=torch.bfloat16))
+
+
+def test_final_model_is_quantized(pool, tmp_path):
+    flags = f"{LLAMA} --save {tmp_path / 'run'} --save-hf {tmp_path / 'hf'}"
+    run = "--mock-data --train-iters 4 --save-hf-dtype fp8-block"
+    pool.run(train, 2, f"{run} --tensor-model-parallel-size 2 {flags}")
+    convert(
+        tmp_path / "run",
+        tmp_path / "expected",
+        "hf",
+        options=WriteOptions(quantization="fp8-block"),
+    )
+    assert read_files(tmp_path / "hf") == read_files(tmp_path / "expected")
 
 
 def test_local_checkpoints_are_exported_when_they_are_copied(pool, tmp_path):
@@ -99,6 +121,12 @@ def test_full_disk_does_not_fail_the_checkpoint(pool, tmp_path, disk):
             "is the directory of --save",
         ),
         ("--save-hf-keep-last 2", "needs --save-hf-interval"),
+        ("--save-hf-dtype bf16", "--save-hf-dtype bf16 needs --save-hf"),
+        (
+            "--save-hf-interval 2 --save-interval 2 --save x --save-hf y --save-hf-dtype fp8-block",
+            "ranks have parts of blocks",
+        ),
+        ("--bf16 --save-hf y --save-hf-dtype fp16", "which would be rounded twice"),
         (
             "--save-hf-interval 2 --save-interval 2 --save x --save-hf s3://bucket/hf",
             "object storage is for torch_dist checkpoints",

@@ -6,6 +6,7 @@ The plan lets the ranks of a run write the model from the tensors that they save
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,15 +44,20 @@ def plan_export(
     args: Mapping[str, Any],
     trusted: Sequence[Path] = (),
     max_shard_size: int = WriteOptions.max_shard_size,
+    dtype: torch.dtype | None = None,
 ) -> ExportPlan:
     """Return the plan of the Hugging Face model of a run with these arguments.
 
     `args` are those that a checkpoint of the run has. The tokenizer that they name is copied if it
-    is one of the files in `trusted`. Raises ValueError for a model that transformers cannot
-    express.
+    is one of the files in `trusted`. Weights are cast to `dtype`; None keeps theirs. Raises
+    ValueError for a model that transformers cannot express.
     """
     options = WriteOptions(trusted=tuple(trusted), max_shard_size=max_shard_size)
     config = model_config(args, args["model_vocab_size"], "this run")
+    if dtype is not None:
+        is_bf16 = dtype == torch.bfloat16
+        is_fp16 = dtype == torch.float16
+        config = dataclasses.replace(config, bf16=is_bf16, fp16=is_fp16)
     family = choose_family(config, args.get("hf_model_type"))
     fields = family.write_config(config, get_imported_fields(family, args))
     shapes = model_tensors(config)

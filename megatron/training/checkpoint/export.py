@@ -12,8 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from megatron.conversion.choices import DTYPES, QUANTIZATIONS
 from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.formats import is_huggingface
 from megatron.conversion.huggingface.export_plan import plan_export
@@ -94,7 +96,7 @@ def plan_hf_exports(run: Run) -> ExportTarget | None:
     args = read_arguments(get_common_state(run), "this run")
     args["model_vocab_size"] = run.vocab_size
     try:
-        plan = plan_export(args, _list_tokenizer_files(run))
+        plan = plan_export(args, _list_tokenizer_files(run), dtype=_get_export_dtype(run))
     except ValueError as error:
         raise ValueError(f"--save-hf-interval: {error}") from error
     return ExportTarget(plan, Path(config.save_hf), config.save_hf_keep_last)
@@ -106,6 +108,15 @@ def get_due_export(run: Run) -> ExportTarget | None:
     if interval is None or (run.state.iteration % interval and not run.is_complete):
         return None
     return run.hf_exports
+
+
+def _get_export_dtype(run: Run) -> torch.dtype | None:
+    """Return the dtype of weights that are not quantized; None is that of the run."""
+    name = DTYPES.get(run.config.checkpoint.save_hf_dtype or "")
+    if name is None:
+        return None
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _list_tokenizer_files(run: Run) -> tuple[Path, ...]:
@@ -132,7 +143,13 @@ def save_hf(run: Run) -> None:
     # An inference model has no optimizer.
     for key in ("optimizer", "opt_param_scheduler"):
         common.pop(key, None)
-    rewrite = partial(_rewrite_as_hf, WriteOptions(trusted=_list_tokenizer_files(run)))
+    quantization = config.save_hf_dtype if config.save_hf_dtype in QUANTIZATIONS else None
+    options = WriteOptions(
+        trusted=_list_tokenizer_files(run),
+        dtype=_get_export_dtype(run),
+        quantization=quantization,
+    )
+    rewrite = partial(_rewrite_as_hf, options)
     _remove_unfinished(run, directory)
     try:
         weights = run.optimizer.weights(get_model_state(run))

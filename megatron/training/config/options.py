@@ -268,6 +268,11 @@ class CheckpointConfig(FlagSection):
     """
     save_hf_keep_last: int | None = flag(None, positive=True)
     """Keep the last N models of --save-hf-interval and delete older ones. Default: all."""
+    save_hf_dtype: str | None = flag(None, choices=("bf16", "fp16", "fp8-block"))
+    """Data type of the matrices in models of --save-hf, cast from the weights. fp8-block has a
+    scale per block of 128 x 128 and is for the model at the end of the run. Default: that of the
+    weights.
+    """
     save_tokenizer_assets: bool = flag(
         True, "--no-save-tokenizer-assets", "--disable-save-tokenizer-assets"
     )

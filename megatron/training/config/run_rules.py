@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from megatron.conversion.choices import DTYPES
 from megatron.core.optimizer import UPDATE_RULES
 from megatron.core.pipeline_parallel import check_group_size, count_mtp_layers, groups_fit
 from megatron.training.config.run_config import Config
@@ -322,6 +323,7 @@ def _check_hf_exports(config: Config, world_size: int) -> Iterator[str]:
             "directory"
         )
     interval = checkpoint.save_hf_interval
+    yield from _check_hf_dtype(config)
     if interval is None:
         if checkpoint.save_hf_keep_last is not None:
             yield f"--save-hf-keep-last {checkpoint.save_hf_keep_last} needs --save-hf-interval"
@@ -345,6 +347,27 @@ def _check_hf_exports(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"--save-hf {checkpoint.save_hf} is the directory of --save: with --save-hf-interval "
             "give another one"
+        )
+
+
+def _check_hf_dtype(config: Config) -> Iterator[str]:
+    """Check the data type of models in Hugging Face format."""
+    dtype = config.checkpoint.save_hf_dtype
+    if dtype is None:
+        return
+    if config.checkpoint.save_hf is None:
+        yield f"--save-hf-dtype {dtype} needs --save-hf"
+    weights = config.model.params_dtype
+    if dtype == "fp8-block":
+        if config.checkpoint.save_hf_interval is not None:
+            yield (
+                "--save-hf-dtype fp8-block with --save-hf-interval is not supported: ranks have "
+                "parts of blocks; convert checkpoints with convert.py --quantize fp8-block"
+            )
+    elif weights not in (torch.float32, getattr(torch, DTYPES[dtype])):
+        yield (
+            f"--save-hf-dtype {dtype} with weights in {weights}: models are cast from the weights, "
+            f"which would be rounded twice; convert checkpoints with convert.py --dtype {dtype}"
         )
 
 

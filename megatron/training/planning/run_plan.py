@@ -198,7 +198,10 @@ def plan_stages(
 
     export_bytes = 0
     if config.checkpoint.save_hf_interval is not None:
-        export_bytes = num_parameters * config.model.params_dtype.itemsize
+        itemsize = config.model.params_dtype.itemsize
+        if config.checkpoint.save_hf_dtype is not None:
+            itemsize = 2  # with intervals only bf16 and fp16
+        export_bytes = num_parameters * itemsize
 
     # In units of the forward and backward of one chunk.
     num_busy_ticks = num_microbatches * parallel.vpp_size

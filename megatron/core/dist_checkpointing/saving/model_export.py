@@ -57,7 +57,10 @@ class TensorPlace(NamedTuple):
 
 
 class ExportedTensor(NamedTuple):
-    """The places of a global tensor, which together contain every element, of copies repeatedly."""
+    """The places of a global tensor, which together contain every element, of copies repeatedly.
+
+    Elements are cast from the dtype of the checkpoint to `dtype`.
+    """
 
     dtype: torch.dtype
     places: tuple[TensorPlace, ...]
@@ -72,7 +75,7 @@ class ExportFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """All files of an export. Tensors have the dtype that the checkpoint stores."""
+    """All files of an export."""
 
     tensors: Mapping[str, ExportedTensor]
     files: Mapping[str, ExportFile]
@@ -150,7 +153,6 @@ class PendingExport:
                 if kind != 1 or item.key not in self._plan.tensors:
                     continue  # not the raw data of an exported tensor
                 itemsize = item.dtype.itemsize
-                assert item.dtype == self._plan.tensors[item.key].dtype, item
                 assert part.start % itemsize == part.length % itemsize == 0, part
                 staged = slot.tensor[part.at : part.at + part.length].view(item.dtype)
                 for offset, values in split_flat_range(item.shape, part.start // itemsize, staged):
@@ -218,6 +220,7 @@ class PendingExport:
 
     def _write_box(self, key: str, offset: Shape, values: torch.Tensor) -> None:
         """Write a box of the tensor `key` to all places that overlap it."""
+        values = values.to(self._plan.tensors[key].dtype)
         places = self._plan.tensors[key].places
         for number, common in self._plan.tables[key].overlaps(offset, tuple(values.shape)):
             place = places[number]
