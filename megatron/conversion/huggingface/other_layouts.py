@@ -2,7 +2,9 @@
 
 Each has names of its own. Where rotary embeddings rotate neighboring elements (Llama), the rows of
 queries and keys alternate between the two halves of a head, which transformers stores one after the
-other. (Source: the converters of transformers, torchtitan 0.2 and torchtune 0.6.)
+other. Newer torchtitan has other names for q, k, v and the head, and optionally one matrix for q, k
+and v, ordered by query groups. (Source: the converters of transformers, torchtitan's main branch of
+2026 and torchtune 0.6.)
 """
 
 from __future__ import annotations
@@ -17,6 +19,12 @@ import torch
 
 from megatron.conversion.file_names import PARAMS
 from megatron.conversion.huggingface.safetensors_files import Stored
+from megatron.conversion.model_space.pieces import (
+    RowMap,
+    count_stored_rows,
+    map_separate_qkv,
+    read_stored_rows,
+)
 from megatron.conversion.model_space.source import Shape
 from megatron.core.dist_checkpointing import CheckpointError, Reader
 from megatron.core.dist_checkpointing.format import schema
@@ -43,7 +51,10 @@ _OUTSIDE = {
     "norm.weight": "model.norm.weight",
     "norm.scale": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "lm_head.weight": "lm_head.weight",
 }
+_QKV_MODULE = "attention.qkv_linear."  # of newer torchtitan, around the projections
+_FUSED = re.compile(r"(layers\.\d+\.)attention\.qkv_linear\.wqkv\.(weight|bias)")
 _FREQUENCIES = ("rope.freqs", "freqs_cis", "rope.cache")  # computed, not trained
 _NUMBERED = re.compile(r"layers\.(\d+)\.(.+)")
 _ROTATED = (".q_proj.", ".k_proj.")
@@ -150,7 +161,7 @@ def use_transformers_layout(
     groups = config.get("num_key_value_heads") or heads
     is_interleaved = config.get("model_type") in _INTERLEAVED
     result = {}
-    for name, stored in files.items():
+    for name, stored in _split_fused_qkv(files, heads, groups).items():
         if name in _FREQUENCIES:
             continue
         new_name = _find_name(name)
@@ -162,6 +173,46 @@ def use_transformers_layout(
     return result
 
 
+def _split_fused_qkv(files: Mapping[str, Stored], heads: Any, groups: Any) -> dict[str, Stored]:
+    """Return `files` with queries, keys and values of their own instead of fused ones.
+
+    For each query group, a fused matrix has the rows of its queries, its key and its value.
+    """
+    result = {}
+    for name, stored in files.items():
+        match = _FUSED.fullmatch(name)
+        if match is None:
+            result[name] = stored
+            continue
+        rows = stored.shape[0] if stored.shape else 0
+        is_known = type(heads) is int and type(groups) is int and heads > 0 and groups > 0
+        if not is_known or heads % groups or rows == 0 or rows % (heads + 2 * groups):
+            raise CheckpointError(
+                f"{name} has {rows} rows, which are not {heads} heads and {groups} query groups"
+            )
+        row_map = map_separate_qkv(heads, groups, rows // (heads + 2 * groups))
+        layer, kind = match.groups()
+        counts = count_stored_rows(row_map)
+        for number, projection in enumerate(("wq", "wk", "wv")):
+            shape = (counts[number], *stored.shape[1:])
+            read = partial(_read_projection, stored, row_map, number)
+            result[f"{layer}attention.{projection}.{kind}"] = Stored(shape, stored.dtype, read)
+    return result
+
+
+def _read_projection(
+    fused: Stored, row_map: RowMap, number: int, offset: Shape, shape: Shape
+) -> torch.Tensor:
+    """Return a box of queries, keys or values (0, 1, 2) from a fused matrix."""
+
+    def read_rows(first: int, count: int) -> torch.Tensor:
+        return fused.read((first, *offset[1:]), (count, *shape[1:]))
+
+    result = torch.empty(shape, dtype=fused.dtype)
+    read_stored_rows(row_map, number, offset[0], result, read_rows)
+    return result
+
+
 def _find_name(name: str) -> str:
     """Return the name in transformers; an unknown name is returned as it is."""
     if name in _OUTSIDE:
@@ -169,6 +220,7 @@ def _find_name(name: str) -> str:
     match = _NUMBERED.fullmatch(name)
     if match is not None:
         layer, rest = match.groups()
+        rest = rest.replace(_QKV_MODULE, "attention.")
         for new, olds in _LAYER.items():
             for old in olds:
                 if rest == old or (old.endswith(".") and rest.startswith(old)):

@@ -29,7 +29,7 @@ from megatron.conversion.huggingface.safetensors_files import (
     open_safetensors,
 )
 from megatron.conversion.huggingface.stored_parameters import StoredParameter
-from megatron.conversion.model_space.pieces import cut_runs, pack_rows, run_jobs
+from megatron.conversion.model_space.pieces import cut_runs, pack_rows, read_stored_rows, run_jobs
 from megatron.conversion.model_space.source import (
     Progress,
     Shape,
@@ -300,20 +300,13 @@ class OutgoingQuantized:
         """Return rows of stored matrix `number`: [count, columns]."""
         columns = self.part.shape[-1]
         lead = self.part.lead
-        dtype = self.source.tensors[self.key].dtype
-        result = torch.empty(count, columns, dtype=dtype)
-        model_row = 0  # first row of the run in the model
-        for run in self.part.row_map:
-            # Members of the run with stored rows in [first, first + count).
-            start = max(0, -((run.start - first) // run.step))
-            stop = min(run.rows, -((run.start - first - count) // run.step))
-            if run.source == number and start < stop:
-                offset = (*lead, model_row + start, 0)
-                shape = (*(1,) * len(lead), stop - start, columns)
-                place = run.start + start * run.step - first
-                rows = self.source.read(self.key, offset, shape).view(stop - start, columns)
-                result[place : place + (stop - start) * run.step : run.step] = rows
-            model_row += run.rows
+
+        def read_rows(first: int, count: int) -> torch.Tensor:
+            shape = (*(1,) * len(lead), count, columns)
+            return self.source.read(self.key, (*lead, first, 0), shape).view(count, columns)
+
+        result = torch.empty(count, columns, dtype=self.source.tensors[self.key].dtype)
+        read_stored_rows(self.part.row_map, number, first, result, read_rows)
         return result
 
 

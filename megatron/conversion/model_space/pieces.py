@@ -178,6 +178,30 @@ def pack_rows(row_map: RowMap, source: int, model: torch.Tensor) -> torch.Tensor
     return stored
 
 
+def read_stored_rows(
+    row_map: RowMap,
+    number: int,
+    first: int,
+    result: torch.Tensor,
+    read_rows: Callable[[int, int], torch.Tensor],
+) -> None:
+    """Fill `result` with the rows of stored tensor `number` from row `first` on.
+
+    `read_rows(first, count)` returns rows of the model.
+    """
+    count = result.shape[0]
+    model_row = 0  # first row of the run in the model
+    for run in row_map:
+        # Members of the run with stored rows in [first, first + count).
+        start = max(0, -((run.start - first) // run.step))
+        stop = min(run.rows, -((run.start - first - count) // run.step))
+        if run.source == number and start < stop:
+            place = run.start + start * run.step - first
+            end = place + (stop - start) * run.step
+            result[place : end : run.step] = read_rows(model_row + start, stop - start)
+        model_row += run.rows
+
+
 def is_bitwise_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether tensors are equal bitwise, including the sign of zeros and bits of NaNs."""
     return torch.equal(_view_as_bytes(first), _view_as_bytes(second))

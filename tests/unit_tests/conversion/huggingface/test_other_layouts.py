@@ -25,6 +25,10 @@ TITAN = {
     "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "mlp": "feed_forward", "gate_proj": "w1",
     "down_proj": "w2", "up_proj": "w3",
 }  # fmt: skip
+NEW_TITAN = TITAN | {
+    "lm_head": "lm_head", "q_proj": "qkv_linear.wq", "k_proj": "qkv_linear.wk",
+    "v_proj": "qkv_linear.wv",
+}  # fmt: skip
 TUNE = {
     "model.embed_tokens": "tok_embeddings", "model.norm.weight": "norm.scale", "lm_head": "output",
     "model.layers": "layers", "input_layernorm.weight": "sa_norm.scale",
@@ -71,6 +75,8 @@ def assert_equals_golden(directory, model):
     [
         ("llama", TITAN, ""),
         ("llama", TITAN, "model."),
+        ("llama", NEW_TITAN, ""),
+        ("qwen2", NEW_TITAN, ""),
         ("llama", TUNE, ""),
         ("qwen2", TITAN, ""),
         ("qwen2", TUNE, ""),
@@ -85,6 +91,27 @@ def test_dcp_directory_with_config(tmp_path, model, names, prefix):
     shutil.copyfile(GOLDEN / "hf" / model / "config.json", tmp_path / "step-5/config.json")
     assert_equals_golden(tmp_path / "step-5", model)
     convert(tmp_path / "step-5", tmp_path / "ours", "torch_dist", verify=True)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_fused_queries_keys_and_values_of_torchtitan(tmp_path, model):
+    """For each query group: its queries, its key, its value."""
+    config, weights = load_golden(model, NEW_TITAN)
+    heads = config["num_attention_heads"]
+    groups = config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    state = {name: value for name, value in weights.items() if "qkv_linear" not in name}
+    for name, queries in weights.items():
+        if ".wq." not in name:
+            continue
+        rest = queries.shape[1:]
+        parts = [queries.view(groups, heads // groups, head_dim, *rest)]
+        for other in (".wk.", ".wv."):
+            parts.append(weights[name.replace(".wq.", other)].view(groups, 1, head_dim, *rest))
+        state[name.replace(".wq.", ".wqkv.")] = torch.cat(parts, 1).reshape(-1, *rest)
+    dcp.save(state, checkpoint_id=tmp_path / "step-5")
+    shutil.copyfile(GOLDEN / "hf" / model / "config.json", tmp_path / "step-5/config.json")
+    assert_equals_golden(tmp_path / "step-5", model)
 
 
 def test_dcp_directory_without_config_names_it(tmp_path):
