@@ -38,6 +38,7 @@ def test_layers_break_only_at_linear_layers(tmp_path):
     result = run_code(
         CODE,
         FAKE_CUDA_NUMERICS="0",
+        FAKE_NCCL_DIR=str(tmp_path),
         LD_LIBRARY_PATH=libraries,
         TRITON_LIBCUDA_PATH=libraries,
         TRITON_CACHE_DIR=str(tmp_path / "triton"),
