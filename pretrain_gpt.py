@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.core.datasets import FillInTheMiddle, build_datasets
 from megatron.core.models import ChunkSpec, GPTModel, TokenLosses
 from megatron.core.module import MegatronModule
+from megatron.core.terminal import print_text
 from megatron.core.transformer.placement import ContextParallel
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import (
@@ -96,7 +97,7 @@ def main() -> None:
     # A dry run starts no process group, so it comes before anything else.
     if "--dry-run" in sys.argv:
         with errors_explained_once(status=2):
-            print(dry_run(sys.argv[1:], model_provider))
+            print_text(dry_run(sys.argv[1:], model_provider))
         return
     argv = sys.argv[1:]
     with errors_explained_once(), failed_launch_recorded(find_run_directory(argv), sys.argv):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -109,11 +110,16 @@ class ProgressBar:
             self._overwrite_line(str(self))
         elif now - self._last_line >= LINE_INTERVAL:
             self._last_line = now
-            print(self, file=self._file, flush=True)
+            self._print(f"{self}\n")
 
     def _overwrite_line(self, text: str) -> None:
-        print("\r" + text.ljust(self._line_length), end="", file=self._file, flush=True)
+        self._print("\r" + text.ljust(self._line_length))
         self._line_length = len(text)
+
+    def _print(self, text: str) -> None:
+        # An operation does not fail because its progress cannot be shown.
+        with contextlib.suppress(OSError):
+            print(text, end="", file=self._file, flush=True)
 
     def _print_until_end(self) -> None:
         while not self._ended.wait(REDRAW_INTERVAL):
@@ -130,4 +136,4 @@ class ProgressBar:
             self._thread.join()
         if self._line_length:  # leave an empty line for the next output
             self._overwrite_line("")
-            print("\r", end="", file=self._file, flush=True)
+            self._print("\r")

@@ -1,12 +1,13 @@
 """Output of all programs. Text from files cannot control the terminal, or forge another line.
 
 Everything is printed via these functions; `tests/unit_tests/tools/test_terminal_output.py` checks
-that.
+that. If the reader of a pipe has gone (`| head`), the rest of the output is dropped.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any, TextIO
 
@@ -34,17 +35,17 @@ def format_error(error: BaseException) -> str:
 
 def print_line(text: str = "", *, file: TextIO | None = None) -> None:
     """Print one line. Line breaks in `text` are escaped like other control characters."""
-    print(escape_control_chars(text), file=file, flush=file is not None)
+    _write(escape_control_chars(text), file)
 
 
 def print_text(text: str, *, file: TextIO | None = None) -> None:
     """Print text of several lines, at once."""
-    print(escape_lines(text), file=file, flush=True)
+    _write(escape_lines(text), file)
 
 
 def print_json(value: Any, indent: int | None = None) -> None:
     """Print JSON, in which everything but ASCII is escaped."""
-    print(json.dumps(value, indent=indent, default=str))
+    _write(json.dumps(value, indent=indent, default=str), None)
 
 
 def print_error(error: BaseException | str) -> None:
@@ -52,3 +53,29 @@ def print_error(error: BaseException | str) -> None:
     message = format_error(error) if isinstance(error, BaseException) else error
     for line in f"error: {message}".split("\n"):
         print_line(line, file=sys.stderr)
+
+
+def drop_unwritable_output() -> None:
+    """Discard buffered standard output that cannot be written.
+
+    Python would write it again when the program ends, and change the exit code.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _discard(sys.stdout)
+
+
+def _write(text: str, file: TextIO | None) -> None:
+    file = sys.stdout if file is None else file
+    try:
+        print(text, file=file, flush=True)
+    except BrokenPipeError:
+        _discard(file)
+
+
+def _discard(file: TextIO) -> None:
+    """Discard the buffer of `file` and everything that is written to it later."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, file.fileno())
+    os.close(null)

@@ -6,13 +6,16 @@ Every module logs with `logging.getLogger(__name__)`. Infos and warnings are pri
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import logging
+import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
-from megatron.core.terminal import print_text
+from megatron.core.terminal import drop_unwritable_output, print_text
 from megatron.training.reporting.run_record import to_json_value
 
 logger = logging.getLogger(__name__)
@@ -38,18 +41,36 @@ def report_line(line: str, **fields: Any) -> None:
 
 
 class _Printer(logging.Handler):
-    """Handler that prints to the standard output of the moment, which tests replace."""
+    """Handler that prints to the standard output of the moment, which tests replace.
+
+    A run does not end because its log cannot be written, e.g. to a full disk.
+    """
 
     def __init__(self, rank: int, format_record: Callable[[logging.LogRecord], str]) -> None:
         super().__init__()
         self._rank = rank
         self._format_record = format_record
+        self._has_failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
         # An error may concern one rank only, which then is the only one that can report it.
         is_for_all = record.levelno >= logging.ERROR or vars(record).get("every_rank")
         if self._rank == 0 or is_for_all:
-            print_text(self._format_record(record))
+            try:
+                print_text(self._format_record(record))
+            except OSError as error:
+                self._report_failure(error)
+
+    def _report_failure(self, error: OSError) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
+        atexit.register(drop_unwritable_output)
+        with contextlib.suppress(OSError):
+            print_text(
+                f"WARNING: messages are lost: the output cannot be written ({error})",
+                file=sys.stderr,
+            )
 
 
 def _format_text(record: logging.LogRecord) -> str:
