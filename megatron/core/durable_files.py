@@ -18,6 +18,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from megatron.core.progress import format_size
+
 DISCARDED = ".discarded-"  # prefix of a directory that is being removed
 REPLACED = ".replaced-"  # prefix of a directory between the two renames of `put_in_place`
 
@@ -212,7 +214,7 @@ def check_free_space(directory: Path, needed: int) -> None:
     free = usage.f_bavail * usage.f_frsize
     if usage.f_blocks and free < needed:
         reason = (
-            f"No space left: the checkpoint needs {needed / 1e9:.2f} GB, {free / 1e9:.2f} GB are "
+            f"No space left: the checkpoint needs {format_size(needed)}, {format_size(free)} are "
             "free"
         )
         raise OSError(errno.ENOSPC, reason, str(directory))

@@ -86,8 +86,8 @@ def test_full_disk_fails_the_save_only(launcher, disk, straight, mode):
     job = run_without_its_last_save(launcher, 1, flags(disk.path, more=mode))
     assert job.iterations()[-1] == 6, "training goes on"
     failure = (
-        r"WARNING: \S*iter_000000[46] was not saved: .*the checkpoint needs [\d.]+ GB, "
-        r"[\d.]+ GB are free.*newest"
+        r"WARNING: \S*iter_000000[46] was not saved: .*the checkpoint needs [\d.]+ [kMG]?B, "
+        r"[\d.]+ [kMG]?B are free.*newest"
     )
     assert len(re.findall(failure, job.output())) == 2 and job.saved() == [2]
     assert_whole(disk.path, straight, 2)

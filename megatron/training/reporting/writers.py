@@ -5,9 +5,10 @@ Used on rank 0 only.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from megatron.core.transformer.moe.router import LOAD
 from megatron.training.config.options import LoggingConfig
 from megatron.training.reporting.intervals import Interval, Iteration
 from megatron.training.reporting.run_record import RunRecord
+
+logger = logging.getLogger(__name__)
 
 
 class Writer(Protocol):
@@ -31,12 +34,21 @@ class Writer(Protocol):
 
 
 def make_writers(config: LoggingConfig, save: str | None, args: dict[str, Any]) -> list[Writer]:
-    """Return the writers that `config` requests."""
+    """Return the writers that `config` requests.
+
+    Raises ValueError if a destination cannot be created.
+    """
     writers: list[Writer] = []
     if config.tensorboard_dir is not None:
-        writers.append(TensorBoardWriter(config, args))
+        try:
+            tensorboard = TensorBoardWriter(config, args)
+        except OSError as error:
+            raise ValueError(
+                f"--tensorboard-dir {config.tensorboard_dir} cannot be written: {error}"
+            ) from error
+        writers.append(FaultTolerantWriter(tensorboard, "TensorBoard"))
     if config.wandb_project is not None:
-        writers.append(WandbWriter(config, save, args))
+        writers.append(FaultTolerantWriter(WandbWriter(config, save, args), "Weights & Biases"))
     return writers
 
 
@@ -142,6 +154,38 @@ class RecordWriter:
 
     def close(self) -> None:
         pass  # every line is written at once
+
+
+class FaultTolerantWriter:
+    """Passes metrics to another writer until that fails.
+
+    The metrics of a run are worth less than the run, which continues without them. Libraries raise
+    errors of any kind, e.g. if a disk is full or a connection is lost.
+    """
+
+    def __init__(self, writer: Writer, name: str) -> None:
+        self._writer: Writer | None = writer
+        self._name = name
+
+    def interval(self, interval: Interval) -> None:
+        self._write(lambda writer: writer.interval(interval))
+
+    def scalars(self, values: dict[str, float], iteration: int, samples: int | None = None) -> None:
+        self._write(lambda writer: writer.scalars(values, iteration, samples))
+
+    def close(self) -> None:
+        self._write(lambda writer: writer.close())
+
+    def _write(self, write: Callable[[Writer], None]) -> None:
+        if self._writer is None:
+            return
+        try:
+            write(self._writer)
+        except Exception as error:
+            self._writer = None
+            logger.warning(
+                f"no more metrics are written to {self._name}: {type(error).__name__}: {error}"
+            )
 
 
 class TensorBoardWriter:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -165,6 +166,28 @@ def test_tensorboard(pool, tmp_path):
         "iteration-time",
         "throughput",
     } <= tags
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_failing_writer_is_dropped_with_one_warning(pool, tmp_path, caplog):
+    (interval,) = pool.run(interval_of, 1, [(1, 2.0, False)])
+    directory = tmp_path / "tensorboard"
+    (writer,) = make_writers(LoggingConfig(tensorboard_dir=str(directory)), None, {})
+    shutil.rmtree(directory)
+    for _ in range(20):  # a thread of TensorBoard reports its error with a later call
+        writer.interval(interval)
+        writer.scalars({"a": 1.0}, 1)
+    writer.close()
+    (warning,) = [record for record in caplog.records if record.name.startswith("megatron")]
+    assert warning.getMessage().startswith("no more metrics are written to TensorBoard: ")
+
+
+def test_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        ValueError, match=r"--tensorboard-dir .*/file/tensorboard cannot be written"
+    ):
+        make_writers(LoggingConfig(tensorboard_dir=str(tmp_path / "file/tensorboard")), None, {})
 
 
 def test_no_writers_by_default():
