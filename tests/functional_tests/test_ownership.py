@@ -145,6 +145,22 @@ def test_second_start_continues_the_branch_that_its_flags_began(launcher, tmp_pa
     assert fifth.resumed_at() == 7 and tracker(run) == 9
 
 
+def test_edited_tracker_is_followed_with_a_warning(launcher, tmp_path):
+    flags = (
+        f"{FLAGS} --save {tmp_path} --load {tmp_path} --save-interval 2 --lr-decay-iters 10 "
+        "--lr-warmup-iters 0"
+    )
+    launcher.run(1, f"{flags} --train-iters 8")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    second = launcher.run(1, f"{flags} --train-iters 6")
+    assert second.resumed_at() == 4
+    assert "although iter_0000006, iter_0000008 are newer" in second.output()
+    # The last one is of an abandoned branch now, and not newer than the run.
+    third = launcher.run(1, f"{flags} --train-iters 7")
+    assert third.resumed_at() == 6 and "are newer" not in third.output()
+    assert checkpoints(tmp_path) == [2, 4, 6, 7, 8]
+
+
 @pytest.mark.parametrize("load", ["", "--load {other} --finetune"])
 def test_another_run_is_replaced_only_on_request(launcher, tmp_path, load):
     run = tmp_path / "run"

@@ -271,6 +271,7 @@ class _Chooser:
         if found is not None:
             if found.note is not None:
                 logger.warning(found.note)
+            _warn_of_newer(found)
             return _Choice(found, extends_branch=True)
         # The first start of the run: --pretrained-checkpoint, or random weights.
         named, weights_only = self._find_first()
@@ -318,7 +319,7 @@ class _Chooser:
         return None, False
 
     def _warn_of_return(self, named: CheckpointRef) -> None:
-        later = _list_later(named.directory.parent, read_lineage(named.directory).iteration)
+        later = _name_later(named.directory.parent, read_lineage(named.directory).iteration)
         if later:
             logger.warning(
                 f"returning to {named.directory} (--ckpt-step): {later} are left in place until "
@@ -333,7 +334,7 @@ class _Chooser:
             f"--save {self._save} contains {saved.directory.name} of a run that this one, which "
             f"starts from {source}, does not continue. The tracker would return to an earlier "
             f"iteration, and checkpoints of the same number would be replaced "
-            f"({_list_later(self._save, first)})"
+            f"({_name_later(self._save, first)})"
         )
         if not self._config.override_existing_run:
             raise ValueError(
@@ -348,17 +349,42 @@ def _order(found: CheckpointRef) -> tuple[int, int]:
     return lineage.generation, lineage.iteration
 
 
+def _warn_of_newer(named: CheckpointRef) -> None:
+    """Warn if the tracker names `named` although newer checkpoints exist: it has been edited."""
+    root = named.directory.parent
+    checkpoints = CheckpointDirectory(root)
+    newer = []
+    for iteration in _list_later(root, read_lineage(named.directory).iteration):
+        path = checkpoints.path(iteration)
+        # Those of an abandoned branch are older: this run has returned before.
+        if _order(CheckpointRef(path, named.format)) > _order(named):
+            newer.append(path.name)
+    if newer:
+        logger.warning(
+            f"continuing from {named.directory}, which the tracker names, although "
+            f"{_abbreviate(newer)} are newer: they are left in place until this run saves the same "
+            "iterations; then they are replaced"
+        )
+
+
 def _describe(found: CheckpointRef | LocalCheckpointInfo) -> str:
     if isinstance(found, LocalCheckpointInfo):
         return f"{found.name} on the disks of the nodes"
     return str(found.directory)
 
 
-def _list_later(root: Path, iteration: int) -> str:
+def _list_later(root: Path, iteration: int) -> list[int]:
+    """Return the iterations of the checkpoints in `root` above `iteration`."""
+    return [number for number in CheckpointDirectory(root).list_iterations() if number > iteration]
+
+
+def _name_later(root: Path, iteration: int) -> str:
     """Return the names of the checkpoints in `root` above `iteration`, abbreviated."""
     checkpoints = CheckpointDirectory(root)
-    later = [number for number in checkpoints.list_iterations() if number > iteration]
-    names = [checkpoints.path(number).name for number in later]
+    return _abbreviate([checkpoints.path(number).name for number in _list_later(root, iteration)])
+
+
+def _abbreviate(names: list[str]) -> str:
     text = ", ".join(names[:_SHOWN])
     if len(names) > _SHOWN:
         text += f" and {len(names) - _SHOWN} more"
