@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron.conversion.huggingface.config_fields import ConfigFields, Json
-from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, unsupported
+from megatron.conversion.huggingface.config_fields import HARMLESS, ConfigFields, Json
+from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, format_layers, unsupported
 from megatron.conversion.huggingface.stored_parameters import CODEGEN_BLOCKS
 from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import COUNT, boolean, number
+from megatron.core.dist_checkpointing.format.schema import COUNT, boolean, number, optional, record
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -79,7 +79,11 @@ QUERY_SCALAR = Rule({"query_pre_attn_scalar": number(1)}, _read_query_scalar, _w
 
 
 def _read_attention_multiplier(found: ConfigFields, args: Json) -> Json:
-    return {"softmax_scale": found.first("attention_multiplier")}
+    factor = found.first("attention_multiplier")
+    if factor is None:
+        head_dim = args.get("kv_channels") or args["hidden_size"] // args["num_attention_heads"]
+        factor = head_dim**-0.5
+    return {"softmax_scale": factor}
 
 
 def _write_attention_multiplier(config: TransformerConfig) -> Json:
@@ -454,3 +458,76 @@ def hybrid_windows(always: bool) -> Rule:
 
     fields = {"sliding_window": COUNT, "sliding_window_pattern": schema.anything}
     return Rule(_LAYER_TYPES | fields, read, write)
+
+
+# Granite 4: attention or state space layers, under their names in transformers 4.x or 5.x.
+
+_ATTENTION_KINDS = ("attention", "full_attention")
+_LAYER_KINDS = ("layer_types", "layers_block_type")
+
+
+def _read_attention_layers(found: ConfigFields, args: Json) -> Json:
+    kinds = found.first(*_LAYER_KINDS)
+    if kinds is None:
+        kinds = ["linear_attention"] * args["num_layers"]
+    others = [layer for layer, kind in enumerate(kinds) if kind not in _ATTENTION_KINDS]
+    if others:
+        raise ValueError(
+            f"config.json: layer_types: layers {format_layers(others)} are "
+            f"{' or '.join(sorted({kinds[layer] for layer in others}))} layers, which are not "
+            "supported, only attention is"
+        )
+    return {}
+
+
+def _write_attention_layers(config: TransformerConfig) -> Json:
+    # The name in transformers 4.x, which 5.x knows as well. It checks sizes of state space layers
+    # even if there are none, and one head fits any width.
+    return {"layer_types": [_ATTENTION_KINDS[0]] * config.num_layers, "mamba_n_heads": 1}
+
+
+ATTENTION_LAYERS = Rule(
+    dict.fromkeys(_LAYER_KINDS, _LAYER_TYPES["layer_types"]) | {"mamba_n_heads": COUNT},
+    _read_attention_layers,
+    _write_attention_layers,
+)
+
+
+# Attention of MPT, which config.json describes in a dictionary.
+
+# The only values that transformers computes.
+_MPT_CONSTANTS = {
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "attn_type": "multihead_attention",
+    "attn_uses_sequence_id": False,
+    "clip_qkv": None,
+    "prefix_lm": False,
+    "qk_ln": False,
+}
+_MPT_FIELDS = record(
+    {"attn_pdrop?": optional(number(0, 1)), "softmax_scale?": optional(number(1e-9))}
+)
+_MPT_NAMES = {"attn_pdrop", "softmax_scale", *_MPT_CONSTANTS}
+# The choice of a kernel, and fields that transformers adds to every configuration.
+_MPT_HARMLESS = {"attn_impl", "dtype", "is_encoder_decoder", *HARMLESS.split()}
+
+
+def _read_mpt_attention(found: ConfigFields, args: Json) -> Json:
+    stated = found.stated.get("attn_config") or {}
+    for name, value in stated.items():
+        if name not in _MPT_NAMES | _MPT_HARMLESS and value is not None:
+            raise unsupported(f"attn_config.{name}", value, f"{', '.join(sorted(_MPT_NAMES))} are")
+        if name in _MPT_CONSTANTS and value != _MPT_CONSTANTS[name]:
+            raise unsupported(f"attn_config.{name}", value, f"{_MPT_CONSTANTS[name]} is")
+    return {
+        "attention_dropout": float(stated.get("attn_pdrop") or 0.0),
+        "softmax_scale": stated.get("softmax_scale"),
+    }
+
+
+def _write_mpt_attention(config: TransformerConfig) -> Json:
+    return {"attn_config": {"alibi": True, "softmax_scale": config.score_scale}}
+
+
+MPT_ATTENTION = Rule({"attn_config": _MPT_FIELDS}, _read_mpt_attention, _write_mpt_attention)

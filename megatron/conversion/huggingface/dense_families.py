@@ -11,6 +11,7 @@ from megatron.conversion.huggingface.attention_rules import (
     FALCON_LAYERS,
     FULL_ATTENTION,
     LISTED_WINDOWS,
+    MPT_ATTENTION,
     MULTI_QUERY,
     NO_ROPE_LAYERS,
     QUERY_SCALAR,
@@ -32,10 +33,18 @@ from megatron.conversion.huggingface.common_rules import (
     layer_norm,
 )
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.rope_rules import GPTJ_ROPE, MINISTRAL3_ROPE, rope, two_ropes
+from megatron.conversion.huggingface.rope_rules import (
+    GPTJ_ROPE,
+    LAYER_BASES,
+    MINISTRAL3_ROPE,
+    rope,
+    two_ropes,
+)
 from megatron.conversion.huggingface.rules import (
     ATTENTION,
+    COMMON_BIASES,
     MLP,
+    POST_NORM,
     QKV,
     Rule,
     always,
@@ -55,6 +64,28 @@ LLAMA = Family(
     "LlamaForCausalLM",
     rows.LLAMA_ROWS,
     (*LLAMA_RULES, heads(), biases(attention_bias=ATTENTION, mlp_bias=MLP), FULL_ATTENTION),
+)
+INTERNLM3 = Family(
+    "internlm3",
+    "LlamaForCausalLM",
+    rows.LLAMA_ROWS,
+    (*LLAMA_RULES, heads(), COMMON_BIASES, FULL_ATTENTION),
+    other_architectures=("InternLM3ForCausalLM",),
+)
+IQUESTCODER = Family(
+    "iquestcoder",
+    "LlamaForCausalLM",
+    rows.LLAMA_ROWS,
+    (
+        *LLAMA_RULES,
+        heads(),
+        biases(attention_bias=ATTENTION, mlp_bias=MLP),
+        FULL_ATTENTION,
+        fixed("clip_qkv", None),
+        fixed("use_sliding_window", False),
+    ),
+    harmless="sliding_window max_window_layers",
+    other_architectures=("IQuestCoderForCausalLM",),
 )
 MISTRAL = Family(
     "mistral",
@@ -114,20 +145,51 @@ EXAONE4 = Family(
         hybrid_windows(always=False),
     ),
 )
-GRANITE_RULES = (
-    *LLAMA_RULES,
-    heads(always_written=False),
+_MULTIPLIERS = (
     copied("embedding_multiplier", "embedding_multiplier"),
     copied("residual_multiplier", "residual_multiplier"),
-    copied("logits_scaling", "logits_scaling"),
     ATTENTION_MULTIPLIER,
-    FULL_ATTENTION,
+)
+GRANITE_MODEL = (
+    *GATED_RULES,
+    *RMS_NORM,
+    heads(always_written=False),
+    *_MULTIPLIERS,
+    copied("logits_scaling", "logits_scaling"),
+)
+GRANITE_RULES = (*GRANITE_MODEL, rope(), FULL_ATTENTION)
+# A window in all layers but every fourth, starting with the first; sinks, and bases by layer.
+GRANITE_SWA_RULES = (
+    *GRANITE_MODEL,
+    alternating_windows(4, full_first=True),
+    LAYER_BASES,
+    implied(softmax_type="learnable"),
 )
 GRANITE = Family(
     "granite",
     "GraniteForCausalLM",
     rows.LLAMA_ROWS,
     (*GRANITE_RULES, biases(attention_bias=ATTENTION, mlp_bias=MLP)),
+)
+GRANITE_SWA = Family(
+    "granite_swa",
+    "GraniteSWAForCausalLM",
+    rows.GRANITE_SWA_ROWS,
+    (*GRANITE_SWA_RULES, biases(attention_bias=ATTENTION, mlp_bias=MLP)),
+)
+HYPERCLOVAX = Family(
+    "hyperclovax",
+    "HyperCLOVAXForCausalLM",
+    rows.HYPERCLOVAX_ROWS,
+    (
+        *LLAMA_RULES,
+        heads(),
+        *_MULTIPLIERS,
+        reciprocal("logits_scaling", "logits_scaling"),
+        biases(attention_bias=ATTENTION, mlp_bias=MLP),
+        POST_NORM,
+        FULL_ATTENTION,
+    ),
 )
 SEED_OSS = Family(
     "seed_oss",
@@ -615,4 +677,33 @@ BLOOM = Family(
         slow_but_exact offset_alibi attention_softmax_in_fp32 masked_softmax_fusion
         bias_dropout_fusion skip_bias_add skip_bias_add_qkv""",
     layers="transformer.h.",
+)
+MPT = Family(
+    "mpt",
+    "MptForCausalLM",
+    rows.MPT_ROWS,
+    (
+        copied("num_layers", "n_layers", "num_hidden_layers", required=True),
+        copied("hidden_size", "d_model", "hidden_size", required=True),
+        copied("num_attention_heads", "n_heads", "num_attention_heads", required=True),
+        copied("max_position_embeddings", "max_seq_len"),
+        *layer_norm("layer_norm_epsilon"),
+        UNTIED,
+        MPT_ATTENTION,
+        feed_forward("n_inner", free=False),
+        dropout("resid_pdrop", "emb_pdrop"),
+        implied(
+            swiglu=False,
+            openai_gelu=False,
+            add_bias_linear=False,
+            group_query_attention=False,
+            position_embedding_type="alibi",
+        ),
+        fixed("expansion_ratio", 4),
+        fixed("no_bias", True),
+        fixed("logit_scale", None),
+    ),
+    # Published models state learned positions, which they do not have next to ALiBi.
+    harmless="learned_pos_emb embedding_fraction norm_type init_device verbose",
+    layers="transformer.blocks.",
 )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from megatron.conversion.huggingface import parameters as rows
 from megatron.conversion.huggingface.attention_rules import (
+    ATTENTION_LAYERS,
     COMMON_WINDOW,
     FULL_ATTENTION,
     NO_GROUPS,
     QWEN3_MOE_WINDOW,
     alternating_windows,
     heads,
+    hybrid_windows,
     qwen_windows,
 )
 from megatron.conversion.huggingface.common_rules import (
@@ -22,7 +24,9 @@ from megatron.conversion.huggingface.common_rules import (
     UNTIED,
 )
 from megatron.conversion.huggingface.dense_families import (
+    GRANITE_MODEL,
     GRANITE_RULES,
+    GRANITE_SWA_RULES,
     OLMO_RULES,
     QWEN2_RULES,
     QWEN3_RULES,
@@ -34,14 +38,20 @@ from megatron.conversion.huggingface.expert_rules import (
     EXPERTS_PER_TOKEN,
     NORMALIZED_SIGMOID,
     NORMALIZED_WEIGHTS,
+    OPTIONAL_EXPERTS,
     PREDICTION_LAYERS,
+    SCALED_WEIGHTS,
+    SHARED_WIDTH,
     SIGMOID_NORMALIZATION,
     SWITCHED_NORMALIZATION,
+    WIDTH_WITHOUT_EXPERTS,
+    counted_shared_experts,
     deepseek_experts,
     listed_expert_layers,
+    normalized_weights,
 )
 from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.rope_rules import rope, two_ropes
+from megatron.conversion.huggingface.rope_rules import SWITCHED_ROPE, rope, two_ropes
 from megatron.conversion.huggingface.rules import (
     ATTENTION,
     QKV,
@@ -100,16 +110,47 @@ QWEN3_MOE = Family(
     rows.QWEN3_ROWS,
     (*QWEN3_RULES, QWEN3_MOE_WINDOW, *_QWEN_EXPERT_RULES),
 )
+_GRANITE_EXPERTS = (
+    biases(attention_bias=ATTENTION),
+    *_experts(("num_local_experts",), "intermediate_size"),
+    NORMALIZED_WEIGHTS,
+)
 GRANITEMOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
     rows.GRANITEMOE_ROWS,
+    (*GRANITE_RULES, *_GRANITE_EXPERTS),
+)
+GRANITEMOESHARED = Family(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    rows.GRANITEMOE_ROWS,
+    (*GRANITE_RULES, *_GRANITE_EXPERTS, SHARED_WIDTH),
+)
+GRANITEMOE_SWA = Family(
+    "granitemoe_swa",
+    "GraniteMoeSWAForCausalLM",
+    rows.GRANITEMOE_SWA_ROWS,
+    (*GRANITE_SWA_RULES, *_GRANITE_EXPERTS, SHARED_WIDTH),
+)
+GRANITEMOEHYBRID = Family(
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    rows.GRANITE_HYBRID_ROWS,
     (
-        *GRANITE_RULES,
+        WIDTH_WITHOUT_EXPERTS,
+        SWITCHED_ROPE,
+        *GRANITE_MODEL,
+        ATTENTION_LAYERS,
+        rope(),
         biases(attention_bias=ATTENTION),
-        *_experts(("num_local_experts",), "intermediate_size"),
-        NORMALIZED_WEIGHTS,
+        OPTIONAL_EXPERTS,
+        AUXILIARY_LOSS,
     ),
+    # State space layers, which are refused, have these fields.
+    harmless="""
+        mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size
+        mamba_conv_bias mamba_proj_bias time_step_limit""",
 )
 OLMOE = Family(
     "olmoe",
@@ -151,19 +192,25 @@ GPT_OSS = Family(
     ),
     harmless="experts_per_token initial_context_length",  # repeat fields that are read
 )
-# Experts of DeepSeek-V3: chosen by sigmoid scores with a bias, in groups, next to shared ones.
-_SIGMOID_EXPERTS = (
+_SHARED_EXPERTS = counted_shared_experts("n_shared_experts")
+_SIGMOID_SCORES = implied(
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_dtype="fp32",
+)
+# Experts of DeepSeek-V3: chosen by sigmoid scores with a bias, in groups.
+_SIGMOID_CHOICE = (
     copied("moe_router_topk", "num_experts_per_tok"),
-    copied("num_experts", "n_routed_experts", "num_local_experts"),
     copied("moe_ffn_hidden_size", "moe_intermediate_size"),
     deepseek_experts(("noaux_tc",), best=2),
     SIGMOID_NORMALIZATION,
     fixed("scoring_func", "sigmoid"),
-    implied(
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_dtype="fp32",
-    ),
+    _SIGMOID_SCORES,
+)
+_SIGMOID_EXPERTS = (
+    *_SIGMOID_CHOICE,
+    copied("num_experts", "n_routed_experts", "num_local_experts"),
+    _SHARED_EXPERTS,
 )
 # Widths that follow from others, layers that predict later tokens (in families whose layers are not
 # known), and options of training.
@@ -196,6 +243,7 @@ DEEPSEEK_V2 = Family(
         copied("num_experts", "n_routed_experts", "num_local_experts"),
         copied("moe_ffn_hidden_size", "moe_intermediate_size"),
         deepseek_experts(("greedy", "group_limited_greedy"), best=1),
+        _SHARED_EXPERTS,
         *always(mlp_bias=False, norm_topk_prob=False),
         fixed("scoring_func", "softmax"),
         implied(
@@ -284,6 +332,66 @@ DOTS1 = Family(
         qwen_windows(switched=False),
     ),
     harmless=_DEEPSEEK_HARMLESS,
+)
+EXAONE_MOE = Family(
+    "exaone_moe",
+    "ExaoneMoeForCausalLM",
+    rows.EXAONE_MOE_ROWS,
+    (
+        *LLAMA_RULES,
+        heads(always_written=False),
+        NO_BIAS,
+        implied(qk_layernorm=True),
+        hybrid_windows(always=False),
+        *_SIGMOID_CHOICE,
+        copied("num_experts", "num_experts", "num_local_experts"),
+        counted_shared_experts("num_shared_experts"),
+        listed_expert_layers(num_dense=None),
+    ),
+    harmless="num_nextn_predict_layers",  # transformers ignores these layers
+)
+HY_V3 = Family(
+    "hy_v3",
+    "HYV3ForCausalLM",
+    rows.HY_V3_ROWS,
+    (
+        *LLAMA_RULES,
+        heads(),
+        NO_BIAS,
+        *always(attention_bias=False, mlp_bias=False),
+        implied(qk_layernorm=True),
+        *_experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
+        NORMALIZED_SIGMOID,
+        _SIGMOID_SCORES,
+        SCALED_WEIGHTS,
+        counted_shared_experts("num_shared_experts"),
+        listed_expert_layers(num_dense=1),
+    ),
+    harmless="enable_moe_fp32_combine num_nextn_predict_layers",
+)
+ARIA_TEXT = Family(
+    "aria_text",
+    "AriaTextForCausalLM",
+    rows.ARIA_ROWS,
+    (
+        *LLAMA_RULES,
+        heads(),
+        NO_BIAS,
+        *always(attention_bias=False, mlp_bias=False),
+        copied("num_experts", "moe_num_experts"),
+        copied("moe_router_topk", "moe_topk"),
+        copied("moe_ffn_hidden_size", "intermediate_size"),
+        counted_shared_experts("moe_num_shared_experts"),
+        normalized_weights("moe_topk"),
+        FULL_ATTENTION,
+    ),
+)
+YOUTU = Family(
+    "youtu",
+    "YoutuForCausalLM",
+    rows.DEEPSEEK_ROWS,
+    (*_LATENT_RULES, *always(rope_interleave=True)),
+    harmless="head_dim qk_head_dim embedding_initializer_range",
 )
 MINIMAX_M2 = Family(
     "minimax_m2",

@@ -34,18 +34,26 @@ AUXILIARY_LOSS = Rule(
 # With one expert per token that weight is 1 for every token, which our router does not support.
 
 
-def _refuse_one_expert(args: Json) -> None:
+_TOPK = "num_experts_per_tok"
+
+
+def _refuse_one_expert(args: Json, field: str = _TOPK) -> None:
     if args["moe_router_topk"] == 1:
         wanted = "2 or more are where the weights of the chosen experts are normalized"
-        raise unsupported("num_experts_per_tok", 1, wanted)
+        raise unsupported(field, 1, wanted)
 
 
-def _read_normalized(found: ConfigFields, args: Json) -> Json:
-    _refuse_one_expert(args)
-    return {"moe_router_pre_softmax": False}
+def normalized_weights(field: str = _TOPK) -> Rule:
+    """Normalize the weights of the chosen experts; `field` is their number."""
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        _refuse_one_expert(args, field)
+        return {"moe_router_pre_softmax": False}
+
+    return Rule({}, read)
 
 
-NORMALIZED_WEIGHTS = Rule({}, _read_normalized)
+NORMALIZED_WEIGHTS = normalized_weights()
 
 
 def _read_normalization(found: ConfigFields, args: Json) -> Json:
@@ -148,20 +156,24 @@ DENSE_PREFIX = Rule({_DENSE_PREFIX: COUNT}, _read_dense_prefix, _write_dense_pre
 _LAYER_KINDS = ("dense", "sparse")
 
 
-def listed_expert_layers(num_dense: int) -> Rule:
-    """Map `mlp_layer_types`; without that field the first `num_dense` layers are dense."""
+def listed_expert_layers(num_dense: int | None) -> Rule:
+    """Map `mlp_layer_types`; without that field the first `num_dense` layers are dense.
+
+    None: `first_k_dense_replace` is that number.
+    """
 
     def read(found: ConfigFields, args: Json) -> Json:
         kinds = found.first("mlp_layer_types")
-        arguments = _make_layer_pattern(min(num_dense, args["num_layers"]), args)
+        prefix = found.first(_DENSE_PREFIX) if num_dense is None else num_dense
+        arguments = _make_layer_pattern(min(prefix or 0, args["num_layers"]), args)
         if kinds is not None:
             if len(kinds) != args["num_layers"] or not set(kinds) <= set(_LAYER_KINDS):
                 wanted = f"{args['num_layers']} layers of {' and '.join(_LAYER_KINDS)} are"
                 raise unsupported("mlp_layer_types", kinds, wanted)
             pattern = [_LAYER_KINDS.index(kind) for kind in kinds]
             arguments = {"moe_layer_freq": 1 if all(pattern) else pattern}
-        # transformers does not read this field.
-        stated = found.stated.get(_DENSE_PREFIX)
+        # Other models of transformers do not read this field.
+        stated = None if num_dense is None else found.stated.get(_DENSE_PREFIX)
         if stated is not None and _make_layer_pattern(stated, args) != arguments:
             raise unsupported(_DENSE_PREFIX, stated, "the number that mlp_layer_types implies is")
         return arguments
@@ -173,20 +185,115 @@ def listed_expert_layers(num_dense: int) -> Rule:
     return Rule({"mlp_layer_types": check, _DENSE_PREFIX: COUNT}, read, write)
 
 
+# Granite: one shared expert; 0 means none.
+
+_SHARED_WIDTH = "shared_intermediate_size"
+_EXPERT_WIDTH = "intermediate_size"
+_NUM_EXPERTS = "num_local_experts"
+
+
+def _read_shared_width(found: ConfigFields, args: Json) -> Json:
+    width = found.first(_SHARED_WIDTH)
+    if width and args["add_bias_linear"]:  # which the rule of biases has read
+        raise unsupported("attention_bias", True, f"False is with {_SHARED_WIDTH} = {width}")
+    return {"moe_shared_expert_intermediate_size": width or None}
+
+
+def _write_shared_width(config: TransformerConfig) -> Json:
+    return {_SHARED_WIDTH: config.moe_shared_expert_intermediate_size or 0}
+
+
+SHARED_WIDTH = Rule(
+    {_SHARED_WIDTH: "moe_shared_expert_intermediate_size"}, _read_shared_width, _write_shared_width
+)
+
+
+# Granite 4 may have no experts: its MLP is the shared expert then.
+
+
+def _read_width_without_experts(found: ConfigFields, args: Json) -> Json:
+    if found.get(_NUM_EXPERTS):
+        return {}
+    return {"ffn_hidden_size": found.first(_SHARED_WIDTH)}
+
+
+WIDTH_WITHOUT_EXPERTS = Rule({_SHARED_WIDTH: "ffn_hidden_size"}, _read_width_without_experts)
+
+
+def _read_optional_experts(found: ConfigFields, args: Json) -> Json:
+    num_experts = found.get(_NUM_EXPERTS)
+    if not num_experts:
+        return {"num_experts": None}
+    topk = found.first("num_experts_per_tok")
+    _refuse_one_expert({"moe_router_topk": topk})
+    return {
+        "num_experts": num_experts,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": found.first(_EXPERT_WIDTH),
+        "moe_router_pre_softmax": False,
+        **_read_shared_width(found, args),
+    }
+
+
+def _write_optional_experts(config: TransformerConfig) -> Json:
+    if not config.has_experts:
+        return {_NUM_EXPERTS: 0, _SHARED_WIDTH: config.ffn_size}
+    return {
+        _NUM_EXPERTS: config.experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        _EXPERT_WIDTH: config.moe_ffn_size,
+        **_write_shared_width(config),
+    }
+
+
+OPTIONAL_EXPERTS = Rule(
+    {_NUM_EXPERTS: "num_experts", "num_experts_per_tok": "moe_router_topk"},
+    _read_optional_experts,
+    _write_optional_experts,
+)
+
+
+def _read_scaled_weights(found: ConfigFields, args: Json) -> Json:
+    return {"moe_router_topk_scaling_factor": float(found.first("router_scaling_factor"))}
+
+
+def _write_scaled_weights(config: TransformerConfig) -> Json:
+    return {"router_scaling_factor": config.topk_scaling_factor}
+
+
+# Factor of the weights of the chosen experts.
+SCALED_WEIGHTS = Rule(
+    {"router_scaling_factor": number(1e-9)}, _read_scaled_weights, _write_scaled_weights
+)
+
+
+def counted_shared_experts(field: str) -> Rule:
+    """Map the number of shared experts, which have the width of a routed one each."""
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        width = (found.get(field) or 0) * args["moe_ffn_hidden_size"]
+        return {"moe_shared_expert_intermediate_size": width}
+
+    def write(config: TransformerConfig) -> Json:
+        width = config.moe_shared_expert_intermediate_size or 0
+        return {field: width // (config.moe_ffn_hidden_size or 1)}
+
+    return Rule({field: COUNT}, read, write)
+
+
 _DEEPSEEK_FIELDS: dict[str, Check | str] = {
     "n_group": COUNT,
     "topk_group": COUNT,
-    "n_shared_experts": COUNT,
     "routed_scaling_factor": number(),
     "topk_method": SHORT_TEXT,
 }
 
 
 def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
-    """Map the groups and shared experts of DeepSeek. Null means none.
+    """Map the groups of experts of DeepSeek. Null means none.
 
-    Groups are ranked by their `best` highest scores, and shared experts have the width of a routed
-    one each. The last of `methods` limits the groups per token; the first is the default.
+    Groups are ranked by their `best` highest scores. The last of `methods` limits the groups per
+    token; the first is the default.
     """
 
     def read(found: ConfigFields, args: Json) -> Json:
@@ -205,15 +312,12 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
             grouping["moe_router_group_topk"] = found.get("topk_group")
             grouping["moe_router_group_score_topk"] = best
 
-        num_shared = found.get("n_shared_experts") or 0
         scaling_factor = found.get("routed_scaling_factor") or 1.0
         return grouping | {
-            "moe_shared_expert_intermediate_size": num_shared * args["moe_ffn_hidden_size"],
             "moe_router_topk_scaling_factor": float(scaling_factor),
         }
 
     def write(config: TransformerConfig) -> Json:
-        shared_width = config.moe_shared_expert_intermediate_size or 0
         # Only the last method limits the groups of experts per token.
         method = methods[0]
         if config.moe_router_num_groups:
@@ -222,7 +326,6 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
             "topk_method": method,
             "n_group": config.moe_router_num_groups or 1,
             "topk_group": config.moe_router_group_topk or 1,
-            "n_shared_experts": shared_width // (config.moe_ffn_hidden_size or 1),
             "routed_scaling_factor": config.topk_scaling_factor,
         }
 

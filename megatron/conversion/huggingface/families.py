@@ -28,7 +28,10 @@ FAMILIES = (
     *(dense.SMOLLM3, dense.EXAONE4, dense.GRANITE, experts.GRANITEMOE),
     *(dense.GPT_NEOX, dense.COHERE, dense.COHERE2, dense.FALCON),
     *(dense.GPTJ, dense.CODEGEN, dense.PHI, dense.APERTUS),
-    dense.MINISTRAL3,
+    *(dense.MINISTRAL3, dense.INTERNLM3, dense.IQUESTCODER, dense.HYPERCLOVAX, dense.MPT),
+    *(dense.GRANITE_SWA, experts.GRANITEMOE_SWA, experts.GRANITEMOESHARED),
+    *(experts.GRANITEMOEHYBRID, experts.YOUTU, experts.HY_V3, experts.EXAONE_MOE),
+    experts.ARIA_TEXT,
 )
 
 # Models that resemble a supported family -> the part that our model does not have.
@@ -64,7 +67,7 @@ def find_family(hf: Json) -> Family:
 
     # The architecture is the class with the language model head, or the base model.
     base_name = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-    accepted = {family.architecture, f"{base_name}Model"}
+    accepted = {family.architecture, f"{base_name}Model", *family.other_architectures}
     if architectures and accepted.isdisjoint(architectures):
         raise ValueError(
             f"config.json: architecture {escape_control_chars(architectures[0])} is not "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.conversion.huggingface.config_fields import (
+    HARMLESS,
     ConfigFields,
     Json,
     refusal_of_transformers,
@@ -24,24 +25,6 @@ from megatron.core.transformer.transformer_config import (
     spell_out_mup,
 )
 
-# Fields that describe files, tokens, generation or speed. None of them changes the logits.
-HARMLESS = """
-    _name_or_path name_or_path _commit_hash architectures model_type transformers_version
-    use_cache return_dict output_attentions output_hidden_states output_scores torchscript
-    use_bfloat16 gradient_checkpointing is_decoder attn_implementation _attn_implementation
-    _attn_implementation_internal _attn_implementation_autoset experts_implementation
-    output_router_logits chunk_size_feed_forward tie_last_hidden_states return_dict_in_generate
-    bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
-    tokenizer_class prefix id2label label2id num_labels problem_type finetuning_task
-    task_specific_params classifier_dropout pretraining_tp summary_type summary_use_proj
-    summary_activation summary_proj_to_labels summary_first_dropout max_length min_length
-    max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p typical_p min_p repetition_penalty length_penalty
-    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
-    forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens tf_legacy_loss
-"""
-
 
 @dataclass(frozen=True)
 class Family:
@@ -58,6 +41,7 @@ class Family:
     harmless: str = ""  # fields of this family that do not change the logits
     layers: str = "model.layers."  # names of layers start with it
     aliases: tuple[str, ...] = ()  # other values of `model_type` for the same models
+    other_architectures: tuple[str, ...] = ()  # names of the class outside transformers
 
     @property
     def prefix(self) -> str:

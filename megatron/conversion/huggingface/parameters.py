@@ -99,6 +99,39 @@ GRANITEMOE_ROWS = QWEN3_ROWS | {
     "mlp.experts.experts.linear_fc2.": Row(
         ("block_sparse_moe.output_linear.",), packed=True, biased=False
     ),
+    # Gate and up are one tensor.
+    "mlp.shared_experts.linear_fc1.": Row(("shared_mlp.input_linear.",)),
+    "mlp.shared_experts.linear_fc2.": Row(("shared_mlp.output_linear.",)),
+}
+# Models without experts have the MLP of the shared expert instead.
+GRANITE_HYBRID_ROWS = GRANITEMOE_ROWS | {
+    "mlp.linear_fc1.": Row(("shared_mlp.input_linear.",), biased=False),
+    "mlp.linear_fc2.": Row(("shared_mlp.output_linear.",), biased=False),
+}
+_SINKS = {
+    "self_attention.core_attention.": Row(("self_attn.sinks",), suffixes={"softmax_offset": ""})
+}
+GRANITE_SWA_ROWS = LLAMA_ROWS | _SINKS
+_PACKED_EXPERTS: dict[str, Any] = {"packed": True, "suffixes": {"weight": "", "bias": "_bias"}}
+GRANITEMOE_SWA_ROWS = (
+    GRANITEMOE_ROWS
+    | _SINKS
+    | {
+        "mlp.router.": Row(("block_sparse_moe.router.",), biased=False),
+        "mlp.experts.experts.linear_fc1.": Row(
+            ("block_sparse_moe.experts.gate_up_proj",), biased=False, **_PACKED_EXPERTS
+        ),
+        "mlp.experts.experts.linear_fc2.": Row(
+            ("block_sparse_moe.experts.down_proj",), biased=False, **_PACKED_EXPERTS
+        ),
+    }
+)
+EXAONE_MOE_ROWS = GLM4_MOE_ROWS | {"mlp.router.expert_": Row(("mlp.e_score_correction_",))}
+HY_V3_ROWS = LLAMA_ROWS | {
+    "mlp.router.": Row(("mlp.router.gate.",)),
+    "mlp.router.expert_": Row(("mlp.expert_",)),
+    "mlp.shared_experts.linear_fc1.": Row(("mlp.shared_mlp.gate_proj.", "mlp.shared_mlp.up_proj.")),
+    "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_mlp.down_proj.",)),
 }
 DEEPSEEK_ROWS = GLM4_MOE_ROWS | {
     "input_layernorm.": Row(("input_layernorm.",)),
@@ -130,6 +163,10 @@ GLM4_ROWS = GLM_ROWS | {
     "self_attention.linear_proj.post_layernorm.": Row(("post_self_attn_layernorm.",)),
     "mlp.linear_fc2.post_layernorm.": Row(("post_mlp_layernorm.",)),
 }
+HYPERCLOVAX_ROWS = LLAMA_ROWS | {
+    "self_attention.linear_proj.post_layernorm.": Row(("post_norm1.",)),
+    "mlp.linear_fc2.post_layernorm.": Row(("post_norm2.",)),
+}
 PHI3_ROWS = GLM_ROWS | {"self_attention.linear_qkv.": Row(("self_attn.qkv_proj.",), qkv=True)}
 VAULTGEMMA_ROWS = LLAMA_ROWS | {"mlp.linear_fc1.layer_norm_": Row(("pre_feedforward_layernorm.",))}
 HELIUM_ROWS = LLAMA_ROWS | {
@@ -155,19 +192,27 @@ COHERE_ROWS = QWEN3_ROWS | {
     "shared_layernorm.": Row(("input_layernorm.",), biased=False),
     "decoder.final_layernorm.": Row(("model.norm.",), biased=False),
 }
-_PACKED: dict[str, Any] = {
-    "transposed": True,
-    "packed": True,
-    "suffixes": {"weight": "", "bias": "_bias"},
-}
-GPT_OSS_ROWS = LLAMA_ROWS | {
-    "self_attention.core_attention.": Row(("self_attn.sinks",), suffixes={"softmax_offset": ""}),
-    "mlp.router.": Row(("mlp.router.",)),
-    "mlp.experts.experts.linear_fc1.": Row(
-        ("mlp.experts.gate_up_proj",), alternating=True, **_PACKED
-    ),
-    "mlp.experts.experts.linear_fc2.": Row(("mlp.experts.down_proj",), **_PACKED),
-}
+_TRANSPOSED_EXPERTS: dict[str, Any] = _PACKED_EXPERTS | {"transposed": True}
+GPT_OSS_ROWS = (
+    LLAMA_ROWS
+    | _SINKS
+    | {
+        "mlp.router.": Row(("mlp.router.",)),
+        "mlp.experts.experts.linear_fc1.": Row(
+            ("mlp.experts.gate_up_proj",), alternating=True, **_TRANSPOSED_EXPERTS
+        ),
+        "mlp.experts.experts.linear_fc2.": Row(("mlp.experts.down_proj",), **_TRANSPOSED_EXPERTS),
+    }
+)
+ARIA_ROWS = (
+    LLAMA_ROWS
+    | _SHARED_EXPERT
+    | {
+        "mlp.router.": Row(("mlp.router.",)),
+        "mlp.experts.experts.linear_fc1.": Row(("mlp.experts.fc1.",), transposed=True, packed=True),
+        "mlp.experts.experts.linear_fc2.": Row(("mlp.experts.fc2.",), transposed=True, packed=True),
+    }
+)
 GPT2_ROWS = {
     "embedding.word_embeddings.": Row(("transformer.wte.",)),
     "embedding.position_embeddings.": Row(("transformer.wpe.",)),
@@ -252,4 +297,16 @@ BLOOM_ROWS = {
     "mlp.linear_fc2.": Row(("mlp.dense_4h_to_h.",)),
     "decoder.final_layernorm.": Row(("transformer.ln_f.",)),
     "output_layer.": Row(("lm_head.",)),
+}
+# The files have no biases at all, not even of norms.
+MPT_ROWS = {
+    "embedding.word_embeddings.": Row(("transformer.wte.",)),
+    "self_attention.linear_qkv.layer_norm_": Row(("norm_1.",), biased=False),
+    "self_attention.linear_qkv.": Row(("attn.Wqkv.",), qkv=True, biased=False),
+    "self_attention.linear_proj.": Row(("attn.out_proj.",), biased=False),
+    "mlp.linear_fc1.layer_norm_": Row(("norm_2.",), biased=False),
+    "mlp.linear_fc1.": Row(("ffn.up_proj.",), biased=False),
+    "mlp.linear_fc2.": Row(("ffn.down_proj.",), biased=False),
+    "decoder.final_layernorm.": Row(("transformer.norm_f.",), biased=False),
+    "output_layer.": Row(("lm_head.",), biased=False),
 }

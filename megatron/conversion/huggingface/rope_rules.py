@@ -414,3 +414,87 @@ def _check_local_rope(parameters: Json) -> Json:
     if fraction != 1.0:
         raise unsupported(f"{where}.partial_rotary_factor", fraction, "1.0 is")
     return parameters
+
+
+# Granite with windows states the base of each layer instead of a common one; 0 means no RoPE.
+
+_LAYER_BASES = "layer_rope_theta"
+_COMMON_ROPE = rope()
+_SCALING_ARGUMENTS = ("use_rope_scaling", "rotary_seq_len_interpolation_factor")
+
+
+def _read_layer_bases(found: ConfigFields, args: Json) -> Json:
+    """Return the arguments of a rope with bases by layer; those of the windows are in `args`."""
+    result = _COMMON_ROPE.read(found, args) | {"no_rope_freq": None, "rotary_base_local": None}
+    bases = found.first(_LAYER_BASES)
+    if bases is None:
+        return result
+    if len(bases) != args["num_layers"]:
+        raise unsupported(_LAYER_BASES, bases, f"a list of {args['num_layers']} is")
+
+    # Bases of layers without and with a window.
+    global_bases: set[float] = set()
+    local_bases: set[float] = set()
+    for has_window, base in zip(_list_windows(args), bases, strict=True):
+        if base:
+            (local_bases if has_window else global_bases).add(float(base))
+    if len(global_bases) > 1 or len(local_bases) > 1:
+        wanted = "one base for layers with a window and one for the others are"
+        raise unsupported(_LAYER_BASES, bases, wanted)
+    if len(global_bases | local_bases) > 1:
+        is_scaled = any(result.get(name) for name in _SCALING_ARGUMENTS)
+        if is_scaled or result["rope_type"] != "rope":
+            raise unsupported(_LAYER_BASES, bases, "one base is where RoPE is scaled")
+        result["rotary_base_local"] = min(local_bases)
+
+    if global_bases or local_bases:
+        result["rotary_base"] = min(global_bases or local_bases)
+    if not all(bases):
+        result["no_rope_freq"] = [int(not base) for base in bases]
+    return result
+
+
+def _list_windows(args: Json) -> list[bool]:
+    """Return whether each layer has a window."""
+    if args["window_size"] is None:
+        return [False] * args["num_layers"]
+    pattern = args["window_attn_skip_freq"] or [1] * args["num_layers"]
+    return [bool(has_window) for has_window in pattern]
+
+
+def _write_layer_bases(config: TransformerConfig) -> Json:
+    bases = []
+    for has_window, has_no_rope in zip(config.window_pattern, config.no_rope_pattern, strict=True):
+        base = config.rotary_base
+        if has_window and config.separate_rotary_base_local is not None:
+            base = config.separate_rotary_base_local
+        bases.append(0.0 if has_no_rope else base)
+    return _COMMON_ROPE.write(config) | {_LAYER_BASES: bases}
+
+
+LAYER_BASES = Rule(
+    {**_COMMON_ROPE.fields, _LAYER_BASES: schema.sequence(number(0), 10**5)},
+    _read_layer_bases,
+    _write_layer_bases,
+)
+
+
+# Granite 4 has RoPE if this field states it, and otherwise no position embeddings.
+
+
+def _read_switched_rope(found: ConfigFields, args: Json) -> Json:
+    kind = found.get("position_embedding_type")
+    if kind not in ("rope", "nope", None):
+        raise unsupported("position_embedding_type", kind, "rope and nope are")
+    return {"position_embedding_type": "rope" if kind == "rope" else "none"}
+
+
+def _write_switched_rope(config: TransformerConfig) -> Json:
+    has_rope = config.position_embedding_type == "rope"
+    return {"position_embedding_type": "rope" if has_rope else None}
+
+
+# It precedes the rule of the rope itself.
+SWITCHED_ROPE = Rule(
+    {"position_embedding_type": SHORT_TEXT}, _read_switched_rope, _write_switched_rope
+)

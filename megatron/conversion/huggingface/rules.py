@@ -7,7 +7,7 @@ is written, because both generations load it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -43,6 +43,18 @@ def unsupported(field: str, value: Any, wanted: str) -> ValueError:
     return ValueError(
         f"config.json: {field} = {schema.format_value(value)} is not supported, only {wanted}"
     )
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """Return sorted numbers of layers for a message, e.g. "0-3, 7"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(texts)
 
 
 def copied(argument: str, *fields: str, required: bool = False) -> Rule:
@@ -190,6 +202,37 @@ def biases(**parts: str) -> Rule:
     return Rule(dict.fromkeys(fields, boolean), read, write, repeated=fields, biased_parts=parts)
 
 
+def _read_common_biases(found: ConfigFields, args: Json) -> Json:
+    attention = found.first("attention_bias", "qkv_bias")
+    mlp = found.first("mlp_bias", "bias")
+    for name in _BIAS_NAMES:
+        stated = found.stated.get(name)
+        if attention != mlp or stated not in (None, attention):
+            raise unsupported(name, stated, f"the same value as of {', '.join(_BIAS_NAMES)} is")
+    return {"add_bias_linear": attention, "add_qkv_bias": False}
+
+
+def _write_common_biases(config: TransformerConfig) -> Json:
+    return dict.fromkeys(("attention_bias", "mlp_bias"), config.add_bias_linear)
+
+
+_BIAS_NAMES = ("attention_bias", "mlp_bias", "qkv_bias", "bias")
+# All linear layers of InternLM 3 have biases or none has.
+COMMON_BIASES = Rule(dict.fromkeys(_BIAS_NAMES, boolean), _read_common_biases, _write_common_biases)
+
+
+def _read_post_norm(found: ConfigFields, args: Json) -> Json:
+    return {"norm_placement": "both" if found.first("use_post_norm") else "pre"}
+
+
+def _write_post_norm(config: TransformerConfig) -> Json:
+    return {"use_post_norm": config.norm_placement == "both"}
+
+
+# Additional norms on the outputs of attention and MLP.
+POST_NORM = Rule({"use_post_norm": boolean}, _read_post_norm, _write_post_norm)
+
+
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate")
 _EXACT_GELU = ("gelu", "gelu_python")
 
@@ -232,9 +275,19 @@ def _write_precision(config: TransformerConfig) -> Json:
     return {"torch_dtype": str(config.params_dtype).removeprefix("torch.")}
 
 
+def _read_initialization(found: ConfigFields, args: Json) -> Json:
+    """Read the standard deviation of initial weights, which some families compute if it is null."""
+    value = found.first("initializer_range")
+    return {} if value is None else {"init_method_std": value}
+
+
+def _write_initialization(config: TransformerConfig) -> Json:
+    return {"initializer_range": config.init_method_std}
+
+
 COMMON_RULES = (
     copied("vocab_size", "vocab_size", required=True),
-    copied("init_method_std", "initializer_range"),
+    Rule({"initializer_range": "init_method_std"}, _read_initialization, _write_initialization),
     Rule({"torch_dtype": SHORT_TEXT, "dtype": SHORT_TEXT}, _read_precision, _write_precision),
     fixed("is_encoder_decoder", False),
     fixed("add_cross_attention", False),

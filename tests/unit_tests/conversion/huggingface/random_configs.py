@@ -76,6 +76,24 @@ def draw_attention_types(rng: random.Random, drawn: Drawn) -> Any:
     return rng.choice(patterns)
 
 
+def draw_layer_bases(rng: random.Random, drawn: Drawn) -> Any:
+    kinds = drawn.get("layer_types", OMITTED)
+    if kinds is OMITTED:
+        kinds = ["sliding_attention"] * count_layers(drawn)
+        kinds[::4] = ["full_attention"] * len(kinds[::4])
+    bases = {kind: rng.choice([0, 500.0, 1000.0]) for kind in ("full", "sliding")}
+    return rng.choice([[bases[kind.partition("_")[0]] for kind in kinds], OMITTED])
+
+
+def draw_attention_layers(rng: random.Random, drawn: Drawn) -> Any:
+    kinds = rng.choice([["attention"], ["full_attention"], ["full_attention", "mamba"]])
+    return [rng.choice(kinds) for _ in range(count_layers(drawn))]
+
+
+def draw_mpt_attention(rng: random.Random, drawn: Drawn) -> Any:
+    return rng.choice([{"softmax_scale": 0.3}, {"clip_qkv": 0.5}, {"alibi": True}, OMITTED])
+
+
 def draw_scaling(rng: random.Random) -> Drawn:
     """Return the fields of a scaled or unscaled rope."""
     kind = rng.choice(["default", "linear", "llama3", "yarn"])
@@ -168,6 +186,8 @@ CONSTANTS: Drawn = {
     "qk_norm": True,
     "post_norm": False,
     "attention_layers": OMITTED,  # follows from attention_types
+    "expansion_ratio": 4,
+    "no_bias": True,
 }
 SAMPLERS: dict[str, Sampler] = {name: choose_optional(value) for name, value in CONSTANTS.items()}
 SAMPLERS |= {
@@ -272,6 +292,23 @@ SAMPLERS |= {
     "routed_scaling_factor": choose_optional(1.0, 2.5),
     "rope_interleave": choose_optional(True, True, None),
     "scoring_func": choose(OMITTED),
+    "n_layers": choose(1, 2),
+    "d_model": choose(24, 32),
+    "n_heads": choose(4),
+    "max_seq_len": choose(32, 64),
+    "attn_config": draw_mpt_attention,
+    "emb_pdrop": choose_optional(0.0),
+    "use_post_norm": choose_optional(True, False),
+    "layer_rope_theta": draw_layer_bases,
+    "shared_intermediate_size": choose_optional(0, 12, 20),
+    "layers_block_type": choose(OMITTED),
+    "mamba_n_heads": choose(4),
+    "position_embedding_type": choose_optional("rope", "nope", None),
+    "num_shared_experts": choose(1, 2),
+    "router_scaling_factor": choose_optional(1.0, 2.5),
+    "moe_num_experts": choose(4),
+    "moe_topk": choose(2, 3, 1),
+    "moe_num_shared_experts": choose(1, 2),
 }
 
 
@@ -336,6 +373,31 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
     "minimax_m2": _SIGMOID_EXPERTS
     | _HEADS
     | {"use_qk_norm": choose_optional(True), "rms_norm_eps": choose_optional(1e-6, 1e-3)},
+    "internlm3": {
+        "qkv_bias": choose_optional(True, False),
+        "attention_bias": choose(OMITTED),
+        "mlp_bias": choose_optional(True, False),
+        "bias": choose(OMITTED),
+    },
+    "iquestcoder": {"use_sliding_window": choose_optional(False)},
+    "hyperclovax": {"attention_multiplier": choose_optional(0.3, 0.125)},
+    "mpt": {"logit_scale": choose(OMITTED), "n_inner": choose(OMITTED)},
+    "youtu": _NO_HEAD_GROUPS | {"attention_bias": _FALSE, "initializer_range": choose(0.2)},
+    "hy_v3": {
+        "attention_bias": _FALSE,
+        "mlp_bias": choose_optional(False),
+        "first_k_dense_replace": choose(OMITTED),
+    },
+    "exaone_moe": _SIGMOID_EXPERTS
+    | {"first_k_dense_replace": choose_optional(0, 1, 2), "num_experts": choose(8)},
+    "aria_text": {"attention_bias": _FALSE, "mlp_bias": choose_optional(False)},
+    "granitemoehybrid": {
+        "layer_types": draw_attention_layers,
+        "num_local_experts": choose(0, 0, 4),
+        "shared_intermediate_size": choose(12, 20),
+    },
+    "granite_swa": {"sliding_window_pattern": choose(OMITTED), "sliding_window": choose(3, 7)},
+    "granitemoe_swa": {"sliding_window_pattern": choose(OMITTED), "sliding_window": choose(3, 7)},
     "mellum": {
         "first_k_dense_replace": choose(OMITTED),
         "sliding_window_pattern": choose(OMITTED),

@@ -163,6 +163,7 @@ NECESSARY: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "dots1": {"norm_topk_prob": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": ["attention"] * 4, "mamba_n_heads": 4},
 }
 
 
