@@ -344,16 +344,19 @@ def _write_multi_query(config: TransformerConfig) -> Json:
 MULTI_QUERY = Rule({"multi_query": boolean}, _read_multi_query, _write_multi_query)
 
 
-# Layers of Falcon. Its old architecture has one norm, and one key/value head or one per query head.
+# Layers of Falcon. Its old architecture has one norm if attention and MLP are parallel, and one
+# key/value head or one per query head.
 
 
 def _read_falcon_layers(found: ConfigFields, args: Json) -> Json:
     count = args["num_attention_heads"]
     norms = found.get("num_ln_in_parallel_attn")
-    if not found.first("parallel_attn"):
-        raise unsupported("parallel_attn", False, "True is")
-    # Falcon 40B and later have query groups and up to two norms, Falcon 7B neither.
-    if found.first("new_decoder_architecture"):
+    is_new = bool(found.first("new_decoder_architecture"))
+    is_parallel = bool(found.first("parallel_attn"))
+    # Falcon 40B and later have query groups and up to two norms, Falcon 7B and 1B neither.
+    if is_new:
+        if not is_parallel:
+            raise unsupported("parallel_attn", False, "True is with new_decoder_architecture")
         groups = found.get("num_kv_heads") or count
         norms = 2 if norms is None else norms
         accepted: tuple[int, ...] = (1, 2)
@@ -369,12 +372,18 @@ def _read_falcon_layers(found: ConfigFields, args: Json) -> Json:
     return {
         "num_query_groups": groups,
         "group_query_attention": groups != count,
-        "parallel_residual": True,
-        "share_parallel_norm": norms == 1,
+        "parallel_residual": is_parallel,
+        "share_parallel_norm": is_parallel and norms == 1,
     }
 
 
 def _write_falcon_layers(config: TransformerConfig) -> Json:
+    if not config.parallel_residual:
+        return {
+            "new_decoder_architecture": False,
+            "parallel_attn": False,
+            "multi_query": config.query_groups == 1,
+        }
     return {
         "new_decoder_architecture": True,
         "parallel_attn": True,
@@ -458,6 +467,20 @@ def hybrid_windows(always: bool) -> Rule:
 
     fields = {"sliding_window": COUNT, "sliding_window_pattern": schema.anything}
     return Rule(_LAYER_TYPES | fields, read, write)
+
+
+def _read_alibi(found: ConfigFields, args: Json) -> Json:
+    if not found.first("alibi"):
+        return {}
+    return {"position_embedding_type": "alibi", "scale_alibi": True}
+
+
+def _write_alibi(config: TransformerConfig) -> Json:
+    return {"alibi": config.position_embedding_type == "alibi"}
+
+
+# ALiBi instead of RoPE, whose rule follows. Its biases are scaled like the scores.
+SWITCHED_ALIBI = Rule({"alibi": boolean}, _read_alibi, _write_alibi)
 
 
 # Granite 4: attention or state space layers, under their names in transformers 4.x or 5.x.

@@ -253,7 +253,9 @@ def write_huggingface(
     fields = family.write_config(config, get_imported_fields(family, source.args))
     shapes = model_tensors(config)
     # Exports have one tensor per expert, not the fused form.
-    parts = list(stored_parameters(shapes, family.rows, family.layers, config, has_none))
+    parts = list(
+        stored_parameters(shapes, family.select_rows(config), family.layers, config, has_none)
+    )
     parts += copied_parameters(shapes, family.layers, config)
     _check_complete(source, config, shapes, {part.key for part in parts})
     parts = _leave_out_biases(source, family, fields, parts)

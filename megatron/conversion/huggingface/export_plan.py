@@ -61,7 +61,9 @@ def plan_export(
     family = choose_family(config, args.get("hf_model_type"))
     fields = family.write_config(config, get_imported_fields(family, args))
     shapes = model_tensors(config)
-    parts = list(stored_parameters(shapes, family.rows, family.layers, config, has_none))
+    parts = list(
+        stored_parameters(shapes, family.select_rows(config), family.layers, config, has_none)
+    )
     parts += copied_parameters(shapes, family.layers, config)
 
     # The values of biases are not known: each must have a place.

@@ -42,11 +42,18 @@ class Family:
     layers: str = "model.layers."  # names of layers start with it
     aliases: tuple[str, ...] = ()  # other values of `model_type` for the same models
     other_architectures: tuple[str, ...] = ()  # names of the class outside transformers
+    sequential_rows: Mapping[str, Row] | None = None  # of models without a parallel residual
 
     @property
     def prefix(self) -> str:
         """Prefix of the base model's names, which files of the base model alone do not have."""
         return self.layers.partition(".")[0] + "."
+
+    def select_rows(self, config: TransformerConfig) -> Mapping[str, Row]:
+        """Return the rows of a model."""
+        if self.sequential_rows is not None and not config.parallel_residual:
+            return self.sequential_rows
+        return self.rows
 
     @property
     def all_rules(self) -> tuple[Rule, ...]:

@@ -285,6 +285,10 @@ FALCON_ROWS = {
     "decoder.final_layernorm.": Row(("transformer.ln_f.",)),
     "output_layer.": Row(("lm_head.",)),
 }
+SEQUENTIAL_FALCON_ROWS = FALCON_ROWS | {
+    "self_attention.linear_qkv.layer_norm_": Row(("input_layernorm.",)),
+    "mlp.linear_fc1.layer_norm_": Row(("post_attention_layernorm.",)),
+}
 BLOOM_ROWS = {
     "embedding.word_embeddings.": Row(("transformer.word_embeddings.",)),
     "embedding.word_embeddings_layernorm.": Row(("transformer.word_embeddings_layernorm.",)),

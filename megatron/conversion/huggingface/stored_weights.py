@@ -51,7 +51,9 @@ class StoredWeights:
         self.shapes = model_tensors(config)
         # Key -> its stored tensors: one, or one per expert.
         self._parts: dict[str, list[StoredParameter]] = defaultdict(list)
-        parts = stored_parameters(self.shapes, family.rows, family.layers, config, self._contains)
+        parts = stored_parameters(
+            self.shapes, family.select_rows(config), family.layers, config, self._contains
+        )
         for part in parts:
             if self._is_stored(part):
                 self._check_shapes(part)

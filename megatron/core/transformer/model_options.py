@@ -18,6 +18,7 @@ _LONGROPE = {"has_longrope": True}
 _YARN_OR_LONGROPE = {"has_yarn_or_longrope": True}
 _LATENT = {"multi_latent_attention": True}
 _NOT_LATENT = {"multi_latent_attention": False}
+_ALIBI = {"position_embedding_type": "alibi"}
 _MUP = {"use_mup": True}
 _GELU = {
     "swiglu": False,
@@ -93,6 +94,10 @@ class ModelOptions(ExpertOptions, ComputeOptions):
         decides="shapes",
     )
     """Kind of position embedding; yarn is rope with --rope-type yarn."""
+    scale_alibi: bool = flag(False, decides="mathematics", when=_ALIBI)
+    """With --position-embedding-type alibi: add the biases before the scores are scaled, as Falcon
+    does.
+    """
     rotary_base: float = flag(10000.0, positive=True, decides="mathematics", when=_ROPE)
     """Base of the rotary frequencies."""
     rotary_percent: float = flag(1.0, positive=True, at_most=1, decides="mathematics", when=_ROPE)

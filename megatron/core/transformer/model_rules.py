@@ -35,7 +35,7 @@ def find_problems(config: ModelOptions) -> Iterator[str]:
     yield from _check_norms(config)
     yield from _check_parallel_residual(config)
     yield from _check_recomputation(config)
-    yield from _check_rope(config)
+    yield from _check_positions(config)
     yield from _check_latent_attention(config)
     yield from _check_multi_token_prediction(config)
     if config.has_experts:
@@ -204,7 +204,9 @@ def _check_recomputation(config: ModelOptions) -> Iterator[str]:
         yield "--recompute-granularity full needs --recompute-method and --recompute-num-layers"
 
 
-def _check_rope(config: ModelOptions) -> Iterator[str]:
+def _check_positions(config: ModelOptions) -> Iterator[str]:
+    if config.scale_alibi and config.position_embedding_type != "alibi":
+        yield "--scale-alibi needs --position-embedding-type alibi"
     yield from _check_no_rope_freq(config)
     if config.query_length_scaling:
         flag = f"--query-length-scaling {config.query_length_scaling}"

@@ -51,6 +51,8 @@ class AttentionMask:
             num_heads = config.num_attention_heads
             start, stop = even_range(num_heads, part_index, num_parts)
             all_slopes = compute_alibi_slopes(num_heads)
+            if config.scale_alibi:
+                all_slopes = all_slopes * config.score_scale
             self.slopes = all_slopes[start:stop]
         # By length, dtype and device; those of chunks also by their distance
         self._static_masks: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}

@@ -73,10 +73,19 @@ def compute_logits(source: Source) -> torch.Tensor:
         return load_model(source)(TOKENS, torch.arange(TOKENS.shape[1])[None])
 
 
+def choose_attention(fields: dict[str, Any]) -> str:
+    """Return the attention of transformers that computes what config.json describes.
+
+    Eager attention of Falcon adds ALiBi twice, and SDPA leaves softcaps out in some releases.
+    """
+    return "sdpa" if fields.get("alibi") else "eager"
+
+
 def run_transformers(directory: Path) -> torch.Tensor:
     """Load a directory with transformers; every tensor must be in its files."""
+    fields = json.loads((directory / "config.json").read_text())
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation="eager", output_loading_info=True
+        directory, attn_implementation=choose_attention(fields), output_loading_info=True
     )
     # DeepSeek without shared experts has matrices of shape [0, h] for them.
     empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}
@@ -101,7 +110,7 @@ def draw_model(family: Family, rng: random.Random) -> tuple[dict, Any, torch.Ten
         try:
             config = config_class(family.model_type)(**drawn)
             model = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager"
+                config, attn_implementation=choose_attention(drawn)
             ).eval()
             with torch.no_grad():
                 for parameter in model.parameters():  # norms and biases, too
