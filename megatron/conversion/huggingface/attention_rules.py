@@ -483,6 +483,20 @@ def _write_alibi(config: TransformerConfig) -> Json:
 SWITCHED_ALIBI = Rule({"alibi": boolean}, _read_alibi, _write_alibi)
 
 
+_INDEXED_KINDS = ("indexed_attention", "deepseek_sparse_attention")
+
+
+def _read_indexed_layers(found: ConfigFields, args: Json) -> Json:
+    others = set(found.first("layer_types") or ()) - set(_INDEXED_KINDS)
+    if others:
+        raise unsupported("layer_types", sorted(others), f"{_INDEXED_KINDS[0]} is")
+    return {}
+
+
+# Layers whose indexer chooses the tokens to attend to.
+INDEXED_LAYERS = Rule(_LAYER_TYPES, _read_indexed_layers)
+
+
 # Granite 4: attention or state space layers, under their names in transformers 4.x or 5.x.
 
 _ATTENTION_KINDS = ("attention", "full_attention")

@@ -36,6 +36,7 @@ from megatron.conversion.huggingface.common_rules import (
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.rope_rules import (
     GPTJ_ROPE,
+    HUNYUAN_ROPE,
     LAYER_BASES,
     MINISTRAL3_ROPE,
     rope,
@@ -284,6 +285,21 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     rows.QWEN3_ROWS,
     (*QWEN3_RULES, qwen_windows()),
+)
+HUNYUAN_RULES = (
+    *GATED_RULES,
+    *RMS_NORM,
+    heads(),
+    HUNYUAN_ROPE,
+    implied(qk_layernorm=True, qk_layernorm_after_rope=True),
+    FULL_ATTENTION,
+)
+HUNYUAN_V1_DENSE = Family(
+    "hunyuan_v1_dense",
+    "HunYuanDenseV1ForCausalLM",
+    rows.HUNYUAN_ROWS,
+    (*HUNYUAN_RULES, biases(attention_bias=ATTENTION)),
+    harmless="eod_token_id",
 )
 _OLMO_MODEL = (
     *RMS_NORM,

@@ -19,6 +19,7 @@ from megatron.conversion.huggingface.quantized_weights import (
     make_quantization_config,
     read_block_size,
 )
+from megatron.conversion.huggingface.rules import format_layers
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.sidecar import (
     DIRECTORY,
@@ -125,6 +126,8 @@ class HuggingFaceSource:
         zero_biases = family.list_unbiased_parts(hf)
         self._weights = StoredWeights(directory, files, family, config, zero_biases)
         self.unused = self._weights.find_unused()
+        if family.indexer is not None and not read_options.keep_foreign:
+            _refuse_indexer(family.indexer, self.unused, directory)
         self.tensors: dict[str, TensorInfo] = {}
         for key, shape in self._weights.shapes.items():
             self.tensors[key] = TensorInfo(shape, self._weights.dtype_of(key))
@@ -221,6 +224,22 @@ def _has_prediction_layers(files: Mapping[str, Stored], args: Mapping[str, Any])
     return any(name.endswith(projection) for name in files)
 
 
+def _refuse_indexer(indexer: str, unused: Sequence[str], directory: Path) -> None:
+    """Raise ValueError if tensors of a sparse indexer would be lost."""
+    layers = set()
+    for name in unused:
+        before, found, _ = name.partition(indexer)
+        if found:
+            layers.add(int(before.rpartition(".")[2]))
+    if layers:
+        raise ValueError(
+            f"{directory}: layers {format_layers(sorted(layers))} have a sparse indexer "
+            f"({indexer}*), which the trainer does not have: it attends to all tokens, which is "
+            "the same in sequences of at most index_topk tokens. Copy these tensors with "
+            "--keep-foreign"
+        )
+
+
 def _check_same_model(wanted: Mapping[str, Any], found: Mapping[str, Any], where: Path) -> None:
     """Raise ValueError if config.json no longer describes the model of the sidecar at `where`."""
     differing = []
@@ -249,7 +268,8 @@ def write_huggingface(
 
     # Plan and check everything.
     config = _make_config(source, options)
-    family = choose_family(config, source.args.get("hf_model_type"))
+    foreign = [key for key in source.tensors if is_foreign(key)]
+    family = choose_family(config, source.args.get("hf_model_type"), foreign)
     fields = family.write_config(config, get_imported_fields(family, source.args))
     shapes = model_tensors(config)
     # Exports have one tensor per expert, not the fused form.
@@ -264,9 +284,8 @@ def write_huggingface(
         weights.append(_prepare_weight(source, part, config.params_dtype, options.quantization))
     if options.quantization is not None:
         fields[_QUANTIZATION] = make_quantization_config(_list_unquantized(parts))
-    for key in source.tensors:
-        if is_foreign(key):
-            weights.append(OutgoingForeign(source, key))
+    for key in foreign:
+        weights.append(OutgoingForeign(source, key))
     optimizer: Sequence[Outgoing] = []
     if options.optim_sidecar:
         optimizer = collect_optimizer_tensors(source, shapes)

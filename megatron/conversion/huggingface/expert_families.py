@@ -7,6 +7,7 @@ from megatron.conversion.huggingface.attention_rules import (
     ATTENTION_LAYERS,
     COMMON_WINDOW,
     FULL_ATTENTION,
+    INDEXED_LAYERS,
     NO_GROUPS,
     QWEN3_MOE_WINDOW,
     alternating_windows,
@@ -27,6 +28,7 @@ from megatron.conversion.huggingface.dense_families import (
     GRANITE_MODEL,
     GRANITE_RULES,
     GRANITE_SWA_RULES,
+    HUNYUAN_RULES,
     OLMO_RULES,
     QWEN2_RULES,
     QWEN3_RULES,
@@ -36,6 +38,7 @@ from megatron.conversion.huggingface.expert_rules import (
     DENSE_PREFIX,
     EXPERT_LAYERS,
     EXPERTS_PER_TOKEN,
+    LAYER_TOPK,
     NORMALIZED_SIGMOID,
     NORMALIZED_WEIGHTS,
     OPTIONAL_EXPERTS,
@@ -55,6 +58,7 @@ from megatron.conversion.huggingface.rope_rules import SWITCHED_ROPE, rope, two_
 from megatron.conversion.huggingface.rules import (
     ATTENTION,
     QKV,
+    SHORT_TEXT,
     Rule,
     always,
     biases,
@@ -62,7 +66,9 @@ from megatron.conversion.huggingface.rules import (
     fixed,
     implied,
     nullable,
+    repeated,
 )
+from megatron.core.dist_checkpointing.format.schema import COUNT, anything, sequence
 
 
 def _experts(counts: tuple[str, ...], width: str) -> tuple[Rule, ...]:
@@ -282,6 +288,43 @@ GLM4_MOE_LITE = Family(
     ),
     harmless=_DEEPSEEK_HARMLESS,
 )
+# DeepSeek-V3 with an indexer per layer that chooses the tokens to attend to. Our model attends to
+# all, which is the same in short sequences.
+_INDEXED_RULES = (
+    *_LATENT_RULES,
+    listed_expert_layers(num_dense=None),
+    fixed("moe_layer_freq", 1),
+    *_SIGMOID_EXPERTS,
+    PREDICTION_LAYERS,
+    INDEXED_LAYERS,
+    repeated(index_topk=COUNT, index_head_dim=COUNT, index_n_heads=COUNT),
+    fixed("rope_interleave", True),
+    fixed("mlp_bias", False),
+)
+_INDEXER = ".self_attn.indexer."
+DEEPSEEK_V32 = Family(
+    "deepseek_v32",
+    "DeepseekV32ForCausalLM",
+    rows.DEEPSEEK_ROWS,
+    _INDEXED_RULES,
+    harmless=f"{_DEEPSEEK_HARMLESS} head_dim",
+    indexer=_INDEXER,
+)
+_INDEXER_KINDS = sequence(SHORT_TEXT, 10**5)
+GLM_MOE_DSA = Family(
+    "glm_moe_dsa",
+    "GlmMoeDsaForCausalLM",
+    rows.DEEPSEEK_ROWS,
+    (
+        *_INDEXED_RULES,
+        # Layers with an indexer of their own; the others use that of the previous one.
+        repeated(indexer_types=_INDEXER_KINDS),
+        repeated(index_topk_pattern=anything),
+        repeated(index_topk_freq=COUNT, index_skip_topk_offset=COUNT),
+    ),
+    harmless=f"{_DEEPSEEK_HARMLESS} head_dim",
+    indexer=_INDEXER,
+)
 _GLM4_MOE_RULES = (
     *GATED_RULES,
     *RMS_NORM,
@@ -368,6 +411,24 @@ HY_V3 = Family(
         listed_expert_layers(num_dense=1),
     ),
     harmless="enable_moe_fp32_combine num_nextn_predict_layers",
+)
+HUNYUAN_V1_MOE = Family(
+    "hunyuan_v1_moe",
+    "HunYuanMoEV1ForCausalLM",
+    rows.HUNYUAN_MOE_ROWS,
+    (
+        *HUNYUAN_RULES,
+        NO_BIAS,
+        *always(attention_bias=False),
+        copied("num_experts", "num_experts", "num_local_experts"),
+        LAYER_TOPK,
+        normalized_weights("moe_topk"),
+        # The shared expert has the width of the others.
+        copied("moe_ffn_hidden_size", "intermediate_size"),
+        copied("moe_shared_expert_intermediate_size", "intermediate_size"),
+        implied(moe_router_dtype="fp32"),
+    ),
+    harmless="eod_token_id",
 )
 ARIA_TEXT = Family(
     "aria_text",

@@ -56,6 +56,28 @@ def normalized_weights(field: str = _TOPK) -> Rule:
 NORMALIZED_WEIGHTS = normalized_weights()
 
 
+def _read_layer_topk(found: ConfigFields, args: Json) -> Json:
+    topk = found.first(*_TOPK_BY_LAYER)
+    # One number, or one for each layer.
+    if isinstance(topk, list):
+        if len(topk) < args["num_layers"] or len(set(topk)) != 1:
+            raise unsupported(_TOPK_BY_LAYER[0], topk, "the same number in every layer is")
+        topk = topk[0]
+    return {"moe_router_topk": COUNT(topk, f"config.json: {_TOPK_BY_LAYER[0]}")}
+
+
+def _write_layer_topk(config: TransformerConfig) -> Json:
+    return {_TOPK_BY_LAYER[0]: config.moe_router_topk}
+
+
+_TOPK_BY_LAYER = ("moe_topk", _TOPK)
+LAYER_TOPK = Rule(
+    {_TOPK_BY_LAYER[0]: schema.anything, _TOPK: "moe_router_topk"},
+    _read_layer_topk,
+    _write_layer_topk,
+)
+
+
 def _read_normalization(found: ConfigFields, args: Json) -> Json:
     is_normalized = bool(found.get("norm_topk_prob"))
     if is_normalized:
@@ -179,7 +201,12 @@ def listed_expert_layers(num_dense: int | None) -> Rule:
         return arguments
 
     def write(config: TransformerConfig) -> Json:
-        return {"mlp_layer_types": [_LAYER_KINDS[kind] for kind in config.moe_layer_pattern]}
+        pattern = config.moe_layer_pattern
+        fields: Json = {"mlp_layer_types": [_LAYER_KINDS[kind] for kind in pattern]}
+        if num_dense is None and pattern == sorted(pattern):
+            # For readers that do not know the list.
+            fields |= _write_dense_prefix(config)
+        return fields
 
     check = schema.sequence(SHORT_TEXT, 10**5)
     return Rule({"mlp_layer_types": check, _DENSE_PREFIX: COUNT}, read, write)

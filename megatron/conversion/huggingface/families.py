@@ -5,10 +5,13 @@ To add a family, copy a row of `dense_families` or `expert_families` and name it
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron.conversion.huggingface import dense_families as dense
 from megatron.conversion.huggingface import expert_families as experts
 from megatron.conversion.huggingface.config_fields import Json
 from megatron.conversion.huggingface.family import Family
+from megatron.conversion.huggingface.rules import format_layers
 from megatron.core.dist_checkpointing.format.schema import optional, record, sequence, text
 from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,14 +34,32 @@ FAMILIES = (
     *(dense.MINISTRAL3, dense.INTERNLM3, dense.IQUESTCODER, dense.HYPERCLOVAX, dense.MPT),
     *(dense.GRANITE_SWA, experts.GRANITEMOE_SWA, experts.GRANITEMOESHARED),
     *(experts.GRANITEMOEHYBRID, experts.YOUTU, experts.HY_V3, experts.EXAONE_MOE),
-    experts.ARIA_TEXT,
+    *(experts.ARIA_TEXT, experts.DEEPSEEK_V32, experts.GLM_MOE_DSA),
+    *(dense.HUNYUAN_V1_DENSE, experts.HUNYUAN_V1_MOE),
 )
 
-# Models that resemble a supported family -> the part that our model does not have.
+# Models that are not supported -> the part that our model does not have.
 _LACKING = {
     "gemma3": "images as input; its text model alone, gemma3_text, is supported",
     "olmo": "norms without weights",
+    "opt": "positions that start at 2, and ReLU",
+    "phimoe": "experts that are chosen one after the other",
+    "minicpm3": "latent attention that rotates halves of heads",
+    "longcat_flash": "two attentions in each layer, and experts without computation",
+    "minimax": "lightning attention",
+    "kimi_linear": "linear attention",
+    **dict.fromkeys(("afmoe", "laguna"), "gates of the output of attention"),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), "gated delta nets"
+    ),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "convolutions"),
+    **dict.fromkeys(
+        ("bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h", "zamba2"),
+        "state space layers",
+    ),
 }
+
+_KNOWN_LAYERS = ("attention", "full_attention", "sliding_attention")
 
 _NAMES = record(
     {"model_type?": optional(text(256)), "architectures?": optional(sequence(text(256), 10**5))}
@@ -56,8 +77,8 @@ def find_family(hf: Json) -> Family:
         if not model_type and family.architecture in architectures:
             break
     else:
-        reason = ""
-        if model_type in _LACKING:
+        reason = _describe_layers(hf)
+        if not reason and model_type in _LACKING:
             reason = f" (it has {_LACKING[model_type]})"
         supported = ", ".join(family.model_type for family in FAMILIES)
         raise ValueError(
@@ -76,14 +97,36 @@ def find_family(hf: Json) -> Family:
     return family
 
 
-def choose_family(config: TransformerConfig, preferred: str | None) -> Family:
+def _describe_layers(hf: Json) -> str:
+    """Return which layers are of a kind that our model does not have, for a message."""
+    check_kinds = optional(sequence(text(256), 10**5))
+    for field in ("layer_types", "layers_block_type"):
+        kinds = check_kinds(hf.get(field), f"config.json: {field}") or []
+        by_kind: dict[str, list[int]] = {}
+        for layer, kind in enumerate(kinds):
+            if kind not in _KNOWN_LAYERS:
+                by_kind.setdefault(kind, []).append(layer)
+        if by_kind:
+            listed = []
+            for kind, layers in by_kind.items():
+                listed.append(f"{escape_control_chars(kind)} in layers {format_layers(layers)}")
+            return f" (it has {' and '.join(listed)}, which the trainer does not have)"
+    return ""
+
+
+def choose_family(
+    config: TransformerConfig, preferred: str | None, foreign: Collection[str] = ()
+) -> Family:
     """Return the first family that can express the model, trying `preferred` before the others.
 
-    Raises ValueError with the obstacles of the closest family.
+    `foreign` are the names of tensors that our model does not have. Raises ValueError with the
+    obstacles of the closest family.
     """
     obstacles: dict[str, list[str]] = {}
     # Sorting is stable: only the preferred family moves to the front.
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
+        if family.indexer is not None and not any(family.indexer in name for name in foreign):
+            continue
         found = family.find_obstacles(config)
         if not found:
             return family

@@ -43,6 +43,7 @@ class Family:
     aliases: tuple[str, ...] = ()  # other values of `model_type` for the same models
     other_architectures: tuple[str, ...] = ()  # names of the class outside transformers
     sequential_rows: Mapping[str, Row] | None = None  # of models without a parallel residual
+    indexer: str | None = None  # part of the names of a sparse indexer, which our model lacks
 
     @property
     def prefix(self) -> str:

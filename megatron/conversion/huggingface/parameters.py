@@ -73,6 +73,15 @@ MIXTRAL_ROWS = LLAMA_ROWS | {
 QWEN3_ROWS = {
     key: replace(row, biased=not key.startswith("mlp.")) for key, row in LLAMA_ROWS.items()
 }
+HUNYUAN_ROWS = QWEN3_ROWS | {
+    "self_attention.q_layernorm.": Row(("self_attn.query_layernorm.",)),
+    "self_attention.k_layernorm.": Row(("self_attn.key_layernorm.",)),
+}
+_SHARED_MLP = {
+    "mlp.shared_experts.linear_fc1.": Row(("mlp.shared_mlp.gate_proj.", "mlp.shared_mlp.up_proj.")),
+    "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_mlp.down_proj.",)),
+}
+HUNYUAN_MOE_ROWS = HUNYUAN_ROWS | {"mlp.router.": Row(("mlp.gate.wg.",))} | _SHARED_MLP
 _SHARED_EXPERT = {
     "mlp.router.expert_": Row(("mlp.gate.e_score_correction_",)),
     "mlp.shared_experts.linear_fc1.": Row(
@@ -127,12 +136,14 @@ GRANITEMOE_SWA_ROWS = (
     }
 )
 EXAONE_MOE_ROWS = GLM4_MOE_ROWS | {"mlp.router.expert_": Row(("mlp.e_score_correction_",))}
-HY_V3_ROWS = LLAMA_ROWS | {
-    "mlp.router.": Row(("mlp.router.gate.",)),
-    "mlp.router.expert_": Row(("mlp.expert_",)),
-    "mlp.shared_experts.linear_fc1.": Row(("mlp.shared_mlp.gate_proj.", "mlp.shared_mlp.up_proj.")),
-    "mlp.shared_experts.linear_fc2.": Row(("mlp.shared_mlp.down_proj.",)),
-}
+HY_V3_ROWS = (
+    LLAMA_ROWS
+    | _SHARED_MLP
+    | {
+        "mlp.router.": Row(("mlp.router.gate.",)),
+        "mlp.router.expert_": Row(("mlp.expert_",)),
+    }
+)
 DEEPSEEK_ROWS = GLM4_MOE_ROWS | {
     "input_layernorm.": Row(("input_layernorm.",)),
     "self_attention.linear_q_proj.": Row(("self_attn.q_proj.",)),

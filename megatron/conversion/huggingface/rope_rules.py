@@ -49,6 +49,7 @@ _REQUIRED: dict[str, Sequence[str]] = {
     "longrope": tuple(_LONGROPE),
 }
 _QUERY_SCALING = "llama_4_scaling_beta"
+_ALPHA = "alpha"
 _TYPE_FIELDS = ("rope_type", "type")
 _NUMBERS = {"rope_theta": number(1), "partial_rotary_factor": number(0)}
 
@@ -63,6 +64,7 @@ def _make_scaling_check() -> schema.Check:
     for name in _LONGROPE:
         fields[f"{name}?"] = optional(schema.sequence(number(0), 10**5))
     fields[f"{_QUERY_SCALING}?"] = optional(number(0))
+    fields[f"{_ALPHA}?"] = optional(number(0))
     fields["truncate?"] = optional(boolean)
     return record(fields)
 
@@ -498,3 +500,25 @@ def _write_switched_rope(config: TransformerConfig) -> Json:
 SWITCHED_ROPE = Rule(
     {"position_embedding_type": SHORT_TEXT}, _read_switched_rope, _write_switched_rope
 )
+
+
+# Hunyuan's scaling "dynamic" with `alpha` replaces the base, whatever the length of the sequence.
+
+
+def _read_hunyuan_rope(found: ConfigFields, args: Json) -> Json:
+    parameters = found.stated.get("rope_scaling") or found.stated.get("rope_parameters") or {}
+    alpha = parameters.get(_ALPHA)
+    kind = parameters.get("rope_type") or parameters.get("type")
+    if kind != "dynamic" or not alpha:
+        return _COMMON_ROPE.read(found, args)
+    # The rope without scaling; all other parameters have no effect.
+    bases = {name: value for name, value in parameters.items() if name == "rope_theta"}
+    stated = _leave_out(found.stated, ("rope_scaling", "rope_parameters"))
+    stated["rope_parameters"] = bases | {"rope_type": "default"}
+    result = _COMMON_ROPE.read(ConfigFields(stated, found.defaults), args)
+    head_dim = _get_head_dim(args)
+    result["rotary_base"] *= float(alpha) ** (head_dim / (head_dim - 2))
+    return result
+
+
+HUNYUAN_ROPE = Rule(_COMMON_ROPE.fields, _read_hunyuan_rope, _COMMON_ROPE.write)

@@ -142,6 +142,11 @@ def implied(**arguments: Any) -> Rule:
     return Rule({}, lambda found, args: arguments)
 
 
+def repeated(**fields: Check) -> Rule:
+    """Repeat fields that our model does not have. They describe tensors that it does not have."""
+    return Rule(fields, lambda found, args: {}, repeated=tuple(fields))
+
+
 def feed_forward(field: str, free: bool) -> Rule:
     """Map `n_inner` of GPT-2, for which null means 4h; BLOOM always has 4h."""
 

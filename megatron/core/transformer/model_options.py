@@ -266,6 +266,10 @@ class ModelOptions(ExpertOptions, ComputeOptions):
     """Normalize every query and key head."""
     qk_layernorm_across_heads: bool = flag(False, decides="shapes", when={"qk_layernorm": True})
     """Normalize all query heads together, and all key heads, using RMSNorm (OLMo 2)."""
+    qk_layernorm_after_rope: bool = flag(
+        False, decides="mathematics", when={"qk_layernorm": True} | _ROPE
+    )
+    """Normalize queries and keys after rotating them, instead of before (Hunyuan)."""
     apply_wd_to_qk_layernorm: bool = flag(False)
     """Apply weight decay to the norms of queries and keys, unlike to other norms."""
     softmax_scale: float | None = flag(

@@ -179,6 +179,15 @@ def _check_norms(config: ModelOptions) -> Iterator[str]:
         is_rms_norm = config.normalization == "RMSNorm"
         if not (config.qk_layernorm and is_rms_norm):
             yield "--qk-layernorm-across-heads needs --qk-layernorm and --normalization RMSNorm"
+    if config.qk_layernorm_after_rope:
+        flag = "--qk-layernorm-after-rope"
+        if not config.qk_layernorm:
+            yield f"{flag} needs --qk-layernorm"
+        if config.qk_layernorm_across_heads or config.multi_latent_attention:
+            yield (
+                f"{flag} does not support --qk-layernorm-across-heads and "
+                "--multi-latent-attention: leave it out"
+            )
 
 
 def _check_parallel_residual(config: ModelOptions) -> Iterator[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import open_checkpoint
@@ -98,6 +99,92 @@ def test_foreign_tensors_return_from_universal(model: Path, tmp_path: Path) -> N
     assert read_bytes(tmp_path / "result") == read_bytes(model)
     result = json.loads((tmp_path / "result" / "config.json").read_text())
     assert result["vision_config"] == {"depth": 2}
+
+
+@pytest.fixture(scope="module")
+def indexed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model of transformers with DeepSeek's sparse attention of 8 tokens."""
+    torch.manual_seed(3)
+    config = transformers.DeepseekV32Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=2,
+        q_lora_rank=12,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        index_topk=8,
+        index_head_dim=8,
+        index_n_heads=2,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    directory = tmp_path_factory.mktemp("indexed") / "model"
+    transformers.DeepseekV32ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def test_sparse_indexers_return_bitwise(indexed_model: Path, tmp_path: Path) -> None:
+    """Layers are split over TP 2 x PP 2; their indexers, which the trainer lacks, are whole."""
+    keep = ("--keep-foreign", "--verify-target")
+    layout = ("--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2)
+    said = convert("torch_dist", indexed_model, tmp_path / "dist", *keep)
+    assert "foreign, copied as it is: model.layers.3.self_attn.indexer.wk.weight" in said
+    convert("legacy", tmp_path / "dist", tmp_path / "legacy", *keep, *layout)
+    assert len(list((tmp_path / "legacy").glob("*/mp_rank_*"))) == 4
+    convert("hf", tmp_path / "legacy", tmp_path / "result", *keep)
+    assert read_bytes(tmp_path / "result") == read_bytes(indexed_model)
+
+    # transformers computes the same, beyond the number of tokens of the indexer, too.
+    tokens = torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(5))
+    logits = []
+    for directory in (indexed_model, tmp_path / "result"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+        assert model.config.index_topk == 8
+        with torch.no_grad():
+            logits.append(model(tokens).logits)
+    assert torch.equal(*logits)
+
+
+def test_sparse_indexers_are_not_dropped_silently(indexed_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="layers 0-3 have a sparse indexer .* --keep-foreign"):
+        open_checkpoint(indexed_model)
+    # A checkpoint without the indexers is not exported as a model with them.
+    convert("torch_dist", indexed_model, tmp_path / "dist", "--keep-foreign")
+    said = convert("hf", tmp_path / "dist", tmp_path / "result")
+    assert "unused in the source: model.layers.0.self_attn.indexer.wk.weight" in said
+    result = json.loads((tmp_path / "result" / "config.json").read_text())
+    assert result["model_type"] == "deepseek_v3"
+    assert "index_topk" not in result
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "kind"),
+    [
+        ("qwen3_next", "layer_types", "linear_attention"),
+        ("lfm2", "layer_types", "conv"),
+        ("bamba", "layers_block_type", "mamba"),
+    ],
+)
+def test_layers_of_other_kinds_are_refused_by_number(
+    model_type: str, field: str, kind: str, tmp_path: Path
+) -> None:
+    config = {"model_type": model_type, field: [kind, kind, "full_attention", kind]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = f"it has {kind} in layers 0-1, 3, which the trainer does not have"
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path, read_options=ReadOptions(keep_foreign=True))
 
 
 def test_unknown_parameters_of_deepspeed_are_refused_by_name(model: Path, tmp_path: Path) -> None:

@@ -162,11 +162,15 @@ class SelfAttention(Attention):
         # Split into queries, keys and values, normalize and rotate.
         if self.config.qk_layernorm and not self.normalizes_across_heads:
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary=None)
-            query = self.q_layernorm(query)
-            key = self.k_layernorm(key)
-            if rotary is not None:
-                query = rotate(query, rotary)
-                key = rotate(key, rotary)
+            if rotary is not None and self.config.qk_layernorm_after_rope:
+                query = self.q_layernorm(rotate(query, rotary))
+                key = self.k_layernorm(rotate(key, rotary))
+            else:
+                query = self.q_layernorm(query)
+                key = self.k_layernorm(key)
+                if rotary is not None:
+                    query = rotate(query, rotary)
+                    key = rotate(key, rotary)
         else:
             query, key, value = split_qkv(mixed, self.queries_per_group, rotary)
         if self.query_scales is not None:

@@ -90,6 +90,11 @@ def draw_attention_layers(rng: random.Random, drawn: Drawn) -> Any:
     return [rng.choice(kinds) for _ in range(count_layers(drawn))]
 
 
+def draw_indexer_types(rng: random.Random, drawn: Drawn) -> Any:
+    kinds = [rng.choice(["full", "shared"]) for _ in range(count_layers(drawn))]
+    return rng.choice([["full", *kinds[1:]], OMITTED])
+
+
 def draw_mpt_attention(rng: random.Random, drawn: Drawn) -> Any:
     return rng.choice([{"softmax_scale": 0.3}, {"clip_qkv": 0.5}, {"alibi": True}, OMITTED])
 
@@ -309,6 +314,14 @@ SAMPLERS |= {
     "moe_num_experts": choose(4),
     "moe_topk": choose(2, 3, 1),
     "moe_num_shared_experts": choose(1, 2),
+    # At least as many as the sequences of these tests have tokens.
+    "index_topk": choose(20, 32),
+    "index_head_dim": choose(8, 12),
+    "index_n_heads": choose(2),
+    "indexer_types": draw_indexer_types,
+    "index_topk_pattern": choose(OMITTED),
+    "index_topk_freq": choose_optional(2),
+    "index_skip_topk_offset": choose_optional(1, 2),
 }
 
 
@@ -324,6 +337,16 @@ _SIGMOID_EXPERTS: dict[str, Sampler] = {
 }
 _GLM_MOE = _SIGMOID_EXPERTS | {"attention_bias": choose_optional(True, False)}
 _HEADS = {"head_dim": choose(8, 12), "num_key_value_heads": choose(1, 2, 4)}
+_INDEXED = (
+    _SIGMOID_EXPERTS
+    | _NO_HEAD_GROUPS
+    | {
+        "q_lora_rank": choose(12),
+        "layer_types": choose(OMITTED),
+        "mlp_bias": choose_optional(False),
+        "rope_interleave": choose(OMITTED),
+    }
+)
 OF_FAMILIES: dict[str, dict[str, Sampler]] = {
     "gemma": {"hidden_act": choose_optional("gelu_pytorch_tanh", "gelu")},
     "apertus": {
@@ -390,6 +413,13 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
     },
     "exaone_moe": _SIGMOID_EXPERTS
     | {"first_k_dense_replace": choose_optional(0, 1, 2), "num_experts": choose(8)},
+    "hunyuan_v1_moe": {
+        "attention_bias": _FALSE,
+        "moe_topk": choose(2, 3, 1, [2] * 4, [3, 2, 2, 2]),
+        "num_experts_per_tok": choose(OMITTED),
+    },
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
     "aria_text": {"attention_bias": _FALSE, "mlp_bias": choose_optional(False)},
     "granitemoehybrid": {
         "layer_types": draw_attention_layers,
@@ -445,6 +475,10 @@ def draw_config(family: Family, rng: random.Random) -> Drawn:
     if any(_ORIGINAL_LENGTH in rule.fields for rule in family.rules) and rng.random() < 0.6:
         drawn.pop("rope_parameters", None)
         drawn |= draw_longrope(rng, drawn)
+    if family.model_type.startswith("hunyuan") and rng.random() < 0.4:
+        drawn.pop("rope_scaling", None)
+        drawn["rope_parameters"] = {"rope_type": "dynamic", "alpha": 50.0, "rope_theta": 1000.0}
+        drawn.pop("rope_theta", None)
     if family.model_type == "ministral3":
         for name in ("rope_scaling", "rope_parameters"):
             if drawn.get(name):

@@ -20,6 +20,7 @@ from megatron.conversion.huggingface.families import FAMILIES
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.model_space.model import model_config
 from megatron.conversion.model_space.source import Source, read_whole
+from megatron.conversion.options import ReadOptions
 from megatron.core.models import GPTModel
 from tests.support.memory_source import random_source
 from tests.unit_tests.conversion.huggingface.random_configs import (
@@ -159,7 +160,8 @@ def test_random_models_compute_the_same(name: str, draws: int, tmp_path: Path) -
         if rng.random() < 0.7:  # as drawn, not as transformers spells it out
             (directory / "config.json").write_text(json.dumps(drawn))
         try:
-            source = open_checkpoint(directory)
+            keep_foreign = BY_NAME[name].indexer is not None
+            source = open_checkpoint(directory, read_options=ReadOptions(keep_foreign=keep_foreign))
         except ValueError as error:
             assert_refusal_names_a_field(error, drawn)
             continue
