@@ -66,6 +66,18 @@ CODEGEN_HEADS = Rule({}, _check_codegen_heads)
 NO_GROUPS = Rule({"num_key_value_heads": "num_query_groups"}, _read_no_groups, _write_no_groups)
 
 
+def _check_rotated_width(found: ConfigFields, args: Json) -> Json:
+    width = found.stated.get("head_dim")
+    wanted = found.first("qk_rope_head_dim")
+    if width not in (None, wanted):
+        # transformers takes the rotary frequencies of this width.
+        raise unsupported("head_dim", width, f"qk_rope_head_dim = {wanted} is")
+    return {}
+
+
+LATENT_HEAD_DIM = Rule({"head_dim": COUNT}, _check_rotated_width)
+
+
 def _read_query_scalar(found: ConfigFields, args: Json) -> Json:
     return {"softmax_scale": found.first("query_pre_attn_scalar") ** -0.5}
 

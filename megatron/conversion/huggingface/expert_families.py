@@ -8,6 +8,7 @@ from megatron.conversion.huggingface.attention_rules import (
     COMMON_WINDOW,
     FULL_ATTENTION,
     INDEXED_LAYERS,
+    LATENT_HEAD_DIM,
     NO_GROUPS,
     QWEN3_MOE_WINDOW,
     alternating_windows,
@@ -36,6 +37,7 @@ from megatron.conversion.huggingface.dense_families import (
 from megatron.conversion.huggingface.expert_rules import (
     AUXILIARY_LOSS,
     DENSE_PREFIX,
+    EXPERT_INTERVAL,
     EXPERT_LAYERS,
     EXPERTS_PER_TOKEN,
     LAYER_TOPK,
@@ -234,6 +236,7 @@ _LATENT_RULES = (
     copied("qk_head_dim", "qk_nope_head_dim"),
     copied("qk_pos_emb_head_dim", "qk_rope_head_dim"),
     copied("v_head_dim", "v_head_dim"),
+    LATENT_HEAD_DIM,
     # The norms within attention always have this epsilon.
     implied(multi_latent_attention=True, qk_layernorm=True, latent_norm_epsilon=1e-6),
 )
@@ -258,7 +261,7 @@ DEEPSEEK_V2 = Family(
             moe_router_dtype="fp32",
         ),
     ),
-    harmless=f"{_DEEPSEEK_HARMLESS} head_dim",
+    harmless=_DEEPSEEK_HARMLESS,
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -272,7 +275,7 @@ DEEPSEEK_V3 = Family(
         *always(rope_interleave=True),
         PREDICTION_LAYERS,
     ),
-    harmless=f"{_DEEPSEEK_HARMLESS} head_dim",
+    harmless=_DEEPSEEK_HARMLESS,
     aliases=("kimi_k2",),
 )
 GLM4_MOE_LITE = Family(
@@ -307,7 +310,7 @@ DEEPSEEK_V32 = Family(
     "DeepseekV32ForCausalLM",
     rows.DEEPSEEK_ROWS,
     _INDEXED_RULES,
-    harmless=f"{_DEEPSEEK_HARMLESS} head_dim",
+    harmless=_DEEPSEEK_HARMLESS,
     indexer=_INDEXER,
 )
 _INDEXER_KINDS = sequence(SHORT_TEXT, 10**5)
@@ -322,7 +325,7 @@ GLM_MOE_DSA = Family(
         repeated(index_topk_pattern=anything),
         repeated(index_topk_freq=COUNT, index_skip_topk_offset=COUNT),
     ),
-    harmless=f"{_DEEPSEEK_HARMLESS} head_dim",
+    harmless=_DEEPSEEK_HARMLESS,
     indexer=_INDEXER,
 )
 _GLM4_MOE_RULES = (
@@ -430,6 +433,35 @@ HUNYUAN_V1_MOE = Family(
     ),
     harmless="eod_token_id",
 )
+ERNIE4_5_MOE = Family(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    rows.ERNIE4_5_MOE_ROWS,
+    (
+        implied(attention_dropout=0.0, rotary_interleaved=True),
+        *LLAMA_RULES,
+        heads(),
+        NO_BIAS,
+        *always(use_bias=False),
+        FULL_ATTENTION,
+        copied("num_experts", "moe_num_experts", "num_experts"),
+        copied("moe_router_topk", "moe_k", "num_experts_per_tok"),
+        normalized_weights("moe_k"),
+        copied("moe_ffn_hidden_size", "moe_intermediate_size"),
+        counted_shared_experts("moe_num_shared_experts"),
+        EXPERT_INTERVAL,
+        AUXILIARY_LOSS,
+        # A limit of the sum of the weights, which real sums exceed.
+        fixed("moe_norm_min", 1e-12),
+        implied(
+            moe_router_score_function="softmax",
+            moe_router_enable_expert_bias=True,
+            moe_router_dtype="fp32",
+        ),
+    ),
+    # transformers reads none of these.
+    harmless="moe_capacity moe_gate moe_use_aux_free num_nextn_predict_layers",
+)
 ARIA_TEXT = Family(
     "aria_text",
     "AriaTextForCausalLM",
@@ -452,7 +484,7 @@ YOUTU = Family(
     "YoutuForCausalLM",
     rows.DEEPSEEK_ROWS,
     (*_LATENT_RULES, *always(rope_interleave=True)),
-    harmless="head_dim qk_head_dim embedding_initializer_range",
+    harmless="qk_head_dim embedding_initializer_range",
 )
 MINIMAX_M2 = Family(
     "minimax_m2",

@@ -175,6 +175,50 @@ def _write_dense_prefix(config: TransformerConfig) -> Json:
 # The first layers are dense.
 DENSE_PREFIX = Rule({_DENSE_PREFIX: COUNT}, _read_dense_prefix, _write_dense_prefix)
 
+_INTERVAL = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+
+
+def _make_interval_pattern(num_layers: int, first: int, last: int, interval: int) -> list[int]:
+    """Return 1 for each layer with experts: every `interval`-th of a range of layers."""
+    pattern = []
+    for layer in range(num_layers):
+        pattern.append(int(first <= layer <= last and (layer + 1) % interval == 0))
+    return pattern
+
+
+def _read_expert_interval(found: ConfigFields, args: Json) -> Json:
+    first, last, interval = (found.first(field) for field in _INTERVAL)
+    if last == -1:
+        last = args["num_layers"] - 1
+    pattern = _make_interval_pattern(args["num_layers"], first, last, interval)
+    if not any(pattern):
+        raise unsupported(_INTERVAL[0], first, "a range with a layer that has experts is")
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+
+def _write_expert_interval(config: TransformerConfig) -> Json:
+    pattern = config.moe_layer_pattern
+    layers = [layer for layer, has_experts in enumerate(pattern) if has_experts]
+    first = min(layers, default=0)
+    last = max(layers, default=0)
+    interval = 1
+    for candidate in range(1, len(pattern) + 1):
+        if _make_interval_pattern(len(pattern), first, last, candidate) == pattern:
+            interval = candidate
+            break
+    return dict(zip(_INTERVAL, (first, last, interval), strict=True))
+
+
+EXPERT_INTERVAL = Rule(
+    {
+        _INTERVAL[0]: COUNT,
+        _INTERVAL[1]: schema.integer(-1),
+        _INTERVAL[2]: schema.integer(1),
+    },
+    _read_expert_interval,
+    _write_expert_interval,
+)
+
 _LAYER_KINDS = ("dense", "sparse")
 
 

@@ -35,7 +35,7 @@ FAMILIES = (
     *(dense.GRANITE_SWA, experts.GRANITEMOE_SWA, experts.GRANITEMOESHARED),
     *(experts.GRANITEMOEHYBRID, experts.YOUTU, experts.HY_V3, experts.EXAONE_MOE),
     *(experts.ARIA_TEXT, experts.DEEPSEEK_V32, experts.GLM_MOE_DSA),
-    *(dense.HUNYUAN_V1_DENSE, experts.HUNYUAN_V1_MOE),
+    *(dense.HUNYUAN_V1_DENSE, experts.HUNYUAN_V1_MOE, experts.ERNIE4_5_MOE),
 )
 
 # Models that are not supported -> the part that our model does not have.

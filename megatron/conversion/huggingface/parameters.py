@@ -25,6 +25,7 @@ class Row:
     biased: bool = True  # False: the files have no bias
     packed: bool = False  # all experts are in one tensor
     scalars: tuple[str, ...] = ()  # kinds of one element that the files have without an axis
+    single_rows: bool = False  # the files have vectors as matrices of one row
     alternating: bool = False  # rows of the two halves of the model's matrix alternate
     suffixes: Mapping[str, str] = field(default_factory=dict)  # "weight" or "bias" -> replacement
 
@@ -97,6 +98,9 @@ _PREDICTION = {
     "final_layernorm.": Row(("shared_head.norm.",)),
 }
 GLM4_MOE_ROWS = LLAMA_ROWS | _SHARED_EXPERT | _PREDICTION
+ERNIE4_5_MOE_ROWS = GLM4_MOE_ROWS | {
+    "mlp.router.expert_": Row(("mlp.moe_statics.e_score_correction_",), single_rows=True)
+}
 MINIMAX_M2_ROWS = MIXTRAL_ROWS | {
     "mlp.router.expert_": Row(("block_sparse_moe.e_score_correction_",))
 }

@@ -226,7 +226,12 @@ def _read_rope(
 
     # Rotated fraction.
     fraction = parameters.get("partial_rotary_factor")
-    fraction = fraction or found.first(fraction_name, "partial_rotary_factor") or 1.0
+    if fraction is None:
+        fraction = found.first(fraction_name, "partial_rotary_factor")
+    if fraction is None:
+        fraction = 1.0
+    if fraction == 0.0:
+        raise unsupported(fraction_name, fraction, "a positive fraction of a head is")
     if fraction != 1.0:
         _check_fraction(fraction, partial, args)
 
@@ -261,9 +266,15 @@ _ORIGINAL_LENGTH = "original_max_position_embeddings"
 def _read_context_lengths(found: ConfigFields, scaling: Json) -> Json:
     """Return LongRoPE's arguments for the lengths of the context, and remove them from `scaling`.
 
-    transformers 4.x has the original length in a field of its own.
+    transformers has the original length in a field of its own, which takes precedence.
     """
-    original = scaling.pop(_ORIGINAL_LENGTH, None) or found.first(_ORIGINAL_LENGTH)
+    original = found.first(_ORIGINAL_LENGTH)
+    nested = scaling.pop(_ORIGINAL_LENGTH, None)
+    if original is None:
+        original = nested
+    if nested not in (None, original):
+        wanted = f"that of the model, {original}, is"
+        raise unsupported(f"rope_scaling.{_ORIGINAL_LENGTH}", nested, wanted)
     if original is None:
         raise ValueError(f"config.json: rope scaling longrope needs {_ORIGINAL_LENGTH!r}")
     implied_factor = found.first("max_position_embeddings") / original

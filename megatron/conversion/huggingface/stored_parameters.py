@@ -40,6 +40,7 @@ class StoredParameter:
     transposed: bool = False
     packed: int | None = None  # number of experts in each stored tensor, if they are packed
     is_scalar: bool = False  # one element, which the files have without an axis
+    is_single_row: bool = False  # a vector, which the files have as a matrix of one row
 
     @property
     def is_bias(self) -> bool:
@@ -49,6 +50,8 @@ class StoredParameter:
         """Return the shapes of the tensors called `names`."""
         if self.is_scalar:
             return [()]
+        if self.is_single_row:
+            return [(1, *self.shape)]
         shapes: list[Shape] = []
         for rows in count_stored_rows(self.row_map):
             shape: Shape = (rows, *self.shape[1:])
@@ -96,9 +99,15 @@ def stored_parameters(
             names = tuple(f"{prefix}{name}{suffix}" for name in row.names)
             row_map = _make_row_map(row, shape[0], config)
             is_transposed = row.transposed and len(shape) == 2
-            is_scalar = kind in row.scalars
             yield StoredParameter(
-                key, (), shape, names, row_map, is_transposed, is_scalar=is_scalar
+                key,
+                (),
+                shape,
+                names,
+                row_map,
+                is_transposed,
+                is_scalar=kind in row.scalars,
+                is_single_row=row.single_rows,
             )
             continue
 

@@ -116,6 +116,8 @@ class StoredWeights:
             stored = self._stored(part.names[source])
             if part.is_scalar:
                 return stored.read((), ()).view(extent)
+            if part.is_single_row:
+                return stored.read((0, *start), (1, *extent)).view(extent)
             box = stored.read(lead + start, (1,) * len(lead) + extent)
             return box.view(extent)
 

@@ -186,7 +186,8 @@ class Outgoing:
     @property
     def is_written_at_once(self) -> bool:
         """Return whether rows of the model differ from rows of the file."""
-        return self.part.transposed or self.part.packed is not None
+        part = self.part
+        return part.transposed or part.is_single_row or part.packed is not None
 
     @property
     def rows_at_once(self) -> int:
@@ -228,7 +229,9 @@ class Outgoing:
             stored = pack_rows(part.row_map, number, rows)
             if part.transposed:
                 stored = stored.t()
-            if part.packed is None:
+            if part.is_single_row:
+                files[name].write(name, stored[None])
+            elif part.packed is None:
                 files[name].write(name, stored)
             else:
                 (expert,) = part.lead

@@ -332,9 +332,6 @@ def _check_experts(config: ModelOptions) -> Iterator[str]:
             "--moe-shared-expert-intermediate-size needs --disable-bias-linear: shared experts do "
             "not have biases"
         )
-    # The bias is added to the scores for the choice only, as in DeepSeek-V3.
-    if config.moe_router_enable_expert_bias and config.moe_router_score_function != "sigmoid":
-        yield "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"
     if config.moe_shared_expert_gate and not config.moe_shared_expert_intermediate_size:
         yield "--moe-shared-expert-gate needs --moe-shared-expert-intermediate-size"
     yield from _check_groups(config)
@@ -429,6 +426,7 @@ def _check_sinkhorn(config: ModelOptions) -> Iterator[str]:
         "other losses": len(config.moe_router_load_balancing_type) > 1,
         f"--moe-aux-loss-coeff {config.moe_aux_loss_coeff}": any(config.moe_aux_loss_coeff),
         "--moe-router-score-function sigmoid": config.moe_router_score_function == "sigmoid",
+        "--moe-router-enable-expert-bias": config.moe_router_enable_expert_bias,
         "--moe-router-num-groups": config.moe_router_num_groups,
         "--moe-router-topk-scaling-factor": config.moe_router_topk_scaling_factor,
         "--moe-expert-capacity-factor": config.moe_expert_capacity_factor is not None,

@@ -260,7 +260,7 @@ def choose(
     `[t, k]`.
     """
     if config.moe_router_score_function == "softmax":
-        experts, probs = _choose_by_softmax(logits, config)
+        experts, probs = _choose_by_softmax(logits, config, expert_bias)
     else:
         experts, probs = _choose_by_sigmoid(logits, config, expert_bias)
     if config.moe_router_topk_scaling_factor:
@@ -268,20 +268,25 @@ def choose(
     return experts, probs
 
 
-def _choose_by_softmax(logits: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor]:
+def _choose_by_softmax(
+    logits: Tensor, config: TransformerConfig, expert_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Choose experts by logit, with a softmax over all experts or over the chosen ones.
 
-    The softmax over all experts (--moe-router-pre-softmax) leaves weights with a sum below 1.
+    The softmax over all experts (--moe-router-pre-softmax) leaves weights with a sum below 1. An
+    expert bias is added to that softmax, for the selection only (ERNIE 4.5).
     """
     scores = logits
-    if config.moe_router_pre_softmax:
+    if config.moe_router_pre_softmax or expert_bias is not None:
         scores = _softmax_in_fp32(logits)
-    candidates = _mask_other_groups(scores, config)  # [t, experts]
+    candidates = scores
+    if expert_bias is not None:
+        candidates = scores + expert_bias
+    candidates = _mask_other_groups(candidates, config)  # [t, experts]
     experts = torch.topk(candidates, config.moe_router_topk, dim=1).indices  # [t, k]
-    probs = scores.gather(1, experts)  # [t, k]
-    if not config.moe_router_pre_softmax:
-        probs = _softmax_in_fp32(probs)
-    return experts, probs
+    if config.moe_router_pre_softmax:
+        return experts, scores.gather(1, experts)
+    return experts, _softmax_in_fp32(logits.gather(1, experts))  # [t, k]
 
 
 def _softmax_in_fp32(logits: Tensor) -> Tensor:

@@ -192,6 +192,7 @@ CONSTANTS: Drawn = {
     "post_norm": False,
     "attention_layers": OMITTED,  # follows from attention_types
     "expansion_ratio": 4,
+    "moe_norm_min": 1e-12,
     "no_bias": True,
 }
 SAMPLERS: dict[str, Sampler] = {name: choose_optional(value) for name, value in CONSTANTS.items()}
@@ -314,6 +315,10 @@ SAMPLERS |= {
     "moe_num_experts": choose(4),
     "moe_topk": choose(2, 3, 1),
     "moe_num_shared_experts": choose(1, 2),
+    "moe_k": choose(2, 3, 1),
+    "moe_layer_start_index": choose_optional(0, 1),
+    "moe_layer_end_index": choose_optional(-1, 2),
+    "moe_layer_interval": choose_optional(1, 2),
     # At least as many as the sequences of these tests have tokens.
     "index_topk": choose(20, 32),
     "index_head_dim": choose(8, 12),
@@ -327,7 +332,10 @@ SAMPLERS |= {
 
 # Samplers of single families, in which most values of the general ones are refused.
 _FALSE = choose_optional(False, False, False, True)
-_NO_HEAD_GROUPS = {"num_key_value_heads": choose(4, 4, None, 2)}
+_NO_HEAD_GROUPS = {
+    "num_key_value_heads": choose(4, 4, None, 2),
+    "head_dim": lambda rng, drawn: rng.choice([drawn["qk_rope_head_dim"], OMITTED]),
+}
 _SQUARED_RELU = {"hidden_act": choose_optional("relu2", "relu2", "silu")}
 _SIGMOID_EXPERTS: dict[str, Sampler] = {
     "topk_method": choose_optional("noaux_tc", "noaux_tc", "greedy"),
@@ -413,6 +421,7 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
     },
     "exaone_moe": _SIGMOID_EXPERTS
     | {"first_k_dense_replace": choose_optional(0, 1, 2), "num_experts": choose(8)},
+    "ernie4_5_moe": {"use_bias": _FALSE},
     "hunyuan_v1_moe": {
         "attention_bias": _FALSE,
         "moe_topk": choose(2, 3, 1, [2] * 4, [3, 2, 2, 2]),

@@ -190,6 +190,46 @@ def test_mixtral_defaults(dropped: str, tmp_path: Path) -> None:
     assert_same_both_ways(tmp_path / "in", expected)
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "youtu"])
+def test_width_of_rotated_parts_of_latent_attention(model_type: str) -> None:
+    """transformers takes the rotary frequencies of `head_dim`, whatever `qk_rope_head_dim` is."""
+    hf = DEEPSEEK | {"model_type": model_type}
+    if model_type == "youtu":
+        hf = {"model_type": model_type, "qk_rope_head_dim": 8} | SIZES | {"num_key_value_heads": 4}
+    find_family(hf).read_config(hf | {"head_dim": hf["qk_rope_head_dim"]}, {})
+    with pytest.raises(ValueError, match="head_dim = 12 is not supported, only qk_rope_head_dim ="):
+        find_family(hf).read_config(hf | {"head_dim": 12}, {})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("gpt_neox", {"rotary_pct": 0.0}),
+        ("phi", {"partial_rotary_factor": 0}),
+        ("glm", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.0}}),
+    ],
+)
+def test_rope_of_no_element_is_refused(model_type: str, fields: dict[str, Any]) -> None:
+    """transformers does not rotate at all then, and 0 is not a missing value."""
+    hf = SIZES | {"model_type": model_type, "num_key_value_heads": 4} | fields
+    if model_type == "gpt_neox":
+        del hf["num_key_value_heads"]
+    with pytest.raises(ValueError, match="only a positive fraction of a head is"):
+        find_family(hf).read_config(hf, {})
+
+
+@pytest.mark.parametrize("stated", [4, None])
+def test_original_length_of_longrope_is_that_of_the_model(stated: int | None) -> None:
+    """transformers takes it, or its default of 4096, instead of the one in the rope."""
+    factors = [1.0, 2.0, 3.0, 4.0]
+    scaling = {"type": "longrope", "short_factor": factors, "long_factor": factors}
+    hf = SIZES | {"model_type": "phi3", "original_max_position_embeddings": stated}
+    nested = {"original_max_position_embeddings": 8}
+    message = f"= 8 is not supported, only that of the model, {stated or 4096}, is"
+    with pytest.raises(ValueError, match=message):
+        find_family(hf).read_config(hf | {"rope_scaling": scaling | nested}, {})
+
+
 @pytest.mark.parametrize("field", ["rope_interleave", "norm_topk_prob"])
 def test_null_is_false_in_deepseek_v3(field: str) -> None:
     hf = DEEPSEEK | {"model_type": "deepseek_v3", field: None}

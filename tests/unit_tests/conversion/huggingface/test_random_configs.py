@@ -137,7 +137,9 @@ def assert_refusal_names_a_field(error: ValueError, drawn: dict[str, Any]) -> No
     """A refused import names the field of config.json that is not supported."""
     assert "config.json" in str(error), (error, drawn)
     nested = {name for value in drawn.values() if isinstance(value, dict) for name in value}
-    names = drawn.keys() | nested | {"rope", "dtype"}
+    aliases = config_class(drawn["model_type"]).attribute_map
+    declared = {aliases[name] for name in drawn if name in aliases}
+    names = drawn.keys() | declared | nested | {"rope", "dtype"}
     assert any(name in str(error) for name in names), (error, drawn)
 
 

@@ -15,7 +15,10 @@ from tests.unit_tests.core.transformer.tiny_moe import make_config
             {"add_bias_linear": True, "moe_shared_expert_intermediate_size": 8},
             "shared experts do not have biases",
         ),
-        ({"moe_router_enable_expert_bias": True}, "needs --moe-router-score-function sigmoid"),
+        (
+            {"moe_router_enable_expert_bias": True, "moe_router_load_balancing_type": "sinkhorn"},
+            "sinkhorn does not support .*--moe-router-enable-expert-bias",
+        ),
         ({"moe_shared_expert_gate": True}, "needs --moe-shared-expert-intermediate-size"),
         ({"moe_router_num_groups": 3, "moe_router_group_topk": 2}, "must divide --num-experts 4"),
         ({"moe_router_num_groups": 2}, "must be given together"),

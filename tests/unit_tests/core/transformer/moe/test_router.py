@@ -42,6 +42,20 @@ def test_groups_limit_the_selection():
     torch.testing.assert_close(probs[0], 2.5 * scores / scores.sum())
 
 
+def test_bias_of_a_softmax_affects_the_selection_only():
+    """The bias is added to the probabilities of all experts."""
+    logits = torch.tensor([[3.0, 1.0, 0.0, -1.0]])
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.2])
+    for before in (False, True):
+        config = make_config(moe_router_enable_expert_bias=True, moe_router_pre_softmax=before)
+        experts, probs = choose(logits, config, bias)
+        assert experts[0].tolist() == [0, 3]  # without the bias 0 and 1
+        wanted = logits.softmax(1)[0, experts[0]]
+        if not before:
+            wanted = wanted / wanted.sum()
+        torch.testing.assert_close(probs[0], wanted)
+
+
 def test_run_sinkhorn_scales_rows_and_columns_to_equal_sums():
     logits = make_unbalanced_logits()
     balanced = run_sinkhorn(logits)
