@@ -70,7 +70,7 @@ from megatron.conversion.huggingface.rules import (
     nullable,
     repeated,
 )
-from megatron.core.dist_checkpointing.format.schema import COUNT, anything, sequence
+from megatron.core.dist_checkpointing.format.schema import COUNT, anything, integer, sequence
 
 
 def _experts(counts: tuple[str, ...], width: str) -> tuple[Rule, ...]:
@@ -300,7 +300,7 @@ _INDEXED_RULES = (
     *_SIGMOID_EXPERTS,
     PREDICTION_LAYERS,
     INDEXED_LAYERS,
-    repeated(index_topk=COUNT, index_head_dim=COUNT, index_n_heads=COUNT),
+    repeated(index_topk=integer(1), index_head_dim=COUNT, index_n_heads=COUNT),
     fixed("rope_interleave", True),
     fixed("mlp_bias", False),
 )
@@ -323,7 +323,8 @@ GLM_MOE_DSA = Family(
         # Layers with an indexer of their own; the others use that of the previous one.
         repeated(indexer_types=_INDEXER_KINDS),
         repeated(index_topk_pattern=anything),
-        repeated(index_topk_freq=COUNT, index_skip_topk_offset=COUNT),
+        repeated(index_topk_freq=COUNT),
+        repeated(index_skip_topk_offset=COUNT),
     ),
     harmless=_DEEPSEEK_HARMLESS,
     indexer=_INDEXER,

@@ -192,7 +192,10 @@ def _read_expert_interval(found: ConfigFields, args: Json) -> Json:
         last = args["num_layers"] - 1
     pattern = _make_interval_pattern(args["num_layers"], first, last, interval)
     if not any(pattern):
-        raise unsupported(_INTERVAL[0], first, "a range with a layer that has experts is")
+        raise ValueError(
+            f"config.json: no layer has experts with {_INTERVAL[0]} = {first}, {_INTERVAL[1]} = "
+            f"{last} and {_INTERVAL[2]} = {interval}, which is not supported"
+        )
     return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
 

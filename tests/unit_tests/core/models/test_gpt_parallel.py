@@ -83,6 +83,8 @@ GRANITE = {
 }
 MODELS = {
     "granite": GRANITE,
+    "hunyuan": {**LLAMA, "qk_layernorm_after_rope": True},
+    "falcon_rw": {**GPT2, "position_embedding_type": "alibi", "scale_alibi": True},
     "gpt_neox": {**LLAMA, "parallel_residual": True},
     "cohere": {**LLAMA, "parallel_residual": True, "share_parallel_norm": True},
     "gptj": {

@@ -27,7 +27,7 @@ CASES = {  # changed fields of the model, and whether documents are masked
     "documents": ({}, True),
     "window, documents": ({"window_size": (9, 0)}, True),
     "alibi": ({"position_embedding_type": "alibi"}, False),
-    "alibi, documents": ({"position_embedding_type": "alibi"}, True),
+    "alibi, documents": ({"position_embedding_type": "alibi", "scale_alibi": True}, True),
     "learned, biases": (
         {"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False,
          "add_bias_linear": True, "group_query_attention": False}, False,
