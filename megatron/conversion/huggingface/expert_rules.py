@@ -194,7 +194,8 @@ def _read_expert_interval(found: ConfigFields, args: Json) -> Json:
     if not any(pattern):
         raise ValueError(
             f"config.json: no layer has experts with {_INTERVAL[0]} = {first}, {_INTERVAL[1]} = "
-            f"{last} and {_INTERVAL[2]} = {interval}, which is not supported"
+            f"{last}, {_INTERVAL[2]} = {interval} and num_hidden_layers = {args['num_layers']}, "
+            "which is not supported"
         )
     return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
