@@ -57,6 +57,14 @@ def format_layers(layers: Sequence[int]) -> str:
     return ", ".join(texts)
 
 
+def _refuse_conflicts(found: ConfigFields, fields: Sequence[str]) -> None:
+    """Raise ValueError if names of one value have different values."""
+    stated = {name: found.stated[name] for name in fields if found.states(name)}
+    if len(set(stated.values())) > 1:
+        listed = " and ".join(f"{name} = {value}" for name, value in stated.items())
+        raise ValueError(f"config.json has {listed}: remove the wrong one")
+
+
 def copied(argument: str, *fields: str, required: bool = False) -> Rule:
     """Copy the value of an argument; of several names all are read and the first is written.
 
@@ -66,6 +74,8 @@ def copied(argument: str, *fields: str, required: bool = False) -> Rule:
     def read(found: ConfigFields, args: Json) -> Json:
         if required and not found.states(*fields) and argument not in args:
             raise ValueError(f"config.json has no {fields[0]!r}: give {flag_name(argument)}")
+        if required:
+            _refuse_conflicts(found, fields)
         return {argument: found.first(*fields)}
 
     def write(config: TransformerConfig) -> Json:

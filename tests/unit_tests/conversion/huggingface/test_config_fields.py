@@ -218,6 +218,18 @@ def test_rope_of_no_element_is_refused(model_type: str, fields: dict[str, Any]) 
         find_family(hf).read_config(hf, {})
 
 
+@pytest.mark.parametrize(("model_type", "name"), [("gptj", "n_head"), ("mpt", "n_heads")])
+def test_different_names_of_a_size_must_agree(model_type: str, name: str) -> None:
+    """transformers takes the one that it sets last."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 67, "rotary_dim": 4}
+    hf = sizes | {"model_type": model_type, "num_attention_heads": 4, name: 4}
+    if model_type != "gptj":
+        del hf["rotary_dim"]
+    assert find_family(hf).read_config(hf, {})["num_attention_heads"] == 4
+    with pytest.raises(ValueError, match=f"{name} = 2 and num_attention_heads = 4: remove"):
+        find_family(hf).read_config(hf | {name: 2}, {})
+
+
 @pytest.mark.parametrize("stated", [4, None])
 def test_original_length_of_longrope_is_that_of_the_model(stated: int | None) -> None:
     """transformers takes it, or its default of 4096, instead of the one in the rope."""
