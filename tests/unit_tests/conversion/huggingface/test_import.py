@@ -210,7 +210,7 @@ def test_dtype_of_config_or_weights(llama: Path, tmp_path: Path) -> None:
         ({"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
         (
             {"model_type": "opt"},
-            "model_type 'opt' is not supported; supported are llama, mistral, phi3, qwen2",
+            r"model_type 'opt' is not supported \(it has positions that start at 2, and ReLU\); ",
         ),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
