@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from conversion import files, listed, run, settle
+from conversion import count_bytes, format_times, prepare_page_cache, run
 
 OUTPUTS = {  # name -> flags of the tool
     "torch_dist": ["--saver", "torch_dist"],
@@ -65,19 +65,19 @@ def measure(root: Path, name: str, args: argparse.Namespace) -> None:
     memory = 0
     for _ in range(args.turns + 1):
         shutil.rmtree(target, ignore_errors=True)
-        settle(source, cold=False)
+        prepare_page_cache(source, cold=False)
         reads.append(run(read)[0])
         seconds, resident, _ = run(merge)
         merges.append(seconds)
         memory = max(memory, resident)
-    nbytes = sum(path.stat().st_size for path in files(target))
+    nbytes = count_bytes(target)
     shutil.rmtree(target)
     best = min(merges[1:])
     reading = min(reads[1:])
     print(
         f"{f'{args.inputs} torch_dist -> {name}':40}{nbytes / 1e9:6.2f} GB {best:6.2f} s   "
         f"read {reading:6.2f} s   {best / reading:5.2f}x read   peak {memory / 1e6:6.0f} MB   "
-        f"all turns: {listed(merges)}; read {listed(reads)}",
+        f"all turns: {format_times(merges)}; read {format_times(reads)}",
         flush=True,
     )
 
@@ -98,7 +98,7 @@ def main() -> None:
     root.mkdir(parents=True, exist_ok=True)
     try:
         train(root / "run", args)
-        nbytes = sum(path.stat().st_size for path in files(root / "run"))
+        nbytes = count_bytes(root / "run")
         largest = args.vocab * args.hidden * 4
         print(
             f"{args.inputs} inputs, {nbytes / 1e9:.2f} GB with optimizer state; largest tensor "
