@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.conversion.merge import (
     parse_input,
     resolve_weights,
 )
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, average_key
 from megatron.core.dist_checkpointing.format.links import allow_links
 from megatron.core.object_storage import path_of
 from megatron.core.progress import ProgressBar
@@ -60,6 +62,24 @@ def find_base(optimizer: str | None, count: int) -> int:
     return int(match[1]) - 1
 
 
+@contextmanager
+def removals_explained(paths: Sequence[Path]) -> Iterator[None]:
+    """Turn an error into one that names an input which has been removed in the meantime, if any.
+
+    A run in progress removes its old checkpoints (--keep-last-n).
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        for path in paths:
+            if not path.exists():
+                raise ValueError(
+                    f"{path} was removed during the merge, perhaps by the run that writes this "
+                    "directory: merge again, or let it keep more checkpoints (--keep-last-n)"
+                ) from error
+        raise
+
+
 def run(
     args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
 ) -> ConversionReport:
@@ -73,15 +93,19 @@ def run(
 
     # Open the inputs. Their main parameters are part of the optimizer state.
     read_options = make_read_options(args, given, optimizer=not args.no_optim)
-    found = [require_checkpoint(path) for path in paths]
-    sources = [open_found(checkpoint, read_options) for checkpoint in found]
+    existing = [] if args.average_last is None else paths
+    with removals_explained(existing):
+        found = [require_checkpoint(path) for path in paths]
+        sources = [open_found(checkpoint, read_options) for checkpoint in found]
     saver = args.saver or found[base].format
     options = make_write_options(args, True, note)
     source = MergedSource(
         sources, weights, base, options.dtype, keep_optimizer=args.optimizer is not None
     )
+    if any(average_key(WORD_EMBEDDINGS) in source.tensors for source in sources):
+        note("averages of the weights (ema.*) of the inputs: left out")
 
-    with ProgressBar(f"-> {saver}") as progress:
+    with removals_explained(paths), ProgressBar(f"-> {saver}") as progress:
         return write_checkpoint(
             source,
             paths,

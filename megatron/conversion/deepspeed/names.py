@@ -133,6 +133,12 @@ def _find_layers(names: Sequence[str], description: str) -> tuple[int, int]:
         match = _FIRST_NORM.fullmatch(_remove_wrapper(name))
         if match is not None:
             layers.add(int(match[1]))
+    if not layers and any(".layers." in name for name in names):
+        raise ValueError(
+            f"{description} has the names of a model of transformers. Universal checkpoints of "
+            "these models, with or without experts (AutoEP), are not supported: save the model in "
+            "DeepSpeed with save_pretrained() or save_16bit_model(), and convert that directory"
+        )
     if not layers:
         raise ValueError(
             f"{description} has no layers with the names of Megatron-DeepSpeed "

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from megatron.commands import merge as commands
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint, write_checkpoint
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
@@ -18,7 +20,12 @@ from megatron.conversion.merge import (
     find_last_checkpoints,
     parse_input,
 )
-from megatron.conversion.model_space.source import optimizer_key, read_whole
+from megatron.conversion.model_space.source import (
+    average_key,
+    is_weight,
+    optimizer_key,
+    read_whole,
+)
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import write_tracker
 from tests.support.live_tensors import LiveTensors
@@ -251,6 +258,36 @@ def test_last_checkpoints_are_complete_and_end_at_the_tracker(tmp_path):
     assert names(find_last_checkpoints(tmp_path, 3)) == [
         *("iter_0000002", "iter_0000004", "iter_0000006")
     ]
+
+
+@pytest.mark.parametrize("step", ["choose_inputs", "make_write_options"])
+def test_input_that_its_run_removes_is_named(tmp_path, monkeypatch, step):
+    """It is removed before it is opened, or before it is read."""
+    make_run(tmp_path / "run", [1, 2, 3])
+    original = getattr(commands, step)
+
+    def remove_first(*args):
+        result = original(*args)
+        shutil.rmtree(tmp_path / "run/iter_0000001")
+        return result
+
+    monkeypatch.setattr(commands, step, remove_first)
+    words = ["--input", tmp_path / "run", "--average-last", "3", "--output", tmp_path / "out"]
+    result = run_merge(*words)
+    assert result.returncode == 1
+    assert "iter_0000001 was removed during the merge, perhaps by the run" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_averages_of_inputs_are_left_out_with_a_note(tmp_path):
+    first, *_ = make_run(tmp_path / "run", [1, 2])
+    for key in list(filter(is_weight, first.values)):
+        first.values[average_key(key)] = first.values[key].float()
+    write_torch_dist(first, tmp_path / "averaged")
+    words = ["--input", f"{tmp_path / 'averaged'}:0.5", f"{tmp_path / 'run'}:0.5"]
+    result = run_merge(*words, "--output", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert "averages of the weights (ema.*) of the inputs: left out" in result.stdout
 
 
 @pytest.mark.parametrize("form", ["legacy", "universal"])

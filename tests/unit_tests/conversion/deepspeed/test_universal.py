@@ -431,6 +431,17 @@ def test_damaged_directories_are_refused(written: Path, tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_models_of_transformers_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8 stores experts under the names of its AutoEP layers."""
+    torch.save({}, tmp_path / "mp_rank_00_model_states.pt")
+    folder = tmp_path / "zero/model.layers.0.mlp.experts.w1"
+    folder.mkdir(parents=True)
+    entry = {"param": torch.zeros(4, 24, 32), "is_expert_param": True, "ep_num_experts": 4}
+    torch.save(entry, folder / "fp32.pt")
+    with pytest.raises(ValueError, match=r"with or without experts \(AutoEP\).*save_16bit_model"):
+        opened(tmp_path)
+
+
 LAYER_NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
 
 
