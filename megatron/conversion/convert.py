@@ -52,7 +52,7 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
 )
 from megatron.conversion.options import ReadOptions, WriteOptions
-from megatron.conversion.output_directory import exclusive_output_dir
+from megatron.conversion.output_directory import exclusive_output_dir, pending_name
 from megatron.conversion.stored_tokenizer import (
     copy_tokenizer_files,
     write_tokenizer_files,
@@ -329,12 +329,17 @@ def write_checkpoint(
             source.unused,
         )
 
-    # Object storage: the checkpoint is committed with one request at the end.
+    # Object storage: the checkpoint or model is committed with one request at the end.
     if isinstance(save_dir, ObjectPath):
+        if options.optim_sidecar and saver == "hf":
+            raise ValueError(
+                f"--save-dir {save_dir}: --save-optim-sidecar needs a directory; in object storage "
+                "give --saver torch_dist, which contains the optimizer state"
+            )
         return write(save_dir)
 
     # Files: write next to the target, so that the final rename stays within one file system.
-    pending = save_dir.with_name(f".{save_dir.name}.converting")
+    pending = save_dir.with_name(pending_name(save_dir.name))
     with exclusive_output_dir(pending):
         report = write(pending)
         fsync_tree(pending)
@@ -367,6 +372,9 @@ class CastSource(SourceView):
         return self._source.read(key, offset, shape).to(dtype)
 
 
+_OBJECT_SAVERS = ("torch_dist", "hf")
+
+
 def _check_target(save_dir: Path, origins: Sequence[Path], saver: str, overwrite: bool) -> None:
     """Raise ValueError unless the target may be written."""
     is_empty = save_dir.is_dir() and not any(save_dir.iterdir())
@@ -382,13 +390,18 @@ def _check_target(save_dir: Path, origins: Sequence[Path], saver: str, overwrite
                 f"--save-dir {save_dir} is or contains the source {origin}, which would be lost: "
                 "choose another"
             )
-    # Only torch_dist can be committed to object storage.
-    if isinstance(save_dir, ObjectPath) and (saver != "torch_dist" or overwrite):
-        fix = "give --saver torch_dist or a directory"
-        if overwrite:
-            fix = "a target there cannot be replaced: delete it first"
+    # Only these formats have a file whose upload completes them.
+    if not isinstance(save_dir, ObjectPath):
+        return
+    if overwrite:
         raise ValueError(
-            f"--save-dir {save_dir}: object storage can only contain torch_dist checkpoints; {fix}"
+            f"--save-dir {save_dir}: --overwrite is for directories: a target in object storage "
+            "cannot be replaced, so delete it first"
+        )
+    if saver not in _OBJECT_SAVERS:
+        raise ValueError(
+            f"--save-dir {save_dir}: object storage can only contain torch_dist checkpoints and "
+            "Hugging Face models; give --saver torch_dist or hf, or a directory"
         )
 
 

@@ -13,6 +13,11 @@ from megatron.conversion.model_space.pieces import make_empty_directory
 from megatron.core.durable_files import remove
 
 
+def pending_name(name: str) -> str:
+    """Return the name under which the directory `name` is written, next to its place."""
+    return f".{name}.converting"
+
+
 @contextmanager
 def exclusive_output_dir(directory: Path) -> Iterator[None]:
     """Create or empty `directory` for one process at a time, and remove it if the block fails.

@@ -14,6 +14,7 @@ import errno
 import fnmatch
 import os
 import secrets
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -265,6 +266,37 @@ class Upload:
     def close(self) -> None:
         with self._errors():
             self._writer.close()
+
+
+class OrderedUpload:
+    """An upload whose pieces any thread may write in any order.
+
+    Pieces that are written before their turn are copied and wait.
+    """
+
+    def __init__(self, path: ObjectPath, size: int) -> None:
+        self._upload = path.store.upload(path.key, size)
+        self._size = size
+        self._position = 0
+        self._early: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+
+    def write(self, position: int, content: memoryview) -> None:
+        """Write `content` at byte `position` of the object."""
+        with self._lock:
+            if position != self._position:
+                self._early[position] = bytes(content)
+                return
+            piece: bytes | memoryview | None = content
+            while piece is not None:
+                self._upload.write(piece)
+                self._position += len(piece)
+                piece = self._early.pop(self._position, None)
+
+    def close(self) -> None:
+        """Complete the object. Without this call it never appears."""
+        assert self._position == self._size, (self._position, self._size)
+        self._upload.close()
 
 
 def first_line(error: BaseException) -> str:

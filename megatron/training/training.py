@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing import Generation
-from megatron.core.dist_checkpointing.files import clean_up
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.ownership import (
     identify_job,
@@ -45,6 +44,7 @@ from megatron.training.checkpoint.export import (
     get_due_export,
     make_legacy_rewrite,
     plan_hf_exports,
+    remove_unfinished_exports,
     save_hf,
 )
 from megatron.training.checkpoint.resume import load_checkpoint, may_leave_weights
@@ -220,7 +220,7 @@ def own_save_directory(
 ) -> None:
     """Let checkpoints be saved to the directory of `generation`, as descendants of `start`."""
     if run.hf_exports is not None and run.ps.rank == 0:
-        clean_up(run.hf_exports.root)
+        remove_unfinished_exports(run.hf_exports)
     if start is None:
         run.saver.own(generation, tier)
         return

@@ -1,10 +1,17 @@
 """--save-hf-interval: models next to checkpoints are those that convert.py makes of them."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 
 from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.options import WriteOptions
+from megatron.core import object_storage
+from megatron.core.dist_checkpointing import CheckpointDirectory
+from megatron.core.object_storage import path_of
+from tests.support.object_server import FaultyProxy, object_server
 from tests.support.training_harness import (
     DISTRIBUTED_OPTIMIZER,
     GPT2,
@@ -108,6 +115,72 @@ def test_full_disk_does_not_fail_the_checkpoint(pool, tmp_path, disk):
         open_checkpoint(tmp_path / "run", step=iteration)
 
 
+def test_exports_are_quantized(pool, tmp_path):
+    """No rank has whole blocks, so the committed checkpoints are converted.
+
+    The leftovers of a killed conversion are removed.
+    """
+    (tmp_path / "hf/.iter_0000001.converting").mkdir(parents=True)
+    flags = f"{LLAMA} --bf16 --async-save --save-hf-dtype fp8-block --save-hf-keep-last 1"
+    launch(pool, TP2_ZERO, flags, tmp_path)
+    check_exports(tmp_path, [4], WriteOptions(quantization="fp8-block"))
+
+
+@pytest.fixture
+def bucket():
+    """A prefix in object storage, and the environment in which it exists."""
+    with object_server():
+        names = [name for name in os.environ if name.startswith("AWS_")]
+        yield path_of("s3://bucket"), {name: os.environ[name] for name in names}
+    object_storage._open_store.cache_clear()
+
+
+def train_with(rank, world_size, flags, environment):
+    with mock.patch.dict(os.environ, environment):
+        object_storage._open_store.cache_clear()
+        return train(rank, world_size, flags)
+
+
+@pytest.mark.parametrize("save_to_bucket", [False, True], ids=["save_to_disk", "save_to_bucket"])
+def test_object_storage_has_the_files_of_conversions(pool, tmp_path, bucket, save_to_bucket):
+    """The leftovers of a killed export are removed, others than models are left alone."""
+    root, environment = bucket
+    unfinished = root / "hf/iter_0000001/model.safetensors"
+    notes = root / "hf/notes/readme.txt"
+    unfinished.store.put(unfinished.key, b"half")
+    notes.store.put(notes.key, b"mine")
+    save = root / "run" if save_to_bucket else tmp_path / "run"
+    run = f"{RUN} {LLAMA} --bf16 --async-save --lr-decay-iters 40 {DISTRIBUTED_OPTIMIZER}"
+    flags = f"{run} --save {save} --save-hf {root / 'hf'}"
+    pool.run(train_with, 2, flags, environment)
+    assert list_names(root / "hf") == ["iter_0000002", "iter_0000004", "notes"]
+    for number in (2, 4):
+        expected = tmp_path / f"converted{number}"
+        convert(CheckpointDirectory(save).path(number), expected, "hf")
+        assert read_files(root / f"hf/iter_{number:07d}") == read_files(expected)
+
+    # A longer run replaces nothing, and keeps the last two.
+    more = f"--load {save} --train-iters 6 --save-hf-keep-last 2"
+    pool.run(train_with, 2, f"{flags} {more}", environment)
+    assert list_names(root / "hf") == ["iter_0000004", "iter_0000006", "notes"]
+
+
+def test_outage_of_object_storage_does_not_fail_the_checkpoint(pool, tmp_path, bucket):
+    """The second export fails, with a warning; the run continues."""
+    root, environment = bucket
+
+    def fault(method, path, headers):
+        return "refuse" if "iter_0000002" in path and method in ("PUT", "POST") else None
+
+    with FaultyProxy(environment["AWS_ENDPOINT_URL"], fault) as proxy:
+        environment |= {"AWS_ENDPOINT_URL": proxy.url, "MEGATRON_STORAGE_DEADLINE": "0.5"}
+        flags = f"{RUN} {LLAMA} --async-save --exit-on-save-failure --save {tmp_path / 'run'}"
+        outcomes = pool.run(train_with, 2, f"{flags} --save-hf {root / 'hf'}", environment)
+    assert outcomes[0].iteration == 4
+    assert list_names(root / "hf") == ["iter_0000004"]
+    open_checkpoint(tmp_path / "run", step=2)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -123,16 +196,17 @@ def test_full_disk_does_not_fail_the_checkpoint(pool, tmp_path, disk):
         ("--save-hf-keep-last 2", "needs --save-hf-interval"),
         ("--save-hf-dtype bf16", "--save-hf-dtype bf16 needs --save-hf"),
         (
-            "--save-hf-interval 2 --save-interval 2 --save x --save-hf y --save-hf-dtype fp8-block",
-            "ranks have parts of blocks",
+            f"{GPT2} --save-hf y --save-hf-dtype fp8-block",
+            "--quantize: .* is stored transposed or packed",
         ),
         ("--bf16 --save-hf y --save-hf-dtype fp16", "which would be rounded twice"),
         (
-            "--save-hf-interval 2 --save-interval 2 --save x --save-hf s3://bucket/hf",
-            "object storage is for torch_dist checkpoints",
+            "--save x --save-interval 2 --save-hf s3://bucket/hf",
+            "models in object storage are converted from checkpoints: give --save-hf-interval",
         ),
     ],
 )
 def test_impossible_flags_are_rejected(pool, tmp_path, monkeypatch, flags, message):
+    model = "" if GPT2 in flags else LLAMA
     with pytest.raises(ValueError, match=message):
-        pool.run(train, 1, f"--mock-data --train-iters 4 {LLAMA} {flags}")
+        pool.run(train, 1, f"--mock-data --train-iters 4 {model} {flags}")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +80,14 @@ from megatron.conversion.model_space.source import (
     split_key,
 )
 from megatron.conversion.options import ReadOptions, WriteOptions
+from megatron.core.dist_checkpointing import CheckpointError
+from megatron.core.dist_checkpointing.files import CLAIM
 from megatron.core.dist_checkpointing.format import schema
-from megatron.core.durable_files import fsync_tree, write_json
+from megatron.core.durable_files import discard, fsync_tree, write_json
+from megatron.core.object_storage import ConflictError, ObjectPath
 from megatron.core.transformer.transformer_config import TransformerConfig, compute_model_signature
 
+CONFIG = "config.json"
 _QUANTIZATION = "quantization_config"
 _FOREIGN_FIELDS = "hf_foreign_fields"  # argument: ignored fields of config.json
 _OTHER_MODEL = "belongs to another model: leave it out (--no-optim) or remove it"
@@ -261,8 +270,9 @@ def write_huggingface(
 ) -> list[str]:
     """Write `source` into the empty `directory`; return notes about data that was left out.
 
-    config.json is written last, so an interrupted export is not taken for a model. Raises
-    ValueError for a model that transformers cannot express, before anything is written.
+    config.json is written last, so an interrupted export is not taken for a model. In object
+    storage, an export that fails is removed. Raises ValueError for a model that transformers cannot
+    express, before anything is written.
     """
     options = options or WriteOptions()
 
@@ -292,20 +302,86 @@ def write_huggingface(
 
     # Write weights and sidecar.
     make_empty_directory(directory)
-    limits = (options.max_shard_size, options.workers, progress)
-    write_weight_files(directory, "model", weights, *limits)
-    check_weight_files(directory, weights)
-    if optimizer:
-        folder = directory / DIRECTORY
-        folder.mkdir()
-        files = write_weight_files(folder, "optimizer", optimizer, *limits)
-        write_state(folder, source, files)
+    with _folder_for_small_files(directory) as small_files:
+        limits = (options.max_shard_size, options.workers, progress)
+        write_weight_files(directory, "model", weights, *limits)
+        check_weight_files(directory, weights)
+        if optimizer:
+            folder = directory / DIRECTORY
+            folder.mkdir()
+            files = write_weight_files(folder, "optimizer", optimizer, *limits)
+            write_state(folder, source, files)
 
-    fields = get_foreign_fields(source.args) | fields
-    lost = write_small_files(directory, source.args, fields, options)
+        fields = get_foreign_fields(source.args) | fields
+        lost = write_small_files(small_files, source.args, fields, options)
     if options.quantization is not None:
         _note_partial_blocks(weights, options)
     return lost + _list_left_out(source, bool(optimizer))
+
+
+class _Claim:
+    """The right of one program to write the objects of a model."""
+
+    def __init__(self, directory: ObjectPath) -> None:
+        self._directory = directory
+        self._path = directory / CLAIM
+        self._content = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}".encode()
+        try:
+            directory.store.create(self._path.key, self._content)
+        except ConflictError as error:
+            raise ValueError(
+                f"{directory} is being written by {self._path.read_text()[:100]} (host, process): "
+                f"if that program has ended, delete {directory}"
+            ) from error
+
+    def holds(self) -> bool:
+        """Return whether no other program has taken the directory over."""
+        try:
+            return self._directory.store.read(self._path.key).content == self._content
+        except FileNotFoundError:
+            return False
+
+    def complete(self, folder: Path) -> None:
+        """Upload the files in `folder`, config.json last: it makes the objects a model."""
+        if not self.holds():
+            raise CheckpointError(f"{self._directory}: another program has taken it over")
+        paths = [path for path in sorted(folder.iterdir()) if path.name != CONFIG]
+        for path in [*paths, folder / CONFIG]:
+            target = self._directory / path.name
+            target.store.put(target.key, path.read_bytes())
+        self._path.unlink()
+
+
+@contextmanager
+def _folder_for_small_files(directory: Path) -> Iterator[Path]:
+    """Yield the folder for all files but the weights, and complete the model at the end.
+
+    In object storage it is a temporary one whose files are uploaded. The objects of an export that
+    fails are removed; directories are removed by the caller.
+    """
+    if not isinstance(directory, ObjectPath):
+        yield directory
+        return
+    claim = _Claim(directory)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+            claim.complete(Path(folder))
+    except BaseException:
+        with suppress(OSError):
+            if claim.holds():
+                remove_model(directory)
+        raise
+
+
+def remove_model(directory: Path) -> None:
+    """Remove a model from a file system or object storage; it stops being a model at once."""
+    if not isinstance(directory, ObjectPath):
+        discard(directory)
+        return
+    store = directory.store
+    store.delete([(directory / CONFIG).key])
+    store.delete(list(store.sizes(directory.key)))
 
 
 def write_small_files(
@@ -321,7 +397,7 @@ def write_small_files(
         options.note(f"tokenizer: {copied}")
     # Readers recognize a model by config.json: it must not be durable before the weights are.
     fsync_tree(directory)
-    write_json(directory / "config.json", {**fields, **tokenizer.ids, "use_cache": True})
+    write_json(directory / CONFIG, {**fields, **tokenizer.ids, "use_cache": True})
     fsync_tree(directory)
     return tokenizer.lost
 
@@ -411,6 +487,13 @@ def _prepare_weight(
     if not is_trained(part.key):
         dtype = source.tensors[part.key].dtype
     return Outgoing(source, key, part, dtype)
+
+
+def check_quantizable(family: Family, config: TransformerConfig) -> None:
+    """Raise ValueError if matrices of a model cannot be quantized in the files of `family`."""
+    shapes = model_tensors(config)
+    for part in stored_parameters(shapes, family.rows, family.layers, config, has_none):
+        _is_quantizable(part)
 
 
 def _is_quantizable(part: StoredParameter) -> bool:

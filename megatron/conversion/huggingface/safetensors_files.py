@@ -25,7 +25,9 @@ from megatron.conversion.model_space.pieces import ReadRegion
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.core.dist_checkpointing import FileTensor
 from megatron.core.dist_checkpointing.format import schema
+from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.mapping import narrow
+from megatron.core.object_storage import ObjectPath, OrderedUpload
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -159,9 +161,10 @@ def lay_out_safetensors(tensors: Mapping[str, TensorInfo]) -> SafetensorsLayout:
 
 
 class SafetensorsWriter:
-    """A file whose header is written first, and then rows of its tensors in any order.
+    """A file or object whose header is written first, and then rows of its tensors in any order.
 
-    Threads may share it. Closing it raises AssertionError if bytes were not written.
+    Threads may share it. Closing it raises AssertionError if bytes were not written. An object
+    appears when it is closed; rows before their turn wait in memory until then.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, TensorInfo]) -> None:
@@ -169,7 +172,12 @@ class SafetensorsWriter:
         self._tensors = dict(tensors)
         layout = lay_out_safetensors(tensors)
         self._starts = layout.starts
-        path.write_bytes(layout.header)
+        self._upload: OrderedUpload | None = None
+        if isinstance(path, ObjectPath):
+            self._upload = OrderedUpload(path, layout.size)
+            self._upload.write(0, memoryview(layout.header))
+        else:
+            path.write_bytes(layout.header)
         self._missing = layout.size - len(layout.header)
         self._lock = Lock()
 
@@ -182,7 +190,12 @@ class SafetensorsWriter:
         if rows.dim() > 0:
             start = first * rows[:1].nbytes
         assert start + rows.nbytes <= info.nbytes, (name, first, rows.shape)
-        write_at(self._path, rows.contiguous(), self._starts[name] + start)
+        position = self._starts[name] + start
+        content = rows.contiguous()
+        if self._upload is not None:
+            self._upload.write(position, view_bytes(content.reshape(-1)))
+        else:
+            write_at(self._path, content, position)
         with self._lock:
             self._missing -= rows.nbytes
 
@@ -194,3 +207,5 @@ class SafetensorsWriter:
         assert kind is not None or is_complete, (
             f"{self._missing} bytes of {self._path} were not written"
         )
+        if kind is None and self._upload is not None:
+            self._upload.close()

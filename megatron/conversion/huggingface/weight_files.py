@@ -41,7 +41,8 @@ from megatron.core.dist_checkpointing import safe_load
 from megatron.core.dist_checkpointing.files import METADATA
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.mapping import narrow
-from megatron.core.durable_files import committed, write_json
+from megatron.core.durable_files import committed, encode_json, write_json
+from megatron.core.object_storage import ObjectPath
 
 _INDEX = schema.record({"weight_map": schema.mapping(schema.file_name, keys=schema.key)})
 _PICKLE = schema.mapping(schema.anything, keys=schema.key)
@@ -382,11 +383,16 @@ def write_weight_files(
     files = lay_out_weight_files(stem, infos, max_size)
 
     # Write them. Any worker may write to any shard, so all are created first, and renamed when all
-    # are complete.
+    # are complete. An upload sends its bytes in order: with one worker, at most the rows of one
+    # parameter wait for their turn.
+    if isinstance(directory, ObjectPath):
+        workers = 1
     with ExitStack() as stack:
         writers: dict[str, SafetensorsWriter] = {}
         for file, shard in files.items():
-            path = stack.enter_context(committed(directory / file))
+            path = directory / file
+            if not isinstance(path, ObjectPath):
+                path = stack.enter_context(committed(path))
             writer = stack.enter_context(SafetensorsWriter(path, shard))
             writers |= dict.fromkeys(shard, writer)
         jobs = (job for tensor in tensors for job in tensor.list_jobs(writers, progress))
@@ -440,4 +446,8 @@ def write_index(directory: Path, stem: str, files: Mapping[str, Mapping[str, Ten
             total_parameters += math.prod(info.shape)
     metadata = {"total_size": total_size, "total_parameters": total_parameters}
     path = directory / f"{stem}.safetensors.index.json"
-    write_json(path, {"metadata": metadata, "weight_map": weight_map})
+    content = {"metadata": metadata, "weight_map": weight_map}
+    if isinstance(path, ObjectPath):
+        path.store.put(path.key, encode_json(content))
+    else:
+        write_json(path, content)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.conversion.choices import DTYPES, QUANTIZATIONS
 from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.formats import is_huggingface
+from megatron.conversion.huggingface.directory import check_quantizable, remove_model
 from megatron.conversion.huggingface.export_plan import plan_export
 from megatron.conversion.huggingface.families import choose_family
 from megatron.conversion.megatron_lm.args import read_arguments
@@ -25,11 +26,19 @@ from megatron.conversion.megatron_lm.legacy_writer import write_legacy
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.source import Progress
 from megatron.conversion.options import WriteOptions
-from megatron.core.dist_checkpointing import CheckpointError, save
+from megatron.conversion.output_directory import pending_name
+from megatron.core.dist_checkpointing import (
+    CheckpointDirectory,
+    CheckpointError,
+    clean_up,
+    save,
+)
 from megatron.core.dist_checkpointing.files import remove_unfinished
+from megatron.core.dist_checkpointing.planning.coordination import Coordination
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
 from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
-from megatron.core.durable_files import check_free_space, fsync_directory
+from megatron.core.durable_files import check_free_space, discard, fsync_directory
+from megatron.core.object_storage import ObjectPath, check_conditional_requests, path_of
 from megatron.training.checkpoint.contents import get_common_state, get_model_state
 from megatron.training.config.run_config import Config
 from megatron.training.run import Run
@@ -66,8 +75,13 @@ def check_hf_target(run: Run) -> None:
     if target is None:
         return
     # The model, and then the directory: a run must not fail for these after days.
-    choose_family(run.config.model, None)
-    directory = Path(target)
+    family = choose_family(run.config.model, None)
+    if run.config.checkpoint.save_hf_dtype in QUANTIZATIONS:
+        check_quantizable(family, run.config.model)
+    directory = path_of(target)
+    if isinstance(directory, ObjectPath):
+        bucket = directory
+        Coordination.of(None).run_on_rank0(lambda: check_conditional_requests(bucket))
     if not directory.exists():
         return
     if run.config.checkpoint.save_hf_interval is not None:
@@ -87,6 +101,9 @@ def check_hf_target(run: Run) -> None:
 def plan_hf_exports(run: Run) -> ExportTarget | None:
     """Return where and how models are saved next to checkpoints, None without --save-hf-interval.
 
+    All ranks write them from what they stage for the checkpoint, if they can. Otherwise rank 0
+    converts the committed checkpoint.
+
     Raises ValueError, the same on all ranks, for a model that transformers cannot express.
     """
     config = run.config.checkpoint
@@ -99,7 +116,35 @@ def plan_hf_exports(run: Run) -> ExportTarget | None:
         plan = plan_export(args, _list_tokenizer_files(run), dtype=_get_export_dtype(run))
     except ValueError as error:
         raise ValueError(f"--save-hf-interval: {error}") from error
-    return ExportTarget(plan, Path(config.save_hf), config.save_hf_keep_last)
+    root = path_of(config.save_hf)
+    keep_last = config.save_hf_keep_last
+    # Ranks have parts of the blocks of a quantized matrix, and cannot write to the middle of an
+    # object.
+    if isinstance(root, ObjectPath) or config.save_hf_dtype in QUANTIZATIONS:
+        convert_saved = partial(_convert_saved, _make_export_options(run))
+        return ExportTarget(root, convert=convert_saved, keep_last=keep_last, remove=remove_model)
+    return ExportTarget(root, plan, keep_last=keep_last)
+
+
+def _convert_saved(options: WriteOptions, checkpoint: Path, target: Path) -> None:
+    """Write the model in a committed checkpoint to `target`, in place of an earlier one."""
+    is_object = isinstance(target, ObjectPath)
+    if is_object:
+        remove_model(target)
+    convert(checkpoint, target, "hf", options=options, overwrite=not is_object)
+
+
+def remove_unfinished_exports(target: ExportTarget) -> None:
+    """Remove the exports that an earlier launch has not completed; none may be in progress."""
+    clean_up(target.root)
+    if not isinstance(target.root, ObjectPath):
+        for path in target.root.glob(pending_name("iter_*")):
+            discard(path)
+        return
+    exports = CheckpointDirectory(target.root)
+    for iteration in exports.list_iterations():
+        if not is_huggingface(exports.path(iteration)):
+            remove_model(exports.path(iteration))
 
 
 def get_due_export(run: Run) -> ExportTarget | None:
@@ -117,6 +162,17 @@ def _get_export_dtype(run: Run) -> torch.dtype | None:
         return None
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def _make_export_options(run: Run) -> WriteOptions:
+    """Return the options of an export by conversion."""
+    config = run.config.checkpoint
+    quantization = config.save_hf_dtype if config.save_hf_dtype in QUANTIZATIONS else None
+    return WriteOptions(
+        trusted=_list_tokenizer_files(run),
+        dtype=_get_export_dtype(run),
+        quantization=quantization,
+    )
 
 
 def _list_tokenizer_files(run: Run) -> tuple[Path, ...]:
@@ -143,13 +199,7 @@ def save_hf(run: Run) -> None:
     # An inference model has no optimizer.
     for key in ("optimizer", "opt_param_scheduler"):
         common.pop(key, None)
-    quantization = config.save_hf_dtype if config.save_hf_dtype in QUANTIZATIONS else None
-    options = WriteOptions(
-        trusted=_list_tokenizer_files(run),
-        dtype=_get_export_dtype(run),
-        quantization=quantization,
-    )
-    rewrite = partial(_rewrite_as_hf, options)
+    rewrite = partial(_rewrite_as_hf, _make_export_options(run))
     _remove_unfinished(run, directory)
     try:
         weights = run.optimizer.weights(get_model_state(run))

@@ -260,18 +260,19 @@ class CheckpointConfig(FlagSection):
     """Keep the N checkpoints with the lowest validation loss, among those saved at an evaluation.
     """
     save_hf: str | None = flag(None)
-    """Directory in which the final model is also saved in Hugging Face format."""
+    """Directory in which the final model is also saved in Hugging Face format. With
+    --save-hf-interval also s3://bucket/prefix.
+    """
     save_hf_interval: int | None = flag(None, positive=True)
     """Save a Hugging Face model next to every checkpoint whose iteration is a multiple of this
     number, and at the end of the run, as iter_NNNNNNN in --save-hf. All ranks write it while they
-    write the checkpoint.
+    write the checkpoint; with object storage or fp8-block, rank 0 converts the checkpoint.
     """
     save_hf_keep_last: int | None = flag(None, positive=True)
     """Keep the last N models of --save-hf-interval and delete older ones. Default: all."""
     save_hf_dtype: str | None = flag(None, choices=("bf16", "fp16", "fp8-block"))
     """Data type of the matrices in models of --save-hf, cast from the weights. fp8-block has a
-    scale per block of 128 x 128 and is for the model at the end of the run. Default: that of the
-    weights.
+    scale per block of 128 x 128. Default: that of the weights.
     """
     save_tokenizer_assets: bool = flag(
         True, "--no-save-tokenizer-assets", "--disable-save-tokenizer-assets"

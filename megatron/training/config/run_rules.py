@@ -317,12 +317,12 @@ def _check_checkpoint(config: Config, world_size: int) -> Iterator[str]:
 def _check_hf_exports(config: Config, world_size: int) -> Iterator[str]:
     """Check the options of models in Hugging Face format."""
     checkpoint = config.checkpoint
-    if "://" in (checkpoint.save_hf or ""):
-        yield (
-            f"--save-hf {checkpoint.save_hf}: object storage is for torch_dist checkpoints; give a "
-            "directory"
-        )
     interval = checkpoint.save_hf_interval
+    if "://" in (checkpoint.save_hf or "") and interval is None:
+        yield (
+            f"--save-hf {checkpoint.save_hf}: models in object storage are converted from "
+            "checkpoints: give --save-hf-interval, or a directory"
+        )
     yield from _check_hf_dtype(config)
     if interval is None:
         if checkpoint.save_hf_keep_last is not None:
@@ -359,12 +359,8 @@ def _check_hf_dtype(config: Config) -> Iterator[str]:
         yield f"--save-hf-dtype {dtype} needs --save-hf"
     weights = config.model.params_dtype
     if dtype == "fp8-block":
-        if config.checkpoint.save_hf_interval is not None:
-            yield (
-                "--save-hf-dtype fp8-block with --save-hf-interval is not supported: ranks have "
-                "parts of blocks; convert checkpoints with convert.py --quantize fp8-block"
-            )
-    elif weights not in (torch.float32, getattr(torch, DTYPES[dtype])):
+        return
+    if weights not in (torch.float32, getattr(torch, DTYPES[dtype])):
         yield (
             f"--save-hf-dtype {dtype} with weights in {weights}: models are cast from the weights, "
             f"which would be rounded twice; convert checkpoints with convert.py --dtype {dtype}"

@@ -3,10 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron.conversion.convert import convert
+from megatron.conversion.convert import convert, open_checkpoint
 from megatron.conversion.formats import find_checkpoint
+from megatron.conversion.huggingface import directory
+from megatron.conversion.huggingface.safetensors_files import SafetensorsWriter
+from megatron.conversion.options import WriteOptions
 from megatron.core import object_storage
+from megatron.core.dist_checkpointing import CheckpointError
 from megatron.core.object_storage import path_of
 from tests.support.object_server import object_server
 from tests.unit_tests.tools.test_inspect import LLAMA, main
@@ -50,20 +55,85 @@ def test_newest_commit_overrides_the_tracker(converted):
 @pytest.mark.parametrize(
     ("saver", "overwrite", "message"),
     [
-        (
-            "hf",
-            False,
-            "s3://bucket/new: object storage can only contain torch_dist checkpoints; give "
-            "--saver torch_dist",
-        ),
-        ("legacy", False, "object storage can only contain torch_dist checkpoints"),
-        ("torch_dist", True, "a target there cannot be replaced"),
+        ("universal", False, "s3://bucket/new: object storage can only contain torch_dist"),
+        ("legacy", False, "checkpoints and Hugging Face models; give --saver torch_dist or hf"),
+        ("torch_dist", True, "a target in object storage cannot be replaced"),
     ],
 )
 def test_unsupported_targets_are_refused(converted, saver, overwrite, message):
     with pytest.raises(ValueError, match=message):
         convert(SOURCE, path_of("s3://bucket/new"), saver, overwrite=overwrite)
     assert not path_of("s3://bucket/new").exists()
+
+
+@pytest.mark.parametrize("max_shard_size", [10**9, 20_000], ids=["one_file", "shards"])
+def test_model_in_object_storage_has_the_files_of_a_directory(converted, tmp_path, max_shard_size):
+    """It is verified by reading it back from there."""
+    options = WriteOptions(max_shard_size=max_shard_size, workers=2)
+    target = path_of(f"s3://bucket/hf{max_shard_size}")
+    report = convert(converted, target, "hf", options=options, verify=True)
+    assert report.verified == len(open_checkpoint(target).tensors) > 0
+    convert(converted, tmp_path / "hf", "hf", options=options)
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    assert len(expected) >= (3 if max_shard_size > 20_000 else 6)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == expected
+    with pytest.raises(ValueError, match="s3://bucket/hf.* exists"):
+        convert(converted, target, "hf")
+
+
+def test_failed_export_leaves_no_objects(converted, monkeypatch):
+    """The second weight file fails after the first was sent."""
+    target = path_of("s3://bucket/failed")
+    options = WriteOptions(max_shard_size=20_000)
+    write = SafetensorsWriter.write
+
+    def fail_late(self, name, rows, first=0):
+        if name == "lm_head.weight":
+            raise OSError("no route to host")
+        write(self, name, rows, first)
+
+    monkeypatch.setattr(SafetensorsWriter, "write", fail_late)
+    with pytest.raises(OSError, match="no route to host"):
+        convert(converted, target, "hf", options=options)
+    assert not target.exists()
+
+
+def test_writer_that_lost_its_target_changes_nothing(converted, monkeypatch):
+    """Another program removes the claim of a writer that seems to have ended, and writes itself."""
+    target = path_of("s3://bucket/contested")
+    check = directory.check_weight_files
+
+    def take_over(*args):
+        check(*args)
+        monkeypatch.setattr(directory, "check_weight_files", check)
+        directory.remove_model(target)
+        convert(converted, target, "hf", options=WriteOptions(dtype=torch.float16))
+
+    monkeypatch.setattr(directory, "check_weight_files", take_over)
+    with pytest.raises(CheckpointError, match="another program has taken it over"):
+        convert(converted, target, "hf")
+    assert (target / "config.json").is_file() and not (target / ".claim").exists()
+    assert open_checkpoint(target).args["fp16"]
+
+
+def test_target_in_use_is_refused(converted, monkeypatch):
+    """The claim decides between two programs that have both found an empty target."""
+    target = path_of("s3://bucket/busy")
+
+    def claim_first(path):
+        path.store.put((path / ".claim").key, b"node3 4711 0123")
+
+    monkeypatch.setattr(directory, "make_empty_directory", claim_first)
+    with pytest.raises(ValueError, match="busy is being written by node3 4711"):
+        convert(converted, target, "hf")
+    assert [path.name for path in target.iterdir()] == [".claim"]
+
+
+def test_sidecar_is_refused_in_object_storage(converted):
+    target = path_of("s3://bucket/sidecar")
+    with pytest.raises(ValueError, match="--save-optim-sidecar needs a directory"):
+        convert(converted, target, "hf", options=WriteOptions(optim_sidecar=True))
+    assert not target.exists()
 
 
 def test_existing_target_is_refused(converted):

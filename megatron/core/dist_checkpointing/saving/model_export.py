@@ -97,32 +97,138 @@ class ExportPlan:
         return tables
 
 
+Check = Callable[[], None]
+"""Raises an error if another start has taken over the run."""
+
+
 @dataclass(frozen=True)
 class ExportTarget:
-    """Exports of a run: one directory per exported iteration in `root`."""
+    """Exports of a run: one directory per exported iteration in `root`.
 
-    plan: ExportPlan
+    They are written by all ranks where a `plan` is given. Otherwise rank 0 calls `convert` with a
+    committed checkpoint and the directory of its export.
+    """
+
     root: Path
+    plan: ExportPlan | None = None
+    convert: Callable[[Path, Path], object] | None = None
     keep_last: int | None = None
     """Number of exports to keep; None keeps all."""
+    remove: Callable[[Path], None] = discard
+    """Removes an export."""
+
+    def start(self, iteration: int, check: Check, save_id: str) -> PendingExport:
+        """Return the export of one save on this rank."""
+        if self.plan is not None:
+            return StagedExport(self, self.plan, iteration, save_id)
+        assert self.convert is not None
+        return ConvertedExport(self, self.convert, iteration, check)
 
 
 class PendingExport:
-    """One export on one rank, which grows under another name and is committed by a rename.
+    """One export on one rank.
 
     No method raises: an export that fails is reported in `failure`, and the checkpoint is saved
     nevertheless. Sequence of calls: `begin` on rank 0; `write` for every chunk and `close` on all
     ranks; then `commit` on rank 0, or `abandon`, which may be repeated.
     """
 
-    def __init__(self, target: ExportTarget, iteration: int, save_id: str) -> None:
+    def __init__(self, target: ExportTarget, iteration: int) -> None:
         self.directory = CheckpointDirectory(target.root).path(iteration)
         self.failure: str | None = None
         self._target = target
-        self._plan = target.plan
         self._iteration = iteration
-        self._pending = pending_directory(self.directory, save_id)
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Prepare for the writes of all ranks."""
+
+    def write(self, files: FilePlan, chunk: FileChunk, slot: Slot) -> None:
+        """Write what a staged chunk of the checkpoint's `files` contains of the export."""
+
+    def close(self) -> int:
+        """Make this rank's elements durable; return their bytes, or 0 after a failure."""
+        return 0
+
+    def commit(self, nbytes: int, checkpoint: Path) -> bool:
+        """Complete the export, after all ranks have written `nbytes` and after the commit of
+        `checkpoint`. Returns whether that was possible.
+        """
+        try:
+            if self.failure is None:
+                self._complete(nbytes, checkpoint)
+                self._remove_older()
+        except Exception as error:
+            self._fail(error)
+        if self.failure is not None:
+            self.abandon()
+        return self.failure is None
+
+    def abandon(self) -> None:
+        """Remove the files of an export that was not committed, as far as possible."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """The failure of this rank, unless it follows from one that rank 0 reports."""
+        if self.failure is None:
+            return []
+        return [f"the model was not exported to {self.directory}: {self.failure}"]
+
+    def _complete(self, nbytes: int, checkpoint: Path) -> None:
+        raise NotImplementedError
+
+    def _fail(self, error: Exception) -> None:
+        """Keep the first failure."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = f"{type(error).__name__}: {error}"
+                if isinstance(error, OSError):
+                    self.failure = str(error)
+
+    def _remove_older(self) -> None:
+        """Remove all but the newest exports up to this one.
+
+        Later iterations belong to a branch that this run has left: a repeated save replaces them.
+        """
+        if self._target.keep_last is None:
+            return
+        root = CheckpointDirectory(self._target.root)
+        older = [number for number in root.list_iterations() if number <= self._iteration]
+        for number in sorted(older)[: -self._target.keep_last]:
+            self._target.remove(root.path(number))
+
+
+class ConvertedExport(PendingExport):
+    """An export that rank 0 makes of the committed checkpoint, in the background."""
+
+    def __init__(
+        self,
+        target: ExportTarget,
+        convert: Callable[[Path, Path], object],
+        iteration: int,
+        check: Check,
+    ) -> None:
+        super().__init__(target, iteration)
+        self._convert = convert
+        self._check = check
+
+    def _complete(self, nbytes: int, checkpoint: Path) -> None:
+        self._check()
+        self._convert(checkpoint, self.directory)
+
+
+class StagedExport(PendingExport):
+    """An export that all ranks write while they write the checkpoint.
+
+    It grows under another name and is committed by a rename.
+    """
+
+    def __init__(
+        self, target: ExportTarget, plan: ExportPlan, iteration: int, save_id: str
+    ) -> None:
+        super().__init__(target, iteration)
+        self._plan = plan
+        self._pending = pending_directory(self.directory, save_id)
         self._descriptors: dict[str, int] = {}
         self._written = 0
         self._has_no_files = False  # rank 0 could not create them
@@ -162,13 +268,11 @@ class PendingExport:
 
     @property
     def warnings(self) -> list[str]:
-        """The failure of this rank, unless it follows from one that rank 0 reports."""
-        if self.failure is None or self._has_no_files:
+        if self._has_no_files:
             return []
-        return [f"the model was not exported to {self.directory}: {self.failure}"]
+        return super().warnings
 
     def close(self) -> int:
-        """Make this rank's elements durable; return their bytes, or 0 after a failure."""
         descriptors = list(self._descriptors.items())
         self._descriptors = {}
         for name, descriptor in descriptors:
@@ -187,36 +291,15 @@ class PendingExport:
             return 0
         return self._written
 
-    def commit(self, nbytes: int) -> bool:
-        """Complete the export and give it its name, after all ranks have written `nbytes`.
-
-        Returns whether that was possible.
-        """
-        try:
-            if self.failure is None and nbytes != self._plan.nbytes:
-                self.failure = f"the ranks have written {nbytes} of {self._plan.nbytes} bytes"
-            if self.failure is None:
-                self._plan.add_small_files(self._pending)
-                fsync_tree(self._pending)
-                put_in_place(self._pending, self.directory)
-                self._remove_older()
-        except Exception as error:
-            self._fail(error)
-        if self.failure is not None:
-            self.abandon()
-        return self.failure is None
+    def _complete(self, nbytes: int, checkpoint: Path) -> None:
+        if nbytes != self._plan.nbytes:
+            raise OSError(f"the ranks have written {nbytes} of {self._plan.nbytes} bytes")
+        self._plan.add_small_files(self._pending)
+        fsync_tree(self._pending)
+        put_in_place(self._pending, self.directory)
 
     def abandon(self) -> None:
-        """Remove the files of an export that was not committed, as far as possible."""
         discard(self._pending)
-
-    def _fail(self, error: Exception) -> None:
-        """Keep the first failure."""
-        with self._lock:
-            if self.failure is None:
-                self.failure = f"{type(error).__name__}: {error}"
-                if isinstance(error, OSError):
-                    self.failure = str(error)
 
     def _write_box(self, key: str, offset: Shape, values: torch.Tensor) -> None:
         """Write a box of the tensor `key` to all places that overlap it."""
@@ -272,15 +355,3 @@ class PendingExport:
                     self._has_no_files = not self._pending.exists()
                     raise
             return self._descriptors[name]
-
-    def _remove_older(self) -> None:
-        """Remove all but the newest exports up to this one.
-
-        Later iterations belong to a branch that this run has left: a repeated save replaces them.
-        """
-        if self._target.keep_last is None:
-            return
-        root = CheckpointDirectory(self._target.root)
-        older = [number for number in root.list_iterations() if number <= self._iteration]
-        for number in sorted(older)[: -self._target.keep_last]:
-            discard(root.path(number))

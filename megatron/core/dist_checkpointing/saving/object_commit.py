@@ -22,7 +22,6 @@ import json
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -56,7 +55,7 @@ from megatron.core.dist_checkpointing.generation import (
 )
 from megatron.core.dist_checkpointing.saving.commit import PendingCheckpoint, Progress, Rewrite
 from megatron.core.dist_checkpointing.saving.shard import Shard
-from megatron.core.object_storage import ConflictError, ObjectPath
+from megatron.core.object_storage import ConflictError, ObjectPath, OrderedUpload
 
 
 @dataclass(frozen=True)
@@ -152,30 +151,17 @@ class ObjectGeneration(Generation):
 
 
 class ShardUpload(Shard):
-    """A multipart upload. Pieces that are written before their turn are copied and wait."""
+    """A multipart upload. The number of writer threads bounds the pieces that wait."""
 
     def __init__(self, path: ObjectPath, size: int) -> None:
         super().__init__(size)
-        self._upload = path.store.upload(path.key, size)
-        self._position = 0
-        self._early: dict[int, bytes] = {}
-        self._lock = threading.Lock()
+        self._upload = OrderedUpload(path, size)
 
     def _write(self, offset: int, view: memoryview, length: int) -> None:
-        # One of the writer threads sends; their number bounds the pieces that wait.
-        with self._lock:
-            if offset != self._position:
-                self._early[offset] = bytes(view[:length])
-                return
-            piece: bytes | memoryview | None = view[:length]
-            while piece is not None:
-                self._upload.write(piece)
-                self._position += len(piece)
-                piece = self._early.pop(self._position, None)
+        self._upload.write(offset, view[:length])
 
     def _close(self, durable: bool) -> None:
-        if durable:  # an upload that is not closed never becomes an object
-            assert self._position == self._size, (self._position, self._size)
+        if durable:
             self._upload.close()
 
 

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.lineage import LINEAGE, Lineage, Segment, 
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.saving.commit import Rewrite
-from megatron.core.dist_checkpointing.saving.model_export import ExportTarget, PendingExport
+from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.retention import (
     Retention,
     RetentionRules,
@@ -206,7 +206,8 @@ class RunSaver:
 
         make_export = None
         if export is not None:
-            make_export = partial(PendingExport, export, iteration)
+            check_owner = generation.check if generation is not None else _accept
+            make_export = partial(export.start, iteration, check_owner)
 
         # Save to the nodes and copy from there, or save directly.
         directory = CheckpointDirectory(root).path(iteration)
@@ -468,6 +469,10 @@ class RunSaver:
             for level, text in self._removal_messages:
                 logger.log(level, text)
             self._removal_messages = []
+
+
+def _accept() -> None:
+    """Accept a save to a directory that has no owner."""
 
 
 def _has_failed(report: SaveReport | None) -> bool:

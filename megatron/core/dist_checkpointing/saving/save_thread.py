@@ -320,7 +320,8 @@ class SaveThread:
             ) from error
         # The export of the same iteration becomes visible after its checkpoint.
         if save.export is not None:
-            if save.export.commit(save.barrier.read_exported()):
+            nbytes = save.barrier.read_exported()
+            if save.export.commit(nbytes, save.pending.directory):
                 save.report.exported = save.export.directory
             save.barrier.warn(save.export.warnings)
 

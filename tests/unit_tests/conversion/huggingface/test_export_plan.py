@@ -11,7 +11,7 @@ from megatron.conversion.huggingface.export_plan import plan_export
 from megatron.conversion.model_space.source import WORD_EMBEDDINGS, is_trained, read_whole
 from megatron.conversion.options import WriteOptions
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.saving.model_export import ExportTarget, PendingExport
+from megatron.core.dist_checkpointing.saving.model_export import ExportTarget
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
 from tests import GOLDEN
 from tests.support.memory_source import LLAMA_ARGS, MemorySource, random_source
@@ -23,14 +23,14 @@ def export(source: MemorySource, root: Path, **options: Any) -> Path:
     """Save the tensors of `source` with an export, and return its directory."""
     vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
     plan = plan_export(source.args | {"model_vocab_size": vocab_size}, **options)
-    target = ExportTarget(plan, root / "exports")
+    target = ExportTarget(root / "exports", plan)
     state = {key: ShardedTensor.replicated(key, value) for key, value in source.values.items()}
     with AsyncSaver() as saver:
         saver.save(
             state,
             root / "checkpoint",
             common={},
-            export=lambda save_id: PendingExport(target, 1, save_id),
+            export=lambda save_id: target.start(1, lambda: None, save_id),
         )
         (report,) = saver.finish()
     assert report.error is None and report.warning is None

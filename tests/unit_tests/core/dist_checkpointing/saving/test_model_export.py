@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.saving.model_export import (
     ExportFile,
     ExportPlan,
     ExportTarget,
-    PendingExport,
     TensorPlace,
 )
 from megatron.core.dist_checkpointing.saving.saver import AsyncSaver
@@ -78,13 +77,13 @@ def to_bytes(tensor):
 def save(root, plan, iteration=1, keep_last=None, staging_mem_limit=None):
     """Save the state with an export, and return the report."""
     state, *_ = make_state()
-    target = ExportTarget(plan, root / "exports", keep_last)
+    target = ExportTarget(root / "exports", plan, keep_last=keep_last)
     with AsyncSaver(staging_mem_limit=staging_mem_limit) as saver:
         saver.save(
             state,
             root / f"iter_{iteration:07d}",
             common={},
-            export=lambda save_id: PendingExport(target, iteration, save_id),
+            export=lambda save_id: target.start(iteration, lambda: None, save_id),
         )
         (report,) = saver.finish()
     assert report.error is None
