@@ -2,14 +2,13 @@
 every save.
 
 The buffer contains images of the files as they will be on disk, in slots of `SLOT_SIZE` bytes:
-page-aligned and sized in whole pages, so that they can be written past the page cache. With fewer
-slots than the files need, slots are used again as soon as they are written
-(`--ckpt-staging-mem-limit`).
+page-aligned and sized in whole pages, so that they can be written past the page cache.
 
 A rank's part of a save is a queue: chunks of the live state go through the slots into durable
-files. The first tasks of the queue fill all slots, while the files are still being created; the
-writes follow. When a slot is written, the next chunk is staged into it. So with room for everything
-the snapshot is complete as early as possible, and with less the memory stays bounded. Objects and
+files. With a slot for every chunk, the first tasks of the queue fill all slots, while the files are
+still being created; the writes follow. So the snapshot is complete as early as possible. With fewer
+slots (`--ckpt-staging-mem-limit`, synchronous saves) the snapshot takes as long as the writes: each
+task stages a chunk and writes it at once, while its bytes are in the processor's cache. Objects and
 `common` are copied by the save call (`objects.py`): later changes do not reach the checkpoint.
 """
 
@@ -17,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -219,14 +219,19 @@ class StageAndWrite:
         self._slots = self._make_slots()
         if not self._chunks:
             self._finish_staging()
+        if not self._fits_in_slots():
+            return  # `write` stages the chunks
         # Queue all copies before the first write, because writes block until their file is open.
         with self._lock:
-            indices = range(min(len(self._slots), len(self._chunks)))
+            indices = range(len(self._chunks))
             # Copies on the host run in the threads of the pool, so that each has a task of its own.
             step = _COPIED_AT_ONCE if self.on_device else 1
             for start in range(0, len(indices), step):
                 batch = indices[start : start + step]
-                self._futures.append(self._pool.submit(partial(self._stage, batch)))
+                self._futures.append(self._pool.submit(partial(self._stage_ahead, batch)))
+
+    def _fits_in_slots(self) -> bool:
+        return len(self._chunks) <= len(self._slots)
 
     def write(self, target: PendingCheckpoint, progress: Progress) -> dict[str, FileChecksums]:
         """Write all files durably to `target` and return their checksums. Raises the first
@@ -237,6 +242,8 @@ class StageAndWrite:
         for file in self._files:
             self._open.append(target.open_shard(target.name_of(file.name), file.size))
         self._files_are_open.set()
+        if not self._fits_in_slots():
+            self._submit_by_slot()
         result: dict[str, FileChecksums] = {}
         objects = self.make_objects()
         if objects.content:
@@ -278,27 +285,50 @@ class StageAndWrite:
         """Make `write` raise once the running tasks are done; callable from any thread."""
         self._failed = True
 
-    def _stage(self, indices: Sequence[int]) -> None:
-        """Fill the slots of some chunks, and submit the tasks that write them."""
+    def _stage_ahead(self, indices: Sequence[int]) -> None:
+        """Stage some chunks, each into its own slot, and submit the tasks that write them."""
         if self._failed:
             return
+        copied = self._stage([(self._chunks[index], self._slots[index]) for index in indices])
+        with self._lock:
+            for index in indices:
+                write = partial(self._write, self._chunks[index], self._slots[index], copied)
+                self._futures.append(self._pool.submit(write))
+
+    def _submit_by_slot(self) -> None:
+        """Submit a task for each chunk that stages and writes it in the next free slot."""
+        free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for slot in self._slots:
+            free.put(slot)
+
+        def stage_and_write(chunk: FileChunk) -> None:
+            slot = free.get()
+            try:
+                if not self._failed:
+                    self._write(chunk, slot, self._stage([(chunk, slot)]))
+            finally:
+                free.put(slot)
+
+        for chunk in self._chunks:
+            self._futures.append(self._pool.submit(partial(stage_and_write, chunk)))
+
+    def _stage(self, batch: Sequence[tuple[FileChunk, Slot]]) -> torch.cuda.Event | None:
+        """Fill the slots of some chunks; on a device, return the event of their copies."""
         copied = None
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             copies = DeviceCopies()
-            for index in indices:
-                self._fill(self._chunks[index], self._slots[index % len(self._slots)], copies)
+            for chunk, slot in batch:
+                self._fill(chunk, slot, copies)
             copies.queue()
             if self._stream is not None:
                 # Reached once the slots are filled; a thread that waits for it does not spin.
                 copied = self._stream.record_event(torch.cuda.Event(blocking=True))
         with self._lock:
-            self._unstaged -= len(indices)
+            self._unstaged -= len(batch)
             last = self._unstaged == 0
         if last:
             self._finish_staging()
-        with self._lock:
-            for index in indices:
-                self._futures.append(self._pool.submit(partial(self._write, index, copied)))
+        return copied
 
     def _fill(self, chunk: FileChunk, slot: Slot, copies: DeviceCopies) -> None:
         """Fill a slot; copies from a device are only added to `copies`."""
@@ -333,19 +363,13 @@ class StageAndWrite:
                 "wait_staged() between save() and the first operation that changes a tensor"
             )
 
-    def _write(self, index: int, copied: torch.cuda.Event | None) -> None:
+    def _write(self, chunk: FileChunk, slot: Slot, copied: torch.cuda.Event | None) -> None:
         self._files_are_open.wait()
         if self._failed:
             return
-        chunk = self._chunks[index]
-        slot = self._slots[index % len(self._slots)]
         if copied is not None:
             copied.synchronize()
         self._open[chunk.file].write(chunk.offset, slot, chunk.length)
         if self.export is not None:
             self.export.write(self._plan, chunk, slot)
         self._progress(chunk.length)
-        # The slot is free again: this thread stages the next chunk for it.
-        following = index + len(self._slots)
-        if following < len(self._chunks):
-            self._stage((following,))
