@@ -25,6 +25,7 @@ from megatron.conversion.command_line import (
     reported_errors,
 )
 from megatron.conversion.edit_options import parse_foreign_split
+from megatron.conversion.huggingface.config_fields import start_transformers
 from megatron.core.object_storage import path_of
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -93,6 +94,8 @@ def main() -> None:
     """Run this process's command line; also the console entry point."""
     with reported_errors():
         args, given = parse(sys.argv[1:])
+        if "hf" in (args.saver, args.loader) or (args.load_dir / "config.json").is_file():
+            start_transformers()
 
         # Imported after parsing, because importing torch takes seconds.
         from megatron.commands.conversion_options import print_report

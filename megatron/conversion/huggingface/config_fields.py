@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
+import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,48 +60,65 @@ class ConfigFields:
         return None
 
 
-@functools.cache
-def config_class(model_type: str) -> Any:
-    """Return transformers' config class. Raises ValueError where this release does not have it."""
-    # Imported on first use: it takes more than a second, which other formats need not pay for.
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+class _ConfigProcess:
+    """A process that answers questions about transformers' config classes (`config_process`)."""
 
-    if model_type not in CONFIG_MAPPING:
-        raise ValueError(
-            f"transformers {transformers.__version__} does not know model_type {model_type!r}: "
-            "install a newer release"
+    def __init__(self) -> None:
+        # Modules are found as in this process, which may not search the working directory.
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONSAFEPATH": "1",
+            "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # that torch is missing
+        }
+        command = [sys.executable, "-m", "megatron.conversion.huggingface.config_process"]
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-    return CONFIG_MAPPING[model_type]
+
+    def ask(self, question: str, *arguments: Any) -> Any:
+        """Return the answer. Raises its ValueError or ImportError, or RuntimeError without one."""
+        requests = self._process.stdin
+        answers = self._process.stdout
+        assert requests is not None and answers is not None
+        with self._lock:
+            with contextlib.suppress(BrokenPipeError):  # without an answer, either
+                requests.write(json.dumps([question, *arguments]) + "\n")
+                requests.flush()
+            line = answers.readline()
+        if not line:
+            status = self._process.wait()
+            raise RuntimeError(
+                f"the process that imports transformers ended with exit code {status} before it "
+                "answered"
+            )
+        answer = json.loads(line)
+        if "error" in answer:
+            kind = ImportError if answer["error"] == "ImportError" else ValueError
+            raise kind(answer["text"])
+        return answer["result"]
+
+
+@functools.cache
+def _config_process(pid: int) -> _ConfigProcess:
+    """Return the helper of process `pid`, which is this one: forked processes have their own."""
+    return _ConfigProcess()
+
+
+def start_transformers() -> None:
+    """Begin to import transformers in the background, for the functions below."""
+    _config_process(os.getpid())
 
 
 @functools.cache
 def transformers_defaults(model_type: str) -> Mapping[str, Any]:
     """Return the values that transformers takes for missing fields of `model_type`."""
-    declared = config_class(model_type)
-    defaults = {}
-    for name, parameter in inspect.signature(declared).parameters.items():
-        if parameter.default is not parameter.empty:
-            defaults[name] = parameter.default
-    # Fields that some releases do not declare, but compute. All other computed fields depend on the
-    # sizes of the model, so the instance does not have their defaults.
-    instance = declared()
-    for name in ("tie_word_embeddings", "rope_parameters"):
-        defaults[name] = getattr(instance, name, None)
-    # Some families compute this one as well.
-    fraction = (defaults["rope_parameters"] or {}).get("partial_rotary_factor")
-    if fraction is not None:
-        defaults["partial_rotary_factor"] = fraction
+    defaults: Json = _config_process(os.getpid()).ask("defaults", model_type)
     return defaults
 
 
 def refusal_of_transformers(model_type: str, fields: Json) -> str | None:
     """Return the reason for which transformers refuses `fields` of a config.json; None if none."""
-    # Special tokens are not part of the check: defaults may exceed the vocabulary.
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    try:
-        config_class(model_type)(**fields, **tokens)
-    except Exception as error:  # its validators raise errors of many types
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return lines[-1].strip()
-    return None
+    refusal: str | None = _config_process(os.getpid()).ask("refusal", model_type, fields)
+    return refusal

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from megatron.conversion.huggingface.config_fields import config_class
+from megatron.conversion.huggingface.config_process import config_class
 from megatron.conversion.huggingface.family import Family
 from megatron.conversion.huggingface.rules import Rule
 

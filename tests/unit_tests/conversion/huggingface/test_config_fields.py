@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron.conversion.convert import convert, open_checkpoint
-from megatron.conversion.huggingface.config_fields import config_class
+from megatron.conversion.huggingface.config_process import config_class
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.expert_families import DEEPSEEK_V3
 from megatron.conversion.huggingface.families import FAMILIES, find_family

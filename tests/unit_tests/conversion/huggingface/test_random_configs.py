@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron.conversion.convert import open_checkpoint
-from megatron.conversion.huggingface.config_fields import config_class
+from megatron.conversion.huggingface.config_process import config_class
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.huggingface.families import FAMILIES
 from megatron.conversion.huggingface.family import Family
