@@ -210,7 +210,7 @@ class Fp8Weight:
         # The first cast finds the maxima, the second one uses the scales derived from them.
         cast_master_weights_to_fp8(tensors, main, starts, group)
         for quantizer in quantizers:
-            amax = quantizer.amax
+            amax = quantizer.amax.view_as(quantizer.scale)  # [] from [1]
             scale = _E4M3_MAX / amax / 2**fp8_recipe.margin
             # A weight of zeros keeps its scale.
             quantizer.scale.copy_(torch.where(amax > 0, scale, quantizer.scale))

@@ -19,7 +19,7 @@ class Quantizer:
 
     @property
     def amax(self):
-        return self.module.fp8_meta["scaling_fwd"].amax_history[0, self.slot]
+        return self.module.fp8_meta["scaling_fwd"].amax_history[0, self.slot : self.slot + 1]
 
     def set_usage(self, rowwise, columnwise):
         assert rowwise and columnwise
