@@ -92,8 +92,6 @@ class KnownState(NamedTuple):
     model: ShardedStateDict
     """The weights of all chunks."""
     entries: ShardedStateDict
-    is_live: bool
-    """Whether no entry is a copy."""
 
 
 @dataclass

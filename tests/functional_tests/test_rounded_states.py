@@ -1,9 +1,24 @@
 """Adam's moments in bf16 are stored in fp32 and continue at any layout as if not interrupted."""
 
+import shlex
+
 import pytest
 import torch
 
-from tests.support.training_harness import DISTRIBUTED_OPTIMIZER, MODELS, train, whole
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.training.checkpoint.contents import get_state_to_save
+from tests.support.training_harness import (
+    COMMON,
+    DISTRIBUTED_OPTIMIZER,
+    MODELS,
+    datasets_provider,
+    forward_step,
+    model_provider,
+    parse_args,
+    pretrain,
+    train,
+    whole,
+)
 
 FLAGS = (
     f"--mock-data --train-iters 4 {MODELS['gpt2']} --num-layers 2 --bf16 --save-interval 2 "
@@ -30,6 +45,36 @@ def test_resume_with_rounded_moments_is_bitwise(pool, first, second, tmp_path):
     assert at_once.keys() == resumed.keys()
     for key, tensor in at_once.items():
         assert torch.equal(tensor, resumed[key]), key
+
+
+def collect_copies(rank, world_size, flags):
+    """Return the keys of the tensors of a checkpoint that are copies of the state."""
+    config = parse_args(shlex.split(COMMON + flags), world_size)
+    run = pretrain(config, model_provider, datasets_provider, forward_step)
+    live = {tensor.untyped_storage().data_ptr() for tensor in find_tensors(run)}
+    copies = []
+    for key, entry in get_state_to_save(run).items():
+        if isinstance(entry, ShardedTensor):
+            assert entry.dtype == (
+                torch.bfloat16 if key in run.known_state.model else torch.float32
+            )
+            for box in entry.boxes:
+                if box.tensor.untyped_storage().data_ptr() not in live:
+                    copies.append(key)
+    return copies
+
+
+def find_tensors(run):
+    for chunk in run.chunks:
+        yield from chunk.parameters()
+    for shard in run.optimizer.shards:
+        yield from shard.tensors.values()
+
+
+def test_saves_do_not_copy_the_state(pool):
+    """Copies in fp32 would take 8 bytes per parameter of the device until a save is written."""
+    (copies,) = pool.run(collect_copies, 1, FLAGS)
+    assert copies == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

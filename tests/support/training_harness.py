@@ -120,7 +120,7 @@ def train(
     state = run.optimizer.weights(model) | run.optimizer.sharded_state_dict(model)
     state |= run.optimizer.average_state(model)
     boxes = [
-        (key, entry.global_shape, box.offset, box.tensor.clone())
+        (key, entry.global_shape, box.offset, box.tensor.to(entry.dtype, copy=True))
         for key, entry in state.items()
         for box in entry.boxes
     ]

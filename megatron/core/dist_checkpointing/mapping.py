@@ -271,6 +271,8 @@ class ShardedTensor:
     dtype: torch.dtype
     boxes: tuple[Box, ...]
     local: torch.Tensor | None = None
+    # Whether the boxes have another dtype, from which a save casts while it copies them.
+    is_cast: bool = False
     # Reads (offset, shape) of a `lazy` tensor.
     read: Callable[[Shape, Shape], torch.Tensor] | None = None
     # Values that follow from the other fields, for callers that save the same entry repeatedly.

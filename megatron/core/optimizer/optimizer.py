@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,8 +154,8 @@ class MegatronOptimizer:
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """Return main parameters and state as boxes of the parameters that they belong to.
 
-        `model_state` is the sharded state of all chunks, merged. Without communication, and without
-        copies except for states that are not fp32.
+        `model_state` is the sharded state of all chunks, merged. Without communication or copies: a
+        save casts states that are not fp32.
         """
         return self._collect_state(model_state, OPTIMIZER_PREFIX)
 
@@ -169,9 +169,10 @@ class MegatronOptimizer:
         kind: str,
         rounded_parts: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> ShardedStateDict:
-        """Return the tensors of all shards whose keys start with `kind`, as boxes in fp32.
+        """Return the tensors of all shards whose keys start with `kind`, as boxes.
 
-        Appends to `rounded_parts` the tensors of another dtype, with their copies in fp32.
+        With `rounded_parts` all boxes are in fp32: tensors of another dtype and their copies are
+        appended to it.
         """
         state: ShardedStateDict = {}
         for shard, piece, entry in self._iterate_pieces(model_state):
@@ -182,21 +183,21 @@ class MegatronOptimizer:
                 assert key not in state, f"two parameters of this rank have the key {entry.key}"
                 # A range of the flat parameter is a set of boxes of the global tensor.
                 values = data[piece.start : piece.stop]
-                if values.dtype != torch.float32:
+                if values.dtype != torch.float32 and rounded_parts is not None:
                     wide = values.float()
-                    if rounded_parts is not None:
-                        rounded_parts.append((values, wide))
+                    rounded_parts.append((values, wide))
                     values = wide
                 part = entry.flat_range(key, piece.param_start, values)
                 if part.boxes:  # without boxes it is padding of the vocabulary
-                    state[key] = part
+                    is_cast = values.dtype != torch.float32
+                    state[key] = replace(part, dtype=torch.float32, is_cast=is_cast)
         return state
 
     def weights(self, model_state: ShardedStateDict, live: bool = False) -> ShardedStateDict:
         """Return `model_state` in the form of checkpoints, which do not contain fp8.
 
-        Parameters in fp8 are represented by this rank's main parameters in the model's dtype, or if
-        `live` by the main parameters themselves, to be loaded into.
+        Parameters in fp8 are represented by this rank's main parameters, which a save casts to the
+        model's dtype, and a load fills if `live`.
         """
         fp8_params: set[int] = set()
         for shard in self.shards:
@@ -208,9 +209,10 @@ class MegatronOptimizer:
         for shard, piece, entry in self._iterate_pieces(model_state):
             if shard.is_fp8:
                 data = shard.param[piece.start : piece.stop]
+                part = entry.flat_range(entry.key, piece.param_start, data)
                 if not live:
-                    data = data.to(entry.dtype)
-                state[entry.key] = entry.flat_range(entry.key, piece.param_start, data)
+                    part = replace(part, dtype=entry.dtype, is_cast=True)
+                state[entry.key] = part
         return state
 
     def _iterate_pieces(

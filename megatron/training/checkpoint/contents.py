@@ -37,10 +37,8 @@ def get_state_to_save(run: Run, common: CommonState = dict) -> ShardedStateDict:
         chunk.finish_param_sync()
     known = run.known_state
     if known is None or known.addresses != _list_addresses(run, known.model):
-        known = _describe_tensors(run)
-        if known.is_live:
-            # A background save must begin within milliseconds.
-            run.known_state = known
+        # Kept, because a background save must begin within milliseconds.
+        run.known_state = known = _describe_tensors(run)
     state: ShardedStateDict = dict(known.entries)
     state |= get_fp8_state(run.chunks, run.ps.ep, known.model)
     if not run.config.checkpoint.no_save_rng:
@@ -65,16 +63,13 @@ def _describe_tensors(run: Run) -> KnownState:
     config = run.config.checkpoint
     model = get_model_state(run)
     # Weights, and the extra states of their modules. fp8 scales replace some of them.
-    weights = run.optimizer.weights(model)
-    entries: ShardedStateDict = dict(weights)
+    entries: ShardedStateDict = dict(run.optimizer.weights(model))
     entries |= build_extra_states(model, run.config.model.experts)
     entries |= run.optimizer.average_state(model)
     # Training state; a checkpoint without it can still be loaded with --finetune.
     if not config.no_save_optim:
         entries |= run.optimizer.sharded_state_dict(model)
-    # Weights in fp8 and rounded optimizer states are copies of this moment.
-    is_live = weights is model and not run.config.optimizer.has_rounded_states
-    return KnownState(_list_addresses(run, model), model, entries, is_live)
+    return KnownState(_list_addresses(run, model), model, entries)
 
 
 def get_model_state(run: Run) -> ShardedStateDict:

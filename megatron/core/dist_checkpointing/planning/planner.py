@@ -137,7 +137,7 @@ def _select_boxes(entry: ShardedTensor) -> tuple[Extent, ...]:
         offset = box.offset
         shape = box.shape
         dtype = box.tensor.dtype
-        if dtype != entry.dtype:
+        if dtype != entry.dtype and not entry.is_cast:
             raise CheckpointError(f"{entry.key}: a box is {dtype}, the tensor {entry.dtype}")
         if not _is_inside(offset, shape, entry.global_shape):
             raise CheckpointError(

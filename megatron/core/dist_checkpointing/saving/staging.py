@@ -52,16 +52,26 @@ launch from the training thread waits that long. The first write begins after 12
 
 
 class LiveSource:
-    """A contiguous live tensor whose bytes are copied in the background."""
+    """A contiguous live tensor whose elements are copied as `dtype` in the background."""
 
-    def __init__(self, key: str, tensor: torch.Tensor) -> None:
+    def __init__(self, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         self.key = key
         self._tensor = tensor  # kept alive until the copy is done
         self._version = _version_of(tensor)
+        # Bytes are copied as they are, elements of another dtype are cast.
+        self._dtype = torch.uint8 if tensor.dtype == dtype else dtype
+        content = tensor.detach().reshape(-1)
+        self._content = content.view(torch.uint8) if tensor.dtype == dtype else content
 
     def was_modified(self) -> bool:
         """Return whether an operation has changed the tensor in place since the save began."""
         return _version_of(self._tensor) != self._version
+
+    def select(self, slot: Slot, part: SourceRange) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the place of a part in a slot, and the elements to copy to it."""
+        target = slot.tensor[part.at : part.at + part.length].view(self._dtype)
+        first = part.start // self._dtype.itemsize
+        return target, self._content[first : first + target.numel()]
 
 
 def _version_of(tensor: torch.Tensor) -> int:
@@ -70,24 +80,20 @@ def _version_of(tensor: torch.Tensor) -> int:
 
 
 class HostSource(LiveSource):
-    """The bytes of a contiguous CPU tensor."""
+    """A contiguous CPU tensor."""
 
     def copy(self, slot: Slot, part: SourceRange) -> None:
+        if self._dtype != torch.uint8:
+            target, content = self.select(slot, part)
+            target.copy_(content)
+            return
         # memmove on addresses releases the interpreter's lock and starts no threads of torch's own.
         address = self._tensor.data_ptr() + part.start
         ctypes.memmove(slot.address + part.at, address, part.length)
 
 
 class DeviceSource(LiveSource):
-    """The bytes of a contiguous tensor on an accelerator."""
-
-    def __init__(self, key: str, tensor: torch.Tensor) -> None:
-        super().__init__(key, tensor)
-        self._content = tensor.detach().reshape(-1).view(torch.uint8)
-
-    def select(self, part: SourceRange) -> torch.Tensor:
-        """Return the bytes of a part, on the device."""
-        return self._content[part.start : part.start + part.length]
+    """A contiguous tensor on an accelerator."""
 
 
 class DeviceCopies:
@@ -98,8 +104,9 @@ class DeviceCopies:
         self._sources: list[torch.Tensor] = []
 
     def add(self, source: DeviceSource, slot: Slot, part: SourceRange) -> None:
-        self._targets.append(slot.tensor[part.at : part.at + part.length])
-        self._sources.append(source.select(part))
+        target, content = source.select(slot, part)
+        self._targets.append(target)
+        self._sources.append(content)
 
     def queue(self) -> None:
         """Queue all copies on the current stream."""
@@ -150,10 +157,10 @@ def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
 
 
 def _bind_item(item: Item, tensor: torch.Tensor) -> HostSource | DeviceSource:
-    """Return the bytes of an item, which is the contiguous `tensor`."""
+    """Return the elements of an item, which is the contiguous `tensor`."""
     if tensor.device.type == "cpu":
-        return HostSource(item.key, tensor)
-    return DeviceSource(item.key, tensor)
+        return HostSource(item.key, tensor, item.dtype)
+    return DeviceSource(item.key, tensor, item.dtype)
 
 
 def _select_item(entry: ShardedTensor, item: Item) -> torch.Tensor:
