@@ -43,6 +43,7 @@ int cublasGetVersion(void *handle, int *version) { *version = 130000; return 0; 
 """
 # One algorithm with state "success" and no workspace: offsets into cublasLtMatmulHeuristicResult_t.
 CUBLAS_LT = """
+unsigned long cublasLtGetVersion() { return 130000; }
 int cublasLtMatmulAlgoGetHeuristic(void *a, void *b, void *c, void *d, void *e, void *f, void *g,
                                    int wanted, unsigned long *result, int *found) {
   result[8] = 0;
@@ -101,7 +102,19 @@ int cuPointerGetAttribute(void *value, int attribute, unsigned long pointer) {
 }
 int cuLaunchKernelEx(void *config, void *function, void **arguments, void **extra) { return 0; }
 """
-NVRTC = "int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }\n"
+# For Transformer Engine, which compiles some kernels at run time.
+NVRTC = """
+int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }
+int nvrtcGetNumSupportedArchs(int *number) { *number = 1; return 0; }
+int nvrtcGetSupportedArchs(int *architectures) { *architectures = 90; return 0; }
+int nvrtcGetCUBINSize(void *program, unsigned long *size) { *size = 1; return 0; }
+int nvrtcGetPTXSize(void *program, unsigned long *size) { *size = 1; return 0; }
+int nvrtcGetProgramLogSize(void *program, unsigned long *size) { *size = 1; return 0; }
+int nvrtcGetLoweredName(void *program, const char *expression, const char **name) {
+  *name = "kernel";
+  return 0;
+}
+"""
 
 LIBRARIES = (
     Library("libcudart", ("cuda", "__cuda"), file="runtime.cpp"),
@@ -130,7 +143,16 @@ def main() -> None:
         metavar="VERSION",
         help=f"version of torch with a CUDA 13 build; default: {DEFAULT_TORCH}",
     )
-    version = parser.parse_args().torch
+    parser.add_argument(
+        "--library",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="another library that needs replacements, e.g. libtransformer_engine.so; repeatable",
+    )
+    args = parser.parse_args()
+    version = args.torch
     environment = ROOT / ".fake-cuda" / version
     python = environment / "bin" / "python"
     installed = environment / ".installed"
@@ -141,7 +163,7 @@ def main() -> None:
     site_packages = Path(run(python, "-c", code).strip())
     if not (site_packages / "torch" / "lib" / "libtorch_cuda.so").exists():
         sys.exit(f"torch {version} in {environment} was not built for CUDA: remove {environment}")
-    build_libraries(site_packages / "torch" / "lib", environment)
+    build_libraries(site_packages / "torch" / "lib", environment, args.library)
     enable_numerics(site_packages)
     print(python)
 
@@ -158,15 +180,18 @@ def install(environment: Path, python: Path, version: str) -> None:
     run(python, "setup.py", "--quiet", "build_ext", "--inplace")
 
 
-def build_libraries(folder: Path, environment: Path) -> None:
-    """Compile the replacements into `folder`, which torch's libraries search."""
+def build_libraries(folder: Path, environment: Path, others: list[Path]) -> None:
+    """Compile the replacements into `folder`, which torch's libraries search.
+
+    They also contain what the `others` link to.
+    """
     build = environment / "build"
     build.mkdir(exist_ok=True)
     replaced = {library.name for library in LIBRARIES}
     torch_libraries = [
         path for path in folder.glob("*.so*") if path.name.split(".so")[0] not in replaced
     ]
-    symbols = list_undefined_symbols(torch_libraries)
+    symbols = list_undefined_symbols([*torch_libraries, *others])
     (include,) = (environment / "headers").glob("**/include/cuda_runtime_api.h")
     for library in LIBRARIES:
         file_name = find_file_name(library, torch_libraries)
@@ -174,7 +199,8 @@ def build_libraries(folder: Path, environment: Path) -> None:
             continue
         target = folder / file_name
         sources = [Path(__file__), *([HERE / library.file] if library.file else [])]
-        if target.exists() and all(
+        is_complete = target.exists() and not others
+        if is_complete and all(
             target.stat().st_mtime > source.stat().st_mtime for source in sources
         ):
             continue

@@ -1,11 +1,12 @@
 """Remove each wait of the product in turn, and report which tests of races notice.
 
-    python -m tests.fake_cuda.mutations                     # all waits, about 30 minutes
+    python -m tests.fake_cuda.mutations                     # all waits, about 10 minutes
     python -m tests.fake_cuda.mutations executor staging    # of files with these names
 
 A wait is removed in memory, from the function that contains it, in the processes of the runs. A run
 notices by an error, or by other losses, weights or checkpoints than those of the complete product.
 The first line of each wait is its place; the last line is the number of those that were noticed.
+`tests/unit_tests/test_removed_waits.py` checks that the lists below contain all waits of the product.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from tests.fake_cuda.trainings import train_ranks
 
 # Calls that wait, or that make the device wait.
 WAITS = ("wait", "wait_stream", "wait_event", "synchronize", "record_stream", "record_event")
+EVENTS = ("copied", "events[0]", "events[1]")  # variables whose `record` is that of CUDA events
 
 # Files whose waits concern CUDA streams, and the runs and operations that reach them.
 REACHED_BY: dict[str, tuple[str, ...]] = {
     "megatron/core/deferred.py": ("copy_to_host",),
     "megatron/core/pipeline_parallel/executor.py": ("pp2_interleaved", "pp2"),
     "megatron/core/transformer/attention/exchange.py": ("cp2_p2p", "cp2_all_gather"),
+    "megatron/core/transformer/placement.py": ("cp2_multi_token_prediction",),
     "megatron/core/transformer/moe/dispatch.py": ("ep2_alltoall", "ep2_allgather"),
     "megatron/core/distributed/param_and_grad_buffer.py": ("dp2_distributed_optimizer", "dp2"),
     "megatron/core/distributed/distributed_data_parallel.py": ("tp2_sp", "pp2"),
@@ -55,7 +58,25 @@ UNNEEDED = {
     "start_max_reduce.wait_for_work: work.wait()": "only for gloo",
     "StageAndWrite._write: self._files_are_open.wait()": "waits for another thread",
     "_copy_from_host: copied.synchronize()": "bounds pinned memory; torch keeps it until the copy ends",
+    "_copy_from_host: copied.record(torch.cuda.current_stream(target.device))": "as above",
     "_FromDisk.begin: self._local.wait()": "waits for another thread",
+    "AsyncSaver.wait_staged: events[0].record()": "measures time",
+    "AsyncSaver.wait_staged: events[1].record()": "measures time",
+}
+
+# Files none of whose waits is removed, with what they wait for.
+NOT_REMOVED = {
+    "megatron/core/progress.py": "another thread",
+    "megatron/core/dist_checkpointing/loading/distributed_local_checkpoint.py": "messages of gloo",
+    "megatron/core/dist_checkpointing/saving/retention.py": "another thread",
+    "megatron/core/dist_checkpointing/saving/run_saver.py": "another thread",
+    "megatron/core/dist_checkpointing/saving/save_barrier.py": "another thread, the store",
+    "megatron/core/dist_checkpointing/saving/save_thread.py": "another thread, a timer of the device",
+    "megatron/training/reporting/intervals.py": "the device, to measure time",
+    "megatron/training/reporting/profiling.py": "the device, to measure time",
+    "megatron/training/restart/attempts.py": "the store",
+    "megatron/training/restart/interruption.py": "another thread",
+    "megatron/training/restart/worker.py": "the device, between attempts: see test_restart.py",
 }
 
 
@@ -95,11 +116,11 @@ def find_waits(file: str) -> Iterator[Wait]:
 
 
 def is_wait(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in WAITS
-    )
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    if node.func.attr == "record":
+        return ast.unparse(node.func.value) in EVENTS
+    return node.func.attr in WAITS
 
 
 class _Removal(ast.NodeTransformer):

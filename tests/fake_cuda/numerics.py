@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -38,7 +39,7 @@ _NATIVE = {
 
 
 def enable() -> None:
-    """Compute operators of CUDA tensors from now on, in this thread and in its backward passes.
+    """Compute operators of CUDA tensors from now on, in all threads and in backward passes.
 
     With FAKE_CUDA_NUMERICS=0 kernels do nothing.
     """
@@ -52,6 +53,16 @@ def enable() -> None:
         sys.setswitchinterval(0.0005)
         atexit.register(_finish_tasks)
         _HostOperators().__enter__()
+        threading.Thread.run = _run_with_operators
+
+
+_run_thread = threading.Thread.run
+
+
+def _run_with_operators(thread: threading.Thread) -> None:
+    """Run a thread of the program; the mode of torch is one of each thread."""
+    with _HostOperators():
+        _run_thread(thread)
 
 
 def _finish_tasks() -> None:
@@ -109,6 +120,10 @@ class _HostOperators(TorchDispatchMode):
             return _convert(args[0], kwargs)
         if name == "copy_":
             return _copy(args[0], args[1], **_get_copy_options(args, kwargs))
+        if name == "_foreach_copy_":
+            for target, source in zip(args[0], args[1], strict=True):
+                _copy(target, source, **_get_copy_options(args, kwargs))
+            return None
         if _needs_values(name, args, kwargs):
             return _compute_now(func, args, kwargs)
         return _launch(func, args, kwargs)

@@ -39,6 +39,7 @@ void sleep_us(int microseconds) {
 // Read at first use: a program that imports torch may set them, or fork processes that do.
 struct Settings {
   const int devices = read_setting("FAKE_CUDA_DEVICES", 1);
+  const int capability = read_setting("FAKE_CUDA_CAPABILITY", 90);
   const int copy_delay = read_setting("FAKE_CUDA_COPY_US", 0);
   const int kernel_delay = read_setting("FAKE_CUDA_KERNEL_US", 0);
   const int message_delay = read_setting("FAKE_CUDA_MESSAGE_US", 0);
@@ -371,7 +372,7 @@ cudaError_t cudaDriverGetVersion(int* version) {
 
 cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
 
-// Report the limits of an H200 (compute capability 9.0).
+// Report the limits of an H200, by default also its compute capability 9.0.
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   *properties = {};
   snprintf(properties->name, sizeof properties->name, "Fake NVIDIA H200");
@@ -389,8 +390,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->maxGridSize[0] = 2147483647;
   properties->maxGridSize[1] = properties->maxGridSize[2] = 65535;
   properties->totalConstMem = 65536;
-  properties->major = 9;
-  properties->minor = 0;
+  properties->major = get_settings().capability / 10;
+  properties->minor = get_settings().capability % 10;
   properties->textureAlignment = 512;
   properties->multiProcessorCount = 132;
   properties->maxThreadsPerMultiProcessor = 2048;

@@ -22,8 +22,11 @@ CP2 = "--context-parallel-size 2 "
 PP2 = "--pipeline-model-parallel-size 2 "
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 
+ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --use-precision-aware-optimizer "
+
 RUNS = {  # name -> (devices, flags)
     "bf16": (1, f"--bf16 {SAVES}"),
+    "rounded_moments": (1, f"--bf16 {ROUNDED}{SAVES}"),
     "dp2_distributed_optimizer": (2, f"--bf16 {SHARDED}{SAVES}"),
 }
 SLOW_RUNS = {
@@ -40,6 +43,10 @@ SLOW_RUNS = {
     "cp2_a2a": (2, f"--bf16 {CP2}--cp-comm-type a2a"),
     "pp2_cp2": (4, f"--bf16 {PP2}{CP2}"),
     "window": (1, "--bf16 --window-size 256,0 "),
+    "average": (1, f"--bf16 --ema-decay 0.9 {SAVES}"),
+    "lion": (1, f"--bf16 --optimizer lion {SAVES}"),
+    "multi_token_prediction": (1, f"--bf16 --mtp-num-layers 1 {SAVES}"),
+    "parallel_residual": (1, "--bf16 --parallel-residual "),
 }
 
 

@@ -41,6 +41,7 @@ RUNS = {  # name -> (devices, flags)
     "cp2_p2p": (2, f"--context-parallel-size 2 {DISTRIBUTED_OPTIMIZER}"),
     "cp2_all_gather": (2, "--context-parallel-size 2 --cp-comm-type all_gather "),
     "cp2_a2a": (2, "--context-parallel-size 2 --cp-comm-type a2a "),
+    "cp2_multi_token_prediction": (2, "--context-parallel-size 2 --mtp-num-layers 1 "),
     "ep2_allgather": (2, f"{EXPERTS}--expert-model-parallel-size 2 "),
     "ep2_alltoall": (
         2,

@@ -27,13 +27,14 @@ def hash_tensor(tensor: torch.Tensor) -> str:
 
 
 def hash_files(directory: str) -> dict[tuple[str, str, str], str]:
-    """Return the hashes of the data files of checkpoints, by folder, iteration and name.
+    """Return the hashes of the data files of checkpoints and exports, by folder, iteration and
+    name.
 
     The names of node-local checkpoints also contain random numbers.
     """
     root = Path(directory)
     hashes = {}
-    for path in sorted(root.rglob("*.distcp")):
+    for path in sorted([*root.rglob("*.distcp"), *root.rglob("*.safetensors")]):
         folder = path.relative_to(root).parts[0]
         iteration = path.parent.name[: len("iter_0000000")]
         hashes[folder, iteration, path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -43,13 +44,17 @@ def hash_files(directory: str) -> dict[tuple[str, str, str], str]:
 def train_and_hash(
     rank: int, world_size: int, flags: str, step: ForwardStep = forward_step
 ) -> dict[str, Any]:
-    """Train, and return the losses, norms and hashes of the final weights and optimizer.
+    """Train, and return all losses, norms and hashes of the final weights and optimizer.
 
     Norms are texts, because the one of an overflow does not equal itself.
     """
     outcome = train(rank, world_size, flags, forward_step=step)
+    points = outcome.measured.points
+    evaluations = {key: value for key, value in points.items() if key[0].startswith("lm loss")}
     return {
         "losses": outcome.measured.losses,
+        "mtp_losses": outcome.measured.mtp_losses,
+        "evaluations": evaluations,
         "grad_norms": repr(outcome.measured.grad_norms),
         "skipped": outcome.measured.skipped,
         "tensors": {(key, offset): hash_tensor(values) for key, _, offset, values in outcome.boxes},
