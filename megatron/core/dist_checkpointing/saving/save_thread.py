@@ -241,7 +241,9 @@ class SaveThread:
             outcome = self._agree(save, failure)
         except BaseException as error:  # no contact with the other ranks
             outcome = Outcome(_describe(failure or error))
-        # 3. Clean up, and wake up the training thread.
+        # 3. Clean up, and wake up the training thread. The traceback of the failure refers to this
+        # frame and to those of the transfer: a cycle that would keep the buffers.
+        failure = None
         save.barrier.stop_heartbeat()
         try:
             save.pending.end(outcome)

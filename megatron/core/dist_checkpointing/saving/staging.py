@@ -257,8 +257,7 @@ class StageAndWrite:
             name = target.name_of(objects.name)
             target.write_file(name, objects.content)
             result[name] = compute_checksums(objects.content)
-        for future in self._futures:  # tasks append further ones while this runs
-            future.result()
+        self._wait_for_tasks()
         if self.on_device and not self.waited_for:
             self._check_unmodified()  # copies on the device may have been overtaken by changes
         if self._failed:
@@ -275,6 +274,17 @@ class StageAndWrite:
         target.finish(result)
         return result
 
+    def _wait_for_tasks(self) -> None:
+        """Wait until all tasks have ended. Raises the first error."""
+        for future in self._futures:  # tasks append further ones while this runs
+            error = future.exception()
+            if error is not None:
+                # Without these names, the frame in the traceback does not refer to the error.
+                try:
+                    raise error
+                finally:
+                    del error, future
+
     def abort(self) -> None:
         """Wait for the running tasks, and close all files."""
         self.cancel()
@@ -286,6 +296,10 @@ class StageAndWrite:
         for shard in shards:
             with contextlib.suppress(OSError):  # a network file system reports earlier writes here
                 shard.close(durable=False)
+        # The exceptions of tasks refer to this object, and would keep the slots (see `_write` of
+        # `SaveThread` for the consequences).
+        self._futures = []
+        self._slots = []
         self.staged.set()
 
     def cancel(self) -> None:

@@ -3,12 +3,14 @@
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from megatron.core.dist_checkpointing import (
     ShardedTensor,
     save,
 )
+from megatron.core.dist_checkpointing.background import SLOT_SIZE
 from megatron.core.dist_checkpointing.planning import save_plan
 from megatron.core.dist_checkpointing.saving import shard as shard_module
 from tests.support.processes import wait_until
@@ -394,3 +397,20 @@ def test_metadata_that_cannot_be_made_fail_every_save(tmp_path, monkeypatch):
         )
     assert os.listdir(tmp_path) == ["third"]
     assert_holds(tmp_path / "third", 0, rows=10)
+
+
+@pytest.mark.parametrize("limit", [None, 2 * SLOT_SIZE], ids=["whole", "two slots"])
+def test_failed_save_frees_its_buffers_without_the_garbage_collector(tmp_path, monkeypatch, limit):
+    """A forked child has other memory at the addresses of buffers that a cycle keeps alive."""
+    state = {"a": ShardedTensor.replicated("a", torch.zeros(3 * SLOT_SIZE // 4))}
+    Fault(monkeypatch, "pwrite", errno.EIO, after=0)
+    gc.disable()
+    try:
+        with AsyncSaver(staging_mem_limit=limit) as saver:
+            handle = saver.save(state, tmp_path / "0", common={})
+            assert "Input/output error" in handle.wait().error
+            transfer = weakref.ref(handle.transfer)
+        del saver, handle
+        assert transfer() is None
+    finally:
+        gc.enable()
