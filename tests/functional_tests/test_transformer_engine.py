@@ -168,12 +168,19 @@ def test_a_rank_without_tokens(pool, engine):
         assert ours == pytest.approx(getattr(expected.measured, name), rel=tolerance), name
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("pp2", marks=pytest.mark.slow)])
-def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout):
+@pytest.mark.parametrize(
+    ("layout", "prediction"),
+    [
+        ("tp2_sp", "--mtp-num-layers 1"),
+        pytest.param("tp2_sp", "", marks=pytest.mark.slow),
+        pytest.param("pp2", "", marks=pytest.mark.slow),
+    ],
+)
+def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction):
     """Losses are bitwise equal after a resume in the same layout; other recipes load
     weights only.
     """
-    model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS[layout][1]} "
+    model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS[layout][1]} {prediction} "
     flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 3 "
     straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
     assert scales[0] is not None and scales[0][0][0] > 1.0 and len(scales[0][1]) == 4
@@ -184,6 +191,12 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout):
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     stored = read_metadata(tmp_path / "iter_0000003").objects
     assert "decoder.layers.1.mlp.linear_fc1._extra_state/shard_0_1" in stored
+    if prediction:
+        # Layers for multi-token prediction are in fp8, although they come last.
+        assert "mtp.layers.0.eh_proj._extra_state/shard_0_1" in stored
+        assert any(
+            name.startswith("mtp.layers.0.transformer_layer.mlp.linear_fc1._e") for name in stored
+        )
 
     convert(tmp_path, tmp_path / "converted", "legacy")  # works without Transformer Engine
 

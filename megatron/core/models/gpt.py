@@ -319,7 +319,7 @@ class GPTModel(MegatronModule):
         )
         self.mtp = None
         if has_mtp:
-            self.mtp = MultiTokenPrediction(config, place)
+            self.mtp = MultiTokenPrediction(config, place, stage)
         self.output_layer = None
         if post_process:
             # A chunk with an embedding does not need another copy of the tied matrix.

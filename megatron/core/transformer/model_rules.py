@@ -317,11 +317,6 @@ def _check_multi_token_prediction(config: ModelOptions) -> Iterator[str]:
             f"--embedding-layernorm with {option}: the last pipeline stage has word embeddings, "
             "but not their norm. Leave one of them out"
         )
-    if config.low_precision is not None:
-        yield (
-            f"{_format_low_precision_flag(config)} with {option}: layers for multi-token "
-            "prediction compute in bf16 only. Leave one of them out"
-        )
 
 
 def _check_experts(config: ModelOptions) -> Iterator[str]:

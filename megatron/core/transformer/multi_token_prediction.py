@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.module import MegatronModule
@@ -123,8 +124,13 @@ class MultiTokenPredictionLayer(MegatronModule):
 class MultiTokenPrediction(MegatronModule):
     """The depths of a model, in order; each needs the result of the previous one."""
 
-    def __init__(self, config: TransformerConfig, place: Placement) -> None:
+    def __init__(
+        self, config: TransformerConfig, place: Placement, stage: dist.ProcessGroup | None = None
+    ) -> None:
+        """Initialize all depths; `stage` contains the ranks that share fp8 scales."""
         super().__init__()
+        # Every depth computes in fp8, also with --first-last-layers-bf16, as in Megatron-LM.
+        self.precision = select_layer_spec(config).precision(config, stage)
         layers = []
         for depth in range(config.num_mtp_layers):
             layers.append(MultiTokenPredictionLayer(config, place, depth=depth))
@@ -148,6 +154,8 @@ class MultiTokenPrediction(MegatronModule):
         """
         outputs = []
         for layer, batch in zip(self.layers, batches, strict=True):
-            hidden_states = layer(hidden_states, embed(batch.tokens), documents)
+            embeddings = embed(batch.tokens)
+            with self.precision.chunk():
+                hidden_states = layer(hidden_states, embeddings, documents)
             outputs.append(hidden_states)
         return outputs

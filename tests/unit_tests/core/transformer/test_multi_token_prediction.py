@@ -119,10 +119,6 @@ def test_logits_do_not_depend_on_the_depths():
     [
         ({"position_embedding_type": "alibi"}, "--position-embedding-type alibi with"),
         ({"embedding_layernorm": True}, "--embedding-layernorm with --mtp-num-layers 2"),
-        (
-            {"bf16": True, "fp8": "e4m3", "transformer_impl": "transformer_engine"},
-            "--fp8-format e4m3 with --mtp-num-layers 2",
-        ),
     ],
 )
 def test_unsupported_combinations_are_refused(changes, message):
