@@ -47,6 +47,8 @@ def iterate_rows() -> Iterator[tuple[str, str, str, str]]:
         elif option.here == "no effect":
             only = f"; only {' or '.join(option.harmless)}" if option.harmless else ""
             yield option.group, name, "no effect", option.why + only
+        elif option.here == "saves memory":
+            yield option.group, name, "no effect", f"{option.why}: memory is not saved"
         elif option.here in ("turns on", "part of"):
             yield option.group, name, "only as default", f"not implemented: {option.why}"
         elif option.here == "called":

@@ -31,6 +31,7 @@ from megatron.core.flags import (
 from megatron.core.terminal import print_text
 from megatron.training.config.megatron_options import (
     MEGATRON_OPTIONS,
+    NOTES_OF_OLD_VALUES,
     OLD_VALUES,
     OTHER_NAMES,
     CommandLine,
@@ -251,6 +252,8 @@ class FlagParser:
                 line.problems.append(f"unexpected value {word!r}: it belongs to no flag")
                 continue
 
+            name = self._find_spelling(name)
+
             # Take the values of the flag.
             dest = name
             arity = arity_of(name)
@@ -276,14 +279,24 @@ class FlagParser:
         line.problems += [self._explain_unknown(name) for name in unknown]
         return line
 
+    def _find_spelling(self, name: str) -> str:
+        """Return a flag in the spelling of Megatron-LM: some forks write --num_layers."""
+        hyphenated = name.replace("_", "-")
+        is_known = name in self.spellings or name in MEGATRON_OPTIONS
+        if is_known or (hyphenated not in self.spellings and hyphenated not in MEGATRON_OPTIONS):
+            return name
+        return hyphenated
+
     def _resolve_other_names(self, argv: Sequence[str], line: CommandLine) -> None:
         """Replace aliases in `line.given` by the flags that they abbreviate."""
-        names = [word.partition("=")[0] for word in argv]
+        names = [self._find_spelling(word.partition("=")[0]) for word in argv]
         for name in dict.fromkeys(names):
             other = self.other_names.get(name)
             if other is None:
                 continue
             line.given.pop(name, None)
+            if other.note:
+                line.notes.append(f"{name}: {other.note}")
             # The right operand of `|` takes precedence.
             if other.wins:
                 line.given = line.given | other.values
@@ -354,6 +367,10 @@ def _store_value(line: CommandLine, name: str, spelling: Spelling, words: list[s
             line.problems.append(f"{name} needs at least one value")
             line.malformed.add(spelling.dest)
         return
+    for word in words:
+        note = NOTES_OF_OLD_VALUES.get((spelling.dest, word))
+        if note is not None:
+            line.notes.append(f"{name} {word}: {note}")
     try:
         line.given[spelling.dest] = spelling.parse(name, words)
     except ValueError as error:

@@ -19,6 +19,9 @@ class CommandLine:
 
     given: Given = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)  # accepted without effect
+    # Accepted, although the memory that they save elsewhere is needed here.
+    unsaved_memory: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # flags that something equivalent replaces
     # Flags with their values that --ignore-unknown-flags drops.
     dropped: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)  # one line each
@@ -36,6 +39,7 @@ class OtherName:
     values: dict[str, Any]
     takes: str | None = None  # the field that gets the value of the alias
     wins: bool = True
+    note: str = ""  # the difference, if it is more than a name
 
 
 _RECOMPUTE_ALL = {
@@ -44,7 +48,16 @@ _RECOMPUTE_ALL = {
     "recompute_num_layers": 1,
 }
 
+_FSDP = OtherName(
+    {"use_distributed_optimizer": True},
+    note="replaced by --use-distributed-optimizer, with the same results but more memory: "
+    "every rank keeps all parameters and gradients of its stage (plan_run.py reports how much)",
+)
+
 OTHER_NAMES: dict[str, OtherName] = {
+    "--use-torch-fsdp2": _FSDP,
+    "--use-megatron-fsdp": _FSDP,
+    "--use-custom-fsdp": _FSDP,
     "--use-rotary-position-embeddings": OtherName({"position_embedding_type": "rope"}),
     "--recompute-activations": OtherName({"recompute_granularity": "selective"}),
     "--fp8-e4m3": OtherName({"fp8": "e4m3"}),
@@ -75,10 +88,18 @@ OTHER_NAMES: dict[str, OtherName] = {
 OLD_VALUES: dict[str, dict[str, str]] = {
     "optimizer": {"dist_muon": "muon"},
     "moe_token_dispatcher_type": {"flex": "alltoall"},  # via DeepEP or HybridEP
+    "cp_comm_type": {"a2a+p2p": "p2p"},
+    "ckpt_format": {"fsdp_dtensor": "torch_dist"},
     "normalization": {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"},
     "lr_wsd_decay_style": {"1-sqrt": "minus_sqrt"},
     "position_embedding_type": {"rotary": "rope", "absolute": "learned_absolute"},
 }
+
+NOTES_OF_OLD_VALUES = {
+    ("cp_comm_type", "a2a+p2p"): "p2p is used: other messages, the same results",
+    ("ckpt_format", "fsdp_dtensor"): "torch_dist is written, which every layout reads",
+}
+"""(field, value of OLD_VALUES) -> the difference, if it is more than a name."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,7 @@ class MegatronOption:
     For options that are not flags here, `here` specifies how they are handled:
         no effect   the mathematics and the files are the same with and without it
         turns on    enables a feature that is not implemented here: an error that names it
+        saves memory  reduces memory elsewhere but not here; results are the same: a note
         part of     belongs to such a feature: ignored unless the feature is enabled
         called      an old name of an option that Megatron-LM has renamed
         (empty)     a flag here, or not implemented
@@ -96,7 +118,7 @@ class MegatronOption:
     words: str  # number of values: "0", "1", "2", "3", "+" (one or more), "*" (any number)
     defaults: tuple[str, ...]  # the newest release first
     group: str  # of options in Megatron-LM; "fork: NAME" for those that it never had
-    here: str = ""  # "no effect", "turns on", "part of" or "called"
+    here: str = ""  # one of the words above
     why: str = ""  # the reason, the feature, or the new name
     # Values for which the option has no effect; for "no effect", the only supported ones.
     harmless: tuple[str, ...] = ()
@@ -170,6 +192,8 @@ def judge_options(options: Iterable[tuple[str, list[str]]], line: CommandLine) -
             unknown.append(name)
         elif option.fork is not None:
             forks[option.fork].append(name)
+        elif option.here == "saves memory":
+            line.unsaved_memory.append(f"{spelled} ({option.why})")
         elif option.here in ("turns on", "part of"):
             features[option.why].append((spelled, option))
         else:

@@ -81,6 +81,12 @@ def parse_args(
     notes = []
     if line.ignored:
         notes.append(f"accepted without effect: {', '.join(dict.fromkeys(line.ignored))}")
+    if line.unsaved_memory:
+        notes.append(
+            f"same results, but memory is not saved here: {', '.join(line.unsaved_memory)}; "
+            "tools/plan_run.py reports what the run needs"
+        )
+    notes += line.notes
     if line.dropped:
         dropped = ", ".join(line.dropped)
         notes.append(f"WARNING: unknown flags have no effect (--ignore-unknown-flags): {dropped}")
@@ -189,6 +195,12 @@ def _derive_values(given: Given, problems: list[str]) -> tuple[Given, list[str]]
             given["virtual_pipeline_model_parallel_size"] = num_chunks
     except ValueError as error:
         problems.append(str(error))
+    if _exchanges_heads_for_dropout(given):
+        notes.append(
+            "--cp-comm-type a2a: other exchanges compute attention in blocks, by kernels without "
+            "dropout; the results are the same"
+        )
+        given["cp_comm_type"] = ["a2a"]
     has_experts = (given.get("num_experts") or 0) > 1
     if not has_experts and given.pop("expert_tensor_parallel_size", None) is not None:
         notes.append("--expert-tensor-parallel-size: the model has no experts")
@@ -217,6 +229,24 @@ def _derive_values(given: Given, problems: list[str]) -> tuple[Given, list[str]]
     # Megatron-LM requires both flags, and most scripts give the same value.
     given.setdefault("max_position_embeddings", given.get("seq_length"))
     return given, notes
+
+
+def _exchanges_heads_for_dropout(given: Given) -> bool:
+    """Return whether an exchange of heads replaces other kinds of context parallelism.
+
+    Only if attention has dropout, and if the heads are divisible by the ranks that split them.
+    """
+    cp_size = given.get("context_parallel_size", 1)
+    types = given.get("cp_comm_type", ["p2p"])
+    if cp_size <= 1 or set(types) <= {"a2a"} or not given.get("attention_dropout", 0.1):
+        return False
+    # A wrong number of values is reported later.
+    if len(types) not in (1, given.get("num_layers")):
+        return False
+    num_groups = given.get("num_attention_heads", 0)
+    if given.get("group_query_attention"):
+        num_groups = given.get("num_query_groups", 1)
+    return num_groups % (given.get("tensor_model_parallel_size", 1) * cp_size) == 0
 
 
 def _compute_chunks_per_stage(given: Given) -> int | None:

@@ -79,8 +79,38 @@ def test_values_of_forks_that_disable_a_feature_have_no_effect():
     assert "fork" in make_flag_parser().parse(["--attention-sink-k", "4"]).problems[0]
 
 
+def test_equivalent_replacements_are_noted():
+    words = "--use-torch-fsdp2 --cp-comm-type a2a+p2p --ckpt-format fsdp_dtensor"
+    line = make_flag_parser().parse(words.split())
+    assert line.problems == [] and line.given == {
+        "use_distributed_optimizer": True,
+        "cp_comm_type": ["p2p"],
+        "ckpt_format": "torch_dist",
+    }
+    notes = "\n".join(line.notes)
+    assert all(part in notes for part in ("replaced by --use-dist", "p2p is used", "torch_dist is"))
+    # Data types would change the results.
+    line = make_flag_parser().parse(["--megatron-fsdp-main-grads-dtype", "bf16"])
+    assert "only fp32 or auto" in line.problems[0]
+
+
+def test_memory_that_is_not_saved_is_noted():
+    words = "--optimizer-cpu-offload --fine-grained-activation-offloading --offload-modules moe_act"
+    line = make_flag_parser().parse(words.split())
+    assert line.problems == [] and len(line.unsaved_memory) == 2
+    assert line.unsaved_memory[0] == "--optimizer-cpu-offload (offloading to host memory)"
+
+
+def test_underscores_of_forks_are_hyphens():
+    line = make_flag_parser().parse(
+        ["--num_layers", "2", "--mbs=3", "--data_impl", "mmap", "--foo_bar", "1"]
+    )
+    assert line.given == {"num_layers": 2, "micro_batch_size": 3}
+    assert line.ignored == ["--data-impl"] and "--foo_bar" in line.problems[0]
+
+
 def test_unknown_flags_are_ignored_only_on_request():
-    # --train-mode is an option of a fork, --use-torch-fsdp2 one of Megatron-LM that changes the model.
+    # --train-mode is an option of a fork, --hybrid-context-parallel one of Megatron-LM that is not implemented.
     words = [
         "--foo-bar",
         "3",
@@ -90,7 +120,7 @@ def test_unknown_flags_are_ignored_only_on_request():
         "--lr",
         "0.1",
         "--no-baz",
-        "--use-torch-fsdp2",
+        "--hybrid-context-parallel",
     ]
     line = make_flag_parser().parse(words)
     assert len(line.problems) == 4 and not line.dropped
@@ -98,7 +128,7 @@ def test_unknown_flags_are_ignored_only_on_request():
     assert (
         line.dropped == ["--foo-bar 3 4", "--train-mode 7", "--no-baz"] and line.given["lr"] == 0.1
     )
-    assert len(line.problems) == 1 and line.problems[0].startswith("--use-torch-fsdp2: ")
+    assert len(line.problems) == 1 and line.problems[0].startswith("--hybrid-context-parallel: ")
 
 
 def test_no_option_of_megatron_lm_is_unknown():
@@ -109,7 +139,8 @@ def test_no_option_of_megatron_lm_is_unknown():
         assert not any(
             problem.startswith(("unknown flag", "unexpected")) for problem in line.problems
         ), name
-        assert line.given or line.ignored or line.problems, name  # none is dropped in silence
+        # None is dropped in silence.
+        assert line.given or line.ignored or line.unsaved_memory or line.problems, name
 
 
 def test_rows_of_the_options_table_are_complete():
@@ -117,10 +148,16 @@ def test_rows_of_the_options_table_are_complete():
     ours = {name for field, _ in FIELDS.values() for name in option_names(field)}
     for name, option in MEGATRON_OPTIONS.items():
         assert option.words in ("0", "1", "2", "3", "+", "*"), name
-        assert option.here in ("", "no effect", "turns on", "part of", "called"), name
+        assert option.here in ("", "no effect", "saves memory", "turns on", "part of", "called"), (
+            name
+        )
         assert bool(option.here) == bool(option.why), name
         assert not (name in ours and option.here == "no effect"), name
-    turned_on = {option.why for option in MEGATRON_OPTIONS.values() if option.here == "turns on"}
+    turned_on = {
+        option.why
+        for option in MEGATRON_OPTIONS.values()
+        if option.here in ("turns on", "saves memory")
+    }
     parts = {option.why for option in MEGATRON_OPTIONS.values() if option.here == "part of"}
     assert parts <= turned_on
 

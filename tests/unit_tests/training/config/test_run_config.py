@@ -71,6 +71,15 @@ def test_negative_eval_iters_disable_evaluation():
 CONTEXT = "--context-parallel-size"
 
 
+def test_dropout_exchanges_heads():
+    """Attention in blocks has no dropout, and every exchange gives the same results."""
+    parsed = config(f"{CONTEXT} 2 --cp-comm-type p2p --attention-dropout 0.1", 2)
+    assert parsed.parallel.cp_comm_type == ["a2a"]
+    assert any(note.startswith("--cp-comm-type a2a: ") for note in parsed.notes)
+    without = config(f"{CONTEXT} 2 --cp-comm-type p2p --attention-dropout 0", 2)
+    assert without.parallel.cp_comm_type == ["p2p"]
+
+
 @pytest.mark.parametrize(
     "flags,world,message",
     [
@@ -104,8 +113,8 @@ CONTEXT = "--context-parallel-size"
             "--num-attention-heads 4 is not divisible by .* 4 x .* 2 = 8",
         ),
         (
-            f"{CONTEXT} 2",
-            2,
+            f"{CONTEXT} 2 --tensor-model-parallel-size 4",
+            8,
             r"--attention-dropout 0.1 .*Use --attention-dropout 0, or --cp-comm-type a2a",
         ),
         (f"{CONTEXT} 2 --cp-comm-type ring", 2, r"--cp-comm-type.*ring"),
