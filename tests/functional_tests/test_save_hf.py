@@ -71,6 +71,6 @@ def test_impossible_export_fails_before_the_first_step(pool, tmp_path):
     with pytest.raises(ValueError, match=r"--save-hf .*precious exists"):
         pool.run(train, 1, f"{RUN} --save-hf {tmp_path / 'precious'}")
     with pytest.raises(ValueError, match="none of the supported models"):
-        flags = "--position-embedding-type none"
+        flags = "--softmax-type off-by-one"
         pool.run(train, 1, f"{RUN} {flags} --save-hf {tmp_path / 'new'}")
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]

@@ -93,7 +93,8 @@ def main() -> None:
     with contextlib.suppress(ImportError):  # reported with the first answer
         config_class("llama")  # imports everything before the first request
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+        answers.write(json.dumps(answer(json.loads(line))) + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -82,7 +82,6 @@ def test_values_of_every_type():
             r"unknown flag --optimzer: did you mean --optimizer or --cpu-optimizer\?$",
         ),
         ("--num-layer 4", r"unknown flag --num-layer: did you mean --num-layers"),
-        ("--num_layers 4", r"unknown flag --num_layers: did you mean --num-layers"),
         ("--zzz", r"unknown flag --zzz: --help lists all flags"),
         ("stray", r"unexpected value 'stray'"),
         ("--internal 3", r"unknown flag --internal"),
