@@ -61,7 +61,7 @@ class ConfigFields:
 
 
 class _ConfigProcess:
-    """A process that answers questions about transformers' config classes (`config_process`)."""
+    """Child process that inspects transformers' config classes (`config_process`)."""
 
     def __init__(self) -> None:
         # Modules are found as in this process, which may not search the working directory.
@@ -102,7 +102,7 @@ class _ConfigProcess:
 
 @functools.cache
 def _config_process(pid: int) -> _ConfigProcess:
-    """Return the helper of process `pid`, which is this one: forked processes have their own."""
+    """Return the child of process `pid`, which is this one: forked processes start their own."""
     return _ConfigProcess()
 
 

@@ -1,9 +1,9 @@
-"""Questions about transformers' config classes, answered by a process without torch.
+"""Program without torch that inspects transformers' config classes.
 
 Where torch is installed, importing a config class of transformers imports large parts of torch,
 too, which takes longer than converting a small model. Config classes do not need torch, so this
-module runs as a program in which torch cannot be imported, next to the import of torch in the
-process that asks. Requests and answers are lines of JSON.
+module runs in a child process that cannot import torch, while the parent process imports it.
+Requests and answers are lines of JSON.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def find_refusal(model_type: str, fields: dict[str, Any]) -> str | None:
 
 
 def answer(request: list[Any]) -> dict[str, Any]:
-    """Return the result of a request, or the error to raise in the process that asks."""
+    """Return the result of a request, or the error to raise in the parent process."""
     question, *arguments = request
     try:
         if question == "defaults":
@@ -86,10 +86,10 @@ def answer(request: list[Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer requests from standard input until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends with the process that asks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ends with the parent process
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what transformers prints must not mix with answers
+    os.dup2(2, 1)  # output of transformers must not mix with answers
     with contextlib.suppress(ImportError):  # reported with the first answer
         config_class("llama")  # imports everything before the first request
     for line in sys.stdin:

@@ -101,8 +101,8 @@ def check_hf_target(run: Run) -> None:
 def plan_hf_exports(run: Run) -> ExportTarget | None:
     """Return where and how models are saved next to checkpoints, None without --save-hf-interval.
 
-    All ranks write them from what they stage for the checkpoint, if they can. Otherwise rank 0
-    converts the committed checkpoint.
+    All ranks write them from the staging buffers of the checkpoint, if the format permits it.
+    Otherwise rank 0 converts the committed checkpoint.
 
     Raises ValueError, the same on all ranks, for a model that transformers cannot express.
     """
@@ -127,7 +127,7 @@ def plan_hf_exports(run: Run) -> ExportTarget | None:
 
 
 def _convert_saved(options: WriteOptions, checkpoint: Path, target: Path) -> None:
-    """Write the model in a committed checkpoint to `target`, in place of an earlier one."""
+    """Write the model in a committed checkpoint to `target`, replacing an earlier one."""
     is_object = isinstance(target, ObjectPath)
     if is_object:
         remove_model(target)

@@ -280,7 +280,7 @@ class FlagParser:
         return line
 
     def _find_spelling(self, name: str) -> str:
-        """Return a flag in the spelling of Megatron-LM: some forks write --num_layers."""
+        """Return a flag in the spelling of Megatron-LM: e.g. --num_layers in some forks."""
         hyphenated = name.replace("_", "-")
         is_known = name in self.spellings or name in MEGATRON_OPTIONS
         if is_known or (hyphenated not in self.spellings and hyphenated not in MEGATRON_OPTIONS):

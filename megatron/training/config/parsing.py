@@ -84,7 +84,7 @@ def parse_args(
     if line.unsaved_memory:
         notes.append(
             f"same results, but memory is not saved here: {', '.join(line.unsaved_memory)}; "
-            "tools/plan_run.py reports what the run needs"
+            "tools/plan_run.py reports the memory of the run"
         )
     notes += line.notes
     if line.dropped:

@@ -144,7 +144,7 @@ class PendingExport:
         """Prepare for the writes of all ranks."""
 
     def write(self, files: FilePlan, chunk: FileChunk, slot: Slot) -> None:
-        """Write what a staged chunk of the checkpoint's `files` contains of the export."""
+        """Write the elements of the export that a staged chunk of `files` contains."""
 
     def close(self) -> int:
         """Make this rank's elements durable; return their bytes, or 0 after a failure."""
