@@ -40,6 +40,12 @@ def test_lost_rank_gets_a_new_process_and_the_others_keep_theirs(launcher, tmp_p
     assert lost[0][1] != lost[1][1]
 
 
+def test_rank_can_be_lost_while_others_create_their_process_group(launcher, tmp_path):
+    """torch numbers the groups of a process: all ranks must number those of an attempt alike."""
+    start(launcher, tmp_path, "killed_while_others_join", "inprocess_barrier_timeout=20").succeed()
+    assert [attempt for attempt, _ in attempts(tmp_path, 1)] == [0, 1]
+
+
 def test_rank_with_a_defect_gets_a_new_process(launcher, tmp_path):
     job = start(launcher, tmp_path, "defect").succeed()
     assert attempts(tmp_path, 0)[0][1] == attempts(tmp_path, 0)[1][1]

@@ -48,6 +48,14 @@ def kill_rank(wait: Callable[[], None], attempt: int) -> None:
         wait()
 
 
+def kill_rank_while_others_join(attempt: int) -> None:
+    """Lose a rank in the first attempt before it joins the process group; then communicate."""
+    if attempt == 0 and environment_rank() == LOST_RANK:
+        time.sleep(0.5)  # until the others wait for this rank
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_in_collective()
+
+
 def raise_error(error: Exception, attempt: int) -> None:
     """Fail on one rank in the first attempt."""
     if attempt == 0 and environment_rank() == LOST_RANK:
@@ -74,6 +82,7 @@ PROGRAMS: dict[str, Callable[[int], None]] = {
     "killed_while_others_compute": partial(kill_rank, wait_in_python),
     "killed_while_others_wait": partial(kill_rank, wait_for_thread),
     "killed_while_others_communicate": partial(kill_rank, wait_in_collective),
+    "killed_while_others_join": kill_rank_while_others_join,
     "defect": partial(raise_error, KeyError("a defect")),
     "user_error": partial(raise_error, ValueError("wrong --lr")),
     "wait": lambda attempt: wait_for_thread(),

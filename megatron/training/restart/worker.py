@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron.core.parallel_state import forget_groups
 from megatron.core.terminal import print_line
@@ -120,6 +121,11 @@ class Worker:
             # Aborted groups cannot be destroyed in order.
             with contextlib.suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
+        if distributed_c10d._world.group_count > 0:
+            # The creation of the default group was interrupted. torch has counted it and would
+            # give the next one another name than in a new process, so that ranks would wait for
+            # each other under different names.
+            sys.exit(NEW_PROCESS)
         forget_groups()
         gc.collect()
         if torch.cuda.is_initialized():

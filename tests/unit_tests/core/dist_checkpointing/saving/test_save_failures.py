@@ -313,7 +313,10 @@ def save_with_slow_calls(rank, size, root):
     """Each call takes longer than the timeout, in every phase of the save."""
     slow = [("fsync", "__1_0.distcp")]
     if rank == 0:
-        slow = [("mkdir", "saving-"), ("fsync", ".metadata"), ("rename", "tracker.tmp")]
+        slow = [("fsync", ".metadata"), ("rename", "tracker.tmp")]
+        # pathlib of Python 3.10 keeps the function that it has found when it was imported.
+        if sys.version_info >= (3, 11):
+            slow.append(("mkdir", "saving-"))
     removed = []
 
     def move_tracker():
