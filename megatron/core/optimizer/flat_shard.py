@@ -63,6 +63,7 @@ def allocate_shard(
     param = bucket.param_shard
     if param.dtype != torch.float32:
         param = torch.empty_like(param, dtype=torch.float32)
+    # A view: reduced gradients appear here without a copy.
     param.grad = bucket.grad_shard
     state = {}
     for name, dtype in state_dtypes.items():
@@ -96,6 +97,8 @@ def cast_to_fp8(shards: Sequence[FlatShard], rescale: bool) -> None:
         main_parts = []
         starts = []
         for shard in members:
+            # Tensors without a part on this rank are included: their scales are reduced over all
+            # ranks.
             for part in _iterate_fp8_parts(shard):
                 tensors.append(part.tensor)
                 main_parts.append(part.main)
@@ -115,6 +118,7 @@ def _iterate_fp8_parts(shard: FlatShard) -> Iterator[_Fp8Part]:
         assert fp8 is not None
         # Indices of the bucket
         tensor_start = span.start
+        # One parameter may consist of several quantized tensors, e.g. one per expert.
         for tensor in fp8.tensors:
             tensor_stop = tensor_start + tensor.numel()
             start = max(tensor_start, shard_start)

@@ -28,6 +28,7 @@ def sum_of_squares(grads: Sequence[torch.Tensor], device: torch.device) -> torch
         rows = grad[:end_of_rows].view(-1, _ROW)
         rest = grad[end_of_rows:].view(1, -1)
         for part in (rows, rest):
+            # One kernel per part, without a temporary tensor of squares.
             row_norms = torch.linalg.vector_norm(part, dim=1)
             total += row_norms.double().square().sum()
     return total
@@ -68,6 +69,7 @@ def counts_for_model(info: ParamInfo, ps: ParallelState, sharded: bool) -> bool:
     The sum is taken over `find_norm_axis`. `sharded`: the values are sharded over data parallelism.
     """
     # A value that is replicated over an axis is counted by the first rank of that axis.
+    # Split values are counted by every rank of the axis: each has another part.
     is_split = info.sharding.is_split
     if ps.config.splits_experts and info.sharding.is_expert:
         return (is_split or ps.etp.is_first) and (sharded or ps.edp.is_first)
@@ -116,6 +118,7 @@ class GradNorm:
 
         The second is None unless `with_zeros`.
         """
+        # fp64 scalars of this rank's parts
         sums = [self._sum_of_squares(self._grads, self._device)]
         if with_zeros:
             num_zeros = count_zeros(self._grads, self._device) - self._num_gaps

@@ -37,6 +37,7 @@ class GradScaler:
             self._good_steps = 0
             self._remaining_overflows -= 1
             if self._remaining_overflows <= 0:
+                # A factor of two changes only exponents, so that unscaling is exact.
                 self.scale = max(self.scale / 2, self._config.min_loss_scale)
             return
         self._good_steps += 1

@@ -81,6 +81,7 @@ class MegatronOptimizer:
         self.shards: list[FlatShard] = []
         for chunk in chunks:
             for bucket in chunk.buckets:
+                # The rule decides which state tensors the parameters of this bucket have.
                 dtypes = {}
                 for name in select_states(config, bucket.plan.group):
                     dtypes[name] = config.get_state_dtype(name)
@@ -129,6 +130,7 @@ class MegatronOptimizer:
         self._finish_param_sync()
 
         # Phase 1: the norm; a small reduction over all ranks
+        # Gradients are sums over data parallelism of the scaled loss.
         divisor = self.chunks[0].grad_divisor * self.loss_scale
         squares, num_zeros = self._grad_norm.compute(count_zeros)
         norm = squares.sqrt() / divisor
@@ -199,6 +201,7 @@ class MegatronOptimizer:
         Parameters in fp8 are represented by this rank's main parameters, which a save casts to the
         model's dtype, and a load fills if `live`.
         """
+        # Compared by identity: `==` of tensors is elementwise.
         fp8_params: set[int] = set()
         for shard in self.shards:
             if shard.is_fp8:
@@ -260,6 +263,7 @@ class MegatronOptimizer:
                 if name in group:
                     stored[name] = group[name]
             groups.append(stored)
+        # The loss scale changes with the next step: take its value now.
         scaler = self.grad_scaler.state_dict()
 
         # The caller's thread goes on training while another one waits for the copy.
@@ -297,7 +301,8 @@ class MegatronOptimizer:
                     "the checkpoint's optimizer must have the same step in all param_groups, got "
                     f"{stored_steps}; use --no-load-optim to start with a fresh optimizer"
                 )
-            for step in steps:  # shards of all groups have taken the same number of steps
+            # Shards of all groups have taken the same number of steps.
+            for step in steps:
                 step.fill_(groups[0]["step"])
         self._log_differences(groups)
         self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
@@ -363,6 +368,7 @@ class MegatronOptimizer:
                 shard.param.copy_(shard.average)
                 shard.average.copy_(weights)
             else:
+                # The main parameters keep the run's own weights, from which they are restored.
                 shard.bucket.param_shard.copy_(shard.average if enter else shard.param)
         for chunk in self.chunks:
             chunk.start_param_sync()

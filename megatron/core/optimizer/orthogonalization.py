@@ -38,7 +38,9 @@ def orthogonalize(matrix: Tensor, coefficient_type: str = "quintic", num_steps: 
     x = matrix
     if is_tall:
         x = x.mT  # the smaller Gram matrix
-    x = x / x.norm().clamp(min=1e-7)  # the iteration converges for singular values up to 1
+    # The Frobenius norm bounds the largest singular value.
+    # The iteration converges for singular values up to 1.
+    x = x / x.norm().clamp(min=1e-7)
     for step in range(num_steps):
         # x <- a x + (b gram + c gram^2) x
         a, b, c = coefficients[step % len(coefficients)]
@@ -89,6 +91,7 @@ class Orthogonalizer:
             matrix = block.reshape(-1, columns)
             result = self._orthogonalize_matrix(matrix, split_dim, tp)
             results.append(result.view(block.shape))
+        # Back to alternating blocks of q, k and v.
         return torch.cat(results, dim=1).view(local.shape)
 
     def _orthogonalize_matrix(self, local: Tensor, split_dim: int | None, tp: Axis) -> Tensor:
@@ -107,6 +110,7 @@ class Orthogonalizer:
         result = result * (config.muon_extra_scale_factor * scale)
         if split_dim is None:
             return result
+        # Every rank has computed the whole result and keeps its own part.
         length = local.shape[split_dim]
         return result.narrow(split_dim, tp.rank * length, length)
 
@@ -116,6 +120,7 @@ def _gather_matrix(local: Tensor, dim: int, tp: Axis) -> Tensor:
     # Gather flat parts first: the collective concatenates only along the first dimension.
     flat = local.new_empty(tp.size * local.numel())
     all_gather_into_tensor(flat, local.reshape(-1), group=tp.group)
+    # [tp, rows, columns] of the local parts
     parts = flat.view(tp.size, *local.shape)
     return torch.cat(list(parts), dim=dim)
 

@@ -77,6 +77,7 @@ class Schedule:
             return max_lr
         if num_steps > self.lr_decay_steps:
             return min_lr
+        # Continuous at the end of the warmup, where it equals max_lr.
         if self.lr_decay_style == "inverse-square-root":
             lr = max_lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(num_steps, 1))
             return max(min_lr, lr)
@@ -141,6 +142,7 @@ def make_schedule(
     decay_steps = to_samples("lr_decay")
     if decay_steps is None:
         decay_steps = length
+    # A fraction of the decay may be a fractional number of samples, as in Megatron-LM.
     warmup_steps: float = to_samples("lr_warmup") or 0
     if scheduler.lr_warmup_fraction is not None:
         warmup_steps = scheduler.lr_warmup_fraction * decay_steps
@@ -237,6 +239,7 @@ class OptimizerParamScheduler:
 
     def _apply(self) -> None:
         """Write the values of the current step into the groups."""
+        # A pure function of the position: a resumed run gets the same values.
         schedule = self.schedule
         weight_decay = schedule.weight_decay(self.num_steps)
         for group in self.param_groups:
@@ -246,6 +249,8 @@ class OptimizerParamScheduler:
                 group["max_lr"] = schedule.max_lr * scale
                 group["min_lr"] = schedule.min_lr * scale
             lr = schedule.learning_rate(self.num_steps, group["max_lr"], group["min_lr"])
+            # Multipliers as Megatron-LM stores them; `wd_mult` is 0 for parameters without weight
+            # decay.
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = weight_decay * group["wd_mult"]
 

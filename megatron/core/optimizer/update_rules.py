@@ -274,6 +274,7 @@ class SGD(UpdateRule):
         return cls(groups, {"momentum": config.sgd_momentum})
 
     def update_group(self, group: dict[str, Any]) -> None:
+        # The kernel expects None for parameters without momentum.
         buffers: list[Tensor | None] = []
         for param in group["params"]:
             buffers.append(self.state[param].get("momentum_buffer"))
@@ -354,6 +355,7 @@ class AdEMAMix(UpdateRule):
         gradient = self.copy_gradient(param)
 
         # Running means
+        # A rate of 0 leaves a mean unchanged.
         slow_rate = 1.0 - compute_slow_beta(step, beta1, beta3, group["beta3_warmup"])
         state["exp_avg"].lerp_(gradient, (1.0 - beta1) * keep)
         state["exp_avg_slow"].lerp_(gradient, slow_rate * keep)
@@ -492,6 +494,8 @@ class Lion(AdamW):
         for param in group["params"]:
             mean = self.state[param]["exp_avg"]
             gradient = self.copy_gradient(param)
+            # The update uses beta1 and the stored mean beta2, so the mean is read before it
+            # changes.
             direction = mean.lerp(gradient, 1.0 - beta1).sign_()
             mean.lerp_(gradient, (1.0 - beta2) * keep)
             # Decoupled weight decay, as in AdamW.
@@ -539,6 +543,7 @@ def _make_param_groups(
     hidden matrices. As the groups do not depend on the rank, a checkpoint's `param_groups` fit any
     rank.
     """
+    # Scales of muP; all powers are 0 for a rule that does not depend on the width.
     width_mult = shards[0].bucket.plan.group.width_mult
     powers = rule_type.MUP_POWERS or MupPowers(hidden_lr=0, hidden_eps=0, other_lr=0)
     other_scale = width_mult**powers.other_lr
@@ -556,6 +561,7 @@ def _make_param_groups(
         matrices.update(matrix_hyperparameters)
         groups.append(matrices)
     hidden = matrices
+    # Without muP, hidden matrices are in the group of the other matrices.
     if width_mult != 1.0 and rule_type.MUP_POWERS is not None:
         hidden = _make_param_group(config, wd_mult=1.0, lr_scale=width_mult**powers.hidden_lr)
         hidden.update(matrix_hyperparameters or {})

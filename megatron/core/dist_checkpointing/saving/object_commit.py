@@ -80,6 +80,8 @@ class ObjectGeneration(Generation):
         if newest is not None:
             numbers.append(newest.number)
         number = max(numbers) + 1
+        # Two starts may choose the same number: create, then look. A start that finds a newer one
+        # tries again above it.
         while True:
             generation = cls(root, number, token, content, known)
             generation._claim()
@@ -105,6 +107,8 @@ class ObjectGeneration(Generation):
     def check(self, cause: BaseException | None = None) -> None:
         """Raise SupersededError if another start has taken over."""
         found = generations_in(self.root)
+        # Without any generation the prefix was emptied, not taken over: `restore` creates ours
+        # again.
         if not found or found[-1] == self.id:
             return
         # The next owner deletes this generation only after its own claim.

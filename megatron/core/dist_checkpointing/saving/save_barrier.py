@@ -217,6 +217,7 @@ class SaveBarrier:
         self._wait("ready", self._find_late_ranks)
         self._look_for_failure()
         self.raise_if_failed()
+        # Ranks append in any order; a sorted list makes the metadata reproducible.
         lines = sorted(self._store.get("objects").splitlines())
         return lines, [self._store.get(bucket) for bucket in self._buckets()]
 
@@ -277,6 +278,7 @@ class SaveBarrier:
                 count = self._heartbeat.count(rank)
                 silent[rank] = silent[rank] + 1 if beats.get(rank) == count else 0
                 beats[rank] = count
+            # Each look takes timeout / _LOOKS, so that _LOOKS silent ones take the whole timeout.
             dead = [rank for rank, looks in silent.items() if looks >= _LOOKS]
             if dead:
                 raise CheckpointError(

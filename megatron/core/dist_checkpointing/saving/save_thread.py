@@ -244,6 +244,7 @@ class SaveThread:
         # 3. Clean up, and wake up the training thread. The traceback of the failure refers to this
         # frame and to those of the transfer: a cycle that would keep the buffers.
         failure = None
+        # From here on other ranks may find this one silent, which no longer matters.
         save.barrier.stop_heartbeat()
         try:
             save.pending.end(outcome)
@@ -301,6 +302,7 @@ class SaveThread:
         # The report of a rank means that its files are durable.
         objects, checksums = save.barrier.collect()
         assert save.plan.metadata is not None
+        # Positions of objects are known only now, because their lengths vary.
         metadata = save.plan.metadata.encode(objects, save.pending.name_of)
         save.pending.commit(
             checksums,
@@ -339,6 +341,7 @@ class SaveThread:
         if failure is not None and save.export is not None:
             save.export.abandon()
         if failure is None:
+            # Missing replicas or an incomplete export do not fail the save.
             outcome = Outcome(warning=save.barrier.read_warnings())
         else:
             failure = save.pending.explain(failure)
@@ -363,6 +366,7 @@ class SaveThread:
             if failure is None:
                 with contextlib.suppress(RuntimeError):
                     save.barrier.fail(_describe(silence))
+            # Rank 0 cannot be asked: look at the files themselves.
             if failure is not None or not save.pending.is_committed():
                 raise
             return Outcome(warning=f"committed, but rank 0 did not confirm it: {silence}")

@@ -97,6 +97,7 @@ class AsyncSaver(SaveThread):
         )
         self._workers = workers
         self._count = 0
+        # At least two slots: one is written while the other one is filled.
         self._max_slots = (
             None if staging_mem_limit is None else max(2, staging_mem_limit // SLOT_SIZE)
         )
@@ -234,6 +235,7 @@ class AsyncSaver(SaveThread):
         make_objects = cache(
             partial(encode_objects, objects, self._coordination.rank, self._workers)
         )
+        # The sources keep the live tensors alive until they are copied.
         sources = bind_sources(plan.files, state)
         stream = None
         if any(isinstance(source, DeviceSource) for source in sources):
@@ -253,6 +255,7 @@ class AsyncSaver(SaveThread):
 
     def _slots(self, plan: PreparedPlan, pinned: bool, touch: bool = False) -> list:
         """Return the staging slots; allocates them if the plan needs more."""
+        # One slot per chunk stages the whole share at once; a limit makes slots circulate.
         needed = max(1, min(len(plan.files.chunks), self._max_slots or len(plan.files.chunks)))
         if self._buffer is None or len(self._buffer.slots) < needed:
             if self._buffer is not None:

@@ -129,6 +129,7 @@ class LazySource:
         last = -(-(part.start + part.length) // row)
         rows = item.select_rows(first, last - first)
         values = self._read(rows.offset, rows.shape).contiguous().view(-1).view(torch.uint8)
+        # A part may begin in the middle of a row.
         skipped = part.start - first * row
         slot.tensor[part.at : part.at + part.length] = values[skipped : skipped + part.length]
 
@@ -264,6 +265,7 @@ class StageAndWrite:
             raise CheckpointError("cancelled")
         shards = self._open
         self._open = []
+        # Flushing waits for the disk: flush all files at once.
         closing = [self._pool.submit(partial(shard.close, durable=True)) for shard in shards]
         # Close every file before raising any error.
         sums = [future.exception() or future.result() for future in closing]
