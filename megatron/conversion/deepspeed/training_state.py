@@ -266,7 +266,7 @@ def _read_groups(
         group |= defaults
         group |= _copy_fields(_find_group(stored, decays), defaults)
         group["betas"] = tuple(group["betas"])
-        # Biases and norms are not decayed, whatever the stored defaults are.
+        # Biases and norms are not decayed, regardless of the stored defaults.
         if not decays:
             group["weight_decay"] = 0.0
         group["wd_mult"] = float(decays)

@@ -513,7 +513,7 @@ SWITCHED_ROPE = Rule(
 )
 
 
-# Hunyuan's scaling "dynamic" with `alpha` replaces the base, whatever the length of the sequence.
+# Hunyuan's scaling "dynamic" with `alpha` replaces the base, for sequences of any length.
 
 
 def _read_hunyuan_rope(found: ConfigFields, args: Json) -> Json:

@@ -53,7 +53,7 @@ def find_pattern(keys: Iterable[str], where: str) -> str:
                 f"{where}: layer {number} of HybridModel has {match[2]}, and only attention (*), "
                 "MLP (-) and experts (E) are parts of a GPT model"
             )
-        # Only a router tells experts from an MLP.
+        # Only a router distinguishes experts from an MLP.
         if ".mlp.router." in key or symbols.get(number) == _EXPERTS:
             symbol = _EXPERTS
         symbols[number] = symbol

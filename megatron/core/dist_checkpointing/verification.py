@@ -90,7 +90,7 @@ def verify(
     report.has_checksums = True
     if metadata is not None:
         for name in sorted(metadata.file_sizes().keys() - sums.keys()):
-            report.problems.append(f"{path / name}: there are no checksums of it")
+            report.problems.append(f"{path / name}: it has no checksums")
 
     # Content of all files
     with ThreadPoolExecutor(workers, "checkpoint-verifier") as pool:
@@ -252,7 +252,7 @@ def _check_integrity(
             report.problems.append(
                 f"{path / name}: {INTEGRITY} names it, but it cannot be read: {error.strerror}"
             )
-    # Record what has been compared.
+    # Record the files that have been compared.
     report.has_checksums = True
     report.files = len(names)
     for name in names:

@@ -132,7 +132,7 @@ class AdamW(UpdateRule):
     """
 
     STATE_SETS: ClassVar[tuple[tuple[str, ...], ...]] = (("exp_avg", "exp_avg_sq"),)
-    # Adam's update has the size of the learning rate in each element, whatever the gradient.
+    # Each element of Adam's update has the size of the learning rate, for gradients of any size.
     MUP_POWERS: ClassVar[MupPowers | None] = MupPowers(hidden_lr=-1, hidden_eps=-1, other_lr=0)
 
     @classmethod

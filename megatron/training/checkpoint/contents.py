@@ -36,6 +36,7 @@ def get_state_to_save(run: Run, common: CommonState = dict) -> ShardedStateDict:
     for chunk in run.chunks:
         chunk.finish_param_sync()
     known = run.known_state
+    # Boxes are views: entries of tensors that have moved refer to freed memory.
     if known is None or known.addresses != _list_addresses(run, known.model):
         # Kept, because a background save must begin within milliseconds.
         run.known_state = known = _describe_tensors(run)
@@ -89,6 +90,7 @@ def _get_generators(run: Run) -> ShardedStateDict:
     ours = get_rng_state(run.rng)
     # One entry per rank: dropout differs between data-parallel ranks.
     generators: ShardedStateDict = {rng_key(ps): ShardedObject(rng_key(ps), ours, is_constant=True)}
+    # The other data-parallel ranks have the same key, which one rank writes.
     if ps.dp_cp.rank == 0:
         key = megatron_rng_key((ps.tp.rank, ps.pp.rank), run.config.parallel)
         theirs = megatron_rng_state(ours, ps, run.config.training.seed)
@@ -160,6 +162,7 @@ def make_namespace(flags: Mapping[str, Any], derived: Mapping[str, Any]) -> argp
 
     Megatron-LM's tools and other readers look for these names.
     """
+    # Later entries override earlier ones: derived values win.
     args = {**add_loader_defaults(flags), "layernorm_epsilon": flags["norm_epsilon"], **derived}
     if flags["null_tokenizer_eod_id"] is None:
         if flags["tokenizer_type"] == "NullTokenizer":

@@ -67,6 +67,7 @@ def _load(run: Run, start: Start) -> None:
     began = time.perf_counter()
 
     # Select the parts to load, and check that they fit before anything changes.
+    # Other programs and versions spell some arguments differently.
     stored_args = normalize_stored_args(source.args)
     for warning in check_same_model(run.config.flags(), stored_args, source.description):
         logger.warning(warning)

@@ -83,6 +83,7 @@ def _restore(state: Any, rng: TensorParallelRng) -> list[str]:
         tracker_state = check_torch_state(trackers[_TRACKER_STATE], rng.device, where)
 
     # Restore.
+    # Python, NumPy and the CPU generator fit every process.
     unfit = []
     states.restore()
     # The run has a GPU and the state has none, or the reverse.

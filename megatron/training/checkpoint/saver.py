@@ -64,6 +64,7 @@ def make_saver(
     files: Mapping[str, bytes] = {}
     if tokenizer is not None and config.save_tokenizer_assets:
         files = read_tokenizer_files(tokenizer)
+    # The flag is in GiB.
     staging_mem_limit = None
     if config.ckpt_staging_mem_limit is not None:
         staging_mem_limit = int(config.ckpt_staging_mem_limit * 2**30)

@@ -438,6 +438,7 @@ def stored_vocab_size(start: Start | None) -> int | None:
     """
     if start is None:
         return None
+    # The shape of the embedding is more reliable than arguments: [vocabulary, h].
     embedding = start.source.tensors.get(WORD_EMBEDDINGS)
     if embedding is None:
         return start.source.args.get("model_vocab_size")
@@ -452,6 +453,7 @@ def adopt_end_of_document(config: Config, start: Start | None) -> bool:
     flags = config.tokenizer
     if start is None or flags.kind != "NullTokenizer" or flags.null_tokenizer_eod_id is not None:
         return False
+    # A stored id outside of --vocab-size belongs to another vocabulary.
     stored = normalize_stored_args(start.source.args).get("null_tokenizer_eod_id")
     if stored is None or flags.vocab_size is None or stored >= flags.vocab_size:
         return False

@@ -62,6 +62,7 @@ class WorkerLimits:
 
     def __init__(self, num_workers: int, seconds: float) -> None:
         self.seconds = seconds
+        # Shared memory, so that the main process can read the entries of a dead worker.
         self._positions = multiprocessing.RawArray(ctypes.c_int64, self._FIELDS * num_workers)
         self._paths = [multiprocessing.RawArray(ctypes.c_char, 4096) for _ in range(num_workers)]
         self._base_memory: int | None = None
@@ -82,6 +83,7 @@ class WorkerLimits:
             return
         self._positions[self._FIELDS * worker.id + 1] = line
         if self._base_memory is None:
+            # A worker that exceeds its limits is expected to die: without a core dump of gigabytes.
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             self._base_memory = _read_address_space()
 
@@ -110,6 +112,7 @@ class WorkerLimits:
         for worker, path in enumerate(self._paths):
             pid = self._positions[self._FIELDS * worker]
             line = self._positions[self._FIELDS * worker + 1]
+            # A negative exit code is the number of the signal that killed the process.
             reason = reasons.get(-exit_codes.get(pid, 0))
             if reason is not None and line > 0:
                 return BadLine(os.fsdecode(path.value), line, reason)
@@ -214,6 +217,7 @@ class DocumentEncoder:
             # Only when all keys are tokenized, so that they have the same documents.
             for key, sequences in document.items():
                 columns[key].append(sequences)
+        # Lines that the reader and the tokenizer have rejected, in the order of the file.
         bad_lines.sort(key=lambda bad: bad.line)
         tokens = {key: _pack(documents, dtype) for key, documents in columns.items()}
         return EncodedChunk(tokens, len(chunk.documents) + len(chunk.bad_lines), bad_lines)
@@ -324,6 +328,7 @@ def _read_address_space() -> int:
 
 def _set_soft_limit(kind: int, value: int) -> None:
     _, hard = resource.getrlimit(kind)
+    # An unprivileged process may not exceed its hard limit.
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
     resource.setrlimit(kind, (value, hard))

@@ -46,6 +46,7 @@ class Chunk:
 
     def without(self, bad: BadLine) -> Chunk:
         """Return this chunk with the document that starts at a bad line marked as such."""
+        # The other documents of the chunk are tokenized again.
         documents = [document for document in self.documents if document[0] != bad.line]
         bad_lines = sorted([*self.bad_lines, bad], key=lambda bad: bad.line)
         return Chunk(self.path, self.is_json, documents, bad_lines, self.num_bytes)
@@ -53,6 +54,7 @@ class Chunk:
 
 def find_files(patterns: list[str]) -> list[str]:
     """Return the files that match the patterns, in order, each once."""
+    # A dictionary keeps the order of insertion, and each path once.
     paths: dict[str, None] = {}
     for pattern in patterns:
         found = [pattern]  # the name of a file may contain wildcards

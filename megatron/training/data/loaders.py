@@ -72,6 +72,7 @@ def build_data(run: Run, tokenizer: Tokenizer, provider: DatasetsProvider) -> Da
     exists: list[list[bool]] = [[dataset is not None for dataset in datasets]]
     dist.broadcast_object_list(exists, src=0)
 
+    # Training and validation continue where the run stopped; each test starts at the beginning.
     consumed = (run.state.consumed_train_samples, run.state.consumed_valid_samples, 0)
     splits = []
     for split_exists, dataset, start in zip(exists[0], datasets, consumed, strict=True):
@@ -113,6 +114,8 @@ def count_samples(run: Run) -> tuple[int, int, int]:
     elif training.train_samples is not None:
         train = training.train_samples
     else:
+        # The batch size may change during the run (rampup), so iterations are converted by the
+        # schedule.
         remaining = max(0, run.train_iters - state.iteration)
         train = run.batches.consumed_after(remaining, state.consumed_train_samples)
 
@@ -205,6 +208,7 @@ def iterate_microbatches(
     step = micro_batch_size * dp_size
     start = consumed_samples
     while end is None or start + step <= end:
+        # Replica r gets the r-th part of the samples [start, start + step).
         first = start + dp_rank * micro_batch_size
         yield stream(first, first + micro_batch_size)
         start += step
@@ -253,6 +257,7 @@ class DataIterator:
         if config.dataloader_type == "cyclic":
             stream = CyclicStream(len(dataset), config.seed)
             end = None
+        # Lazy: workers read ahead as far as OrderedWorkers lets them.
         numbers = iterate_microbatches(stream, end, *self._position)
         self._batches = OrderedWorkers(
             functools.partial(_read_samples, dataset), numbers, config.num_workers
@@ -267,6 +272,7 @@ class DataIterator:
         except StopIteration:
             raise ValueError(self._explain_exhausted()) from None
         batch = {key: torch.from_numpy(array) for key, array in arrays.items()}
+        # [mbs, s] -> [mbs, s / cp], except for documents
         batch = self.cp.select_local(batch)
         if self.pin_memory:  # for asynchronous copies to the device
             batch = {key: tensor.pin_memory() for key, tensor in batch.items()}

@@ -196,6 +196,8 @@ def _add_legacy_pieces(plain: Tokenizer) -> Tokenizer:
         else:
             special[token] = known
     names = {number: token for token, number in special.items()}
+    # Alternatives of a pattern are tried in order: a token that begins with another one comes
+    # first.
     longest_first = sorted(special, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, longest_first)))
 
@@ -252,6 +254,7 @@ def _build_huggingface(config: TokenizerConfig) -> Tokenizer:
             "documents: set eos_token in its tokenizer_config.json"
         )
     vocab = tokenizer.get_vocab()
+    # Ids may have gaps, so that the number of tokens can be smaller than the largest id.
     largest_id = max(vocab.values(), default=-1)
     return Tokenizer(
         max(len(tokenizer), largest_id + 1),
@@ -340,6 +343,7 @@ def _build_gpt2(config: TokenizerConfig) -> Tokenizer:
             f"--vocab-file {vocab_file}, --merge-file {merge_file}: cannot be read: "
             f"{format_error(error)}"
         ) from None
+    # Without a prefix space, text is tokenized as by GPT-2.
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = decoders.ByteLevel()
     if END_OF_TEXT not in vocab:
@@ -448,6 +452,7 @@ def _build_megatron_tiktoken(config: TokenizerConfig) -> Tokenizer:
     # Read the ranks.
     content = _read_file(path, "--tokenizer-model")
     try:
+        # Megatron-LM cuts a longer file at the size of the vocabulary, too.
         rows = parse_json(content, f"--tokenizer-model {path}")[: size - first]
         ranks = {
             base64.b64decode(row["token_bytes"], validate=True): first + row["rank"] for row in rows
@@ -464,6 +469,7 @@ def _build_megatron_tiktoken(config: TokenizerConfig) -> Tokenizer:
             f"once: give --vocab-size {first + len(ranks)}"
         )
 
+    # Name the ids that are left before the first rank.
     special += [f"<SPECIAL_{number}>" for number in range(len(special), first)]
     numbered = {token: number for number, token in enumerate(special)}
     return _build_tiktoken(config, ranks, numbered, config.tiktoken_pattern or "v2", "</s>")

@@ -9,7 +9,7 @@ from tests.support.memory_source import GPT_ARGS, random_source
 
 PRESENT = "decoder.final_layernorm.weight"
 ABSENT = "decoder.final_layernorm.wait"
-REST = "in the checkpoint but asked for by no rank"
+REST = "in the checkpoint but not requested by any rank"
 
 
 def state(*keys):
@@ -25,7 +25,7 @@ def test_every_strictness(caplog):
     others = [key for key in source.tensors if not weights_only(key) and key != PRESENT]
     for strictness in ("raise_unexpected", "assume_ok_unexpected", "raise_all"):
         wanted = state(PRESENT, ABSENT)
-        message = rf"(?s)in memory: keys asked for but not.*{ABSENT} \(there is {PRESENT}"
+        message = rf"(?s)in memory: keys requested but not.*{ABSENT} \(there is {PRESENT}"
         with pytest.raises(ValueError, match=message) as error:
             load_from_source(wanted, source, strictness=strictness, skip=weights_only)
         assert (REST in str(error.value)) == (strictness == "raise_all")

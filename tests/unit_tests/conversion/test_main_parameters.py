@@ -146,7 +146,7 @@ def test_missing_main_parameters_are_read_from_rounded_weights_if_tolerated(capl
     main = optimizer_key("param", KEY)
     del source.values[main]
     state = {main: ShardedTensor.replicated(main, torch.full(source.values[KEY].shape, 9.0))}
-    with pytest.raises(CheckpointError, match=f"asked for but not in the checkpoint.*\n.*{KEY}"):
+    with pytest.raises(CheckpointError, match=f"requested but not in the checkpoint.*\n.*{KEY}"):
         load_from_source(state, source, strictness="raise_unexpected")
     load_from_source(state, source, strictness="log_unexpected")
     assert torch.equal(state[main].local, source.values[KEY].float())

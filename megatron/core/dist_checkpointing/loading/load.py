@@ -430,8 +430,8 @@ def _apply_strictness(
     unexpected_reaction, missing_reaction = STRICTNESS[strictness]
     unexpected_lines = _suggest_similar_keys(report.unexpected, _list_keys(contents))
     problems = (
-        ("asked for but not in the checkpoint", unexpected_lines, unexpected_reaction),
-        ("in the checkpoint but asked for by no rank", report.missing, missing_reaction),
+        ("requested but not in the checkpoint", unexpected_lines, unexpected_reaction),
+        ("in the checkpoint but not requested by any rank", report.missing, missing_reaction),
     )
     raised = []
     for title, lines, reaction in problems:

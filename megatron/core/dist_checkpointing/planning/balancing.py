@@ -62,7 +62,7 @@ def cut_into_shares(
                 done += count
                 left -= count * row_bytes
             if done < num_rows:
-                # The share is complete. What was rounded to a row goes to the next one.
+                # The share is complete. The remainder of rounding to a row goes to the next one.
                 current += 1
                 member, share = due[current]
                 left += share

@@ -320,7 +320,7 @@ class SaveThread:
             raise
         except Exception as error:
             raise _AfterCommitError(
-                f"committed, but what follows the commit failed: {_describe(error)}"
+                f"committed, but a step after the commit failed: {_describe(error)}"
             ) from error
         # The export of the same iteration becomes visible after its checkpoint.
         if save.export is not None:

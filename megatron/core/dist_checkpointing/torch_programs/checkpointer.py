@@ -309,6 +309,7 @@ class Checkpointer:
                 return None
             if saved is not None:
                 lineage = read_lineage(self._directory(saved))
+                # Local checkpoints are ordered by the start that wrote them, then by iteration.
                 if found[0].order <= (lineage.generation, lineage.iteration):
                     return None
             return found[0]
@@ -322,6 +323,7 @@ class Checkpointer:
     ) -> int:
         ranks = Coordination.of(None)
         reader = ranks.run_on_all(lambda: Reader(directory, verify=verify))
+        # Rank 0 reads the small file for all ranks.
         common = ranks.run_on_rank0(lambda: load_common(directory, verify=verify))
         self._state.load(reader, str(directory), weights_only=weights_only, skip=skip)
         iteration = common.get(_ITERATION, 0)
@@ -477,6 +479,7 @@ class Checkpointer:
     def _count_votes(self) -> _Votes:
         exchange = self._exchange
         self._exchange = None
+        # The maximum over ranks: one request suffices, and all ranks act on it.
         return _Votes() if exchange is None else _Votes(*exchange())
 
     def _directory(self, iteration: int) -> Path:
@@ -502,6 +505,7 @@ def find_newest_complete(root: Path) -> int | None:
     """
     checkpoints = CheckpointDirectory(root)
     tracked = read_tracker(root)
+    # The branch of the tracker's checkpoint: others may have higher iterations after a rollback.
     head = None
     if isinstance(tracked, int) and checkpoints.path(tracked).exists():
         head = read_lineage(checkpoints.path(tracked))
@@ -522,6 +526,7 @@ class _SignalRecorder:
     def __init__(self, signals: Collection[signal.Signals]) -> None:
         self.wanted = bool(signals)
         self._received: list[int] = []
+        # Python runs handlers between bytecodes, so that recording needs no lock.
         self._before = {number: signal.signal(number, self._record) for number in signals}
 
     def _record(self, number: int, frame: FrameType | None) -> None:

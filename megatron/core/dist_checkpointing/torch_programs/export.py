@@ -51,6 +51,7 @@ def export_safetensors(source: Path, directory: Path, max_file_size: int) -> Non
             tensors = {name: _read_whole(reader, name, stored[name]) for name in names}
             save_file(tensors, unfinished / file, metadata={"format": "pt"})
             file_of |= dict.fromkeys(names, file)
+        # The index that transformers reads for sharded weights
         total = sum(_size_of(tensor) for tensor in stored.values())
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         text = json.dumps(index, indent=2, sort_keys=True)

@@ -73,7 +73,7 @@ class CheckpointerCallback(TrainerCallback):
                 return self._load_final_weights()
             with tempfile.TemporaryDirectory() as directory:
                 self._states.loaded.save_to_json(str(Path(directory, TRAINER_STATE_NAME)))
-                # The Trainer finds nothing but its state there; `on_train_begin` loads the rest.
+                # The Trainer finds only its own state there; `on_train_begin` loads the rest.
                 vars(trainer)["_load_from_checkpoint"] = _load_nothing
                 return trainer.train(resume_from_checkpoint=directory)
         except BaseException as error:
@@ -91,6 +91,7 @@ class CheckpointerCallback(TrainerCallback):
         Returns whether there is a checkpoint.
         """
         assert self._states is not None
+        # Without a model: only one object is read, and the directory is not taken over yet.
         with Checkpointer(self._directory, nn.Module(), **self._options) as checkpointer:
             stored = checkpointer.read_object(_TRAINER)
         if stored is None:
@@ -147,6 +148,8 @@ class CheckpointerCallback(TrainerCallback):
                 f"{self._directory}: another start of the run has saved step {step} after this one "
                 f"has read the state of step {state.global_step}: start again"
             )
+        # The Trainer now draws the data of the steps to skip from the initial generators; the
+        # loaded ones are restored afterwards.
         self._last_step = step
         if step > 0:
             self._generators = check_generator_states(get_generator_states())
@@ -176,6 +179,7 @@ class CheckpointerCallback(TrainerCallback):
             return
         self._last_step = state.global_step
         self._states.within_step = True
+        # `global_step` counts completed steps, `step` expects the index of the last one.
         if self._checkpointer.step(state.global_step - 1):
             control.should_training_stop = True
 
@@ -208,6 +212,7 @@ class _TrainerStates:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
+        # Add the operations counted since the last call to the state.
         trainer.store_flos()
         callbacks = [*trainer.callback_handler.callbacks, trainer.control]
         exportable: list[Any] = [each for each in callbacks if isinstance(each, ExportableState)]

@@ -93,6 +93,7 @@ class CheckpointerCallback(Callback):
         if trainer.global_step == self._last_step:  # gradients are being accumulated
             return
         self._last_step = trainer.global_step
+        # `global_step` counts completed steps, `step` expects the index of the last one.
         if self._checkpointer.step(trainer.global_step - 1):
             trainer.should_stop = True
 

@@ -144,6 +144,7 @@ class ProgramState:
                 state[key] = make_sharded_tensor(key, value.detach().clone())
         # Optimizer
         for parameter in self._parameters():
+            # An optimizer creates state with the first gradient of a parameter.
             for kind, value in parameter.optimizer.state.get(parameter.tensor, {}).items():
                 key = f"{_STATE}{parameter.name}.{kind}"
                 if isinstance(value, torch.Tensor):
@@ -229,6 +230,7 @@ class ProgramState:
             self.model.load_state_dict(plan.made_by_hooks, strict=False)
         for path, value in plan.extra_state.items():
             self.model.get_submodule(path).set_extra_state(value)
+        # New tensors replace missing state; existing ones were filled in place.
         for parameter, state in plan.optimizer_state:
             parameter.optimizer.state[parameter.tensor] = state
         for group, options in plan.group_options:
@@ -285,6 +287,7 @@ class ProgramState:
                 path = raw_name.removesuffix(_EXTRA_STATE).removesuffix(".")
                 plan.extra_state[path] = _read_object(reader, key, key, where)
                 plan.handled.add(key)
+            # Tied weights are stored once, under the first name.
             elif id(value) in filled:
                 plan.handled.add(key)  # the same tensor under another name
             else:
@@ -337,6 +340,7 @@ class ProgramState:
         options_of: dict[str, dict[str, Any]] = {}
 
         # One object for each group and option
+        # Groups are numbered over all optimizers.
         number = 0
         while f"{number}.params" in stored:
             start = f"{number}."

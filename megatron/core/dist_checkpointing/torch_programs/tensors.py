@@ -81,6 +81,7 @@ def compute_shard(
             raise CheckpointError(
                 f"a DTensor with placement {placement} cannot be saved; redistribute it first"
             )
+        # ceil(size / parts) rows, of which the last ranks may have fewer or none
         rows = -(-shape[dim] // mesh_shape[mesh_dim])
         first = min(shape[dim], rows * coordinate[mesh_dim])
         last = min(shape[dim], first + rows)
