@@ -28,6 +28,7 @@ class _SourceReader:
         self.tensors = source.tensors
         self.objects: Collection[str] = ()
         if source.training is not None:
+            # Generators are the only objects that other formats have.
             self.objects = source.training.rng
         self.bytes_needed = 0
         self.bytes_read = 0
@@ -60,6 +61,7 @@ class _MainParametersFromWeights:
         self.objects = reader.metadata.objects
         self.tensors: dict[str, Any] = dict(reader.metadata.tensors)
         self._weights: dict[str, str] = {}  # main parameter -> weight
+        # An unknown value is an error of `fill`, which checks it.
         tolerates_missing = strictness not in STRICTNESS or STRICTNESS[strictness][0] != RAISE
 
         # Find the main parameters that the run wants and the checkpoint lacks.

@@ -81,6 +81,7 @@ def _list_paths(args: Mapping[str, Any]) -> dict[str, Path]:
         if name:
             paths[name] = given
         else:
+            # Only the files that exist are copied.
             paths |= {each: given / each for each in _HUGGING_FACE}
     return paths
 

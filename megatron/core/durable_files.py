@@ -115,6 +115,7 @@ def create_file(path: str | os.PathLike[str]) -> FileIO:
 
     The name may be a link that someone else has created to make this process write elsewhere.
     """
+    # O_EXCL and O_NOFOLLOW refuse an existing file and a link.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return FileIO(os.open(path, flags, 0o666), "wb")
 
@@ -131,6 +132,7 @@ def write_flushed(path: Path, *parts: bytes) -> None:
             for part in parts:
                 view = memoryview(part)
                 while view:
+                    # An unbuffered write may be short.
                     view = view[file.write(view) :]
             os.fsync(file.fileno())
 
@@ -167,6 +169,7 @@ def put_in_place(pending: Path, directory: Path) -> None:
             os.replace(directory, old)
         os.replace(pending, directory)
     except BaseException:
+        # The second rename has failed: the old directory gets its name back.
         if old.exists() and not directory.exists():
             os.replace(old, directory)
         raise
@@ -211,6 +214,8 @@ def discard(directory: Path) -> None:
 def check_free_space(directory: Path, needed: int) -> None:
     """Raise OSError(ENOSPC) if this user has fewer than `needed` bytes left in the file system."""
     usage = os.statvfs(directory)
+    # f_bavail excludes blocks that are reserved for root. Some network file systems report 0
+    # blocks.
     free = usage.f_bavail * usage.f_frsize
     if usage.f_blocks and free < needed:
         reason = (

@@ -69,6 +69,7 @@ class Normal:
     def _fill_stacked_matrices(self, box: Box, key: str, global_shape: Shape, seed: int) -> None:
         """Fill `[matrices, rows, columns]` as one tall matrix."""
         num_matrices, num_rows, num_columns = global_shape
+        # Experts, [E, rows, columns], draw the values of E matrices one after the other.
         tall_shape = (num_matrices * num_rows, num_columns)
         first_matrix, first_row, first_column = box.offset
         for index, matrix in enumerate(box.tensor):
@@ -155,6 +156,7 @@ def make_parameter(
     local_shape = info.sharding.local_shape(shape)
     values = torch.empty(local_shape, dtype=dtype, device=device)
     param = nn.Parameter(values, requires_grad=info.trained)
+    # An attribute of the tensor, because buffers replace `param.data` but keep the parameter.
     set_param_info(param, info)
     return param
 
@@ -194,6 +196,7 @@ class MegatronModule(nn.Module):
         """
         for key, entry in self.sharded_state_dict().items():
             assert isinstance(entry, ShardedTensor) and isinstance(entry.local, nn.Parameter), key
+            # Boxes cover the elements of the global tensor; the remaining ones are padding.
             entry.local.zero_()
             if seed is None:
                 continue

@@ -57,6 +57,7 @@ def join(config: DistributedConfig) -> torch.device:
     """Set up threads, the device and the default process group, unless that exists already."""
     torch.set_num_threads(num_threads(config))
     if config.deterministic_mode:
+        # Required by torch for deterministic cuBLAS; read when the first handle is created.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -126,6 +127,7 @@ def num_threads(config: DistributedConfig) -> int:
     given = os.environ.get("OMP_NUM_THREADS")
     if given is not None and given.isdigit():
         return max(1, int(given))
+    # The affinity counts the cores of a container or job, not those of the machine.
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // processes)
 

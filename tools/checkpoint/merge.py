@@ -98,6 +98,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     )
     if ignored:
         raise ValueError(f"{', '.join(ignored)}: no effect on a merge")
+    # --input may contain several runs, for which one step has no meaning.
     if args.ckpt_step is not None and args.average_last is None:
         raise ValueError(
             f"--ckpt-step {args.ckpt_step} needs --average-last; to merge one iteration of a run, "

@@ -38,6 +38,7 @@ def find_pattern(keys: Iterable[str], where: str) -> str:
 
     Raises CheckpointError for layers that do not alternate as in a GPT model.
     """
+    # Number of the layer -> its symbol
     symbols: dict[int, str] = {}
     for key in keys:
         match = _LAYER.search(key)
@@ -78,6 +79,7 @@ def make_hybrid_key(key: str) -> str:
     """Return the key of HybridModel for one of a GPT model."""
 
     def double(match: re.Match[str]) -> str:
+        # Layer i of the GPT model is layers 2 i (attention) and 2 i + 1 (MLP) of HybridModel.
         is_mlp = match[2] in _MLP_MODULES
         return f"decoder.layers.{2 * int(match[1]) + is_mlp}.{match[2]}"
 
@@ -92,6 +94,7 @@ def make_gpt_arguments(args: argparse.Namespace, pattern: str) -> argparse.Names
             f"mtp_num_layers is {values['mtp_num_layers']}: the layers for multi-token prediction "
             "of HybridModel are not supported"
         )
+    # Every second symbol: `-` or `E`
     mlps = pattern[1::2]
     values["num_layers"] = len(mlps)
     values["is_hybrid_model"] = False

@@ -71,6 +71,7 @@ class JoinedTensor:
         first = 0  # index of the part's first element along the axis
         for part in self.parts:
             extent = part.shape[axis]
+            # Overlap of the box and this part, relative to the part
             start = max(offset[axis], first) - first
             stop = min(offset[axis] + shape[axis], first + extent) - first
             if start < stop:

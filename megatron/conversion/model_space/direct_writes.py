@@ -69,6 +69,7 @@ def _write_direct(path: Path, content: torch.Tensor, position: int) -> int:
     try:
         descriptor = os.open(path, os.O_WRONLY | _DIRECT)
         for part in content.split(SLOT_SIZE):
+            # Direct writes need aligned memory, which a tensor may not have.
             ctypes.memmove(slot.address, part.data_ptr(), len(part))
             count = os.pwrite(descriptor, slot.view[: len(part)], position + written)
             written += count

@@ -96,6 +96,7 @@ def write_foreign_file(source: Source, path: Path, workers: int, progress: Progr
         info = source.tensors[key]
         slots[name] = TensorSlot(info.dtype, info.shape)
     with committed(path) as temporary:
+        # Lay out the archive with empty slots, then fill them in place.
         positions = dict(write_archive(temporary, slots))
         jobs = []
         for name, key in keys.items():

@@ -121,6 +121,7 @@ class _Builder:
         if split not in self.sources:
             return None
         blend, fractions = self.sources[split]
+        # A blend of one dataset with a weight is still a blend: its order of samples differs.
         is_single = len(blend.prefixes) == 1 and blend.weights is None
         if is_single:
             return self._build_member(split, fractions, blend.prefixes[0], num_samples)
@@ -181,6 +182,7 @@ def _compute_blend_sizes(
     total = 0
     member_sizes: list[int | None] = []
     for weight in blend.weights:
+        # Rounded up per member, so that the total can exceed the request.
         share = math.ceil(num_samples * weight)
         total += share
         # A member may contribute slightly more than its share: the surplus makes room for that.

@@ -66,6 +66,7 @@ class FillInTheMiddle:
             text, self.eod, lambda document: self._reorder_document(document, random)
         )
         length = len(text)
+        # Special tokens make a row longer, and tokenizing parts may make it shorter.
         reordered = np.concatenate(list(pieces))[:length]
         padding = np.full(length - len(reordered), self.pad)
         return np.append(reordered, padding)
@@ -93,6 +94,7 @@ class FillInTheMiddle:
         """Reorder one piece of text with probability `rate`."""
         if not random.binomial(1, rate):
             return piece
+        # Special tokens have no text.
         is_text = ~np.isin(piece, self._special)
         text = self.tokenizer.detokenize(piece[is_text].tolist())
         excluded_prefix = self.config.fim_no_prefix
@@ -100,6 +102,7 @@ class FillInTheMiddle:
             return piece
 
         # Cut the text at two random positions.
+        # Both cuts may be at either end, so that parts may be empty.
         first, second = sorted(random.randint(0, len(text) + 1, size=2))
         prefix = self._tokenize(text[:first])
         middle = self._tokenize(text[first:second])

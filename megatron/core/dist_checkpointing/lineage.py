@@ -140,6 +140,7 @@ def read_lineage(directory: Path) -> Lineage:
             )
         segments = []
         for (generation, iteration), token in zip(content["branch"], tokens, strict=True):
+            # The next start takes the largest number plus one: a huge one must not exhaust them.
             if generation > MAX_GENERATION:
                 schema.refuse(f"{directory / LINEAGE}: a generation", generation, "plausible")
             segments.append(Segment(generation, iteration, token))

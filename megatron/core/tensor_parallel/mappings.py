@@ -126,6 +126,7 @@ def _all_gather_last_dim(part: Tensor, tp: Axis) -> Tensor:
 
 def _slice_last_dim(whole: Tensor, tp: Axis) -> Tensor:
     start, stop = even_range(whole.shape[-1], tp.rank, tp.size)
+    # A copy, because a view would keep the whole tensor in memory.
     return whole[..., start:stop].clone()
 
 
@@ -161,6 +162,7 @@ class _Conjugate(torch.autograd.Function):
         forward_operation: Operation,
         backward_operation: Operation,
     ) -> Tensor:
+        # No tensor is saved: linear operations do not need their input in the backward pass.
         ctx.tp = tp
         ctx.backward_operation = backward_operation
         return forward_operation(tensor, tp)

@@ -73,6 +73,7 @@ def checkpoint(
     The backward pass computes it again, with the same random numbers. `by` overrides torch's
     checkpoint, and has its signature.
     """
+    # torch restores its default generators itself, but does not know this stream.
     state = rng.get_state()
     calls = 0
 
@@ -109,6 +110,7 @@ def recompute_intermediate(
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
         """Replace the intermediate result by its shape."""
+        # Other saved tensors, e.g. weights, are kept as they are.
         if intermediate is None or saved.data_ptr() != intermediate.data_ptr():
             return saved
         # Recomputation reproduces the contiguous layout only.

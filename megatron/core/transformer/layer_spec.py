@@ -171,6 +171,7 @@ class LayerSpec:
 
         Under sequence parallelism each TP rank normalizes a part of the sequence.
         """
+        # The gradient of the norm's weight is then a partial sum, which is reduced over TP.
         return self.norm(
             config, config.hidden_size, partial_grad=place.sequence_parallel, device=place.device
         )

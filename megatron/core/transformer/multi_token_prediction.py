@@ -86,6 +86,7 @@ class MultiTokenPredictionLayer(MegatronModule):
         self.eh_proj = spec.make_input_projection(
             config, place, 2 * config.hidden_size, config.hidden_size, bias=False, normed=False
         )
+        # A number beyond the model's layers selects the kind of its last layer.
         number = config.num_layers + depth
         self.transformer_layer = TransformerLayer(config, place, number=number)
         self.final_layernorm = spec.make_hidden_norm(config, place)
@@ -136,6 +137,7 @@ class MultiTokenPrediction(MegatronModule):
             layers.append(MultiTokenPredictionLayer(config, place, depth=depth))
         self.layers = nn.ModuleList(layers)
         # All depths have the same kind of attention.
+        # RoPE tables and masks are equal, so they exist once.
         first = layers[0].transformer_layer.self_attention
         for layer in layers[1:]:
             layer.transformer_layer.self_attention.share_tables(first)

@@ -92,6 +92,7 @@ class _SimulatedRun:
             self.now = reached
             self.iteration = due
             begin = self._find_begin(tier)
+            # Training waits for earlier saves, then for the copy to staging buffers.
             resumed = begin + tier.blocking
             if resumed >= end:
                 self.spent.saving += end - self.now
@@ -107,6 +108,7 @@ class _SimulatedRun:
 
     def fail(self, loses_node: bool) -> None:
         """Continue from the newest checkpoint that survives a failure."""
+        # A save in progress is lost with the processes.
         usable = []
         for save in self.saves:
             is_left = save.tier is self.persistent or not loses_node
@@ -225,6 +227,7 @@ def choose_intervals(
         mtbf_of_tiers = [lost_node_mtbf, mtbf]  # a local checkpoint survives other failures
     best: list[Tier] = []
     for tier, mtbf_of_tier in zip(tiers, mtbf_of_tiers, strict=True):
+        # Not shorter than a save takes: the next one would wait.
         seconds = find_best_interval(tier.blocking, mtbf_of_tier)
         interval = max(1, round(max(seconds, tier.total) / step))
         best.append(replace(tier, interval=interval))

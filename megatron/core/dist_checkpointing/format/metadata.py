@@ -127,6 +127,7 @@ class CheckpointMetadata:
         # All tables number the files in the same way. The end of a file is that of its last box.
         tables = [tensor.chunks for tensor in self.tensors.values()]
         files = tables[0].files
+        # [files]: the end of the last box in each file
         ends = np.zeros(len(files), dtype=np.int64)
         for table in tables:
             np.maximum.at(ends, table.file, table.position + table.length)

@@ -101,6 +101,7 @@ def safe_load(
         with open_file(path) as file:
             # Objects and empty files cannot be mapped.
             if mmap and file.size and file.descriptor is not None:
+                # Copy on write: changes of the tensors do not reach the file.
                 mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
                 return _load_archive(mapped, where, placeholders)
             content = bytearray(file.read_whole())
@@ -143,6 +144,7 @@ def open_archive(
     file: OpenFile, start: int, length: int, where: str, placeholders: bool = True
 ) -> Any:
     """Open an archive of `length` bytes at byte `start` of a file like `safe_open`."""
+    # Strided views may refer to the same bytes repeatedly: bound their copies by the file's size.
     copies = Budget(65536 + 4 * length)
 
     def read(offset: int, size: int) -> bytes:
@@ -209,6 +211,7 @@ def _view_in_memory(
 ) -> torch.Tensor:
     """Return a tensor over the bytes of a storage."""
     numel = len(data) // dtype.itemsize
+    # A storage may end in the middle of an element of another dtype.
     typed = data[: numel * dtype.itemsize].view(dtype)
     return typed.as_strided(shape, stride, typed.storage_offset() + offset)
 

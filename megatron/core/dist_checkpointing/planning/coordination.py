@@ -63,6 +63,7 @@ class Coordination:
             return value
         device = self._device()
         with _own_stream(device):
+            # The minimum is 0 as soon as one rank has False.
             flag = torch.tensor([int(value)], dtype=torch.int32, device=device)
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
             return bool(flag.item())
@@ -79,6 +80,7 @@ class Coordination:
 
         Its ValueError or OSError is raised on all ranks.
         """
+        # Errors are broadcast like results: otherwise the other ranks would wait forever.
         answer: list[Any] = [None]
         if self.is_coordinator:
             try:
@@ -104,6 +106,7 @@ class Coordination:
             try:
                 results = function(values)
             except CheckpointError as error:
+                # Every rank receives the error as its entry.
                 results = [error] * self.size
         result = self._scatter(results)
         if isinstance(result, CheckpointError):

@@ -72,6 +72,7 @@ class PendingCheckpoint:
             self.pending.parent.mkdir(parents=True, exist_ok=True)
         else:
             self.generation.restore()
+        # Fails if the name exists, so that two saves never write to the same directory.
         self.pending.mkdir()
         check_free_space(self.pending, nbytes)
 
@@ -88,6 +89,7 @@ class PendingCheckpoint:
         if path.parent == self.pending:
             write_flushed(path, *parts)
             return
+        # `_publish` makes the name of the folder itself durable.
         path.parent.mkdir(exist_ok=True)
         write_flushed(path, *parts)
         fsync_directory(path.parent)
@@ -133,6 +135,7 @@ class PendingCheckpoint:
 
     def _publish(self) -> None:
         """Give the complete directory its name."""
+        # Names first: after a power loss, a renamed directory must contain all its files.
         fsync_directory(self.pending)
         put_in_place(self.pending, self.directory)
 

@@ -193,6 +193,7 @@ class PendingExport:
         if self._target.keep_last is None:
             return
         root = CheckpointDirectory(self._target.root)
+        # Includes the export that was just completed.
         older = [number for number in root.list_iterations() if number <= self._iteration]
         for number in sorted(older)[: -self._target.keep_last]:
             self._target.remove(root.path(number))
@@ -254,6 +255,7 @@ class StagedExport(PendingExport):
             return
         try:
             for part in chunk.parts:
+                # Three sources per item, as in `bind_sources`: prefix, raw data, suffix.
                 number, kind = divmod(part.source, 3)
                 item = files.items[number]
                 if kind != 1 or item.key not in self._plan.tensors:
@@ -292,6 +294,7 @@ class StagedExport(PendingExport):
         return self._written
 
     def _complete(self, nbytes: int, checkpoint: Path) -> None:
+        # Every byte of every tensor exactly once: a gap would be zeros in the model.
         if nbytes != self._plan.nbytes:
             raise OSError(f"the ranks have written {nbytes} of {self._plan.nbytes} bytes")
         self._plan.add_small_files(self._pending)
@@ -303,6 +306,7 @@ class StagedExport(PendingExport):
 
     def _write_box(self, key: str, offset: Shape, values: torch.Tensor) -> None:
         """Write a box of the tensor `key` to all places that overlap it."""
+        # Cast once per box, before it is written to one or more places.
         values = values.to(self._plan.tensors[key].dtype)
         places = self._plan.tensors[key].places
         for number, common in self._plan.tables[key].overlaps(offset, tuple(values.shape)):
@@ -340,6 +344,7 @@ class StagedExport(PendingExport):
     def _write_run(self, descriptor: int, file: str, data: memoryview, position: int) -> None:
         with naming(self._pending / file):
             while data:
+                # A write may be short, e.g., after a signal.
                 count = os.pwrite(descriptor, data, position)
                 data = data[count:]
                 position += count

@@ -54,6 +54,7 @@ def select_superseded(
     if rules.keep_every is not None:
         kept |= {iteration for iteration in present if iteration % rules.keep_every == 0}
     if rules.keep_best is not None:
+        # Checkpoints of iterations without an evaluation have NaN.
         measured = [it for it in present if math.isfinite(losses.get(it, math.nan))]
         # Of equal losses, the later checkpoint is the better one.
         measured.sort(key=lambda iteration: (losses[iteration], -iteration))
@@ -95,6 +96,7 @@ class Retention:
         """
         if not self._rules.removes_checkpoints:
             return []
+        # The first call reads the directory; later ones know what was added and removed.
         if self._losses is None:
             self._losses = self._find_losses(lineage)
         self._losses[newest] = loss

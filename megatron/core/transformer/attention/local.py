@@ -79,8 +79,10 @@ class _LocalAttention(torch.autograd.Function):
         block: Block,
         scoring: Scoring,
     ) -> Tensor:
+        # out [b, heads, s, d]; lse [b, heads, s], the log-sum-exp of the scores, for backward
         out, lse = attend(query, key, value, block, scoring)
         if sink is not None:
+            # The sink takes a share of each query's probability: it only scales the result.
             out, lse = add_sink(out.float(), lse, sink)
             out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, sink, out, lse)
