@@ -171,6 +171,7 @@ class ResizedVocabulary(SourceView):
         assert old_config.vocab_size is not None
         self._old_rows = old_config.vocab_size
         self._new_rows = new_rows
+        # [h] by key; a mean reads the whole tensor, so it is computed once.
         self._means: dict[str, torch.Tensor] = {}
         config = model_config(source.args, vocab_size, source.description)
         # The layers define which of their parameters have a row per token.
@@ -228,6 +229,7 @@ class ResizedVocabulary(SourceView):
         for offset, shape in cut_rows(info.shape, info.dtype.itemsize, _BLOCK):
             rows = self._source.read(key, offset, shape)
             if rows.dim() > 1:
+                # [rows]: whether a row has an element that is not zero
                 rows = rows.any(dim=1)
             rows = rows.nonzero()
             if len(rows):

@@ -295,6 +295,7 @@ def _list_groups(
     groups = partial(_list_groups_along, config, world_size, rank)
     # Tied embeddings are on the first and the last stage.
     pipelines = groups("pp")
+    # One rank if there is only one stage.
     ends = sorted({0, config.pp_size - 1})
     embedding = [tuple(ranks[end] for end in ends) for ranks in pipelines]
     if rank is not None and rank not in embedding[0]:
@@ -318,6 +319,7 @@ def _list_expert_groups(
 ) -> dict[str, list[tuple[int, ...]]]:
     """Return the groups of the expert axes: those of a dense grid with ETP for TP and EP for CP."""
     config.edp_size(world_size)
+    # The grid of experts has the same form: ETP varies fastest, then EP, EDP and PP.
     sizes = {"tensor_model_parallel_size": config.etp_size, "context_parallel_size": config.ep_size}
     expert_config = replace(config, **sizes)  # type: ignore[arg-type]
     groups = partial(_list_groups_along, expert_config, world_size, rank)
@@ -347,6 +349,7 @@ def _list_groups_along(
         is_along = name in along
         inner_spans.append(range(size) if is_along else (0,))
         outer_spans.append((0,) if is_along else coordinates)
+    # Offsets of the members of any group from its origin
     members = _list_places(inner_spans)
     groups = []
     for origin in _list_places(outer_spans):

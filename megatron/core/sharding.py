@@ -91,6 +91,7 @@ class Sharding:
         offset = [0] * local.dim()
         if self.ep is not None:
             offset[0] = self.ep.rank * local.shape[0]
+        # Replicated over TP: one box, for experts with the rank's range of experts.
         if self.dim is None:
             return (Box(tuple(offset), local),)
         if self._has_scattered_rows():
@@ -116,6 +117,7 @@ class Sharding:
         """Return one box for each block of each expert, or of the only matrix of a dense layer."""
         assert self.dim is not None
         num_rows = local.shape[self.dim] // self.blocks  # of a block on this rank
+        # Experts: views [1, rows, columns]
         matrices = local.split(1) if self.is_expert else (local,)
         boxes = []
         for index, matrix in enumerate(matrices):

@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 def escape_control_chars(text: str) -> str:
     """Escape everything that could move the cursor, reorder text or start another line."""
+    # The usual case, without a new string. Control characters and bidirectional overrides are not
+    # printable.
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else _escape(char) for char in text)
@@ -76,6 +78,7 @@ def _write(text: str, file: TextIO | None) -> None:
 
 def _discard(file: TextIO) -> None:
     """Discard the buffer of `file` and everything that is written to it later."""
+    # Replace the descriptor: the buffer is flushed into it when the program ends.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, file.fileno())
     os.close(null)

@@ -245,6 +245,7 @@ def _infer_args(files: UniversalFiles, given: Mapping[str, Any]) -> dict[str, An
     heads = given.get("num_attention_heads")
     if heads and len(proj) == len(qkv) == 2 and proj[1] >= heads:
         head_dim = proj[1] // heads
+        # qkv has (heads + 2 groups) * head_dim rows.
         groups = (qkv[0] // head_dim - heads) // 2
         inferred["kv_channels"] = head_dim
         inferred["num_query_groups"] = groups
@@ -403,6 +404,7 @@ class _UniversalWriter:
     def write_parameter(self, folder: Path, key: str, progress: Progress) -> None:
         """Write the files of a parameter."""
         folder.mkdir()
+        # The norm before the projection is named after it, but has no rows of q, k and v.
         is_qkv = ".linear_qkv." in key and "layer_norm" not in key
         for state in self.states or ADAM:
             tensor = self._read_state(key, state)
@@ -466,6 +468,7 @@ class _UniversalWriter:
         is_bigscience = self.style == "bigscience"
         skipped_steps = 0
         if self.has_optimizer:
+            # The optimizer does not count skipped steps, the iteration does.
             skipped_steps = training.iteration - int(self.step)
         groups = training.param_groups
         if groups is not None:

@@ -173,6 +173,7 @@ class MegatronFsdpSource:
 
     def _rename_norms(self) -> None:
         """Give norms the names of the model, which depend on the layer that follows."""
+        # Names without the suffix of gated halves, which norms are named after.
         known = {name.removesuffix(_GATED[0]) for name in self._weights}
         self._weights = {find_norm_key(name, known): key for name, key in self._weights.items()}
         states = {}
@@ -359,6 +360,7 @@ class MegatronFsdpSource:
         expert: int | None = None
         num_elements = 0
         for part, stored_key in zip(parts, stored_keys, strict=True):
+            # The rows of each expert are counted from 0.
             if part.expert != expert:
                 expert = part.expert
                 row = 0
@@ -384,6 +386,7 @@ class MegatronFsdpSource:
 
         def read(offset: Shape, shape: Shape) -> torch.Tensor:
             lead = len(shape) - axes
+            # A file of one expert lacks the axis of experts, along which the box has size 1.
             value = self._reader.read(key, offset[lead:], shape[lead:])
             return value.view(shape).to(dtype)
 

@@ -174,6 +174,7 @@ class LegacySource:
         check_optimizer_complete(self.tensors, self.args, self.description)
         self._add_foreign(first, read_options)
         self.training: TrainingState | None = read_training_state(first.content, self.args, groups)
+        # With expert parallelism, several ranks share the key of a (tp, pp) pair.
         if self._layout.parallel.ep_size == 1:
             self.training.rng = _collect_generators(files, self._layout)
 
@@ -318,6 +319,7 @@ class LegacySource:
         buckets.
         """
         buffers = mapping(anything, keys=anything)(content, str(path))
+        # --ddp-num-buckets divides the parameters of all chunks of the rank.
         num_parameters = count_elements(chunks)
         for index, parameters in enumerate(chunks):
             if not parameters:
@@ -407,6 +409,7 @@ def _select_members(
     parameters: Iterable[LocalParameter], group: Mapping[str, Any], where: str
 ) -> list[LocalParameter]:
     """Return the parameters in a parameter group, in the order of its numbers."""
+    # Some releases store the factor as a tensor.
     factor = load_file_tensors(group.get("wd_mult", 1.0))
     has_weight_decay = float(factor) > 0.0
     members = []
@@ -481,6 +484,8 @@ def _find_stored_name(model: Mapping[str, Any], parameter: LocalParameter, path:
     grouped = re.sub(r"\.local_experts\.(\d+)\.(.+)", r".\2\1", parameter.name)
     local = make_local_name(parameter.name)
     norm = find_norm_key(parameter.name, model)
+    # Names of Transformer Engine's modules, of the local ones, of norms that are separate modules,
+    # and of grouped experts.
     for name in (parameter.name, local, norm, grouped):
         if name in model:
             return name
@@ -536,6 +541,7 @@ def _split_grouped_experts(
                 f"{path}: {grouped} has shape {tuple(stored.shape)}, but the stored arguments "
                 f"make it {shape}"
             )
+        # The experts of a rank are numbered from 0 in its file.
         first = int(number) * parameter.numel
         result[parameter.name] = _GroupedExpert(stored, first, parameter.shape)
     return result
@@ -551,6 +557,7 @@ def _make_flat_reader(tensor: Stored) -> ReadFlat:
 
 def _has_sharded_optimizer(files: Sequence[_RankFiles]) -> bool:
     """Return whether the optimizer is stored in `distrib_optim.pt`: by all ranks or by none."""
+    # All ranks write the file, or none: a mix is a damaged checkpoint.
     missing = []
     for file in files:
         path = file.folder / OPTIMIZER_FILE

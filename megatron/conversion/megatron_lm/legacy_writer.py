@@ -224,6 +224,7 @@ class _Contents:
         else:
             for index, parameters in enumerate(chunks):
                 content[f"model{index}"] = self._build_model(parameters)
+        # Whole tensors, stored once.
         foreign = self._build_foreign() if rank.is_first else {}
         if foreign:
             content[FOREIGN] = foreign
@@ -266,6 +267,8 @@ class _Contents:
         buffers: list[Any] = []
         if self._args["use_distributed_optimizer"]:
             buffers = [self._build_buffers(own, rank.pp) for own in by_optimizer]
+            # Dense parameters are replicated over expert-parallel ranks: one of them stores their
+            # state.
             if not rank.dense_optimizer:
                 buffers[0] = None
         else:
@@ -317,6 +320,7 @@ class _Contents:
 
     def _assign(self, slot: TensorSlot, key: str, parameter: LocalParameter, first: int) -> None:
         """Store the local elements of `key` in the slot, from element `first` on."""
+        # A gated projection has two boxes in the local tensor: gate, then up.
         for box in parameter.boxes:
             self.sources[slot].append((key, box, first + box.start))
 
@@ -324,6 +328,7 @@ class _Contents:
         """Return the contents of `distrib_optim.pt`: the flat optimizer state of each chunk."""
         tensors = self._source.tensors
         content: dict[Any, Any] = {"buckets_coalesced": True}
+        # --ddp-num-buckets divides the parameters of all chunks of the rank.
         num_parameters = count_elements(chunks)
         for index, parameters in enumerate(chunks):
             if not parameters:

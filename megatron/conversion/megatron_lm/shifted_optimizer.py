@@ -60,6 +60,7 @@ class ShiftedBuffer:
 
     def count_lost(self) -> int:
         """Return the number of elements that no tensor in the files contains."""
+        # Two cuts may overlap, and leave gaps elsewhere: compare each parameter with all cuts.
         lost = 0
         for cut in self.cuts:
             found = 0
@@ -106,6 +107,7 @@ class ShiftedBuffer:
 
             # Read whole rows of the box.
             rows = [axis for axis, size in enumerate(box.shape) if size > 1]
+            # The first axis with more than one element: axes before it do not affect the order.
             axis = rows[0] if rows else 0
             row_size = math.prod(box.shape[axis + 1 :])
             first_row = (begin - box.start) // row_size

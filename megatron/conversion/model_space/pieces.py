@@ -53,6 +53,7 @@ class RowRun(NamedTuple):
     @property
     def stored_slice(self) -> slice:
         """Slice of the stored tensor."""
+        # Up to the last row, not beyond: the step may exceed the rows that follow.
         last = self.start + (self.rows - 1) * self.step
         return slice(self.start, last + 1, self.step)
 
@@ -152,6 +153,7 @@ def unpack_rows(
     """Return the model's rows `[start, stop)`; `read(source, first, count)` returns stored rows."""
     pieces = []
     for run in cut_runs(row_map, start, stop):
+        # Rows in between, of other matrices, are read and skipped.
         span = run.stored_slice.stop - run.start
         stored = read(run.source, run.start, span)
         pieces.append(stored[:: run.step])
@@ -193,6 +195,7 @@ def read_stored_rows(
     model_row = 0  # first row of the run in the model
     for run in row_map:
         # Members of the run with stored rows in [first, first + count).
+        # A negated floor division rounds up: the first member at or after row `first`.
         start = max(0, -((run.start - first) // run.step))
         stop = min(run.rows, -((run.start - first - count) // run.step))
         if run.source == number and start < stop:
@@ -287,6 +290,7 @@ def write_archive(path: Path, value: Any) -> list[tuple[TensorSlot, int]]:
     layout = lay_out_archive(value)
     empty_slots = []
     with naming(path), path.open("wb") as file:
+        # Sparse: the bytes of empty slots are written later, by other threads.
         file.truncate(layout.size)
         for position, fixed in layout.fixed:
             file.seek(position)

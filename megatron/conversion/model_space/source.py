@@ -396,6 +396,7 @@ def list_parameter_states(parameter: str, keys: Container[str]) -> tuple[str, ..
 
 def full_precision_key(parameter: str, keys: Container[str]) -> str:
     """Return the key of the fp32 main parameter if it is in `keys`, else `parameter`."""
+    # Weights are rounded copies of the main parameters.
     main = optimizer_key("param", parameter)
     if main in keys:
         return main
