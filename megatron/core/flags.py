@@ -90,6 +90,7 @@ def spell_flag(field: dataclasses.Field[Any]) -> str:
     names = field.metadata["flags"]
     if names:
         return str(names[0])
+    # A switch is spelled as the change that it makes.
     prefix = "--no-" if field.default is True else "--"
     return prefix + field.name.replace("_", "-")
 
@@ -137,6 +138,7 @@ def _has_type(value: Any, hint: Any) -> bool:
     # A bool is an int in Python, but not for a flag.
     if isinstance(value, bool):
         return bool in _get_arms(hint)
+    # E.g., --lr 1 or a value from JSON
     if isinstance(value, int) and hint is float:
         return True
     return any(

@@ -102,6 +102,7 @@ class SaveAndExitPolicy:
         self._clock = clock
         self._start = started
         self._last_save = clock()
+        # A synchronous save fails on all ranks together, which needs no vote.
         self._may_fail = (
             checkpoint.exit_on_save_failure
             and checkpoint.save is not None
@@ -160,6 +161,7 @@ class SaveAndExitPolicy:
     def _make_votes(self, seconds: float) -> _Votes:
         """Return this rank's votes; the last iteration took `seconds`."""
         now = self._clock()
+        # The number of the signal, so that the maximum over ranks names one that arrived.
         received = 0
         if self._signals:
             received = int(self._signals[0])

@@ -380,6 +380,7 @@ def _make_forward_step(
             return output
         sums, num_tokens = output.stack()
         mean = sums / num_tokens.clamp(min=1)
+        # [1 + depths]; the report divides sums over all ranks by their numbers
         numerator = sums
         denominator = num_tokens.float()
         if means:

@@ -363,6 +363,8 @@ def save_checkpoint(
 
     Training has been waiting since `since` (perf_counter), and ends if this is the `last` save.
     """
+    # For legacy files all ranks write torch_dist, which rank 0 rewrites before the directory gets
+    # its name.
     rewrite = make_legacy_rewrite(run.config) if ckpt_format == "torch" else None
     # Copies from the device begin here and are awaited in the background.
     common = start_common_state(run)

@@ -75,6 +75,7 @@ class GPTEmbedding(MegatronModule):
         assert config.vocab_size is not None
         self.place = place
         self.dropout = config.hidden_dropout
+        # Factors of the word embedding (Gemma, Granite) and of the sum of embeddings (muP)
         self.scale = config.embedding_multiplier
         self.sum_scale = config.mup_embedding_mult if config.use_mup else 1.0
         if config.scale_embeddings:
@@ -168,6 +169,7 @@ class OutputLayer(MegatronModule):
                 shared_embedding=tied_copy,
                 counted=not tied_copy,  # the first stage counts the tied matrix
             )
+            # [v, h], of which a rank has [v / tp, h]
             shape = (num_rows, config.hidden_size)
             self.weight = make_parameter(shape, config.params_dtype, place.device, info)
         self.bias = None
@@ -304,6 +306,7 @@ class GPTModel(MegatronModule):
         # of the same matrix each, whose gradients are summed (see `shared_embedding`).
         is_tied = not config.untie_embeddings_and_output_weights
         has_mtp = post_process and config.num_mtp_layers > 0
+        # One chunk with both ends has one matrix, so there is nothing to sum.
         is_split = not (pre_process and post_process)
         is_shared = is_split and (is_tied or config.num_mtp_layers > 0)
         rows = compute_padded_vocab_size(config.vocab_size, make_vocab_size_divisible_by, tp.size)

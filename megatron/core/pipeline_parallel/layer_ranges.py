@@ -80,6 +80,7 @@ def count_mtp_layers(layout: str) -> int:
 
 def _split_layout(layout: str) -> list[str]:
     """Return the letters of each chunk."""
+    # Expand repeated groups, then repeated letters; groups do not nest.
     text = re.sub(r"\(([^()]+)\)\*(\d+)", _repeat, layout.replace(",", ""))
     text = re.sub(r"(.)\*(\d+)", _repeat, text)
     if re.search(r"m[^mL]", text):
@@ -138,6 +139,7 @@ def _split(
         if remaining != 0:
             return None
     else:
+        # The other stages have equal numbers of layers.
         per_stage, rest = divmod(remaining, other_stages)
         if rest != 0:
             return None

@@ -249,6 +249,7 @@ def _check_longrope(config: ModelOptions) -> Iterator[str]:
         yield (
             "--rope-type longrope and --rotary-seq-len-interpolation-factor are mutually exclusive"
         )
+    # RoPE rotates pairs of elements, each with a frequency of its own.
     pairs = int(config.head_dim * config.rotary_percent) // 2
     for name in ("longrope_short_factor", "longrope_long_factor"):
         factors = getattr(config, name) or []
@@ -380,6 +381,7 @@ def _check_groups(config: ModelOptions) -> Iterator[str]:
             )
         return
     # The score of a group is the sum over its topk / group_topk best experts.
+    # Each chosen group contributes the same number of experts.
     is_even = experts % groups == 0 and topk % group_topk == 0
     fits_in_groups = groups >= group_topk and topk * groups <= experts * group_topk
     if not (is_even and fits_in_groups):
@@ -399,6 +401,7 @@ def _check_load_balancing(config: ModelOptions) -> Iterator[str]:
         yield f"--moe-router-load-balancing-type {kinds} contains duplicates"
     if "sinkhorn" in kinds:
         yield from _check_sinkhorn(config)
+    # The counts of tokens accumulate over the micro-batches of a step.
     if "global_aux_loss" in kinds and config.recompute_granularity == "full":
         yield (
             "--moe-router-load-balancing-type global_aux_loss with --recompute-granularity full: "

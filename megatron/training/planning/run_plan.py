@@ -226,6 +226,7 @@ def _count_idle_parameters(config: Config, sizes: Mapping[StoredParameter, int])
     for parameter, numel in sizes.items():
         if parameter.is_expert:
             num_expert_parameters += numel
+    # Experts of a layer have equal sizes; shared experts are dense parameters.
     num_idle_experts = model.experts - model.moe_router_topk
     return num_expert_parameters * num_idle_experts // model.experts
 
@@ -281,6 +282,7 @@ def _count_tables(activations: ActivationMemory, chunk: MetaChunk) -> int:
 def _count_buffer_bytes(config: Config, chunks: list[MetaChunk]) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and optimizer state, which includes the average."""
     params_dtype = config.model.params_dtype
+    # An fp32 model is its own main copy.
     has_main_parameters = params_dtype.itemsize < FP32
     grad_itemsize = config.ddp.grad_dtype(params_dtype).itemsize
     # A reduced shard of gradients that are not fp32 has a copy in fp32.

@@ -152,6 +152,7 @@ class TECoreAttention(CoreAttention):
         if config.attends_in_blocks:
             # The local class computes.
             return
+        # The ring of context parallelism alternates between two streams.
         cp_stream = None
         if attention_axis.group is not None and torch.cuda.is_available():
             cp_stream = _get_cp_stream()
@@ -236,6 +237,7 @@ class TEGroupedLinear(GroupedLinear, EngineLinearMixin):
         self, config: TransformerConfig, input_size: int, output_size: int, **options: Any
     ) -> None:
         super().__init__(config, input_size, output_size, **options)
+        # [experts / ep, rows, columns]; the module counts inputs (columns) first
         num_experts, rows, columns = self.weight.shape
         self.engine = Engine(
             self,
@@ -334,6 +336,7 @@ def te_cross_entropy(
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     num_rows = weight.shape[0]
+    # The kernel does not know which rows of the vocabulary are padding.
     first_row = tp.rank * num_rows
     padding_start = max(0, vocab_size - first_row)
     if padding_start < num_rows:
@@ -360,6 +363,7 @@ def initialize_user_buffers(config: TransformerConfig, tokens: int, tp_size: int
         modes.append(te.UserBufferQuantizationMode.NONE)
     if any(in_fp8):
         modes.append(te.UserBufferQuantizationMode.FP8)
+    # Default settings of Transformer Engine
     buffer_options = None
     if config.tp_comm_overlap_cfg is not None:
         text = Path(config.tp_comm_overlap_cfg).read_text(encoding="utf-8")
