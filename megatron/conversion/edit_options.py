@@ -52,7 +52,7 @@ class Rename(NamedTuple):
     new: str
 
     def apply(self, name: str) -> str | None:
-        """Return the new name of the tensor `name`, or None if this is not about it."""
+        """Return the new name of the tensor `name`, or None if this rename does not apply."""
         text = _match_name(self.old, name)
         if text is None:
             return None

@@ -286,7 +286,7 @@ def _read_context_lengths(found: ConfigFields, scaling: Json) -> Json:
 
 
 def _read_scaling(kind: str, scaling: Json, found: ConfigFields, args: Json) -> Json:
-    """Return the arguments of a scaling. Raises ValueError for fields it lacks or does not have."""
+    """Return the arguments of a scaling. Raises ValueError for missing or unknown fields."""
     strange = sorted(set(scaling) - set(SCALINGS[kind]))
     if strange:
         raise ValueError(

@@ -100,7 +100,7 @@ def nullable(argument: str) -> Rule:
 
 
 def opposite(argument: str, field: str) -> Rule:
-    """Map a switch to an argument that is on where the switch is off."""
+    """Map a switch to an argument with the opposite value."""
 
     def read(found: ConfigFields, args: Json) -> Json:
         return {argument: not found.first(field)}

@@ -129,7 +129,7 @@ class ShiftedBuffer:
 
 
 class RepairedOptimizer(SourceView):
-    """A view of `source` with shifted optimizer state put back.
+    """A view of `source` with shifted optimizer state at its correct positions.
 
     `source` must not compare main parameters with weights. This view does, which proves the repair:
     the error of a wrong position is the same as for other checkpoints.

@@ -22,7 +22,7 @@ class SaveLog:
         self._metrics: list[tuple[int, dict[str, float]]] = []
 
     def add(self, report: SaveReport, is_local: bool) -> None:
-        """Report a committed checkpoint, the disks of the nodes' if `is_local`."""
+        """Report a committed checkpoint; with `is_local` it is on the disks of the nodes."""
         iteration = iteration_in_name(report.directory)
         metrics = get_save_metrics(report)
         kind = "checkpoint"

@@ -84,7 +84,7 @@ def is_rust_panic(error: BaseException) -> bool:
 
 
 def _build_null_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """Text consists of decimal ids separated by spaces.
+    """Build a tokenizer of text that consists of decimal ids separated by spaces.
 
     `--vocab-size n` means n + 1 tokens, the last of them EOD. With --null-tokenizer-eod-id there
     are n tokens, and EOD is one of them.
@@ -182,8 +182,9 @@ def _build_sentencepiece(config: TokenizerConfig) -> Tokenizer:
 
 
 def _add_legacy_pieces(plain: Tokenizer) -> Tokenizer:
-    """--legacy-tokenizer: special tokens follow the pieces of the model, and are recognized in
-    text.
+    """Add the special tokens of --legacy-tokenizer after the pieces of the model.
+
+    They are recognized in text.
     """
     # Special tokens that the model lacks get the next free ids.
     special: dict[str, int] = {}
@@ -325,8 +326,9 @@ def _load_huggingface(name: str, trust_remote_code: bool) -> Any:
 
 
 def _build_gpt2(config: TokenizerConfig) -> Tokenizer:
-    """GPT-2's byte-level BPE (Radford et al. 2019). EOD is `<|endoftext|>`, which text itself never
-    produces.
+    """Build GPT-2's byte-level BPE (Radford et al. 2019).
+
+    EOD is `<|endoftext|>`, which text itself never produces.
     """
     # The same pipeline as transformers' GPT2TokenizerFast; importing transformers takes 4 s more.
     from tokenizers import Tokenizer as Pipeline
@@ -394,8 +396,9 @@ def _build_tiktoken(
     pattern: str,
     eod: str,
 ) -> Tokenizer:
-    """Byte-level BPE via the package tiktoken: `ranks` by token bytes, and special tokens, which
-    text never produces.
+    """Build a byte-level BPE via the package tiktoken.
+
+    `ranks` are those of tokens by their bytes. Text never produces `special` tokens.
     """
     try:
         import tiktoken  # here, so that runs with other tokenizers do not need it
@@ -429,8 +432,9 @@ def _build_tiktoken(
 
 
 def _build_megatron_tiktoken(config: TokenizerConfig) -> Tokenizer:
-    """Megatron-LM's variant: special tokens first, then ranks from a JSON list, up to the size of
-    the vocabulary.
+    """Build Megatron-LM's variant of a tiktoken tokenizer.
+
+    Special tokens come first, then ranks from a JSON list, up to the size of the vocabulary.
     """
     # Check the flags.
     path = _get_path(config, "--tokenizer-model")
@@ -476,7 +480,10 @@ def _build_megatron_tiktoken(config: TokenizerConfig) -> Tokenizer:
 
 
 def _build_llama3(config: TokenizerConfig) -> Tokenizer:
-    """Meta's file: one line `base64 rank` per token, followed by 256 special tokens."""
+    """Build Llama 3's tokenizer from Meta's file, or from the form of Hugging Face.
+
+    Meta's file has one line `base64 rank` per token; 256 special tokens follow them.
+    """
     path = _get_path(config, "--tokenizer-model")
     if path.is_dir() or path.suffix == ".json":  # the form of Hugging Face
         return _build_huggingface(config)

@@ -57,7 +57,7 @@ class TensorPlace(NamedTuple):
 
 
 class ExportedTensor(NamedTuple):
-    """The places of a global tensor, which together contain every element, of copies repeatedly.
+    """The places of a global tensor in an export. They cover every element, copies several times.
 
     Elements are cast from the dtype of the checkpoint to `dtype`.
     """

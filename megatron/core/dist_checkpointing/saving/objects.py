@@ -44,7 +44,7 @@ class _NotCopyableError(Exception):
 
 
 class ObjectSnapshot(NamedTuple):
-    """One object of a save, which later changes of the caller's value do not reach."""
+    """Copy of one object of a save; later changes by the caller do not affect it."""
 
     keys: list[str]  # one object may have several keys
     encode: Callable[[], bytes]  # returns the archive, in any thread
