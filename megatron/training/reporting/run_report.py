@@ -181,7 +181,10 @@ def _judge_loss(launches: Sequence[RecordedLaunch]) -> tuple[str, str] | None:
     recent = sum(losses[-size:]) / size
     before = sum(losses[-2 * size : -size]) / size
     change = (recent - before) / abs(before) if before else 0.0
-    text = f"Training loss {losses[-1]:.3f}, {change:+.2%} over the last {_TREND_SHARE:.0%} of it."
+    trend = f"{change:+.2%}"
+    if trend in ("+0.00%", "-0.00%"):
+        trend = "unchanged"
+    text = f"Training loss {losses[-1]:.3f}, {trend} over the last {_TREND_SHARE:.0%} of it."
     return ("good" if change < 0.01 else "warn"), text
 
 

@@ -239,6 +239,18 @@ def test_verdict_of_an_incomplete_run(tmp_path, end, now, expected):
     assert verdict_of(tmp_path, now)[0] == expected
 
 
+def test_verdict_of_a_constant_loss(tmp_path):
+    record = RunRecord(tmp_path, Clock(1000.0))
+    record.write("start", began=1000.0, iteration=0, train_iters=60)
+    for iteration in range(1, 61):
+        loss = 2.0 - 1e-6 * iteration
+        record.write("interval", iteration=iteration, iterations=1, seconds=1.0, lm_loss=loss)
+    assert verdict_of(tmp_path)[2] == (
+        "good",
+        "Training loss 2.000, unchanged over the last 10% of it.",
+    )
+
+
 def test_verdict_of_a_run_with_nan(tmp_path):
     clock = Clock(1000.0)
     record = RunRecord(tmp_path, clock)
@@ -352,8 +364,16 @@ for (const image of find("svg")) {
 const body = getComputedStyle(document.body).backgroundColor;
 const width = document.documentElement.scrollWidth;
 const counts = { svg: find("svg").length, table: find("table").length, repeated: find(".repeated").length };
+const countLines = node => {
+  const range = document.createRange();
+  range.selectNodeContents(node);
+  return new Set([...range.getClientRects()].map(box => Math.round(box.top))).size;
+};
+const cells = find("td[data-name=began], td[data-name=host]").filter(node => countLines(node) > 1);
+const verdicts = find(".verdict li").filter(node => node.clientHeight > 40);
+const wrapped = [...cells, ...verdicts].map(name);
 const legend = Math.max(...find(".legend").map(node => node.clientHeight));
-parent.postMessage(JSON.stringify({ cut, texts, body, width, counts, legend }), "*");
+parent.postMessage(JSON.stringify({ cut, texts, body, width, counts, legend, wrapped }), "*");
 </script></body>"""
 
 WRAPPER = """<!doctype html><body style="margin:0"><iframe src="measured.html" style="border:0;width:{width}px;height:6000px"></iframe>
@@ -456,6 +476,8 @@ def test_many_launches_of_a_long_layout_fit_the_page(tmp_path, width):
     measured = measure(page, tmp_path, width)
     assert_readable(measured, width, "light")
     assert measured["legend"] < 60
+    # Long errors are folded, dates and hosts are in one line.
+    assert measured["wrapped"] == []
 
 
 @needs_browser

@@ -393,9 +393,9 @@ function addSavesChart(parent, launches) {
 const MAX_TEXT = 80;
 
 /* Return a long text as its beginning, which opens. */
-function foldText(text) {
-  if (text.length <= MAX_TEXT + 20) return text;
-  return el("details", {}, el("summary", {}, text.slice(0, MAX_TEXT) + " ..."), text);
+function foldText(text, maxLength = MAX_TEXT) {
+  if (text.length <= maxLength + 20) return text;
+  return el("details", {}, el("summary", {}, text.slice(0, maxLength) + " ..."), text);
 }
 
 /* Columns are [name, class]; cells are texts, numbers, nodes, or {content, mood, title}. */
@@ -409,6 +409,12 @@ function makeTable(columns, rows, kind = "") {
   })));
   const table = el("table", { class: kind }, el("thead", {}, head), el("tbody", {}, ...body));
   return el("div", { class: "scroll", tabindex: 0 }, table);
+}
+
+/* The domain is the same for all hosts of a cluster; only long names break. */
+function hostCell(host) {
+  const name = (host ?? "").split(".")[0];
+  return { content: name, title: host ?? "", mood: name.length <= 20 ? "short" : "" };
 }
 
 const layoutCell = layout => ({ content: shortenLayout(layout), title: layout ?? "" });
@@ -434,10 +440,12 @@ function makeList(texts) {
 
 // ---- Page of a run ----
 
+const MAX_VERDICT = 120;
+
 function showVerdict(verdict) {
   const icons = { good: "✓", warn: "!", bad: "✗" };
   const items = verdict.map(({ mood, text }) =>
-    el("li", { class: mood }, el("span", { class: "icon", "aria-hidden": "true" }, icons[mood]), el("span", {}, text)));
+    el("li", { class: mood }, el("span", { class: "icon", "aria-hidden": "true" }, icons[mood]), el("span", {}, foldText(text, MAX_VERDICT))));
   main.append(el("ul", { class: "verdict", "aria-label": "Verdict" }, ...items));
 }
 
@@ -521,7 +529,7 @@ function showGoodput(run) {
 }
 
 function showLaunches(run) {
-  const columns = [["launch", "num"], ["ended", "long"], ["iterations", "num"], ["from", ""], ["layout", ""], ["changes", "long"], ["host", ""], ["began", ""], ["took", "num"]];
+  const columns = [["launch", "num"], ["ended", "long"], ["iterations", "num"], ["from", ""], ["layout", ""], ["changes", "long"], ["host", ""], ["began", "short"], ["took", "num"]];
   const rows = run.launches.map((launch, n) => [launch.began, [
     n + 1,
     { content: launch.reason, mood: launch.failed ? "bad" : "" },
@@ -529,7 +537,7 @@ function showLaunches(run) {
     launch.loaded ? launch.loaded.split("/").pop() : "random weights",
     layoutCell(launch.layout),
     makeList(launch.changes),
-    launch.host,
+    hostCell(launch.host),
     formatDate(launch.began),
     formatSeconds(launch.ended - launch.began),
   ]]);
@@ -545,7 +553,7 @@ function showCheckpoints(run) {
     main.append(section("Checkpoints", el("p", { class: "note" }, "There are no checkpoints.")));
     return;
   }
-  const columns = [["usable", "long"], ["iteration", "num"], ["size", "num"], ["written", ""], ["validation loss", "num"], ["layout", ""], ["launch", "num"], ["descends from", ""], ["resume", ""]];
+  const columns = [["usable", "long"], ["iteration", "num"], ["size", "num"], ["written", "short"], ["validation loss", "num"], ["layout", ""], ["launch", "num"], ["descends from", ""], ["resume", ""]];
   const rows = run.checkpoints.map(row => [
     { content: row.usable ? `✓ ${row.state}` : `✗ ${row.state}`, mood: row.usable ? "good" : "bad" },
     row.iteration,
