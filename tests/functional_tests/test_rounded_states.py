@@ -1,4 +1,4 @@
-"""Adam's moments in bf16 are stored in fp32 and continue at any layout as if not interrupted."""
+"""Optimizer state in bf16, fp16 and fp8 is stored in fp32 and continues as if not interrupted."""
 
 import shlex
 
@@ -20,10 +20,12 @@ from tests.support.training_harness import (
     whole,
 )
 
-FLAGS = (
+PLAIN = (
     f"--mock-data --train-iters 4 {MODELS['gpt2']} --num-layers 2 --bf16 --save-interval 2 "
-    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --use-precision-aware-optimizer "
+    "--use-precision-aware-optimizer "
 )
+FLAGS = f"{PLAIN} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+SCALED = f"{PLAIN} --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16 "
 LAYOUTS = {
     "one": (1, ""),
     "dp2": (2, DISTRIBUTED_OPTIMIZER),
@@ -45,6 +47,39 @@ def test_resume_with_rounded_moments_is_bitwise(pool, first, second, tmp_path):
     assert at_once.keys() == resumed.keys()
     for key, tensor in at_once.items():
         assert torch.equal(tensor, resumed[key]), key
+
+
+@pytest.mark.parametrize("save", ["", "--async-save"])
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_resume_with_scaled_state_is_bitwise(pool, layout, save, tmp_path):
+    """At the layout of the save, a load computes the same scales."""
+    ranks, flags = LAYOUTS[layout]
+    flags = f"{SCALED} {flags}"
+    at_once = whole(pool.run(train, ranks, flags))
+    saved = whole(pool.run(train, ranks, f"{flags} --exit-interval 2 --save {tmp_path} {save}"))
+    loaded = whole(pool.run(train, ranks, f"{flags} --load {tmp_path} --skip-train"))
+    resumed = whole(pool.run(train, ranks, f"{flags} --load {tmp_path}"))
+    for key, tensor in at_once.items():
+        assert torch.equal(tensor, resumed[key]), key
+        assert torch.equal(saved[key], loaded[key]), key
+
+
+def test_scaled_state_loads_at_another_layout(pool, tmp_path):
+    """The scales of other shards round again, by at most half of the distance of two values."""
+    saved = whole(pool.run(train, 1, f"{SCALED} --save {tmp_path}"))
+    loaded = whole(
+        pool.run(train, 2, f"{SCALED} {DISTRIBUTED_OPTIMIZER} --load {tmp_path} --skip-train")
+    )
+    plain = whole(pool.run(train, 1, f"{PLAIN} --load {tmp_path} --skip-train"))
+    precision = {"exp_avg.": 2**-4, "exp_avg_sq.": 2**-11, "param.": 2**-11}
+    for key, tensor in saved.items():
+        assert torch.equal(plain[key], tensor), key
+        for kind, relative in precision.items():
+            if key.startswith(f"optimizer.state.{kind}"):
+                # Values much smaller than the largest one are multiples of a spacing.
+                spacing = 2**-9 / 448 if kind == "exp_avg." else 2**-24 / 32752
+                bound = relative * tensor.abs() + spacing * tensor.abs().max()
+                assert torch.all((loaded[key] - tensor).abs() <= bound), key
 
 
 def collect_copies(rank, world_size, flags):
@@ -71,9 +106,10 @@ def find_tensors(run):
         yield from shard.tensors.values()
 
 
-def test_saves_do_not_copy_the_state(pool):
+@pytest.mark.parametrize("flags", [FLAGS, SCALED], ids=["bf16", "scaled"])
+def test_saves_do_not_copy_the_state(pool, flags):
     """Copies in fp32 would take 8 bytes per parameter of the device until a save is written."""
-    (copies,) = pool.run(collect_copies, 1, FLAGS)
+    (copies,) = pool.run(collect_copies, 1, flags)
     assert copies == []
 
 
@@ -93,8 +129,7 @@ def test_rounded_moments_load_at_another_layout(pool, layout, tmp_path):
 
 
 def test_fp32_moments_are_rounded_on_load(pool, tmp_path):
-    plain = FLAGS.replace("--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "")
-    saved = whole(pool.run(train, 1, f"{plain} --save {tmp_path}"))
+    saved = whole(pool.run(train, 1, f"{PLAIN} --save {tmp_path}"))
     loaded = whole(pool.run(train, 1, f"{FLAGS} --load {tmp_path} --skip-train"))
     for key, tensor in saved.items():
         expected = tensor.bfloat16().float() if "exp_avg" in key else tensor

@@ -197,12 +197,18 @@ def train(
 def boxes_of(
     state: ShardedStateDict,
 ) -> dict[str, tuple[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]:
-    """Return key -> (global shape, [(offset, data)]), copied."""
+    """Return key -> (global shape, [(offset, data)]), copied as a save stores them."""
     return {
-        key: (entry.global_shape, [(box.offset, box.tensor.clone()) for box in entry.boxes])
+        key: (entry.global_shape, [(box.offset, copy_values(entry, box)) for box in entry.boxes])
         for key, entry in state.items()
         if isinstance(entry, ShardedTensor)
     }
+
+
+def copy_values(entry: ShardedTensor, box: Box) -> Tensor:
+    """Return a copy of the values of a box as a checkpoint stores them."""
+    values = box.tensor.to(entry.dtype, copy=True)
+    return values if entry.scale is None else values * entry.scale
 
 
 def assemble(states: list[dict[str, Any]]) -> dict[str, Tensor]:

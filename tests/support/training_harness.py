@@ -15,6 +15,7 @@ from megatron.training.reporting.intervals import Interval
 from megatron.training.run import ForwardStep
 from megatron.training.training import pretrain
 from pretrain_gpt import datasets_provider, forward_step, model_provider
+from tests.support.tiny_ddp_model import copy_values
 
 COMMON = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 "
@@ -120,7 +121,7 @@ def train(
     state = run.optimizer.weights(model) | run.optimizer.sharded_state_dict(model)
     state |= run.optimizer.average_state(model)
     boxes = [
-        (key, entry.global_shape, box.offset, box.tensor.to(entry.dtype, copy=True))
+        (key, entry.global_shape, box.offset, copy_values(entry, box))
         for key, entry in state.items()
         for box in entry.boxes
     ]

@@ -273,6 +273,8 @@ class ShardedTensor:
     local: torch.Tensor | None = None
     # Whether the boxes have another dtype, from which a save casts while it copies them.
     is_cast: bool = False
+    # Factor of the values of a cast: one element, on the device of the boxes.
+    scale: torch.Tensor | None = None
     # Reads (offset, shape) of a `lazy` tensor.
     read: Callable[[Shape, Shape], torch.Tensor] | None = None
     # Values that follow from the other fields, for callers that save the same entry repeatedly.

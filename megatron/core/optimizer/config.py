@@ -9,6 +9,13 @@ import torch
 
 from megatron.core.flags import FlagSection, flag
 
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+
 
 @dataclass
 class OptimizerConfig(FlagSection):
@@ -43,13 +50,16 @@ class OptimizerConfig(FlagSection):
     """Decay of the running mean of the gradient."""
     adam_beta2: float = flag(0.999, at_least=0, below=1)
     """Decay of the running mean of the squared gradient."""
-    exp_avg_dtype: str = flag("fp32", choices=("fp32", "bf16"))
+    exp_avg_dtype: str = flag("fp32", choices=tuple(_DTYPES))
     """Data type in which Adam's running mean of the gradient is kept between steps. A step computes
-    in fp32 and rounds the result. Checkpoints contain fp32.
+    in fp32 and rounds the result. fp16 and fp8 have an fp32 scale for each parameter and shard.
+    Checkpoints contain fp32.
     """
-    exp_avg_sq_dtype: str = flag("fp32", choices=("fp32", "bf16"))
-    """Data type in which Adam's running mean of the squared gradient is kept between steps. A step
-    computes in fp32 and rounds the result. Checkpoints contain fp32.
+    exp_avg_sq_dtype: str = flag("fp32", choices=tuple(_DTYPES))
+    """Data type of Adam's running mean of the squared gradient, as --exp-avg-dtype."""
+    main_params_dtype: str = flag("fp32", choices=("fp32", "fp16"))
+    """Data type in which the main parameters of a bf16 or fp16 model are kept between steps, as
+    --exp-avg-dtype. The model's parameters are the main parameters after rounding.
     """
     adam_eps: float = flag(1e-8, at_least=0)
     """Term added to the denominator of Adam for numerical stability."""
@@ -116,11 +126,7 @@ class OptimizerConfig(FlagSection):
                 "--optimizer-impl apex supports only --optimizer adam: remove it for --optimizer "
                 f"{self.optimizer}"
             )
-        if self.has_rounded_states and (self.optimizer, self.optimizer_impl) != ("adam", "torch"):
-            yield (
-                f"--exp-avg-dtype {self.exp_avg_dtype} and --exp-avg-sq-dtype "
-                f"{self.exp_avg_sq_dtype} require --optimizer adam and --optimizer-impl torch"
-            )
+        yield from self._find_dtype_problems()
         if self.min_loss_scale > self.initial_loss_scale:
             yield (
                 f"--min-loss-scale {self.min_loss_scale} must be at most "
@@ -130,6 +136,19 @@ class OptimizerConfig(FlagSection):
         if self.optimizer == "ademamix":
             yield from self._find_ademamix_problems()
         yield from self._find_weight_decay_problems()
+
+    def _find_dtype_problems(self) -> Iterator[str]:
+        if self.has_rounded_states and (self.optimizer, self.optimizer_impl) != ("adam", "torch"):
+            yield (
+                f"--exp-avg-dtype {self.exp_avg_dtype}, --exp-avg-sq-dtype "
+                f"{self.exp_avg_sq_dtype} and --main-params-dtype {self.main_params_dtype} require "
+                "--optimizer adam and --optimizer-impl torch"
+            )
+        if self.main_params_dtype != "fp32" and self.ema_decay is not None:
+            yield (
+                f"--ema-decay {self.ema_decay} requires --main-params-dtype fp32, got "
+                f"{self.main_params_dtype}: the average follows the main parameters"
+            )
 
     def _find_ademamix_problems(self) -> Iterator[str]:
         beta3 = self.ademamix_beta3
@@ -163,15 +182,20 @@ class OptimizerConfig(FlagSection):
 
     @property
     def has_rounded_states(self) -> bool:
-        """Return whether a state tensor has less precision than fp32."""
-        return (self.exp_avg_dtype, self.exp_avg_sq_dtype) != ("fp32", "fp32")
+        """Return whether a state tensor or the main parameters have less precision than fp32."""
+        names = {self.exp_avg_dtype, self.exp_avg_sq_dtype, self.main_params_dtype}
+        return names != {"fp32"}
 
     def get_state_dtype(self, name: str) -> torch.dtype:
-        """Return the data type in which the state tensor `name` is kept between steps."""
-        names = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
-        if names.get(name) == "bf16":
-            return torch.bfloat16
-        return torch.float32
+        """Return the data type in which the state tensor `name`, or `param` for the main
+        parameters, is kept between steps.
+        """
+        names = {
+            "exp_avg": self.exp_avg_dtype,
+            "exp_avg_sq": self.exp_avg_sq_dtype,
+            "param": self.main_params_dtype,
+        }
+        return _DTYPES[names.get(name, "fp32")]
 
     @property
     def weight_decay_range(self) -> tuple[float, float]:

@@ -10,33 +10,65 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.param_and_grad_buffer import Bucket
+from megatron.core.optimizer.rounding import copy_widened, has_scale, store_with_new_scale
 
 # Keys in checkpoints: `optimizer.state.<name>.<parameter>` and `ema.<parameter>`.
 OPTIMIZER_PREFIX = "optimizer.state."
+PARAM_PREFIX = f"{OPTIMIZER_PREFIX}param."
 AVERAGE_PREFIX = "ema."
 
 
 @dataclass(frozen=True)
 class FlatShard:
-    """This rank's shard of a bucket as 1-D tensors of equal length, in fp32 except for `state`."""
+    """This rank's shard of a bucket as 1-D tensors of equal length."""
 
     bucket: Bucket
     param: torch.Tensor
-    """Main parameters; for an fp32 model the shard of the parameter buffer itself."""
+    """Main parameters, in fp32 or fp16; for an fp32 model the shard of the parameter buffer."""
     state: dict[str, torch.Tensor]
     """Tensors of the update rule by their name in checkpoints, in any dtype."""
+    scales: dict[str, torch.Tensor]
+    """Scales of `param` and `state` in fp16 and fp8, one for each piece of the bucket's shard, by
+    the prefix of the keys.
+    """
     average: torch.Tensor | None = None
-    """Exponential moving average of the main parameters (--ema-decay)."""
+    """Exponential moving average of the main parameters (--ema-decay), in fp32."""
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors that a checkpoint stores, by the prefix of their keys."""
-        tensors = {}
-        for name, data in {"param": self.param, **self.state}.items():
+        tensors = {PARAM_PREFIX: self.param}
+        for name, data in self.state.items():
             tensors[f"{OPTIMIZER_PREFIX}{name}."] = data
         if self.average is not None:
             tensors[AVERAGE_PREFIX] = self.average
         return tensors
+
+    def get_scale(self, prefix: str, piece: int) -> torch.Tensor | None:
+        """Return the scale of a piece's values in the tensor `prefix`, a live scalar, if any."""
+        if prefix not in self.scales:
+            return None
+        return self.scales[prefix][piece]
+
+    def set_main_parameters(self, values: torch.Tensor) -> None:
+        """Set the main parameters to `values`, of any dtype."""
+        if PARAM_PREFIX not in self.scales:
+            self.param.copy_(values)
+            return
+        for number, piece in enumerate(self.bucket.pieces()):
+            part = slice(piece.start, piece.stop)
+            scale = self.get_scale(PARAM_PREFIX, number)
+            store_with_new_scale(self.param[part], values[part], scale)
+
+    def copy_main_parameters(self, target: torch.Tensor) -> None:
+        """Copy the main parameters to `target`, of any dtype."""
+        if PARAM_PREFIX not in self.scales:
+            target.copy_(self.param)
+            return
+        for number, piece in enumerate(self.bucket.pieces()):
+            part = slice(piece.start, piece.stop)
+            scale = self.get_scale(PARAM_PREFIX, number)
+            copy_widened(target[part], self.param[part], scale)
 
     @property
     def is_fp8(self) -> bool:
@@ -52,7 +84,10 @@ class FlatShard:
 
 
 def allocate_shard(
-    bucket: Bucket, state_dtypes: Mapping[str, torch.dtype], has_average: bool = False
+    bucket: Bucket,
+    main_dtype: torch.dtype,
+    state_dtypes: Mapping[str, torch.dtype],
+    has_average: bool = False,
 ) -> FlatShard:
     """Allocate main parameters, zero state of the given dtypes, and with `has_average` a zero
     average.
@@ -62,16 +97,22 @@ def allocate_shard(
     # An fp32 model is its own main copy; otherwise the update needs more precision than the model.
     param = bucket.param_shard
     if param.dtype != torch.float32:
-        param = torch.empty_like(param, dtype=torch.float32)
-    # A view: reduced gradients appear here without a copy.
-    param.grad = bucket.grad_shard
+        param = torch.zeros_like(param, dtype=main_dtype)
+    if param.dtype == torch.float32:  # torch allows only gradients of the same dtype
+        # A view: reduced gradients appear here without a copy.
+        param.grad = bucket.grad_shard
     state = {}
     for name, dtype in state_dtypes.items():
         state[name] = torch.zeros_like(param, dtype=dtype)
     average = None
     if has_average:
         average = torch.zeros_like(param)
-    return FlatShard(bucket, param, state, average)
+    shard = FlatShard(bucket, param, state, {}, average)
+    num_pieces = len(list(bucket.pieces()))
+    for prefix, data in shard.tensors.items():
+        if has_scale(data.dtype):
+            shard.scales[prefix] = torch.ones(num_pieces, device=param.device)
+    return shard
 
 
 class _Fp8Part(NamedTuple):

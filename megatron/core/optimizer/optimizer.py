@@ -1,4 +1,4 @@
-"""Optimizer of mixed-precision, sharded training: a few flat fp32 tensors and one fused step."""
+"""Optimizer of mixed-precision, sharded training: a few flat tensors and one fused step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from megatron.core.optimizer.flat_shard import (
 )
 from megatron.core.optimizer.grad_norm import GradNorm, compute_clip_coefficient
 from megatron.core.optimizer.grad_scaler import GradScaler
+from megatron.core.optimizer.rounding import store_with_new_scale
 from megatron.core.optimizer.update_rules import make_update_rule, select_states
 from megatron.core.parallel_state import ParallelState
 
@@ -61,8 +62,16 @@ class StepResult:
     """Zeros in the gradient, including padding of the vocabulary, if they were counted."""
 
 
+class _RoundedPart(NamedTuple):
+    """Part of a tensor that is not fp32, and the fp32 tensor that a load fills."""
+
+    stored: torch.Tensor
+    scale: torch.Tensor | None
+    values: torch.Tensor
+
+
 class MegatronOptimizer:
-    """An update rule on the fp32 main parameters of this rank's shards, in any precision.
+    """An update rule on the main parameters of this rank's shards, in any precision.
 
     The shard axis is that of `chunks`: data parallelism with the distributed optimizer, otherwise
     an axis of size 1. A step with a nonfinite gradient is skipped, in any precision.
@@ -85,9 +94,9 @@ class MegatronOptimizer:
                 dtypes = {}
                 for name in select_states(config, bucket.plan.group):
                     dtypes[name] = config.get_state_dtype(name)
-                self.shards.append(allocate_shard(bucket, dtypes, self.has_average))
-        # While a checkpoint is loaded: parts of rounded states, and the fp32 tensors to fill.
-        self._rounded_parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+                main_dtype = config.get_state_dtype("param")
+                self.shards.append(allocate_shard(bucket, main_dtype, dtypes, self.has_average))
+        self._rounded_parts: list[_RoundedPart] = []  # while a checkpoint is loaded
         self.device = self.shards[0].param.device
         # fp16 gradients underflow without loss scaling.
         has_fp16 = any(shard.bucket.param_data.dtype == torch.float16 for shard in self.shards)
@@ -169,7 +178,7 @@ class MegatronOptimizer:
         self,
         model_state: ShardedStateDict,
         kind: str,
-        rounded_parts: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        rounded_parts: list[_RoundedPart] | None = None,
     ) -> ShardedStateDict:
         """Return the tensors of all shards whose keys start with `kind`, as boxes.
 
@@ -177,7 +186,7 @@ class MegatronOptimizer:
         appended to it.
         """
         state: ShardedStateDict = {}
-        for shard, piece, entry in self._iterate_pieces(model_state):
+        for shard, number, piece, entry in self._iterate_pieces(model_state):
             for prefix, data in shard.tensors.items():
                 if not prefix.startswith(kind):
                     continue
@@ -185,14 +194,15 @@ class MegatronOptimizer:
                 assert key not in state, f"two parameters of this rank have the key {entry.key}"
                 # A range of the flat parameter is a set of boxes of the global tensor.
                 values = data[piece.start : piece.stop]
+                scale = shard.get_scale(prefix, number)
                 if values.dtype != torch.float32 and rounded_parts is not None:
-                    wide = values.float()
-                    rounded_parts.append((values, wide))
-                    values = wide
+                    rounded_parts.append(_RoundedPart(values, scale, values.float()))
+                    values = rounded_parts[-1].values
+                    scale = None
                 part = entry.flat_range(key, piece.param_start, values)
                 if part.boxes:  # without boxes it is padding of the vocabulary
                     is_cast = values.dtype != torch.float32
-                    state[key] = replace(part, dtype=torch.float32, is_cast=is_cast)
+                    state[key] = replace(part, dtype=torch.float32, is_cast=is_cast, scale=scale)
         return state
 
     def weights(self, model_state: ShardedStateDict, live: bool = False) -> ShardedStateDict:
@@ -209,7 +219,7 @@ class MegatronOptimizer:
         if not fp8_params:
             return model_state
         state = _exclude_parameters(model_state, fp8_params)
-        for shard, piece, entry in self._iterate_pieces(model_state):
+        for shard, _, piece, entry in self._iterate_pieces(model_state):
             if shard.is_fp8:
                 data = shard.param[piece.start : piece.stop]
                 part = entry.flat_range(entry.key, piece.param_start, data)
@@ -220,12 +230,14 @@ class MegatronOptimizer:
 
     def _iterate_pieces(
         self, model_state: ShardedStateDict
-    ) -> Iterator[tuple[FlatShard, Piece, ShardedTensor]]:
-        """Yield each parameter piece of this rank's shards with its sharded tensor."""
+    ) -> Iterator[tuple[FlatShard, int, Piece, ShardedTensor]]:
+        """Yield each numbered piece of a parameter in this rank's shards with its sharded
+        tensor.
+        """
         entries = _index_by_param(model_state)
         for shard in self.shards:
-            for piece in shard.bucket.pieces():
-                yield shard, piece, entries[id(piece.param)]
+            for number, piece in enumerate(shard.bucket.pieces()):
+                yield shard, number, piece, entries[id(piece.param)]
 
     def state_to_load(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """Return the tensors that a load with optimizer state fills.
@@ -308,8 +320,8 @@ class MegatronOptimizer:
         self.grad_scaler.load_state_dict(state.get("grad_scaler", {}))
 
         # States that are not fp32, main parameters, then the weights
-        for part, wide in self._rounded_parts:
-            part.copy_(wide)
+        for part in self._rounded_parts:
+            store_with_new_scale(part.stored, part.values, part.scale)
         self._rounded_parts = []
         self._zero_padding(model_state)
         self._copy_to_model(rescale=True)
@@ -381,7 +393,7 @@ class MegatronOptimizer:
         """Set the main parameters from the model's, except for shared memory and fp8."""
         for shard in self.shards:
             if not (shard.is_model or shard.is_fp8):
-                shard.param.copy_(shard.bucket.param_shard)
+                shard.set_main_parameters(shard.bucket.param_shard)
 
     def _copy_to_model(self, rescale: bool = False) -> None:
         """Set the model's parameters from the main parameters.
@@ -390,7 +402,7 @@ class MegatronOptimizer:
         """
         for shard in self.shards:
             if not (shard.is_model or shard.is_fp8):
-                shard.bucket.param_shard.copy_(shard.param)
+                shard.copy_main_parameters(shard.bucket.param_shard)
         cast_to_fp8([shard for shard in self.shards if shard.is_fp8], rescale)
         for chunk in self.chunks:
             chunk.start_param_sync()
@@ -411,7 +423,7 @@ class MegatronOptimizer:
             flat[_count_elements(entry) :].zero_()
 
         # Main parameters and state, of which this rank may have any part
-        for shard, piece, entry in self._iterate_pieces(model_state):
+        for shard, _, piece, entry in self._iterate_pieces(model_state):
             num_in_boxes = max(0, _count_elements(entry) - piece.param_start)
             padding_start = min(piece.start + num_in_boxes, piece.stop)
             for data in shard.tensors.values():

@@ -19,8 +19,15 @@ from torch.optim.sgd import sgd
 from megatron.core.apex import import_apex, split_for_kernels
 from megatron.core.distributed.param_and_grad_buffer import Bucket, ParamGroup
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.flat_shard import FlatShard
+from megatron.core.optimizer.flat_shard import OPTIMIZER_PREFIX, PARAM_PREFIX, FlatShard
 from megatron.core.optimizer.orthogonalization import Orthogonalizer
+from megatron.core.optimizer.rounding import (
+    compute_scale,
+    cut_into_slices,
+    find_largest,
+    store,
+    widen,
+)
 
 
 class MupPowers(NamedTuple):
@@ -35,6 +42,16 @@ class MupPowers(NamedTuple):
     """Term in the denominator of the update of these matrices."""
     other_lr: int
     """Learning rate of vectors, embeddings and the output layer."""
+
+
+class AdamTensors(NamedTuple):
+    """Arguments of the fused kernel: lists with one flat fp32 tensor for each parameter."""
+
+    params: list[Tensor]
+    gradients: list[Tensor]
+    means: list[Tensor]
+    squares: list[Tensor]
+    steps: list[Tensor]
 
 
 class UpdateRule:
@@ -120,16 +137,15 @@ class UpdateRule:
         return gradient.masked_fill_(self.found_inf.bool(), 0.0)
 
 
+_ADAM_PREFIXES = (PARAM_PREFIX, f"{OPTIMIZER_PREFIX}exp_avg.", f"{OPTIMIZER_PREFIX}exp_avg_sq.")
+
+
 def _get_adam_hyperparameters(config: OptimizerConfig) -> dict[str, Any]:
     return {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
 
 
 class AdamW(UpdateRule):
-    """torch's fused AdamW (Loshchilov and Hutter 2019).
-
-    Moments that are kept in bf16 (--exp-avg-dtype, --exp-avg-sq-dtype) are updated in fp32 and
-    rounded, one flat tensor after the other, because their fp32 copies take memory.
-    """
+    """torch's fused AdamW (Loshchilov and Hutter 2019)."""
 
     STATE_SETS: ClassVar[tuple[tuple[str, ...], ...]] = (("exp_avg", "exp_avg_sq"),)
     # Each element of Adam's update has the size of the learning rate, for gradients of any size.
@@ -142,39 +158,31 @@ class AdamW(UpdateRule):
         hyperparameters = _get_adam_hyperparameters(config)
         if config.optimizer_impl == "apex":
             return ApexAdam(groups, hyperparameters)
+        if config.has_rounded_states:
+            return RoundedAdamW(groups, hyperparameters, shards)
         return AdamW(groups, hyperparameters)
 
     def update_group(self, group: dict[str, Any]) -> None:
-        states = self.state[group["params"][0]]
-        if all(states[name].dtype == torch.float32 for name in ("exp_avg", "exp_avg_sq")):
-            means = self.collect_states(group, "exp_avg")
-            squares = self.collect_states(group, "exp_avg_sq")
-            self._run_kernel(group, means, squares)
-            return
-        # States in less precision are widened for the update, one parameter at a time.
-        for param in group["params"]:
-            part = group | {"params": [param]}
-            mean = self.state[param]["exp_avg"]
-            square = self.state[param]["exp_avg_sq"]
-            wide_mean = mean.float()  # itself if it is fp32
-            wide_square = square.float()
-            self._run_kernel(part, [wide_mean], [wide_square])
-            mean.copy_(wide_mean)
-            square.copy_(wide_square)
+        tensors = AdamTensors(
+            group["params"],
+            self.collect_gradients(group),
+            self.collect_states(group, "exp_avg"),
+            self.collect_states(group, "exp_avg_sq"),
+            self.collect_states(group, "step"),
+        )
+        self._run_kernel(group, tensors)
 
-    def _run_kernel(
-        self, group: dict[str, Any], means: list[Tensor], squares: list[Tensor]
-    ) -> None:
-        """Update the parameters of a group and their moments, all in fp32."""
+    def _run_kernel(self, group: Mapping[str, Any], tensors: AdamTensors) -> None:
+        """Update tensors with the hyperparameters of a group; gradients are divided in place."""
         beta1, beta2 = group["betas"]
         # The fused kernel reads grad_scale and found_inf on the device, without synchronization.
         adamw(
-            group["params"],
-            self.collect_gradients(group),
-            means,
-            squares,
+            tensors.params,
+            tensors.gradients,
+            tensors.means,
+            tensors.squares,
             [],  # maxima of amsgrad
-            self.collect_states(group, "step"),
+            tensors.steps,
             fused=True,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
@@ -186,6 +194,84 @@ class AdamW(UpdateRule):
             eps=group["eps"],
             maximize=False,
         )
+
+
+class RoundedAdamW(AdamW):
+    """AdamW whose moments or main parameters are kept with less precision than fp32.
+
+    A step computes in fp32 and rounds the results, a slice of bounded size at a time. A scale
+    follows from all new values of a piece, so that a piece of several slices is computed twice: for
+    the scales, and for the results.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        hyperparameters: Mapping[str, Any],
+        shards: Sequence[FlatShard],
+    ) -> None:
+        super().__init__(groups, hyperparameters)
+        self._shards = {shard.param: shard for shard in shards}
+
+    def update_group(self, group: dict[str, Any]) -> None:
+        for param in group["params"]:
+            shard = self._shards[param]
+            if shard.scales:
+                for number, piece in enumerate(shard.bucket.pieces()):
+                    self._update_range(group, shard, number, piece.start, piece.stop)
+            else:
+                self._update_range(group, shard, 0, 0, len(param))
+            # A skipped step does not count.
+            self.state[param]["step"].add_(1.0 - self.found_inf)
+
+    def _update_range(
+        self, group: Mapping[str, Any], shard: FlatShard, piece: int, start: int, stop: int
+    ) -> None:
+        """Update elements `[start, stop)` of a shard, which belong to one piece if it has
+        scales.
+        """
+        slices = cut_into_slices(start, stop)
+        scales: dict[str, Tensor] = {}
+        if shard.scales and len(slices) > 1:
+            largest: dict[str, Tensor] = {}
+            for part in slices:
+                values = self._compute_slice(group, shard, piece, part, copy=True)
+                for prefix in shard.scales:
+                    found = find_largest(values[prefix])
+                    largest[prefix] = torch.maximum(largest.get(prefix, found), found)
+            for prefix, maximum in largest.items():
+                scales[prefix] = compute_scale(maximum, shard.tensors[prefix].dtype)
+        for part in slices:
+            values = self._compute_slice(group, shard, piece, part, copy=False)
+            for prefix in _ADAM_PREFIXES:
+                stored = shard.tensors[prefix]
+                if stored.dtype == torch.float32:
+                    continue  # updated in place
+                if prefix in shard.scales and prefix not in scales:  # the only slice
+                    scales[prefix] = compute_scale(find_largest(values[prefix]), stored.dtype)
+                store(stored[part], values[prefix], scales.get(prefix))
+        # Other slices of the piece needed the old scales until now.
+        for prefix, scale in scales.items():
+            shard.scales[prefix][piece].copy_(scale)
+
+    def _compute_slice(
+        self, group: Mapping[str, Any], shard: FlatShard, piece: int, part: slice, copy: bool
+    ) -> dict[str, Tensor]:
+        """Return the new fp32 values of a slice by the prefix of their keys.
+
+        Tensors in fp32 and gradients change in place, unless `copy`.
+        """
+        new = []
+        for prefix in _ADAM_PREFIXES:
+            stored = shard.tensors[prefix][part]
+            new.append(widen(stored, shard.get_scale(prefix, piece), copy))
+        param, mean, square = new
+        gradient = shard.bucket.grad_shard[part]
+        if copy:
+            gradient = gradient.clone()
+        step = self.state[shard.param]["step"].clone()
+        self._run_kernel(group, AdamTensors([param], [gradient], [mean], [square], [step]))
+        return dict(zip(_ADAM_PREFIXES, new, strict=True))
 
 
 class ApexAdam(UpdateRule):

@@ -367,6 +367,23 @@ def _check_hf_dtype(config: Config) -> Iterator[str]:
         )
 
 
+def _check_main_parameters(config: Config, world_size: int) -> Iterator[str]:
+    """Check that there are main parameters apart from the model's if their dtype is given."""
+    dtype = config.optimizer.main_params_dtype
+    if dtype == "fp32":
+        return
+    if config.model.params_dtype == torch.float32:
+        yield (
+            f"--main-params-dtype {dtype} requires --bf16 or --fp16: an fp32 model has no separate "
+            "main parameters"
+        )
+    if config.model.fp8_param_gather:
+        yield (
+            f"--main-params-dtype {dtype} and --fp8-param-gather are mutually exclusive: weights "
+            "in fp8 are cast from fp32 main parameters"
+        )
+
+
 def _check_average(config: Config, world_size: int) -> Iterator[str]:
     """Check the uses of the average of the weights."""
     decay = config.optimizer.ema_decay
@@ -453,6 +470,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_layers, "model parallel pipeline_layout"),
     (_check_checkpoint, "training checkpoint"),
     (_check_hf_exports, "checkpoint"),
+    (_check_main_parameters, "model optimizer"),
     (_check_average, "training model optimizer checkpoint"),
     (_check_legacy_optimizer, "checkpoint optimizer"),
     (_check_local_tier, "checkpoint"),

@@ -385,10 +385,12 @@ def count_distinct_microbatches(num_microbatches: int, group_size: int) -> int:
 
 
 def _count_optimizer_bytes(config: Config, group: ParamGroup, has_main_parameters: bool) -> int:
-    """Return the bytes per parameter of `group`: the state of the update rule, and a separate fp32
-    main parameter with `has_main_parameters`.
+    """Return the bytes per parameter of `group`: the state of the update rule, and a separate main
+    parameter with `has_main_parameters`.
     """
-    total = FP32 * has_main_parameters
+    total = 0
+    if has_main_parameters:
+        total += config.optimizer.get_state_dtype("param").itemsize
     for name in select_states(config.optimizer, group):
         total += config.optimizer.get_state_dtype(name).itemsize
     return total

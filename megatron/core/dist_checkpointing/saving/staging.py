@@ -52,10 +52,16 @@ launch from the training thread waits that long. The first write begins after 12
 
 
 class LiveSource:
-    """A contiguous live tensor whose elements are copied as `dtype` in the background."""
+    """A contiguous live tensor whose elements are copied as `dtype` in the background.
 
-    def __init__(self, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    With `scale`, a tensor of one element, they are multiplied.
+    """
+
+    def __init__(
+        self, key: str, tensor: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None
+    ) -> None:
         self.key = key
+        self.scale = scale
         self._tensor = tensor  # kept alive until the copy is done
         self._version = _version_of(tensor)
         # Bytes are copied as they are, elements of another dtype are cast.
@@ -86,6 +92,8 @@ class HostSource(LiveSource):
         if self._dtype != torch.uint8:
             target, content = self.select(slot, part)
             target.copy_(content)
+            if self.scale is not None:
+                target.mul_(self.scale)
             return
         # memmove on addresses releases the interpreter's lock and starts no threads of torch's own.
         address = self._tensor.data_ptr() + part.start
@@ -105,6 +113,8 @@ class DeviceCopies:
 
     def add(self, source: DeviceSource, slot: Slot, part: SourceRange) -> None:
         target, content = source.select(slot, part)
+        if source.scale is not None:
+            content = content.to(target.dtype).mul_(source.scale)  # on the current stream, too
         self._targets.append(target)
         self._sources.append(content)
 
@@ -152,16 +162,18 @@ def bind_sources(plan: FilePlan, state: ShardedStateDict) -> list[ByteSource]:
             if entry.read is not None:
                 data: ByteSource = LazySource(entry.read, item)
             else:
-                data = _bind_item(item, _select_item(entry, item))
+                data = _bind_item(item, _select_item(entry, item), entry.scale)
             sources += [prefix, data, suffix]
     return sources
 
 
-def _bind_item(item: Item, tensor: torch.Tensor) -> HostSource | DeviceSource:
+def _bind_item(
+    item: Item, tensor: torch.Tensor, scale: torch.Tensor | None
+) -> HostSource | DeviceSource:
     """Return the elements of an item, which is the contiguous `tensor`."""
     if tensor.device.type == "cpu":
-        return HostSource(item.key, tensor, item.dtype)
-    return DeviceSource(item.key, tensor, item.dtype)
+        return HostSource(item.key, tensor, item.dtype, scale)
+    return DeviceSource(item.key, tensor, item.dtype, scale)
 
 
 def _select_item(entry: ShardedTensor, item: Item) -> torch.Tensor:

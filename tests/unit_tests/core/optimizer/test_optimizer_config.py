@@ -18,6 +18,11 @@ from megatron.core.optimizer import OptimizerConfig, SchedulerConfig
         ({"initial_loss_scale": 0.5}, "--initial-loss-scale 0.5"),
         ({"hysteresis": 0}, "--hysteresis must be positive, got 0"),
         ({"start_weight_decay": 0.1}, "--weight-decay-incr-style"),
+        ({"exp_avg_dtype": "fp8", "optimizer": "lion"}, "--exp-avg-dtype fp8.*--optimizer adam"),
+        (
+            {"main_params_dtype": "fp16", "ema_decay": 0.9},
+            "--ema-decay 0.9 requires --main-params-dtype fp32, got fp16",
+        ),
         ({"weight_decay_incr_style": "linear"}, "--start-weight-decay"),
         (
             {

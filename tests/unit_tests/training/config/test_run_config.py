@@ -315,6 +315,7 @@ def test_sequence_parallel_without_tensor_parallel_is_dropped_with_a_note():
         ("--use-checkpoint-args", 1, ["stored_args=read_checkpoint_args(argv, world_size)"]),
         ("--overlap-param-gather", 1, ["--use-distributed-optimizer"]),
         ("--fp16 --bf16", 1, ["--fp16", "--bf16"]),
+        ("--main-params-dtype fp16", 1, ["--main-params-dtype fp16 requires --bf16 or --fp16"]),
         *(
             (f"{flag} {value}", 1, [f"{flag} must be", value])
             for flag, value in {
