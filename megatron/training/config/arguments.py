@@ -225,8 +225,13 @@ class FlagParser:
         spelling_of_field = {spelling.dest: spelling for spelling in self.spellings.values()}
         aliases = {}
         for name, other in OTHER_NAMES.items():
-            fields = set(other.values)
+            fields = {*other.values, *other.copies, *other.copies.values()}
             spelling = Spelling(name, "0", const=True)
+            if other.by_value is not None:
+                for values in other.by_value.values():
+                    fields.update(values)
+                metadata = {"parse": None, "choices": tuple(other.by_value)}
+                spelling = Spelling(name, "1", str, metadata)
             if other.takes is not None:
                 # The alias of a flag with a value parses it like that flag.
                 fields.add(other.takes)
@@ -294,14 +299,22 @@ class FlagParser:
             other = self.other_names.get(name)
             if other is None:
                 continue
-            line.given.pop(name, None)
+            values = other.values
+            word = line.given.pop(name, None)
+            if other.by_value is not None:
+                if word is None:
+                    continue  # its value is a problem that is already listed
+                values = other.by_value[word]
             if other.note:
                 line.notes.append(f"{name}: {other.note}")
             # The right operand of `|` takes precedence.
             if other.wins:
-                line.given = line.given | other.values
+                line.given = line.given | values
             else:
-                line.given = other.values | line.given
+                line.given = values | line.given
+            for target, source in other.copies.items():
+                if source in line.given:
+                    line.given.setdefault(target, line.given[source])
 
     def _explain_unknown(self, name: str) -> str:
         known = dict.fromkeys([*self.spellings, *MEGATRON_OPTIONS])

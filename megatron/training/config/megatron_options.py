@@ -40,6 +40,10 @@ class OtherName:
     takes: str | None = None  # the field that gets the value of the alias
     wins: bool = True
     note: str = ""  # the difference, if it is more than a name
+    # The only values that are supported, and the values of fields for each of them.
+    by_value: dict[str, dict[str, Any]] | None = None
+    # Fields that get the value of another field, unless they are given.
+    copies: dict[str, str] = field(default_factory=dict)
 
 
 _RECOMPUTE_ALL = {
@@ -53,6 +57,18 @@ _FSDP = OtherName(
     note="replaced by --use-distributed-optimizer, with the same results but more memory: "
     "every rank keeps all parameters and gradients of its stage (plan_run.py reports how much)",
 )
+
+_PATCHED_TOKENIZERS = (
+    "LLamaTokenizer",
+    "LLama2Tokenizer",
+    "LLama3Tokenizer",
+    "MistralTokenizer",
+    "MixtralTokenizer",
+    "Qwen2Tokenizer",
+    "Qwen3Tokenizer",
+    "DeepSeekV2Tokenizer",
+)
+"""Values of Pai-Megatron-Patch that load the directory --load with transformers' AutoTokenizer."""
 
 OTHER_NAMES: dict[str, OtherName] = {
     "--use-torch-fsdp2": _FSDP,
@@ -80,6 +96,22 @@ OTHER_NAMES: dict[str, OtherName] = {
     "--ep": OtherName({}, takes="expert_model_parallel_size"),
     "--mbs": OtherName({}, takes="micro_batch_size"),
     "--gbs": OtherName({}, takes="global_batch_size"),
+    # Options of forks: BigCode's, and Pai-Megatron-Patch's.
+    "--attention-head-type": OtherName(
+        {},
+        by_value={
+            "multihead": {"group_query_attention": False},
+            "multiquery": {"group_query_attention": True, "num_query_groups": 1},
+        },
+    ),
+    "--patch-tokenizer-type": OtherName(
+        {},
+        wins=False,
+        by_value=dict.fromkeys(_PATCHED_TOKENIZERS, {"tokenizer_type": "HuggingFaceTokenizer"}),
+        copies={"tokenizer_model": "load"},
+        note="replaced by --tokenizer-type HuggingFaceTokenizer with the directory --load as "
+        "--tokenizer-model, unless these are given",
+    ),
     "--no-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
     "--disable-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
 }

@@ -94,6 +94,35 @@ def test_equivalent_replacements_are_noted():
     assert "only fp32 or auto" in line.problems[0]
 
 
+def test_attention_head_type_of_bigcode():
+    """Multi-query attention is grouped-query attention with one group."""
+    line = make_flag_parser().parse(["--attention-head-type", "multiquery"])
+    assert line.problems == []
+    assert line.given == {"group_query_attention": True, "num_query_groups": 1}
+    line = make_flag_parser().parse(["--attention-head-type=multihead"])
+    assert line.given == {"group_query_attention": False}
+    line = make_flag_parser().parse(["--attention-head-type", "multi"])
+    assert line.problems == ["--attention-head-type: 'multi' is not one of multihead, multiquery"]
+
+
+def test_tokenizers_of_pai_megatron_patch():
+    """They load the directory --load with AutoTokenizer."""
+    words = ["--patch-tokenizer-type", "Qwen2Tokenizer", "--load", "base"]
+    words += ["--extra-vocab-size", "293"]
+    line = make_flag_parser().parse(words)
+    assert line.problems == [] and line.given == {
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": "base",
+        "load": "base",
+    }
+    assert "--tokenizer-type HuggingFaceTokenizer" in line.notes[0]
+    # Explicit flags take precedence, and other kinds of tokenizers are refused.
+    line = make_flag_parser().parse([*words, "--tokenizer-model", "other"])
+    assert line.given["tokenizer_model"] == "other"
+    line = make_flag_parser().parse(["--patch-tokenizer-type", "JiebaBPETokenizer"])
+    assert line.problems[0].startswith("--patch-tokenizer-type: 'JiebaBPETokenizer' is not one of")
+
+
 def test_memory_that_is_not_saved_is_noted():
     words = "--optimizer-cpu-offload --fine-grained-activation-offloading --offload-modules moe_act"
     line = make_flag_parser().parse(words.split())
