@@ -8,6 +8,9 @@ PY := $(VENV)/bin/python
 PYTEST_ARGS ?=
 SETUP_FLAGS ?=
 FAKE_CUDA_TORCH ?= 2.11.0
+# What an image can break: imports, the compiled extension, processes that meet, files on disk. PYTEST_ARGS selects others.
+IMAGE_TESTS = tests/unit_tests/core/test_layering.py tests/unit_tests/core/datasets \
+	tests/functional_tests/test_training_loop.py tests/functional_tests/test_resume_layouts.py
 
 .PHONY: help setup demo test check docker-lint image-steps docs bench interop fake-cuda clean
 
@@ -15,7 +18,7 @@ help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
 	@echo "make check  lint and type check"
 	@echo "make docker-lint  lint the Dockerfile with hadolint"
-	@echo "make image-steps  the steps of the Dockerfile's CPU stage, without Docker"
+	@echo "make image-steps  the steps of the Dockerfile's CPU stage, without Docker (PYTEST_ARGS=... selects the tests)"
 	@echo "make bench  all benchmarks, their output into benchmarks/results.md (BENCH=\"--only startup\": some of them)"
 	@echo "make docs  the pages of docs/ as a site, links checked"
 	@echo "make interop  tests against megatron-core and DeepSpeed in virtual environments of their own"
@@ -48,7 +51,7 @@ docker-lint: setup
 	$(VENV)/bin/hadolint Dockerfile
 
 image-steps:
-	PYTHON=$(PYTHON) .ci/image_steps tests/unit_tests/core/test_layering.py tests/unit_tests/core/test_module.py tests/unit_tests/core/datasets
+	PYTHON=$(PYTHON) .ci/image_steps $(or $(PYTEST_ARGS),$(IMAGE_TESTS))
 
 docs: setup
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e ".[docs]"
