@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
+import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.mapping import (
     to_absolute,
 )
 from megatron.core.dist_checkpointing.planning.save_plan import FileChunk, FilePlan
+from megatron.core.dist_checkpointing.saving.placed_file import DIRECT_SIZE, PlacedFile
 from megatron.core.durable_files import (
     check_free_space,
     create_file,
@@ -230,7 +231,7 @@ class StagedExport(PendingExport):
         super().__init__(target, iteration)
         self._plan = plan
         self._pending = pending_directory(self.directory, save_id)
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, PlacedFile] = {}
         self._written = 0
         self._has_no_files = False  # rank 0 could not create them
 
@@ -275,18 +276,12 @@ class StagedExport(PendingExport):
         return super().warnings
 
     def close(self) -> int:
-        descriptors = list(self._descriptors.items())
-        self._descriptors = {}
-        for name, descriptor in descriptors:
+        files = list(self._files.values())
+        self._files = {}
+        for file in files:
             try:
-                with naming(self._pending / name):
-                    os.fsync(descriptor)
-            except OSError as error:
-                self._fail(error)
-            # A network file system may report a failed write here, too.
-            try:
-                with naming(self._pending / name):
-                    os.close(descriptor)
+                # A network file system may report a failed write only here.
+                file.close(durable=True)
             except OSError as error:
                 self._fail(error)
         if self.failure is not None:
@@ -306,57 +301,60 @@ class StagedExport(PendingExport):
 
     def _write_box(self, key: str, offset: Shape, values: torch.Tensor) -> None:
         """Write a box of the tensor `key` to all places that overlap it."""
-        # Cast once per box, before it is written to one or more places.
-        values = values.to(self._plan.tensors[key].dtype)
-        places = self._plan.tensors[key].places
+        dtype, places = self._plan.tensors[key]
         for number, common in self._plan.tables[key].overlaps(offset, tuple(values.shape)):
             place = places[number]
             position = place.position
             for start, stride in zip(common.in_first, place.strides, strict=True):
                 position += start * stride
             part = narrow(values, common.in_second, common.shape)
-            self._write_strided(place.file, position, place.strides, part)
+            self._write_strided(self._open(place.file), position, place.strides, part, dtype)
             with self._lock:
-                self._written += part.nbytes
+                self._written += part.numel() * dtype.itemsize
 
     def _write_strided(
-        self, file: str, position: int, strides: Sequence[int], values: torch.Tensor
+        self,
+        file: PlacedFile,
+        position: int,
+        strides: Sequence[int],
+        values: torch.Tensor,
+        dtype: torch.dtype,
     ) -> None:
-        """Write `values` so that neighbors along axis a are `strides[a]` bytes apart."""
+        """Write `values` as `dtype` so that neighbors along axis a are `strides[a]` bytes apart."""
         # The axes in the order of the file, the outermost first; those of one index do not matter.
         axes = [axis for axis in range(values.dim()) if values.shape[axis] > 1]
         axes.sort(key=lambda axis: -strides[axis])
         others = [axis for axis in range(values.dim()) if values.shape[axis] == 1]
-        ordered = values.permute(*others, *axes).contiguous()
-        data = view_bytes(ordered.view(-1))
+        elements = values.permute(*others, *axes).contiguous().view(-1)
 
         # Inner axes that are contiguous in the file make up a run, which is written at once.
-        length = values.itemsize
+        length = dtype.itemsize
         while axes and strides[axes[-1]] == length:
             length *= values.shape[axes.pop()]
-        descriptor = self._open(file)
-        start = 0
-        for index in itertools.product(*(range(values.shape[axis]) for axis in axes)):
-            at = position + sum(i * strides[axis] for i, axis in zip(index, axes, strict=True))
-            self._write_run(descriptor, file, data[start : start + length], at)
-            start += length
+        counts = [values.shape[axis] for axis in axes]
+        positions = _list_positions(position, counts, [strides[axis] for axis in axes])
+        if length >= DIRECT_SIZE:
+            count = length // dtype.itemsize
+            for number, start in enumerate(positions):
+                file.write_elements(start, elements[number * count :][:count], dtype)
+        else:
+            data = view_bytes(elements.to(dtype))
+            for number, start in enumerate(positions):
+                file.write(start, data[number * length :][:length])
 
-    def _write_run(self, descriptor: int, file: str, data: memoryview, position: int) -> None:
-        with naming(self._pending / file):
-            while data:
-                # A write may be short, e.g., after a signal.
-                count = os.pwrite(descriptor, data, position)
-                data = data[count:]
-                position += count
-
-    def _open(self, name: str) -> int:
-        """Return the descriptor of a file that rank 0 has created."""
+    def _open(self, name: str) -> PlacedFile:
+        """Return a file that rank 0 has created."""
         with self._lock:
-            if name not in self._descriptors:
-                flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            if name not in self._files:
                 try:
-                    self._descriptors[name] = os.open(self._pending / name, flags)
+                    self._files[name] = PlacedFile(self._pending / name)
                 except FileNotFoundError:
                     self._has_no_files = not self._pending.exists()
                     raise
-            return self._descriptors[name]
+            return self._files[name]
+
+
+def _list_positions(first: int, counts: Sequence[int], strides: Sequence[int]) -> Iterator[int]:
+    """Yield the positions of runs that are `strides` bytes apart along axes of `counts` runs."""
+    for index in itertools.product(*map(range, counts)):
+        yield first + sum(map(operator.mul, index, strides))

@@ -1,6 +1,9 @@
 """Exports next to checkpoints: staged bytes in strided places of other files, and failures."""
 
+import errno
+import fcntl
 import math
+import os
 import random
 import subprocess
 import sys
@@ -105,6 +108,60 @@ def test_bytes_are_in_their_places(tmp_path, staging_mem_limit):
     assert (report.exported / "a").read_bytes() == expected
     assert (report.exported / "b").read_bytes() == to_bytes(vector)
     assert [path.name for path in (tmp_path / "exports").iterdir()] == ["iter_0000001"]
+
+
+@pytest.mark.parametrize("position", [0, 4096, 20, 4094, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
+    """Direct writes of whole pages, with ends that share their pages with other tensors."""
+    torch.manual_seed(2)
+    sizes = (1, 70_001, 900_000, 3, 1_500_000)  # elements, with direct writes for all but two
+    tensors = {}
+    places = {}
+    for number, size in enumerate(sizes):
+        key = f"tensor {number}"
+        tensors[key] = torch.randn(size)
+        start = position + sum(sizes[:number]) * dtype.itemsize
+        place = TensorPlace((0,), (size,), "a", start, (dtype.itemsize,))
+        places[key] = ExportedTensor(dtype, (place,))
+    header = bytes(range(1, 251)) * 17
+    files = {"a": ExportFile(header[:position], position + sum(sizes) * dtype.itemsize)}
+    target = ExportTarget(tmp_path / "exports", ExportPlan(places, files, lambda directory: None))
+    state = {key: ShardedTensor.replicated(key, tensor) for key, tensor in tensors.items()}
+    with AsyncSaver() as saver:
+        saver.save(
+            state,
+            tmp_path / "iter_0000001",
+            common={},
+            export=lambda save_id: target.start(1, lambda: None, save_id),
+        )
+        (report,) = saver.finish()
+    assert report.error is None
+    assert report.warning is None
+    stored = (report.exported / "a").read_bytes()
+    assert stored[:position] == header[:position]
+    assert stored[position:] == to_bytes(torch.cat(list(tensors.values())).to(dtype))
+
+
+@pytest.mark.parametrize("refused", ["open", "write"])
+def test_file_systems_without_direct_writes(tmp_path, monkeypatch, refused):
+    """Some refuse the flag, others the writes."""
+    real_open = os.open
+    real_write = os.pwrite
+
+    def open_file(path, flags, *args, **options):
+        if refused == "open" and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_open(path, flags, *args, **options)
+
+    def write(descriptor, data, offset):
+        if refused == "write" and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "pwrite", write)
+    test_large_runs_begin_at_any_position(tmp_path, 20, torch.bfloat16)
 
 
 def test_incomplete_export_is_not_committed(tmp_path):
