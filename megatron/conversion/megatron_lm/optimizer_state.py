@@ -45,6 +45,17 @@ _DEFAULT_BUCKET = 40_000_000
 _DEFAULT_BUCKET_PER_RANK = 1_000_000
 _SAMPLE = 256  # compared at each end of a piece
 
+# SOAP rotates gradients by Q_L and Q_R before it accumulates them. The first moment could be
+# rotated back (Q_L m Q_R^T); the second one is a mean of squares, which has no value in another
+# basis. Megatron-LM writes SOAP's state in legacy files only: its sharding of optimizer state
+# asserts that each tensor has the shape of the parameter, which L, R, Q_L and Q_R do not have.
+_REASONS = {
+    "soap": (
+        ". SOAP's second moments belong to the eigenbases of the Kronecker factors of each rank's "
+        "matrices and cannot be converted to those of another optimizer"
+    )
+}
+
 
 class Placed(NamedTuple):
     """Place of a parameter in a flat buffer."""
@@ -205,6 +216,7 @@ def refuse_unknown_optimizer(
         raise CheckpointError(
             f"{where}: the optimizer is {optimizer}, whose state{listed} is not supported: leave "
             "it out (--no-optim of convert.py, --no-load-optim of a run)"
+            f"{_REASONS.get(optimizer, '')}"
         )
 
 

@@ -96,8 +96,11 @@ def test_unsupported_optimizers_are_refused_by_name(
     write(random_source(LLAMA_ARGS | args), form, tmp_path / "run")
     with pytest.raises(
         CheckpointError, match=f"the optimizer is {optimizer}, .* is not supported: leave it out"
-    ):
+    ) as refusal:
         open_checkpoint(tmp_path / "run")
+    assert ("second moments belong to the eigenbases" in str(refusal.value)) == (
+        optimizer == "soap"
+    )
     assert not any(
         key.startswith("optimizer.")
         for key in open_checkpoint(

@@ -91,7 +91,7 @@ def test_other_layers_are_rejected(tmp_path):
 @pytest.mark.parametrize("prefix", ["", "chained_0."])
 @pytest.mark.parametrize(
     ("optimizer", "state"),
-    [("adaptive_muon", "moment2_buffer"), ("muon", "moment2_buffer"), ("soap", "GG")],
+    [("adaptive_muon", "moment2_buffer"), ("muon", "moment2_buffer"), ("soap", "Q_L")],
 )
 def test_other_optimizers_are_rejected_by_name(tmp_path, prefix, optimizer, state):
     """Several optimizers of one run number their keys: the optimizer must not be lost silently."""
