@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.direct_writes import write_at
 from megatron.conversion.model_space.pieces import ReadRegion
 from megatron.conversion.model_space.source import Shape, TensorInfo
 from megatron.core.dist_checkpointing import FileTensor
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.torch_zip import view_bytes
 from megatron.core.dist_checkpointing.mapping import narrow
+from megatron.core.dist_checkpointing.saving.placed_file import write_at
 from megatron.core.object_storage import ObjectPath, OrderedUpload
 
 _DTYPES = {

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron.conversion.model_space.direct_writes import write_at
 from megatron.core.dist_checkpointing import CheckpointError, Shape, safe_open
 from megatron.core.dist_checkpointing.format.torch_zip import (
     TensorSlot,
@@ -30,6 +29,7 @@ from megatron.core.dist_checkpointing.mapping import (
     cut_rows,
     narrow,
 )
+from megatron.core.dist_checkpointing.saving.placed_file import write_at
 from megatron.core.durable_files import naming
 
 if TYPE_CHECKING:

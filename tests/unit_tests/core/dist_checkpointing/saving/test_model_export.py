@@ -1,9 +1,6 @@
 """Exports next to checkpoints: staged bytes in strided places of other files, and failures."""
 
-import errno
-import fcntl
 import math
-import os
 import random
 import subprocess
 import sys
@@ -110,8 +107,16 @@ def test_bytes_are_in_their_places(tmp_path, staging_mem_limit):
     assert [path.name for path in (tmp_path / "exports").iterdir()] == ["iter_0000001"]
 
 
-@pytest.mark.parametrize("position", [0, 4096, 20, 4094, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("position", "dtype"),
+    [
+        (0, torch.bfloat16),
+        (4096, torch.float32),
+        (20, torch.bfloat16),
+        (4094, torch.bfloat16),
+        (7, torch.float64),
+    ],
+)
 def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
     """Direct writes of whole pages, with ends that share their pages with other tensors."""
     torch.manual_seed(2)
@@ -141,27 +146,6 @@ def test_large_runs_begin_at_any_position(tmp_path, position, dtype):
     stored = (report.exported / "a").read_bytes()
     assert stored[:position] == header[:position]
     assert stored[position:] == to_bytes(torch.cat(list(tensors.values())).to(dtype))
-
-
-@pytest.mark.parametrize("refused", ["open", "write"])
-def test_file_systems_without_direct_writes(tmp_path, monkeypatch, refused):
-    """Some refuse the flag, others the writes."""
-    real_open = os.open
-    real_write = os.pwrite
-
-    def open_file(path, flags, *args, **options):
-        if refused == "open" and flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real_open(path, flags, *args, **options)
-
-    def write(descriptor, data, offset):
-        if refused == "write" and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real_write(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "open", open_file)
-    monkeypatch.setattr(os, "pwrite", write)
-    test_large_runs_begin_at_any_position(tmp_path, 20, torch.bfloat16)
 
 
 def test_incomplete_export_is_not_committed(tmp_path):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megatron.conversion.model_space.direct_writes import write_at
+from megatron.core.dist_checkpointing.saving.placed_file import write_at
 
 MB = 1 << 20
 FIRST = 4096 + 123  # byte at which the content begins
