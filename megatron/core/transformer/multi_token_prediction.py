@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_parallel,
 )
 from megatron.core.transformer.backends import select_layer_spec
+from megatron.core.transformer.layer_spec import Precision
 from megatron.core.transformer.placement import ContextParallel, Placement
 from megatron.core.transformer.transformer_block import TransformerLayer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -130,8 +131,12 @@ class MultiTokenPrediction(MegatronModule):
     ) -> None:
         """Initialize all depths; `stage` contains the ranks that share fp8 scales."""
         super().__init__()
-        # Every depth computes in fp8, also with --first-last-layers-bf16, as in Megatron-LM.
-        self.precision = select_layer_spec(config).precision(config, stage)
+        # As in Megatron-LM, every depth computes in fp8, also with --first-last-layers-bf16, but in
+        # bf16 where the other layers compute in fp4.
+        make_precision = Precision
+        if config.fp8 is not None:
+            make_precision = select_layer_spec(config).precision
+        self.precision = make_precision(config, stage)
         layers = []
         for depth in range(config.num_mtp_layers):
             layers.append(MultiTokenPredictionLayer(config, place, depth=depth))

@@ -2,7 +2,8 @@
 
 fp8 supports delayed scaling: tensors are rounded to e4m3 with scales from the maxima of earlier
 calls. All ranks of the group agree on the scales of every module, used or not, when the outermost
-autocast ends. Weights are rounded in the first micro-batch.
+autocast ends. nvfp4 rounds to e2m1 with a scale in e4m3 for each 16 elements of a row, and has no
+state. Weights are rounded in the first micro-batch.
 """
 
 import contextlib
@@ -159,7 +160,7 @@ class _Module(nn.Module):
             self.init_fp8_meta_tensors(_Fp8.recipe)
 
     def init_fp8_meta_tensors(self, recipe):
-        if "scaling_fwd" in self.fp8_meta:
+        if "scaling_fwd" in self.fp8_meta or not recipe.delayed():
             return
         for name, each in (("scaling_fwd", 3), ("scaling_bwd", 2)):
             count = each * self.fp8_meta["num_gemms"]
@@ -167,6 +168,8 @@ class _Module(nn.Module):
             self.fp8_meta[name] = SimpleNamespace(scale=torch.ones(count), amax_history=history)
 
     def rounded(self, x, slot):
+        if not self.fp8_meta["recipe"].delayed():
+            return x + (_round_to_nvfp4(x) - x).detach()
         meta = self.fp8_meta["scaling_fwd"]
         meta.amax_history[0, slot] = torch.maximum(
             meta.amax_history[0, slot], x.detach().abs().amax().float()
@@ -177,6 +180,8 @@ class _Module(nn.Module):
         return x + (y.to(x.dtype) - x).detach()
 
     def update_scales(self, group):
+        if not self.fp8_meta["recipe"].delayed():
+            return
         meta = self.fp8_meta["scaling_fwd"]
         if dist.is_initialized():
             dist.all_reduce(meta.amax_history[0], dist.ReduceOp.MAX, group=group)
@@ -195,6 +200,18 @@ class _Module(nn.Module):
         if is_first_microbatch is not False or self._rounded is None:
             self._rounded = self.rounded(weight, 1).detach()
         return weight + (self._rounded - weight).detach()
+
+
+def _round_to_nvfp4(x):
+    """Return the nearest multiples of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times the scale of a block."""
+    blocks = x.detach().float().unflatten(-1, (-1, 16))
+    whole = blocks.abs().amax() / (6 * 448)  # the scale of the tensor
+    scales = (blocks.abs().amax(-1, keepdim=True) / 6 / whole).to(torch.float8_e4m3fn).float()
+    scales = (scales * whole).clamp(min=1e-30)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    bounds = (magnitudes[1:] + magnitudes[:-1]) / 2
+    nearest = magnitudes[torch.bucketize(blocks.abs() / scales, bounds)]
+    return (nearest * blocks.sign() * scales).flatten(-2).to(x.dtype)
 
 
 def _margin(module):
