@@ -3,14 +3,14 @@
 Each has names of its own. Where rotary embeddings rotate neighboring elements (Llama), the rows of
 queries and keys alternate between the two halves of a head, which transformers stores one after the
 other. Newer torchtitan has other names for q, k, v and the head, and optionally one matrix for q, k
-and v, ordered by query groups. (Source: the converters of transformers, torchtitan's main branch of
-2026 and torchtune 0.6.)
+and v, ordered by query groups. It stacks experts. (Source: the converters of transformers,
+torchtitan's main branch of 2026 and torchtune 0.6; checked against torchtitan 0.3.0.)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,13 @@ _OUTSIDE = {
 }
 _QKV_MODULE = "attention.qkv_linear."  # of newer torchtitan, around the projections
 _FUSED = re.compile(r"(layers\.\d+\.)attention\.qkv_linear\.wqkv\.(weight|bias)")
+# The stacked matrices of experts, by version.
+_EXPERTS = re.compile(
+    r"layers\.(\d+)\.moe\.(?:routed_experts\.inner_experts|experts)\.(w[123])(?:_EFD|_EDF)?"
+)
+_PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_ROUTER = re.compile(r"layers\.(\d+)\.moe\.router\.gate\.weight")
+_EXPERT_BIAS = re.compile(r"layers\.(\d+)\.moe\.expert_bias(?:_E)?")
 _FREQUENCIES = ("rope.freqs", "freqs_cis", "rope.cache")  # computed, not trained
 _NUMBERED = re.compile(r"layers\.(\d+)\.(.+)")
 _ROTATED = (".q_proj.", ".k_proj.")
@@ -164,6 +171,15 @@ def use_transformers_layout(
     for name, stored in _split_fused_qkv(files, heads, groups).items():
         if name in _FREQUENCIES:
             continue
+        if _is_unused_bias(name, stored):
+            continue
+        match = _EXPERTS.fullmatch(name)
+        if match is not None:
+            layer, kind = match.groups()
+            for expert, matrix in enumerate(_split_experts(stored, name)):
+                experts = f"model.layers.{layer}.mlp.experts.{expert}"
+                result[f"{experts}.{_PROJECTIONS[kind]}.weight"] = matrix
+            continue
         new_name = _find_name(name)
         # Rotary pairs are adjacent rows here, and halves of a head in transformers.
         if is_interleaved and any(part in new_name for part in _ROTATED):
@@ -213,10 +229,40 @@ def _read_projection(
     return result
 
 
+def _split_experts(stacked: Stored, name: str) -> Iterator[Stored]:
+    """Yield the matrices of a tensor `[experts, rows, columns]`."""
+    if len(stacked.shape) != 3:
+        raise CheckpointError(f"{name} of shape {list(stacked.shape)} is not a stack of matrices")
+
+    def read(expert: int, offset: Shape, shape: Shape) -> torch.Tensor:
+        return stacked.read((expert, *offset), (1, *shape)).squeeze(0)
+
+    for expert in range(stacked.shape[0]):
+        yield Stored(stacked.shape[1:], stacked.dtype, partial(read, expert))
+
+
+def _is_unused_bias(name: str, stored: Stored) -> bool:
+    """Return whether a tensor is a bias that balances experts, which models here do not have.
+
+    Raises CheckpointError if it is not zero, because it decides which experts a token goes to.
+    """
+    if _EXPERT_BIAS.fullmatch(name) is None:
+        return False
+    if torch.count_nonzero(stored.read((0,) * len(stored.shape), stored.shape)):
+        raise CheckpointError(
+            f"{name} is not zero: the model was trained with torchtitan's load_balance_coeff, and "
+            "this model type of transformers has no bias of the router"
+        )
+    return True
+
+
 def _find_name(name: str) -> str:
     """Return the name in transformers; an unknown name is returned as it is."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
+    router = _ROUTER.fullmatch(name)
+    if router is not None:
+        return f"model.layers.{router[1]}.mlp.gate.weight"
     match = _NUMBERED.fullmatch(name)
     if match is not None:
         layer, rest = match.groups()

@@ -11,6 +11,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from megatron.conversion.convert import compare, convert, open_checkpoint
 from megatron.conversion.huggingface.weight_files import open_weights
@@ -112,6 +113,79 @@ def test_fused_queries_keys_and_values_of_torchtitan(tmp_path, model):
     dcp.save(state, checkpoint_id=tmp_path / "step-5")
     shutil.copyfile(GOLDEN / "hf" / model / "config.json", tmp_path / "step-5/config.json")
     assert_equals_golden(tmp_path / "step-5", model)
+
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 40, "num_hidden_layers": 2, "vocab_size": 131,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
+    "moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2, "hidden_act": "silu",
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "tie_word_embeddings": False, "attention_bias": False, "output_router_logits": False,
+}  # fmt: skip
+EXPERTS = {
+    "0.3": "moe.routed_experts.inner_experts.{}_E{}",
+    "0.2": "moe.experts.{}",
+}
+
+
+def make_experts():
+    """Return a random model with experts under the names of transformers."""
+    torch.manual_seed(3)
+    attention = {"q_proj": (64, 40), "k_proj": (32, 40), "v_proj": (32, 40), "o_proj": (40, 64)}
+    weights = {name: torch.randn(131, 40) for name in ("model.embed_tokens", "lm_head")}
+    weights["model.norm"] = torch.randn(40)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{prefix}.{name}"] = torch.randn(40)
+        for name, shape in attention.items():
+            weights[f"{prefix}.self_attn.{name}"] = torch.randn(shape)
+        for name in ("q_norm", "k_norm"):
+            weights[f"{prefix}.self_attn.{name}"] = torch.randn(16)
+        weights[f"{prefix}.mlp.gate"] = torch.randn(3, 40)
+        for expert in range(3):
+            for name, shape in (("gate", (24, 40)), ("up", (24, 40)), ("down", (40, 24))):
+                weights[f"{prefix}.mlp.experts.{expert}.{name}_proj"] = torch.randn(shape)
+    return {f"{name}.weight": value for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("version", EXPERTS)
+def test_experts_of_torchtitan(tmp_path, version):
+    """Experts are stacked; a bias that balances them must be zero."""
+    weights = make_experts()
+    theirs = tmp_path / "theirs"
+    titan = tmp_path / "step-5"
+    theirs.mkdir()
+    save_file(weights, theirs / "model.safetensors")
+    state = {}
+    for name, value in weights.items():
+        if "experts" in name:
+            continue
+        for old, new in NEW_TITAN.items():
+            name = name.replace(old, new)
+        state[name.replace("feed_forward.gate", "moe.router.gate")] = value
+    for layer in range(2):
+        for kind, name, axes in (("w1", "gate", "FD"), ("w2", "down", "DF"), ("w3", "up", "FD")):
+            parts = []
+            for expert in range(3):
+                prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+                parts.append(weights[f"{prefix}.{name}_proj.weight"])
+            key = EXPERTS[version].format(kind, axes)
+            state[f"layers.{layer}.{key}"] = torch.stack(parts)
+    bias = "layers.1.moe.expert_bias" + ("_E" if version == "0.3" else "")
+    dcp.save(state | {bias: torch.zeros(3)}, checkpoint_id=titan)
+    biased = tmp_path / "step-6"
+    dcp.save(state | {bias: torch.tensor([0.0, 0.5, 0.0])}, checkpoint_id=biased)
+    for directory in (theirs, titan, biased):
+        (directory / "config.json").write_text(json.dumps(QWEN3_MOE))
+    expected = open_checkpoint(theirs)
+    found = open_checkpoint(titan)
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert compare(expected, found) == len(expected.tensors)
+    assert found.unused == []
+    with pytest.raises(CheckpointError, match=f"{bias} is not zero: .*load_balance_coeff"):
+        open_checkpoint(biased)
 
 
 def test_dcp_directory_without_config_names_it(tmp_path):
