@@ -39,6 +39,7 @@ from megatron.conversion.model_space.model import (
     model_config,
     model_parameters,
     read_vocabulary_rows,
+    rename_prediction_layer,
 )
 from megatron.conversion.model_space.pieces import ReadRegion
 from megatron.conversion.model_space.source import (
@@ -70,6 +71,7 @@ _COMMON = ("args", "checkpoint_version", "iteration", "num_floating_point_operat
 _GATED = ("_w", "_v")  # gate, up
 _EXPERTS = re.compile(r"(.+\.experts)\.experts\.(linear_fc[12])\.(\w+)")
 _IGNORED_OBJECTS = (
+    "common_state/",
     "rng_state",
     "rerun_state_machine",
     "content_metadata.",
@@ -100,6 +102,11 @@ def _strip_wrappers(key: str) -> str:
     while match := _WRAPPERS.match(key, start):
         start = match.end()
     return key[start:]
+
+
+def _find_parameter(key: str) -> str:
+    """Return the name of a parameter in the model."""
+    return rename_prediction_layer(_strip_wrappers(key))
 
 
 class MegatronFsdpSource:
@@ -164,10 +171,10 @@ class MegatronFsdpSource:
     def _sort_key(self, name: str, key: str) -> None:
         """Add a key of the files to the weights or the optimizer state."""
         if name.startswith(_STATE):
-            parameter, _, state = _strip_wrappers(name.removeprefix(_STATE)).rpartition(".")
+            parameter, _, state = _find_parameter(name.removeprefix(_STATE)).rpartition(".")
             self._states[parameter, _RENAMED_STATES.get(state, state)] = key
         elif name.startswith("model."):
-            self._weights[_strip_wrappers(name)] = key
+            self._weights[_find_parameter(name)] = key
         else:
             self.unused.append(key)
 

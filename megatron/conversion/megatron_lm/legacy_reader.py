@@ -51,6 +51,7 @@ from megatron.conversion.model_space.model import (
     make_local_name,
     model_config,
     rank_parameters,
+    rename_prediction_layer,
 )
 from megatron.conversion.model_space.pieces import ReadFlat
 from megatron.conversion.model_space.source import (
@@ -444,13 +445,14 @@ _NUMBERED = record(
 def _list_models(content: dict[str, Any], path: Path) -> list[dict[str, Stored]]:
     """Return the weights of each chunk, which are numbered (model0, ...) if there are several."""
     check = mapping(anything, keys=schema.key)
+    names = [f"model{number}" for number in range(len(content))]
     if "model" in content:
-        return [check(content["model"], f"{path}: model")]
+        names = ["model"]
     models = []
-    for number in range(len(content)):
-        name = f"model{number}"
+    for name in names:
         if name in content:
-            models.append(check(content[name], f"{path}: {name}"))
+            model = check(content[name], f"{path}: {name}")
+            models.append({rename_prediction_layer(key): value for key, value in model.items()})
     return models
 
 

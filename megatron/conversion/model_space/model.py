@@ -521,6 +521,14 @@ def find_norm_key(name: str, names: Container[str]) -> str:
     return name
 
 
+def rename_prediction_layer(name: str) -> str:
+    """Return the name of a parameter with our name of the layer for multi-token prediction.
+
+    Megatron-LM from 0.17 on has another one, except in torch_dist files.
+    """
+    return name.replace(".mtp_model_layer.", ".transformer_layer.", 1)
+
+
 def make_local_name(name: str) -> str:
     """Return the name of a parameter in Megatron-core's local modules, without fused norms."""
     for local, fused in _NORMS.items():

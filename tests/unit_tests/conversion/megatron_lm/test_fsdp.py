@@ -98,6 +98,23 @@ def split_tensors(source, wrappers, optimizer_wrappers):
     return model, states
 
 
+def test_layers_for_prediction_have_the_name_of_their_module(tmp_path):
+    """Megatron-LM's converter renames them from torch_dist's name (0.17 and later)."""
+    source = random_source(LLAMA_ARGS | {"mtp_num_layers": 2})
+    state = build_version_1(source)
+    for tensors in (state["model"], state["optimizer"]["state"]):
+        for name in list(tensors):
+            tensors[name.replace(".transformer_layer.", ".mtp_model_layer.")] = tensors.pop(name)
+    assert any("mtp.layers.1.mtp_model_layer.mlp" in name for name in state["model"])
+    state["common_state/shard_0_1"] = {"args": state["args"]}  # copied from torch_dist files
+    dcp.save(state, checkpoint_id=tmp_path / "run/iter_0000007")
+    write_tracker(tmp_path / "run", 7)
+    found = open_checkpoint(tmp_path / "run")
+    assert found.tensors.keys() == source.tensors.keys()
+    assert compare(source, found) == len(source.tensors)
+    assert found.unused == []
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_version_1_is_read_with_its_optimizer(tmp_path, case):
     source = random_source(CASES[case])

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from megatron.conversion.convert import open_checkpoint
 from megatron.conversion.edits import SelectedLayers
@@ -71,6 +72,20 @@ def test_every_form_has_the_same_state(tmp_path, args, layout):
     assert legacy.tensors.keys() == source.tensors.keys()
     write_torch_dist(legacy, tmp_path / "again")
     assert_same(read_all(open_checkpoint(tmp_path / "again")), read_all(source))
+
+
+def test_legacy_files_of_later_versions_have_another_name(tmp_path):
+    """Since 0.17, the module of the layer is `mtp_model_layer`."""
+    source = random_source(ARGS)
+    write_legacy(source, tmp_path / "legacy", Layout.of(4, 1, 2))
+    path = tmp_path / "legacy/mp_rank_00_001/model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    model = content["model"]
+    for name in list(model):
+        model[name.replace(".transformer_layer.", ".mtp_model_layer.")] = model.pop(name)
+    assert any("mtp.layers.1.mtp_model_layer.mlp" in name for name in model)
+    torch.save(content, path)
+    assert_same(read_all(open_checkpoint(tmp_path / "legacy")), read_all(source))
 
 
 def test_legacy_files_of_the_last_stage_have_a_copy_of_the_embedding(tmp_path):
