@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron.conversion.choices import FORMAT_NAMES
@@ -24,6 +25,7 @@ from megatron.conversion.command_line import (
     parse_positive,
     reported_errors,
 )
+from megatron.conversion.huggingface.config_fields import start_transformers
 from megatron.core.object_storage import path_of
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -109,10 +111,24 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     return args, given
 
 
+def may_need_transformers(args: argparse.Namespace) -> bool:
+    """Return whether the result or a local input is a Hugging Face model."""
+    if args.saver == "hf":
+        return True
+    for word in args.input:
+        path, _, _ = word.rpartition(":")  # before the weight
+        for candidate in (word, path or word):
+            if (Path(candidate) / "config.json").is_file():
+                return True
+    return False
+
+
 def main() -> None:
     """Run this process's command line; also the console entry point."""
     with reported_errors():
         args, given = parse(sys.argv[1:])
+        if may_need_transformers(args):
+            start_transformers()
 
         # Imported after parsing, because importing torch takes seconds.
         from megatron.commands.conversion_options import print_report
