@@ -55,6 +55,7 @@ class PlacedFile:
         """Write bytes through the page cache."""
         with naming(self._path):
             while data:
+                # A write may be short, e.g., after a signal.
                 count = os.pwrite(self._descriptor, data, position)
                 data = data[count:]
                 position += count
