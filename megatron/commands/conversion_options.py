@@ -54,6 +54,8 @@ def make_read_options(
     args: argparse.Namespace, given: dict[str, Any], optimizer: bool
 ) -> ReadOptions:
     """Return the read options; `given` contains the model's arguments on the command line."""
+    if args.foreign_split and not args.keep_foreign:
+        raise ValueError("--foreign-split needs --keep-foreign")
     # By default, checksums are compared if the source has any.
     verify = None
     if args.no_verify_source:
@@ -65,6 +67,8 @@ def make_read_options(
         optimizer=optimizer,
         verify=verify,
         renames=tuple(args.rename),
+        keep_foreign=args.keep_foreign,
+        foreign_splits=tuple(args.foreign_split),
     )
 
 
@@ -92,7 +96,7 @@ def print_report(outcome: ConversionReport, args: argparse.Namespace, notes: Seq
         print_line(f"   no effect: {name}")
     for name in outcome.not_carried:
         print_line(f"   not carried: {name}")
-    for name in outcome.foreign:
-        print_line(f"   foreign, copied as it is: {name}")
+    for name, action in outcome.foreign.items():
+        print_line(f"   foreign, {action}: {name}")
     if outcome.verified is not None:
         print_line(f"   verified: {outcome.verified} tensors are bitwise those of the source")

@@ -22,13 +22,6 @@ def run(
     options = make_write_options(args, not args.no_optim, note)
     options = dataclasses.replace(options, average=args.weights == "ema")
     read_options = make_read_options(args, given, optimizer=not args.no_optim)
-    if args.foreign_split and not args.keep_foreign:
-        raise ValueError("--foreign-split needs --keep-foreign")
-    read_options = dataclasses.replace(
-        read_options,
-        keep_foreign=args.keep_foreign,
-        foreign_splits=tuple(args.foreign_split),
-    )
     # Everything is checked before the first tensor is read.
     with ProgressBar(f"-> {args.saver}") as progress:
         report = convert(

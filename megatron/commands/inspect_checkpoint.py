@@ -23,9 +23,11 @@ from megatron.conversion.formats import (
 )
 from megatron.conversion.megatron_lm.shifted_optimizer import RepairedOptimizer
 from megatron.conversion.megatron_lm.torch_dist import Reader, TorchDistSource, read_common
+from megatron.conversion.model_space.foreign import describe_foreign_mixers
 from megatron.conversion.model_space.model import Layout, RankLoad, name_model_part, plan_load
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.source import Shape, TensorInfo
+from megatron.conversion.options import ReadOptions
 from megatron.core.dist_checkpointing import (
     CheckpointMetadata,
     StoredTensor,
@@ -82,6 +84,9 @@ class View(NamedTuple):
         return fnmatch.filter(self.tensors, pattern)
 
 
+_EVERYTHING = ReadOptions(keep_foreign=True)
+
+
 def open_view(root: Path, step: int | None) -> View:
     """Open a checkpoint under the names of model space, which are the same for all formats.
 
@@ -89,7 +94,7 @@ def open_view(root: Path, step: int | None) -> View:
     """
     path, kind, _ = require_checkpoint(root, step)
     try:
-        source = open_checkpoint(path, kind)
+        source = open_checkpoint(path, kind, read_options=_EVERYTHING)
     except ValueError:
         if kind != "torch_dist":
             raise
@@ -130,7 +135,7 @@ def run_show(args: argparse.Namespace) -> int:
         tensors = metadata.tensors
         facts = collect_torch_dist_facts(path, metadata)
     else:
-        source = open_checkpoint(path, kind)
+        source = open_checkpoint(path, kind, read_options=_EVERYTHING)
         tensors = source.tensors
         iteration = None
         if source.training is not None:
@@ -269,6 +274,9 @@ def print_checkpoint(result: dict[str, Any], print_all: bool) -> None:
     print_line(f"  iteration  {iteration}")
     print_line(f"  written at {layout}")
     print_line(f"  tensors    {result['num_tensors']}, {sizes}")
+    mixers = describe_foreign_mixers(result["args"])
+    if mixers:
+        print_line(f"  foreign    {mixers}: can be converted, not trained")
     if "files" in result:
         checksums = "no (written by another program)"
         if result["checksums"]:
@@ -552,7 +560,7 @@ def run_digest(args: argparse.Namespace) -> int:
 def run_plan(args: argparse.Namespace) -> int:
     """Print the share of each rank at a layout; return the exit status."""
     # Plan, which fails if the layout does not fit the model.
-    source = open_checkpoint(args.path, step=args.ckpt_step)
+    source = open_checkpoint(args.path, step=args.ckpt_step, read_options=_EVERYTHING)
     tp = args.tensor_model_parallel_size
     pp = args.pipeline_model_parallel_size
     vpp = args.virtual_pipeline_model_parallel_size
@@ -656,7 +664,7 @@ def run_repair(args: argparse.Namespace) -> int:
 def open_shifted_checkpoint(path: Path) -> RepairedOptimizer:
     """Open a checkpoint with shifted optimizer state. Raises ValueError if it is not shifted."""
     try:
-        open_checkpoint(path, "torch_dist")
+        open_checkpoint(path, "torch_dist", read_options=_EVERYTHING)
     except ValueError:
         shifted = TorchDistSource(path, compares_weights=False)
         return RepairedOptimizer(shifted, shifted.config)

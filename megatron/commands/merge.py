@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatron.commands.conversion_options import make_read_options, make_write_options
 from megatron.conversion.convert import ConversionReport, open_found, write_checkpoint
@@ -19,7 +22,7 @@ from megatron.conversion.merge import (
     parse_input,
     resolve_weights,
 )
-from megatron.conversion.model_space.source import WORD_EMBEDDINGS, average_key
+from megatron.conversion.model_space.source import WORD_EMBEDDINGS, AveragedWeights, average_key
 from megatron.core.dist_checkpointing.format.links import allow_links
 from megatron.core.object_storage import path_of
 from megatron.core.progress import ProgressBar
@@ -99,14 +102,18 @@ def run(
         sources = [open_found(checkpoint, read_options) for checkpoint in found]
     saver = args.saver or found[base].format
     options = make_write_options(args, True, note)
-    source = MergedSource(
-        sources, weights, base, options.dtype, keep_optimizer=args.optimizer is not None
-    )
+    dtype = options.dtype
+    if args.weights == "ema":
+        # The averages are fp32, and their sum is rounded once.
+        dtype = dtype or sources[base].tensors[WORD_EMBEDDINGS].dtype
+        sources = [AveragedWeights(source, torch.float32) for source in sources]
+    keep_optimizer = args.optimizer is not None
+    source = MergedSource(sources, weights, base, dtype, keep_optimizer)
     if any(average_key(WORD_EMBEDDINGS) in source.tensors for source in sources):
-        note("averages of the weights (ema.*) of the inputs: left out")
+        note("averages of the weights (ema.*) of the inputs: left out; --weights ema merges them")
 
     with removals_explained(paths), ProgressBar(f"-> {saver}") as progress:
-        return write_checkpoint(
+        report = write_checkpoint(
             source,
             paths,
             args.save_dir,
@@ -117,3 +124,6 @@ def run(
             progress=progress.add,
             starting=progress.restart,
         )
+    if report.unused and not args.keep_foreign:
+        note("unused tensors are merged with --keep-foreign")
+    return dataclasses.replace(report, foreign=dict.fromkeys(report.foreign, "merged"))

@@ -21,7 +21,7 @@ from megatron.conversion.choices import (
     QUANTIZATIONS,
     UNIVERSAL_STYLES,
 )
-from megatron.conversion.edit_options import parse_layers, parse_rename
+from megatron.conversion.edit_options import parse_foreign_split, parse_layers, parse_rename
 from megatron.core.terminal import format_error, print_line
 
 _T = TypeVar("_T")
@@ -175,6 +175,29 @@ def add_read_flags(parser: argparse.ArgumentParser) -> None:
         metavar="OLD=NEW",
         help="new names for tensors in the files of an hf or torch_dist source; one * in OLD and "
         "in NEW matches any text, e.g. language_model.*=*",
+    )
+    add(
+        "--weights",
+        choices=["model", "ema"],
+        default="model",
+        help="weights to read: the model's, or their average (--ema-decay of training), without "
+        "optimizer state",
+    )
+    add(
+        "--keep-foreign",
+        action="store_true",
+        help="keep tensors that the model does not have, under their names: convert.py copies them "
+        "byte for byte, merge.py merges them like weights; default: list them as unused and leave "
+        "them out",
+    )
+    add(
+        "--foreign-split",
+        nargs="+",
+        type=parse_argument(parse_foreign_split),
+        default=[],
+        metavar="NAME=AXIS",
+        help="for --keep-foreign of a legacy source: axis that tensor-parallel ranks split a "
+        "tensor over; one * in NAME matches any text; default: all ranks have the same tensor",
     )
     add("--follow-links", action="store_true", help="follow links that leave a source's directory")
     add(

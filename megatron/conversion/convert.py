@@ -31,6 +31,7 @@ from megatron.conversion.megatron_lm.torch_dist import (
     open_torch_dist,
     write_torch_dist,
 )
+from megatron.conversion.model_space.foreign import describe_foreign_mixers
 from megatron.conversion.model_space.model import Layout
 from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.source import (
@@ -102,7 +103,19 @@ def open_found(found: CheckpointRef, read_options: ReadOptions | None = None) ->
     source = READERS[found.format](found.directory, read_options)
     # Arguments of the command line take precedence.
     source.args.update(read_options.args)
+    if not read_options.keep_foreign:
+        _refuse_foreign_mixers(source)
     return source
+
+
+def _refuse_foreign_mixers(source: Source) -> None:
+    """Raise ValueError for a model whose layers this program cannot run."""
+    mixers = describe_foreign_mixers(source.args)
+    if mixers:
+        raise ValueError(
+            f"{source.description} has {mixers}, which the trainer does not have: this model "
+            "cannot be trained here. convert.py and merge.py copy these layers with --keep-foreign"
+        )
 
 
 def _require_checksums(found: CheckpointRef) -> None:
@@ -236,7 +249,7 @@ class ConversionReport:
     num_tensors: int
     not_carried: list[str]  # parts that the target format cannot hold
     verified: int | None  # number of tensors compared with the source
-    foreign: list[str]  # names of tensors that the model does not have, copied byte for byte
+    foreign: dict[str, str]  # tensors that the model does not have -> what was done with them
     unused: list[str]  # names of parts of the source that the model does not have, left out
 
 
@@ -305,7 +318,12 @@ def write_checkpoint(
         lost = WRITERS[saver](changed, directory, options, progress)
         lost += notes
         lost += [f"unused in the source: {name}" for name in source.unused]
-        foreign = [foreign_name(key) for key in changed.tensors if is_foreign(key)]
+        foreign = {}
+        for key, info in changed.tensors.items():
+            if is_foreign(key):
+                is_same = info == source.tensors[key]
+                action = "copied as it is" if is_same else f"cast to {info.dtype_name}"
+                foreign[foreign_name(key)] = action
         compared = None
         if verify:
             # Universal files of a source without optimizer state contain zeros.

@@ -10,6 +10,7 @@ import re
 
 import torch
 
+from megatron.conversion.edit_options import EditOptions
 from megatron.conversion.huggingface.tokenizer import count_tokens
 from megatron.conversion.model_space.model import (
     SPLITS,
@@ -46,20 +47,31 @@ _DEFAULT_SEED = 1234  # of training
 def apply_edits(source: Source, options: WriteOptions) -> Source:
     """Return `source` with the edits in `options`: first layers, then vocabulary, then experts."""
     edits = options.edits
+    if any(map(is_foreign, source.tensors)):
+        _refuse_foreign(edits)
     if not source.args.get("mtp_num_layers"):
         source = leave_out_prediction_layers(source, options)
     if edits.layers is not None:
-        if any(map(is_foreign, source.tensors)):
-            raise ValueError(
-                "--layers and --keep-foreign are mutually exclusive: which layer a foreign tensor "
-                "belongs to is not known"
-            )
         source = SelectedLayers(source, edits.layers)
     if edits.vocab_size is not None:
         source = ResizedVocabulary(source, edits.vocab_size, edits.new_rows, options)
     if edits.experts is not None:
         source = UpcycledExperts(source, edits.experts, edits.topk, options)
     return source
+
+
+def _refuse_foreign(edits: EditOptions) -> None:
+    """Raise ValueError for edits of models that have foreign tensors."""
+    if edits.layers is not None:
+        raise ValueError(
+            "--layers and --keep-foreign are mutually exclusive: which layer a foreign tensor "
+            "belongs to is not known"
+        )
+    if edits.experts is not None:
+        raise ValueError(
+            "--upcycle-experts and --keep-foreign are mutually exclusive: the result is a model of "
+            "another family, to which the foreign tensors do not belong"
+        )
 
 
 def describe_model(source: Source) -> TransformerConfig:

@@ -17,11 +17,14 @@ from megatron.conversion.formats import (
     list_formats,
     list_newest_first,
 )
+from megatron.conversion.model_space.foreign import list_foreign
 from megatron.conversion.model_space.model import model_config, read_vocabulary_rows
+from megatron.conversion.model_space.pieces import is_bitwise_equal
 from megatron.conversion.model_space.source import (
     Shape,
     Source,
     SourceView,
+    foreign_name,
     full_precision_key,
     optimizer_states,
     split_key,
@@ -202,6 +205,26 @@ def check_same_model(sources: Sequence[Source]) -> None:
             )
 
 
+def check_same_foreign(sources: Sequence[Source]) -> None:
+    """Raise ValueError unless all sources have the same foreign tensors."""
+    first = sources[0]
+    expected = _list_foreign_shapes(first)
+    for source in sources[1:]:
+        found = _list_foreign_shapes(source)
+        for key in sorted(expected.keys() | found.keys()):
+            if found.get(key) != expected.get(key):
+                raise ValueError(
+                    f"--keep-foreign: {foreign_name(key)} has shape {found.get(key)} in "
+                    f"{source.description}, but {expected.get(key)} in {first.description} (None: "
+                    "it is missing), so it cannot be merged"
+                )
+
+
+def _list_foreign_shapes(source: Source) -> dict[str, Shape]:
+    """Return the shape of each foreign tensor by its key."""
+    return {key: source.tensors[key].shape for key in list_foreign(source.tensors)}
+
+
 def _describe_model(source: Source) -> dict[str, Any]:
     """Return the values that define the model in `source`."""
     rows = read_vocabulary_rows(source.tensors, source.description)
@@ -214,6 +237,7 @@ class MergedSource(SourceView):
     Parameters are summed in fp32, from the main parameters of inputs that have them, and rounded
     once to `dtype`. Arguments and training state are those of `sources[base]`, by default the last.
     Its optimizer state is kept with `keep_optimizer`; its main parameters are the merged ones then.
+    Foreign tensors are summed as well, except integers and fp8, which must be equal in all sources.
     """
 
     def __init__(
@@ -226,6 +250,7 @@ class MergedSource(SourceView):
     ) -> None:
         assert len(sources) == len(weights) > 0
         check_same_model(sources)
+        check_same_foreign(sources)
         super().__init__(sources[base])
         self._sources = sources
         self._weights = weights
@@ -251,6 +276,8 @@ class MergedSource(SourceView):
         parameter, state = split_key(key)
         if state not in (None, "param"):
             return self._source.read(key, offset, shape)
+        if not self._is_summable(key):
+            return self._read_equal(key, offset, shape)
         # Weights and main parameters: the weighted sum in fp32, rounded once.
         total = torch.zeros(shape, dtype=torch.float32)
         for source, weight in zip(self._sources, self._weights, strict=True):
@@ -261,6 +288,27 @@ class MergedSource(SourceView):
         result = total.to(self.tensors[key].dtype)
         self._require_finite(parameter, offset, total, result)
         return result
+
+    def _is_summable(self, key: str) -> bool:
+        """Return whether the values are numbers in every source, not codes of a quantization."""
+        for source in self._sources:
+            dtype = source.tensors[key].dtype if key in source.tensors else None
+            if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+                return False
+        return True
+
+    def _read_equal(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        """Return a box that all sources have; raise ValueError if their values differ."""
+        value = self._source.read(key, offset, shape)
+        for source in self._sources:
+            other = source.read(key, offset, shape)
+            if other.dtype != value.dtype or not is_bitwise_equal(other, value):
+                raise ValueError(
+                    f"{source.description}: {foreign_name(key)} ({other.dtype}) differs from that "
+                    f"of {self._source.description}: integers and fp8 cannot be merged, so they "
+                    "must be equal"
+                )
+        return value
 
     def _require_finite(
         self, parameter: str, offset: Shape, total: torch.Tensor, result: torch.Tensor

@@ -21,10 +21,8 @@ from megatron.conversion.command_line import (
     add_edit_flags,
     add_read_flags,
     add_target_flags,
-    parse_argument,
     reported_errors,
 )
-from megatron.conversion.edit_options import parse_foreign_split
 from megatron.conversion.huggingface.config_fields import start_transformers
 from megatron.core.object_storage import path_of
 from megatron.core.parallel_config import ParallelConfig
@@ -47,28 +45,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--loader", choices=["auto", *FORMAT_NAMES], default="auto", help="format of the source")
     add("--ckpt-step", type=int, help="iteration to convert; default: the newest")
     add("--no-optim", action="store_true", help="leave the optimizer state out")
-    add(
-        "--weights",
-        choices=["model", "ema"],
-        default="model",
-        help="weights to write: the model's, or their average (--ema-decay of training), without "
-        "optimizer state",
-    )
-    add(
-        "--keep-foreign",
-        action="store_true",
-        help="copy tensors that the model does not have, byte for byte under their names; "
-        "default: list them as unused and leave them out",
-    )
-    add(
-        "--foreign-split",
-        nargs="+",
-        type=parse_argument(parse_foreign_split),
-        default=[],
-        metavar="NAME=AXIS",
-        help="for --keep-foreign of a legacy source: axis that tensor-parallel ranks split a "
-        "tensor over; one * in NAME matches any text; default: all ranks have the same tensor",
-    )
     add_read_flags(parser)
 
     # Target.

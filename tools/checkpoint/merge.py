@@ -108,6 +108,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         )
     if args.optimizer is not None and args.no_optim:
         raise ValueError(f"--optimizer {args.optimizer} and --no-optim are mutually exclusive")
+    if args.optimizer is not None and args.weights == "ema":
+        raise ValueError(
+            f"--optimizer {args.optimizer} and --weights ema are mutually exclusive: the optimizer "
+            "state belongs to the model's own weights"
+        )
     return args, given
 
 

@@ -119,6 +119,11 @@ class UniversalFiles:
         for key in self.names:
             self.shapes[key] = tuple(self.read_tensor(key, "param").shape)
 
+    def rename(self, old: str, new: str) -> None:
+        """Change the model-space key of a parameter."""
+        self.names[new] = self.names.pop(old)
+        self.shapes[new] = self.shapes.pop(old)
+
     def read_entry(self, key: str, state: str) -> Any:
         """Return the content of a file: a dict with `param`, or from ZeRO-3 the flat tensor
         itself.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 # Names within a layer and within the embedding: model space -> universal.
 _IN_LAYER = {
+    "input_layernorm.": "input_layernorm.",  # before a foreign mixer
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_qkv.": "self_attention.query_key_value.",
     "self_attention.q_layernorm.": "self_attention.q_layernorm.",
@@ -159,6 +160,7 @@ def _list_known_names(first_layer: int, num_layers: int) -> dict[str, str]:
     for style in STYLES.values():
         shifted = style._replace(first_layer=first_layer)
         for tied in (True, False):
+            # Of two keys with the same name the last one, that of the fused norm, is used.
             for key in _list_keys(num_layers):
                 known[shifted.make_name(key, num_layers, tied)] = key
     return known

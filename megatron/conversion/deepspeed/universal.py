@@ -37,6 +37,7 @@ from megatron.conversion.file_names import LATEST, ZERO
 from megatron.conversion.model_space.foreign import ForeignFile, write_foreign_file
 from megatron.conversion.model_space.model import (
     check_parameters,
+    find_native_key,
     make_export_config,
     model_config,
     model_parameters,
@@ -109,7 +110,11 @@ class UniversalSource:
         config = model_config(self.args, vocab_size, self.description)
         self.args |= resolve_arguments(config)
 
-        # Tensors.
+        # Tensors. Before foreign mixers the norm is a module of its own.
+        for key in list(files.names):
+            native = find_native_key(key, config)
+            if native is not None and native != key:
+                files.rename(key, native)
         self.tensors = _list_tensors(files, config, read_options.optimizer)
         blocks = self._find_qkv_blocks(read_options.qkv_layout, config)
         self._qkv_map = None

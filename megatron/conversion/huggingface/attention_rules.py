@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron.conversion.huggingface.config_fields import HARMLESS, ConfigFields, Json
-from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, format_layers, unsupported
+from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, unsupported
 from megatron.conversion.huggingface.stored_parameters import CODEGEN_BLOCKS
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.schema import COUNT, boolean, number, optional, record
@@ -509,6 +509,28 @@ def _read_indexed_layers(found: ConfigFields, args: Json) -> Json:
 INDEXED_LAYERS = Rule(_LAYER_TYPES, _read_indexed_layers)
 
 
+# Layers without attention, which have a mixer that our model does not have.
+
+STATE_SPACE = "state space mixer"
+CONVOLUTION = "short convolution"
+
+
+def _make_foreign_mixers(kind: str, has_attention: Sequence[bool]) -> Json:
+    """Return the arguments of a model whose layers without attention have mixers of this kind."""
+    if all(has_attention):
+        return {"foreign_mixers": None}
+    return {"foreign_mixers": ["" if value else kind for value in has_attention]}
+
+
+def _find_attention(field: str, kinds: Sequence[str], others: Sequence[str]) -> list[bool]:
+    """Return which layers have attention. `others` are the names of the other kind of layer."""
+    strange = set(kinds) - set(_ATTENTION_KINDS) - set(others)
+    if strange:
+        wanted = f"{', '.join([*_ATTENTION_KINDS, *others])} are"
+        raise unsupported(field, sorted(strange), wanted)
+    return [kind in _ATTENTION_KINDS for kind in kinds]
+
+
 # Granite 4: attention or state space layers, under their names in transformers 4.x or 5.x.
 
 _ATTENTION_KINDS = ("attention", "full_attention")
@@ -519,14 +541,8 @@ def _read_attention_layers(found: ConfigFields, args: Json) -> Json:
     kinds = found.first(*_LAYER_KINDS)
     if kinds is None:
         kinds = ["linear_attention"] * args["num_layers"]
-    others = [layer for layer, kind in enumerate(kinds) if kind not in _ATTENTION_KINDS]
-    if others:
-        raise ValueError(
-            f"config.json: layer_types: layers {format_layers(others)} are "
-            f"{' or '.join(sorted({kinds[layer] for layer in others}))} layers, which are not "
-            "supported, only attention is"
-        )
-    return {}
+    has_attention = _find_attention(_LAYER_KINDS[0], kinds, ("mamba", "linear_attention"))
+    return _make_foreign_mixers(STATE_SPACE, has_attention)
 
 
 def _write_attention_layers(config: TransformerConfig) -> Json:
@@ -539,6 +555,32 @@ ATTENTION_LAYERS = Rule(
     dict.fromkeys(_LAYER_KINDS, _LAYER_TYPES["layer_types"]) | {"mamba_n_heads": COUNT},
     _read_attention_layers,
     _write_attention_layers,
+)
+
+
+# LFM2: attention or short convolutions.
+
+
+def _read_convolutions(found: ConfigFields, args: Json) -> Json:
+    kinds = found.first("layer_types")
+    if kinds is not None:
+        has_attention = _find_attention("layer_types", kinds, ("conv",))
+        return _make_foreign_mixers(CONVOLUTION, has_attention)
+    layers = range(args["num_layers"])
+    numbers = found.first("full_attn_idxs")
+    if numbers is None:
+        numbers = layers
+    return _make_foreign_mixers(CONVOLUTION, [layer in numbers for layer in layers])
+
+
+def _write_convolutions(config: TransformerConfig) -> Json:
+    return {"layer_types": [_ATTENTION_KINDS[1]] * config.num_layers}
+
+
+CONVOLUTIONS = Rule(
+    _LAYER_TYPES | {"full_attn_idxs": schema.sequence(COUNT, 10**5)},
+    _read_convolutions,
+    _write_convolutions,
 )
 
 

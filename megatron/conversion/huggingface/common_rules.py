@@ -5,14 +5,14 @@ from __future__ import annotations
 from megatron.conversion.huggingface.rope_rules import rope
 from megatron.conversion.huggingface.rules import Rule, copied, fixed, implied, opposite
 
-SIZES: tuple[Rule, ...] = (
+SIZES_WITHOUT_MLP: tuple[Rule, ...] = (
     copied("num_layers", "num_hidden_layers", required=True),
     copied("hidden_size", "hidden_size", required=True),
     copied("num_attention_heads", "num_attention_heads", required=True),
-    copied("ffn_hidden_size", "intermediate_size", required=True),
     copied("max_position_embeddings", "max_position_embeddings"),
     copied("attention_dropout", "attention_dropout"),
 )
+SIZES = (*SIZES_WITHOUT_MLP, copied("ffn_hidden_size", "intermediate_size", required=True))
 UNTIED = opposite("untie_embeddings_and_output_weights", "tie_word_embeddings")
 NO_BIAS = implied(add_bias_linear=False)
 NO_DROPOUT = implied(hidden_dropout=0.0)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.terminal import escape_control_chars
+
 Json = dict[str, Any]
 
 # Fields that describe files, tokens, generation or speed. None of them changes the logits.
@@ -30,7 +32,7 @@ HARMLESS = """
     temperature top_k top_p typical_p min_p repetition_penalty length_penalty
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     forced_bos_token_id forced_eos_token_id remove_invalid_values
-    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens tf_legacy_loss
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens tf_legacy_loss n_ctx
 """
 
 
@@ -52,12 +54,32 @@ class ConfigFields:
         return self.defaults.get(name)
 
     def first(self, *names: str) -> Any:
-        """Return the first value that is not null, stated fields before defaults; else None."""
+        """Return the first value that is not null, stated fields before defaults; else None.
+
+        Several names are those of one value: raises ValueError if they are stated with different
+        ones.
+        """
+        stated = {name: self.stated[name] for name in names if self.states(name)}
+        refuse_conflicts(stated)
         for values in (self.stated, self.defaults):
             for name in names:
                 if values.get(name) is not None:
                     return values[name]
         return None
+
+
+def refuse_conflicts(values: Mapping[str, Any]) -> None:
+    """Raise ValueError if fields that are names of one value have different values."""
+    distinct: list[Any] = []
+    for value in values.values():
+        if value not in distinct:
+            distinct.append(value)
+    if len(distinct) > 1:
+        texts = [f"{name} = {value!r}" for name, value in values.items()]
+        listed = escape_control_chars(" and ".join(texts))
+        raise ValueError(
+            f"config.json has {listed}, which are names of one value: remove the wrong one"
+        )
 
 
 class _ConfigProcess:

@@ -64,11 +64,22 @@ def find_refusal(model_type: str, fields: dict[str, Any]) -> str | None:
     # Special tokens are not part of the check: defaults may exceed the vocabulary.
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     try:
-        declared(**fields, **tokens)
+        declared(**(_decode_floats(fields) | tokens))
     except Exception as error:  # its validators raise errors of many types
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return lines[-1].strip()
     return None
+
+
+def _decode_floats(value: Any) -> Any:
+    """Return a value of a config.json with numbers for the form of infinity in transformers 5."""
+    if isinstance(value, list):
+        return [_decode_floats(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _decode_floats(item) for name, item in value.items()}
+    return value
 
 
 def answer(request: list[Any]) -> dict[str, Any]:

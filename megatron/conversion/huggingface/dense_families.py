@@ -8,6 +8,8 @@ from megatron.conversion.huggingface.attention_rules import (
     ATTENTION_TYPES,
     CODEGEN_HEADS,
     COMMON_WINDOW,
+    CONVOLUTION,
+    CONVOLUTIONS,
     FALCON_LAYERS,
     FULL_ATTENTION,
     LISTED_WINDOWS,
@@ -28,6 +30,7 @@ from megatron.conversion.huggingface.common_rules import (
     NO_DROPOUT,
     RMS_NORM,
     SIZES,
+    SIZES_WITHOUT_MLP,
     SQUARED_RELU,
     SWIGLU,
     UNTIED,
@@ -43,6 +46,7 @@ from megatron.conversion.huggingface.rope_rules import (
     two_ropes,
 )
 from megatron.conversion.huggingface.rules import (
+    ADJUSTED_WIDTH,
     ATTENTION,
     COMMON_BIASES,
     MLP,
@@ -58,6 +62,7 @@ from megatron.conversion.huggingface.rules import (
     gelu,
     implied,
     nullable,
+    opposite,
     reciprocal,
 )
 
@@ -285,6 +290,51 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     rows.QWEN3_ROWS,
     (*QWEN3_RULES, qwen_windows()),
+)
+# Delta nets, and attention whose output is gated. Both are foreign.
+GATED_MIXERS = {
+    "linear_attn.": "gated delta net",
+    "self_attn.": "attention with a gate of its output",
+}
+FOREIGN_QWEN_RULES = (
+    *SIZES_WITHOUT_MLP,
+    *SWIGLU,
+    *RMS_NORM,
+    UNTIED,
+    NO_DROPOUT,
+    heads(),
+    NO_BIAS,
+    implied(apply_layernorm_1p=True, position_embedding_type="none"),
+)
+QWEN3_5 = Family(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    rows.QWEN3_NEXT_ROWS,
+    (*FOREIGN_QWEN_RULES, copied("ffn_hidden_size", "intermediate_size", required=True)),
+    foreign_mixers=GATED_MIXERS,
+)
+LFM2 = Family(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    rows.LFM2_ROWS,
+    (
+        implied(swiglu=True, normalization="RMSNorm", qk_layernorm=True, attention_dropout=0.0),
+        *SIZES_WITHOUT_MLP,
+        ADJUSTED_WIDTH,
+        copied("norm_epsilon", "norm_eps"),
+        opposite("untie_embeddings_and_output_weights", "tie_embedding", "tie_word_embeddings"),
+        rope(),
+        heads(always_written=False, free_width=False),
+        NO_BIAS,
+        NO_DROPOUT,
+        CONVOLUTIONS,
+    ),
+    # Fields of convolutions, repetitions of others, and options of training.
+    harmless="""
+        conv_L_cache conv_bias conv_dim conv_dim_out conv_use_xavier_init block_dim block_norm_eps
+        block_mlp_init_scale block_out_init_scale block_use_swiglu block_use_xavier_init num_heads
+        use_pos_enc""",
+    foreign_mixers={"conv.": CONVOLUTION},
 )
 HUNYUAN_RULES = (
     *GATED_RULES,
@@ -543,7 +593,7 @@ _GPT_RULES: tuple[Rule, ...] = (
 _GPT_EMBD_RULES: tuple[Rule, ...] = (
     *_GPT_RULES,
     copied("hidden_size", "n_embd", "hidden_size", required=True),
-    copied("max_position_embeddings", "n_positions", "max_position_embeddings", "n_ctx"),
+    copied("max_position_embeddings", "n_positions", "max_position_embeddings"),
     feed_forward("n_inner", free=True),
     gelu("activation_function"),
     copied("attention_dropout", "attn_pdrop"),

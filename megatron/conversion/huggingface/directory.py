@@ -16,7 +16,7 @@ import torch
 
 from megatron.conversion.edit_options import rename_tensors
 from megatron.conversion.huggingface.families import choose_family, find_family
-from megatron.conversion.huggingface.family import Family
+from megatron.conversion.huggingface.family import Family, has_foreign_mixers
 from megatron.conversion.huggingface.other_layouts import read_params, use_transformers_layout
 from megatron.conversion.huggingface.quantized_weights import (
     BLOCK_SIZE,
@@ -24,7 +24,6 @@ from megatron.conversion.huggingface.quantized_weights import (
     make_quantization_config,
     read_block_size,
 )
-from megatron.conversion.huggingface.rules import format_layers
 from megatron.conversion.huggingface.safetensors_files import Stored
 from megatron.conversion.huggingface.sidecar import (
     DIRECTORY,
@@ -53,6 +52,7 @@ from megatron.conversion.huggingface.weight_files import (
     open_weights,
     write_weight_files,
 )
+from megatron.conversion.model_space.foreign import format_layers
 from megatron.conversion.model_space.model import (
     check_optimizer_complete,
     check_parameters,
@@ -70,6 +70,7 @@ from megatron.conversion.model_space.source import (
     TensorInfo,
     TrainingState,
     foreign_key,
+    foreign_name,
     full_precision_key,
     is_foreign,
     is_trained,
@@ -129,6 +130,11 @@ class HuggingFaceSource:
         if "mtp_num_layers" not in given and not _has_prediction_layers(files, self.args):
             # transformers leaves these layers out when it saves a model, but not the field.
             self.args["mtp_num_layers"] = None
+        try:
+            mixers = family.find_foreign_mixers(files, self.args)
+        except ValueError as error:
+            raise schema.CheckpointError(f"{directory}: {error}") from error
+        self.args["foreign_mixers"] = mixers
         config = model_config(self.args, self.args["vocab_size"], self.description)
         if block is not None:
             files = dequantize(files, block, config.params_dtype)
@@ -156,6 +162,9 @@ class HuggingFaceSource:
         self.args |= resolve_arguments(config)
         self.args["hf_model_type"] = family.model_type
         self.args["hf_fields"] = family.repeated_fields(hf)
+        if mixers is not None:
+            fields = {name: value for name, value in hf.items() if name != _QUANTIZATION}
+            self.args["hf_fields"] = fields
         self.args |= read_tokenizer_arguments(directory, hf) | dict(given)
 
         if read_options.keep_foreign:
@@ -279,8 +288,12 @@ def write_huggingface(
     # Plan and check everything.
     config = _make_config(source, options)
     foreign = [key for key in source.tensors if is_foreign(key)]
-    family = choose_family(config, source.args.get("hf_model_type"), foreign)
-    fields = family.write_config(config, get_imported_fields(family, source.args))
+    model_type = source.args.get("hf_model_type")
+    imported = source.args.get("hf_fields") or {}
+    family = choose_family(config, model_type, foreign, imported)
+    fields = family.write_config(config, get_imported_fields(family, config, source.args))
+    if has_foreign_mixers(config):
+        _check_foreign_mixers(source, family, foreign)
     shapes = model_tensors(config)
     # Exports have one tensor per expert, not the fused form.
     parts = list(
@@ -397,7 +410,7 @@ def write_small_files(
         options.note(f"tokenizer: {copied}")
     # Readers recognize a model by config.json: it must not be durable before the weights are.
     fsync_tree(directory)
-    write_json(directory / CONFIG, {**fields, **tokenizer.ids, "use_cache": True})
+    write_json(directory / CONFIG, {"use_cache": True, **fields, **tokenizer.ids})
     fsync_tree(directory)
     return tokenizer.lost
 
@@ -441,15 +454,31 @@ def _check_complete(
         )
 
 
+def _check_foreign_mixers(source: Source, family: Family, foreign: Sequence[str]) -> None:
+    """Raise ValueError if a layer's foreign mixer is not among the foreign tensors."""
+    try:
+        family.find_foreign_mixers(map(foreign_name, foreign), source.args)
+    except ValueError as error:
+        raise ValueError(f"{source.description}: {error}") from error
+
+
 _FIELDS = schema.mapping(schema.anything, keys=schema.key)
 
 
-def get_imported_fields(family: Family, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the config.json that the model was imported from, checked again."""
+def get_imported_fields(
+    family: Family, config: TransformerConfig, args: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of the config.json that the model was imported from, checked again.
+
+    Those of a model with foreign mixers are all fields.
+    """
     if args.get("hf_model_type") != family.model_type:
         return {}
-    fields = args.get("hf_fields") or {}
+    fields: dict[str, Any] = args.get("hf_fields") or {}
     _FIELDS(fields, "the arguments: hf_fields")
+    if has_foreign_mixers(config):
+        family.check_fields(fields, ignored=fields)
+        return fields
     family.check_fields(fields)
     return family.repeated_fields(fields)
 

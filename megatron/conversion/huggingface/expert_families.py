@@ -11,6 +11,7 @@ from megatron.conversion.huggingface.attention_rules import (
     LATENT_HEAD_DIM,
     NO_GROUPS,
     QWEN3_MOE_WINDOW,
+    STATE_SPACE,
     alternating_windows,
     heads,
     hybrid_windows,
@@ -26,6 +27,8 @@ from megatron.conversion.huggingface.common_rules import (
     UNTIED,
 )
 from megatron.conversion.huggingface.dense_families import (
+    FOREIGN_QWEN_RULES,
+    GATED_MIXERS,
     GRANITE_MODEL,
     GRANITE_RULES,
     GRANITE_SWA_RULES,
@@ -84,6 +87,10 @@ _QWEN_EXPERT_RULES = (
     SWITCHED_NORMALIZATION,
     EXPERT_LAYERS,
 )
+_SHARED_EXPERT = (
+    copied("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+    implied(moe_shared_expert_gate=True),
+)
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
@@ -106,8 +113,7 @@ QWEN2_MOE = Family(
         *QWEN2_RULES,
         qwen_windows(in_first_layers=True),
         *_QWEN_EXPERT_RULES,
-        copied("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
-        implied(moe_shared_expert_gate=True),
+        *_SHARED_EXPERT,
         fixed("qkv_bias", True),
         fixed("use_mrope", False),
     ),
@@ -117,6 +123,30 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     rows.QWEN3_ROWS,
     (*QWEN3_RULES, QWEN3_MOE_WINDOW, *_QWEN_EXPERT_RULES),
+)
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    rows.QWEN3_NEXT_ROWS,
+    (
+        *FOREIGN_QWEN_RULES,
+        copied("ffn_hidden_size", "intermediate_size", required=True),
+        *_QWEN_EXPERT_RULES,
+        *_SHARED_EXPERT,
+    ),
+    foreign_mixers=GATED_MIXERS,
+)
+QWEN3_5_MOE = Family(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    rows.QWEN3_NEXT_ROWS,
+    (
+        *FOREIGN_QWEN_RULES,
+        *_experts(("num_experts", "num_local_experts"), "moe_intermediate_size"),
+        NORMALIZED_WEIGHTS,
+        *_SHARED_EXPERT,
+    ),
+    foreign_mixers=GATED_MIXERS,
 )
 _GRANITE_EXPERTS = (
     biases(attention_bias=ATTENTION),
@@ -155,10 +185,11 @@ GRANITEMOEHYBRID = Family(
         OPTIONAL_EXPERTS,
         AUXILIARY_LOSS,
     ),
-    # State space layers, which are refused, have these fields.
+    # Fields of state space layers, which are foreign.
     harmless="""
         mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size
         mamba_conv_bias mamba_proj_bias time_step_limit""",
+    foreign_mixers={"mamba.": STATE_SPACE},
 )
 OLMOE = Family(
     "olmoe",

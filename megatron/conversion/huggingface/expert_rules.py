@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.conversion.huggingface.config_fields import ConfigFields, Json
+from megatron.conversion.huggingface.config_fields import ConfigFields, Json, refuse_conflicts
 from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, copied, unsupported
 from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.schema import COUNT, Check, boolean, number
@@ -57,13 +57,20 @@ NORMALIZED_WEIGHTS = normalized_weights()
 
 
 def _read_layer_topk(found: ConfigFields, args: Json) -> Json:
-    topk = found.first(*_TOPK_BY_LAYER)
-    # One number, or one for each layer.
-    if isinstance(topk, list):
-        if len(topk) < args["num_layers"] or len(set(topk)) != 1:
-            raise unsupported(_TOPK_BY_LAYER[0], topk, "the same number in every layer is")
-        topk = topk[0]
-    return {"moe_router_topk": COUNT(topk, f"config.json: {_TOPK_BY_LAYER[0]}")}
+    numbers = {}
+    for name in _TOPK_BY_LAYER:
+        topk = found.stated.get(name)
+        # One number, or one for each layer.
+        if isinstance(topk, list):
+            if len(topk) < args["num_layers"] or any(value != topk[0] for value in topk):
+                raise unsupported(name, topk, "the same number in every layer is")
+            topk = topk[0]
+        if topk is not None:
+            numbers[name] = COUNT(topk, f"config.json: {name}")
+    refuse_conflicts(numbers)
+    if not numbers:
+        return {"moe_router_topk": found.first(_TOPK_BY_LAYER[0])}
+    return {"moe_router_topk": next(iter(numbers.values()))}
 
 
 def _write_layer_topk(config: TransformerConfig) -> Json:

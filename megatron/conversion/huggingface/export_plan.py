@@ -59,7 +59,7 @@ def plan_export(
         is_fp16 = dtype == torch.float16
         config = dataclasses.replace(config, bf16=is_bf16, fp16=is_fp16)
     family = choose_family(config, args.get("hf_model_type"))
-    fields = family.write_config(config, get_imported_fields(family, args))
+    fields = family.write_config(config, get_imported_fields(family, config, args))
     shapes = model_tensors(config)
     parts = list(
         stored_parameters(shapes, family.select_rows(config), family.layers, config, has_none)

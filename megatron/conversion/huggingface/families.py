@@ -5,13 +5,14 @@ To add a family, copy a row of `dense_families` or `expert_families` and name it
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from megatron.conversion.huggingface import dense_families as dense
 from megatron.conversion.huggingface import expert_families as experts
 from megatron.conversion.huggingface.config_fields import Json
-from megatron.conversion.huggingface.family import Family
-from megatron.conversion.huggingface.rules import format_layers
+from megatron.conversion.huggingface.family import Family, has_foreign_mixers
+from megatron.conversion.model_space.foreign import format_layers
 from megatron.core.dist_checkpointing.format.schema import optional, record, sequence, text
 from megatron.core.terminal import escape_control_chars
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,6 +37,7 @@ FAMILIES = (
     *(experts.GRANITEMOEHYBRID, experts.YOUTU, experts.HY_V3, experts.EXAONE_MOE),
     *(experts.ARIA_TEXT, experts.DEEPSEEK_V32, experts.GLM_MOE_DSA),
     *(dense.HUNYUAN_V1_DENSE, experts.HUNYUAN_V1_MOE, experts.ERNIE4_5_MOE),
+    *(experts.QWEN3_NEXT, dense.QWEN3_5, experts.QWEN3_5_MOE, dense.LFM2),
 )
 
 # Models that are not supported -> the part that our model does not have.
@@ -49,10 +51,8 @@ _LACKING = {
     "minimax": "lightning attention",
     "kimi_linear": "linear attention",
     **dict.fromkeys(("afmoe", "laguna"), "gates of the output of attention"),
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), "gated delta nets"
-    ),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), "convolutions"),
+    "olmo_hybrid": "gated delta nets",
+    "lfm2_moe": "convolutions",
     **dict.fromkeys(
         ("bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h", "zamba2"),
         "state space layers",
@@ -115,24 +115,37 @@ def _describe_layers(hf: Json) -> str:
 
 
 def choose_family(
-    config: TransformerConfig, preferred: str | None, foreign: Collection[str] = ()
+    config: TransformerConfig,
+    preferred: str | None,
+    foreign: Collection[str] = (),
+    imported: Mapping[str, Any] | None = None,
 ) -> Family:
     """Return the first family that can express the model, trying `preferred` before the others.
 
-    `foreign` are the names of tensors that our model does not have. Raises ValueError with the
+    `foreign` are the names of tensors that our model does not have. A model with foreign mixers can
+    only be of the `preferred` family, which it was `imported` as. Raises ValueError with the
     obstacles of the closest family.
     """
     obstacles: dict[str, list[str]] = {}
+    is_partial = has_foreign_mixers(config)
     # Sorting is stable: only the preferred family moves to the front.
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         if family.indexer is not None and not any(family.indexer in name for name in foreign):
             continue
-        found = family.find_obstacles(config)
+        if is_partial and family.model_type != preferred or family.is_foreign and not is_partial:
+            continue
+        found = family.find_obstacles(config, imported)
         if not found:
             return family
         obstacles[family.model_type] = found
+    if not obstacles:
+        raise ValueError(
+            f"a model with foreign token mixers is written as the family that it was read from, "
+            f"which is not supported: {preferred}"
+        )
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     raise ValueError(
-        "none of the supported models of transformers computes the same as this one; "
-        f"{nearest} is closest, but has no {', no '.join(obstacles[nearest])}"
+        "none of the supported models of transformers computes the same as this one. The closest, "
+        f"{nearest}, has {'; '.join(obstacles[nearest])}. Write the model in another format "
+        "(torch_dist, legacy or universal), or change these properties"
     )

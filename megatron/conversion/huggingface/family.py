@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.conversion.huggingface.config_fields import (
@@ -15,6 +16,7 @@ from megatron.conversion.huggingface.config_fields import (
 )
 from megatron.conversion.huggingface.parameters import Row
 from megatron.conversion.huggingface.rules import COMMON_RULES, Rule
+from megatron.conversion.model_space.model import StoredConfig
 from megatron.conversion.model_space.source import MODEL_ARGUMENTS
 from megatron.core.dist_checkpointing.format.schema import Check, format_value, optional, record
 from megatron.core.terminal import escape_control_chars
@@ -22,6 +24,8 @@ from megatron.core.transformer.transformer_config import (
     LOCAL_BACKEND_FIELDS,
     TransformerConfig,
     compute_model_signature,
+    is_used,
+    select_architecture_fields,
     spell_out_mup,
 )
 
@@ -44,6 +48,8 @@ class Family:
     other_architectures: tuple[str, ...] = ()  # names of the class outside transformers
     sequential_rows: Mapping[str, Row] | None = None  # of models without a parallel residual
     indexer: str | None = None  # part of the names of a sparse indexer, which our model lacks
+    # Token mixers that our model does not have: prefix of their names in a layer -> kind.
+    foreign_mixers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:
@@ -59,6 +65,44 @@ class Family:
     @property
     def all_rules(self) -> tuple[Rule, ...]:
         return COMMON_RULES + self.rules
+
+    @property
+    def is_foreign(self) -> bool:
+        """Return whether every layer has a foreign mixer, i.e. attention is one as well."""
+        return any("self_attn.".startswith(prefix) for prefix in self.foreign_mixers)
+
+    def find_foreign_mixers(
+        self, names: Iterable[str], args: Mapping[str, Any]
+    ) -> list[str] | None:
+        """Return the kind of each layer's mixer if it is foreign, else ""; None if none is foreign.
+
+        `names` are those of the tensors, and `args` the arguments in config.json. Raises ValueError
+        if they contradict each other.
+        """
+        num_layers: int = args["num_layers"]
+        layer_name = re.compile(rf"(?:{re.escape(self.prefix)})?(.*?)(\d+)\.(.+)")
+        stem = self.layers.removeprefix(self.prefix)
+        mixers = [""] * num_layers
+        for name in names:
+            match = layer_name.fullmatch(name)
+            if match is None or match[1] != stem or int(match[2]) >= num_layers:
+                continue
+            for prefix, kind in self.foreign_mixers.items():
+                if match[3].startswith(prefix):
+                    mixers[int(match[2])] = kind
+
+        # Families in which attention is native state the kinds, others have a foreign mixer in
+        # every layer.
+        stated = args.get("foreign_mixers") or [""] * num_layers
+        for layer, (kind, wanted) in enumerate(zip(mixers, stated, strict=True)):
+            if self.is_foreign and not kind:
+                wanted = " or ".join(self.foreign_mixers.values())
+            if wanted != kind and not (self.is_foreign and kind):
+                raise ValueError(
+                    f"layer {layer} has {kind or 'no foreign mixer'} in the weights, but "
+                    f"{wanted or 'attention'} in config.json"
+                )
+        return mixers if any(mixers) else None
 
     def read_config(
         self, hf: Json, args: Mapping[str, Any], ignored: Collection[str] = ()
@@ -77,8 +121,11 @@ class Family:
     def check_fields(self, hf: Json, ignored: Collection[str] = ()) -> None:
         """Raise ValueError for a field that is unknown or has a value of the wrong type."""
         checks = self._collect_checks()
-        # An unknown field may change the model: reject unknown fields before reading any.
+        # An unknown field may change the model: reject unknown fields before reading any. A model
+        # that is copied, but not computed here, is described by all of its fields.
         known = {*HARMLESS.split(), *self.harmless.split(), *ignored, *checks}
+        if self.is_foreign:
+            known |= hf.keys()
         unknown = []
         for name, value in hf.items():
             if value is not None and name not in known:
@@ -100,10 +147,10 @@ class Family:
         """Return the check of each field that a rule reads."""
         checks: dict[str, Check] = {}
         for rule in self.all_rules:
-            for field, check in rule.fields.items():
+            for name, check in rule.fields.items():
                 if isinstance(check, str):  # the name of an argument
                     check = MODEL_ARGUMENTS[check]
-                checks[field] = check
+                checks[name] = check
         return checks
 
     def write_config(
@@ -117,11 +164,27 @@ class Family:
         fields: Json = {"architectures": [self.architecture], "model_type": self.model_type}
         imported = imported or {}
         config = spell_out_mup(config)  # no family has muP, some have its factors
+        if has_foreign_mixers(config):
+            return self._update_config(imported, config)
         for rule in self.all_rules:
             fields |= rule.write(config)
             repeated = {name: imported[name] for name in rule.repeated if name in imported}
             if repeated and self._describes(rule, repeated, config):
                 fields |= repeated
+        return fields
+
+    def _update_config(self, imported: Mapping[str, Any], config: TransformerConfig) -> Json:
+        """Return the config.json of a model with foreign mixers: all imported fields, and the
+        fields of rules that would write something else now, e.g. after a change of the dtype.
+        """
+        before = _make_config(self.read_config(dict(imported), {}, ignored=imported))
+        fields = dict(imported)
+        for rule in self.all_rules:
+            written = rule.write(config)
+            if written != rule.write(before):
+                for name in rule.fields:
+                    fields.pop(name, None)
+                fields |= written
         return fields
 
     def _describes(self, rule: Rule, fields: Json, config: TransformerConfig) -> bool:
@@ -151,10 +214,13 @@ class Family:
         found = ConfigFields(hf, transformers_defaults(self.model_type))
         return [part for field, part in self.switched_biases() if not found.first(field)]
 
-    def find_obstacles(self, config: TransformerConfig) -> list[str]:
-        """Return the properties of a model that this family cannot express.
+    def find_obstacles(
+        self, config: TransformerConfig, imported: Mapping[str, Any] | None = None
+    ) -> list[str]:
+        """Return a line for each property of a model that this family cannot express.
 
-        config.json is written, read back as if from a file, and compared.
+        config.json is written, read back as if from a file, and compared. `imported` are fields of
+        the config.json that the model came from, which alone describe foreign mixers.
         """
         if config.window_size is not None and not any(config.window_pattern):
             # A window that no layer has. transformers has no such model.
@@ -163,34 +229,66 @@ class Family:
             )
         wanted = compute_model_signature(config)
 
-        # Write and read config.json.
-        fields = self.write_config(config)
-        usual = {"kv_channels": config.hidden_size // config.num_attention_heads}
+        # Write and read config.json. Names of tensors state which mixers are foreign.
+        is_partial = has_foreign_mixers(config)
         try:
-            args = usual | self.read_config(fields, {})
+            fields = self.write_config(config, imported if is_partial else None)
+            args = self.read_config(fields, {}, ignored=fields if is_partial else ())
         except ValueError as error:  # a value that the family does not have
             return [str(error), *_list_differences(wanted, {})]
+        if isinstance(config, StoredConfig):
+            args["foreign_mixers"] = config.foreign_mixers
 
         # Compare the model that it describes.
         try:
-            found = compute_model_signature(TransformerConfig(**(args | LOCAL_BACKEND_FIELDS)))
+            found = _make_config(args)
         except ValueError as error:  # the model contradicts the family
             return [*str(error).splitlines(), *_list_differences(wanted, wanted | args)]
-        obstacles = _list_differences(wanted, found)
+        obstacles = _list_differences(wanted, compute_model_signature(found), found)
         if not obstacles:
             refusal = refusal_of_transformers(self.model_type, fields)
             if refusal is not None:
-                obstacles.append(f"a config.json that transformers accepts ({refusal})")
+                obstacles.append(f"a config.json that transformers refuses ({refusal})")
         return obstacles
+
+
+def has_foreign_mixers(config: TransformerConfig) -> bool:
+    """Return whether a layer of the model has a token mixer that this program does not have."""
+    return isinstance(config, StoredConfig) and config.foreign_mixers is not None
+
+
+def _make_config(args: Mapping[str, Any]) -> StoredConfig:
+    """Return the model that the arguments in a config.json describe.
+
+    Raises ValueError if they contradict each other.
+    """
+    usual = {"kv_channels": args["hidden_size"] // args["num_attention_heads"]}
+    return StoredConfig(**(usual | dict(args) | LOCAL_BACKEND_FIELDS))
 
 
 _MISSING = object()
 
 
-def _list_differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Return a line for each value of `wanted` that is missing or different in `found`."""
+def _list_differences(
+    wanted: Mapping[str, Any], found: Mapping[str, Any], config: TransformerConfig | None = None
+) -> list[str]:
+    """Return a line for each value of `wanted` that is missing or different in `found`.
+
+    `found` is the signature of `config`. Differences that follow from another one are left out:
+    a model without qk_layernorm has no place for the options of these norms.
+    """
+    unused = set()
+    if config is not None:
+        for each in select_architecture_fields():
+            if not is_used(each, vars(config)):
+                unused.add(each.metadata["meaning"] or each.name)
     lines = []
     for name, value in wanted.items():
-        if found.get(name, _MISSING) != value:
-            lines.append(f"{name} = {value}")
+        other = found.get(name, _MISSING)
+        if other == value or (other is None and name in unused):
+            continue
+        if other is _MISSING:
+            lines.append(f"no {name}, which is {value}")
+        else:
+            lines.append(f"{name} = {other} instead of {value}")
     return lines

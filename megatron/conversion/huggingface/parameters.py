@@ -74,6 +74,20 @@ MIXTRAL_ROWS = LLAMA_ROWS | {
 QWEN3_ROWS = {
     key: replace(row, biased=not key.startswith("mlp.")) for key, row in LLAMA_ROWS.items()
 }
+# Norms before foreign mixers, which are modules of their own.
+_INPUT_NORM = {"input_layernorm.": Row(("input_layernorm.",))}
+QWEN3_NEXT_ROWS = QWEN3_ROWS | _INPUT_NORM
+LFM2_ROWS = LLAMA_ROWS | {
+    "input_layernorm.": Row(("operator_norm.",)),
+    "self_attention.linear_qkv.layer_norm_": Row(("operator_norm.",)),
+    "self_attention.q_layernorm.": Row(("self_attn.q_layernorm.",)),
+    "self_attention.k_layernorm.": Row(("self_attn.k_layernorm.",)),
+    "self_attention.linear_proj.": Row(("self_attn.out_proj.",)),
+    "mlp.linear_fc1.layer_norm_": Row(("ffn_norm.",)),
+    "mlp.linear_fc1.": Row(("feed_forward.w1.", "feed_forward.w3.")),
+    "mlp.linear_fc2.": Row(("feed_forward.w2.",)),
+    "decoder.final_layernorm.": Row(("model.embedding_norm.",)),
+}
 HUNYUAN_ROWS = QWEN3_ROWS | {
     "self_attention.q_layernorm.": Row(("self_attn.query_layernorm.",)),
     "self_attention.k_layernorm.": Row(("self_attn.key_layernorm.",)),
@@ -118,6 +132,7 @@ GRANITEMOE_ROWS = QWEN3_ROWS | {
 }
 # Models without experts have the MLP of the shared expert instead.
 GRANITE_HYBRID_ROWS = GRANITEMOE_ROWS | {
+    **_INPUT_NORM,
     "mlp.linear_fc1.": Row(("shared_mlp.input_linear.",), biased=False),
     "mlp.linear_fc2.": Row(("shared_mlp.output_linear.",), biased=False),
 }
@@ -149,7 +164,7 @@ HY_V3_ROWS = (
     }
 )
 DEEPSEEK_ROWS = GLM4_MOE_ROWS | {
-    "input_layernorm.": Row(("input_layernorm.",)),
+    **_INPUT_NORM,
     "self_attention.linear_q_proj.": Row(("self_attn.q_proj.",)),
     "self_attention.linear_q_down_proj.": Row(("self_attn.q_a_proj.",)),
     "self_attention.linear_q_up_proj.layer_norm_": Row(("self_attn.q_a_layernorm.",)),

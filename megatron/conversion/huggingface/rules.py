@@ -7,7 +7,7 @@ is written, because both generations load it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -45,26 +45,6 @@ def unsupported(field: str, value: Any, wanted: str) -> ValueError:
     )
 
 
-def format_layers(layers: Sequence[int]) -> str:
-    """Return sorted numbers of layers for a message, e.g. "0-3, 7"."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return ", ".join(texts)
-
-
-def _refuse_conflicts(found: ConfigFields, fields: Sequence[str]) -> None:
-    """Raise ValueError if names of one value have different values."""
-    stated = {name: found.stated[name] for name in fields if found.states(name)}
-    if len(set(stated.values())) > 1:
-        listed = " and ".join(f"{name} = {value}" for name, value in stated.items())
-        raise ValueError(f"config.json has {listed}: remove the wrong one")
-
-
 def copied(argument: str, *fields: str, required: bool = False) -> Rule:
     """Copy the value of an argument; of several names all are read and the first is written.
 
@@ -74,8 +54,6 @@ def copied(argument: str, *fields: str, required: bool = False) -> Rule:
     def read(found: ConfigFields, args: Json) -> Json:
         if required and not found.states(*fields) and argument not in args:
             raise ValueError(f"config.json has no {fields[0]!r}: give {flag_name(argument)}")
-        if required:
-            _refuse_conflicts(found, fields)
         return {argument: found.first(*fields)}
 
     def write(config: TransformerConfig) -> Json:
@@ -99,16 +77,16 @@ def nullable(argument: str) -> Rule:
     return Rule({argument: argument}, read, write)
 
 
-def opposite(argument: str, field: str) -> Rule:
-    """Map a switch to an argument with the opposite value."""
+def opposite(argument: str, *fields: str) -> Rule:
+    """Map a switch to an argument with the opposite value. Of several names the last is written."""
 
     def read(found: ConfigFields, args: Json) -> Json:
-        return {argument: not found.first(field)}
+        return {argument: not found.first(*fields)}
 
     def write(config: TransformerConfig) -> Json:
-        return {field: not getattr(config, argument)}
+        return {fields[-1]: not getattr(config, argument)}
 
-    return Rule({field: boolean}, read, write)
+    return Rule(dict.fromkeys(fields, boolean), read, write)
 
 
 def reciprocal(argument: str, field: str) -> Rule:
@@ -171,6 +149,37 @@ def feed_forward(field: str, free: bool) -> Rule:
         return {field: config.ffn_size} if free else {}
 
     return Rule({field: "ffn_hidden_size"}, read, write)
+
+
+_LFM2_WIDTH = ("block_ff_dim", "intermediate_size")
+
+
+def _read_adjusted_width(found: ConfigFields, args: Json) -> Json:
+    size = found.first(*_LFM2_WIDTH)
+    if found.first("block_auto_adjust_ff_dim"):
+        size = int(2 * size / 3)
+        factor = found.get("block_ffn_dim_multiplier")
+        if factor is not None:
+            multiple = found.first("block_multiple_of")
+            size = -(-int(factor * size) // multiple) * multiple
+    return {"ffn_hidden_size": size}
+
+
+def _write_adjusted_width(config: TransformerConfig) -> Json:
+    return {"intermediate_size": config.ffn_size, "block_auto_adjust_ff_dim": False}
+
+
+# LFM2: two thirds of a field, rounded up to a multiple.
+ADJUSTED_WIDTH = Rule(
+    {
+        **dict.fromkeys(_LFM2_WIDTH, "ffn_hidden_size"),
+        "block_auto_adjust_ff_dim": boolean,
+        "block_ffn_dim_multiplier": schema.number(1e-3, 1e3),
+        "block_multiple_of": schema.integer(1, 2**20),
+    },
+    _read_adjusted_width,
+    _write_adjusted_width,
+)
 
 
 def dropout(residual: str, embedding: str) -> Rule:

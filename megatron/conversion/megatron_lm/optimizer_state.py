@@ -279,6 +279,10 @@ class PieceTable:
             region = make_region_reader(read_flat, first + box.start, box.shape)
             self.add(key, info, box.offset, box.shape, region)
 
+    def is_implied(self, key: str) -> bool:
+        """Return whether a main parameter is not stored, because it equals its fp32 weight."""
+        return key in self._implied
+
     def complete(self, has_optimizer: bool) -> None:
         """Add implied main parameters, and check both ends of every stored one.
 

@@ -459,7 +459,7 @@ class TorchDistSource:
                 known[key] = info
             elif keep_foreign and state is None:
                 known[foreign_key(key)] = info
-            else:
+            elif not self._table.is_implied(key):
                 self.unused.append(key)
         self.unused.sort()
         for key in sorted(self._reader.metadata.objects):

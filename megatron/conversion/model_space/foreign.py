@@ -1,12 +1,12 @@
-"""Foreign tensors, which the model does not have, in files of torch.save.
+"""Foreign tensors, which the model does not have: their layers, and their form in torch.save.
 
-They are stored byte for byte in a dictionary by name, so that a tensor of any shape and dtype has a
-place.
+Such a file has them byte for byte in a dictionary by name, so that a tensor of any shape and dtype
+has a place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,33 @@ from megatron.core.dist_checkpointing.format import schema
 from megatron.core.dist_checkpointing.format.torch_zip import TensorSlot
 from megatron.core.dist_checkpointing.mapping import narrow
 from megatron.core.durable_files import committed
+from megatron.core.terminal import escape_control_chars
 
 StoredTensor = FileTensor | torch.Tensor
+
+
+def format_layers(layers: Sequence[int]) -> str:
+    """Return sorted numbers of layers for a message, e.g. "0-3, 7"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ", ".join(texts)
+
+
+def describe_foreign_mixers(args: Mapping[str, Any]) -> str:
+    """Return the kinds of foreign token mixers in the arguments with their layers; "" if none."""
+    layers_by_kind: dict[str, list[int]] = {}
+    for layer, kind in enumerate(args.get("foreign_mixers") or ()):
+        if kind:
+            layers_by_kind.setdefault(kind, []).append(layer)
+    listed = []
+    for kind, layers in layers_by_kind.items():
+        listed.append(f"{escape_control_chars(str(kind))} in layers {format_layers(layers)}")
+    return " and ".join(listed)
 
 
 def read_stored(stored: StoredTensor, offset: Shape, shape: Shape) -> torch.Tensor:

@@ -37,7 +37,7 @@ from megatron.conversion.model_space.source import (
 )
 from megatron.core.dist_checkpointing import CheckpointError, ShardedTensor
 from megatron.core.distributed.param_and_grad_buffer import ParamSpec
-from megatron.core.flags import find_value_problems
+from megatron.core.flags import find_value_problems, flag
 from megatron.core.models import GPTModel
 from megatron.core.module import param_info
 from megatron.core.parallel_config import ParallelConfig
@@ -51,12 +51,34 @@ from megatron.core.transformer.transformer_config import (
     select_architecture_fields,
 )
 
-_FIELDS = {field.name: field for field in dataclasses.fields(TransformerConfig)}
-_LAYER = re.compile(r"decoder\.layers\.\d+\.")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> TransformerConfig:
+@dataclass
+class StoredConfig(TransformerConfig):
+    """The model of a checkpoint. Parts of its layers may be foreign: this program cannot run them,
+    and their tensors are copied under the names of the files (`foreign_key`).
+    """
+
+    foreign_mixers: list[str] | None = flag(None, decides="shapes")
+    """For each layer the kind of its token mixer, e.g. "gated delta net", if it is foreign, and ""
+    if it is our attention. Default: no layer has a foreign one.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mixers = self.foreign_mixers
+        if mixers is not None and len(mixers) != self.num_layers:
+            raise ValueError(
+                f"foreign_mixers has {len(mixers)} entries for {self.num_layers} layers"
+            )
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(StoredConfig)}
+
+
+def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> StoredConfig:
     """Return the configuration in a checkpoint's arguments.
 
     `vocab_size` is the number of rows of the word embedding. It may exceed the number of trained
@@ -79,7 +101,7 @@ def model_config(args: Mapping[str, Any], vocab_size: int, description: str) -> 
             fields[name] = value
     fields |= LOCAL_BACKEND_FIELDS
     fields["vocab_size"] = vocab_size
-    return TransformerConfig(**fields)
+    return StoredConfig(**fields)
 
 
 def _is_foreign_choice(name: str, value: Any) -> bool:
@@ -192,7 +214,8 @@ def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
     Raises ValueError for impossible sizes.
     """
     # Building all layers of a large model takes minutes, even on the meta device. Layers of a kind
-    # (dense, with experts) have the same parameters, so one of each is enough.
+    # (dense, with experts) have the same parameters, so one of each is enough. Those that are
+    # foreign are left out at the end.
     pattern = config.moe_layer_pattern
     models: dict[int, list[ParamSpec]] = {}  # kind of layer -> parameters of a model with one
     try:
@@ -220,7 +243,40 @@ def model_parameters(config: TransformerConfig) -> list[ParamSpec]:
             section = after
         else:
             section.append(parameter)
-    return before + all_layers + after
+    native = []
+    for parameter in before + all_layers + after:
+        key = find_native_key(parameter.name, config)
+        if key is not None:
+            native.append(dataclasses.replace(parameter, name=key))
+    return native
+
+
+# The norm before attention, which is part of its first projection, and its name without one.
+_FUSED_NORM = "self_attention.linear_qkv.layer_norm_"
+_SEPARATE_NORM = "input_layernorm."
+
+
+def find_native_key(key: str, config: TransformerConfig) -> str | None:
+    """Return the key of a parameter in a model with foreign parts; None if it is foreign.
+
+    The norm before a foreign mixer is a module of its own, as before latent attention.
+    """
+    match = _LAYER.match(key)
+    if match is None or not isinstance(config, StoredConfig) or config.foreign_mixers is None:
+        return key
+    if not config.foreign_mixers[int(match[1])]:
+        return key
+    name = key[match.end() :]
+    if name.startswith(_FUSED_NORM):
+        return separate_input_norm(key)
+    if name.startswith("self_attention."):
+        return None
+    return key
+
+
+def separate_input_norm(name: str) -> str:
+    """Return the name of the norm before attention as a module of its own."""
+    return name.replace(_FUSED_NORM, _SEPARATE_NORM)
 
 
 def _list_parameters_with_layer(config: TransformerConfig, number: int) -> list[ParamSpec]:
@@ -406,8 +462,23 @@ def rank_parameters(
         parameters = _list_chunk_parameters(model)
         if args is not None:
             parameters = _arrange_as_modules(parameters, args, tp_rank)
-        chunks.append(parameters)
+        chunks.append(_select_native(parameters, config))
     return chunks
+
+
+def _select_native(
+    parameters: Iterable[LocalParameter], config: TransformerConfig
+) -> list[LocalParameter]:
+    """Return the parameters of a chunk that are not foreign."""
+    selected = []
+    for parameter in parameters:
+        key = find_native_key(parameter.key, config)
+        if key == parameter.key:
+            selected.append(parameter)
+        elif key is not None:
+            name = separate_input_norm(parameter.name)
+            selected.append(replace(parameter, name=name, key=key))
+    return selected
 
 
 def _list_chunk_parameters(model: GPTModel) -> list[LocalParameter]:

@@ -135,6 +135,7 @@ _RUN: dict[str, Check] = {
     **_fields(text(), "train_data_fingerprint"),
     **_fields(text(8), "tiktoken_pattern"),
     **_fields(schema.boolean, "legacy_tokenizer"),
+    **_fields(sequence(text(256), 10_000), "foreign_mixers"),
 }
 ARGUMENTS = record({f"{name}?": check for name, check in MODEL_ARGUMENTS.items()} | _RUN)
 
@@ -491,9 +492,19 @@ class SourceView:
         return self._source.read(key, offset, shape)
 
     def cast_weights(self, dtype: torch.dtype) -> None:
-        """Change the dtype of the weights. A router's bias is fp32 in every model."""
+        """Change the dtype of the weights. A router's bias is fp32 in every model.
+
+        Foreign tensors are copied as they are, except for weights of layers with foreign mixers:
+        those that have the dtype of the other weights are cast with them.
+        """
+        old = None
+        if self.args.get("foreign_mixers"):
+            old = self.tensors[WORD_EMBEDDINGS].dtype
         for key, info in self.tensors.items():
-            if is_weight(key) and is_trained(key):
+            is_cast = is_weight(key) and is_trained(key)
+            if is_foreign(key):
+                is_cast = info.dtype == old
+            if is_cast:
                 self.tensors[key] = TensorInfo(info.shape, dtype)
 
     def drop_average(self) -> None:
@@ -537,10 +548,8 @@ class AveragedWeights(SourceView):
             self.cast_weights(dtype)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        if not is_trained(key):
-            return self._source.read(key, offset, shape)
-        average = self._source.read(average_key(key), offset, shape)
-        return average.to(self.tensors[key].dtype)
+        stored = average_key(key) if is_trained(key) else key
+        return self._source.read(stored, offset, shape).to(self.tensors[key].dtype)
 
 
 def read_whole(source: Source, key: str) -> torch.Tensor:

@@ -170,7 +170,9 @@ def compute_model_signature(config: TransformerConfig) -> dict[str, Any]:
     Two configurations of the same model have the same signature even if their flags differ.
     """
     signature: dict[str, Any] = {"vocab_size": config.vocab_size}
-    for field in select_architecture_fields():
+    for field in dataclasses.fields(config):
+        if not field.metadata["decides"]:
+            continue
         # A derived property states the meaning of fields that have several spellings.
         name = field.metadata["meaning"] or field.name
         if not is_used(field, vars(config)):

@@ -172,8 +172,8 @@ def test_sparse_indexers_are_not_dropped_silently(indexed_model: Path, tmp_path:
 @pytest.mark.parametrize(
     ("model_type", "field", "kind"),
     [
-        ("qwen3_next", "layer_types", "linear_attention"),
-        ("lfm2", "layer_types", "conv"),
+        ("olmo_hybrid", "layer_types", "linear_attention"),
+        ("zamba2", "layers_block_type", "hybrid"),
         ("bamba", "layers_block_type", "mamba"),
     ],
 )

@@ -290,6 +290,56 @@ def test_averages_of_inputs_are_left_out_with_a_note(tmp_path):
     assert "averages of the weights (ema.*) of the inputs: left out" in result.stdout
 
 
+def test_averages_are_merged_in_fp32_and_rounded_once(tmp_path):
+    paths = []
+    sources = []
+    for seed in (1, 2):
+        source = random_source(BF16, seed=seed)
+        averages = random_source(LLAMA_ARGS, optimizer=False, seed=seed + 10)
+        for key, value in averages.values.items():
+            source.values[average_key(key)] = value.float()
+        write_torch_dist(source, tmp_path / f"input-{seed}")
+        paths.append(tmp_path / f"input-{seed}")
+        sources.append(averages)
+    words = ["--input", f"{paths[0]}:0.25", f"{paths[1]}:0.75", "--weights", "ema"]
+    done = run_merge(*words, "--output", tmp_path / "out", "--saver", "hf", "--verify-target")
+    assert done.returncode == 0, done.stderr
+    result = open_checkpoint(tmp_path / "out")
+    assert {info.dtype for info in result.tensors.values()} == {torch.bfloat16}
+    assert_merged(result, sources, [0.25, 0.75], state=None)
+    run_merge(*words, "--output", tmp_path / "fp32", "--dtype", "fp32")
+    result = open_checkpoint(tmp_path / "fp32")
+    assert not any(key.startswith("optimizer.") for key in result.tensors)
+    assert_merged(result, sources, [0.25, 0.75], state=None)
+
+
+def test_foreign_tensors_are_merged_and_codes_must_be_equal(tmp_path):
+    foreign = {"foreign.a": torch.randn(3, 2), "foreign.codes": torch.arange(4, dtype=torch.int8)}
+    inputs = []
+    for number in range(3):
+        source = random_source(LLAMA_ARGS, optimizer=False)
+        source.values |= foreign | {"foreign.a": foreign["foreign.a"] * (number + 1)}
+        if number == 2:
+            source.values["foreign.codes"] = foreign["foreign.codes"] + 1
+        write_torch_dist(source, tmp_path / f"{number}")
+        inputs.append(f"{tmp_path / str(number)}:0.5")
+    flags = ["--saver", "hf", "--keep-foreign"]
+    done = run_merge("--input", *inputs[:2], "--output", tmp_path / "out", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "foreign, merged: codes" in done.stdout
+    merged = torch.from_numpy(load_file(tmp_path / "out" / "model.safetensors")["a"])
+    torch.testing.assert_close(merged, 1.5 * foreign["foreign.a"])
+
+    # Other codes, and a missing tensor.
+    done = run_merge("--input", *inputs[1:], "--output", tmp_path / "other", *flags)
+    assert "codes (torch.int8) differs from that of" in done.stderr
+    write_torch_dist(random_source(LLAMA_ARGS, optimizer=False), tmp_path / "without")
+    words = ["--input", inputs[0], f"{tmp_path / 'without'}:0.5", "--output", tmp_path / "other"]
+    assert "a has shape None in" in run_merge(*words, *flags).stderr
+    note = "unused tensors are merged with --keep-foreign"
+    assert note in run_merge(*words, "--saver", "hf").stdout
+
+
 @pytest.mark.parametrize("form", ["legacy", "universal"])
 def test_last_checkpoints_of_other_formats(tmp_path, form):
     sources = make_run(tmp_path / "run", [8, 9])
@@ -332,6 +382,9 @@ def test_last_checkpoints_of_other_formats(tmp_path, form):
         (["{a}:1", "--optimizer", "last"], "give from=LAST, from=FIRST"),
         (["{a}:1", "--optimizer", "from=LAST", "--no-optim"], "are mutually exclusive"),
         (["{hf}:1", "--optimizer", "from=LAST"], "has no optimizer state"),
+        (["{a}:1", "--weights", "ema"], "has no average of"),
+        (["{a}:1", "--weights", "ema", "--optimizer", "from=1"], "are mutually exclusive"),
+        (["{a}:1", "--foreign-split", "a=0"], "--foreign-split needs --keep-foreign"),
         (["{a}:1", "{other}:0"], "is another model than"),
         (["{a}:1", "/nowhere:0"], "/nowhere holds no checkpoint in a known format"),
         (["{a}:1", "--lr", "3"], "--lr"),

@@ -195,12 +195,26 @@ CONSTANTS: Drawn = {
     "moe_norm_min": 1e-12,
     "no_bias": True,
 }
+
+
+def draw_convolutions(rng: random.Random, drawn: Drawn) -> Any:
+    layers = count_layers(drawn)
+    mixed = [rng.choice(["conv", "full_attention"]) for _ in range(layers)]
+    return rng.choice([["full_attention"] * layers, mixed, OMITTED])
+
+
 SAMPLERS: dict[str, Sampler] = {name: choose_optional(value) for name, value in CONSTANTS.items()}
 SAMPLERS |= {
     "vocab_size": choose(67, 96),
     "num_hidden_layers": choose(1, 2, 3, 4),
     "n_layer": choose(1, 2),
     "num_layers": choose(1, 2, 3),
+    "full_attn_idxs": choose_optional([0], [0, 1]),
+    "block_ff_dim": choose(20, 24),
+    "block_auto_adjust_ff_dim": choose_optional(False, True),
+    "block_ffn_dim_multiplier": choose_optional(1.0, 0.7, None),
+    "block_multiple_of": choose(4, 16),
+    "tie_embedding": choose_optional(False, True),
     "hidden_size": choose(24, 32),
     "n_embd": choose(24, 32),
     "num_attention_heads": choose(4),
@@ -434,6 +448,11 @@ OF_FAMILIES: dict[str, dict[str, Sampler]] = {
         "layer_types": draw_attention_layers,
         "num_local_experts": choose(0, 0, 4),
         "shared_intermediate_size": choose(12, 20),
+    },
+    "lfm2": {
+        "layer_types": draw_convolutions,
+        "intermediate_size": choose(OMITTED),
+        "tie_word_embeddings": choose(OMITTED),
     },
     "granite_swa": {"sliding_window_pattern": choose(OMITTED), "sliding_window": choose(3, 7)},
     "granitemoe_swa": {"sliding_window_pattern": choose(OMITTED), "sliding_window": choose(3, 7)},

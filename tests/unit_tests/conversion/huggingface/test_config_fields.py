@@ -1,6 +1,7 @@
 """Fields of config.json whose meaning in transformers is easy to get wrong, one test each."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,39 @@ def test_missing_fields_have_the_defaults_of_transformers(name: str) -> None:
     assert model_config(found, 67, name) == model_config(wanted | {"bf16": False}, 67, name)
 
 
+CONFLICTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "topk": ("hunyuan_v1_moe", {"moe_topk": 3, "num_experts_per_tok": 2}),
+    "topk by layer": ("hunyuan_v1_moe", {"moe_topk": [3] * 4, "num_experts_per_tok": 2}),
+    "experts": ("mixtral", {"num_local_experts": 4, "num_experts": 8}),
+    "kinds": (
+        "granitemoehybrid",
+        {"layer_types": ["attention"] * 2, "layers_block_type": ["attention", "mamba"]},
+    ),
+    "prediction": ("glm4_moe", {"num_nextn_predict_layers": 1, "num_mtp_layers": 2}),
+    "width": ("lfm2", {"block_ff_dim": 48, "intermediate_size": 24}),
+    "head": ("lfm2", {"tie_embedding": True, "tie_word_embeddings": False}),
+}
+
+
+@pytest.mark.parametrize("case", CONFLICTS)
+def test_different_values_of_two_names_are_refused(case: str) -> None:
+    model_type, conflict = CONFLICTS[case]
+    family = find_family({"model_type": model_type})
+    known = {field for rule in family.all_rules for field in rule.fields}
+    sizes = {field: value for field, value in EXPERTS.items() if field in known}
+    hf = sizes | {"model_type": model_type} | NECESSARY.get(model_type, {}) | conflict
+    listed = " and ".join(f"{name} = {value!r}" for name, value in conflict.items())
+    if case == "topk by layer":
+        listed = "moe_topk = 3 and num_experts_per_tok = 2"
+    message = re.escape(f"config.json has {listed}, which are names of one value")
+    with pytest.raises(ValueError, match=message):
+        family.read_config(hf, {})
+    # Equal values, and null for one of them, are accepted.
+    (first, value), (second, _) = conflict.items()
+    for other in (value, None):
+        family.read_config(hf | {second: other if case != "topk by layer" else other and 3}, {})
+
+
 @pytest.mark.parametrize("dropped", ["rope_theta", "rms_norm_eps"])
 def test_mixtral_defaults(dropped: str, tmp_path: Path) -> None:
     default = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}[dropped]
@@ -226,7 +260,7 @@ def test_different_names_of_a_size_must_agree(model_type: str, name: str) -> Non
     if model_type != "gptj":
         del hf["rotary_dim"]
     assert find_family(hf).read_config(hf, {})["num_attention_heads"] == 4
-    with pytest.raises(ValueError, match=f"{name} = 2 and num_attention_heads = 4: remove"):
+    with pytest.raises(ValueError, match=f"{name} = 2 and num_attention_heads = 4, which"):
         find_family(hf).read_config(hf | {name: 2}, {})
 
 

@@ -165,17 +165,29 @@ def test_files_are_readable_and_temporary_files_are_removed(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"normalization": "LayerNorm", "qk_layernorm": True}, "no normalization = LayerNorm"),
+        (
+            {"normalization": "LayerNorm", "qk_layernorm": True},
+            "normalization = RMSNorm instead of LayerNorm",
+        ),
         (
             {"rotary_percent": 0.5, "qk_layernorm": True},
-            "no (rotary_percent = 0.5|qk_layernorm = True)",
+            r"(rotary_percent = 1.0 instead of 0.5|qk_layernorm = False instead of True)\.",
         ),
-        ({"rotary_interleaved": True, "qk_layernorm": True}, "no rotary_interleaved = True"),
-        ({"apply_layernorm_1p": True}, "no apply_layernorm_1p = True"),
-        ({"swiglu": False, "quick_geglu": True}, "quick_geglu = True"),
-        ({"add_qkv_bias": True, "qk_layernorm": True}, "no has_qkv_bias = True"),
-        ({"swiglu": False}, "no normalization = RMSNorm"),  # plain MLPs have LayerNorm
-        ({"window_size": (7, 2)}, r"no window_size = \(7, 2\)"),
+        (
+            {"rotary_interleaved": True, "qk_layernorm": True},
+            "rotary_interleaved = False instead of True",
+        ),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p = False instead of True"),
+        ({"swiglu": False, "quick_geglu": True}, "quick_geglu = False instead of True"),
+        ({"add_qkv_bias": True, "qk_layernorm": True}, "(has_qkv_bias|qk_layernorm) = False instead of True"),
+        # Plain MLPs have LayerNorm.
+        ({"swiglu": False}, "(normalization = LayerNorm|swiglu = True) instead of"),
+        ({"window_size": (7, 2)}, r"window_size = .* instead of \(7, 2\)"),
+        # What qk_layernorm_across_heads means without qk_layernorm is not an obstacle of its own.
+        (
+            {"qk_layernorm": True, "qk_layernorm_across_heads": True, "no_rope_freq": 2},
+            r"The closest, smollm3, has qk_layernorm = False instead of True\. Write the model in",
+        ),
     ],
 )
 def test_models_without_a_family_are_refused(change: dict, reason: str, tmp_path: Path) -> None:

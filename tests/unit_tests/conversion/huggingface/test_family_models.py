@@ -267,7 +267,9 @@ def test_families_refuse_models_they_cannot_express(saved, tmp_path):
     assert choose_family(before_softmax, None) is QWEN3_MOE
     assert any("moe_shared_expert" in text for text in QWEN2_MOE.find_obstacles(config))
     sigmoid = dataclasses.replace(config, moe_router_score_function="sigmoid")
-    with pytest.raises(ValueError, match="mixtral is closest, but has no score_function = sigmoid"):
+    with pytest.raises(
+        ValueError, match="The closest, mixtral, has score_function = softmax instead of sigmoid"
+    ):
         choose_family(sigmoid, None)
     hf = json.loads((directory / "config.json").read_text())
     for field, value in (

@@ -31,7 +31,8 @@ from tests.unit_tests.conversion.huggingface.random_configs import (
 DRAWS = 4  # accepted models per family in the default suite
 MANY_DRAWS = 50  # with --run-slow
 TOKENS = torch.randint(0, 67, (1, 20), generator=torch.Generator().manual_seed(5))
-BY_NAME = {family.model_type: family for family in FAMILIES}
+# Models of which we cannot run any layer are in test_foreign_mixers.py.
+BY_NAME = {family.model_type: family for family in FAMILIES if not family.is_foreign}
 
 # Changes to a model of ours, of which many have no counterpart in transformers.
 MUTATIONS: tuple[dict[str, Any], ...] = (
@@ -162,20 +163,23 @@ def test_random_models_compute_the_same(name: str, draws: int, tmp_path: Path) -
         if rng.random() < 0.7:  # as drawn, not as transformers spells it out
             (directory / "config.json").write_text(json.dumps(drawn))
         try:
-            keep_foreign = BY_NAME[name].indexer is not None
+            keep_foreign = BY_NAME[name].indexer is not None or bool(BY_NAME[name].foreign_mixers)
             source = open_checkpoint(directory, read_options=ReadOptions(keep_foreign=keep_foreign))
         except ValueError as error:
             assert_refusal_names_a_field(error, drawn)
             continue
         accepted += 1
-        assert_logits_equal(compute_logits(source), expected, drawn)
+        is_runnable = not source.args.get("foreign_mixers")
+        if is_runnable:
+            assert_logits_equal(compute_logits(source), expected, drawn)
         write_huggingface(source, tmp_path / f"{number}-back")
         assert_logits_equal(run_transformers(tmp_path / f"{number}-back"), expected, drawn)
         before = load_tensors(directory)
         after = load_tensors(tmp_path / f"{number}-back")
         assert before.keys() == after.keys(), (before.keys() ^ after.keys(), drawn)
         assert all(torch.equal(before[key], after[key]) for key in before), drawn
-        check_mutated_export(source, rng, tmp_path / f"{number}-changed")
+        if is_runnable:
+            check_mutated_export(source, rng, tmp_path / f"{number}-changed")
     assert accepted == draws
 
 
