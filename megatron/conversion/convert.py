@@ -6,6 +6,7 @@ Every format is read into and written from model space, see `model_space.source`
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,8 +66,10 @@ from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.dist_checkpointing.verification import INTEGRITY, find_integrity_problems
 from megatron.core.durable_files import fsync_tree, put_in_place
 from megatron.core.object_storage import ObjectPath
+from megatron.core.progress import format_size
 
 _COMPARED_BYTES = 64 << 20  # of a tensor at once
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 # ---- Reading ----
@@ -312,7 +315,8 @@ def write_checkpoint(
     if saver != "torch_dist":
         changed.drop_average()
     _check_optimizer(changed, saver)
-    starting(estimate_bytes(changed, saver, options))
+    num_bytes = estimate_bytes(changed, saver, options)
+    starting(num_bytes)
 
     def write(directory: Path) -> ConversionReport:
         lost = WRITERS[saver](changed, directory, options, progress)
@@ -358,10 +362,19 @@ def write_checkpoint(
 
     # Files: write next to the target, so that the final rename stays within one file system.
     pending = save_dir.with_name(pending_name(save_dir.name))
-    with exclusive_output_dir(pending):
-        report = write(pending)
-        fsync_tree(pending)
-        put_in_place(pending, save_dir)
+    try:
+        with exclusive_output_dir(pending):
+            report = write(pending)
+            fsync_tree(pending)
+            put_in_place(pending, save_dir)
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: {save_dir} was not written. It needs "
+                f"{format_size(num_bytes)}, next to an existing one until it is complete",
+            ) from error
+        raise
     return report
 
 

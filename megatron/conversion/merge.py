@@ -29,6 +29,7 @@ from megatron.conversion.model_space.source import (
     optimizer_states,
     split_key,
 )
+from megatron.core.dist_checkpointing import CheckpointDirectory
 from megatron.core.transformer.transformer_config import compute_model_signature, flag_name
 
 _SUM_TOLERANCE = 1e-6
@@ -152,8 +153,13 @@ def find_last_checkpoints(root: Path, count: int, step: int | None = None) -> li
     if step is not None and (head is None or not head.is_dir()):
         raise NoCheckpointError(f"--ckpt-step {step}: {head} does not exist")
 
-    # List the iterations up to the last one to merge, newest first.
-    candidates = [path for path in list_newest_first(root, head) if _read_iteration(path) >= 0]
+    # List the iterations up to the last one to merge, newest first. A copy under the name of
+    # another iteration is no further checkpoint of the run.
+    copies = CheckpointDirectory(root).list_misnamed()
+    candidates = []
+    for path in list_newest_first(root, head):
+        if _read_iteration(path) >= 0 and path not in copies:
+            candidates.append(path)
     if head is not None and head in candidates:
         candidates = candidates[candidates.index(head) :]
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.conversion.huggingface.config_fields import HARMLESS, ConfigFields, Json
 from megatron.conversion.huggingface.rules import SHORT_TEXT, Rule, unsupported
 from megatron.conversion.huggingface.stored_parameters import CODEGEN_BLOCKS
 from megatron.core.dist_checkpointing.format import schema
-from megatron.core.dist_checkpointing.format.schema import COUNT, boolean, number, optional, record
+from megatron.core.dist_checkpointing.format.schema import (
+    COUNT,
+    Check,
+    boolean,
+    number,
+    optional,
+    record,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -582,6 +589,60 @@ CONVOLUTIONS = Rule(
     _read_convolutions,
     _write_convolutions,
 )
+
+
+def foreign_layers(
+    kind: str,
+    fields: Mapping[str, Check],
+    find_attention: Callable[[ConfigFields, int], Sequence[bool]],
+) -> Rule:
+    """Map layers of which some have mixers of this foreign kind, as all models of a family have.
+
+    `find_attention` returns which layers have attention, from the fields and the number of layers.
+    """
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        has_attention = find_attention(found, args["num_layers"])
+        if all(has_attention):
+            first = next(iter(fields))
+            raise unsupported(first, found.first(first), f"a model with a {kind} is")
+        return _make_foreign_mixers(kind, has_attention)
+
+    return Rule(fields, read)
+
+
+def _find_listed_attention(found: ConfigFields, num_layers: int) -> list[bool]:
+    numbers = found.first("attn_layer_indices") or ()
+    return [layer in numbers for layer in range(num_layers)]
+
+
+# Bamba.
+LISTED_ATTENTION = foreign_layers(
+    STATE_SPACE, {"attn_layer_indices": schema.sequence(COUNT, 10**5)}, _find_listed_attention
+)
+
+
+def _find_periodic_attention(found: ConfigFields, num_layers: int) -> list[bool]:
+    period = found.first("attn_layer_period")
+    offset = found.first("attn_layer_offset")
+    return [layer % period == offset for layer in range(num_layers)]
+
+
+# Jamba.
+PERIODIC_ATTENTION = foreign_layers(
+    STATE_SPACE,
+    {"attn_layer_period": schema.integer(1, 10**5), "attn_layer_offset": COUNT},
+    _find_periodic_attention,
+)
+
+
+def _find_layers_of_attention(found: ConfigFields, num_layers: int) -> list[bool]:
+    kinds = found.first("layer_types") or _ATTENTION_KINDS[1:] * num_layers
+    return _find_attention("layer_types", kinds, ("conv",))
+
+
+# LFM2 with experts.
+CONVOLUTION_LAYERS = foreign_layers(CONVOLUTION, _LAYER_TYPES, _find_layers_of_attention)
 
 
 # Attention of MPT, which config.json describes in a dictionary.

@@ -12,11 +12,13 @@ from megatron.conversion.huggingface.attention_rules import (
     CONVOLUTIONS,
     FALCON_LAYERS,
     FULL_ATTENTION,
+    LISTED_ATTENTION,
     LISTED_WINDOWS,
     MPT_ATTENTION,
     MULTI_QUERY,
     NO_ROPE_LAYERS,
     QUERY_SCALAR,
+    STATE_SPACE,
     SWITCHED_ALIBI,
     alternating_windows,
     heads,
@@ -313,22 +315,41 @@ QWEN3_5 = Family(
     (*FOREIGN_QWEN_RULES, copied("ffn_hidden_size", "intermediate_size", required=True)),
     foreign_mixers=GATED_MIXERS,
 )
+# Fields of state space layers.
+MAMBA2_FIELDS = """
+    mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size
+    mamba_conv_bias mamba_proj_bias time_step_limit"""
+BAMBA = Family(
+    "bamba",
+    "BambaForCausalLM",
+    rows.JAMBA_ROWS,
+    (
+        *GATED_RULES,
+        *RMS_NORM,
+        heads(always_written=False, free_width=False),
+        rope(partial=True),
+        NO_BIAS,
+        *always(attention_bias=False, mlp_bias=False),
+        LISTED_ATTENTION,
+    ),
+    harmless=f"{MAMBA2_FIELDS} mamba_n_heads num_logits_to_keep z_loss_coefficient",
+    foreign_mixers={"mamba.": STATE_SPACE},
+)
+LFM2_RULES = (
+    implied(swiglu=True, normalization="RMSNorm", qk_layernorm=True, attention_dropout=0.0),
+    *SIZES_WITHOUT_MLP,
+    copied("norm_epsilon", "norm_eps"),
+    opposite("untie_embeddings_and_output_weights", "tie_embedding", "tie_word_embeddings"),
+    rope(),
+    heads(always_written=False, free_width=False),
+    NO_BIAS,
+    NO_DROPOUT,
+)
 LFM2 = Family(
     "lfm2",
     "Lfm2ForCausalLM",
     rows.LFM2_ROWS,
-    (
-        implied(swiglu=True, normalization="RMSNorm", qk_layernorm=True, attention_dropout=0.0),
-        *SIZES_WITHOUT_MLP,
-        ADJUSTED_WIDTH,
-        copied("norm_epsilon", "norm_eps"),
-        opposite("untie_embeddings_and_output_weights", "tie_embedding", "tie_word_embeddings"),
-        rope(),
-        heads(always_written=False, free_width=False),
-        NO_BIAS,
-        NO_DROPOUT,
-        CONVOLUTIONS,
-    ),
+    (*LFM2_RULES, ADJUSTED_WIDTH, CONVOLUTIONS),
     # Fields of convolutions, repetitions of others, and options of training.
     harmless="""
         conv_L_cache conv_bias conv_dim conv_dim_out conv_use_xavier_init block_dim block_norm_eps

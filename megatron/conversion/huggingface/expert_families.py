@@ -6,10 +6,13 @@ from megatron.conversion.huggingface import parameters as rows
 from megatron.conversion.huggingface.attention_rules import (
     ATTENTION_LAYERS,
     COMMON_WINDOW,
+    CONVOLUTION,
+    CONVOLUTION_LAYERS,
     FULL_ATTENTION,
     INDEXED_LAYERS,
     LATENT_HEAD_DIM,
     NO_GROUPS,
+    PERIODIC_ATTENTION,
     QWEN3_MOE_WINDOW,
     STATE_SPACE,
     alternating_windows,
@@ -33,6 +36,8 @@ from megatron.conversion.huggingface.dense_families import (
     GRANITE_RULES,
     GRANITE_SWA_RULES,
     HUNYUAN_RULES,
+    LFM2_RULES,
+    MAMBA2_FIELDS,
     OLMO_RULES,
     QWEN2_RULES,
     QWEN3_RULES,
@@ -47,6 +52,7 @@ from megatron.conversion.huggingface.expert_rules import (
     NORMALIZED_SIGMOID,
     NORMALIZED_WEIGHTS,
     OPTIONAL_EXPERTS,
+    PERIODIC_EXPERTS,
     PREDICTION_LAYERS,
     SCALED_WEIGHTS,
     SHARED_WIDTH,
@@ -55,6 +61,7 @@ from megatron.conversion.huggingface.expert_rules import (
     WIDTH_WITHOUT_EXPERTS,
     counted_shared_experts,
     deepseek_experts,
+    dense_prefix,
     listed_expert_layers,
     normalized_weights,
 )
@@ -185,10 +192,7 @@ GRANITEMOEHYBRID = Family(
         OPTIONAL_EXPERTS,
         AUXILIARY_LOSS,
     ),
-    # Fields of state space layers, which are foreign.
-    harmless="""
-        mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size
-        mamba_conv_bias mamba_proj_bias time_step_limit""",
+    harmless=MAMBA2_FIELDS,
     foreign_mixers={"mamba.": STATE_SPACE},
 )
 OLMOE = Family(
@@ -562,4 +566,45 @@ MELLUM = Family(
         listed_expert_layers(num_dense=0),
         alternating_windows(1),
     ),
+)
+JAMBA = Family(
+    "jamba",
+    "JambaForCausalLM",
+    rows.JAMBA_ROWS,
+    (
+        *GATED_RULES,
+        *RMS_NORM,
+        heads(always_written=False, free_width=False),
+        NO_BIAS,
+        implied(position_embedding_type="none", moe_router_pre_softmax=True),
+        *_experts(("num_experts", "num_local_experts"), "intermediate_size"),
+        PERIODIC_EXPERTS,
+        PERIODIC_ATTENTION,
+    ),
+    # Fields of state space layers.
+    harmless="""
+        mamba_d_state mamba_d_conv mamba_expand mamba_dt_rank mamba_conv_bias mamba_proj_bias
+        mamba_inner_layernorms use_mamba_kernels use_mambapy use_associative_scan
+        num_logits_to_keep calc_logits_for_entire_prompt""",
+    foreign_mixers={"mamba.": STATE_SPACE},
+)
+LFM2_MOE = Family(
+    "lfm2_moe",
+    "Lfm2MoeForCausalLM",
+    rows.LFM2_ROWS,
+    (
+        *LFM2_RULES,
+        copied("ffn_hidden_size", "intermediate_size", required=True),
+        EXPERTS_PER_TOKEN,
+        copied("num_experts", "num_experts"),
+        copied("moe_ffn_hidden_size", "moe_intermediate_size"),
+        dense_prefix("num_dense_layers"),
+        SIGMOID_NORMALIZATION,
+        copied("moe_router_topk_scaling_factor", "routed_scaling_factor"),
+        copied("moe_router_enable_expert_bias", "use_expert_bias"),
+        implied(moe_router_score_function="sigmoid", moe_router_dtype="fp32"),
+        CONVOLUTION_LAYERS,
+    ),
+    harmless="conv_L_cache conv_bias",
+    foreign_mixers={"conv.": CONVOLUTION},
 )

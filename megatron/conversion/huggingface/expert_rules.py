@@ -156,31 +156,48 @@ EXPERT_LAYERS = Rule(
 )
 
 
-def _make_layer_pattern(num_dense: int, args: Json) -> Json:
+_DENSE_PREFIX = "first_k_dense_replace"
+
+
+def _make_layer_pattern(num_dense: int, args: Json, field: str = _DENSE_PREFIX) -> Json:
     """Return the arguments of a model whose first `num_dense` layers have no experts."""
     num_layers = args["num_layers"]
     if num_dense > num_layers:
         wanted = f"at most num_hidden_layers = {num_layers} is"
-        raise unsupported(_DENSE_PREFIX, num_dense, wanted)
+        raise unsupported(field, num_dense, wanted)
     pattern: int | list[int] = 1
     if num_dense:
         pattern = [0] * num_dense + [1] * (num_layers - num_dense)
     return {"moe_layer_freq": pattern}
 
 
-_DENSE_PREFIX = "first_k_dense_replace"
+def dense_prefix(field: str = _DENSE_PREFIX) -> Rule:
+    """Map the number of layers without experts, which are the first ones."""
+
+    def read(found: ConfigFields, args: Json) -> Json:
+        return _make_layer_pattern(found.get(field) or 0, args, field)
+
+    def write(config: TransformerConfig) -> Json:
+        return {field: config.num_layers - sum(config.moe_layer_pattern)}
+
+    return Rule({field: COUNT}, read, write)
 
 
-def _read_dense_prefix(found: ConfigFields, args: Json) -> Json:
-    return _make_layer_pattern(found.get(_DENSE_PREFIX) or 0, args)
+DENSE_PREFIX = dense_prefix()
 
 
-def _write_dense_prefix(config: TransformerConfig) -> Json:
-    return {_DENSE_PREFIX: config.num_layers - sum(config.moe_layer_pattern)}
+def _read_periodic_experts(found: ConfigFields, args: Json) -> Json:
+    period = found.first("expert_layer_period")
+    offset = found.first("expert_layer_offset")
+    pattern = [int(layer % period == offset) for layer in range(args["num_layers"])]
+    return {"moe_layer_freq": pattern if any(pattern) else 1}
 
 
-# The first layers are dense.
-DENSE_PREFIX = Rule({_DENSE_PREFIX: COUNT}, _read_dense_prefix, _write_dense_prefix)
+# Jamba.
+PERIODIC_EXPERTS = Rule(
+    {"expert_layer_period": schema.integer(1, 10**5), "expert_layer_offset": COUNT},
+    _read_periodic_experts,
+)
 
 _INTERVAL = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
 
@@ -260,7 +277,7 @@ def listed_expert_layers(num_dense: int | None) -> Rule:
         fields: Json = {"mlp_layer_types": [_LAYER_KINDS[kind] for kind in pattern]}
         if num_dense is None and pattern == sorted(pattern):
             # For readers that do not know the list.
-            fields |= _write_dense_prefix(config)
+            fields |= DENSE_PREFIX.write(config)
         return fields
 
     check = schema.sequence(SHORT_TEXT, 10**5)

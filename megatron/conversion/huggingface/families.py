@@ -37,7 +37,8 @@ FAMILIES = (
     *(experts.GRANITEMOEHYBRID, experts.YOUTU, experts.HY_V3, experts.EXAONE_MOE),
     *(experts.ARIA_TEXT, experts.DEEPSEEK_V32, experts.GLM_MOE_DSA),
     *(dense.HUNYUAN_V1_DENSE, experts.HUNYUAN_V1_MOE, experts.ERNIE4_5_MOE),
-    *(experts.QWEN3_NEXT, dense.QWEN3_5, experts.QWEN3_5_MOE, dense.LFM2),
+    *(experts.QWEN3_NEXT, dense.QWEN3_5, experts.QWEN3_5_MOE, dense.LFM2, experts.LFM2_MOE),
+    *(dense.BAMBA, experts.JAMBA),
 )
 
 # Models that are not supported -> the part that our model does not have.
@@ -52,9 +53,8 @@ _LACKING = {
     "kimi_linear": "linear attention",
     **dict.fromkeys(("afmoe", "laguna"), "gates of the output of attention"),
     "olmo_hybrid": "gated delta nets",
-    "lfm2_moe": "convolutions",
     **dict.fromkeys(
-        ("bamba", "falcon_h1", "falcon_mamba", "jamba", "mamba", "mamba2", "nemotron_h", "zamba2"),
+        ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h", "zamba2"),
         "state space layers",
     ),
 }

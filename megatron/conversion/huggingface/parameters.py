@@ -77,6 +77,22 @@ QWEN3_ROWS = {
 # Norms before foreign mixers, which are modules of their own.
 _INPUT_NORM = {"input_layernorm.": Row(("input_layernorm.",))}
 QWEN3_NEXT_ROWS = QWEN3_ROWS | _INPUT_NORM
+JAMBA_ROWS = LLAMA_ROWS | {
+    **_INPUT_NORM,
+    "mlp.linear_fc1.layer_norm_": Row(("pre_ff_layernorm.",)),
+    "mlp.linear_fc1.": Row(("feed_forward.gate_proj.", "feed_forward.up_proj.")),
+    "mlp.linear_fc2.": Row(("feed_forward.down_proj.",)),
+    "pre_mlp_layernorm.": Row(("pre_ff_layernorm.",)),
+    "mlp.router.": Row(("feed_forward.router.",)),
+    "mlp.experts.experts.linear_fc1.": Row(
+        ("feed_forward.experts.{e}.gate_proj.", "feed_forward.experts.{e}.up_proj."),
+        fused="feed_forward.experts.gate_up_proj",
+    ),
+    "mlp.experts.experts.linear_fc2.": Row(
+        ("feed_forward.experts.{e}.down_proj.",), fused="feed_forward.experts.down_proj"
+    ),
+    "decoder.final_layernorm.": Row(("model.final_layernorm.",)),
+}
 LFM2_ROWS = LLAMA_ROWS | {
     "input_layernorm.": Row(("operator_norm.",)),
     "self_attention.linear_qkv.layer_norm_": Row(("operator_norm.",)),
@@ -87,6 +103,16 @@ LFM2_ROWS = LLAMA_ROWS | {
     "mlp.linear_fc1.": Row(("feed_forward.w1.", "feed_forward.w3.")),
     "mlp.linear_fc2.": Row(("feed_forward.w2.",)),
     "decoder.final_layernorm.": Row(("model.embedding_norm.",)),
+    "pre_mlp_layernorm.": Row(("ffn_norm.",)),
+    "mlp.router.": Row(("feed_forward.gate.",)),
+    "mlp.router.expert_": Row(("feed_forward.expert_",)),
+    "mlp.experts.experts.linear_fc1.": Row(
+        ("feed_forward.experts.{e}.w1.", "feed_forward.experts.{e}.w3."),
+        fused="feed_forward.experts.gate_up_proj",
+    ),
+    "mlp.experts.experts.linear_fc2.": Row(
+        ("feed_forward.experts.{e}.w2.",), fused="feed_forward.experts.down_proj"
+    ),
 }
 HUNYUAN_ROWS = QWEN3_ROWS | {
     "self_attention.q_layernorm.": Row(("self_attn.query_layernorm.",)),

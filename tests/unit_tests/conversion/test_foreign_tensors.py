@@ -174,7 +174,7 @@ def test_sparse_indexers_are_not_dropped_silently(indexed_model: Path, tmp_path:
     [
         ("olmo_hybrid", "layer_types", "linear_attention"),
         ("zamba2", "layers_block_type", "hybrid"),
-        ("bamba", "layers_block_type", "mamba"),
+        ("nemotron_h", "layers_block_type", "mamba"),
     ],
 )
 def test_layers_of_other_kinds_are_refused_by_number(

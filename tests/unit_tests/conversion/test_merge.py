@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from megatron.commands import merge as commands
 from megatron.conversion.convert import WRITERS, convert, open_checkpoint, write_checkpoint
+from megatron.conversion.formats import NoCheckpointError
 from megatron.conversion.huggingface.directory import write_huggingface
 from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.merge import (
@@ -35,6 +36,7 @@ from tests.support.memory_source import (
     MemorySource,
     random_source,
 )
+from tests.support.training_harness import LLAMA, train
 from tests.unit_tests.conversion.convert_tool import run_merge
 
 FORMATS = list(WRITERS)
@@ -258,6 +260,20 @@ def test_last_checkpoints_are_complete_and_end_at_the_tracker(tmp_path):
     assert names(find_last_checkpoints(tmp_path, 3)) == [
         *("iter_0000002", "iter_0000004", "iter_0000006")
     ]
+
+
+def test_copies_under_other_names_are_not_merged(pool, tmp_path):
+    """A copied iteration is not one more checkpoint, nor is one of a branch that was left."""
+    run = tmp_path / "run"
+    flags = f"--mock-data {LLAMA} --save {run} --load {run} --train-iters 12"
+    pool.run(train, 1, f"{flags} --save-interval 3")
+    pool.run(train, 1, f"{flags} --save-interval 4 --ckpt-step 6 --exit-interval 8")
+    for copy in (7, 99):
+        shutil.copytree(run / "iter_0000003", run / f"iter_{copy:07d}")
+    wanted = ["iter_0000003", "iter_0000006", "iter_0000008"]
+    assert names(find_last_checkpoints(run, 3)) == wanted
+    with pytest.raises(NoCheckpointError, match="has 3 complete checkpoints"):
+        find_last_checkpoints(run, 4)
 
 
 @pytest.mark.parametrize("step", ["choose_inputs", "make_write_options"])

@@ -164,6 +164,8 @@ NECESSARY: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "dots1": {"norm_topk_prob": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "bamba": {"mamba_n_heads": 4},
+    "lfm2_moe": {"layer_types": ["conv"] * 4},
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "mamba_n_heads": 4},
 }
 

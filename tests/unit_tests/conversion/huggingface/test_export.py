@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron.conversion.convert import convert
 from megatron.conversion.huggingface.directory import HuggingFaceSource, write_huggingface
+from megatron.conversion.megatron_lm.torch_dist import write_torch_dist
 from megatron.conversion.model_space.source import (
     WORD_EMBEDDINGS,
     Source,
@@ -179,7 +181,10 @@ def test_files_are_readable_and_temporary_files_are_removed(tmp_path: Path) -> N
         ),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p = False instead of True"),
         ({"swiglu": False, "quick_geglu": True}, "quick_geglu = False instead of True"),
-        ({"add_qkv_bias": True, "qk_layernorm": True}, "(has_qkv_bias|qk_layernorm) = False instead of True"),
+        (
+            {"add_qkv_bias": True, "qk_layernorm": True},
+            "(has_qkv_bias|qk_layernorm) = False instead of True",
+        ),
         # Plain MLPs have LayerNorm.
         ({"swiglu": False}, "(normalization = LayerNorm|swiglu = True) instead of"),
         ({"window_size": (7, 2)}, r"window_size = .* instead of \(7, 2\)"),
@@ -385,3 +390,29 @@ def test_gpt2_tokenizer_is_copied(tmp_path: Path) -> None:
         "merges.txt does not exist"
         in write_huggingface(random_source(args, optimizer=False), tmp_path / "hf", trusted)[0]
     )
+
+
+@pytest.mark.parametrize("limit", [1000, 40_000, 100_000])
+@pytest.mark.parametrize("exists", [False, True])
+def test_full_disk_leaves_nothing_and_keeps_an_existing_export(
+    limit: int, exists: bool, tmp_path: Path
+) -> None:
+    """The limit of a file's size is exceeded at the start or in the middle of the weights, or in
+    the optimizer state.
+    """
+    write_torch_dist(random_source(LLAMA_ARGS, optimizer=True), tmp_path / "source")
+    target = tmp_path / "place" / "hf"
+    target.parent.mkdir()
+    if exists:
+        write_huggingface(random_source(GPT_ARGS), target)
+    before = {path: path.read_bytes() for path in target.parent.rglob("*") if path.is_file()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(OSError, match=r"hf was not written\. It needs .* kB, next to an exist"):
+            convert(tmp_path / "source", target, "hf", options=SIDECAR, overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    after = {path: path.read_bytes() for path in target.parent.rglob("*") if path.is_file()}
+    assert after == before
+    assert exists or not list(target.parent.iterdir())
