@@ -252,7 +252,7 @@ class ConversionReport:
     num_tensors: int
     not_carried: list[str]  # parts that the target format cannot hold
     verified: int | None  # number of tensors compared with the source
-    foreign: dict[str, str]  # tensors that the model does not have -> what was done with them
+    foreign: dict[str, str]  # tensor that the model does not have -> how it was converted
     unused: list[str]  # names of parts of the source that the model does not have, left out
 
 

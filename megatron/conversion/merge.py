@@ -154,7 +154,7 @@ def find_last_checkpoints(root: Path, count: int, step: int | None = None) -> li
         raise NoCheckpointError(f"--ckpt-step {step}: {head} does not exist")
 
     # List the iterations up to the last one to merge, newest first. A copy under the name of
-    # another iteration is no further checkpoint of the run.
+    # another iteration is not another checkpoint of the run.
     copies = CheckpointDirectory(root).list_misnamed()
     candidates = []
     for path in list_newest_first(root, head):

@@ -332,7 +332,8 @@ BAMBA = Family(
         *always(attention_bias=False, mlp_bias=False),
         LISTED_ATTENTION,
     ),
-    harmless=f"{MAMBA2_FIELDS} mamba_n_heads num_logits_to_keep z_loss_coefficient",
+    harmless=f"{MAMBA2_FIELDS} mamba_n_heads use_mamba_kernels attn_rotary_emb num_logits_to_keep "
+    "z_loss_coefficient",
     foreign_mixers={"mamba.": STATE_SPACE},
 )
 LFM2_RULES = (

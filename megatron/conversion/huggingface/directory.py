@@ -152,7 +152,7 @@ class HuggingFaceSource:
         if read_options.keep_foreign:
             for name in self.unused:
                 if name != HEAD:
-                    self._foreign[foreign_key(name)] = files[name]
+                    self._foreign[foreign_key(family.add_prefix(name))] = files[name]
             self.unused = [name for name in self.unused if name == HEAD]
 
         # Complete the arguments. Those of the user come last: they override all files.
@@ -289,8 +289,7 @@ def write_huggingface(
     config = _make_config(source, options)
     foreign = [key for key in source.tensors if is_foreign(key)]
     model_type = source.args.get("hf_model_type")
-    imported = source.args.get("hf_fields") or {}
-    family = choose_family(config, model_type, foreign, imported)
+    family = choose_family(config, model_type, foreign, _get_stored_fields(source.args))
     fields = family.write_config(config, get_imported_fields(family, config, source.args))
     if has_foreign_mixers(config):
         _check_foreign_mixers(source, family, foreign)
@@ -465,6 +464,13 @@ def _check_foreign_mixers(source: Source, family: Family, foreign: Sequence[str]
 _FIELDS = schema.mapping(schema.anything, keys=schema.key)
 
 
+def _get_stored_fields(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of config.json among the arguments of a checkpoint."""
+    fields: dict[str, Any] = args.get("hf_fields") or {}
+    _FIELDS(fields, "the arguments: hf_fields")
+    return fields
+
+
 def get_imported_fields(
     family: Family, config: TransformerConfig, args: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -474,8 +480,7 @@ def get_imported_fields(
     """
     if args.get("hf_model_type") != family.model_type:
         return {}
-    fields: dict[str, Any] = args.get("hf_fields") or {}
-    _FIELDS(fields, "the arguments: hf_fields")
+    fields = _get_stored_fields(args)
     if has_foreign_mixers(config):
         family.check_fields(fields, ignored=fields)
         return fields

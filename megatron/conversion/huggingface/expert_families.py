@@ -192,7 +192,8 @@ GRANITEMOEHYBRID = Family(
         OPTIONAL_EXPERTS,
         AUXILIARY_LOSS,
     ),
-    harmless=MAMBA2_FIELDS,
+    # transformers reads neither of the last two.
+    harmless=f"{MAMBA2_FIELDS} normalization_function init_method",
     foreign_mixers={"mamba.": STATE_SPACE},
 )
 OLMOE = Family(

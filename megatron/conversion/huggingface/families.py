@@ -132,7 +132,10 @@ def choose_family(
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         if family.indexer is not None and not any(family.indexer in name for name in foreign):
             continue
-        if is_partial and family.model_type != preferred or family.is_foreign and not is_partial:
+        is_candidate = not family.has_foreign_attention
+        if is_partial:
+            is_candidate = family.model_type == preferred
+        if not is_candidate:
             continue
         found = family.find_obstacles(config, imported)
         if not found:
@@ -140,8 +143,8 @@ def choose_family(
         obstacles[family.model_type] = found
     if not obstacles:
         raise ValueError(
-            f"a model with foreign token mixers is written as the family that it was read from, "
-            f"which is not supported: {preferred}"
+            "a model with foreign token mixers can only be written as the family that it was read "
+            f"from, and {preferred} is not supported"
         )
     nearest = min(obstacles, key=lambda name: len(obstacles[name]))
     raise ValueError(

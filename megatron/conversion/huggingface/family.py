@@ -67,9 +67,18 @@ class Family:
         return COMMON_RULES + self.rules
 
     @property
-    def is_foreign(self) -> bool:
-        """Return whether every layer has a foreign mixer, i.e. attention is one as well."""
-        return any("self_attn.".startswith(prefix) for prefix in self.foreign_mixers)
+    def has_foreign_attention(self) -> bool:
+        """Return whether attention is a foreign mixer, too, so that every layer has one."""
+        return "self_attn." in self.foreign_mixers
+
+    def add_prefix(self, name: str) -> str:
+        """Return the name of a layer's tensor with the prefix, which files of the base model lack.
+
+        Other names are unchanged.
+        """
+        if name.startswith(self.layers.removeprefix(self.prefix)):
+            return self.prefix + name
+        return name
 
     def find_foreign_mixers(
         self, names: Iterable[str], args: Mapping[str, Any]
@@ -79,30 +88,31 @@ class Family:
         `names` are those of the tensors, and `args` the arguments in config.json. Raises ValueError
         if they contradict each other.
         """
-        num_layers: int = args["num_layers"]
-        layer_name = re.compile(rf"(?:{re.escape(self.prefix)})?(.*?)(\d+)\.(.+)")
-        stem = self.layers.removeprefix(self.prefix)
-        mixers = [""] * num_layers
-        for name in names:
-            match = layer_name.fullmatch(name)
-            if match is None or match[1] != stem or int(match[2]) >= num_layers:
-                continue
-            for prefix, kind in self.foreign_mixers.items():
-                if match[3].startswith(prefix):
-                    mixers[int(match[2])] = kind
-
-        # Families in which attention is native state the kinds, others have a foreign mixer in
-        # every layer.
-        stated = args.get("foreign_mixers") or [""] * num_layers
-        for layer, (kind, wanted) in enumerate(zip(mixers, stated, strict=True)):
-            if self.is_foreign and not kind:
-                wanted = " or ".join(self.foreign_mixers.values())
-            if wanted != kind and not (self.is_foreign and kind):
+        found = self._list_mixers(names, args["num_layers"])
+        wanted = args.get("foreign_mixers") or [""] * len(found)
+        if self.has_foreign_attention:  # config.json need not state the kinds
+            kinds = " or ".join(self.foreign_mixers.values())
+            wanted = [kind or kinds for kind in found]
+        for layer, kind in enumerate(found):
+            if kind != wanted[layer]:
                 raise ValueError(
                     f"layer {layer} has {kind or 'no foreign mixer'} in the weights, but "
-                    f"{wanted or 'attention'} in config.json"
+                    f"{wanted[layer] or 'attention'} in config.json"
                 )
-        return mixers if any(mixers) else None
+        return found if any(found) else None
+
+    def _list_mixers(self, names: Iterable[str], num_layers: int) -> list[str]:
+        """Return the kind of each layer's foreign mixer among the tensors, "" if there is none."""
+        layer_name = re.compile(rf"{re.escape(self.layers)}(\d+)\.(.+)")
+        mixers = [""] * num_layers
+        for name in names:
+            match = layer_name.fullmatch(self.add_prefix(name))
+            if match is None or int(match[1]) >= num_layers:
+                continue
+            for prefix, kind in self.foreign_mixers.items():
+                if match[2].startswith(prefix):
+                    mixers[int(match[1])] = kind
+        return mixers
 
     def read_config(
         self, hf: Json, args: Mapping[str, Any], ignored: Collection[str] = ()
@@ -124,7 +134,7 @@ class Family:
         # An unknown field may change the model: reject unknown fields before reading any. A model
         # that is copied, but not computed here, is described by all of its fields.
         known = {*HARMLESS.split(), *self.harmless.split(), *ignored, *checks}
-        if self.is_foreign:
+        if self.has_foreign_attention:
             known |= hf.keys()
         unknown = []
         for name, value in hf.items():
@@ -283,12 +293,15 @@ def _list_differences(
             if not is_used(each, vars(config)):
                 unused.add(each.metadata["meaning"] or each.name)
     lines = []
+    subordinate = []
     for name, value in wanted.items():
         other = found.get(name, _MISSING)
-        if other == value or (other is None and name in unused):
+        if other == value:
             continue
         if other is _MISSING:
             lines.append(f"no {name}, which is {value}")
+        elif other is None and name in unused:
+            subordinate.append(f"no {name}, which is {value}")
         else:
             lines.append(f"{name} = {other} instead of {value}")
-    return lines
+    return lines or subordinate

@@ -260,6 +260,14 @@ def test_all_fields_return_and_changed_ones_follow(tmp_path: Path) -> None:
     assert edited == {name: config[name] for name in config if name not in ("dtype", "vocab_size")}
 
 
+def test_published_granite_fields_return(tmp_path: Path) -> None:
+    """These are fields of Granite 4, not only those of its config class."""
+    model = save_model("granitemoehybrid", tmp_path / "model")
+    config = read_config(model) | {"normalization_function": "rmsnorm", "init_method": "mup"}
+    (model / "config.json").write_text(json.dumps(config))
+    assert_same_files(follow_chain(model, tmp_path / "kept", "torch_dist", "hf"), model)
+
+
 def test_weights_of_mixers_are_cast_unless_their_dtype_differs(tmp_path: Path) -> None:
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     model = save_model("qwen3_next", tmp_path / "model", dtype="bfloat16", layer_types=kinds)
@@ -316,6 +324,18 @@ def test_show_names_the_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str
         shown = capsys.readouterr().out
         assert "foreign    short convolution in layers 1-3: can be converted, not trained" in shown
         assert "model.layers.1.conv.in_proj.weight" in shown
+
+
+def test_base_model_alone_gets_the_names_of_the_whole_model(tmp_path: Path) -> None:
+    model = save_model("lfm2", tmp_path / "model", tie_word_embeddings=True)
+    whole = load_file(model / "model.safetensors")
+    base = transformers.AutoModel.from_pretrained(model)
+    base.save_pretrained(tmp_path / "base")
+    assert "layers.0.conv.in_proj.weight" in load_file(tmp_path / "base" / "model.safetensors")
+    result = follow_chain(tmp_path / "base", tmp_path / "kept", "torch_dist", "hf")
+    found = load_file(result / "model.safetensors")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
 
 
 def test_missing_mixers_are_refused(tmp_path: Path) -> None:
