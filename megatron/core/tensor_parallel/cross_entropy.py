@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
     start_input_gather,
     start_output_sum,
 )
+from megatron.core.tensor_parallel.products import multiply_by_weight
 
 # Logits that are converted to fp32 at once, by device. On a CPU the copy stays in the cache. On a
 # GPU it takes 256 MiB, and kernels run much longer than their launch takes: 16 chunks instead of
@@ -66,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         # Logits of this rank's rows, [n, v/tp] for n = s * b tokens
         whole = start_input_gather(hidden, tp, sequence_parallel).wait()
-        logits = whole.reshape(-1, whole.shape[-1]) @ weight.t()
+        logits = multiply_by_weight(whole.reshape(-1, whole.shape[-1]), weight)
         if bias is not None:
             logits.add_(bias)
         if softcap is not None:
@@ -124,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dlogits = exponentials
 
         # Phase 3: dx, and launch its sum over TP
-        dx = (dlogits @ weight).view(*token_shape, -1)
+        dx = multiply_by_weight(dlogits, weight.t()).view(*token_shape, -1)
         reduced = start_output_sum(dx, tp, sequence_parallel)
 
         # Phase 4: dW and db, while that is in progress

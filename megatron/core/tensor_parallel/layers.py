@@ -32,6 +32,7 @@ from megatron.core.tensor_parallel.mappings import (
     start_input_gather,
     start_output_sum,
 )
+from megatron.core.tensor_parallel.products import multiply_by_weight
 
 # Newer versions of torch add products of half precision to an fp32 matrix in one CUDA kernel.
 _HAS_MIXED_ADDMM = "dtype_out" in torch.ops.aten.addmm.overloads()
@@ -96,10 +97,10 @@ class _Linear(torch.autograd.Function):
         ctx.has_bias = bias is not None
         if column:
             whole = start_input_gather(x, tp, sequence_parallel).wait()  # [s, b, in]
-            return F.linear(whole, weight, bias)
+            return multiply_by_weight(whole, weight, bias)
         if tp.size == 1:
-            return F.linear(x, weight, bias)
-        y = F.linear(x, weight)
+            return multiply_by_weight(x, weight, bias)
+        y = multiply_by_weight(x, weight)
         y = start_output_sum(y, tp, sequence_parallel).wait()
         if bias is not None:
             y.add_(bias)
@@ -122,7 +123,7 @@ class _Linear(torch.autograd.Function):
         # Phase 2: dx, and launch its sum over TP
         pending_dx = None
         if needs_dx:
-            partial_dx = torch.matmul(dy, weight)
+            partial_dx = multiply_by_weight(dy, weight.t())
             if ctx.column:
                 pending_dx = start_output_sum(partial_dx, tp, sequence_parallel)
             else:
