@@ -132,9 +132,9 @@ class ReplicatedShard(ShardFile):
         super().__init__(path, size)
         self._links = links
 
-    def write(self, offset: int, slot: Slot, length: int) -> None:
+    def write(self, offset: int, slot: Slot, length: int, digests: bytes | None = None) -> None:
         # To the local disk first: the save does not depend on the neighbors.
-        super().write(offset, slot, length)
+        super().write(offset, slot, length, digests)
         for link in self._links:
             link.send(slot.frame, self._path.name, self._size, offset, length)
 

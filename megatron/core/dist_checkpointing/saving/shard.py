@@ -34,9 +34,13 @@ class Shard:
         self._size = size
         self._digests = bytearray(-(-size // BLOCK_SIZE) * DIGEST_SIZE)
 
-    def write(self, offset: int, slot: Slot, length: int) -> None:
-        """Write the first `length` bytes of `slot`, which may be reused afterwards."""
-        digests = hash_blocks(slot.view[:length])
+    def write(self, offset: int, slot: Slot, length: int, digests: bytes | None = None) -> None:
+        """Write the first `length` bytes of `slot`, which may be reused afterwards.
+
+        `digests` are those of its blocks, if they are known.
+        """
+        if digests is None:
+            digests = hash_blocks(slot.view[:length])
         first = offset // BLOCK_SIZE * DIGEST_SIZE
         self._digests[first : first + len(digests)] = digests
         self._write(offset, slot.view, length)

@@ -28,7 +28,11 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.background import Slot, Workers
-from megatron.core.dist_checkpointing.format.checksums import FileChecksums, compute_checksums
+from megatron.core.dist_checkpointing.format.checksums import (
+    FileChecksums,
+    compute_checksums,
+    hash_blocks,
+)
 from megatron.core.dist_checkpointing.format.schema import CheckpointError
 from megatron.core.dist_checkpointing.mapping import (
     Shape,
@@ -325,9 +329,15 @@ class StageAndWrite:
         if self._failed:
             return
         copied = self._stage([(self._chunks[index], self._slots[index]) for index in indices])
-        with self._lock:
-            for index in indices:
-                write = partial(self._write, self._chunks[index], self._slots[index], copied)
+        for index in indices:
+            chunk = self._chunks[index]
+            slot = self._slots[index]
+            digests = None
+            if not self.on_device:
+                # While the bytes are in the processor's cache; the write comes much later.
+                digests = hash_blocks(slot.view[: chunk.length])
+            write = partial(self._write, chunk, slot, copied, digests)
+            with self._lock:
                 self._futures.append(self._pool.submit(write))
 
     def _submit_by_slot(self) -> None:
@@ -398,13 +408,19 @@ class StageAndWrite:
                 "wait_staged() between save() and the first operation that changes a tensor"
             )
 
-    def _write(self, chunk: FileChunk, slot: Slot, copied: torch.cuda.Event | None) -> None:
+    def _write(
+        self,
+        chunk: FileChunk,
+        slot: Slot,
+        copied: torch.cuda.Event | None,
+        digests: bytes | None = None,
+    ) -> None:
         self._files_are_open.wait()
         if self._failed:
             return
         if copied is not None:
             copied.synchronize()
-        self._open[chunk.file].write(chunk.offset, slot, chunk.length)
+        self._open[chunk.file].write(chunk.offset, slot, chunk.length, digests)
         if self.export is not None:
             self.export.write(self._plan, chunk, slot)
         self._progress(chunk.length)
