@@ -9,9 +9,11 @@ minus the same without.
     python benchmarks/checkpoint.py                          # 1.6 GB, 2 processes
     python benchmarks/checkpoint.py --size-gb 0.2 --repeats 2
     python benchmarks/checkpoint.py --flatness               # fixed size; 1, 2, 4, 8 processes
+    python benchmarks/checkpoint.py --only-lost --repeats 20 # ours and a copy of the same bytes
 """
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -48,6 +50,10 @@ from megatron.core.dist_checkpointing import (  # noqa: E402
 COLUMNS = 4096
 NAMES = ("weight", "main", "exp_avg", "exp_avg_sq")
 WINDOW = 6  # iterations after a save whose time counts
+# The same where only our saves are measured, which end within it
+SHORT_WINDOW = 2
+SHORT_GEMMS = 8
+COPIED_AT_ONCE = 8 << 20
 
 
 class State:
@@ -145,6 +151,30 @@ class PlainWrite:
             os.write(descriptor, view[offset : offset + (8 << 20)])
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+class PlainCopy:
+    """The limit of a snapshot: every process copies its bytes to other memory, by as many threads
+    as stage a save.
+    """
+
+    def __init__(self, state: State, workers: int) -> None:
+        self._parts: list[tuple[int, int, int]] = []  # (target, source, length)
+        self._targets: list[torch.Tensor] = []  # kept alive
+        for source in state.locals:
+            target = torch.zeros_like(source)
+            self._targets.append(target)
+            for start in range(0, source.nbytes, COPIED_AT_ONCE):
+                length = min(COPIED_AT_ONCE, source.nbytes - start)
+                self._parts.append((target.data_ptr() + start, source.data_ptr() + start, length))
+        self._pool = ThreadPoolExecutor(2 * workers)
+
+    def __call__(self) -> None:
+        for _ in self._pool.map(lambda part: ctypes.memmove(*part), self._parts):
+            pass
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
 
 def evict(directory: Path) -> None:
@@ -331,19 +361,69 @@ class Bench:
             "iteration": iteration,
         }
 
+    def lost_time(self) -> None:
+        """Measure the training time lost to a save of ours, next to a copy of the same bytes.
+
+        Many short windows with and without a save take turns with copies. Processor time is that
+        of all processes: other programs hardly affect it, and training on all cores loses it.
+        """
+        path = self.path("ours_lost")
+        copy = PlainCopy(self.state, self.args.workers)
+        handles: list[SaveHandle] = []
+
+        def begin() -> None:
+            handles.append(self.saver.save(self.state.boxes, path, common={}))
+
+        def train(begin: Callable[[], None] | None) -> None:
+            self.window(begin, self.saver.wait_staged, length=SHORT_WINDOW, gemms=SHORT_GEMMS)
+
+        contestants: dict[str, Callable[[], None]] = {
+            "calm": lambda: train(None),
+            "save": lambda: train(begin),
+            "copy": copy,
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in contestants}
+        processor: dict[str, list[float]] = {name: [] for name in contestants}
+        num_late = 0
+        for turn in range(self.args.repeats + 1):
+            self.remove(path)
+            for name, action in contestants.items():
+                began = time.process_time()
+                elapsed = timed(action)
+                used = torch.tensor(time.process_time() - began)
+                dist.all_reduce(used)
+                if turn:  # the first turn warms up
+                    seconds[name].append(elapsed)
+                    processor[name].append(used.item())
+            # The window of a save must be longer than the save.
+            if not handles[-1].done():
+                num_late += 1
+            committed(handles[-1])
+        copy.close()
+        self.remove(path)
+        self.announce(f"{num_late} of {self.args.repeats + 1} saves were longer than their window")
+        for name, samples in (("time", seconds), ("processor time", processor)):
+            medians = {key: statistics.median(values) for key, values in samples.items()}
+            self.results.setdefault("ours", {})[f"async lost, {name}"] = (
+                medians["save"] - medians["calm"]
+            )
+            self.results.setdefault("copy", {})[f"async lost, {name}"] = medians["copy"]
+
     def window(
         self,
         begin: Callable[[], None] | None,
         before_step: Callable[[], None],
         blocked: list[float] | None = None,
+        length: int = WINDOW,
+        gemms: int | None = None,
     ) -> float:
         a = torch.randn(1024, 1024)
         dist.barrier()
         start = time.perf_counter()
         if begin is not None:
             begin()
-        for _ in range(WINDOW):
-            for _ in range(self.args.gemms):
+        for _ in range(length):
+            for _ in range(gemms or self.args.gemms):
                 torch.mm(a, a)
             waiting = time.perf_counter()
             before_step()
@@ -452,8 +532,11 @@ def worker(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     bench = Bench(args)
-    bench.sync_saves()
-    if not args.only_sync:
+    if args.only_lost:
+        bench.lost_time()
+    else:
+        bench.sync_saves()
+    if not (args.only_sync or args.only_lost):
         if not args.only_loads:
             bench.async_saves()
         bench.loads()
@@ -526,6 +609,11 @@ def main() -> None:
     )
     parser.add_argument("--only-sync", action="store_true")
     parser.add_argument("--only-loads", action="store_true")
+    parser.add_argument(
+        "--only-lost",
+        action="store_true",
+        help="training time lost to our saves, relative to a copy of the same bytes",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

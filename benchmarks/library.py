@@ -11,6 +11,8 @@ its "durable" is the time until they are renamed.
 
     python benchmarks/library.py                    # 1.6 GB
     python benchmarks/library.py --size-gb 0.2 --repeats 2
+    python benchmarks/library.py --model small      # 6,000 tensors of 4 KB
+    python benchmarks/library.py --model experts    # 64 experts in each of 8 layers
     pip install --no-deps torch_checkpointing==0.1.1
 """
 
@@ -45,16 +47,45 @@ from megatron.core.dist_checkpointing import Checkpointer, SaveReport  # noqa: E
 WIDTH = 2048
 BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 WINDOW = 6  # iterations after a save whose time counts
+SHAPES = {  # of --model: number of parameters, shape of each
+    "small": (2000, (32, 32)),
+    "experts": (8 * 64 * 2, (256, 128)),  # two matrices per expert
+}
 OURS = "Checkpointer"
 PEER = "torch_checkpointing"
+
+
+class ManyMatrices(nn.Module):
+    """Parameters of one shape, each of which changes the output a little."""
+
+    def __init__(self, number: int, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList([torch.randn(shape) for _ in range(number)])
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        sums = torch.stack([matrix.sum() for matrix in self.matrices])
+        return batch + sums.mean()
+
+
+def make_model(kind: str, size_gb: float) -> nn.Sequential:
+    """Return the model of --model; its layers are sharded one by one."""
+    if kind in SHAPES:
+        number, shape = SHAPES[kind]
+        num_layers = 8
+        return nn.Sequential(
+            *(ManyMatrices(number // num_layers, shape) for _ in range(num_layers))
+        )
+    num_layers = max(1, round(size_gb * 1e9 / BYTES_PER_PARAMETER / WIDTH**2))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
 
 
 class Program:
     """A model sharded along dimension `dim`, with its optimizer."""
 
-    def __init__(self, layers: int, dim: int = 0) -> None:
+    def __init__(self, args: argparse.Namespace, dim: int = 0) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        self.model = make_model(args.model, args.size_gb)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         for layer in self.model:
             fully_shard(layer, shard_placement_fn=lambda parameter: Shard(dim))
         fully_shard(self.model, shard_placement_fn=lambda parameter: Shard(dim))
@@ -140,11 +171,9 @@ class Benchmark:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        layers = max(1, round(args.size_gb * 1e9 / BYTES_PER_PARAMETER / WIDTH**2))
-        self.nbytes = layers * BYTES_PER_PARAMETER * WIDTH**2
-        self.layers = layers
         self.root = Path(args.directory)
-        self.program = Program(layers)
+        self.program = Program(args)
+        self.nbytes = self.program.num_parameters * BYTES_PER_PARAMETER
         self.program.train_step()
         self.peer = make_peer()
         # A collective of a background thread must not meet those of training in one group.
@@ -272,7 +301,7 @@ class Benchmark:
 
     def loads(self) -> dict[str, dict[str, float]]:
         expected = self.program.checksum()
-        targets = {"load": Program(self.layers), "reshard": Program(self.layers, dim=1)}
+        targets = {"load": Program(self.args), "reshard": Program(self.args, dim=1)}
         for program in targets.values():
             program.train_step()  # both begin with optimizer state that exists
         results: dict[str, dict[str, float]] = {OURS: {}, "DCP, thread": {}}
@@ -357,7 +386,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--size-gb", type=float, default=1.6)
+    parser.add_argument("--size-gb", type=float, default=1.6, help="of the state of --model layers")
+    parser.add_argument(
+        "--model",
+        default="layers",
+        choices=["layers", *SHAPES],
+        help="square layers, or many small tensors",
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--directory", default=str(ROOT / "build/benchmark_library"))
