@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.core.flags import explain_error
 from megatron.core.terminal import format_error
 
 MTBF_HELP = (
@@ -142,7 +143,7 @@ def cli() -> None:
     try:
         sys.exit(main(sys.argv[1:]))
     except ValueError as error:
-        sys.exit(f"error: {format_error(error)}")
+        sys.exit(f"error: {format_error(explain_error(error))}")
 
 
 if __name__ == "__main__":

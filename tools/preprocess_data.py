@@ -17,6 +17,7 @@ from __future__ import annotations
 import signal
 import sys
 
+from megatron.core.flags import explain_error
 from megatron.core.terminal import format_error
 from megatron.training.config.arguments import FlagParser, build, parse_flags
 from megatron.training.data.preprocess_config import PreprocessConfig
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
 
         preprocess(config, tokenizer_config)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {format_error(error)}")
+        sys.exit(f"error: {format_error(explain_error(error))}")
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise

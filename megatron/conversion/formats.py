@@ -313,13 +313,16 @@ def require_checkpoint(root: Path, step: int | None = None, loader: str = "auto"
     """Like `find_checkpoint`, but raise NoCheckpointError if there is none, and log the note."""
     found = find_checkpoint(root, step, loader)
     if found is None:
-        contents = "no such directory"
-        if root.is_dir():
-            names = sorted(path.name for path in root.iterdir())
-            contents = ", ".join(names[:8])
+        if not root.exists():
+            raise NoCheckpointError(f"{root}: no such directory")
+        if not root.is_dir():
+            raise NoCheckpointError(f"{root} is a file: give the directory of a checkpoint")
+        names = sorted(path.name for path in root.iterdir())
+        contents = "it is empty"
+        if names:
+            contents = f"it holds: {', '.join(names[:8])}"
         raise NoCheckpointError(
-            f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); it holds: "
-            f"{contents}"
+            f"{root} holds no checkpoint in a known format ({', '.join(FORMATS)}); {contents}"
         )
     if found.note is not None:
         logger.warning(found.note)

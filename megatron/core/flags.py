@@ -60,11 +60,27 @@ def flag(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+class InvalidFlagsError(ValueError):
+    """All problems of a command line or of some flags, one per line of the message."""
+
+    @property
+    def problems(self) -> list[str]:
+        return str(self).split("\n")
+
+
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise one ValueError with all `problems`, one per line, if there are any."""
+    """Raise one InvalidFlagsError with all `problems`, if there are any."""
     lines = list(problems)
     if lines:
-        raise ValueError("\n".join(lines))
+        raise InvalidFlagsError("\n".join(lines))
+
+
+def explain_error(error: BaseException) -> str:
+    """Return the message of an error, with a bullet for each of several problems."""
+    if isinstance(error, InvalidFlagsError) and len(error.problems) > 1:
+        bullets = "\n".join(f"  - {problem}" for problem in error.problems)
+        return f"{len(error.problems)} problems\n{bullets}"
+    return str(error)
 
 
 class FlagSection:

@@ -30,8 +30,8 @@ def escape_lines(text: str) -> str:
     return "\n".join(escape_control_chars(line) for line in text.split("\n"))
 
 
-def format_error(error: BaseException) -> str:
-    """Return the message of an error with its lines kept and control characters escaped."""
+def format_error(error: BaseException | str) -> str:
+    """Return an error or its message with its lines kept and control characters escaped."""
     return escape_lines(str(error))
 
 

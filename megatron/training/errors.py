@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.core.flags import explain_error
 from megatron.core.parallel_state import ParallelState
 from megatron.core.terminal import escape_lines, print_text
 from megatron.training.rendezvous import environment_rank
@@ -52,7 +53,7 @@ def errors_explained_once(status: int = 1) -> Iterator[None]:
         _write_error_file(str(error), time.time())
         raise
     except Exception as error:
-        explained: str | None = str(error)
+        explained: str | None = explain_error(error)
         if not isinstance(error, ValueError):
             explained = explain_lack_of_memory(error)
         if explained is None:

@@ -147,6 +147,9 @@ def test_missing_checkpoint_is_an_error_only_if_required(pool, tmp_path, path):
     (other / "half").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds no checkpoint, but it is not empty"):
         pool.run(train, 1, f"{MOCK} --load {other}")
+    (other / "model.bin").write_text("")
+    with pytest.raises(ValueError, match="model.bin is a file: give the directory of a checkpoint"):
+        pool.run(train, 1, f"{MOCK} --load {other / 'model.bin'}")
     restart = f"{MOCK} --load {directory} --save {directory}"
     with pytest.raises(ValueError, match="--exit-on-missing-checkpoint"):
         pool.run(train, 1, f"{restart} --exit-on-missing-checkpoint")

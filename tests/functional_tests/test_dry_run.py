@@ -43,7 +43,7 @@ def test_dry_run_prints_summary_and_plan(tmp_path):
 def test_dry_run_reports_all_errors(tmp_path):
     result = dry_run("--train-iters 4 --fp16 --bf16 --zzz")
     assert (result.returncode, result.stdout) == (2, "")
-    assert len(result.stderr.splitlines()) == 3 and "unknown flag --zzz" in result.stderr
+    assert len(result.stderr.splitlines()) == 4 and "  - unknown flag --zzz" in result.stderr
 
 
 PROGRAM = """

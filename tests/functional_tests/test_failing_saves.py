@@ -161,6 +161,7 @@ def test_write_error_fails_the_save_only(launcher, tmp_path, mode, ranks):
     assert all(
         "File too large" in reason and ("rank 1" in reason) == (ranks == 2) for _, reason in failed
     )
+    assert all(reason.endswith("there is no checkpoint yet") for _, reason in failed)
     assert names(tmp_path) == []
 
 

@@ -18,6 +18,7 @@ A dataset exists when its .idx exists, because the builder writes it last.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import mmap
 import os
 import struct
@@ -236,9 +237,29 @@ def _explain_prefix(prefix: str) -> str:
     with contextlib.suppress(ValueError):
         float(prefix)
         return "It looks like a weight: each weight of a blend must be followed by a path"
+    if os.path.isfile(prefix):
+        return f"It is a file: convert text with tools/preprocess_data.py --input {prefix}"
+    similar = _find_similar_datasets(prefix)
+    if similar:
+        return f"Did you mean {' or '.join(similar)}?"
     return (
         "A data path is the common prefix of a .bin and an .idx that tools/preprocess_data.py wrote"
     )
+
+
+def _find_similar_datasets(prefix: str) -> list[str]:
+    """Return datasets next to `prefix` whose names begin with its name or are similar to it."""
+    directory, name = os.path.split(prefix)
+    names = []
+    with contextlib.suppress(OSError):
+        for file in sorted(os.listdir(directory or ".")):
+            if file.endswith(".idx"):
+                names.append(file.removesuffix(".idx"))
+    # preprocess_data.py appends the key of the text to its --output-prefix.
+    similar = [other for other in names if name and other.startswith(f"{name}_")]
+    if not similar:
+        similar = difflib.get_close_matches(name, names, n=3, cutoff=0.75)
+    return [os.path.join(directory, other) for other in similar[:3]]
 
 
 class IndexedDatasetBuilder:

@@ -397,6 +397,8 @@ def _check_random_weights(config: CheckpointConfig, directory: Path) -> None:
     Scripts for Megatron-LM name a --load before anything is saved, so this is a warning unless a
     flag requires a checkpoint, and normal for the restart idiom.
     """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"--load {directory} is a file: give the directory of a checkpoint")
     if config.exit_on_missing_checkpoint:
         raise ValueError(f"--load {directory} holds no checkpoint (--exit-on-missing-checkpoint)")
     # Flags that make no sense without a checkpoint.
@@ -408,7 +410,7 @@ def _check_random_weights(config: CheckpointConfig, directory: Path) -> None:
     is_first_start = _is_same_directory(config)
     if not is_first_start:
         requirements["--use-checkpoint-args"] = config.use_checkpoint_args
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        if directory.exists() and any(directory.iterdir()):
             raise ValueError(
                 f"--load {directory} holds no checkpoint, but it is not empty. Training would "
                 "start from random weights; if that is intended, leave out --load"

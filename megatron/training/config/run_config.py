@@ -86,7 +86,7 @@ class Config:
         if stored is not None and stored > given:
             self.notes.append(
                 f"the model of the checkpoint has {stored} tokens, {stored - given} more than the "
-                "tokenizer"
+                "tokenizer: rows of padding, or the checkpoint was trained with another tokenizer"
             )
             given = stored
         self.model = dataclasses.replace(self.model, vocab_size=given)

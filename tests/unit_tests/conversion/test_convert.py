@@ -156,10 +156,13 @@ def test_concurrent_conversion_to_one_target_is_refused(tmp_path):
 
 
 def test_invalid_sources_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no such directory"):
+    with pytest.raises(ValueError, match="nothing: no such directory$"):
         convert(tmp_path / "nothing", tmp_path / "out", "hf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file is a file: give the directory of a checkpoint"):
+        convert(tmp_path / "file", tmp_path / "out", "hf")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no checkpoint in a known format"):
+    with pytest.raises(ValueError, match="no checkpoint in a known format .*; it is empty"):
         convert(tmp_path / "empty", tmp_path / "out", "hf")
     first_checkpoint(tmp_path / "run")
     with pytest.raises(ValueError, match="--ckpt-step 3: .* complete are: iter_0000007"):

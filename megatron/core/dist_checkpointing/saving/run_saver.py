@@ -444,9 +444,10 @@ class RunSaver:
         if report.superseded or (self._options.must_succeed and not is_local):
             self.failure = message
         else:
-            logger.warning(
-                f"{message}. Training continues; the previous checkpoint is still the newest"
-            )
+            remaining = "the previous checkpoint is still the newest"
+            if self._parent is None:
+                remaining = "there is no checkpoint yet"
+            logger.warning(f"{message}. Training continues; {remaining}")
 
     def _report_success(self, report: SaveReport, is_local: bool) -> None:
         # Local checkpoints are temporary: only others become the parent of the next one.

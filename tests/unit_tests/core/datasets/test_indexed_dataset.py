@@ -114,11 +114,23 @@ def test_missing_files_are_rejected(tmp_path):
     write(tmp_path / "d", [[1]])
     with pytest.raises(ValueError, match="pass '.*/d'"):
         IndexedDataset(tmp_path / "d.bin")
+    text = tmp_path / "corpus.jsonl"
+    text.write_text("{}")
+    with pytest.raises(ValueError, match=f"preprocess_data.py --input {text}$"):
+        IndexedDataset(text)
     with pytest.raises(ValueError, match="looks like a weight"):
         IndexedDataset("0.3")
     (tmp_path / "d.bin").unlink()
     with pytest.raises(ValueError, match=r"d\.bin does not exist"):
         IndexedDataset(tmp_path / "d")
+
+
+@pytest.mark.parametrize("name", ["corpus", "korpus_text_document", "corpus_text-document"])
+def test_missing_files_suggest_similar_datasets(tmp_path, name):
+    write(tmp_path / "corpus_text_document", [[1]])
+    write(tmp_path / "other", [[1]])
+    with pytest.raises(ValueError, match=r"Did you mean \S*/corpus_text_document\?$"):
+        IndexedDataset(tmp_path / name)
 
 
 BIN_DAMAGE = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.flags import explain_error
 from megatron.training.config.arguments import (
     field_docs,
     flag_fields,
@@ -251,6 +252,12 @@ def test_all_problems_are_reported_together():
             "--num-experts 8 --moe-router-topk 9"
         )
     assert len(str(error.value).splitlines()) == 5
+    explained = explain_error(error.value).splitlines()
+    assert explained[0] == "5 problems"
+    assert explained[1:] == [f"  - {problem}" for problem in error.value.problems]
+    with pytest.raises(ValueError) as error:
+        config("--zzz")
+    assert explain_error(error.value) == str(error.value)
 
 
 def test_sequence_parallel_without_tensor_parallel_is_dropped_with_a_note():
