@@ -23,6 +23,7 @@ CP2 = "--context-parallel-size 2 "
 EVALUATION = "--eval-iters 2 --eval-interval 1 --split 80,20,0 "
 AVERAGE = f"{LLAMA}--ema-decay 0.9 --eval-ema {EVALUATION}"
 ROUNDED = "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --use-precision-aware-optimizer "
+SCALED = "--bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16 "
 MUP = (
     f"{LLAMA}--use-mup --mup-base-hidden-size 8 --mup-embedding-mult 3 --mup-base-head-dim 4 "
     "--mup-attn-scale-power 0.75 "
@@ -67,6 +68,7 @@ FEATURES = {
         MTP, 2, f"{PP2}--virtual-pipeline-model-parallel-size 2 "
     ),
     "rounded_moments": Feature(f"{LLAMA}{ROUNDED}", 2, DISTRIBUTED_OPTIMIZER),
+    "scaled_state": Feature(f"{LLAMA}{SCALED}", 2, DISTRIBUTED_OPTIMIZER),
     "longrope": Feature(f"{LONGROPE}{XIELU}", 2, CP2),
     "parallel_residual": Feature(f"{LLAMA}--parallel-residual ", 2, TP2_SP),
     "shared_norm": Feature(f"{LLAMA}--parallel-residual --share-parallel-norm ", 2, PP2),
