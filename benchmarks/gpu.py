@@ -3,30 +3,36 @@
     python benchmarks/gpu.py                          # everything, on one GPU with 80 GB
     python benchmarks/gpu.py training --models 1b
     python benchmarks/gpu.py --smoke                  # the same program with a tiny model on the CPU
+    python benchmarks/gpu.py --call 1 --output FILE   # 1 to 4: within 30 minutes of a lent GPU
 
 MFU is relative to the matmul ceiling measured in the same run and to the data sheet. Every result
 is printed, and with --output stored, as soon as it is known; after a measurement that fails, the
-next one runs, and the program ends with status 1. Add the results to docs/gpu.md with date, GPU,
-torch version and commit.
+next one runs, and the program ends with status 1. With --call and --time-limit, it ends in time:
+what is running is stopped, the rest is reported as not run. Add the results to docs/gpu.md with
+date, GPU, torch version and commit.
 """
 
 import argparse
+import faulthandler
 import importlib.util
 import json
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -99,15 +105,38 @@ NEEDS = {
     "fp8": "transformer_engine_torch",
 }  # by the first word
 PEER = ["benchmarks/peers/transformers_training.py"]
+GRACE = 20.0  # seconds from the time limit to the end of the program
 DATA_SHEET = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s
 
 
-class Report:
-    """Lines of results, each printed and stored at once."""
+class TimeLimitError(Exception):
+    """The time limit of the program was reached."""
 
-    def __init__(self, output: Path | None) -> None:
+
+class Report:
+    """Lines of results, each printed and stored at once, until an optional time limit.
+
+    At the limit, a signal raises TimeLimitError in the measurement that is running.
+    """
+
+    def __init__(self, output: Path | None, seconds: float | None = None) -> None:
         self.output = output
         self.num_failures = 0
+        self._seconds = seconds
+        self._begin = time.monotonic()
+        if seconds is not None:
+            signal.signal(signal.SIGALRM, self._stop)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            # Ends the program while it waits for the device, which signals do not interrupt.
+            faulthandler.dump_traceback_later(seconds + GRACE, exit=True)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        raise TimeLimitError(f"stopped by the time limit of {self._seconds:g} s")
+
+    def check_time(self) -> None:
+        """Raise an error if the time limit was reached."""
+        if self._seconds is not None and time.monotonic() - self._begin >= self._seconds:
+            raise TimeLimitError(f"not run: the time limit of {self._seconds:g} s was reached")
 
     def add(self, line: str) -> None:
         print(line, flush=True)
@@ -120,6 +149,9 @@ class Report:
         """Report an error in this block as the result of `subject`, and go on."""
         try:
             yield
+        except TimeLimitError as error:
+            self.num_failures += 1
+            self.add(f"  {subject}: {error}")
         except Exception as error:  # of any kind: the other measurements do not depend on it
             self.num_failures += 1
             traceback.print_exc()
@@ -132,17 +164,51 @@ def available_variants() -> list[str]:
     return [name for name, module in needs.items() if importlib.util.find_spec(module) is not None]
 
 
-def run(command: list[str], environment: dict[str, str] | None = None) -> str:
-    """Run a Python program and return its output."""
+def run(report: Report, command: list[str], environment: dict[str, str] | None = None) -> str:
+    """Run a Python program until the time limit of `report`, and return its output."""
+    lines: list[str] = []
     with ProgressBar(" ".join(command[:1] + command[-4:])):
-        result = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
-    if result.returncode != 0:
-        raise RuntimeError(
-            f"{' '.join(command)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}"
-        )
-    return result.stdout
+        status, errors = follow(report, command, lines.append, environment)
+    output = "".join(lines)
+    if status != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{output[-2000:]}\n{errors[-4000:]}")
+    return output
+
+
+def follow(
+    report: Report,
+    command: list[str],
+    use_line: Callable[[str], object],
+    environment: dict[str, str] | None = None,
+) -> tuple[int, str]:
+    """Run a Python program, pass its lines to `use_line`, and return its status and errors.
+
+    At the time limit, it is killed with all processes that it has started.
+    """
+    report.check_time()
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                use_line(line)
+            status = process.wait()
+        except BaseException:
+            with suppress(ProcessLookupError):  # it may have ended just now
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+        errors.seek(0)
+        return status, errors.read()
 
 
 def iteration_times(output: str) -> list[float]:
@@ -186,28 +252,48 @@ def planned_memory(shape: Shape, iterations: int) -> float:
     return plan_run(config, 1, model_provider).stages[0].memory.total / 1e9
 
 
+# Files of tests/gpu in the order of their value; the others follow.
+TEST_FILES = ("kernels", "training", "staging", "waits")
+
+
 def tests(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
-    """Run `pytest -m gpu` and report the tests that failed or were skipped, file by file."""
+    """Run `pytest -m gpu` file by file, and report tests that fail or are skipped."""
     report.add("tests:")
-    how = ["--collect-only"] if options.smoke else ["-rfEs"]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *how]
-    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
-        with report.measuring(path.name):
-            result = subprocess.run([*command, str(path)], cwd=ROOT, capture_output=True, text=True)
-            lines = result.stdout.strip().splitlines()
-            for line in lines:
-                if line.startswith(("FAILED", "ERROR", "SKIPPED")):
-                    report.add(f"  {line}")
-            if not lines or result.returncode != 0:
-                raise RuntimeError(f"{result.stderr}\n{lines[-1] if lines else 'no output'}")
-            report.add(f"  {path.name}: {lines[-1]}")
+    found = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    first = [f"test_device_{name}.py" for name in TEST_FILES]
+    for name in [*first, *[name for name in found if name not in first]]:
+        with report.measuring(name):
+            run_tests(name, options.smoke, report)
+
+
+def run_tests(name: str, only_collect: bool, report: Report) -> None:
+    """Run the tests of one file. Each failure is reported at once, the reasons in the end."""
+    how = ["-q", "--collect-only"] if only_collect else ["-v", "-rfEs"]
+    command = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *how]
+    last = ""
+
+    def report_line(line: str) -> None:
+        nonlocal last
+        line = line.strip().strip("= ")
+        last = line or last
+        is_failure = re.search(r" (FAILED|ERROR) +\[", line)
+        if is_failure or line.startswith(("FAILED", "ERROR", "SKIPPED")):
+            report.add(f"  {line}")
+
+    try:
+        status, errors = follow(report, [*command, f"tests/gpu/{name}"], report_line)
+    except TimeLimitError as error:
+        raise TimeLimitError(f"{error}; last line: {last}" if last else error) from error
+    if status != 0:
+        raise RuntimeError(f"{errors}\n{last}")
+    report.add(f"  {name}: {last}")
 
 
 def experts(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """Measure the products of 8 experts, forward and backward: one grouped kernel against a
     loop.
     """
-    tokens, hidden, ffn = (64, 32, 48) if options.smoke else (16384, 4096, 14336)
+    tokens, hidden, ffn = (64, 32, 48) if options.is_small else (16384, 4096, 14336)
     x = torch.randn(tokens, hidden, device=options.device).bfloat16()
     matrices = torch.randn(8, hidden, ffn, device=options.device).bfloat16()
     counts = torch.full((8,), tokens // 8, device=options.device)
@@ -225,6 +311,7 @@ def experts(models: dict[str, Shape], options: argparse.Namespace, report: Repor
     work = 2.0 * tokens * hidden * ffn / 1e12
     for name, way in ways.items():
         with report.measuring(name):
+            report.check_time()
             seconds = best_time(way, options.device)
             report.add(f"  {name:8s} {1e3 * seconds:8.3f} ms {work / seconds:8.3g} TFLOP/s")
     with report.measuring("equal results of both"):
@@ -261,7 +348,7 @@ def training(models: dict[str, Shape], options: argparse.Namespace, report: Repo
         for variant in options.variants:
             with report.measuring(f"{name} ours {variant}"):
                 program = ["pretrain_gpt.py", *shape.ours(iterations), *device]
-                output = run([*program, *VARIANTS[variant]])
+                output = run(report, [*program, *VARIANTS[variant]])
                 report_speed(name, "ours", variant, iteration_times(output))
                 memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
                 assert memory is not None, "the log has no line with the peak memory"
@@ -275,7 +362,7 @@ def training(models: dict[str, Shape], options: argparse.Namespace, report: Repo
                 compiled = ["--compile"] if variant == "compile" else []
                 peer = [*PEER, *shape.peer(iterations), *device, *compiled]
                 report_speed(
-                    name, "transformers", variant, step_times(run(peer))[iterations // 4 :]
+                    name, "transformers", variant, step_times(run(report, peer))[iterations // 4 :]
                 )
 
 
@@ -302,10 +389,11 @@ def checkpoint(models: dict[str, Shape], options: argparse.Namespace, report: Re
     device = ["--device", options.device]
     with report.measuring("ours"):
         program = ["pretrain_gpt.py", *shape.ours(iterations), *device]
-        plain = statistics.mean(iteration_times(run(program)))
+        plain = statistics.mean(iteration_times(run(report, program)))
+        report.add(f"  ours: iteration {plain:.1f} ms without saves")
         saving = ["--save", str(directory), "--save-interval", "10", "--async-save"]
         began = time.perf_counter()
-        output = run([*program, *saving, "--keep-last-n", "1"])
+        output = run(report, [*program, *saving, "--keep-last-n", "1"])
         whole = time.perf_counter() - began
         saves = re.findall(
             r"> saved .* \(training blocked ([\d.]+) ms\): ([\d.]+) (\w?B) at", output
@@ -319,7 +407,8 @@ def checkpoint(models: dict[str, Shape], options: argparse.Namespace, report: Re
     peer = [*PEER, *shape.peer(iterations), *device]
     alone: float | None = None
     with report.measuring("transformers without saves"):
-        alone = statistics.mean(step_times(run(peer))[10:])
+        alone = statistics.mean(step_times(run(report, peer))[10:])
+        report.add(f"  transformers: iteration {alone:.1f} ms without saves")
     for who, more in {"DCP": [], "DCP, its own stager": ["--stager"]}.items():
         if alone is None:
             continue
@@ -329,7 +418,7 @@ def checkpoint(models: dict[str, Shape], options: argparse.Namespace, report: Re
             )
             continue
         with report.measuring(who):
-            output = run([*peer, "--save", str(directory), *more])
+            output = run(report, [*peer, "--save", str(directory), *more])
             found = re.findall(r"^blocking ([\d.]+) ms", output, re.MULTILINE)
             with_saves = statistics.mean(step_times(output)[10:])
             report_saving(report, who, alone, with_saves, [float(value) for value in found])
@@ -373,7 +462,7 @@ def profile(models: dict[str, Shape], options: argparse.Namespace, report: Repor
     report.add(f"profile: {name}, one step")
     with report.measuring(name), tempfile.TemporaryDirectory() as directory:
         program = ["pretrain_gpt.py", *shape.ours(8), "--device", options.device]
-        run([*program, *profiling(6, 7, Path(directory))])
+        run(report, [*program, *profiling(6, 7, Path(directory))])
         (table,) = Path(directory).glob("*.txt")
         for row in table.read_text().splitlines()[:20]:
             report.add(f"  {row}")
@@ -394,11 +483,12 @@ def suspicions(models: dict[str, Shape], options: argparse.Namespace, report: Re
     checks: dict[str, Callable[[], Iterator[str]]] = {
         "windowed attention": lambda: _masked_attention(options),
         "loss of a large vocabulary": lambda: _loss_of_a_large_vocabulary(options),
-        "waits of a save": lambda: _waits_of_a_save(name, shape, options),
-        "devices of a node": lambda: _devices_of_a_node(options),
+        "waits of a save": lambda: _waits_of_a_save(name, shape, options, report),
+        "devices of a node": lambda: _devices_of_a_node(options, report),
     }
     for subject, check in checks.items():
         with report.measuring(subject):
+            report.check_time()
             for line in check():
                 report.add(f"  {line}")
 
@@ -418,7 +508,7 @@ def _masked_attention(options: argparse.Namespace) -> Iterator[str]:
     """Check that grouped windowed attention does not fall back to products that store all
     scores.
     """
-    heads, length = (4, 64) if options.smoke else (32, 4096)
+    heads, length = (4, 64) if options.is_small else (32, 4096)
     config = TransformerConfig(
         1, 128 * heads, heads, group_query_attention=True, num_query_groups=heads // 4, attention_dropout=0.0,
         window_size=(length // 4, 0), bf16=True,
@@ -440,7 +530,7 @@ def _masked_attention(options: argparse.Namespace) -> Iterator[str]:
 
 def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> Iterator[str]:
     """Count kernels of the fused loss: chunk sizes for a CPU would need hundreds."""
-    tokens, hidden, vocab = (64, 32, 1000) if options.smoke else (4096, 4096, 128_000)
+    tokens, hidden, vocab = (64, 32, 1000) if options.is_small else (4096, 4096, 128_000)
     weight, states = (
         torch.randn(shape, device=options.device).bfloat16().requires_grad_()
         for shape in ((vocab, hidden), (tokens, 1, hidden))
@@ -458,7 +548,9 @@ def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> Iterator[str]:
     )
 
 
-def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> Iterator[str]:
+def _waits_of_a_save(
+    name: str, shape: Shape, options: argparse.Namespace, report: Report
+) -> Iterator[str]:
     """Count calls that wait for the device, in two iterations during an asynchronous save and in
     two without.
     """
@@ -467,7 +559,7 @@ def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> It
         saving = ["--save", f"{directory}/s", "--save-interval", "4", "--async-save"]
         for label, flags in {"a save": saving, "none": []}.items():
             traces = Path(directory) / label.replace(" ", "_")
-            run([*program, *flags, *profiling(4, 6, traces)])
+            run(report, [*program, *flags, *profiling(4, 6, traces)])
             events = json.loads(next(traces.glob("*.json")).read_text())["traceEvents"]
             waits = Counter(
                 event["name"] for event in events if "Synchronize" in event.get("name", "")
@@ -478,7 +570,7 @@ def _waits_of_a_save(name: str, shape: Shape, options: argparse.Namespace) -> It
             )
 
 
-def _devices_of_a_node(options: argparse.Namespace) -> Iterator[str]:
+def _devices_of_a_node(options: argparse.Namespace, report: Report) -> Iterator[str]:
     """Return the device of local rank 1 if it sees one device (`srun --gpus-per-task=1`)."""
     code = (
         "from megatron.training import initialize; "
@@ -492,35 +584,40 @@ def _devices_of_a_node(options: argparse.Namespace) -> Iterator[str]:
         "LOCAL_RANK": "1",
         "PYTHONPATH": os.pathsep.join(search_path),
     }
-    output = run(["-c", code], environment)
+    output = run(report, ["-c", code], environment)
     yield f"local rank 1 that sees one device: {output.strip()}"
     if torch.cuda.device_count() < 2:
         yield "contexts of background threads on the first device: needs two GPUs, not run"
         return
-    yield from _contexts(options)
+    yield from _contexts(options, report)
 
 
-def _contexts(options: argparse.Namespace) -> Iterator[str]:
+def _contexts(options: argparse.Namespace, report: Report) -> Iterator[str]:
     """Count processes on each GPU while two ranks save in the background: one unless a thread
     opened another context.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     asked = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
     most = Counter[str]()
+    is_done = threading.Event()
+
+    def count_processes() -> None:
+        nonlocal most
+        while not is_done.wait(0.5):
+            result = subprocess.run(asked, capture_output=True, text=True, check=True)
+            rows = {row for row in result.stdout.splitlines() if row}
+            most |= Counter(row.split(",")[0] for row in rows)
+
+    counter = threading.Thread(target=count_processes)
     with tempfile.TemporaryDirectory(dir=options.disk) as directory:
         saving = ["--save", directory, "--save-interval", "5", "--async-save"]
         flags = [*SMALL["small"].ours(200), *saving, "--global-batch-size", "4"]
-        words = [sys.executable, *launcher, "pretrain_gpt.py", *flags]
-        with subprocess.Popen(
-            words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as training_run:
-            while training_run.poll() is None:
-                result = subprocess.run(asked, capture_output=True, text=True, check=True)
-                rows = {row for row in result.stdout.splitlines() if row}
-                most |= Counter(row.split(",")[0] for row in rows)
-                time.sleep(0.5)
-    if training_run.returncode != 0:
-        raise RuntimeError(f"{' '.join(words[:6])} failed with status {training_run.returncode}")
+        counter.start()
+        try:
+            run(report, [*launcher, "pretrain_gpt.py", *flags])
+        finally:
+            is_done.set()
+            counter.join()
     yield (
         "processes on a GPU while two ranks train and save: at most "
         f"{max(most.values(), default=0)} (1 is right)"
@@ -537,6 +634,35 @@ PARTS = {
 }
 
 
+@dataclass(frozen=True)
+class Call:
+    """What one command measures, the most valuable first, and its time limit in seconds."""
+
+    parts: tuple[str, ...]
+    seconds: float
+    models: tuple[str, ...] = ("1b",)
+    variants: tuple[str, ...] = ("compile", "eager")
+
+
+# A GPU is lent for 30 minutes, of which its start and copies take some, and for at most 10 minutes
+# a command. Is it correct? How fast is it? What do saves cost? Larger models.
+CALLS = {
+    1: Call(("tests", "suspicions"), 330),
+    2: Call(("training", "profile"), 420),
+    3: Call(("checkpoint",), 450),
+    4: Call(("training", "experts"), 330, models=("3b",)),
+}
+
+
+def apply_call(options: argparse.Namespace) -> None:
+    """Set what --call selects, unless it is given."""
+    call = CALLS[options.call]
+    options.parts = options.parts or list(call.parts)
+    options.models = options.models or list(call.models)
+    options.variants = options.variants or list(call.variants)
+    options.time_limit = options.time_limit or call.seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -544,7 +670,19 @@ def main() -> None:
     parser.add_argument(
         "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
     )
-    parser.add_argument("--models", nargs="+", choices=[*MODELS, *SMALL], default=list(MODELS))
+    parser.add_argument(
+        "--call",
+        type=int,
+        choices=list(CALLS),
+        help="measure one of four groups, which take 26 minutes in all",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="stop after this time; default with --call: 330 to 450",
+    )
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *SMALL], help="default: 1b and 3b")
     parser.add_argument(
         "--variants", nargs="+", choices=list(VARIANTS), help="default: those that can run here"
     )
@@ -561,6 +699,8 @@ def main() -> None:
     if options.smoke:
         options.iterations = 8
         options.variants = options.variants or ["eager"]
+    if options.call is not None:
+        apply_call(options)
     options.variants = options.variants or available_variants()
     unknown = [part for part in options.parts if part not in PARTS]
     if unknown:
@@ -568,19 +708,23 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this PyTorch sees no CUDA device; --smoke tries the program without one")
 
-    models = SMALL if options.smoke else {name: (MODELS | SMALL)[name] for name in options.models}
+    names = options.models or list(MODELS)
+    models = SMALL if options.smoke else {name: (MODELS | SMALL)[name] for name in names}
+    options.is_small = models.keys() <= SMALL.keys()
     where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     commit = subprocess.run(
         ["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    report = Report(options.output)
+    report = Report(options.output, options.time_limit)
     report.add(f"{time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}, commit {commit}")
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         with report.measuring("compilation of the dataset index builders"):
-            run(["setup.py", "build_ext", "--inplace"])
+            run(report, ["setup.py", "build_ext", "--inplace"])
     for part in options.parts or PARTS:
         with report.measuring(part):
+            report.check_time()
             PARTS[part](models, options, report)
+    faulthandler.cancel_dump_traceback_later()
     if report.num_failures:
         sys.exit(f"{report.num_failures} measurements failed")
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.gpu import Report
+from benchmarks.gpu import CALLS, PARTS, Report
 from tests import ROOT
 
 
@@ -23,6 +23,41 @@ def test_gpu_benchmark_continues_after_a_failure(tmp_path, capsys):
     assert (tmp_path / "results.txt").read_text().splitlines() == lines
     assert capsys.readouterr().out.splitlines() == lines
     assert report.num_failures == 1
+
+
+def test_measurements_end_at_the_time_limit():
+    """Processes that a measured program has started would keep its output open."""
+    code = """
+import time
+from benchmarks.gpu import Report, run
+report = Report(None, seconds=1)
+sleep = "import subprocess; subprocess.run(['sleep', '600'])"
+with report.measuring("first"):
+    run(report, ["-c", sleep])
+with report.measuring("second"):
+    run(report, ["-c", sleep])
+report = Report(None, seconds=1)
+with report.measuring("third"):
+    while True:
+        time.sleep(0.01)
+assert report.num_failures == 1
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "  first: stopped by the time limit of 1 s",
+        "  second: not run: the time limit of 1 s was reached",
+        "  third: stopped by the time limit of 1 s",
+    ]
+
+
+def test_calls_fit_into_the_time_of_a_lent_gpu():
+    assert all(call.seconds < 600 for call in CALLS.values())
+    assert sum(call.seconds for call in CALLS.values()) <= 26 * 60
+    measured = {part for call in CALLS.values() for part in call.parts}
+    assert measured == set(PARTS)
 
 
 @pytest.mark.slow
