@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -167,17 +168,18 @@ Stream* find_stream(cudaStream_t handle) {
   return stream;
 }
 
-// An event counts its records; waiters remember the count that they wait for.
+// An event numbers its records; waiters remember the number that they wait for. Records in several
+// streams may be reached in another order.
 struct Event {
   std::mutex mutex;
   std::condition_variable changed;
   long recorded = 0;
-  long reached = 0;
+  std::set<long> not_reached;
   std::chrono::steady_clock::time_point time;
 
-  void wait(long count) {
+  void wait(long number) {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] { return reached >= count; });
+    changed.wait(lock, [&] { return not_reached.count(number) == 0; });
   }
 
   long get_recorded() {
@@ -530,6 +532,27 @@ cudaError_t cudaHostUnregister(void* pointer) {
   return cudaSuccess;
 }
 
+// Memory of another process, for Transformer Engine's user buffers: an allocation of the same size
+// without its contents, because only kernels read it, and these do nothing.
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) {
+  std::lock_guard<std::mutex> lock(memory_mutex);
+  size_t offset = 0;
+  const Allocation* allocation = find_allocation(pointer, &offset);
+  if (!allocation || allocation->kind != Kind::kDevice) return cudaErrorInvalidValue;
+  const size_t size = allocation->size - offset;
+  *handle = {};
+  memcpy(handle, &size, sizeof size);
+  return cudaSuccess;
+}
+
+cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle, unsigned) {
+  size_t size = 0;
+  memcpy(&size, &handle, sizeof size);
+  return cudaMalloc(pointer, size);
+}
+
+cudaError_t cudaIpcCloseMemHandle(void* pointer) { return cudaFree(pointer); }
+
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
   std::lock_guard<std::mutex> lock(memory_mutex);
   *attributes = {};
@@ -632,8 +655,8 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigned) {
   Event* event = find_event(handle);
-  const long count = event->get_recorded();
-  find_stream(stream)->push([=] { event->wait(count); });
+  const long number = event->get_recorded();
+  find_stream(stream)->push([=] { event->wait(number); });
   return cudaSuccess;
 }
 
@@ -660,14 +683,15 @@ cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
 cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
   Event* event = find_event(handle);
-  long count = 0;
+  long number = 0;
   {
     std::lock_guard<std::mutex> lock(event->mutex);
-    count = ++event->recorded;
+    number = ++event->recorded;
+    event->not_reached.insert(number);
   }
   find_stream(stream)->push([=] {
     std::lock_guard<std::mutex> lock(event->mutex);
-    event->reached = count;
+    event->not_reached.erase(number);
     event->time = std::chrono::steady_clock::now();
     event->changed.notify_all();
   });
@@ -681,7 +705,8 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, un
 cudaError_t cudaEventQuery(cudaEvent_t handle) {
   Event* event = find_event(handle);
   std::lock_guard<std::mutex> lock(event->mutex);
-  return event->reached >= event->recorded ? cudaSuccess : cudaErrorNotReady;
+  const bool is_reached = event->not_reached.count(event->recorded) == 0;
+  return is_reached ? cudaSuccess : cudaErrorNotReady;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {

@@ -79,6 +79,31 @@ for waits in (False, True):
     assert result.stdout.split() == ["False", "0.0", "False", "2.0"], result.stderr
 
 
+def test_an_event_can_be_recorded_again_in_another_stream():
+    """A stream waits for the last record before its wait, whichever is reached first."""
+    code = """
+import torch
+source = torch.ones(4).pin_memory()
+target = torch.zeros(4, device="cuda")
+torch.cuda.synchronize()
+slow, fast, first, second = (torch.cuda.Stream() for _ in range(4))
+event = torch.cuda.Event()
+with torch.cuda.stream(slow):
+    target.copy_(source, non_blocking=True)
+event.record(slow)
+first.wait_event(event)
+event.record(fast)
+second.wait_event(event)
+for stream in (second, first):
+    with torch.cuda.stream(stream):
+        print((target * 2).sum().item())
+slow.synchronize()
+print(event.query())
+"""
+    result = run_code(code, FAKE_CUDA_COPY_US="200000")
+    assert result.stdout.split() == ["0.0", "8.0", "True"], result.stderr
+
+
 def test_random_numbers_depend_on_the_state_of_the_device():
     """As on a GPU: on the seed, and on what was drawn before."""
     x = torch.ones(1000, device="cuda")
