@@ -5,7 +5,9 @@
 
 The environment contains torch's CUDA wheel without the CUDA libraries that the wheel depends on.
 Their replacements are compiled into torch's own library folder: runtime.cpp, nccl.cpp, and for all
-other libraries functions that do nothing and return zero. An existing environment is updated.
+other libraries functions that do nothing and return zero. An existing environment is updated. The
+replacements also contain what compiled packages in its folder `extensions` link to, e.g.
+Transformer Engine.
 """
 
 from __future__ import annotations
@@ -58,6 +60,16 @@ size_t cudnnGetVersion() { return 91900; }
 int cudnnCreate(void **handle) { *handle = (void *)1; return 0; }
 const char *cudnnGetErrorString(int error) { return "error of the fake cuDNN"; }
 """
+# Libraries that Transformer Engine opens, links to the replacement of cuDNN.
+CUDNN_PARTS = (
+    "adv",
+    "cnn",
+    "engines_precompiled",
+    "engines_runtime_compiled",
+    "graph",
+    "heuristic",
+    "ops",
+)
 DRIVER = """
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
@@ -143,14 +155,6 @@ def main() -> None:
         metavar="VERSION",
         help=f"version of torch with a CUDA 13 build; default: {DEFAULT_TORCH}",
     )
-    parser.add_argument(
-        "--library",
-        action="append",
-        type=Path,
-        default=[],
-        metavar="FILE",
-        help="another library that needs replacements, e.g. libtransformer_engine.so; repeatable",
-    )
     args = parser.parse_args()
     version = args.torch
     environment = ROOT / ".fake-cuda" / version
@@ -163,7 +167,7 @@ def main() -> None:
     site_packages = Path(run(python, "-c", code).strip())
     if not (site_packages / "torch" / "lib" / "libtorch_cuda.so").exists():
         sys.exit(f"torch {version} in {environment} was not built for CUDA: remove {environment}")
-    build_libraries(site_packages / "torch" / "lib", environment, args.library)
+    build_libraries(site_packages / "torch" / "lib", environment)
     enable_numerics(site_packages)
     print(python)
 
@@ -180,31 +184,32 @@ def install(environment: Path, python: Path, version: str) -> None:
     run(python, "setup.py", "--quiet", "build_ext", "--inplace")
 
 
-def build_libraries(folder: Path, environment: Path, others: list[Path]) -> None:
-    """Compile the replacements into `folder`, which torch's libraries search.
-
-    They also contain what the `others` link to.
-    """
+def build_libraries(folder: Path, environment: Path) -> None:
+    """Compile the replacements into `folder`, which torch's libraries search."""
     build = environment / "build"
     build.mkdir(exist_ok=True)
     replaced = {library.name for library in LIBRARIES}
     torch_libraries = [
         path for path in folder.glob("*.so*") if path.name.split(".so")[0] not in replaced
     ]
-    symbols = list_undefined_symbols([*torch_libraries, *others])
+    extensions = sorted((environment / "extensions").glob("**/*.so"))
+    symbols = list_undefined_symbols([*torch_libraries, *extensions])
     (include,) = (environment / "headers").glob("**/include/cuda_runtime_api.h")
     for library in LIBRARIES:
         file_name = find_file_name(library, torch_libraries)
         if file_name is None:  # this version of torch does not link to it
             continue
         target = folder / file_name
-        sources = [Path(__file__), *([HERE / library.file] if library.file else [])]
-        is_complete = target.exists() and not others
-        if is_complete and all(
-            target.stat().st_mtime > source.stat().st_mtime for source in sources
-        ):
-            continue
-        build_library(library, target, symbols, build, include.parent)
+        sources = [Path(__file__), *extensions]
+        if library.file:
+            sources.append(HERE / library.file)
+        newest = max(source.stat().st_mtime for source in sources)
+        if not target.exists() or target.stat().st_mtime < newest:
+            build_library(library, target, symbols, build, include.parent)
+    for part in CUDNN_PARTS:
+        link = folder / f"libcudnn_{part}.so.9"
+        link.unlink(missing_ok=True)
+        link.symlink_to("libcudnn.so.9")
 
 
 def build_library(
