@@ -308,6 +308,9 @@ def _describe_memory(plan: RunPlan) -> str:
 def _describe_checkpoint(config: Config, plan: RunPlan) -> str:
     size = format_size(plan.checkpoint_bytes)
     checkpoint = config.checkpoint
+    if checkpoint.save and checkpoint.async_save:
+        staged = format_size(max(stage.checkpoint_bytes for stage in plan.stages))
+        size += f", saved through {staged} of host memory on each rank,"
     if checkpoint.save_hf_interval is not None:
         export = format_size(plan.export_bytes)
         return (

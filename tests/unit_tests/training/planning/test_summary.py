@@ -1,6 +1,9 @@
 """The summary of a run, without a process group."""
 
+import re
 import shlex
+
+import pytest
 
 from megatron.training.config.parsing import parse_args
 from megatron.training.planning.run_plan import plan_run
@@ -31,6 +34,19 @@ def test_one_stage():
     assert "4 heads in 2 groups" in topics["model"] and "100 tokens" in topics["model"]
     assert topics["precision"] == "bfloat16, with fp32 main parameters and gradients"
     assert topics["checkpoint"].endswith("not saved: no --save")
+
+
+def test_host_memory_of_asynchronous_saves():
+    """With two ranks, each stages half of the checkpoint."""
+    text = summary("--save /checkpoints --async-save --use-distributed-optimizer", 2)["checkpoint"]
+    whole, staged = re.findall(r"([\d.]+) MB", text)
+    assert float(staged) == pytest.approx(float(whole) / 2, rel=0.02)
+    assert (
+        text
+        == f"{whole} MB, saved through {staged} MB of host memory on each rank, to /checkpoints"
+    )
+    synchronous = summary("--save /checkpoints", 2)["checkpoint"]
+    assert synchronous == f"{whole} MB to /checkpoints"
 
 
 def test_layers_for_multi_token_prediction():
