@@ -55,12 +55,12 @@ ENV PATH=/workspace/.venv/bin:$PATH
 CMD ["bash"]
 
 FROM gpu AS gpu_te
-# Both are compiled here, against the torch above, with nvcc and the headers of the same CUDA.
+# Both are compiled here, against the torch above, with nvcc and the headers of the same CUDA. Those of
+# cuDNN and NCCL are in the wheels that torch uses: apt has newer ones.
 USER 0:0
 RUN apt-get update \
     && apt-get install -y --no-install-recommends cuda-nvcc-13-0 cuda-cudart-dev-13-0 cuda-nvrtc-dev-13-0 \
-        cuda-profiler-api-13-0 libcublas-dev-13-0 libcusparse-dev-13-0 libcusolver-dev-13-0 libcudnn9-dev-cuda-13 \
-        libnccl-dev \
+        cuda-profiler-api-13-0 libcublas-dev-13-0 libcusparse-dev-13-0 libcusolver-dev-13-0 \
     && rm -rf /var/lib/apt/lists/*
 USER 1001:1001
 ARG TE_VERSION=2.20.2
@@ -70,5 +70,6 @@ ARG APEX_COMMIT=4bdecd06b3c4b2c0a8fb6603829a8f9f05a42b49
 ARG CUDA_ARCHS="9.0;10.0"
 ARG MAX_JOBS=4
 RUN export TORCH_CUDA_ARCH_LIST="${CUDA_ARCHS}" MAX_JOBS="${MAX_JOBS}" APEX_CPP_EXT=1 APEX_CUDA_EXT=1 \
+        NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
     && .venv/bin/pip install --no-cache-dir --no-build-isolation "transformer_engine[core_cu13,pytorch]==${TE_VERSION}" \
     && .venv/bin/pip install --no-cache-dir --no-build-isolation "git+https://github.com/NVIDIA/apex@${APEX_COMMIT}"
