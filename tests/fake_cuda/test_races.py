@@ -48,6 +48,11 @@ RUNS = {  # name -> (devices, flags)
         f"{EXPERTS}--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall ",
     ),
     "local_replicas": (2, f"{DISTRIBUTED_OPTIMIZER}{LOCAL_SAVES}"),
+    # Of the local checkpoints of iterations 1 to 4, the first and the third are replicated.
+    "local_replicas_interval": (
+        2,
+        f"{DISTRIBUTED_OPTIMIZER}{LOCAL_SAVES}--replication-interval 2 --train-iters 4 ",
+    ),
 }
 
 DELAYS = {

@@ -23,6 +23,10 @@ LAYOUTS = {
     "dp2": DISTRIBUTED_OPTIMIZER,
     "pp2": "--pipeline-model-parallel-size 2 ",
     "tp2_sp": "--tensor-model-parallel-size 2 --sequence-parallel ",
+    "ep2": (
+        "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
+        "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+    ),
 }
 
 
@@ -66,7 +70,7 @@ def assert_like_undisturbed_run(launcher, job, flags, root):
 def test_ranks_keep_their_processes_when_another_is_killed(launcher, tmp_path, layout):
     """Rank 1 is killed twice, then rank 0."""
     flags = TRAINING + LAYOUTS[layout]
-    with fake_devices() as variables:
+    with fake_devices(FAKE_CUDA_RANDOM_US="500") as variables:
         job = start_restartable(launcher, flags, tmp_path / "run", variables)
         for number, lost in enumerate([1, 1, 0]):
             job.until(lambda number=number: len(find_losses(job)) >= 4 * (number + 1))
