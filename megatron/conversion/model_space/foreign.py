@@ -51,14 +51,20 @@ def format_layers(layers: Sequence[int]) -> str:
 
 
 def describe_foreign_mixers(args: Mapping[str, Any]) -> str:
-    """Return the kinds of foreign token mixers in the arguments with their layers; "" if none."""
+    """Return the kinds of foreign token mixers in the arguments with their layers; "" if none.
+
+    The arguments may be those of a file that was not checked.
+    """
+    mixers = args.get("foreign_mixers")
+    if not isinstance(mixers, list | tuple):
+        return ""
     layers_by_kind: dict[str, list[int]] = {}
-    for layer, kind in enumerate(args.get("foreign_mixers") or ()):
+    for layer, kind in enumerate(mixers):
         if kind:
-            layers_by_kind.setdefault(kind, []).append(layer)
+            layers_by_kind.setdefault(str(kind), []).append(layer)
     listed = []
     for kind, layers in layers_by_kind.items():
-        listed.append(f"{escape_control_chars(str(kind))} in layers {format_layers(layers)}")
+        listed.append(f"{escape_control_chars(kind)} in layers {format_layers(layers)}")
     return " and ".join(listed)
 
 

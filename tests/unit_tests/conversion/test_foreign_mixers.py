@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.conversion.convert import convert, open_checkpoint
+from megatron.conversion.model_space.foreign import describe_foreign_mixers
 from megatron.conversion.options import ReadOptions, WriteOptions
 from tests.unit_tests.conversion.convert_tool import run_convert, run_merge
 from tools.checkpoint import inspect_checkpoint
@@ -336,6 +337,12 @@ def test_base_model_alone_gets_the_names_of_the_whole_model(tmp_path: Path) -> N
     found = load_file(result / "model.safetensors")
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+
+
+def test_unchecked_arguments_are_described() -> None:
+    for value, text in ((3, ""), (None, ""), ([[], {"a": 1}, "\x1b"], "{'a': 1} in layers 1 and ")):
+        assert describe_foreign_mixers({"foreign_mixers": value}).startswith(text)
+    assert "\x1b" not in describe_foreign_mixers({"foreign_mixers": ["\x1b"]})
 
 
 def test_missing_mixers_are_refused(tmp_path: Path) -> None:
