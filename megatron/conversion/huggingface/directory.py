@@ -305,7 +305,7 @@ def write_huggingface(
     for part in parts:
         weights.append(_prepare_weight(source, part, config.params_dtype, options.quantization))
     if options.quantization is not None:
-        fields[_QUANTIZATION] = make_quantization_config(_list_unquantized(parts))
+        fields[_QUANTIZATION] = make_quantization_config(_list_unquantized(parts, foreign))
     for key in foreign:
         weights.append(OutgoingForeign(source, key))
     optimizer: Sequence[Outgoing] = []
@@ -544,12 +544,18 @@ def _is_quantizable(part: StoredParameter) -> bool:
     return is_matrix
 
 
-def _list_unquantized(parts: Sequence[StoredParameter]) -> list[str]:
-    """Return the modules with a matrix that is not quantized: embeddings, head, routers."""
+def _list_unquantized(parts: Sequence[StoredParameter], foreign: Sequence[str]) -> list[str]:
+    """Return the modules with a matrix that is not quantized: embeddings, head, routers, and those
+    of foreign tensors.
+    """
     modules = ["lm_head"]  # a tied head has no tensor, but is a linear layer
     for part in parts:
         if len(part.shape) == 2 and not _is_quantizable(part):
             modules += [name.removesuffix(".weight") for name in part.names]
+    for key in foreign:
+        module, _, kind = foreign_name(key).rpartition(".")
+        if kind == "weight":
+            modules.append(module)
     return sorted(set(modules))
 
 

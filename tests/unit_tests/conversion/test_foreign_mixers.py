@@ -288,6 +288,22 @@ def test_weights_of_mixers_are_cast_unless_their_dtype_differs(tmp_path: Path) -
         assert torch.equal(tensor, wanted) and tensor.dtype == wanted.dtype, name
 
 
+def test_quantized_export_lists_the_mixers_as_unquantized(tmp_path: Path) -> None:
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    model = save_model("qwen3_5_text", tmp_path / "model", layer_types=kinds)
+    flags = ("--keep-foreign", "--quantize", "fp8-block", "--saver", "hf")
+    done = run_convert("--load-dir", model, "--save-dir", tmp_path / "fp8", *flags)
+    assert done.returncode == 0, done.stderr
+    kept = read_config(tmp_path / "fp8")["quantization_config"]["modules_to_not_convert"]
+    before = load_file(model / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "fp8" / "model.safetensors").items():
+        module, _, kind = name.rpartition(".")
+        is_matrix = kind == "weight" and tensor.dim() > 1
+        assert not is_matrix or (tensor.dtype == torch.float8_e4m3fn) == (module not in kept), name
+        if ".linear_attn." in name or ".self_attn." in name:
+            assert torch.equal(tensor, before[name]), name
+
+
 def test_merged_mixers_are_weighted_sums(tmp_path: Path) -> None:
     inputs = [save_model("lfm2", tmp_path / "a"), save_model("lfm2", tmp_path / "b")]
     rng = torch.Generator().manual_seed(1)
