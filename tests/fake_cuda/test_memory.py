@@ -23,6 +23,7 @@ PP2 = "--pipeline-model-parallel-size 2 "
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
 
 ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --use-precision-aware-optimizer "
+SCALED = "--exp-avg-dtype fp8 --exp-avg-sq-dtype fp16 --main-params-dtype fp16 "
 
 RUNS = {  # name -> (devices, flags)
     "bf16": (1, f"--bf16 {SAVES}"),
@@ -46,6 +47,7 @@ SLOW_RUNS = {
     "average": (1, f"--bf16 --ema-decay 0.9 {SAVES}"),
     "lion": (1, f"--bf16 --optimizer lion {SAVES}"),
     "multi_token_prediction": (1, f"--bf16 --mtp-num-layers 1 {SAVES}"),
+    "scaled_state": (1, f"--bf16 {SCALED}{SAVES}"),
     "parallel_residual": (1, "--bf16 --parallel-residual "),
 }
 

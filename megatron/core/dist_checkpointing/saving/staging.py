@@ -54,6 +54,9 @@ _COPIED_AT_ONCE = 16
 launch from the training thread waits that long. The first write begins after 128 MiB.
 """
 
+_PRODUCTS = threading.Lock()
+"""Held while a product of elements and their scale is on the device."""
+
 
 class LiveSource:
     """A contiguous live tensor whose elements are copied as `dtype` in the background.
@@ -109,16 +112,20 @@ class DeviceSource(LiveSource):
 
 
 class DeviceCopies:
-    """Copies from a device to slots, all queued by one call that releases the interpreter."""
+    """Copies from a device to slots, queued by one call that releases the interpreter, and one for
+    each part with a scale.
+    """
 
     def __init__(self) -> None:
         self._targets: list[torch.Tensor] = []
         self._sources: list[torch.Tensor] = []
+        self._scaled: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def add(self, source: DeviceSource, slot: Slot, part: SourceRange) -> None:
         target, content = source.select(slot, part)
         if source.scale is not None:
-            content = content.to(target.dtype).mul_(source.scale)  # on the current stream, too
+            self._scaled.append((target, content, source.scale))
+            return
         self._targets.append(target)
         self._sources.append(content)
 
@@ -126,6 +133,10 @@ class DeviceCopies:
         """Queue all copies on the current stream."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
+        # One product at a time: its memory serves for the next one, because the stream is the same.
+        for target, content, scale in self._scaled:
+            with _PRODUCTS:
+                target.copy_(content.to(target.dtype).mul_(scale), non_blocking=True)
 
 
 class LazySource:
