@@ -112,6 +112,10 @@ OTHER_NAMES: dict[str, OtherName] = {
         note="replaced by --tokenizer-type HuggingFaceTokenizer with the directory --load as "
         "--tokenizer-model, unless these are given",
     ),
+    "--use-packed-seq-params": OtherName(
+        {"reset_attention_mask": True, "create_attention_mask_in_dataloader": True},
+        note="replaced by --reset-attention-mask: documents of a sequence do not see each other",
+    ),
     "--no-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
     "--disable-pad-vocab-size": OtherName({"make_vocab_size_divisible_by": 1}),
 }

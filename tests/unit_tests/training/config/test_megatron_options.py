@@ -123,6 +123,16 @@ def test_tokenizers_of_pai_megatron_patch():
     assert line.problems[0].startswith("--patch-tokenizer-type: 'JiebaBPETokenizer' is not one of")
 
 
+def test_packed_sequences_of_pretraining_reset_the_attention_mask():
+    words = ["--use-packed-seq-params", "--no-create-attention-mask-in-dataloader"]
+    line = make_flag_parser().parse(words)
+    assert line.problems == [] and "--reset-attention-mask" in line.notes[0]
+    assert line.given == {
+        "reset_attention_mask": True,
+        "create_attention_mask_in_dataloader": True,
+    }
+
+
 def test_memory_that_is_not_saved_is_noted():
     words = "--optimizer-cpu-offload --fine-grained-activation-offloading --offload-modules moe_act"
     line = make_flag_parser().parse(words.split())
