@@ -4,13 +4,18 @@ import pytest
 
 from tests.fake_cuda.extensions import needs_extension, train_with_extensions
 
-APEX = "--optimizer-impl apex --norm-impl apex "
-LAYER_NORM = "--normalization LayerNorm --add-bias-linear "
+NORMS = "--norm-impl apex "
+LAYER_NORM = f"{NORMS}--normalization LayerNorm --add-bias-linear "
+OPTIMIZER = "--optimizer-impl apex "
+SHARDED = f"{OPTIMIZER}--use-distributed-optimizer "
 
-pytestmark = [needs_extension("amp_C"), needs_extension("fused_layer_norm_cuda")]
+
+@needs_extension("fused_layer_norm_cuda")
+def test_norms():
+    train_with_extensions([NORMS, LAYER_NORM])
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_optimizer_and_norms(num_devices):
-    sharded = "--use-distributed-optimizer " if num_devices == 2 else ""
-    train_with_extensions([APEX + sharded, APEX + sharded + LAYER_NORM], num_devices)
+@needs_extension("amp_C")
+@pytest.mark.parametrize(("num_devices", "flags"), [(1, OPTIMIZER), (2, SHARDED)])
+def test_optimizer(num_devices, flags):
+    train_with_extensions([flags], num_devices)
