@@ -406,6 +406,9 @@ def deepseek_experts(methods: Sequence[str], best: int) -> Rule:
         grouping: Json = dict.fromkeys(
             ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk")
         )
+        if method == methods[-1] and found.get("topk_group") == 0:
+            # transformers masks all experts then, even of a single group.
+            raise unsupported("topk_group", 0, "1 or more is")
         if method == methods[-1] and num_groups > 1:
             grouping["moe_router_num_groups"] = num_groups
             grouping["moe_router_group_topk"] = found.get("topk_group")

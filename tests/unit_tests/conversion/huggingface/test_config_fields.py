@@ -185,6 +185,13 @@ def test_missing_fields_have_the_defaults_of_transformers(name: str) -> None:
     assert model_config(found, 67, name) == model_config(wanted | {"bf16": False}, 67, name)
 
 
+def test_no_group_of_experts_is_refused() -> None:
+    hf = DEEPSEEK | {"model_type": "deepseek_v3", "n_group": 1, "topk_group": 0}
+    with pytest.raises(ValueError, match="topk_group = 0 is not supported, only 1 or more is"):
+        find_family(hf).read_config(hf, {})
+    find_family(hf).read_config(hf | {"topk_group": 1}, {})
+
+
 CONFLICTS: dict[str, tuple[str, dict[str, Any]]] = {
     "topk": ("hunyuan_v1_moe", {"moe_topk": 3, "num_experts_per_tok": 2}),
     "topk by layer": ("hunyuan_v1_moe", {"moe_topk": [3] * 4, "num_experts_per_tok": 2}),
