@@ -395,7 +395,8 @@ def run_verify(args: argparse.Namespace) -> int:
         extent += f", {size} in {report.files} files against their checksums"
     outcome = "intact"
     if not report.ok:
-        outcome = f"{len(report.problems)} problems"
+        count = len(report.problems)
+        outcome = f"{count} problem" if count == 1 else f"{count} problems"
     print_line(f"{path}: {outcome} ({extent})")
     return int(not report.ok)
 
