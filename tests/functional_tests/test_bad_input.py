@@ -228,8 +228,9 @@ def test_user_errors_end_with_one_message_and_no_traceback(launcher):
     job.kill(1)
     assert job.wait()[0] == 1
     assert job.output().splitlines() == [
-        "error: unknown flag --unfused: --help lists all flags",
-        "--num-attention-heads 4 is not a multiple of --num-query-groups 3",
+        "error: 2 problems",
+        "  - unknown flag --unfused: --help lists all flags",
+        "  - --num-attention-heads 4 is not a multiple of --num-query-groups 3",
     ]
     assert job.output(1) == ""
 

@@ -402,7 +402,7 @@ def test_last_checkpoints_of_other_formats(tmp_path, form):
         (["{a}:1", "--weights", "ema", "--optimizer", "from=1"], "are mutually exclusive"),
         (["{a}:1", "--foreign-split", "a=0"], "--foreign-split needs --keep-foreign"),
         (["{a}:1", "{other}:0"], "is another model than"),
-        (["{a}:1", "/nowhere:0"], "/nowhere holds no checkpoint in a known format"),
+        (["{a}:1", "/nowhere:0"], "/nowhere: no such directory"),
         (["{a}:1", "--lr", "3"], "--lr"),
     ],
 )
