@@ -6,7 +6,8 @@ fsync of the output. Both read from the page cache or, with --cold, from disk. T
 one warm-up turn, because the first touch of memory on a virtual machine can cost more than the
 copy; the best of each counts.
 
-    python benchmarks/conversion.py                          # 5.2 GB: a Llama of 373M parameters, bf16
+    python benchmarks/conversion.py                          # 5.2 GB: a Llama of 373M parameters,
+                                                             # bf16
     python benchmarks/conversion.py --layers 2 --hidden 256  # small, to try it out
 """
 
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -28,6 +30,7 @@ SAVERS = {  # output -> flags of the tool
     "hf+optimizer": ["--saver", "hf", "--save-optim-sidecar"],
     "universal": ["--saver", "universal"],
 }
+# The first conversion to a format creates the source of the conversion back.
 PAIRS = (
     ("torch_dist", "hf"),
     ("hf", "torch_dist"),
@@ -41,17 +44,25 @@ PAIRS = (
 
 
 def train_one_step(directory: Path, args: argparse.Namespace) -> None:
+    """Save a Llama-like model with its optimizer; the step creates the optimizer state."""
     heads = max(1, args.hidden // 64)
-    flags = f"""--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads {heads} --swiglu
-        --ffn-hidden-size {args.hidden * 11 // 4} --seq-length 64 --max-position-embeddings 64 --normalization RMSNorm
-        --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --bf16
-        --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0
-        --mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocab - 1} --save {directory}"""
+    ffn = args.hidden * 11 // 4
+    # The sequence is short because only the size of the parameters matters.
+    flags = f"""
+        --num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads {heads}
+        --swiglu --ffn-hidden-size {ffn} --seq-length 64 --max-position-embeddings 64
+        --normalization RMSNorm --position-embedding-type rope --disable-bias-linear
+        --untie-embeddings-and-output-weights --bf16 --hidden-dropout 0 --attention-dropout 0
+        --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0
+        --mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocab - 1}
+        --save {directory}
+    """
     run([sys.executable, "pretrain_gpt.py", *flags.split()])
 
 
 def run(command: list[str], root: Path | None = None) -> tuple[float, int, int]:
     """Return seconds, peak resident bytes of a process, and its peak disk usage below `root`."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     began = time.perf_counter()
     disk = DiskUse(root)
     with subprocess.Popen(
@@ -59,16 +70,20 @@ def run(command: list[str], root: Path | None = None) -> tuple[float, int, int]:
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=environment,
     ) as process:
         assert process.stdout is not None
         output = process.stdout.read()
+        # wait4 reports the resource usage of this child alone, which `Popen.wait` does not.
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-    peak = disk.stop()
+    peak_disk = disk.stop()
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{output.decode(errors='replace')[-4000:]}")
-    return time.perf_counter() - began, usage.ru_maxrss << 10, peak
+        text = output.decode(errors="replace")
+        raise SystemExit(f"{' '.join(command)} failed:\n{text[-4000:]}")
+    seconds = time.perf_counter() - began
+    resident = usage.ru_maxrss << 10  # is in KiB
+    return seconds, resident, peak_disk
 
 
 class DiskUse:
@@ -82,35 +97,50 @@ class DiskUse:
         self._thread.start()
 
     def _watch(self) -> None:
+        """Record the peak until `stop`; return at once without a directory."""
         while self._root is not None and not self._done.wait(0.1):
-            self._peak = max(self._peak, count_allocated_bytes(self._root))
+            allocated = count_allocated_bytes(self._root)
+            self._peak = max(self._peak, allocated)
 
     def stop(self) -> int:
+        """Return the peak."""
         self._done.set()
         self._thread.join()
         return self._peak
 
 
 def count_allocated_bytes(root: Path) -> int:
+    """Return the disk space that all files occupy."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # renamed in the meantime
-                total += os.stat(os.path.join(folder, name)).st_blocks * 512
+            path = os.path.join(folder, name)
+            # The process that is measured may rename a file in the meantime.
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(path).st_blocks * 512
     return total
 
 
 def list_files(directory: Path) -> list[Path]:
-    return [path for path in directory.rglob("*") if path.is_file()]
+    """Return all files below a directory."""
+    files: list[Path] = []
+    for path in directory.rglob("*"):
+        if path.is_file():
+            files.append(path)
+    return files
 
 
 def prepare_page_cache(directory: Path, cold: bool) -> None:
-    """Bring the files into the page cache, or drop them from it (they must be clean)."""
+    """Bring the files into the page cache, or drop them from it (they must be clean).
+
+    Otherwise the state of the cache would depend on the previous turn.
+    """
     for path in list_files(directory):
         with path.open("rb", buffering=0) as file:
             if cold:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             else:
+                # Read to the end.
                 while file.read(16 << 20):
                     pass
 
@@ -119,73 +149,143 @@ def copy(source: Path, target: Path, durable: bool = True) -> float:
     """Return the seconds of `cp -r` and, if `durable`, an fsync of every file."""
     began = time.perf_counter()
     subprocess.run(["cp", "-r", source, target], check=True)
-    for path in list_files(target) if durable else []:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    if durable:
+        # A conversion flushes its output, too.
+        for path in list_files(target):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
     return time.perf_counter() - began
 
 
 def make_command(source: Path, target: Path, result: str, args: argparse.Namespace) -> list[str]:
-    command = [sys.executable, "tools/checkpoint/convert.py"]
-    command += ["--load-dir", str(source), "--save-dir", str(target)]
-    return [*command, *SAVERS[result], "--workers", str(args.workers)]
+    """Return the command of a conversion to one of the outputs."""
+    return [
+        sys.executable,
+        "tools/checkpoint/convert.py",
+        "--load-dir",
+        str(source),
+        "--save-dir",
+        str(target),
+        *SAVERS[result],
+        "--workers",
+        str(args.workers),
+    ]
 
 
 def warm_up(root: Path, args: argparse.Namespace) -> None:
-    run(make_command(root / "torch_dist", root / "unused", "legacy", args))
-    copy(root / "unused", root / "copy")
-    shutil.rmtree(root / "unused")
-    shutil.rmtree(root / "copy")
+    """Run a turn that does not count: the first touch of memory on a virtual machine is slow."""
+    converted = root / "unused"
+    copied = root / "copy"
+    command = make_command(root / "torch_dist", converted, "legacy", args)
+    run(command)
+    copy(converted, copied)
+    shutil.rmtree(converted)
+    shutil.rmtree(copied)
 
 
 def format_times(times: list[float]) -> str:
-    return ", ".join(f"{seconds:.1f}" for seconds in times)
+    """Return the seconds of all turns, separated by commas."""
+    texts = [f"{seconds:.1f}" for seconds in times]
+    return ", ".join(texts)
 
 
 def count_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in list_files(directory))
+    """Return the sum of the sizes of all files."""
+    total = 0
+    for path in list_files(directory):
+        total += path.stat().st_size
+    return total
+
+
+@dataclass
+class Turns:
+    """Measurements of the turns of one conversion, and of the copies that alternate with it."""
+
+    times: list[float] = field(default_factory=list)
+    copy_times: list[float] = field(default_factory=list)
+    peak_memory: int = 0  # bytes
+    extra_disk: int = 0  # bytes in use during a conversion, in addition to those after it
 
 
 def convert(
-    root: Path, source: str, result: str, args: argparse.Namespace, start_up: float
+    root: Path,
+    source: str,
+    result: str,
+    args: argparse.Namespace,
+    start_up: float,
 ) -> None:
+    """Measure a conversion, print a line, and keep the output if a later pair needs it."""
     target = root / f"{source}_to_{result}"
-    copied = root / "copy"
-    command = make_command(root / source, target, result, args)
-    times = []
-    copies = []
-    memory = 0
-    extra = 0
-    for _ in range(args.turns):
-        shutil.rmtree(target, ignore_errors=True)
-        prepare_page_cache(root / source, args.cold)
-        seconds, resident, disk = run(command, root)
-        times.append(seconds)
-        memory = max(memory, resident)
-        extra = max(extra, disk - count_allocated_bytes(root))
-        prepare_page_cache(target, args.cold)
-        copies.append(copy(target, copied))
-        shutil.rmtree(copied)
-    seconds = min(times)
-    copying = min(copies)
+    turns = measure_turns(root, source, target, result, args)
     nbytes = count_bytes(target)
-    print(
-        f"{f'{source} -> {result}':28}{nbytes / 1e9:6.2f} GB {seconds:6.2f} s "
-        f"{nbytes / seconds / 1e9:6.2f} GB/s   "
-        f"cp {copying:5.2f} s {nbytes / copying / 1e9:6.2f} GB/s   {copying / seconds:5.2f}x cp, "
-        f"{copying / (seconds - start_up):5.2f}x without start-up   peak {memory / 1e6:6.0f} MB   "
-        f"extra disk {extra / 1e6:4.0f} MB   all turns: {format_times(times)}; "
-        f"cp {format_times(copies)}",
-        flush=True,
-    )
+    print_turns(f"{source} -> {result}", turns, nbytes, start_up)
     if (root / result).exists():
         shutil.rmtree(target)
     else:
         target.rename(root / result)
 
 
-def main() -> None:
+def measure_turns(
+    root: Path,
+    source: str,
+    target: Path,
+    result: str,
+    args: argparse.Namespace,
+) -> Turns:
+    """Alternate a conversion with a copy of its output; the last output remains."""
+    copied = root / "copy"
+    command = make_command(root / source, target, result, args)
+    turns = Turns()
+    # Conversion and copy take turns: a slow phase of the machine affects both.
+    for _ in range(args.turns):
+        shutil.rmtree(target, ignore_errors=True)
+        prepare_page_cache(root / source, args.cold)
+        seconds, resident, disk = run(command, root)
+        turns.times.append(seconds)
+        turns.peak_memory = max(turns.peak_memory, resident)
+        extra = disk - count_allocated_bytes(root)
+        turns.extra_disk = max(turns.extra_disk, extra)
+
+        prepare_page_cache(target, args.cold)
+        seconds = copy(target, copied)
+        turns.copy_times.append(seconds)
+        shutil.rmtree(copied)
+    return turns
+
+
+def print_turns(name: str, turns: Turns, nbytes: int, start_up: float) -> None:
+    """Print the speed of a conversion, relative to that of the copy."""
+    # The best of each: other programs can only slow down a turn.
+    seconds = min(turns.times)
+    copying = min(turns.copy_times)
+    speed = nbytes / seconds / 1e9
+    copy_speed = nbytes / copying / 1e9
+    ratio = copying / seconds
+    ratio_without_start_up = copying / (seconds - start_up)
+    print(
+        f"{name:28}{nbytes / 1e9:6.2f} GB {seconds:6.2f} s {speed:6.2f} GB/s   "
+        f"cp {copying:5.2f} s {copy_speed:6.2f} GB/s   {ratio:5.2f}x cp, "
+        f"{ratio_without_start_up:5.2f}x without start-up   "
+        f"peak {turns.peak_memory / 1e6:6.0f} MB   "
+        f"extra disk {turns.extra_disk / 1e6:4.0f} MB   "
+        f"all turns: {format_times(turns.times)}; cp {format_times(turns.copy_times)}",
+        flush=True,
+    )
+
+
+def measure_start_up() -> float:
+    """Return the seconds of a process that only imports torch, which every conversion does."""
+    command = [sys.executable, "-c", "import torch"]
+    times: list[float] = []
+    for _ in range(3):
+        seconds, _, _ = run(command)
+        times.append(seconds)
+    return min(times)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the flags of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -195,25 +295,30 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument(
-        "--cold", action="store_true", help="read from disk instead of the page cache"
+        "--cold",
+        action="store_true",
+        help="read from disk instead of the page cache",
     )
     parser.add_argument("--directory", type=Path, default=Path("/tmp/benchmark_conversion"))
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     root: Path = args.directory
     root.mkdir(parents=True, exist_ok=True)
     try:
         train_one_step(root / "torch_dist", args)
         nbytes = count_bytes(root / "torch_dist")
+        # The fp32 main parameters of an embedding.
         largest = args.vocab * args.hidden * 4
-        bare = min(run([sys.executable, "-c", "import torch"])[0] for _ in range(3))
-        print(
-            f"{nbytes / 1e9:.2f} GB; largest tensor {largest / 1e6:.0f} MB: bound "
-            f"{600 + 3 * largest / 1e6:.0f} MB"
-        )
-        print(f"start-up: import torch takes {bare:.2f} s; {args.workers} workers", flush=True)
+        bound = 600 + 3 * largest / 1e6
+        start_up = measure_start_up()
+        print(f"{nbytes / 1e9:.2f} GB; largest tensor {largest / 1e6:.0f} MB: bound {bound:.0f} MB")
+        print(f"start-up: import torch takes {start_up:.2f} s; {args.workers} workers", flush=True)
         warm_up(root, args)
         for source, result in PAIRS:
-            convert(root, source, result, args, bare)
+            convert(root, source, result, args, start_up)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
