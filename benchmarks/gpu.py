@@ -2,14 +2,14 @@
 
     python benchmarks/gpu.py                          # everything, on one GPU with 80 GB
     python benchmarks/gpu.py training --models 1b
-    python benchmarks/gpu.py --smoke                  # the same program with a tiny model on the CPU
+    python benchmarks/gpu.py --smoke                  # a tiny model on the CPU, to try it out
     python benchmarks/gpu.py --call 1 --output FILE   # 1 to 4: within 30 minutes of a lent GPU
 
 MFU is relative to the matmul ceiling measured in the same run and to the data sheet. Every result
 is printed, and with --output stored, as soon as it is known; after a measurement that fails, the
 next one runs, and the program ends with status 1. With --call and --time-limit, it ends in time:
-what is running is stopped, the rest is reported as not run. Add the results to docs/gpu.md with
-date, GPU, torch version and commit.
+the running measurement is stopped, the rest is reported as not run. Add the results to docs/gpu.md
+with date, GPU, torch version and commit.
 """
 
 import argparse
@@ -43,18 +43,23 @@ from megatron.core.parallel_state import Axis  # noqa: E402
 from megatron.core.progress import ProgressBar  # noqa: E402
 from megatron.core.tensor_parallel import TensorParallelRng, linear_cross_entropy  # noqa: E402
 from megatron.core.transformer.attention.core import CoreAttention  # noqa: E402
-from megatron.core.transformer.grouped_linear import compute_grouped_product, has_grouped_kernel  # noqa: E402
+from megatron.core.transformer.grouped_linear import (  # noqa: E402
+    compute_grouped_product,
+    has_grouped_kernel,
+)
 from megatron.core.transformer.placement import Placement  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.training.config.parsing import parse_args  # noqa: E402
-from megatron.training.planning.run_plan import plan_run  # noqa: E402
+from megatron.training.planning.run_plan import RunPlan, plan_run  # noqa: E402
 from megatron.training.reporting.measurements import compute_flops_per_token  # noqa: E402
 from pretrain_gpt import model_provider  # noqa: E402
+
+PEER = "benchmarks/peers/transformers_training.py"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-like model and its batch."""
+    """Sizes of a Llama-like model and of its batch, named like the flags of the peer."""
 
     layers: int
     hidden: int
@@ -65,31 +70,104 @@ class Shape:
     seq: int
     batch: int
 
-    def ours(self, iterations: int) -> list[str]:
-        return f"""--num-layers {self.layers} --hidden-size {self.hidden} --ffn-hidden-size {self.ffn}
-            --num-attention-heads {self.heads} --group-query-attention --num-query-groups {self.groups}
-            --seq-length {self.seq} --max-position-embeddings {self.seq} --position-embedding-type rope
-            --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-            --hidden-dropout 0 --attention-dropout 0 --micro-batch-size {self.batch} --global-batch-size {self.batch}
-            --train-iters {iterations} --lr 1e-4 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --mock-data
-            --tokenizer-type NullTokenizer --vocab-size {self.vocab - 1} --bf16 --eval-iters 0
-            --log-interval {max(1, iterations // 4)} --log-memory-interval {iterations}""".split()
+    def list_flags(self, iterations: int) -> list[str]:
+        """Return the flags of `pretrain_gpt.py`."""
+        return f"""
+            --num-layers {self.layers}
+            --hidden-size {self.hidden}
+            --ffn-hidden-size {self.ffn}
+            --num-attention-heads {self.heads}
+            --group-query-attention
+            --num-query-groups {self.groups}
+            --seq-length {self.seq}
+            --max-position-embeddings {self.seq}
+            --position-embedding-type rope
+            --normalization RMSNorm
+            --swiglu
+            --disable-bias-linear
+            --untie-embeddings-and-output-weights
+            --hidden-dropout 0
+            --attention-dropout 0
+            --micro-batch-size {self.batch}
+            --global-batch-size {self.batch}
+            --train-iters {iterations}
+            --lr 1e-4
+            --weight-decay 0.1
+            --adam-beta2 0.95
+            --clip-grad 1.0
+            --mock-data
+            --tokenizer-type NullTokenizer
+            --vocab-size {self.vocab - 1}
+            --bf16
+            --eval-iters 0
+            --log-interval {max(1, iterations // 4)}
+            --log-memory-interval {iterations}
+        """.split()
 
-    def peer(self, iterations: int) -> list[str]:
-        sizes = " ".join(f"--{name} {value}" for name, value in vars(self).items())
-        return f"{sizes} --dtype bf16 --steps {iterations}".split()
+    def build_command(self, iterations: int, device: str) -> list[str]:
+        """Return the arguments of Python that train with `pretrain_gpt.py`."""
+        flags = self.list_flags(iterations)
+        return ["pretrain_gpt.py", *flags, "--device", device]
+
+    def build_peer_command(self, iterations: int, device: str) -> list[str]:
+        """Return the arguments of Python that train the same model with the peer."""
+        sizes = []
+        for name, value in vars(self).items():
+            sizes += [f"--{name}", str(value)]
+        return [
+            PEER,
+            *sizes,
+            "--dtype",
+            "bf16",
+            "--steps",
+            str(iterations),
+            "--device",
+            device,
+        ]
 
 
 MODELS = {
-    "1b": Shape(22, 2048, 5632, 16, 16, 32000, 4096, 4),  # 1.26B parameters
-    "3b": Shape(28, 3072, 8192, 24, 8, 32000, 4096, 2),  # 3.0B
+    # 1.26B parameters
+    "1b": Shape(
+        layers=22,
+        hidden=2048,
+        ffn=5632,
+        heads=16,
+        groups=16,
+        vocab=32000,
+        seq=4096,
+        batch=4,
+    ),
+    # 3.0B parameters
+    "3b": Shape(
+        layers=28,
+        hidden=3072,
+        ffn=8192,
+        heads=24,
+        groups=8,
+        vocab=32000,
+        seq=4096,
+        batch=2,
+    ),
 }
-SMALL = {"small": Shape(2, 128, 384, 4, 2, 1000, 128, 2)}
+SMALL = {
+    "small": Shape(
+        layers=2,
+        hidden=128,
+        ffn=384,
+        heads=4,
+        groups=2,
+        vocab=1000,
+        seq=128,
+        batch=2,
+    ),
+}
 
 
 _TE = ["--transformer-impl", "transformer_engine"]
 _FP8 = [*_TE, "--fp8-format", "hybrid", "--use-distributed-optimizer"]
 _FUSED = ["--apply-rope-fusion", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]
+# Additional flags of `pretrain_gpt.py`.
 VARIANTS = {
     "eager": [],
     "compile": ["--compile"],
@@ -99,12 +177,12 @@ VARIANTS = {
     "fp8": _FP8,
     "fp8 weights": [*_FP8, "--fp8-param-gather"],
 }
+# Optional modules that variants import, by the first word of the variant.
 NEEDS = {
     "apex": "amp_C",
     "te": "transformer_engine_torch",
     "fp8": "transformer_engine_torch",
-}  # by the first word
-PEER = ["benchmarks/peers/transformers_training.py"]
+}
 GRACE = 20.0  # seconds from the time limit to the end of the program
 DATA_SHEET = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s
 
@@ -135,10 +213,14 @@ class Report:
 
     def check_time(self) -> None:
         """Raise an error if the time limit was reached."""
-        if self._seconds is not None and time.monotonic() - self._begin >= self._seconds:
+        if self._seconds is None:
+            return
+        elapsed = time.monotonic() - self._begin
+        if elapsed >= self._seconds:
             raise TimeLimitError(f"not run: the time limit of {self._seconds:g} s was reached")
 
     def add(self, line: str) -> None:
+        """Print one line, and append it to the output file."""
         print(line, flush=True)
         if self.output is not None:
             with self.output.open("a") as file:
@@ -159,19 +241,31 @@ class Report:
             self.add(f"  {subject}: FAILED: {lines[-1]}")
 
 
-def available_variants() -> list[str]:
-    needs = {name: NEEDS.get(name.split()[0], "torch") for name in VARIANTS}
-    return [name for name, module in needs.items() if importlib.util.find_spec(module) is not None]
+def list_available_variants() -> list[str]:
+    """Return the variants whose optional modules are installed."""
+    variants = []
+    for name in VARIANTS:
+        first_word = name.split()[0]
+        module = NEEDS.get(first_word)
+        if module is None or importlib.util.find_spec(module) is not None:
+            variants.append(name)
+    return variants
+
+
+# Programs that are measured, and their output
 
 
 def run(report: Report, command: list[str], environment: dict[str, str] | None = None) -> str:
     """Run a Python program until the time limit of `report`, and return its output."""
     lines: list[str] = []
-    with ProgressBar(" ".join(command[:1] + command[-4:])):
+    # The first argument is the program; the last ones distinguish its runs.
+    label = " ".join(command[:1] + command[-4:])
+    with ProgressBar(label):
         status, errors = follow(report, command, lines.append, environment)
     output = "".join(lines)
     if status != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{output[-2000:]}\n{errors[-4000:]}")
+        whole_command = " ".join(command)
+        raise RuntimeError(f"{whole_command} failed:\n{output[-2000:]}\n{errors[-4000:]}")
     return output
 
 
@@ -199,6 +293,7 @@ def follow(
         ) as process,
     ):
         assert process.stdout is not None
+        # Stop the process on any error, also on the time limit or Ctrl-C.
         try:
             for line in process.stdout:
                 use_line(line)
@@ -207,70 +302,115 @@ def follow(
             with suppress(ProcessLookupError):  # it may have ended just now
                 os.killpg(process.pid, signal.SIGKILL)
             raise
+
         errors.seek(0)
         return status, errors.read()
 
 
-def iteration_times(output: str) -> list[float]:
-    """Return ms per iteration for each logged interval except the first, which includes
-    compilation.
-    """
+def read_iteration_times(output: str) -> list[float]:
+    """Return ms per iteration for each logged interval of `pretrain_gpt.py` except the first."""
+    found = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
+    # The first interval includes compilation.
+    return [float(value) for value in found[1:]]
+
+
+def read_step_times(output: str) -> list[float]:
+    """Return ms of every step of the peer."""
+    lines = re.findall(r"^[\d.]+$", output, re.MULTILINE)
+    return [float(line) for line in lines]
+
+
+def list_profile_flags(first: int, end: int, directory: Path) -> list[str]:
+    """Return the flags that profile iterations `first` to `end` - 1."""
     return [
-        float(value) for value in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
-    ][1:]
+        "--profile",
+        "--profile-step-start",
+        str(first),
+        "--profile-step-end",
+        str(end),
+        "--profile-dir",
+        str(directory),
+    ]
 
 
-def matmul_ceiling(device: str, size: int) -> float:
+def plan_training(shape: Shape, iterations: int) -> RunPlan:
+    """Plan the memory and checkpoints of a run on one GPU."""
+    config = parse_args(shape.list_flags(iterations), 1)
+    config.set_vocab_size(shape.vocab)
+    return plan_run(config, 1, model_provider)
+
+
+# Measurements in this process
+
+
+def measure_matmul_ceiling(device: str, size: int) -> float:
     """Return the best FLOP/s of a square bf16 product."""
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    return 2.0 * size**3 / best_time(lambda: a @ b, device)
+    a = torch.randn(size, size, device=device).bfloat16()
+    b = torch.randn(size, size, device=device).bfloat16()
+    seconds = measure_best_time(lambda: a @ b, device)
+    return 2.0 * size**3 / seconds
 
 
-def best_time(way: Callable[[], object], device: str) -> float:
+def measure_best_time(function: Callable[[], object], device: str) -> float:
     """Return the minimum seconds of 20 calls."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     best = float("inf")
     for _ in range(20):
+        # Kernels run asynchronously: without waiting for them, only their launches are measured.
         synchronize()
         start = time.perf_counter()
-        way()
+        function()
         synchronize()
-        best = min(best, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        best = min(best, seconds)
     return best
 
 
-def planned_checkpoint(shape: Shape, iterations: int) -> int:
-    """Return the bytes of a checkpoint."""
-    config = parse_args(shape.ours(iterations), 1)
-    config.set_vocab_size(shape.vocab)
-    return plan_run(config, 1, model_provider).checkpoint_bytes
+def count_launches(function: Callable[[], object], device: str) -> Counter[str]:
+    """Count launches of each kernel (on a CPU: of each operator)."""
+    function()  # warm up: compilation and the selection of kernels launch others
+    with torch.profiler.profile() as trace:
+        function()
+    device_type = torch.autograd.DeviceType.CPU
+    if device == "cuda":
+        device_type = torch.autograd.DeviceType.CUDA
+    launches = Counter[str]()
+    for event in trace.events():
+        if event.device_type == device_type:
+            launches[event.name] += 1
+    return launches
 
 
-def planned_memory(shape: Shape, iterations: int) -> float:
-    config = parse_args(shape.ours(iterations), 1)
-    config.set_vocab_size(shape.vocab)
-    return plan_run(config, 1, model_provider).stages[0].memory.total / 1e9
-
+# Part "tests"
 
 # Files of tests/gpu in the order of their value; the others follow.
 TEST_FILES = ("kernels", "training", "staging", "waits")
 
 
-def tests(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
+def run_test_files(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """Run `pytest -m gpu` file by file, and report tests that fail or are skipped."""
     report.add("tests:")
-    found = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
-    first = [f"test_device_{name}.py" for name in TEST_FILES]
-    for name in [*first, *[name for name in found if name not in first]]:
+    names = [f"test_device_{name}.py" for name in TEST_FILES]
+    directory = ROOT / "tests" / "gpu"
+    for path in sorted(directory.glob("test_*.py")):
+        if path.name not in names:
+            names.append(path.name)
+    for name in names:
         with report.measuring(name):
             run_tests(name, options.smoke, report)
 
 
 def run_tests(name: str, only_collect: bool, report: Report) -> None:
-    """Run the tests of one file. Each failure is reported at once, the reasons in the end."""
-    how = ["-q", "--collect-only"] if only_collect else ["-v", "-rfEs"]
-    command = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *how]
-    last = ""
+    """Run the tests of one file, and report failures at once and their reasons in the end."""
+    command = ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
+    if only_collect:
+        command += ["-q", "--collect-only"]
+    else:
+        command += ["-v", "-rfEs"]
+    command.append(f"tests/gpu/{name}")
+
+    # A failure is reported at once: the time limit may end the program before the summary.
+    last = ""  # line of output that is not empty
 
     def report_line(line: str) -> None:
         nonlocal last
@@ -281,104 +421,196 @@ def run_tests(name: str, only_collect: bool, report: Report) -> None:
             report.add(f"  {line}")
 
     try:
-        status, errors = follow(report, [*command, f"tests/gpu/{name}"], report_line)
+        status, errors = follow(report, command, report_line)
     except TimeLimitError as error:
-        raise TimeLimitError(f"{error}; last line: {last}" if last else error) from error
+        if not last:
+            raise TimeLimitError(error) from error
+        raise TimeLimitError(f"{error}; last line: {last}") from error
     if status != 0:
         raise RuntimeError(f"{errors}\n{last}")
     report.add(f"  {name}: {last}")
 
 
-def experts(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
-    """Measure the products of 8 experts, forward and backward: one grouped kernel against a
-    loop.
-    """
-    tokens, hidden, ffn = (64, 32, 48) if options.is_small else (16384, 4096, 14336)
-    x = torch.randn(tokens, hidden, device=options.device).bfloat16()
-    matrices = torch.randn(8, hidden, ffn, device=options.device).bfloat16()
-    counts = torch.full((8,), tokens // 8, device=options.device)
+# Part "experts"
+
+
+def measure_experts(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
+    """Measure the products of 8 experts with one grouped kernel and with a loop."""
+    num_experts = 8
+    tokens = 16384
+    hidden = 4096
+    ffn = 14336
+    if options.is_small:
+        tokens = 64
+        hidden = 32
+        ffn = 48
+
+    # Inputs: the same number of tokens for each expert, sorted by expert
+    device = options.device
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    matrices = torch.randn(num_experts, hidden, ffn, device=device).bfloat16()
+    counts = torch.full((num_experts,), tokens // num_experts, device=device)
     parts = counts.tolist()
-    ways: dict[str, Callable[[], object]] = {
-        "grouped": lambda: compute_grouped_product(x, matrices, counts),
-        "loop": lambda: torch.cat(
-            [rows @ matrix for rows, matrix in zip(x.split(parts), matrices, strict=True)]
-        ),
-    }
+
+    def multiply_grouped() -> torch.Tensor:
+        return compute_grouped_product(x, matrices, counts)
+
+    def multiply_in_loop() -> torch.Tensor:
+        pairs = zip(x.split(parts), matrices, strict=True)
+        return torch.cat([rows @ matrix for rows, matrix in pairs])
+
     report.add(
-        f"experts: {tokens} tokens, 8 experts {hidden} x {ffn}, bf16, kernel: "
+        f"experts: {tokens} tokens, {num_experts} experts {hidden} x {ffn}, bf16, kernel: "
         f"{has_grouped_kernel(x)}"
     )
-    work = 2.0 * tokens * hidden * ffn / 1e12
-    for name, way in ways.items():
+
+    # Speed
+    work = 2.0 * tokens * hidden * ffn / 1e12  # TFLOP
+    functions = {
+        "grouped": multiply_grouped,
+        "loop": multiply_in_loop,
+    }
+    for name, multiply in functions.items():
         with report.measuring(name):
             report.check_time()
-            seconds = best_time(way, options.device)
+            seconds = measure_best_time(multiply, device)
             report.add(f"  {name:8s} {1e3 * seconds:8.3f} ms {work / seconds:8.3g} TFLOP/s")
+
+    # The two may add products in different orders and round differently.
     with report.measuring("equal results of both"):
-        torch.testing.assert_close(ways["grouped"](), ways["loop"](), rtol=2e-2, atol=2e-1)
+        torch.testing.assert_close(multiply_grouped(), multiply_in_loop(), rtol=2e-2, atol=2e-1)
 
 
-def training(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
-    """Measure speed and memory of each model, ours and the peer's, eager and compiled."""
+# Part "training"
+
+
+@dataclass(frozen=True)
+class PeakSpeed:
+    """FLOP/s of the device: of a matrix product here, and of the data sheet if it is known."""
+
+    matmul: float
+    data_sheet: float | None
+
+
+def measure_peak_speed(models: dict[str, Shape], device: str) -> PeakSpeed:
+    """Measure a product that is as wide as the largest model, and look up the data sheet."""
     widest = max(shape.hidden for shape in models.values())
-    ceiling = matmul_ceiling(options.device, min(8192, 4 * widest))
-    card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    sheet = next((flops for name, flops in DATA_SHEET.items() if name in card), None)
-    report.add(f"training: matmul ceiling {ceiling / 1e12:.3g} TFLOP/s")
-    iterations = options.iterations
-    device = ["--device", options.device]
+    # The usual width of an MLP, limited to bound time and memory.
+    size = min(8192, 4 * widest)
+    matmul = measure_matmul_ceiling(device, size)
 
-    def report_speed(name: str, who: str, variant: str, times: list[float]) -> None:
-        shape = models[name]
-        config = parse_args(shape.ours(iterations), 1).model
-        tokens = shape.seq * shape.batch
-        work = compute_flops_per_token(config, shape.seq, shape.vocab) * tokens
-        seconds = statistics.median(times) / 1e3
-        speed = work / seconds
-        line = (
-            f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step "
-            f"{tokens / seconds:9.0f} tokens/s {speed / 1e12:8.3g} TFLOP/s  "
-            f"MFU {100 * speed / ceiling:5.1f} %"
-        )
-        if sheet is not None:
-            line += f", {100 * speed / sheet:.1f} % of the data sheet"
-        report.add(line)
+    card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    for name, flops in DATA_SHEET.items():
+        if name in card:
+            return PeakSpeed(matmul, flops)
+    return PeakSpeed(matmul, None)
+
+
+def measure_training(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
+    """Measure speed and memory of each model, ours and the peer's, eager and compiled."""
+    peak = measure_peak_speed(models, options.device)
+    report.add(f"training: matmul ceiling {peak.matmul / 1e12:.3g} TFLOP/s")
+    # The peer is either eager or compiled.
+    peer_variants = set()
+    for variant in options.variants:
+        peer_variants.add("eager" if variant == "eager" else "compile")
 
     for name, shape in models.items():
         for variant in options.variants:
             with report.measuring(f"{name} ours {variant}"):
-                program = ["pretrain_gpt.py", *shape.ours(iterations), *device]
-                output = run(report, [*program, *VARIANTS[variant]])
-                report_speed(name, "ours", variant, iteration_times(output))
-                memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
-                assert memory is not None, "the log has no line with the peak memory"
-                planned = planned_memory(shape, iterations)
-                report.add(
-                    f"  {name} peak memory {memory[1]} GB, of tensors as planned {planned:.3f} GB"
-                )
-        # The peer is either eager or compiled.
-        for variant in sorted({"eager" if v == "eager" else "compile" for v in options.variants}):
+                measure_our_training(name, shape, variant, peak, options, report)
+        for variant in sorted(peer_variants):
             with report.measuring(f"{name} transformers {variant}"):
-                compiled = ["--compile"] if variant == "compile" else []
-                peer = [*PEER, *shape.peer(iterations), *device, *compiled]
-                report_speed(
-                    name, "transformers", variant, step_times(run(report, peer))[iterations // 4 :]
-                )
+                measure_peer_training(name, shape, variant, peak, options, report)
 
 
-def checkpoint(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
-    """Measure iterations with an asynchronous save every 10 against none: blocking time and total
-    cost.
+def measure_our_training(
+    name: str,
+    shape: Shape,
+    variant: str,
+    peak: PeakSpeed,
+    options: argparse.Namespace,
+    report: Report,
+) -> None:
+    """Report speed and peak memory of `pretrain_gpt.py`."""
+    command = shape.build_command(options.iterations, options.device)
+    output = run(report, [*command, *VARIANTS[variant]])
+    times = read_iteration_times(output)
+    report.add(describe_speed(name, "ours", variant, shape, times, peak))
 
-    The peer is transformers with `async_save` of torch.distributed.checkpoint and as many bytes.
+    memory = re.search(r"max (?:allocated|resident) ([\d.]+) GB", output)
+    assert memory is not None, "the log has no line with the peak memory"
+    plan = plan_training(shape, options.iterations)
+    planned = plan.stages[0].memory.total / 1e9
+    report.add(f"  {name} peak memory {memory[1]} GB, of tensors as planned {planned:.3f} GB")
+
+
+def measure_peer_training(
+    name: str,
+    shape: Shape,
+    variant: str,
+    peak: PeakSpeed,
+    options: argparse.Namespace,
+    report: Report,
+) -> None:
+    """Report the speed of the peer."""
+    command = shape.build_peer_command(options.iterations, options.device)
+    if variant == "compile":
+        command.append("--compile")
+    output = run(report, command)
+    times = read_step_times(output)
+    # The first quarter includes compilation, like the first logged interval of ours.
+    warm = times[options.iterations // 4 :]
+    report.add(describe_speed(name, "transformers", variant, shape, warm, peak))
+
+
+def describe_speed(
+    name: str,
+    who: str,
+    variant: str,
+    shape: Shape,
+    times: list[float],
+    peak: PeakSpeed,
+) -> str:
+    """Return the line with speed and MFU for `times` in ms per step."""
+    seconds = statistics.median(times) / 1e3
+    tokens = shape.seq * shape.batch
+    # The model does not depend on the number of iterations.
+    config = parse_args(shape.list_flags(iterations=1), 1)
+    flops_per_token = compute_flops_per_token(config.model, shape.seq, shape.vocab)
+    work = flops_per_token * tokens
+    speed = work / seconds
+    line = (
+        f"  {name} {who:12s} {variant:8s} {1e3 * seconds:8.1f} ms/step "
+        f"{tokens / seconds:9.0f} tokens/s {speed / 1e12:8.3g} TFLOP/s  "
+        f"MFU {100 * speed / peak.matmul:5.1f} %"
+    )
+    if peak.data_sheet is not None:
+        line += f", {100 * speed / peak.data_sheet:.1f} % of the data sheet"
+    return line
+
+
+# Part "checkpoint"
+
+SAVED_ITERATIONS = 40
+WARM_UP_STEPS = 10  # of the peer
+
+
+def measure_checkpoint(
+    models: dict[str, Shape], options: argparse.Namespace, report: Report
+) -> None:
+    """Measure iterations with an asynchronous save every 10 and without saves.
+
+    The results are the blocking time and the total cost. The peer is transformers with
+    `async_save` of torch.distributed.checkpoint and as many bytes.
     """
     name, shape = next(iter(models.items()))
-    iterations = 40
     directory = Path(options.disk or tempfile.mkdtemp(prefix="gpu_benchmark_"))
     directory.mkdir(exist_ok=True)
-    needed = 2 * planned_checkpoint(shape, iterations)  # one is removed after the next is written
+    # One checkpoint is removed after the next is written.
+    needed = 2 * plan_training(shape, SAVED_ITERATIONS).checkpoint_bytes
     free = shutil.disk_usage(directory).free
-    report.add(f"checkpoint: {name}, every 10 of {iterations} iterations")
+    report.add(f"checkpoint: {name}, every 10 of {SAVED_ITERATIONS} iterations")
     if free < needed:
         report.add(
             f"  not run: two checkpoints take {needed / 1e9:.1f} GB, {directory} has "
@@ -386,49 +618,69 @@ def checkpoint(models: dict[str, Shape], options: argparse.Namespace, report: Re
         )
         return
 
-    device = ["--device", options.device]
     with report.measuring("ours"):
-        program = ["pretrain_gpt.py", *shape.ours(iterations), *device]
-        plain = statistics.mean(iteration_times(run(report, program)))
-        report.add(f"  ours: iteration {plain:.1f} ms without saves")
-        saving = ["--save", str(directory), "--save-interval", "10", "--async-save"]
-        began = time.perf_counter()
-        output = run(report, [*program, *saving, "--keep-last-n", "1"])
-        whole = time.perf_counter() - began
-        saves = re.findall(
-            r"> saved .* \(training blocked ([\d.]+) ms\): ([\d.]+) (\w?B) at", output
-        )
-        blocking = [float(milliseconds) for milliseconds, _, _ in saves]
-        report.add(f"  ours: {len(saves)} saves of {' '.join(saves[0][1:])} in {whole:.0f} s")
-        # Asynchronous saves are part of the logged intervals.
-        report_saving(report, "ours", plain, statistics.mean(iteration_times(output)), blocking)
-    empty(directory)
+        measure_our_saves(shape, directory, options.device, report)
+    clear(directory)
+    measure_peer_saves(shape, directory, options.device, report)
+    if options.disk is None:
+        directory.rmdir()
 
-    peer = [*PEER, *shape.peer(iterations), *device]
-    alone: float | None = None
+
+def measure_our_saves(shape: Shape, directory: Path, device: str, report: Report) -> None:
+    """Report the cost of asynchronous saves of `pretrain_gpt.py`."""
+    # Without saves
+    command = shape.build_command(SAVED_ITERATIONS, device)
+    output = run(report, command)
+    plain = statistics.mean(read_iteration_times(output))
+    report.add(f"  ours: iteration {plain:.1f} ms without saves")
+
+    # With saves
+    command += ["--save", str(directory), "--save-interval", "10"]
+    command += ["--async-save", "--keep-last-n", "1"]
+    began = time.perf_counter()
+    output = run(report, command)
+    whole = time.perf_counter() - began
+
+    # Each save is (blocked ms, size, unit of the size).
+    saves = re.findall(r"> saved .* \(training blocked ([\d.]+) ms\): ([\d.]+) (\w?B) at", output)
+    blocking = [float(save[0]) for save in saves]
+    size = " ".join(saves[0][1:])
+    report.add(f"  ours: {len(saves)} saves of {size} in {whole:.0f} s")
+    # Asynchronous saves are part of the logged intervals.
+    with_saves = statistics.mean(read_iteration_times(output))
+    report_saving(report, "ours", plain, with_saves, blocking)
+
+
+def measure_peer_saves(shape: Shape, directory: Path, device: str, report: Report) -> None:
+    """Report the cost of asynchronous saves of the peer with both stagers of DCP."""
+    command = shape.build_peer_command(SAVED_ITERATIONS, device)
+    plain: float | None = None
     with report.measuring("transformers without saves"):
-        alone = statistics.mean(step_times(run(report, peer))[10:])
-        report.add(f"  transformers: iteration {alone:.1f} ms without saves")
-    for who, more in {"DCP": [], "DCP, its own stager": ["--stager"]}.items():
-        if alone is None:
-            continue
-        if more and torch.__version__ < "2.13":
+        output = run(report, command)
+        times = read_step_times(output)
+        plain = statistics.mean(times[WARM_UP_STEPS:])
+        report.add(f"  transformers: iteration {plain:.1f} ms without saves")
+    if plain is None:
+        return  # the failure is reported, and results need this time
+
+    for who, flags in {"DCP": [], "DCP, its own stager": ["--stager"]}.items():
+        if flags and torch.__version__ < "2.13":
             report.add(
                 f"  {who}: not run, fails with torch before 2.13 (this is {torch.__version__})"
             )
             continue
         with report.measuring(who):
-            output = run(report, [*peer, "--save", str(directory), *more])
+            output = run(report, [*command, "--save", str(directory), *flags])
             found = re.findall(r"^blocking ([\d.]+) ms", output, re.MULTILINE)
-            with_saves = statistics.mean(step_times(output)[10:])
-            report_saving(report, who, alone, with_saves, [float(value) for value in found])
-        empty(directory)
-    if options.disk is None:
-        directory.rmdir()
+            blocking = [float(value) for value in found]
+            times = read_step_times(output)
+            with_saves = statistics.mean(times[WARM_UP_STEPS:])
+            report_saving(report, who, plain, with_saves, blocking)
+        clear(directory)
 
 
-def empty(directory: Path) -> None:
-    """Remove everything in a directory, also what a failed measurement left there."""
+def clear(directory: Path) -> None:
+    """Remove everything in a directory, also the files of a measurement that failed."""
     for path in directory.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -441,50 +693,48 @@ def report_saving(
 ) -> None:
     """Report the ms per iteration without and with saves."""
     cost = 100 * (with_saves / plain - 1)
-    held = statistics.median(blocking)
     report.add(
         f"  {who}: iteration {plain:.1f} ms without saves, {with_saves:.1f} ms with them "
         f"({cost:+.1f} %)"
     )
-    report.add(
-        f"  {who}: blocking per save: {held:.0f} ms, {100 * held / plain:.1f} % of an iteration"
-    )
+    blocked = statistics.median(blocking)
+    share = 100 * blocked / plain
+    report.add(f"  {who}: blocking per save: {blocked:.0f} ms, {share:.1f} % of an iteration")
 
 
-def step_times(output: str) -> list[float]:
-    """Return ms of every step of a peer."""
-    return [float(line) for line in re.findall(r"^[\d.]+$", output, re.MULTILINE)]
+# Part "profile"
 
 
-def profile(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
+def profile_step(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
     """List the operations of one step that take the most time."""
     name, shape = next(iter(models.items()))
     report.add(f"profile: {name}, one step")
     with report.measuring(name), tempfile.TemporaryDirectory() as directory:
-        program = ["pretrain_gpt.py", *shape.ours(8), "--device", options.device]
-        run(report, [*program, *profiling(6, 7, Path(directory))])
+        command = shape.build_command(8, options.device)
+        command += list_profile_flags(6, 7, Path(directory))
+        run(report, command)
+        # Rows are sorted by time.
         (table,) = Path(directory).glob("*.txt")
-        for row in table.read_text().splitlines()[:20]:
+        rows = table.read_text().splitlines()
+        for row in rows[:20]:
             report.add(f"  {row}")
 
 
-def profiling(first: int, end: int, directory: Path) -> list[str]:
-    """Return the flags that profile iterations `first` to `end` - 1."""
-    window = ["--profile-step-start", str(first), "--profile-step-end", str(end)]
-    return ["--profile", *window, "--profile-dir", str(directory)]
+# Part "suspicions"
 
 
-def suspicions(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
-    """Check doubts from reading the code: selected kernels, waits for the device, selected
-    devices.
+def check_suspicions(models: dict[str, Shape], options: argparse.Namespace, report: Report) -> None:
+    """Check doubts from reading the code.
+
+    They concern selected kernels, waits for the device, and selected devices.
     """
     report.add("suspicions:")
     name, shape = next(iter(models.items()))
     checks: dict[str, Callable[[], Iterator[str]]] = {
-        "windowed attention": lambda: _masked_attention(options),
-        "loss of a large vocabulary": lambda: _loss_of_a_large_vocabulary(options),
-        "waits of a save": lambda: _waits_of_a_save(name, shape, options, report),
-        "devices of a node": lambda: _devices_of_a_node(options, report),
+        "windowed attention": lambda: check_windowed_attention(options),
+        "loss of a large vocabulary": lambda: check_large_vocabulary(options),
+        "waits of a save": lambda: count_waits_of_save(name, shape, options, report),
+        "devices of a node": lambda: check_devices_of_node(options, report),
     }
     for subject, check in checks.items():
         with report.measuring(subject):
@@ -493,91 +743,120 @@ def suspicions(models: dict[str, Shape], options: argparse.Namespace, report: Re
                 report.add(f"  {line}")
 
 
-def _launched(function: Callable[[], object], device: str) -> Counter[str]:
-    """Count launches of each kernel (on a CPU: of each operator)."""
-    function()
-    with torch.profiler.profile() as trace:
-        function()
-    on_device = (
-        torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
-    )
-    return Counter(event.name for event in trace.events() if event.device_type == on_device)
-
-
-def _masked_attention(options: argparse.Namespace) -> Iterator[str]:
+def check_windowed_attention(options: argparse.Namespace) -> Iterator[str]:
     """Check that grouped windowed attention does not fall back to products that store all
     scores.
     """
-    heads, length = (4, 64) if options.is_small else (32, 4096)
+    heads = 32
+    length = 4096
+    if options.is_small:
+        heads = 4
+        length = 64
+    head_dim = 128
+    groups = heads // 4
     config = TransformerConfig(
-        1, 128 * heads, heads, group_query_attention=True, num_query_groups=heads // 4, attention_dropout=0.0,
-        window_size=(length // 4, 0), bf16=True,
-    )  # fmt: skip
-    core = CoreAttention(
-        config, Placement(Axis(), TensorParallelRng(0, 0)), window=config.window_size
+        num_layers=1,
+        hidden_size=heads * head_dim,
+        num_attention_heads=heads,
+        group_query_attention=True,
+        num_query_groups=groups,
+        attention_dropout=0.0,
+        window_size=(length // 4, 0),
+        bf16=True,
     )
-    shapes = ((length, 1, heads // 4, 4, 128), *[(length, 1, heads // 4, 1, 128)] * 2)
-    inputs = [torch.randn(shape, device=options.device).bfloat16() for shape in shapes]
+    placement = Placement(Axis(), TensorParallelRng(0, 0))
+    core = CoreAttention(config, placement, window=config.window_size)
+
+    # [s, b, groups, heads / groups, head_dim]; keys and values have one head per group.
+    query_shape = (length, 1, groups, 4, head_dim)
+    key_shape = (length, 1, groups, 1, head_dim)
+    inputs = []
+    for shape in (query_shape, key_shape, key_shape):
+        inputs.append(torch.randn(shape, device=options.device).bfloat16())
+
     before = torch.cuda.memory_allocated() if options.device == "cuda" else 0
-    kernels = _launched(lambda: core(*inputs, None), options.device)
+    kernels = count_launches(lambda: core(*inputs, None), options.device)
     peak = torch.cuda.max_memory_allocated() - before if options.device == "cuda" else 0
-    scores = heads * length**2 * 2
-    most = ", ".join(name[:60] for name, _ in kernels.most_common(4))
+
+    scores = heads * length**2 * 2  # bytes in bf16
+    names = [name[:60] for name, _ in kernels.most_common(4)]
     yield (
-        f"windowed attention: {peak / 1e6:.0f} MB at most (all scores: {scores / 1e6:.0f} MB); {most}"
+        f"windowed attention: {peak / 1e6:.0f} MB at most (all scores: {scores / 1e6:.0f} MB); "
+        f"{', '.join(names)}"
     )
 
 
-def _loss_of_a_large_vocabulary(options: argparse.Namespace) -> Iterator[str]:
+def check_large_vocabulary(options: argparse.Namespace) -> Iterator[str]:
     """Count kernels of the fused loss: chunk sizes for a CPU would need hundreds."""
-    tokens, hidden, vocab = (64, 32, 1000) if options.is_small else (4096, 4096, 128_000)
-    weight, states = (
-        torch.randn(shape, device=options.device).bfloat16().requires_grad_()
-        for shape in ((vocab, hidden), (tokens, 1, hidden))
-    )
-    labels = torch.zeros(tokens, 1, dtype=torch.long, device=options.device)
+    tokens = 4096
+    hidden = 4096
+    vocab = 128_000
+    if options.is_small:
+        tokens = 64
+        hidden = 32
+        vocab = 1000
+
+    device = options.device
+    weight = torch.randn(vocab, hidden, device=device).bfloat16()
+    weight.requires_grad_()
+    states = torch.randn(tokens, 1, hidden, device=device).bfloat16()  # [s, b, hidden]
+    states.requires_grad_()
+    labels = torch.zeros(tokens, 1, dtype=torch.long, device=device)
 
     def step() -> None:
-        linear_cross_entropy(states, weight, labels, vocab_size=vocab, tp=Axis()).mean().backward()
+        losses = linear_cross_entropy(states, weight, labels, vocab_size=vocab, tp=Axis())
+        losses.mean().backward()
 
-    count = _launched(step, options.device).total()
-    time_ms = 1e3 * best_time(step, options.device)
+    count = count_launches(step, device).total()
+    seconds = measure_best_time(step, device)
     yield (
-        f"loss over {vocab} words, {tokens} tokens: {count} kernels, {time_ms:.2f} ms forward "
-        "and backward"
+        f"loss over {vocab} words, {tokens} tokens: {count} kernels, "
+        f"{1e3 * seconds:.2f} ms forward and backward"
     )
 
 
-def _waits_of_a_save(
+def count_waits_of_save(
     name: str, shape: Shape, options: argparse.Namespace, report: Report
 ) -> Iterator[str]:
     """Count calls that wait for the device, in two iterations during an asynchronous save and in
     two without.
     """
-    program = ["pretrain_gpt.py", *shape.ours(8), "--device", options.device]
+    command = shape.build_command(8, options.device)
     with tempfile.TemporaryDirectory(dir=options.disk) as directory:
         saving = ["--save", f"{directory}/s", "--save-interval", "4", "--async-save"]
         for label, flags in {"a save": saving, "none": []}.items():
             traces = Path(directory) / label.replace(" ", "_")
-            run(report, [*program, *flags, *profiling(4, 6, traces)])
-            events = json.loads(next(traces.glob("*.json")).read_text())["traceEvents"]
-            waits = Counter(
-                event["name"] for event in events if "Synchronize" in event.get("name", "")
-            )
+            # The trace of iterations 4 and 5 includes the save after iteration 4.
+            profiling = list_profile_flags(4, 6, traces)
+            run(report, [*command, *flags, *profiling])
+            trace = next(traces.glob("*.json"))
+            waits = count_waits(trace)
             yield (
                 f"{name}, two iterations with {label}: waits for the device: "
                 f"{dict(waits) or 'none'}"
             )
 
 
-def _devices_of_a_node(options: argparse.Namespace, report: Report) -> Iterator[str]:
+def count_waits(trace: Path) -> Counter[str]:
+    """Count the calls in a trace that wait for the device, by name."""
+    waits = Counter[str]()
+    for event in json.loads(trace.read_text())["traceEvents"]:
+        if "Synchronize" in event.get("name", ""):
+            waits[event["name"]] += 1
+    return waits
+
+
+def check_devices_of_node(options: argparse.Namespace, report: Report) -> Iterator[str]:
     """Return the device of local rank 1 if it sees one device (`srun --gpus-per-task=1`)."""
     code = (
         "from megatron.training import initialize; "
         "from megatron.training.config.options import DistributedConfig; "
         f"print(initialize.choose_device(DistributedConfig(device={options.device!r})))"
     )
-    search_path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # An existing search path is kept: it may contain torch.
+    search_path = [str(ROOT)]
+    if os.environ.get("PYTHONPATH"):
+        search_path.append(os.environ["PYTHONPATH"])
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "0",
@@ -589,29 +868,35 @@ def _devices_of_a_node(options: argparse.Namespace, report: Report) -> Iterator[
     if torch.cuda.device_count() < 2:
         yield "contexts of background threads on the first device: needs two GPUs, not run"
         return
-    yield from _contexts(options, report)
+    yield from count_contexts(options, report)
 
 
-def _contexts(options: argparse.Namespace, report: Report) -> Iterator[str]:
+def count_contexts(options: argparse.Namespace, report: Report) -> Iterator[str]:
     """Count processes on each GPU while two ranks save in the background: one unless a thread
     opened another context.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    asked = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
-    most = Counter[str]()
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
+    most = Counter[str]()  # processes by GPU
     is_done = threading.Event()
 
     def count_processes() -> None:
         nonlocal most
         while not is_done.wait(0.5):
-            result = subprocess.run(asked, capture_output=True, text=True, check=True)
-            rows = {row for row in result.stdout.splitlines() if row}
-            most |= Counter(row.split(",")[0] for row in rows)
+            result = subprocess.run(query, capture_output=True, text=True, check=True)
+            # Each row is "GPU, process"; a process may be listed more than once.
+            rows = set(result.stdout.splitlines())
+            running = Counter[str]()
+            for row in rows:
+                if row:
+                    gpu = row.split(",")[0]
+                    running[gpu] += 1
+            most |= running  # the maximum of each count
 
     counter = threading.Thread(target=count_processes)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with tempfile.TemporaryDirectory(dir=options.disk) as directory:
         saving = ["--save", directory, "--save-interval", "5", "--async-save"]
-        flags = [*SMALL["small"].ours(200), *saving, "--global-batch-size", "4"]
+        flags = [*SMALL["small"].list_flags(200), *saving, "--global-batch-size", "4"]
         counter.start()
         try:
             run(report, [*launcher, "pretrain_gpt.py", *flags])
@@ -624,19 +909,21 @@ def _contexts(options: argparse.Namespace, report: Report) -> Iterator[str]:
     )
 
 
+# The program
+
 PARTS = {
-    "suspicions": suspicions,
-    "tests": tests,
-    "training": training,
-    "checkpoint": checkpoint,
-    "experts": experts,
-    "profile": profile,
+    "suspicions": check_suspicions,
+    "tests": run_test_files,
+    "training": measure_training,
+    "checkpoint": measure_checkpoint,
+    "experts": measure_experts,
+    "profile": profile_step,
 }
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one command measures, the most valuable first, and its time limit in seconds."""
+    """Measurements of one command, the most valuable first, and its time limit in seconds."""
 
     parts: tuple[str, ...]
     seconds: float
@@ -645,7 +932,7 @@ class Call:
 
 
 # A GPU is lent for 30 minutes, of which its start and copies take some, and for at most 10 minutes
-# a command. Is it correct? How fast is it? What do saves cost? Larger models.
+# a command. The calls measure correctness, speed, the cost of saves, and larger models.
 CALLS = {
     1: Call(("tests", "suspicions"), 330),
     2: Call(("training", "profile"), 420),
@@ -655,7 +942,7 @@ CALLS = {
 
 
 def apply_call(options: argparse.Namespace) -> None:
-    """Set what --call selects, unless it is given."""
+    """Set the options that --call selects, unless they are given."""
     call = CALLS[options.call]
     options.parts = options.parts or list(call.parts)
     options.models = options.models or list(call.models)
@@ -663,7 +950,8 @@ def apply_call(options: argparse.Namespace) -> None:
     options.time_limit = options.time_limit or call.seconds
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -694,6 +982,12 @@ def main() -> None:
         "--output", type=Path, metavar="FILE", help="append every result to this file, too"
     )
     parser.add_argument("--smoke", action="store_true", help="run a tiny model on the CPU instead")
+    return parser
+
+
+def parse_options() -> argparse.Namespace:
+    """Parse the command line, and complete it with defaults."""
+    parser = build_parser()
     options = parser.parse_args()
     options.device = "cpu" if options.smoke else "cuda"
     if options.smoke:
@@ -701,29 +995,57 @@ def main() -> None:
         options.variants = options.variants or ["eager"]
     if options.call is not None:
         apply_call(options)
-    options.variants = options.variants or available_variants()
-    unknown = [part for part in options.parts if part not in PARTS]
-    if unknown:
-        parser.error(f"{unknown[0]}: the parts are {', '.join(PARTS)}")
+    options.variants = options.variants or list_available_variants()
+
+    for part in options.parts:
+        if part not in PARTS:
+            parser.error(f"{part}: the parts are {', '.join(PARTS)}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this PyTorch sees no CUDA device; --smoke tries the program without one")
+    return options
 
+
+def select_models(options: argparse.Namespace) -> dict[str, Shape]:
+    """Return the models of --models by name; with --smoke, only the small one."""
+    if options.smoke:
+        return SMALL
+    shapes = MODELS | SMALL
     names = options.models or list(MODELS)
-    models = SMALL if options.smoke else {name: (MODELS | SMALL)[name] for name in names}
+    return {name: shapes[name] for name in names}
+
+
+def describe_environment(device: str) -> str:
+    """Return the first line of the results."""
+    card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    describe = ["git", "describe", "--always"]
+    result = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True)
+    commit = result.stdout.strip()
+    date = time.strftime("%Y-%m-%d")
+    return f"{date}, {card}, torch {torch.__version__}, commit {commit}"
+
+
+def main() -> None:
+    """Run the selected parts."""
+    options = parse_options()
+    models = select_models(options)
+    # With the small model only, all parts use small tensors.
     options.is_small = models.keys() <= SMALL.keys()
-    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    commit = subprocess.run(
-        ["git", "describe", "--always"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+
+    environment = describe_environment(options.device)
     report = Report(options.output, options.time_limit)
-    report.add(f"{time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}, commit {commit}")
+    report.add(environment)
+
+    # A fresh checkout, as on a lent GPU, does not contain the compiled module.
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         with report.measuring("compilation of the dataset index builders"):
             run(report, ["setup.py", "build_ext", "--inplace"])
+
     for part in options.parts or PARTS:
         with report.measuring(part):
             report.check_time()
             PARTS[part](models, options, report)
+
+    # The program ends before the time limit.
     faulthandler.cancel_dump_traceback_later()
     if report.num_failures:
         sys.exit(f"{report.num_failures} measurements failed")
