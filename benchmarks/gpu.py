@@ -3,7 +3,7 @@
     python benchmarks/gpu.py                          # everything, on one GPU with 80 GB
     python benchmarks/gpu.py training --models 1b
     python benchmarks/gpu.py --smoke                  # a tiny model on the CPU, to try it out
-    python benchmarks/gpu.py --call 1 --output FILE   # 1 to 4: within 30 minutes of a lent GPU
+    python benchmarks/gpu.py --call 1 --output FILE   # 1 to 4: within 30 minutes
 
 MFU is relative to the matmul ceiling measured in the same run and to the data sheet. Every result
 is printed, and with --output stored, as soon as it is known; after a measurement that fails, the
@@ -931,8 +931,8 @@ class Call:
     variants: tuple[str, ...] = ("compile", "eager")
 
 
-# A GPU is lent for 30 minutes, of which its start and copies take some, and for at most 10 minutes
-# a command. The calls measure correctness, speed, the cost of saves, and larger models.
+# A GPU may be available for 30 minutes, of which its start and copies take some, and for at most 10
+# minutes a command. The calls measure correctness, speed, the cost of saves, and larger models.
 CALLS = {
     1: Call(("tests", "suspicions"), 330),
     2: Call(("training", "profile"), 420),
@@ -1035,7 +1035,7 @@ def main() -> None:
     report = Report(options.output, options.time_limit)
     report.add(environment)
 
-    # A fresh checkout, as on a lent GPU, does not contain the compiled module.
+    # A fresh checkout, as on a rented GPU, does not contain the compiled module.
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         with report.measuring("compilation of the dataset index builders"):
             run(report, ["setup.py", "build_ext", "--inplace"])
