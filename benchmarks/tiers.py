@@ -41,6 +41,7 @@ import torch.multiprocessing as mp
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.core.dist_checkpointing import AsyncSaver, Generation, ShardedTensor, load, save  # noqa: E402
+from megatron.core.dist_checkpointing.loading import distributed_local_checkpoint  # noqa: E402
 from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
     DistributedLocalCheckpoint,
     find_local_checkpoints,
@@ -188,7 +189,7 @@ def measure_loads(rank, size, training, root, turns):
     save(training.state, root / "persistent", common={"iteration": 1})
     if rank == 1:
         shutil.rmtree(root / "copies2-interval1" / "node1")
-    exchange = timed(dist, "recv", but_in="checkpoint-server")
+    exchange = timed(distributed_local_checkpoint, "_wait", but_in="checkpoint-server")
     for _ in range(turns):
         dist.barrier()
         exchange.clear()

@@ -56,8 +56,7 @@ class ConfigFields:
     def first(self, *names: str) -> Any:
         """Return the first value that is not null, stated fields before defaults; else None.
 
-        Several names are those of one value: raises ValueError if they are stated with different
-        ones.
+        Several names are spellings of one field. Raises ValueError if they have different values.
         """
         stated = {name: self.stated[name] for name in names if self.states(name)}
         refuse_conflicts(stated)

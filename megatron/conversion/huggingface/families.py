@@ -132,9 +132,10 @@ def choose_family(
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         if family.indexer is not None and not any(family.indexer in name for name in foreign):
             continue
-        is_candidate = not family.has_foreign_attention
         if is_partial:
             is_candidate = family.model_type == preferred
+        else:
+            is_candidate = not family.has_foreign_attention
         if not is_candidate:
             continue
         found = family.find_obstacles(config, imported)
