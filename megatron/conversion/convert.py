@@ -372,7 +372,8 @@ def write_checkpoint(
             raise OSError(
                 error.errno,
                 f"{error.strerror}: {save_dir} was not written. It needs "
-                f"{format_size(num_bytes)}, next to an existing one until it is complete",
+                f"{format_size(num_bytes)} of free space; an existing directory is replaced only "
+                "when the new one is complete",
             ) from error
         raise
     return report

@@ -409,7 +409,7 @@ def test_full_disk_leaves_nothing_and_keeps_an_existing_export(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        with pytest.raises(OSError, match=r"hf was not written\. It needs .* kB, next to an exist"):
+        with pytest.raises(OSError, match=r"hf was not written\. It needs .* kB of free space"):
             convert(tmp_path / "source", target, "hf", options=SIDECAR, overwrite=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
