@@ -32,7 +32,12 @@ class _AlignedMemory(threading.local):
     """Page-aligned memory of this thread."""
 
     def __init__(self) -> None:
-        self.view = memoryview(mmap.mmap(-1, _BUFFER_SIZE))
+        # Private memory, because shared memory has no huge pages. With pages of 4 KiB, a direct
+        # write needs twice the processor time.
+        memory = mmap.mmap(-1, _BUFFER_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(memory)
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8)
 
 

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.background import SLOT_SIZE, Slot, StagingBuffer, Workers
-from megatron.core.dist_checkpointing.format.checksums import FileChecksums
+from megatron.core.dist_checkpointing.format.checksums import FileChecksums, hash_blocks
 from megatron.core.dist_checkpointing.format.schema import CheckpointError, open_file
 from megatron.core.dist_checkpointing.generation import Generation
 from megatron.core.dist_checkpointing.local_tier import LocalCheckpoint
@@ -55,7 +55,6 @@ from megatron.core.dist_checkpointing.saving.save_thread import (
     SaveThread,
 )
 from megatron.core.dist_checkpointing.saving.staging import (
-    DeviceCopies,
     DeviceSource,
     StageAndWrite,
     bind_sources,
@@ -426,10 +425,11 @@ class _FromDisk(StageAndWrite):
             raise CheckpointError(f"there is no local checkpoint to copy: {error}")
         super().begin()
 
-    def _fill(self, chunk: FileChunk, slot: Slot, copies: DeviceCopies) -> None:
+    def _copy_and_hash(self, chunk: FileChunk, slot: Slot) -> bytes:
         with open_file(self._checkpoint.directory / self._files[chunk.file].name) as file:
             file.read_into(slot.view[: chunk.length], chunk.offset)
             file.forget(chunk.offset, chunk.length)
+        return hash_blocks(slot.view[: chunk.length])
 
     def write(self, target: PendingCheckpoint, progress: Progress) -> dict[str, FileChecksums]:
         sums = super().write(target, progress)

@@ -6,6 +6,7 @@ buffered writes and leaves the page cache to the data loader.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -22,6 +23,26 @@ from megatron.core.durable_files import naming
 
 _DIRECT = os.O_DIRECT if hasattr(os, "O_DIRECT") else 0
 _MODE = 0o666  # less the umask, as for every file that `open` creates
+# Not os.posix_fallocate: it writes to every block where the file system cannot reserve space.
+_FALLOCATE = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+if _FALLOCATE is not None:
+    _FALLOCATE.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def reserve_space(descriptor: int, size: int) -> None:
+    """Reserve disk space for the first `size` bytes of an open file, and make it that long.
+
+    Raises OSError if there is not enough. File systems that cannot reserve space are left to fail
+    in the writes. Writes to reserved space run in parallel; those that extend a file take turns.
+    """
+    if _FALLOCATE is None or size == 0:
+        return
+    if _FALLOCATE(descriptor, 0, 0, size) == 0:
+        return
+    number = ctypes.get_errno()
+    if number in _OUT_OF_SPACE:
+        raise OSError(number, os.strerror(number))
 
 
 class Shard:
@@ -75,6 +96,12 @@ class ShardFile(Shard):
                 raise
             self._direct = False  # not every file system has direct writes
             self._descriptor = os.open(path, flags, _MODE)
+        try:
+            with naming(path):
+                reserve_space(self._descriptor, size)
+        except OSError:
+            os.close(self._descriptor)
+            raise
 
     def _write(self, offset: int, view: memoryview, length: int) -> None:
         padded = min(len(view), -(-length // PAGE) * PAGE) if self._direct else length

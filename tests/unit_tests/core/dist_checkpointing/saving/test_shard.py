@@ -1,0 +1,38 @@
+"""Data files: space on the disk is reserved before the first write."""
+
+import os
+import shutil
+
+import pytest
+
+from megatron.core.dist_checkpointing.saving.shard import ShardFile, reserve_space
+
+
+def test_space_is_reserved_before_the_first_write(tmp_path):
+    size = (3 << 20) + 17
+    path = tmp_path / "__0_0.distcp"
+    shard = ShardFile(path, size)
+    status = os.stat(path)
+    shard.close(durable=True)
+    if status.st_size == 0:
+        pytest.skip("this file system cannot reserve space")
+    assert status.st_size == size
+    assert status.st_blocks * 512 >= size
+
+
+def test_missing_space_is_reported_before_the_first_write(tmp_path):
+    """The message has the name of the file, and its descriptor is closed."""
+    path = tmp_path / "__0_0.distcp"
+    missing = shutil.disk_usage(tmp_path).free * 2
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=rf"(No space left on device|File too large): .{path}"):
+        ShardFile(path, missing).close(durable=False)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_files_without_reservations_are_left_to_their_writes():
+    """A pipe is an example of a file that cannot reserve space."""
+    reading, writing = os.pipe()
+    reserve_space(writing, 1 << 20)
+    os.close(reading)
+    os.close(writing)
