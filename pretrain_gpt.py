@@ -12,13 +12,17 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from megatron.core.terminal import exit_on_interrupt, print_text, raise_on_interrupt
+
+if __name__ == "__main__":
+    exit_on_interrupt()  # the imports below take seconds
+
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.datasets import FillInTheMiddle, build_datasets
 from megatron.core.models import ChunkSpec, GPTModel, TokenLosses
 from megatron.core.module import MegatronModule
-from megatron.core.terminal import print_text
 from megatron.core.transformer.placement import ContextParallel
 from megatron.training.config.checkpoint_args import read_checkpoint_args
 from megatron.training.config.parsing import (
@@ -117,4 +121,5 @@ def train(argv: Sequence[str], on_iteration: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
+    raise_on_interrupt()
     main()

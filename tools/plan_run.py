@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.flags import explain_error
-from megatron.core.terminal import format_error
+from megatron.core.terminal import INTERRUPTED, format_error
 
 MTBF_HELP = (
     "propose save intervals for a failure every H hours, and one that loses a node with its "
@@ -142,6 +142,8 @@ def cli() -> None:
     """Run this process's command line; also the console entry point."""
     try:
         sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except ValueError as error:
         sys.exit(f"error: {format_error(explain_error(error))}")
 

@@ -18,7 +18,7 @@ import signal
 import sys
 
 from megatron.core.flags import explain_error
-from megatron.core.terminal import format_error
+from megatron.core.terminal import INTERRUPTED, format_error, print_line
 from megatron.training.config.arguments import FlagParser, build, parse_flags
 from megatron.training.data.preprocess_config import PreprocessConfig
 from megatron.training.data.tokenizer_config import TokenizerConfig
@@ -42,7 +42,8 @@ def main(argv: list[str] | None = None) -> None:
             raise
         sys.exit("error: a worker process was killed (out of memory?): try fewer --workers")
     except KeyboardInterrupt:
-        sys.exit("interrupted: no files are written")
+        print_line("interrupted: no files are written", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.core.terminal import format_error
+from megatron.core.terminal import INTERRUPTED, format_error
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,7 +66,7 @@ def cli() -> None:
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:  # the end of --serve
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {format_error(error)}")
 

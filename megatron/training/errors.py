@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from megatron.core.flags import explain_error
 from megatron.core.parallel_state import ParallelState
-from megatron.core.terminal import escape_lines, print_text
+from megatron.core.terminal import INTERRUPTED, escape_lines, print_text
 from megatron.training.rendezvous import environment_rank
 
-INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended, as of every shell
 _WAIT_FOR_RANK_0 = 10.0  # seconds in which a launcher ends the other ranks after rank 0 has failed
 # Words in the RuntimeError of PyTorch's allocators; the one for the CPU has no class of its own.
 _OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.datasets.index_helpers import require_compiled_helpers
 from megatron.core.dist_checkpointing import Generation
 from megatron.core.dist_checkpointing.local_tier import LocalTier
 from megatron.core.dist_checkpointing.ownership import (
@@ -134,6 +135,7 @@ def pretrain(
     # otherwise the other ranks would wait for it.
     started = clock()
     configure_logging(environment_rank(), config.logging.log_format)
+    require_compiled_helpers()
     tokenizer = build_tokenizer(config.tokenizer)
     ps, device = initialize(config.distributed, config.parallel)
     job = identify_job()

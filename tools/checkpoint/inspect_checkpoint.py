@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core.object_storage import path_of
-from megatron.core.terminal import print_error
+from megatron.core.terminal import INTERRUPTED, print_error
 
 COMMANDS = {
     "show": "print contents: iteration, layout that wrote it, tensors, files",
@@ -138,7 +138,10 @@ def main(argv: list[str]) -> int:
 
 def cli() -> None:
     """Run this process's command line; also the console entry point."""
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,24 @@ from numpy.typing import NDArray
 
 try:
     from megatron.core.datasets import helpers_cpp
-except ImportError as error:
-    raise ImportError(
-        "the C++ dataset helpers (megatron/core/datasets/helpers.cpp) are not built for this "
-        "Python: run `pip install -e .` or `python setup.py build_ext --inplace` in the repository"
-    ) from error
+except ImportError:
+    # Programs that build no index, e.g. `pretrain_gpt.py --help`, do not need them.
+    IS_COMPILED = False
+else:
+    IS_COMPILED = True
 
 INT32_MAX = np.iinfo(np.int32).max
 MAX_BLEND_MEMBERS = np.iinfo(np.int16).max
+
+
+def require_compiled_helpers() -> None:
+    """Raise ValueError if the index builders are not compiled for this Python."""
+    if not IS_COMPILED:
+        raise ValueError(
+            "the C++ dataset helpers (megatron/core/datasets/helpers.cpp) are not built for this "
+            "Python: run `make setup`, `pip install -e .` or `python setup.py build_ext --inplace` "
+            "in the repository"
+        )
 
 
 def build_sample_index(
@@ -30,6 +40,7 @@ def build_sample_index(
     int32 counts.
     """
     assert seq_length > 0 and num_samples >= 0 and extra_tokens in (0, 1)
+    require_compiled_helpers()
     lengths = np.require(sequence_lengths, np.int32, ["C", "A"])  # unaligned if mapped from an .idx
     documents = np.require(document_index, np.int32, ["C", "A"])
     if len(documents) > INT32_MAX:
@@ -49,6 +60,7 @@ def build_blend_index(
     Sample s comes from the member with the largest weight * max(s, 1) - (samples drawn from it),
     the first one on ties. `limits` is the maximum number of samples per member.
     """
+    require_compiled_helpers()
     assert 0 < len(weights) <= MAX_BLEND_MEMBERS, (
         f"{len(weights)} members; int16 counts {MAX_BLEND_MEMBERS}"
     )

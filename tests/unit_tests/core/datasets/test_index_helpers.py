@@ -1,5 +1,8 @@
 """The C++ index builders against their definitions in plain numpy."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -8,6 +11,7 @@ import pytest
 
 from megatron.core.datasets import helpers_cpp
 from megatron.core.datasets.index_helpers import build_blend_index, build_sample_index
+from tests import ROOT
 
 
 def sample_index_by_definition(lengths, documents, seq_length, num_samples, extra):
@@ -116,3 +120,29 @@ def test_builders_release_the_interpreter_lock():
         counted += 1
     thread.join()
     assert counted > 3  # with the lock held, this thread would have slept through the whole build
+
+
+def test_training_without_compiled_helpers_names_the_command_that_builds_them():
+    # `None` makes the import of a module fail, as in a fresh clone.
+    program = """
+import runpy, sys
+sys.modules["megatron.core.datasets.helpers_cpp"] = None
+runpy.run_path("pretrain_gpt.py", run_name="__main__")
+"""
+    flags = """
+        --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8
+        --max-position-embeddings 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
+        --tokenizer-type NullTokenizer --vocab-size 9
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", program, *flags.split()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    message = run.stderr.splitlines()
+    assert len(message) == 1, run.stderr
+    assert message[0].startswith("error: the C++ dataset helpers")
+    assert "`make setup`" in message[0]
