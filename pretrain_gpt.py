@@ -12,33 +12,32 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from megatron.core.terminal import exit_on_interrupt, print_text, raise_on_interrupt
+from megatron.core.imports import program_imports
 
-if __name__ == "__main__":
-    exit_on_interrupt()  # the imports below take seconds
+with program_imports():
+    import torch.distributed as dist
+    from torch import Tensor
 
-import torch.distributed as dist
-from torch import Tensor
-
-from megatron.core.datasets import FillInTheMiddle, build_datasets
-from megatron.core.models import ChunkSpec, GPTModel, TokenLosses
-from megatron.core.module import MegatronModule
-from megatron.core.transformer.placement import ContextParallel
-from megatron.training.config.checkpoint_args import read_checkpoint_args
-from megatron.training.config.parsing import (
-    find_run_directory,
-    parse_args,
-    read_restart_config,
-)
-from megatron.training.config.run_config import Config
-from megatron.training.data.tokenizer import Tokenizer
-from megatron.training.errors import errors_explained_once
-from megatron.training.planning.summary import dry_run
-from megatron.training.rendezvous import environment_world_size
-from megatron.training.reporting.run_record import failed_launch_recorded
-from megatron.training.restart.monitor import run_restartable
-from megatron.training.run import Batch, Datasets, Loss
-from megatron.training.training import pretrain
+    from megatron.core.datasets import FillInTheMiddle, build_datasets
+    from megatron.core.models import ChunkSpec, GPTModel, TokenLosses
+    from megatron.core.module import MegatronModule
+    from megatron.core.terminal import print_text
+    from megatron.core.transformer.placement import ContextParallel
+    from megatron.training.config.checkpoint_args import read_checkpoint_args
+    from megatron.training.config.parsing import (
+        find_run_directory,
+        parse_args,
+        read_restart_config,
+    )
+    from megatron.training.config.run_config import Config
+    from megatron.training.data.tokenizer import Tokenizer
+    from megatron.training.errors import errors_explained_once
+    from megatron.training.planning.summary import dry_run
+    from megatron.training.rendezvous import environment_world_size
+    from megatron.training.reporting.run_record import failed_launch_recorded
+    from megatron.training.restart.monitor import run_restartable
+    from megatron.training.run import Batch, Datasets, Loss
+    from megatron.training.training import pretrain
 
 
 def model_provider(config: Config, place: ChunkSpec) -> MegatronModule:
@@ -121,5 +120,4 @@ def train(argv: Sequence[str], on_iteration: Callable[[], None]) -> None:
 
 
 if __name__ == "__main__":
-    raise_on_interrupt()
     main()

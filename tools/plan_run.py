@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.core.flags import explain_error
+from megatron.core.imports import program_imports
 from megatron.core.terminal import INTERRUPTED, format_error
 
 MTBF_HELP = (
@@ -132,8 +133,9 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parse(argv)
 
     # Imported after parsing, because importing torch takes seconds.
-    from megatron.commands.plan_run import run
-    from pretrain_gpt import model_provider
+    with program_imports():
+        from megatron.commands.plan_run import run
+        from pretrain_gpt import model_provider
 
     return run(options, flags, model_provider)
 

@@ -18,6 +18,7 @@ import signal
 import sys
 
 from megatron.core.flags import explain_error
+from megatron.core.imports import program_imports
 from megatron.core.terminal import INTERRUPTED, format_error, print_line
 from megatron.training.config.arguments import FlagParser, build, parse_flags
 from megatron.training.data.preprocess_config import PreprocessConfig
@@ -32,7 +33,8 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer_config = build(TokenizerConfig, given)
 
         # Imported after parsing, because importing torch takes seconds.
-        from megatron.commands.preprocess_data import preprocess
+        with program_imports():
+            from megatron.commands.preprocess_data import preprocess
 
         preprocess(config, tokenizer_config)
     except (ValueError, OSError) as error:

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.core.imports import program_imports
 from megatron.core.terminal import INTERRUPTED, format_error
 
 
@@ -55,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--serve and --output are mutually exclusive")
 
     # Imported after parsing, because importing torch takes seconds.
-    from megatron.commands.report import run
+    with program_imports():
+        from megatron.commands.report import run
 
     run(args)
     return 0

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-from types import FrameType
 from typing import Any, TextIO
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended, as of every shell
@@ -59,23 +57,6 @@ def print_error(error: BaseException | str) -> None:
     message = format_error(error) if isinstance(error, BaseException) else error
     for line in f"error: {message}".split("\n"):
         print_line(line, file=sys.stderr)
-
-
-def exit_on_interrupt() -> None:
-    """Let Ctrl-C end the process at once, e.g. during imports, which have nothing to clean up."""
-    # A shell starts background jobs with SIGINT ignored.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit_interrupted)
-
-
-def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again after `exit_on_interrupt`."""
-    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _exit_interrupted(number: int, frame: FrameType | None) -> None:
-    os._exit(INTERRUPTED)
 
 
 def drop_unwritable_output() -> None:

@@ -24,6 +24,7 @@ from megatron.conversion.command_line import (
     reported_errors,
 )
 from megatron.conversion.huggingface.config_fields import start_transformers
+from megatron.core.imports import program_imports
 from megatron.core.object_storage import path_of
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -74,8 +75,9 @@ def main() -> None:
             start_transformers()
 
         # Imported after parsing, because importing torch takes seconds.
-        from megatron.commands.conversion_options import print_report
-        from megatron.commands.convert import run
+        with program_imports():
+            from megatron.commands.conversion_options import print_report
+            from megatron.commands.convert import run
 
         notes: list[str] = []
         outcome = run(args, given, notes.append)

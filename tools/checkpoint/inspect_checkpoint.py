@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron.core.imports import program_imports
 from megatron.core.object_storage import path_of
 from megatron.core.terminal import INTERRUPTED, print_error
 
@@ -125,7 +126,8 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
 
     # Imported after parsing, because importing torch takes seconds.
-    from megatron.commands.inspect_checkpoint import run
+    with program_imports():
+        from megatron.commands.inspect_checkpoint import run
 
     try:
         return run(args)

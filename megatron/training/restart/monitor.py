@@ -8,7 +8,6 @@ device, starts no thread, and keeps running as long as the launcher lets it.
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import sys
@@ -68,8 +67,6 @@ class Monitor:
     def run(self) -> Worker:
         """Fork workers until the run is over. Returns in the workers only."""
         monitor = os.getpid()
-        # Collections of garbage in the workers need not visit the objects of the imports.
-        gc.freeze()
         while True:
             child = os.fork()
             if child == 0:

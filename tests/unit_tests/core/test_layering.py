@@ -20,7 +20,7 @@ LAYERS = [
         "megatron.core.parallel_config",
         "megatron.core.terminal",
     },
-    {"megatron.core.dist_checkpointing"},
+    {"megatron.core.dist_checkpointing", "megatron.core.imports"},
     {"megatron.core.sharding"},
     {"megatron.core.module"},
     {"megatron.core.tensor_parallel", "megatron.core.pipeline_parallel", "megatron.core.datasets"},

@@ -100,6 +100,7 @@ class ShardFile(Shard):
             with naming(path):
                 reserve_space(self._descriptor, size)
         except OSError:
+            os.ftruncate(self._descriptor, 0)  # a part may be reserved, which others lack
             os.close(self._descriptor)
             raise
 

@@ -1,7 +1,7 @@
 """Data files: space on the disk is reserved before the first write."""
 
 import os
-import shutil
+import resource
 
 import pytest
 
@@ -20,14 +20,19 @@ def test_space_is_reserved_before_the_first_write(tmp_path):
     assert status.st_blocks * 512 >= size
 
 
-def test_missing_space_is_reported_before_the_first_write(tmp_path):
+def test_a_file_that_is_too_large_is_refused_before_the_first_write(tmp_path):
     """The message has the name of the file, and its descriptor is closed."""
     path = tmp_path / "__0_0.distcp"
-    missing = shutil.disk_usage(tmp_path).free * 2
     descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match=rf"(No space left on device|File too large): .{path}"):
-        ShardFile(path, missing).close(durable=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: .{path}"):
+            ShardFile(path, 2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert os.stat(path).st_blocks == 0
 
 
 def test_files_without_reservations_are_left_to_their_writes():
