@@ -184,6 +184,7 @@ def test_fp8_scales_are_restored_and_optional(pool, tmp_path, layout, prediction
     weights only.
     """
     model = f"--mock-data --train-iters 6 {MODELS['llama']} {LAYOUTS[layout][1]} {prediction} "
+    model += "--ffn-hidden-size 64 "
     flags = f"{model} {FP8} --first-last-layers-bf16 --save {tmp_path} --save-interval 3 "
     straight, told, scales = zip(*pool.run(train_with_stand_in, 2, flags), strict=True)
     assert scales[0] is not None and scales[0][0][0] > 1.0 and len(scales[0][1]) == 4
@@ -290,7 +291,7 @@ def test_user_buffers_are_initialized(pool, tmp_path):
     config.write_text("qkv_fprop: {method: ring_exchange}")
     flags = (
         f"{MODELS['llama']} {LAYOUTS['tp2_sp'][1]} --mock-data --train-iters 4 {FP8} "
-        "--first-last-layers-bf16 "
+        "--first-last-layers-bf16 --ffn-hidden-size 64 "
     )
     overlap = (
         "--tp-comm-overlap --no-tp-comm-bulk-dgrad --tp-comm-bootstrap-backend gloo "
@@ -391,6 +392,18 @@ def test_missing_transformer_engine_is_reported_with_installation(monkeypatch):
         ("--fp8-format hybrid", "--fp8-format hybrid needs --bf16"),
         ("--bf16 --fp8-format e4m3 --hidden-size 40", "--hidden-size 40 is not a multiple of 16"),
         (
+            f"{TE} --bf16 --fp8-format e4m3 --tensor-model-parallel-size 2 --ffn-hidden-size 48",
+            "--ffn-hidden-size 48 / --tensor-model-parallel-size 2 = 24 per rank is not a multiple of 16",
+        ),
+        (
+            f"{TE} --bf16 --fp8-format e4m3 --fp8-recipe mxfp8 --kv-channels 12",
+            "4 heads x --kv-channels 12 / --tensor-model-parallel-size 1 = 48 per rank is not a multiple of 32",
+        ),
+        (
+            f"{TE} --bf16 --fp4-format e2m1 --seq-length 8 --micro-batch-size 1",
+            "= 8 tokens per rank is not a multiple of 16",
+        ),
+        (
             "--transformer-impl local --cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
             "te needs --transf",
         ),
@@ -421,4 +434,4 @@ def test_missing_transformer_engine_is_reported_with_installation(monkeypatch):
 )
 def test_incompatible_options_are_rejected(flags, message):
     with pytest.raises(ValueError, match=message):
-        parse_args(shlex.split(COMMON + DATA + flags), 2 if "context" in flags else 1)
+        parse_args(shlex.split(COMMON + DATA + flags), 2 if "-size 2" in flags else 1)

@@ -66,6 +66,48 @@ def _check_tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     yield from _check_divisible(split, "--tensor-model-parallel-size", tp_size)
 
 
+def _check_low_precision(config: Config, world_size: int) -> Iterator[str]:
+    """Check the matrices and tokens of a rank against the kernels of fp8 and fp4.
+
+    Source: Transformer Engine 2.20, `assert_dim_for_fp8_exec` and `is_quantizable`.
+    """
+    model = config.model
+    if model.low_precision is None or model.multi_latent_attention:
+        return
+    parallel = config.parallel
+    tp_size = parallel.tp_size
+    ranks = f"--tensor-model-parallel-size {tp_size}"
+    features = 16
+    tokens = 8
+    if model.low_precision == "mxfp8":
+        features = tokens = 32
+    elif model.low_precision == "nvfp4":
+        tokens = 16
+
+    # Features per rank: the rows or columns of a matrix that tensor parallelism splits.
+    heads = f"{model.num_attention_heads} heads x --kv-channels {model.head_dim}"
+    split = {heads: model.num_attention_heads * model.head_dim}
+    if 0 in model.moe_layer_pattern:
+        split[f"--ffn-hidden-size {model.ffn_size}"] = model.ffn_size
+    for name, size in split.items():
+        if size % (tp_size * features):
+            yield (
+                f"{name} / {ranks} = {size / tp_size:g} per rank is not a multiple of {features}, "
+                f"as the kernels of {model.low_precision} require: change one of them"
+            )
+
+    # Tokens of a micro-batch on a rank
+    splits = parallel.cp_size * (tp_size if parallel.sequence_parallel else 1)
+    size = config.data.seq_length * config.training.micro_batch_size
+    if size % (splits * tokens):
+        yield (
+            f"--seq-length {config.data.seq_length} x --micro-batch-size "
+            f"{config.training.micro_batch_size} / {splits} ranks of tensor and context "
+            f"parallelism = {size / splits:g} tokens per rank is not a multiple of {tokens}, as "
+            f"the kernels of {model.low_precision} require: change one of them"
+        )
+
+
 def _check_context_parallel(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     model = config.model
@@ -460,6 +502,7 @@ CHECKS: tuple[tuple[Callable[[Config, int], Iterator[str]], str], ...] = (
     (_check_length, "training"),
     (_check_positions, "model data"),
     (_check_tensor_parallel, "model parallel data"),
+    (_check_low_precision, "model parallel data training"),
     (_check_context_parallel, "model parallel data"),
     (_check_backend, "model parallel data ddp"),
     (_check_experts, "model parallel optimizer"),
