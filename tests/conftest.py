@@ -1,5 +1,6 @@
 """Fixtures for every test directory."""
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.timeout(0))
         if not run_slow:
             item.add_marker(pytest.mark.skip(reason="slow: needs --run-slow"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exclude modules and tests from garbage collection, which would visit them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 # As in the workers of the pool: results do not depend on how many cores there are, nor do processes

@@ -18,6 +18,7 @@ modules only.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -235,6 +236,7 @@ def _read_stack(worker: _Worker) -> str:
 def _worker_main(connection: Connection, stacks: Path) -> None:
     """Serve tasks until the pool closes the connection."""
     torch.set_num_threads(1)
+    gc.freeze()  # collections of garbage need not visit the objects of the imports
     if sys.platform == "linux":
         # Containers often cannot resolve their own host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
