@@ -4,22 +4,22 @@ Every rank reports over a real TCPStore as in a save (objects, checksums of its 
 collects the reports and commits. Its CPU time bounds how long it can hold the interpreter lock. The
 benchmark also measures how long another thread waits for the lock, with and without a commit.
 
-    python benchmarks/checkpoint_commit.py                        # 16384 ranks, 350 MB each (405B in training)
+    python benchmarks/checkpoint_commit.py    # 16384 ranks, 350 MB each (405B in training)
     python benchmarks/checkpoint_commit.py --world 1024 --megabytes 1000
 """
 
 import argparse
-import shutil
 import sys
-import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from scratch import create_scratch_directory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -45,94 +45,152 @@ from megatron.core.dist_checkpointing.saving.save_barrier import (  # noqa: E402
 FILES = 2  # of tensors, per rank
 TENSORS = 4608  # 128 layers of nine, each as weight, main parameter and two moments
 BOXES = 76  # that a rank writes
+ROW_ELEMENTS = 16384
 
 
 class Ticker(threading.Thread):
-    """Stand-in for the training thread: measures its longest wait for the lock, trying every
-    millisecond.
+    """Stand-in for the training thread, which needs the interpreter lock every millisecond.
+
+    `longest` is its longest wait for the lock, in seconds.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.longest = 0.0
-        self.running = True
+        self._running = True
 
     def run(self) -> None:
-        while self.running:
+        while self._running:
             before = time.perf_counter()
             time.sleep(0.001)
-            self.longest = max(self.longest, time.perf_counter() - before - 0.001)
+            wait = time.perf_counter() - before - 0.001
+            self.longest = max(self.longest, wait)
 
-    def stop(self) -> None:
-        self.running = False
+    def __enter__(self) -> "Ticker":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._running = False
         self.join()
 
 
-def stored_tensors(world: int) -> CheckpointMetadata:
+def name_file(rank: int, number: int) -> str:
+    return f"__{rank}_{number}.distcp"
+
+
+def make_metadata(world: int) -> CheckpointMetadata:
     """Return the stored boxes of all tensors; about a million for 405B."""
-    files = tuple(f"__{rank}_{n}.distcp" for rank in range(world) for n in range(FILES))
-    boxes = max(1, world * BOXES // TENSORS)
-    number = np.arange(boxes)
-    result = CheckpointMetadata()
+    names = []
+    for rank in range(world):
+        for number in range(FILES):
+            names.append(name_file(rank, number))
+    files = tuple(names)
+
+    num_boxes = max(1, world * BOXES // TENSORS)
+    index = np.arange(num_boxes)
+    offsets = np.stack([index, np.zeros_like(index)], axis=1)  # one row each
+    shapes = np.broadcast_to(np.array([1, ROW_ELEMENTS]), (num_boxes, 2))
+    nbytes = np.full(num_boxes, 2 * ROW_ELEMENTS)
+    metadata = CheckpointMetadata()
     for tensor in range(TENSORS):
-        file = (number * 61 + tensor) % len(files)
-        position = (tensor + number) % BOXES << 22
-        offset = np.stack([number, 0 * number], axis=1)
-        shape = np.broadcast_to(np.array([1, 16384]), (boxes, 2))
-        table = ChunkTable(offset, shape, files, file, position, np.full(boxes, 32768))
-        result.tensors[f"decoder.layers.{tensor}.weight"] = StoredTensor(
-            (boxes, 16384), torch.bfloat16, table
+        # Neighboring boxes are in different files, as of different ranks.
+        file_of_box = (index * 61 + tensor) % len(files)
+        position = (tensor + index) % BOXES << 22
+        table = ChunkTable(offsets, shapes, files, file_of_box, position, nbytes)
+        stored = StoredTensor((num_boxes, ROW_ELEMENTS), torch.bfloat16, table)
+        metadata.tensors[f"decoder.layers.{tensor}.weight"] = stored
+    return metadata
+
+
+class Job:
+    """Ranks that report to rank 0 over a store."""
+
+    def __init__(self, world: int, megabytes: int) -> None:
+        self.world = world
+        self._blocks = megabytes // FILES  # per file
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
         )
-    return result
+
+    def make_barrier(self, save_id: str, rank: int) -> SaveBarrier:
+        """Return the barrier of a rank in a save."""
+        heartbeat = Heartbeat(self._store, "bench", rank, self.world, 600)
+        return SaveBarrier(self._store, save_id, rank, self.world, heartbeat)
+
+    def report(self, save_id: str, rank: int, object_size: int) -> None:
+        """Report the objects and files of a rank, as at the end of its writes."""
+        size = self._blocks * BLOCK_SIZE
+        digests = bytes(self._blocks * DIGEST_SIZE)
+        checksums = {}
+        for number in range(FILES):
+            checksums[name_file(rank, number)] = FileChecksums(size, digests)
+        # Objects are in a file of their own.
+        location = Location(name_file(rank, FILES), 0, object_size)
+        objects = {f"rng_state/{rank}": location}
+        barrier = self.make_barrier(save_id, rank)
+        barrier.report(objects, encode_checksum_records(checksums))
+
+    def report_all(self, save_id: str, object_size: int) -> float:
+        """Report as all ranks, one after the other; return the seconds of one report."""
+        began = time.perf_counter()
+        for rank in range(self.world):
+            self.report(save_id, rank, object_size)
+        return (time.perf_counter() - began) / self.world
 
 
-def make_barrier(store: dist.Store, save_id: str, rank: int, world: int) -> SaveBarrier:
-    return SaveBarrier(store, save_id, rank, world, Heartbeat(store, "bench", rank, world, 600))
+@dataclass
+class CommitCost:
+    """Seconds of a commit on rank 0."""
+
+    until_collected: float
+    until_committed: float
+    cpu: float
+    cpu_of_encoding: float
 
 
-def report(
-    store: dist.Store, save_id: str, rank: int, world: int, blocks: int, object_size: int
-) -> None:
-    size = blocks * BLOCK_SIZE // FILES
-    digests = bytes(blocks // FILES * DIGEST_SIZE)
-    sums = {f"__{rank}_{n}.distcp": FileChecksums(size, digests) for n in range(FILES)}
-    places = {f"rng_state/{rank}": Location(f"__{rank}_{FILES}.distcp", 0, object_size)}
-    make_barrier(store, save_id, rank, world).report(places, encode_checksum_records(sums))
-
-
-def commit(store: dist.Store, save_id: str, world: int, cache: MetadataCache, root: Path) -> None:
-    barrier = make_barrier(store, save_id, 0, world)
-    pending = PendingCheckpoint(root / "iter_0000001", save_id)
-    pending.begin(0)
-    idle = Ticker()
-    idle.start()
-    time.sleep(1)
-    idle.stop()
-    ticker = Ticker()
-    ticker.start()
+def commit(barrier: SaveBarrier, pending: PendingCheckpoint, cache: MetadataCache) -> CommitCost:
+    """Collect the reports of all ranks, and commit the checkpoint."""
     began = time.perf_counter()
-    cpu = time.thread_time()
+    cpu_began = time.thread_time()
     objects, checksums = barrier.collect()
-    collected = time.perf_counter() - began
-    encoding = time.thread_time()
+    collected = time.perf_counter()
+
+    encoding_began = time.thread_time()
     metadata = cache.encode(objects)
-    encoding = time.thread_time() - encoding
+    encoded = time.thread_time()
+
     pending.commit(checksums, metadata, b"", {})
-    cpu = time.thread_time() - cpu
-    seconds = time.perf_counter() - began
-    ticker.stop()
-    sizes = [
-        (root / "iter_0000001" / name).stat().st_size / 1e6
-        for name in ("checksums.bin", ".metadata")
-    ]
+    return CommitCost(
+        until_collected=collected - began,
+        until_committed=time.perf_counter() - began,
+        cpu=time.thread_time() - cpu_began,
+        cpu_of_encoding=encoded - encoding_began,
+    )
+
+
+def measure_commit(job: Job, save_id: str, cache: MetadataCache, root: Path) -> None:
+    """Commit a checkpoint, and print its cost and the waits of another thread."""
+    directory = root / "iter_0000001"
+    barrier = job.make_barrier(save_id, rank=0)
+    pending = PendingCheckpoint(directory, save_id)
+    pending.begin(0)
+    with Ticker() as idle:
+        time.sleep(1)
+    with Ticker() as ticker:
+        cost = commit(barrier, pending, cache)
+
+    checksums_size = (directory / "checksums.bin").stat().st_size / 1e6
+    metadata_size = (directory / ".metadata").stat().st_size / 1e6
     print(
-        f"{world} ranks: checksums.bin {sizes[0]:.1f} MB, .metadata {sizes[1]:.1f} MB; "
-        f"collected after {1e3 * collected:.0f} ms, committed after "
-        f"{1e3 * seconds:.0f} ms; rank 0's thread used {1e3 * cpu:.0f} ms of CPU, "
-        f"{1e3 * encoding:.0f} ms of it to encode .metadata, another thread "
-        "waited "
-        f"{1e3 * ticker.longest:.0f} ms at the longest ({1e3 * idle.longest:.0f} ms without a "
-        "commit)"
+        f"{job.world} ranks: checksums.bin {checksums_size:.1f} MB, "
+        f".metadata {metadata_size:.1f} MB; "
+        f"collected after {1e3 * cost.until_collected:.0f} ms, "
+        f"committed after {1e3 * cost.until_committed:.0f} ms; "
+        f"rank 0's thread used {1e3 * cost.cpu:.0f} ms of CPU, "
+        f"{1e3 * cost.cpu_of_encoding:.0f} ms of it to encode .metadata, "
+        f"another thread waited {1e3 * ticker.longest:.0f} ms at the longest "
+        f"({1e3 * idle.longest:.0f} ms without a commit)"
     )
 
 
@@ -149,27 +207,16 @@ def main() -> None:
         help="the first one encodes all metadata, the third one other places of objects",
     )
     args = parser.parse_args()
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
-    )
-    cache = MetadataCache(stored_tensors(args.world))
-    root = Path(tempfile.mkdtemp())
-    try:
+    job = Job(args.world, args.megabytes)
+    cache = MetadataCache(make_metadata(args.world))
+    with create_scratch_directory("commit") as root:
         for number in range(args.saves):
-            began = time.perf_counter()
-            for rank in range(args.world):
-                save_id = f"save-{number}"
-                # The objects of the third save are larger, those of the second are not.
-                object_size = 16384 + 1024 * (number // 2)
-                report(store, save_id, rank, args.world, args.megabytes, object_size)
-            seconds = time.perf_counter() - began
-            print(
-                f"reports: {1e6 * seconds / args.world:.0f} us each, from one client after the "
-                "other"
-            )
-            commit(store, f"save-{number}", args.world, cache, root)
-    finally:
-        shutil.rmtree(root)
+            save_id = f"save-{number}"
+            # The objects of the third save are larger, those of the second are not.
+            object_size = 16384 + 1024 * (number // 2)
+            seconds = job.report_all(save_id, object_size)
+            print(f"reports: {1e6 * seconds:.0f} us each, from one client after the other")
+            measure_commit(job, save_id, cache, root)
 
 
 if __name__ == "__main__":

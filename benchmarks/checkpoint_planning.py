@@ -14,7 +14,6 @@ import multiprocessing
 import pickle
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+from scratch import create_scratch_directory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -29,8 +29,17 @@ from megatron.core.arithmetic import even_range  # noqa: E402
 from megatron.core.dist_checkpointing import read_metadata  # noqa: E402
 from megatron.core.dist_checkpointing.files import METADATA  # noqa: E402
 from megatron.core.dist_checkpointing.format.metadata_encoder import encode_metadata  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor  # noqa: E402
-from megatron.core.dist_checkpointing.planning.planner import PackedSpec, describe, make_plan, pack  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+)
+from megatron.core.dist_checkpointing.planning.planner import (  # noqa: E402
+    PackedSpec,
+    describe,
+    make_plan,
+    pack,
+)
 from megatron.core.dist_checkpointing.planning.save_plan import place_items  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import intersect  # noqa: E402
 from megatron.core.parallel_state import ParallelState  # noqa: E402
@@ -42,183 +51,252 @@ from pretrain_gpt import model_provider  # noqa: E402
 
 T = TypeVar("T")
 
-LLAMA = (
-    "--swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights "
-    "--bf16 "
-    "--position-embedding-type rope --group-query-attention --num-query-groups 8 --seq-length 4096 "
-    "--max-position-embeddings 4096 --micro-batch-size 1 --lr 1 --min-lr 0 --train-iters 1 "
-    "--sequence-parallel "
-    "--mock-data --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
-    "--tensor-model-parallel-size 8 "
-)
+LLAMA = """
+    --swiglu
+    --normalization RMSNorm
+    --disable-bias-linear
+    --untie-embeddings-and-output-weights
+    --bf16
+    --position-embedding-type rope
+    --group-query-attention
+    --num-query-groups 8
+    --seq-length 4096
+    --max-position-embeddings 4096
+    --micro-batch-size 1
+    --lr 1
+    --min-lr 0
+    --train-iters 1
+    --sequence-parallel
+    --mock-data
+    --use-distributed-optimizer
+    --overlap-grad-reduce
+    --overlap-param-gather
+    --tensor-model-parallel-size 8
+"""
+LLAMA_70B = """
+    --num-layers 80
+    --hidden-size 8192
+    --ffn-hidden-size 28672
+    --num-attention-heads 64
+    --vocab-size 32000
+    --pipeline-model-parallel-size 4
+"""
+# 128 layers, so that they can be split evenly over the stages.
+LLAMA_405B = """
+    --num-layers 128
+    --hidden-size 16384
+    --ffn-hidden-size 53248
+    --num-attention-heads 128
+    --vocab-size 128256
+    --pipeline-model-parallel-size 16
+"""
 
 
 class Case(NamedTuple):
+    """Flags of a model and its layout, and the default number of ranks."""
+
     flags: str
     world: int
 
 
 CASES = {
-    "70b": Case(
-        "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
-        "--vocab-size 32000 "
-        "--pipeline-model-parallel-size 4",
-        1024,
-    ),
-    "405b": Case(  # 128 layers, so that they can be split evenly over the stages
-        "--num-layers 128 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 "
-        "--vocab-size 128256 "
-        "--pipeline-model-parallel-size 16",
-        16384,
-    ),
+    "70b": Case(LLAMA_70B, 1024),
+    "405b": Case(LLAMA_405B, 16384),
 }
 
 
-def config_of(flags: str, world: int) -> Config:
-    given, _ = parse_flags(make_flag_parser(), (LLAMA + flags).split())
-    config = make_config(given | {"global_batch_size": world}, world)
+def make_case_config(case: Case, world: int) -> Config:
+    """Return the configuration of a run, with one sequence for each rank and step."""
+    flags = LLAMA + case.flags
+    given, _ = parse_flags(make_flag_parser(), flags.split())
+    given["global_batch_size"] = world
+    config = make_config(given, world)
     config.model.vocab_size = given["vocab_size"]
     return config
 
 
-def optimizer_state(
+# ---- The state of every rank ----
+
+
+def find_entries(weights: ShardedStateDict) -> dict[int, ShardedTensor]:
+    """Return the entry of each parameter, by the id of its local tensor."""
+    entries = {}
+    for entry in weights.values():
+        if isinstance(entry, ShardedTensor):
+            entries[id(entry.local)] = entry
+    return entries
+
+
+def describe_optimizer(
     chunks: list[MetaChunk], weights: ShardedStateDict, dp: int, dp_size: int
 ) -> ShardedStateDict:
     """Return the result of `MegatronOptimizer.sharded_state_dict` on data-parallel rank `dp`."""
-    entry_of = {
-        id(entry.local): entry for entry in weights.values() if isinstance(entry, ShardedTensor)
-    }
+    entries = find_entries(weights)
     state: ShardedStateDict = {}
     for chunk in chunks:
         params = dict(chunk.module.named_parameters())
         for bucket in chunk.buckets:
+            # The elements of the bucket that this rank owns.
             first, last = even_range(bucket.numel, dp, dp_size)
             data = torch.empty(last - first, device="meta")
             for span in bucket.spans:
-                entry = entry_of[id(params[span.spec.name])]
-                for start, stop in intersect([(span.start, span.stop)], first, last):
+                entry = entries[id(params[span.spec.name])]
+                owned = intersect([(span.start, span.stop)], first, last)
+                for start, stop in owned:
+                    offset = first + start - span.start
                     for name in ("param", "exp_avg", "exp_avg_sq"):
                         key = f"optimizer.state.{name}.{entry.key}"
-                        part = entry.flat_range(key, first + start - span.start, data[start:stop])
+                        part = entry.flat_range(key, offset, data[start:stop])
                         if part.boxes:
                             state[key] = part
     return state
 
 
 def describe_ranks(config: Config, world: int) -> Iterator[tuple[int, PackedSpec]]:
-    """Return the description that every rank sends to rank 0."""
+    """Yield each rank and the description that it sends to rank 0."""
     pp_size = config.parallel.pp_size
     tp_size = config.parallel.tp_size
     dp_size = config.parallel.dp_size(world)
     for pp in range(pp_size):
         for tp in range(tp_size):
-            ps = ParallelState.for_rank(config.parallel, world, tp + tp_size * dp_size * pp)
+            # The weights of all data-parallel ranks are the same.
+            first_rank = tp + tp_size * dp_size * pp
+            ps = ParallelState.for_rank(config.parallel, world, first_rank)
             chunks = list(build_meta_chunks(config, ps, model_provider))
             weights: ShardedStateDict = {}
             for chunk in chunks:
                 weights |= chunk.module.sharded_state_dict()
+            rng = ShardedObject(f"rng_state/shard_{pp}.{tp}_{pp_size}.{tp_size}", None)
             for dp in range(dp_size):
-                rng: ShardedStateDict = {
-                    "rng": ShardedObject(f"rng_state/shard_{pp}.{tp}_{pp_size}.{tp_size}", None)
-                }
-                state = weights | optimizer_state(chunks, weights, dp, dp_size) | rng
-                yield tp + tp_size * (dp + dp_size * pp), pack(describe(state))
+                state = dict(weights)
+                state |= describe_optimizer(chunks, weights, dp, dp_size)
+                state["rng"] = rng
+                yield first_rank + tp_size * dp, pack(describe(state))
 
 
-def timed(function: Callable[[], T]) -> tuple[T, float]:
-    """Return processor seconds: all of it runs in one thread, and other processes do not count."""
+# ---- Measurements ----
+
+
+def measure(function: Callable[[], T]) -> tuple[T, float]:
+    """Return the result of a function and its processor seconds.
+
+    All of it runs in one thread, and other processes do not count.
+    """
     began = time.process_time()
     result = function()
     return result, time.process_time() - began
 
 
 class ReadCost(NamedTuple):
+    """Cost of reading entries of `.metadata`."""
+
     boxes: int
     seconds: float
     megabytes: float
 
 
-def read_apart(directory: str, keys: list[str] | None) -> ReadCost:
+def read_in_new_process(directory: str, keys: list[str] | None) -> ReadCost:
     """Measure reading the entries of `keys` (None: all tensors) in a separate process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_read, directory, keys).result()
+        return pool.submit(measure_read, directory, keys).result()
 
 
-def _read(directory: str, keys: list[str] | None) -> ReadCost:
-    before = peak_memory()
+def measure_read(directory: str, keys: list[str] | None) -> ReadCost:
+    """Measure reading the entries of `keys` (None: all tensors)."""
+    before = read_peak_memory()
 
-    def read() -> int:
+    def count_boxes() -> int:
         tensors = read_metadata(directory).tensors
-        tables = [tensors[key].chunks for key in (tensors if keys is None else keys)]
-        return sum(map(len, tables))
+        wanted = list(tensors) if keys is None else keys
+        count = 0
+        for key in wanted:
+            count += len(tensors[key].chunks)
+        return count
 
-    boxes, seconds = timed(read)
-    return ReadCost(boxes, seconds, 1e3 * (peak_memory() - before))
+    boxes, seconds = measure(count_boxes)
+    return ReadCost(boxes, seconds, 1e3 * (read_peak_memory() - before))
 
 
-def peak_memory() -> float:
+def read_peak_memory() -> float:
     """Return the peak memory of this process in GB.
 
     `ru_maxrss` of a new process would include its parent's.
     """
     status = Path("/proc/self/status").read_text().split()
-    return int(status[status.index("VmHWM:") + 1]) / 1e6
+    kilobytes = status[status.index("VmHWM:") + 1]
+    return int(kilobytes) / 1e6
+
+
+def print_row(label: str, text: str) -> None:
+    print(f"  {label:10} {text}")
 
 
 def simulate(name: str, world: int, workers: int) -> None:
-    config = config_of(CASES[name].flags, world)
+    """Plan a checkpoint of all ranks, and print the cost of each step."""
+    config = make_case_config(CASES[name], world)
     packed: list[bytes] = [b""] * world
 
+    # Every rank describes its state.
     def describe_all() -> None:
         for rank, spec in describe_ranks(config, world):
             packed[rank] = pickle.dumps(spec)
 
-    _, describing = timed(describe_all)
-    sent = statistics.mean(map(len, packed))
-    specs, receiving = timed(lambda: [pickle.loads(data) for data in packed])
-    packed.clear()
-    before = peak_memory()
-    plan, planning = timed(lambda: make_plan(specs))
-    placed, laying_out = timed(lambda: place_items(plan, workers))
-    results, cutting = timed(
-        lambda: [pickle.dumps(placed.select_rank(rank)) for rank in range(world)]
-    )
-    metadata, collecting = timed(placed.build_metadata)
-    encoded, encoding = timed(lambda: encode_metadata(metadata))
-    planned = peak_memory()
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / METADATA).write_bytes(b"".join(encoded))
-        wanted = read_apart(directory, [key for key, _, _ in specs[-1].read_types()])
-        everything = read_apart(directory, None)
+    _, describing = measure(describe_all)
+    sent = statistics.mean(map(len, packed)) / 1e3
 
-    loads = plan.loads
+    # Rank 0 makes the plan, the file layout and `.metadata`.
+    specs, receiving = measure(lambda: list(map(pickle.loads, packed)))
+    packed.clear()
+    before = read_peak_memory()
+    plan, planning = measure(lambda: make_plan(specs))
+    placed, laying_out = measure(lambda: place_items(plan, workers))
+
+    def cut_results() -> list[bytes]:
+        return [pickle.dumps(placed.select_rank(rank)) for rank in range(world)]
+
+    results, cutting = measure(cut_results)
+    returned = statistics.mean(map(len, results)) / 1e3
+    metadata, collecting = measure(placed.build_metadata)
+    encoded, encoding = measure(lambda: encode_metadata(metadata))
+    after = read_peak_memory()
+
+    # A load reads the entries of its own tensors.
+    content = b"".join(encoded)
+    keys_of_rank = [key for key, _, _ in specs[-1].read_types()]
+    with create_scratch_directory("planning") as directory:
+        (directory / METADATA).write_bytes(content)
+        of_rank = read_in_new_process(str(directory), keys_of_rank)
+        of_all = read_in_new_process(str(directory), None)
+
     parallel = config.parallel
+    loads = [load / 1e9 for load in plan.loads]
+    smallest = min(loads)
+    largest = max(loads)
     print(
         f"{name} on {world} ranks: TP {parallel.tp_size} x PP {parallel.pp_size} x DP "
-        f"{parallel.dp_size(world)}, "
-        f"{sum(loads) / 1e9:.0f} GB, {everything.boxes} boxes"
+        f"{parallel.dp_size(world)}, {sum(loads):.0f} GB, {of_all.boxes} boxes"
     )
-    print(f"  describe   {1e3 * describing / world:.1f} ms, {sent / 1e3:.0f} kB per rank to rank 0")
-    back = statistics.mean(map(len, results)) / 1e3
-    print(
-        f"  rank 0     receives in {receiving:.1f} s, returns {back:.0f} kB per rank in "
-        f"{cutting:.1f} s"
+    print_row("describe", f"{1e3 * describing / world:.1f} ms, {sent:.0f} kB per rank to rank 0")
+    print_row(
+        "rank 0",
+        f"receives in {receiving:.1f} s, returns {returned:.0f} kB per rank in {cutting:.1f} s",
     )
-    print(
-        f"             plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, "
-        f"{planned:.2f} after"
+    print_row(
+        "",
+        f"plan {planning:.1f} s, layout {laying_out:.1f} s; {before:.2f} GB before, "
+        f"{after:.2f} after",
     )
-    print(f"             .metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s")
-    print(f"  .metadata  {sum(map(len, encoded)) / 1e6:.1f} MB")
-    for label, cost in (("entries of one rank", wanted), ("all entries", everything)):
-        print(
-            f"             read {label}: {cost.boxes} boxes in {cost.seconds:.2f} s and "
-            f"{cost.megabytes:.0f} MB"
+    print_row("", f".metadata collected in {collecting:.1f} s, encoded in {encoding:.1f} s")
+    print_row(".metadata", f"{len(content) / 1e6:.1f} MB")
+    for label, cost in (("entries of one rank", of_rank), ("all entries", of_all)):
+        print_row(
+            "",
+            f"read {label}: {cost.boxes} boxes in {cost.seconds:.2f} s and {cost.megabytes:.0f} MB",
         )
-    largest = max(loads) / statistics.mean(loads)
-    print(
-        f"  per rank   {min(loads) / 1e9:.3f} .. {max(loads) / 1e9:.3f} GB, largest {largest:.3f} "
-        "x the mean"
+    imbalance = largest / statistics.mean(loads)
+    print_row(
+        "per rank",
+        f"{smallest:.3f} .. {largest:.3f} GB, largest {imbalance:.3f} x the mean",
     )
 
 

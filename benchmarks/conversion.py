@@ -22,6 +22,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scratch import DIRECTORY_HELP, create_scratch_directory
+
 ROOT = Path(__file__).parents[1]
 SAVERS = {  # output -> flags of the tool
     "torch_dist": ["--saver", "torch_dist"],
@@ -299,15 +301,13 @@ def parse_arguments() -> argparse.Namespace:
         action="store_true",
         help="read from disk instead of the page cache",
     )
-    parser.add_argument("--directory", type=Path, default=Path("/tmp/benchmark_conversion"))
+    parser.add_argument("--directory", type=Path, help=DIRECTORY_HELP)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
-    root: Path = args.directory
-    root.mkdir(parents=True, exist_ok=True)
-    try:
+    with create_scratch_directory("conversion", args.directory) as root:
         train_one_step(root / "torch_dist", args)
         nbytes = count_bytes(root / "torch_dist")
         # The fp32 main parameters of an embedding.
@@ -319,8 +319,6 @@ def main() -> None:
         warm_up(root, args)
         for source, result in PAIRS:
             convert(root, source, result, args, start_up)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from scratch import DIRECTORY_HELP, create_scratch_directory
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -130,7 +131,6 @@ def train(root: Path, target: str, args: argparse.Namespace) -> list[list[Mark]]
     command += [__file__, RANK_PROGRAM, str(root)]
     command += build_flags(root, target, args)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    root.mkdir(parents=True)
     subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
 
     marks = []
@@ -246,7 +246,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=2.4, help="length of the run")
     parser.add_argument("--fp32", action="store_true", help="train in fp32, export bf16")
     parser.add_argument("--store", action="store_true", help="export to object storage")
-    parser.add_argument("--directory", type=Path, default=Path("/tmp/benchmark_exports"))
+    parser.add_argument("--directory", type=Path, help=DIRECTORY_HELP)
     return parser.parse_args()
 
 
@@ -257,15 +257,14 @@ def main() -> None:
         return
 
     args = parse_args()
-    target = str(args.directory / "models")
     with contextlib.ExitStack() as stack:
+        root = stack.enter_context(create_scratch_directory("exports", args.directory))
+        target = str(root / "models")
         if args.store:
             stack.enter_context(object_server())
             target = "s3://bucket/models"
-        shutil.rmtree(args.directory, ignore_errors=True)
-        ranks = train(args.directory, target, args)
-        (launch,) = read_record(args.directory / "run")
-        shutil.rmtree(args.directory)
+        ranks = train(root, target, args)
+        (launch,) = read_record(root / "run")
 
     results = compute_results(ranks, launch, args.part)
     print_results(results, args.part)

@@ -22,79 +22,158 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from conversion import copy, count_bytes, format_times, prepare_page_cache, run
 from safetensors.torch import save_file
+from scratch import DIRECTORY_HELP, create_scratch_directory
 
 from megatron.conversion.huggingface.directory import HuggingFaceSource
 from megatron.conversion.loading import load_from_source
 from megatron.conversion.model_space.model import model_config
+from megatron.core.dist_checkpointing import ShardedStateDict
 from megatron.core.models import GPTModel
 from megatron.core.parallel_config import ParallelConfig
 from megatron.core.parallel_state import ParallelState
 
-LAYOUTS = ("TP2", "PP2", "DP2")
+PROCESSES = 2
+LAYOUTS = {
+    "TP2": ParallelConfig(tensor_model_parallel_size=2),
+    "PP2": ParallelConfig(pipeline_model_parallel_size=2),
+    "DP2": ParallelConfig(),
+}
 HEAD_DIM = 128
 LAYERS_PER_FILE = 4
 
 
-def write_model(directory: Path, args: argparse.Namespace) -> None:
-    """Write a Llama with random weights as transformers does: several files with an index."""
-    hidden = args.hidden
-    heads = hidden // HEAD_DIM
-    groups = max(1, heads // 4)
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": args.vocab,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    matrices = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (groups * HEAD_DIM, hidden),
-        "self_attn.v_proj": (groups * HEAD_DIM, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (4 * hidden, hidden),
-        "mlp.up_proj": (4 * hidden, hidden),
-        "mlp.down_proj": (hidden, 4 * hidden),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    files: list[dict[str, tuple[int, ...]]] = []
-    for layer in range(args.layers):
+Shapes = dict[str, tuple[int, ...]]  # of tensors, by name
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a Llama."""
+
+    layers: int
+    hidden: int
+    vocab: int
+
+    @property
+    def heads(self) -> int:
+        return self.hidden // HEAD_DIM
+
+    @property
+    def groups(self) -> int:
+        """Key and value heads."""
+        return max(1, self.heads // 4)
+
+    @property
+    def ffn(self) -> int:
+        return 4 * self.hidden
+
+    def make_config(self) -> dict[str, object]:
+        """Return the contents of config.json."""
+        return {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.groups,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        }
+
+    def list_layer_shapes(self, layer: int) -> Shapes:
+        """Return the tensors of a layer."""
+        hidden = self.hidden
+        kv = self.groups * HEAD_DIM
+        shapes = {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (self.ffn, hidden),
+            "mlp.up_proj": (self.ffn, hidden),
+            "mlp.down_proj": (hidden, self.ffn),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        return {f"model.layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+    def list_other_shapes(self) -> Shapes:
+        """Return the tensors outside the layers."""
+        return {
+            "model.embed_tokens.weight": (self.vocab, self.hidden),
+            "model.norm.weight": (self.hidden,),
+            "lm_head.weight": (self.vocab, self.hidden),
+        }
+
+
+# Its conversion takes the time of the tool's start-up.
+SMALL = Model(layers=2, hidden=256, vocab=1000)
+
+
+def split_into_files(model: Model) -> list[Shapes]:
+    """Return the tensors of each file."""
+    files: list[Shapes] = []
+    for layer in range(model.layers):
         if layer % LAYERS_PER_FILE == 0:
             files.append({})
-        for name, shape in matrices.items():
-            files[-1][f"model.layers.{layer}.{name}.weight"] = shape
-    outer = {
-        "model.embed_tokens.weight": (args.vocab, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (args.vocab, hidden),
-    }
-    files.append(outer)
+        files[-1] |= model.list_layer_shapes(layer)
+    files.append(model.list_other_shapes())
+    return files
 
+
+def write_model(directory: Path, model: Model) -> None:
+    """Write a Llama with random weights as transformers does: several files with an index."""
     directory.mkdir(parents=True)
+    files = split_into_files(model)
     weight_map = {}
     for number, shapes in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         tensors = {key: torch.randn(shape).bfloat16() for key, shape in shapes.items()}
         save_file(tensors, directory / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shapes, name)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    (directory / "config.json").write_text(json.dumps(config))
+
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (directory / "model.safetensors.index.json").write_text(index)
+    config = json.dumps(model.make_config())
+    (directory / "config.json").write_text(config)
+
+
+# ---- Results ----
+
+
+@dataclass
+class Turns:
+    """Seconds of every turn, without the one that warms up."""
+
+    times: list[float] = field(default_factory=list)
+    copy_times: list[float] = field(default_factory=list)
+    start_ups: list[float] = field(default_factory=list)
+
+    def print(self, name: str, nbytes: int) -> None:
+        """Print the median, relative to that of the copy."""
+        seconds = statistics.median(self.times)
+        copying = statistics.median(self.copy_times)
+        line = (
+            f"{name:22}{nbytes / 1e9:6.2f} GB {seconds:6.2f} s   cp {copying:5.2f} s   "
+            f"{copying / seconds:5.2f}x cp"
+        )
+        if self.start_ups:
+            start_up = statistics.median(self.start_ups)
+            ratio = copying / (seconds - start_up)
+            line += f", {ratio:5.2f}x without start-up of {start_up:.1f} s"
+        all_times = format_times(self.times)
+        all_copies = format_times(self.copy_times)
+        print(f"{line}   all turns: {all_times}; cp {all_copies}", flush=True)
 
 
 # ---- Import into shards ----
@@ -102,19 +181,17 @@ def write_model(directory: Path, args: argparse.Namespace) -> None:
 
 def build_shards(directory: Path, layout: str) -> GPTModel:
     """Build this rank's part of the model, without initializing it."""
-    sizes: dict[str, Any] = {}
-    if layout == "TP2":
-        sizes["tensor_model_parallel_size"] = 2
-    if layout == "PP2":
-        sizes["pipeline_model_parallel_size"] = 2
-    ps = ParallelState.for_rank(ParallelConfig(**sizes), 2, dist.get_rank())
+    parallel = LAYOUTS[layout]
+    ps = ParallelState.for_rank(parallel, PROCESSES, dist.get_rank())
     args = HuggingFaceSource(directory).args
     config = model_config(args, args["vocab_size"], str(directory))
-    first = config.num_layers // ps.pp.size * ps.pp.rank
-    last = first + config.num_layers // ps.pp.size
+
+    # Every pipeline stage has the same number of layers.
+    num_layers = config.num_layers // ps.pp.size
+    first = num_layers * ps.pp.rank
     model = GPTModel(
         config,
-        layers=range(first, last),
+        layers=range(first, first + num_layers),
         pre_process=ps.pp.rank == 0,
         post_process=ps.pp.rank == ps.pp.size - 1,
         tp=ps.tp,
@@ -124,49 +201,49 @@ def build_shards(directory: Path, layout: str) -> GPTModel:
     return model
 
 
-def import_on_ranks(args: argparse.Namespace) -> None:
+def measure_load(state: ShardedStateDict, directory: Path) -> float:
+    """Return the seconds until all ranks have loaded a model."""
+    dist.barrier()
+    began = time.perf_counter()
+    load_from_source(state, HuggingFaceSource(directory))
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def import_on_ranks(root: Path, turns: int) -> None:
     """Run on two processes: load the model into the shards of each layout, next to `cp`."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    directory: Path = args.directory / "hf"
-    copied = args.directory / "copy"
+    directory = root / "hf"
+    copied = root / "copy"
     nbytes = count_bytes(directory)
     for layout in LAYOUTS:
         model = build_shards(directory, layout)
         state = model.sharded_state_dict()
-        times: list[float] = []
-        copies: list[float] = []
-        for turn in range(args.turns + 1):
-            dist.barrier()
-            began = time.perf_counter()
-            load_from_source(state, HuggingFaceSource(directory))
-            dist.barrier()
-            seconds = time.perf_counter() - began
+        results = Turns()
+        for turn in range(turns + 1):
+            seconds = measure_load(state, directory)
             copying = 0.0
             if dist.get_rank() == 0:
                 copying = copy(directory, copied, durable=False)
                 shutil.rmtree(copied)
-            if turn:  # the first turn warms up
-                times.append(seconds)
-                copies.append(copying)
+            if turn > 0:
+                results.times.append(seconds)
+                results.copy_times.append(copying)
         if dist.get_rank() == 0:
-            report(f"hf -> shards, {layout}", nbytes, times, copies)
+            results.print(f"hf -> shards, {layout}", nbytes)
+        # Free the memory before the next model is built.
         del model, state
     dist.destroy_process_group()
 
 
-def report(
-    name: str, nbytes: int, times: list[float], copies: list[float], start_up: float = 0.0
-) -> None:
-    seconds = statistics.median(times)
-    copying = statistics.median(copies)
-    line = (
-        f"{name:22}{nbytes / 1e9:6.2f} GB {seconds:6.2f} s   cp {copying:5.2f} s   "
-        f"{copying / seconds:5.2f}x cp"
-    )
-    if start_up:
-        line += f", {copying / (seconds - start_up):5.2f}x without start-up of {start_up:.1f} s"
-    print(f"{line}   all turns: {format_times(times)}; cp {format_times(copies)}", flush=True)
+def start_imports(root: Path, turns: int) -> None:
+    """Run the imports in two processes of torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(PROCESSES)]
+    command += [__file__, "--turns", str(turns), "--directory", str(root)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment)
 
 
 # ---- Conversions ----
@@ -177,32 +254,34 @@ def convert(source: Path, target: Path, saver: str) -> float:
     shutil.rmtree(target, ignore_errors=True)
     prepare_page_cache(source, cold=False)
     os.sync()
-    command = [sys.executable, "tools/checkpoint/convert.py", "--load-dir", str(source)]
-    command += ["--save-dir", str(target), "--saver", saver, "--workers", "2"]
+    command = [sys.executable, "tools/checkpoint/convert.py"]
+    command += ["--load-dir", str(source), "--save-dir", str(target)]
+    command += ["--saver", saver, "--workers", "2"]
     seconds, _, _ = run(command)
     return seconds
 
 
-def compare_conversion(root: Path, small: Path, source: str, target: str, turns: int) -> None:
+def compare_conversion(root: Path, source: str, target: str, turns: int) -> None:
     """Compare a conversion with `cp` and fsync of its result."""
-    times: list[float] = []
-    copies: list[float] = []
-    starts: list[float] = []
+    small = root / "small"
+    copied = root / "copy"
+    results = Turns()
     for turn in range(turns + 1):
-        starts.append(convert(small / source, small / target, target))
+        start_up = convert(small / source, small / target, target)
         seconds = convert(root / source, root / target, target)
         prepare_page_cache(root / target, cold=False)
         os.sync()
-        copying = copy(root / target, root / "copy")
-        shutil.rmtree(root / "copy")
-        if turn:
-            times.append(seconds)
-            copies.append(copying)
-    nbytes = count_bytes(root / target)
-    report(f"{source} -> {target}", nbytes, times, copies, statistics.median(starts))
+        copying = copy(root / target, copied)
+        shutil.rmtree(copied)
+        if turn > 0:
+            results.start_ups.append(start_up)
+            results.times.append(seconds)
+            results.copy_times.append(copying)
+    results.print(f"{source} -> {target}", count_bytes(root / target))
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """Return the flags of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -210,24 +289,23 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--directory", type=Path, default=Path("/tmp/benchmark_huggingface"))
-    args = parser.parse_args()
+    parser.add_argument("--directory", type=Path, help=DIRECTORY_HELP)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     if "RANK" in os.environ:
-        import_on_ranks(args)
+        # A process of `start_imports`.
+        import_on_ranks(args.directory, args.turns)
         return
-    shutil.rmtree(args.directory, ignore_errors=True)
-    try:
-        write_model(args.directory / "hf", args)
-        small = args.directory / "small"
-        write_model(small / "hf", argparse.Namespace(layers=2, hidden=256, vocab=1000))
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *launcher, __file__, *sys.argv[1:]]
-        subprocess.run(command, check=True, env=environment)
-        compare_conversion(args.directory, small, "hf", "torch_dist", args.turns)
-        compare_conversion(args.directory, small, "torch_dist", "hf", args.turns)
-    finally:
-        shutil.rmtree(args.directory, ignore_errors=True)
+
+    with create_scratch_directory("huggingface", args.directory) as root:
+        write_model(root / "hf", Model(args.layers, args.hidden, args.vocab))
+        write_model(root / "small" / "hf", SMALL)
+        start_imports(root, args.turns)
+        compare_conversion(root, "hf", "torch_dist", args.turns)
+        compare_conversion(root, "torch_dist", "hf", args.turns)
 
 
 if __name__ == "__main__":

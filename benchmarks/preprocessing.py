@@ -14,7 +14,6 @@ Megatron-LM reads GPT-2's tokenizer files in Python, so in the last case all too
 
 import argparse
 import hashlib
-import itertools
 import json
 import os
 import resource
@@ -22,11 +21,14 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
-TOOL = Path(__file__).parents[1] / "tools/preprocess_data.py"
-MEGABYTES = 12
+from scratch import create_scratch_directory
+
+MEGABYTES = 12  # at least
+ALONE = "tokenizer alone"
 TOKENIZER_ALONE = """
 import json, sys
 from megatron.training.data.tokenizer import build_tokenizer
@@ -38,45 +40,152 @@ if len(sys.argv) > 3:
 """
 
 
-def make_corpus(directory: Path) -> Path:
-    """Write JSON lines, vocab.json, merges.txt, and hf/ for transformers."""
-    from tokenizers import ByteLevelBPETokenizer
+@dataclass
+class Tool:
+    """A `preprocess_data.py` and the interpreter that runs it."""
 
+    name: str
+    path: Path
+    python: str = sys.executable
+
+    @property
+    def root(self) -> Path:
+        """Return the tree of the tool, which it imports from."""
+        return self.path.parents[1]
+
+
+OURS = Tool("ours", Path(__file__).parents[1] / "tools/preprocess_data.py")
+
+
+def read_sources() -> list[str]:
+    """Return the source files of Python's standard library."""
     library = Path(sysconfig.get_path("stdlib"))
-    sources = [*sorted(library.glob("*.py")), *sorted(library.glob("*/*.py"))]
-    texts = [path.read_text(encoding="utf-8", errors="replace") for path in sources]
-    corpus = directory / "corpus.jsonl"
+    paths = sorted(library.glob("*.py"))
+    paths += sorted(library.glob("*/*.py"))
+    return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+
+
+def write_corpus(path: Path, texts: list[str]) -> None:
+    """Write texts as JSON lines, repeated up to the size of the benchmark."""
     size = 0
-    with corpus.open("w", encoding="utf-8") as file:
+    with path.open("w", encoding="utf-8") as file:
         while size < MEGABYTES * 1_000_000:
             for text in texts:
-                size += file.write(json.dumps({"text": text}) + "\n")
+                line = json.dumps({"text": text})
+                size += file.write(line + "\n")
+
+
+def write_tokenizer(directory: Path, texts: list[str]) -> None:
+    """Train a tokenizer, and write vocab.json, merges.txt, and hf/ for transformers."""
+    from tokenizers import ByteLevelBPETokenizer
+
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(
-        texts[:200], vocab_size=8000, special_tokens=["<|endoftext|>"], show_progress=False
+        texts,
+        vocab_size=8000,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
     )
     tokenizer.save_model(str(directory))
-    (directory / "hf").mkdir()
-    tokenizer.save(str(directory / "hf/tokenizer.json"))
+
+    hf = directory / "hf"
+    hf.mkdir()
+    tokenizer.save(str(hf / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (directory / "hf/tokenizer_config.json").write_text(json.dumps(config))
-    return corpus
+    (hf / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def measure_cpu_seconds(root: Path, command: list[str], python: str = sys.executable) -> float:
     """Return the processor seconds of a command and all processes it starts."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {
         "PYTHONPATH": str(root),
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
     }
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([python, *command], env=environment, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    user = after.ru_utime - before.ru_utime
+    system = after.ru_stime - before.ru_stime
+    return user + system
 
 
-def main() -> None:
+class Benchmark:
+    """Corpus, tokenizer and measurements, all in one directory."""
+
+    def __init__(self, directory: Path, through_transformers: bool) -> None:
+        self.corpus = directory / "corpus.jsonl"
+        self._output = directory / "out"
+        texts = read_sources()
+        write_corpus(self.corpus, texts)
+        write_tokenizer(directory, texts[:200])
+        # A tool's start-up is its time for one short document.
+        self._small_corpus = directory / "small.jsonl"
+        self._small_corpus.write_text('{"text": "a"}\n')
+        if through_transformers:
+            self._tokenizer = {
+                "tokenizer_type": "HuggingFaceTokenizer",
+                "tokenizer_model": str(directory / "hf"),
+            }
+        else:
+            self._tokenizer = {
+                "vocab_file": str(directory / "vocab.json"),
+                "merge_file": str(directory / "merges.txt"),
+            }
+
+    def measure_tokenizer(self) -> float:
+        """Return the seconds of the tokenizer, without imports and reading the text."""
+        config = json.dumps(self._tokenizer)
+        command = ["-c", TOKENIZER_ALONE, config, str(self.corpus)]
+        start_up = measure_cpu_seconds(OURS.root, command)
+        whole = measure_cpu_seconds(OURS.root, [*command, "tokenize"])
+        return whole - start_up
+
+    def measure_tool(self, tool: Tool, workers: int) -> float:
+        """Return the seconds of a tool for the corpus, without its start-up."""
+        command = [str(tool.path), "--append-eod", "--output-prefix", str(self._output)]
+        for option, value in self._tokenizer.items():
+            flag = option.replace("_", "-")
+            command += [f"--{flag}", value]
+        command += ["--workers", str(workers), "--input"]
+        start_up = measure_cpu_seconds(tool.root, [*command, str(self._small_corpus)], tool.python)
+        whole = measure_cpu_seconds(tool.root, [*command, str(self.corpus)], tool.python)
+        return whole - start_up
+
+    def hash_output(self) -> str:
+        """Return the digest of the tokens that the last tool has written."""
+        path = self._output.with_name("out_text_document.bin")
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def measure_turns(benchmark: Benchmark, tools: list[Tool], turns: int) -> dict[str, list[float]]:
+    """Return the seconds of each turn of the tokenizer alone and of each tool."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for _ in range(turns):
+        seconds[ALONE].append(benchmark.measure_tokenizer())
+        digests = set()
+        for tool in tools:
+            for workers in (1, 2):
+                label = f"{tool.name}, --workers {workers}"
+                seconds[label].append(benchmark.measure_tool(tool, workers))
+                digests.add(benchmark.hash_output())
+        assert len(digests) == 1, "not the same tokens"
+    return seconds
+
+
+def print_medians(seconds: dict[str, list[float]], megabytes: float) -> None:
+    """Print the medians, also relative to the tokenizer alone."""
+    limit = statistics.median(seconds[ALONE])
+    for label, times in seconds.items():
+        median = statistics.median(times)
+        print(
+            f"{median:7.2f} s of a core, {megabytes / median:6.2f} MB/s, "
+            f"{limit / median:.2f} of the tokenizer: {label}"
+        )
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the flags of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,64 +197,26 @@ def main() -> None:
     )
     parser.add_argument("--megatron-core-python", help="the interpreter for it")
     parser.add_argument("--turns", type=int, default=3)
-    args = parser.parse_args()
-    tools = {"ours": (TOOL, sys.executable)}
-    for other in args.tool:
-        tool = other.resolve()
-        tools[f"ours of {tool.parents[1].name}"] = (tool, sys.executable)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    tools = [OURS]
+    for path in args.tool:
+        other = Tool("ours", path.resolve())
+        other.name = f"ours of {other.root.name}"
+        tools.append(other)
     if args.megatron_lm is not None:
-        tool = (args.megatron_lm / "tools/preprocess_data.py").resolve()
-        tools["Megatron-LM's"] = (tool, args.megatron_core_python or sys.executable)
-    with tempfile.TemporaryDirectory() as name:
-        measure(Path(name), tools, args.turns, through_transformers=args.megatron_lm is not None)
+        path = args.megatron_lm / "tools/preprocess_data.py"
+        python = args.megatron_core_python or sys.executable
+        tools.append(Tool("Megatron-LM's", path.resolve(), python))
 
-
-def measure(
-    directory: Path, tools: dict[str, tuple[Path, str]], turns: int, through_transformers: bool
-) -> None:
-    """Print a row for the tokenizer alone and for each tool (name, interpreter), with 1 and 2
-    workers.
-    """
-    corpus = make_corpus(directory)
-    empty = directory / "empty.jsonl"
-    empty.write_text('{"text": "a"}\n')
-    if through_transformers:
-        options = {
-            "tokenizer_type": "HuggingFaceTokenizer",
-            "tokenizer_model": str(directory / "hf"),
-        }
-    else:
-        options = {
-            "vocab_file": str(directory / "vocab.json"),
-            "merge_file": str(directory / "merges.txt"),
-        }
-    common = ["--append-eod", "--output-prefix", str(directory / "out")]
-    for option, value in options.items():
-        common += ["--" + option.replace("_", "-"), value]
-    seconds: dict[str, list[float]] = {}
-    for _ in range(turns):
-        alone = ["-c", TOKENIZER_ALONE, json.dumps(options), str(corpus)]
-        start = measure_cpu_seconds(TOOL.parents[1], alone)  # imports, and reading the text
-        spent = measure_cpu_seconds(TOOL.parents[1], [*alone, "tokenize"]) - start
-        seconds.setdefault("tokenizer alone", []).append(spent)
-        written = set()
-        for (name, (tool, python)), workers in itertools.product(tools.items(), (1, 2)):
-            root = tool.parents[1]
-            command = [str(tool), *common, "--workers", str(workers), "--input"]
-            start = measure_cpu_seconds(root, [*command, str(empty)], python)
-            spent = measure_cpu_seconds(root, [*command, str(corpus)], python) - start
-            seconds.setdefault(f"{name}, --workers {workers}", []).append(spent)
-            tokens = (directory / "out_text_document.bin").read_bytes()
-            written.add(hashlib.sha256(tokens).hexdigest())
-        assert len(written) == 1, "not the same tokens"
-    limit = statistics.median(seconds["tokenizer alone"])
-    for label, all_spent in seconds.items():
-        median = statistics.median(all_spent)
-        rate = corpus.stat().st_size / 1e6 / median
-        print(
-            f"{median:7.2f} s of a core, {rate:6.2f} MB/s, {limit / median:.2f} of the tokenizer: "
-            f"{label}"
-        )
+    with create_scratch_directory("preprocessing") as directory:
+        benchmark = Benchmark(directory, through_transformers=args.megatron_lm is not None)
+        seconds = measure_turns(benchmark, tools, args.turns)
+        megabytes = benchmark.corpus.stat().st_size / 1e6
+    print_medians(seconds, megabytes)
 
 
 if __name__ == "__main__":

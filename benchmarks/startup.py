@@ -10,7 +10,7 @@ medians. Files are in the page cache and modules are compiled.
 
     python benchmarks/startup.py                       # start-up, tools and resume
     python benchmarks/startup.py --size-gb 0.2 --turns 3
-    python benchmarks/startup.py --megatron-core-python PATH   # also megatron-core, from its own environment
+    python benchmarks/startup.py --megatron-core-python PATH   # also megatron-core
 """
 
 import argparse
@@ -19,26 +19,44 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from scratch import create_scratch_directory
 
 ROOT = Path(__file__).parents[1]
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TORCHRUN = [sys.executable, *TWO_PROCESSES]
-MODEL = (
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--mock-data --seed 1 "
-    "--tokenizer-type NullTokenizer --hidden-dropout 0 --attention-dropout 0 --num-workers 0 "
-    "--num-threads 1 "
-    "--lr 1e-3 --lr-decay-style constant --log-interval 1 --eval-iters 0 --micro-batch-size 1 "
-    "--global-batch-size 2 "
-)
-TINY = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 60 "
-HIDDEN = 1024
-VOCABULARY = 16000
+MODEL = """
+    --position-embedding-type rope
+    --normalization RMSNorm
+    --swiglu
+    --disable-bias-linear
+    --mock-data
+    --seed 1
+    --tokenizer-type NullTokenizer
+    --hidden-dropout 0
+    --attention-dropout 0
+    --num-workers 0
+    --num-threads 1
+    --lr 1e-3
+    --lr-decay-style constant
+    --log-interval 1
+    --eval-iters 0
+    --micro-batch-size 1
+    --global-batch-size 2
+"""
+TINY = f"""
+    {MODEL}
+    --num-layers 4
+    --hidden-size 32
+    --num-attention-heads 4
+    --seq-length 16
+    --vocab-size 60
+"""
 # The minimum of any run of two processes.
 LIMIT = """
 import datetime, torch, torch.distributed as dist
@@ -48,36 +66,47 @@ print("iteration", flush=True)
 """
 
 
-def make_environment(command: list[str]) -> dict[str, str]:
-    """Return the environment for an interpreter.
+Measure = Callable[[], float]  # returns seconds
 
-    Another Python has its own `megatron`. Bytecode is enabled: otherwise every start would compile
-    our modules, but not torch's.
-    """
-    python_path = str(ROOT) if command[0] == sys.executable else ""
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path}
+
+# ---- One program ----
+
+
+def make_environment(command: list[str]) -> dict[str, str]:
+    """Return the environment for an interpreter."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    # The environment of another Python has its own `megatron`.
+    is_ours = command[0] == sys.executable
+    variables["PYTHONPATH"] = str(ROOT) if is_ours else ""
+    # Without bytecode, every start would compile our modules, but not torch's.
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
     return variables
 
 
+def reports_iteration(line: str) -> bool:
+    """Return whether a line is the one of `pretrain_gpt.py`, or of the other programs."""
+    if line.startswith("iteration"):
+        return True
+    return "iteration" in line and "lm loss" in line
+
+
 def measure_until_iteration(command: list[str]) -> float:
     """Return the seconds until the command prints a line with an iteration, then let it finish."""
-    start = time.perf_counter()
+    began = time.perf_counter()
     seconds = None
-    variables = make_environment(command)
     with subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=make_environment(command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as run:
         assert run.stdout is not None
         lines = []
         for line in run.stdout:
             lines.append(line)
-            # The log line of `pretrain_gpt.py`, or the line that the other programs print.
-            has_iteration = line.startswith("iteration") or (
-                "iteration" in line and "lm loss" in line
-            )
-            if has_iteration and seconds is None:
-                seconds = time.perf_counter() - start
+            if seconds is None and reports_iteration(line):
+                seconds = time.perf_counter() - began
     if run.returncode or seconds is None:
         raise RuntimeError(f"{' '.join(command)}\n{''.join(lines)}")
     return seconds
@@ -91,118 +120,181 @@ def measure_processor_time(command: list[str]) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, env=make_environment(command), stdout=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    user = after.ru_utime - before.ru_utime
+    system = after.ru_stime - before.ru_stime
+    return user + system
 
 
 def make_training_command(flags: str) -> list[str]:
     return [*TORCHRUN, str(ROOT / "pretrain_gpt.py"), *flags.split()]
 
 
-def compare(
-    contestants: dict[str, Callable[[], float]],
-    turns: int,
-    reduce: Callable[[list[float]], float] = statistics.median,
-) -> dict[str, float]:
-    """Return the median seconds of each contestant, or the result of `reduce`, after a warm-up
-    turn.
-    """
+# ---- Comparison ----
+
+
+def compare(contestants: dict[str, Measure], turns: int) -> dict[str, list[float]]:
+    """Return the seconds of each contestant in each turn after a warm-up turn."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(turns + 1):
         for name, measure in contestants.items():
             value = measure()
-            if turn:
+            if turn > 0:
                 seconds[name].append(value)
-    return {name: reduce(values) for name, values in seconds.items()}
+    return seconds
 
 
-def print_rows(title: str, medians: dict[str, float], limit: str) -> None:
+def print_rows(title: str, results: dict[str, float], limit: str) -> None:
+    """Print the seconds of each contestant, and their ratio to those of `limit`."""
     print(f"\n| {title} | s | against {limit} |\n|---|---|---|")
-    for name, median in medians.items():
-        ratio = f"{median / medians[limit]:.2f}x"
-        if name == limit:
-            ratio = ""
-        print(f"| {name} | {median:.2f} | {ratio} |")
+    for name, seconds in results.items():
+        ratio = ""
+        if name != limit:
+            ratio = f"{seconds / results[limit]:.2f}x"
+        print(f"| {name} | {seconds:.2f} | {ratio} |")
+
+
+def compute_medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+# ---- Start-up and tools ----
 
 
 def measure_start_up(directory: Path, turns: int) -> None:
+    """Compare a run of one iteration with the minimum of any run."""
     limit_script = directory / "limit.py"
     limit_script.write_text(LIMIT)
+    limit_command = [*TORCHRUN, str(limit_script)]
+    command = make_training_command(f"{TINY} --train-iters 1")
+
     limit = "import torch, process group, all-reduce"
-    commands = {
-        limit: [*TORCHRUN, str(limit_script)],
-        "pretrain_gpt.py, first iteration": make_training_command(f"{MODEL}{TINY}--train-iters 1"),
+    contestants: dict[str, Measure] = {
+        limit: partial(measure_until_iteration, limit_command),
+        "pretrain_gpt.py, first iteration": partial(measure_until_iteration, command),
     }
-    contestants = {}
-    for name, command in commands.items():
-        contestants[name] = partial(measure_until_iteration, command)
-    medians = compare(contestants, turns)
-    print_rows("start-up, torchrun with two processes", medians, limit)
+    seconds = compare(contestants, turns)
+    print_rows("start-up, torchrun with two processes", compute_medians(seconds), limit)
 
 
 def measure_tools(directory: Path, turns: int) -> None:
-    checkpoint = directory / "tiny"
-    legacy = directory / "legacy"
-    for save in (f"--save {checkpoint}", f"--ckpt-format torch --save {legacy}"):
-        measure_until_iteration(
-            make_training_command(f"{MODEL}{TINY}--train-iters 1 {save} --save-interval 1")
-        )
+    """Compare the processor time of the tools with that of `import torch`."""
+    # Checkpoints of both formats.
+    checkpoint = str(directory / "tiny")
+    legacy = str(directory / "legacy")
+    saving = f"{TINY} --train-iters 1 --save-interval 1 --save"
+    measure_until_iteration(make_training_command(f"{saving} {checkpoint}"))
+    measure_until_iteration(make_training_command(f"{saving} {legacy} --ckpt-format torch"))
+
     convert = str(ROOT / "tools/checkpoint/convert.py")
     inspect = str(ROOT / "tools/checkpoint/inspect_checkpoint.py")
-    diff = [inspect, "diff", str(checkpoint), str(legacy)]
-    conversion = (
-        f"--saver hf --overwrite --load-dir {checkpoint} --save-dir {directory / 'hf'}".split()
-    )
+    conversion = [convert, "--saver", "hf", "--overwrite"]
+    conversion += ["--load-dir", checkpoint, "--save-dir", str(directory / "hf")]
     commands = {
         "import torch": ["-c", "import torch"],
         "convert.py --help": [convert, "--help"],
         "inspect_checkpoint.py --help": [inspect, "--help"],
-        "inspect_checkpoint.py show": [inspect, "show", str(checkpoint)],
-        "inspect_checkpoint.py verify": [inspect, "verify", str(checkpoint)],
-        "inspect_checkpoint.py diff, torch_dist and legacy": diff,
-        "convert.py, torch_dist to hf": [convert, *conversion],
+        "inspect_checkpoint.py show": [inspect, "show", checkpoint],
+        "inspect_checkpoint.py verify": [inspect, "verify", checkpoint],
+        "inspect_checkpoint.py diff, torch_dist and legacy": [inspect, "diff", checkpoint, legacy],
+        "convert.py, torch_dist to hf": conversion,
         "pretrain_gpt.py --help": [str(ROOT / "pretrain_gpt.py"), "--help"],
     }
-    contestants = {}
+    contestants: dict[str, Measure] = {}
     for name, command in commands.items():
         contestants[name] = partial(measure_processor_time, [sys.executable, *command])
-    print_rows("tools, processor time", compare(contestants, turns, min), "import torch")
+    seconds = compare(contestants, turns)
+    best = {name: min(values) for name, values in seconds.items()}
+    print_rows("tools, processor time", best, "import torch")
+
+
+# ---- Resume ----
+
+
+@dataclass
+class ResumedModel:
+    """A Llama-like model whose checkpoint has a given size."""
+
+    layers: int
+    hidden: int = 1024
+    ffn: int = 2560
+    heads: int = 16
+    vocab: int = 16000
+    length: int = 32
+
+    @classmethod
+    def of_size(cls, size_gb: float) -> "ResumedModel":
+        """Choose the number of layers for an fp32 checkpoint, of 12 bytes per parameter."""
+        model = cls(layers=1)
+        parameters = size_gb * 1e9 / 12
+        embeddings = 2 * model.vocab * model.hidden
+        parameters_per_layer = 11 * model.hidden**2
+        model.layers = max(1, round((parameters - embeddings) / parameters_per_layer))
+        return model
+
+    def make_flags(self) -> str:
+        """Return the flags of `pretrain_gpt.py`."""
+        return f"""
+            {MODEL}
+            --num-layers {self.layers}
+            --hidden-size {self.hidden}
+            --ffn-hidden-size {self.ffn}
+            --num-attention-heads {self.heads}
+            --vocab-size {self.vocab}
+            --seq-length {self.length}
+            --untie-embeddings-and-output-weights
+        """
+
+    def make_dcp_command(self, directory: Path) -> list[str]:
+        """Return the command of the peer that reads `directory` with DCP."""
+        sizes = (self.layers, self.hidden, self.ffn, self.heads, self.vocab, self.length)
+        program = ROOT / "benchmarks/peers/dcp_resume.py"
+        return [*TORCHRUN, str(program), str(directory), *map(str, sizes)]
+
+    def make_megatron_core_command(self, python: str, directory: Path) -> list[str]:
+        """Return the command of megatron-core, which reads our checkpoint in `directory`."""
+        program = ROOT / "benchmarks/peers/megatron_core_resume.py"
+        return [python, *TWO_PROCESSES, str(program), str(directory), str(self.length)]
+
+
+def count_bytes(directory: Path) -> int:
+    """Return the sum of the sizes of all files."""
+    total = 0
+    for path in directory.rglob("*"):
+        if path.is_file():
+            total += path.stat().st_size
+    return total
 
 
 def measure_resume(directory: Path, size_gb: float, turns: int, megatron_core: str | None) -> None:
-    """Measure resuming in fp32, where 12 bytes per parameter are read."""
-    layers = max(1, round((size_gb * 1e9 / 12 - 2 * VOCABULARY * HIDDEN) / (11 * HIDDEN**2)))
-    ffn = HIDDEN * 5 // 2
-    heads = 16
-    length = 32
-    model = (
-        f"{MODEL}--num-layers {layers} --hidden-size {HIDDEN} --ffn-hidden-size {ffn} "
-        f"--seq-length {length} --num-attention-heads {heads} --vocab-size {VOCABULARY} "
-        "--untie-embeddings-and-output-weights "
-    )
+    """Compare resumes with those of peers."""
+    model = ResumedModel.of_size(size_gb)
+    flags = model.make_flags()
+
+    # Write our checkpoint at TP2, and that of DCP.
     ours = directory / "ours"
-    theirs = directory / "dcp"
     saving = f"--tensor-model-parallel-size 2 --train-iters 1 --save {ours} --save-interval 1"
-    measure_until_iteration(make_training_command(model + saving))
-    size = sum(file.stat().st_size for file in ours.rglob("*") if file.is_file())
-    numbers = map(str, (layers, HIDDEN, ffn, heads, VOCABULARY, length))
-    dcp = [*TORCHRUN, str(ROOT / "benchmarks/peers/dcp_resume.py"), str(theirs), *numbers]
+    measure_until_iteration(make_training_command(f"{flags} {saving}"))
+    print(f"\n{count_bytes(ours) / 1e9:.2f} GB written at TP2")
+    dcp = model.make_dcp_command(directory / "dcp")
     measure_until_iteration([*dcp, "--write"])
-    print(f"\n{size / 1e9:.2f} GB written at TP2")
-    peers = {"transformers, FSDP, DCP: load and one step": partial(measure_until_iteration, dcp)}
-    if megatron_core:
-        program = [str(ROOT / "benchmarks/peers/megatron_core_resume.py"), str(ours), str(length)]
-        peers["megatron-core, distributed optimizer: load and one step"] = partial(
-            measure_until_iteration, [megatron_core, *TWO_PROCESSES, *program]
-        )
-    at_dp2 = f"{model}--use-distributed-optimizer --train-iters"
-    resume = make_training_command(f"{at_dp2} 2 --load {ours}")
-    start = make_training_command(f"{at_dp2} 1")
-    own = {
+
+    peers: dict[str, Measure] = {}
+    peers["transformers, FSDP, DCP: load and one step"] = partial(measure_until_iteration, dcp)
+    if megatron_core is not None:
+        command = model.make_megatron_core_command(megatron_core, ours)
+        name = "megatron-core, distributed optimizer: load and one step"
+        peers[name] = partial(measure_until_iteration, command)
+
+    at_dp2 = f"{flags} --use-distributed-optimizer"
+    resume = make_training_command(f"{at_dp2} --train-iters 2 --load {ours}")
+    start = make_training_command(f"{at_dp2} --train-iters 1")
+    own: dict[str, Measure] = {
         "pretrain_gpt.py at DP2, first iteration": partial(measure_until_iteration, resume),
         "the same from random weights": partial(measure_until_iteration, start),
     }
-    medians = compare(peers | own, turns)
-    print_rows("resume", medians, min(peers, key=medians.__getitem__))
+    medians = compute_medians(compare(peers | own, turns))
+    fastest_peer = min(peers, key=medians.__getitem__)
+    print_rows("resume", medians, fastest_peer)
 
 
 def main() -> None:
@@ -217,10 +309,10 @@ def main() -> None:
         "--megatron-core-python", metavar="PATH", help="Python of an environment with megatron-core"
     )
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
-        measure_start_up(Path(name), args.turns)
-        measure_tools(Path(name), args.turns)
-        measure_resume(Path(name), args.size_gb, args.turns, args.megatron_core_python)
+    with create_scratch_directory("startup", Path.cwd()) as directory:
+        measure_start_up(directory, args.turns)
+        measure_tools(directory, args.turns)
+        measure_resume(directory, args.size_gb, args.turns, args.megatron_core_python)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,13 @@ engine) is an upper bound.
 import argparse
 import json
 import statistics
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scratch import create_scratch_directory
 from training import SKIP, train_ours
 
 Event = dict[str, Any]  # of the trace: ts, dur in microseconds
@@ -39,31 +40,49 @@ def find_kind(name: str) -> str:
     return "other operators"
 
 
-def split_nested_operators(
-    events: Iterable[Event],
-) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
-    """Return the intervals of the outermost operators of one thread, and (name with shapes,
-    exclusive time) of each operator.
-    """
-    outermost = []
-    own: list[tuple[str, float]] = []
-    open_calls: list[tuple[float, int]] = []  # (end, index in `own`)
-    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+@dataclass
+class Operators:
+    """Operators of one thread."""
+
+    # (start, end) of operators that no other operator has called.
+    outermost: list[tuple[float, float]]
+    # Name with shapes, and time without that of called operators.
+    own_times: list[tuple[str, float]]
+
+
+def name_with_shapes(event: Event) -> str:
+    """Return the name of an operator with the shapes of its inputs that have one."""
+    shapes = event.get("args", {}).get("Input Dims", [])
+    shapes = list(filter(None, shapes))
+    return f"{event['name']} {shapes}"
+
+
+def order_by_start(event: Event) -> tuple[float, float]:
+    """Return a sort key: of operators that start together, the caller comes first."""
+    return event["ts"], -event["dur"]
+
+
+def split_nested_operators(events: Iterable[Event]) -> Operators:
+    """Subtract from each operator of one thread the time of the operators that it calls."""
+    operators = Operators([], [])
+    own_times = operators.own_times
+    open_calls: list[tuple[float, int]] = []  # (end, index in `own_times`)
+    for event in sorted(events, key=order_by_start):
         start = event["ts"]
-        end = event["ts"] + event["dur"]
+        duration = event["dur"]
+        end = start + duration
         while open_calls and open_calls[-1][0] <= start:
             open_calls.pop()
         if open_calls:
             # The time of this operator is not the caller's own.
             _, caller = open_calls[-1]
-            name, time = own[caller]
-            own[caller] = (name, time - event["dur"])
+            name, time = own_times[caller]
+            own_times[caller] = (name, time - duration)
         else:
-            outermost.append((start, end))
-        open_calls.append((end, len(own)))
-        shapes = [shape for shape in event.get("args", {}).get("Input Dims", []) if shape]
-        own.append((f"{event['name']} {shapes}", event["dur"]))
-    return outermost, own
+            operators.outermost.append((start, end))
+        open_calls.append((end, len(own_times)))
+        own_times.append((name_with_shapes(event), duration))
+    return operators
 
 
 def measure_union(intervals: Iterable[tuple[float, float]]) -> float:
@@ -76,32 +95,69 @@ def measure_union(intervals: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def read_trace(path: Path) -> tuple[float, list[list[Event]]]:
-    """Return the microseconds from the first phase to the last, and the operators of each
-    thread.
-    """
+@dataclass
+class Trace:
+    """Contents of a trace file."""
+
+    duration: float  # microseconds from the first phase to the last
+    threads: list[list[Event]]  # the operators of each thread
+
+
+def read_trace(path: Path) -> Trace:
+    """Read the phases and operators of a trace."""
     starts: list[float] = []
     ends: list[float] = []
     threads: dict[int, list[Event]] = defaultdict(list)
-    for event in json.loads(path.read_text())["traceEvents"]:
+    content = json.loads(path.read_text())
+    for event in content["traceEvents"]:
         if event.get("ph") != "X":
             continue  # not a span of time
         if event["cat"] == "user_annotation":  # a phase
-            starts.append(event["ts"])
-            ends.append(event["ts"] + event["dur"])
+            start = event["ts"]
+            starts.append(start)
+            ends.append(start + event["dur"])
         elif event["cat"] == "cpu_op":
             threads[event["tid"]].append(event)
-    return max(ends) - min(starts), list(threads.values())
+    duration = max(ends) - min(starts)
+    return Trace(duration, list(threads.values()))
 
 
-def main() -> None:
+class Profile:
+    """Time of operators and of their kinds, over all threads."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.duration = trace.duration
+        self.kinds: Counter[str] = Counter()
+        self.operators: Counter[str] = Counter()
+        intervals: list[tuple[float, float]] = []
+        for events in trace.threads:
+            operators = split_nested_operators(events)
+            intervals += operators.outermost
+            for name, time in operators.own_times:
+                kind = find_kind(name)
+                self.kinds[kind] += time
+                self.operators[name] += time
+        self.kinds["no operator"] = trace.duration - measure_union(intervals)
+
+    def print(self, least: float) -> None:
+        """Print all kinds, and the operators that take at least `least` per cent."""
+        for name, time in self.kinds.most_common():
+            share = 100 * time / self.duration
+            print(f"  {share:5.1f} %  {name}")
+        print("operators and the shapes of their inputs:")
+        for name, time in self.operators.most_common():
+            share = 100 * time / self.duration
+            if share >= least:
+                print(f"  {share:5.1f} %  {name[:140]}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Return the flags of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtype", default="bf16", choices=["fp32", "bf16"])
-    parser.add_argument(
-        "--steps", type=int, default=4, help="how many are profiled, after the warm-up"
-    )
+    parser.add_argument("--steps", type=int, default=4, help="profiled steps, after the warm-up")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
         "--least",
@@ -109,38 +165,31 @@ def main() -> None:
         default=0.5,
         help="per cent of a step that an operator must take to be listed",
     )
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = parse_arguments()
     first = SKIP + 1
-    end = SKIP + args.steps + 1
-    with tempfile.TemporaryDirectory() as directory:
-        flags = f"--profile --profile-step-start {first} --profile-step-end {end} --profile-dir"
-        extra = (*flags.split(), directory)
-        times = train_ours(args.dtype, 2 * end, args.threads, extra=extra)
-        whole, threads = read_trace(next(Path(directory).glob("*.json")))
+    end = first + args.steps
+    with create_scratch_directory("profile") as directory:
+        flags = f"""
+            --profile
+            --profile-step-start {first}
+            --profile-step-end {end}
+            --profile-dir {directory}
+        """
+        # As many steps follow without the profiler.
+        times = train_ours(args.dtype, 2 * end, args.threads, extra=tuple(flags.split()))
+        (path,) = directory.glob("*.json")
+        profile = Profile(read_trace(path))
 
-    # Sum the exclusive times of all threads.
-    all_intervals: list[tuple[float, float]] = []
-    kinds: Counter[str] = Counter()
-    operators: Counter[str] = Counter()
-    for events in threads:
-        intervals, own_times = split_nested_operators(events)
-        all_intervals += intervals
-        for name, time in own_times:
-            kinds[find_kind(name)] += time
-            operators[name] += time
-    kinds["no operator"] = whole - measure_union(all_intervals)
     plain = statistics.median(times[end:])
+    profiled = profile.duration / args.steps / 1e3
     print(
-        f"{args.dtype}: {plain:.0f} ms/step, {whole / args.steps / 1e3:.0f} while profiled; shares "
-        "of the latter:"
+        f"{args.dtype}: {plain:.0f} ms/step, {profiled:.0f} while profiled; shares of the latter:"
     )
-    for name, time in kinds.most_common():
-        print(f"  {100 * time / whole:5.1f} %  {name}")
-    print("operators and the shapes of their inputs:")
-    for name, time in operators.most_common():
-        if 100 * time / whole >= args.least:
-            print(f"  {100 * time / whole:5.1f} %  {name[:140]}")
+    profile.print(args.least)
 
 
 if __name__ == "__main__":

@@ -22,379 +22,594 @@ disables it.
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import signal
 import statistics
 import sys
-import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from scratch import create_scratch_directory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megatron.core.dist_checkpointing import AsyncSaver, Generation, ShardedTensor, load, save  # noqa: E402
+from megatron.core.dist_checkpointing import (  # noqa: E402
+    AsyncSaver,
+    Generation,
+    ShardedStateDict,
+    ShardedTensor,
+    load,
+    save,
+)
 from megatron.core.dist_checkpointing.loading import distributed_local_checkpoint  # noqa: E402
-from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (
+from megatron.core.dist_checkpointing.loading.distributed_local_checkpoint import (  # noqa: E402
     DistributedLocalCheckpoint,
     find_local_checkpoints,
-)  # noqa: E402
+)
 from megatron.core.dist_checkpointing.local_tier import LocalSaver, LocalTier  # noqa: E402
 from megatron.core.object_storage import PART_SIZE, path_of  # noqa: E402
-from megatron.training.reporting.run_record import read_record  # noqa: E402
+from megatron.training.reporting.run_record import RecordedLaunch, read_record  # noqa: E402
 from tests.support.cluster import Cluster  # noqa: E402
 from tests.support.object_server import object_server  # noqa: E402
 from tests.support.processes import children_of, is_leader, is_running  # noqa: E402
 
+NODES = 2
 COLUMNS = 4096
 TENSORS = 8
-WAYS = {  # -> copies, replication interval
-    "own disk": (1, 1),
-    "own disk and a copy": (2, 1),
-    "a copy of every fourth": (2, 4),
-}
-RUN = (
-    "--num-layers 4 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--micro-batch-size 1 --global-batch-size 2 --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 4000 --lr 1e-4 "
-    "--num-workers 0 --train-iters 1000 --eval-iters 0 --use-distributed-optimizer --log-interval "
-    "1 --async-save "
-    "--save-interval 10 "
-)
-LOCAL = "--non-persistent-ckpt-type local --non-persistent-save-interval 2 --replication "
-LOST_AFTER = (
-    18  # iterations: the last checkpoint of --save is that of 10, the nodes have a newer one
-)
+GEMMS = 12  # per iteration
+MIN_ITERATIONS = 3  # of a window with a save
+
+GET_SIZE = 64 << 20  # bytes of one plain download
+
+RUN = """
+    --num-layers 4
+    --num-attention-heads 4
+    --seq-length 32
+    --max-position-embeddings 32
+    --micro-batch-size 1
+    --global-batch-size 2
+    --mock-data
+    --tokenizer-type NullTokenizer
+    --vocab-size 4000
+    --lr 1e-4
+    --num-workers 0
+    --train-iters 1000
+    --eval-iters 0
+    --use-distributed-optimizer
+    --log-interval 1
+    --async-save
+    --save-interval 10
+"""
+LOCAL = "--non-persistent-ckpt-type local --non-persistent-save-interval 2 --replication"
+# After this iteration the newest checkpoint in --save is that of iteration 10, and the nodes have a
+# newer one.
+LOST_AFTER = 18
+
+# Row of a table -> value of one turn.
+Measured = dict[str, float]
+
+
+class Table:
+    """Values of all turns, by column and row."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[str, list[float]]] = {}
+
+    def add(self, column: str, measured: Measured) -> None:
+        """Add the values of one turn."""
+        rows = self._values.setdefault(column, {})
+        for name, value in measured.items():
+            rows.setdefault(name, []).append(value)
+
+    def print(self) -> None:
+        """Print the medians as a Markdown table, with an empty cell where a column has no value."""
+        header = " | ".join(self._values)
+        rules = "---|" * (len(self._values) + 1)
+        print(f"\n| {'':34} | {header} |")
+        print(f"|{rules}")
+
+        row_names: dict[str, None] = {}
+        for rows in self._values.values():
+            row_names |= dict.fromkeys(rows)
+        for name in row_names:
+            cells = []
+            for rows in self._values.values():
+                cell = ""
+                if name in rows:
+                    cell = f"{statistics.median(rows[name]):.3g}"
+                cells.append(cell)
+            print(f"| {name:34} | {' | '.join(cells)} |")
+
+
+# ---- Training ----
+
+
+@dataclass
+class Clocks:
+    """Wall time and processor time, in seconds."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def read(cls) -> "Clocks":
+        return cls(time.perf_counter(), time.process_time())
+
+    def measure(self) -> "Clocks":
+        """Return the time since these clocks were read."""
+        now = Clocks.read()
+        return Clocks(now.wall - self.wall, now.cpu - self.cpu)
 
 
 class Training:
     """Iterations of GEMMs and an update of the state, which waits until the state is staged."""
 
-    def __init__(self, size_gb: float, rank: int, size: int) -> None:
-        rows = int(size_gb * 1e9 / size / TENSORS / COLUMNS / 4)
-        self.tensors = [
-            torch.full((rows, COLUMNS), float(rank + number)) for number in range(TENSORS)
-        ]
-        names = (f"layers.{number}" for number in range(TENSORS))
-        self.state = {
-            name: ShardedTensor.split(name, tensor, 0, rank, size)
-            for name, tensor in zip(names, self.tensors, strict=True)
-        }
-        self.bytes = sum(tensor.nbytes for tensor in self.tensors)
+    def __init__(self, size_gb: float, rank: int) -> None:
+        elements = size_gb * 1e9 / 4  # fp32
+        rows = int(elements / NODES / TENSORS / COLUMNS)
+        self.rank = rank
+        self.tensors: list[torch.Tensor] = []
+        self.state: ShardedStateDict = {}
+        self.bytes = 0
+        for number in range(TENSORS):
+            name = f"layers.{number}"
+            tensor = torch.full((rows, COLUMNS), float(rank + number))
+            self.tensors.append(tensor)
+            self.state[name] = ShardedTensor.split(name, tensor, 0, rank, NODES)
+            self.bytes += tensor.nbytes
         self._matrix = torch.randn(768, 768)
 
-    def iterate(self, before_update) -> None:
-        for _ in range(12):
+    def iterate(self, wait_staged: Callable[[], None] | None = None) -> None:
+        """Run one iteration, and call `wait_staged` before the update."""
+        for _ in range(GEMMS):
             self._matrix @ self._matrix
-        before_update()
+        if wait_staged is not None:
+            wait_staged()
         for tensor in self.tensors:
             tensor[:8].add_(0)
 
-
-def window(training, saver, begin):
-    """Return (iterations, seconds, CPU seconds, report) until the save started by `begin` has
-    finished.
-    """
-    wall = time.perf_counter()
-    cpu = time.process_time()
-    iterations = 0
-    handle = begin()
-    while not handle.done() or iterations < 3:
-        training.iterate(saver.wait_staged)
-        iterations += 1
-    (report,) = saver.finish()
-    assert report.error is None and report.warning is None, report
-    return iterations, time.perf_counter() - wall, time.process_time() - cpu, report
+    def measure_iteration(self, count: int = 20) -> Clocks:
+        """Return the mean time of an iteration without a save."""
+        began = Clocks.read()
+        for _ in range(count):
+            self.iterate()
+        total = began.measure()
+        return Clocks(total.wall / count, total.cpu / count)
 
 
-def per_iteration(training, count=20):
-    wall = time.perf_counter()
-    cpu = time.process_time()
-    for _ in range(count):
-        training.iterate(lambda: None)
-    return (time.perf_counter() - wall) / count, (time.process_time() - cpu) / count
+# ---- Saves to local disks ----
 
 
-def measure_save(training, root, saver, pending):
-    """Return the costs of one save."""
-    dist.barrier()
-    wall, cpu = per_iteration(training)
-    dist.barrier()
-    begin = partial(saver.save, training.state, root, common={"iteration": 1}, pending=pending)
-    iterations, seconds, cpu_seconds, report = window(training, saver, begin)
-    return {
-        "training blocked, ms": report.blocking * 1e3,
-        "training time lost, ms": (seconds - iterations * wall) * 1e3,
-        "until committed, s": report.total,
-        "CPU s per GB saved": (cpu_seconds - iterations * cpu) / training.bytes * 1e9,
-    }
+@dataclass
+class Way:
+    """One way to save: number of copies, and local checkpoints for one that is replicated."""
+
+    copies: int
+    interval: int
+
+    def directory(self, root: Path, rank: int) -> Path:
+        """Return the local disk of a node."""
+        return root / f"copies{self.copies}-interval{self.interval}" / f"node{rank}"
 
 
-def measure_saves(rank, size, training, root, turns):
-    results = defaultdict(lambda: defaultdict(list))
-    savers = {}
-    for way, (copies, interval) in WAYS.items():
-        directory = root / f"copies{copies}-interval{interval}" / f"node{rank}"
-        tier = LocalTier.create(directory, copies)
-        savers[way] = AsyncSaver(), LocalSaver(tier, Generation(root, 1, ""), None, interval)
-        savers[way][0].prepare(training.state).result()
-    for turn in range(turns + 1):
-        for way, (saver, nodes) in savers.items():
-            _, interval = WAYS[way]
-            costs = []
-            for number in range(interval):
-                pending = partial(nodes.checkpoint, turn * interval + number + 1)
-                costs.append(measure_save(training, root, saver, pending))
-            if turn:  # the first one warms up
-                for name in costs[0]:
-                    results[way][name].append(statistics.mean(cost[name] for cost in costs))
-    for saver, nodes in savers.values():
-        saver.close()
-        nodes.close()
-    return results
+WITHOUT_REPLICAS = Way(copies=1, interval=1)
+WITH_REPLICAS = Way(copies=2, interval=1)
+WAYS = {
+    "own disk": WITHOUT_REPLICAS,
+    "own disk and a replica": WITH_REPLICAS,
+    "a replica of every fourth": Way(copies=2, interval=4),
+}
 
 
-def timed(owner, name, but_in):
-    """Record the seconds of every later call of a function in threads other than `but_in`."""
-    method = getattr(owner, name)
-    seconds = []
+class LocalSaves:
+    """The savers of one way, and its costs."""
 
-    def call(*arguments):
-        started = time.perf_counter()
-        result = method(*arguments)
-        if threading.current_thread().name != but_in:
-            seconds.append(time.perf_counter() - started)
+    def __init__(self, way: Way, training: Training, root: Path) -> None:
+        self.way = way
+        self._training = training
+        self._root = root
+        self._iteration = 0
+        tier = LocalTier.create(way.directory(root, training.rank), way.copies)
+        generation = Generation(root, 1, "")
+        self._nodes = LocalSaver(tier, generation, None, way.interval)
+        self._saver = AsyncSaver()
+        self._saver.prepare(training.state).result()
+
+    def measure_turn(self) -> Measured:
+        """Return the mean costs of as many saves as there are in a replication interval."""
+        costs = []
+        for _ in range(self.way.interval):
+            costs.append(self._measure_save())
+        means = {}
+        for name in costs[0]:
+            means[name] = statistics.mean(cost[name] for cost in costs)
+        return means
+
+    def _measure_save(self) -> Measured:
+        """Return the costs of one save, next to the same iterations without a save."""
+        self._iteration += 1
+        training = self._training
+        dist.barrier()
+        iteration = training.measure_iteration()
+        dist.barrier()
+
+        # Train until the save has finished.
+        began = Clocks.read()
+        handle = self._saver.save(
+            training.state,
+            self._root,
+            common={"iteration": 1},
+            pending=partial(self._nodes.checkpoint, self._iteration),
+        )
+        iterations = 0
+        while not handle.done() or iterations < MIN_ITERATIONS:
+            training.iterate(self._saver.wait_staged)
+            iterations += 1
+        (report,) = self._saver.finish()
+        window = began.measure()
+        assert report.error is None and report.warning is None, report
+
+        lost_wall = window.wall - iterations * iteration.wall
+        lost_cpu = window.cpu - iterations * iteration.cpu
+        return {
+            "training blocked, ms": report.blocking * 1e3,
+            "training time lost, ms": lost_wall * 1e3,
+            "until committed, s": report.total,
+            "CPU s per GB saved": lost_cpu / (training.bytes / 1e9),
+        }
+
+    def close(self) -> None:
+        self._saver.close()
+        self._nodes.close()
+
+
+def measure_saves(training: Training, root: Path, turns: int) -> Table:
+    """Measure all ways to save, which take turns after one that warms up."""
+    contestants = {name: LocalSaves(way, training, root) for name, way in WAYS.items()}
+    table = Table()
+    for saves in contestants.values():
+        saves.measure_turn()
+    for _ in range(turns):
+        for name, saves in contestants.items():
+            table.add(name, saves.measure_turn())
+    for saves in contestants.values():
+        saves.close()
+    return table
+
+
+# ---- Loads after a node has lost its disk ----
+
+
+def record_calls(module: ModuleType, name: str, excluded_thread: str) -> list[float]:
+    """Replace a function by one that records its seconds, except in threads of a name."""
+    function = getattr(module, name)
+    seconds: list[float] = []
+
+    def call(*arguments: object) -> object:
+        began = time.perf_counter()
+        result = function(*arguments)
+        if threading.current_thread().name != excluded_thread:
+            seconds.append(time.perf_counter() - began)
         return result
 
-    setattr(owner, name, call)
+    setattr(module, name, call)
     return seconds
 
 
-def slowest(seconds):
+def reduce_max(seconds: float) -> float:
+    """Return the time of the slowest rank."""
     value = torch.tensor(seconds)
     dist.all_reduce(value, op=dist.ReduceOp.MAX)
     return value.item()
 
 
-def measure_loads(rank, size, training, root, turns):
+def open_newest_local_checkpoint(tier: LocalTier) -> DistributedLocalCheckpoint:
+    """Open the newest local checkpoint that rank 0 finds, on all ranks."""
+    found = [find_local_checkpoints(tier)]
+    dist.broadcast_object_list(found, 0)
+    return DistributedLocalCheckpoint(tier, found[0][0])
+
+
+def measure_loads(training: Training, root: Path, turns: int) -> Table:
     """Measure a load after node 1 lost its disk, and the same from a shared directory."""
-    results = defaultdict(lambda: defaultdict(list))
+    table = Table()
     save(training.state, root / "persistent", common={"iteration": 1})
-    if rank == 1:
-        shutil.rmtree(root / "copies2-interval1" / "node1")
-    exchange = timed(distributed_local_checkpoint, "_wait", but_in="checkpoint-server")
+    disk = WITH_REPLICAS.directory(root, training.rank)
+    if training.rank == 1:
+        shutil.rmtree(disk)
+    # The server thread waits for requests, not for data.
+    waits = record_calls(distributed_local_checkpoint, "_wait", "checkpoint-server")
     for _ in range(turns):
         dist.barrier()
-        exchange.clear()
-        started = time.perf_counter()
-        tier = LocalTier.create(root / "copies2-interval1" / f"node{rank}", 2)
-        held = [find_local_checkpoints(tier)]
-        dist.broadcast_object_list(held, 0)
-        local = DistributedLocalCheckpoint(tier, held[0][0])
-        results["from the copies"]["find and open, s"].append(time.perf_counter() - started)
-        started = time.perf_counter()
+        waits.clear()
+        began = time.perf_counter()
+        local = open_newest_local_checkpoint(LocalTier.create(disk, WITH_REPLICAS.copies))
+        opened = time.perf_counter()
         load(training.state, local.directory)
         local.close()
-        results["from the copies"]["read, exchange and verify, s"].append(
-            time.perf_counter() - started
-        )
-        results["from the copies"]["of it exchange, on node 1, s"].append(
-            slowest(sum(exchange, 0.0))
-        )
+        ended = time.perf_counter()
+        from_replicas = {
+            "find and open, s": opened - began,
+            "read, exchange and verify, s": ended - opened,
+            "of it exchange, on node 1, s": reduce_max(math.fsum(waits)),
+        }
+        table.add("from the replicas", from_replicas)
+
         dist.barrier()
-        started = time.perf_counter()
+        began = time.perf_counter()
         load(training.state, root / "persistent", verify=True)
-        results["from a shared directory"]["read, exchange and verify, s"].append(
-            time.perf_counter() - started
-        )
-    return results
+        seconds = time.perf_counter() - began
+        table.add("from a shared directory", {"read, exchange and verify, s": seconds})
+    return table
 
 
-def hidden_size(size_gb):
-    """Return the hidden size of a model with that much state: 16 bytes for each of its 48 h^2 +
-    8000 h parameters.
+# ---- Restarts ----
+
+
+def compute_hidden_size(size_gb: float) -> int:
+    """Return the hidden size h of a model with that much state, a multiple of 64.
+
+    The model has 48 h^2 + 8000 h parameters with 16 bytes of state each.
     """
-    return round(((8000**2 + 4 * 48 * size_gb * 1e9 / 16) ** 0.5 - 8000) / 96 / 64) * 64
+    parameters = size_gb * 1e9 / 16
+    hidden_size = (math.sqrt(8000**2 + 4 * 48 * parameters) - 8000) / (2 * 48)
+    return round(hidden_size / 64) * 64
 
 
-def measure_restart(root, flags):
+class Job:
+    """Training on the nodes `a` and `b` of a cluster on this machine."""
+
+    def __init__(self, root: Path, processes: int, flags: str) -> None:
+        self._save = root / "run"
+        flags = f"{RUN} {flags} --save {self._save} --load {self._save}"
+        self.cluster = Cluster(root, NODES, processes, flags)
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cluster.close()
+
+    def train(self) -> None:
+        """Start both nodes, and return when a node is to be lost."""
+        self.cluster.start("a")
+        self.cluster.start("b")
+        self.cluster.until(lambda: self.last_iteration() >= LOST_AFTER)
+
+    def newest_launch(self) -> RecordedLaunch:
+        return read_record(self._save)[-1]
+
+    def last_iteration(self) -> int:
+        """Return the last iteration of any launch, or 0 before the first one."""
+        last = 0
+        for launch in read_record(self._save):
+            last = max(last, launch.last)
+        return last
+
+
+def measure_restart(root: Path, flags: str) -> Measured:
     """Measure the loss of a node with its disk and its replacement."""
-    save = root / "run"
-    cluster = Cluster(root, 2, 1, f"{RUN} {flags} --save {save} --load {save}")
-    starts = lambda: read_record(save)  # noqa: E731
-    done = lambda: max((start.last for start in starts()), default=0)  # noqa: E731
-    try:
-        cluster.start("a")
-        cluster.start("b")
-        cluster.until(lambda: done() >= LOST_AFTER)
-        workers = cluster.workers("a")
+    with Job(root, processes=1, flags=flags) as job:
+        job.train()
+        survivors = job.cluster.workers("a")
         killed = time.time()
-        last = done()
-        cluster.lose("b")
-        cluster.start("c")
-        cluster.until(lambda: not any(map(is_running, workers)))
+        last = job.last_iteration()
+        job.cluster.lose("b")
+        job.cluster.start("c")
+        job.cluster.until(lambda: not any(map(is_running, survivors)))
         noticed = time.time()
-        cluster.until(lambda: starts()[-1].start["time"] > noticed and done() > last)
-        again = starts()[-1]
-    finally:
-        cluster.close()
-    began = again.began
-    loading = again.start["loading"]
-    trains = again.start["time"]
-    new = next(row["time"] for row in again.intervals if row["iteration"] > last)
+
+        def trains_again() -> bool:
+            has_restarted = job.newest_launch().start["time"] > noticed
+            return has_restarted and job.last_iteration() > last
+
+        job.cluster.until(trains_again)
+        launch = job.newest_launch()
+
+    ready = launch.start["time"]
+    loading = launch.start["loading"]
+    first_step = launch.intervals[0]["time"]
+    new_step = next(row["time"] for row in launch.intervals if row["iteration"] > last)
     return {
         "detect, s": noticed - killed,
-        "rendezvous, start of processes, s": began - noticed,
-        "find, build the model, s": trains - began - loading,
+        "rendezvous, start of processes, s": launch.began - noticed,
+        "find, build the model, s": ready - launch.began - loading,
         "read, exchange and verify, s": loading,
-        "first step, s": again.intervals[0]["time"] - trains,
-        "to the next step, s": again.intervals[0]["time"] - killed,
-        "iterations done again": last - again.first,
-        "to a new step, s": new - killed,
+        "first step, s": first_step - ready,
+        "to the next step, s": first_step - killed,
+        "repeated iterations": last - launch.first,
+        "to a new step, s": new_step - killed,
     }
 
 
-def measure_lost_processes(root, flags, in_process):
+def find_training_processes(launched: list[int], in_process: bool) -> list[int]:
+    """Return the processes that train.
+
+    With in-process restart they are children of the launched ones, and lead process groups.
+    """
+    if not in_process:
+        return launched
+    found = []
+    for monitor in launched:
+        found += filter(is_leader, children_of(monitor))
+    return found
+
+
+def measure_lost_processes(root: Path, flags: str, in_process: bool) -> Measured:
     """Measure the loss of all ranks of a node and of its disk; the launcher of the node remains."""
-    save = root / "run"
-    batch = "--global-batch-size 4"
-    cluster = Cluster(root, 2, 2, f"{RUN} {batch} {flags} --save {save} --load {save}")
-    starts = lambda: read_record(save)  # noqa: E731
-    done = lambda: max((start.last for start in starts()), default=0)  # noqa: E731
-    try:
-        cluster.start("a")
-        cluster.start("b")
-        cluster.until(lambda: done() >= LOST_AFTER)
-        lost = cluster.workers("b")
-        if in_process:
-            lost = [child for monitor in lost for child in children_of(monitor) if is_leader(child)]
+    with Job(root, processes=2, flags=f"--global-batch-size 4 {flags}") as job:
+        job.train()
+        lost = find_training_processes(job.cluster.workers("b"), in_process)
         killed = time.time()
         for pid in lost:
             os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(cluster.disk("b"))
-        cluster.until(lambda: starts()[-1].began > killed and starts()[-1].intervals)
-        again = starts()[-1]
-    finally:
-        cluster.close()
+        shutil.rmtree(job.cluster.disk("b"))
+
+        def trains_again() -> bool:
+            launch = job.newest_launch()
+            return launch.began > killed and len(launch.intervals) > 0
+
+        job.cluster.until(trains_again)
+        launch = job.newest_launch()
+
+    ready = launch.start["time"]
+    first_step = launch.intervals[0]["time"]
     return {
-        "processes end and start, s": again.began - killed,
-        "groups, model, data and reading, s": again.start["time"] - again.began,
-        "of it reading, s": again.start["loading"],
-        "first step, s": again.intervals[0]["time"] - again.start["time"],
-        "to the next step, s": again.intervals[0]["time"] - killed,
+        "processes end and start, s": launch.began - killed,
+        "groups, model, data and reading, s": ready - launch.began,
+        "of it reading, s": launch.start["loading"],
+        "first step, s": first_step - ready,
+        "to the next step, s": first_step - killed,
     }
 
 
-def compare_restarts(root, turns, size_gb):
-    """Compare restarts by torchrun and in the process, which take turns."""
-    results = defaultdict(lambda: defaultdict(list))
-    width = f"--hidden-size {hidden_size(size_gb)} {LOCAL}"
+def compare_runs(
+    root: Path,
+    turns: int,
+    contestants: dict[str, Callable[[Path], Measured]],
+) -> Table:
+    """Measure contestants, which take turns, each in a directory of its own."""
+    table = Table()
     for turn in range(turns):
-        for way, flags in (("by torchrun", ""), ("in process", "--inprocess-restart")):
-            directory = root / f"{way}{turn}".replace(" ", "_")
+        for name, measure in contestants.items():
+            directory = root / f"{name}{turn}".replace(" ", "_")
             directory.mkdir()
-            measured = measure_lost_processes(directory, f"{width} {flags}", bool(flags))
-            for name, value in measured.items():
-                results[way][name].append(value)
+            table.add(name, measure(directory))
             shutil.rmtree(directory)
-    return results
+    return table
 
 
-def measure_restarts(root, turns, size_gb):
-    results = defaultdict(lambda: defaultdict(list))
-    width = f"--hidden-size {hidden_size(size_gb)}"
-    for turn in range(turns):
-        for way, flags in (("with copies on nodes", LOCAL), ("from --save alone", "")):
-            directory = root / f"{way}{turn}".replace(" ", "_")
-            directory.mkdir()
-            for name, value in measure_restart(directory, f"{width} {flags}").items():
-                results[way][name].append(value)
-            shutil.rmtree(directory)
-    return results
+def compare_restarts(root: Path, turns: int, size_gb: float) -> Table:
+    """Compare restarts from local checkpoints and from `--save`."""
+    width = f"--hidden-size {compute_hidden_size(size_gb)}"
+    contestants = {
+        "with replicas on nodes": partial(measure_restart, flags=f"{width} {LOCAL}"),
+        "from --save alone": partial(measure_restart, flags=width),
+    }
+    return compare_runs(root, turns, contestants)
 
 
-def measure_store(rank, size, training, prefix, turns):
+def compare_lost_processes(root: Path, turns: int, size_gb: float) -> Table:
+    """Compare restarts by torchrun and in the process."""
+    flags = f"--hidden-size {compute_hidden_size(size_gb)} {LOCAL}"
+    in_process_flags = f"{flags} --inprocess-restart"
+    by_torchrun = partial(measure_lost_processes, flags=flags, in_process=False)
+    in_process = partial(measure_lost_processes, flags=in_process_flags, in_process=True)
+    return compare_runs(root, turns, {"by torchrun": by_torchrun, "in process": in_process})
+
+
+# ---- Object storage ----
+
+
+class PlainObject:
+    """Uploads and downloads of this rank's bytes through obstore, without a checkpoint."""
+
+    def __init__(self, url: str, content: bytes) -> None:
+        self._path = path_of(url)
+        self._content = content
+
+    def upload(self) -> None:
+        upload = self._path.store.upload(self._path.key, len(self._content))
+        for offset in range(0, len(self._content), PART_SIZE):
+            upload.write(self._content[offset : offset + PART_SIZE])
+        upload.close()
+
+    def download(self) -> None:
+        for offset in range(0, len(self._content), GET_SIZE):
+            size = min(GET_SIZE, len(self._content) - offset)
+            self._path.store.get_range(self._path.key, offset, size)
+
+
+def measure_on_all_ranks(action: Callable[[], None]) -> float:
+    """Return the seconds until all ranks have finished an action."""
+    dist.barrier()
+    began = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def measure_store(training: Training, prefix: str, turns: int) -> Table:
     """Compare with one plain upload and download of the same bytes per rank through obstore."""
-    results = defaultdict(lambda: defaultdict(list))
+    table = Table()
     content = b"".join(tensor.numpy().tobytes() for tensor in training.tensors)
+    gigabytes = len(content) / 1e9
     with AsyncSaver() as saver:
         for turn in range(turns):
-            path = path_of(f"{prefix}/{turn}-{rank}")
-            dist.barrier()
-            started = time.perf_counter()
-            upload = path.store.upload(path.key, len(content))
-            for offset in range(0, len(content), PART_SIZE):
-                upload.write(content[offset : offset + PART_SIZE])
-            upload.close()
-            dist.barrier()
-            results["plain obstore"]["put, GB/s"].append(
-                size * len(content) / (time.perf_counter() - started) / 1e9
-            )
-            cpu = time.process_time()
-            report = saver.save(
-                training.state, f"{prefix}/iter_{turn:07d}", common={"iteration": 1}
-            ).wait()
+            checkpoint = f"{prefix}/iter_{turn:07d}"
+            plain = PlainObject(f"{prefix}/{turn}-{training.rank}", content)
+            uploading = measure_on_all_ranks(plain.upload)
+
+            began = Clocks.read()
+            handle = saver.save(training.state, checkpoint, common={"iteration": 1})
+            report = handle.wait()
             saver.finish()
+            saving = began.measure()
             assert report.error is None, report
-            results["checkpoint"]["CPU s per GB saved"].append(
-                (time.process_time() - cpu) / len(content) * 1e9
-            )
-            results["checkpoint"]["put, GB/s"].append(report.gb_per_second)
-            dist.barrier()
-            started = time.perf_counter()
-            for offset in range(0, len(content), 64 << 20):
-                path.store.get_range(path.key, offset, min(64 << 20, len(content) - offset))
-            dist.barrier()
-            results["plain obstore"]["get, GB/s"].append(
-                size * len(content) / (time.perf_counter() - started) / 1e9
-            )
-            started = time.perf_counter()
-            load(training.state, f"{prefix}/iter_{turn:07d}")
-            dist.barrier()
-            results["checkpoint"]["get, GB/s"].append(
-                size * len(content) / (time.perf_counter() - started) / 1e9
-            )
-    return results
+
+            downloading = measure_on_all_ranks(plain.download)
+            loading = measure_on_all_ranks(partial(load, training.state, checkpoint))
+            of_plain_object = {
+                "put, GB/s": NODES * gigabytes / uploading,
+                "get, GB/s": NODES * gigabytes / downloading,
+            }
+            of_checkpoint = {
+                "put, GB/s": report.gb_per_second,
+                "get, GB/s": NODES * gigabytes / loading,
+                "CPU s per GB saved": saving.cpu / gigabytes,
+            }
+            table.add("plain obstore", of_plain_object)
+            table.add("checkpoint", of_checkpoint)
+    return table
 
 
-def worker(rank, size, options, root, port):
+# ---- Command line ----
+
+
+def run_node(rank: int, options: argparse.Namespace, root: Path, port: int) -> None:
+    """Measure as the process of one node, and print the tables on node 0."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
-    )
-    training = Training(options.size_gb, rank, size)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=NODES)
+    training = Training(options.size_gb, rank)
+    tables = []
     if options.store:
-        tables = [measure_store(rank, size, training, options.store, options.turns)]
+        tables.append(measure_store(training, options.store, options.turns))
     else:
-        tables = [measure_saves(rank, size, training, root, options.turns)]
-        tables.append(measure_loads(rank, size, training, root, options.turns))
+        tables.append(measure_saves(training, root, options.turns))
+        tables.append(measure_loads(training, root, options.turns))
     if rank == 0:
         print(
-            f"{options.size_gb} GB of state on {size} nodes of one process, medians of "
+            f"{options.size_gb} GB of state on {NODES} nodes of one process, medians of "
             f"{options.turns} turns"
         )
-        for results in tables:
-            show(results)
+        for table in tables:
+            table.print()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def show(results):
-    rows = dict.fromkeys(name for values in results.values() for name in values)
-    print(f"\n| {'':34} | {' | '.join(results)} |\n|{'---|' * (len(results) + 1)}")
-    for row in rows:
-        cells = [f"{statistics.median(v[row]):.3g}" if row in v else "" for v in results.values()]
-        print(f"| {row:34} | {' | '.join(cells)} |")
+def start_nodes(options: argparse.Namespace, root: Path) -> None:
+    """Run both nodes, and wait until they have finished."""
+    # The store finds a free port, on which the nodes meet.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    del store
+    mp.spawn(run_node, (options, root, port), nprocs=NODES)
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
+    """Return the flags of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -402,39 +617,45 @@ def main() -> None:
         "--size-gb", type=float, help="of all nodes together; default 1.6, with --restart 0.082"
     )
     parser.add_argument("--turns", type=int, help="default 5, with --restart 1")
-    parser.add_argument("--directory", default=".", help="on the disk to measure")
+    parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
     parser.add_argument(
-        "--store", help="measure object storage, and nothing else: s3://bucket/prefix, or `local`"
+        "--store", help="measure only object storage: s3://bucket/prefix, or `local`"
     )
     parser.add_argument(
-        "--restart", action="store_true", help="measure the loss of a node, and nothing else"
+        "--restart",
+        action="store_true",
+        help="measure only the loss of a node",
     )
     parser.add_argument(
         "--lost-processes",
         action="store_true",
-        help="measure the loss of the ranks of a node, and nothing else",
+        help="measure only the loss of the ranks of a node",
     )
     options = parser.parse_args()
-    measures_restart = options.restart or options.lost_processes
-    options.turns = options.turns or (1 if measures_restart else 5)
-    options.size_gb = options.size_gb or (0.082 if measures_restart else 1.6)
+
+    default_turns = 5
+    default_size_gb = 1.6
+    if options.restart or options.lost_processes:
+        default_turns = 1
+        default_size_gb = 0.082
+    options.turns = options.turns or default_turns
+    options.size_gb = options.size_gb or default_size_gb
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
     with contextlib.ExitStack() as stack:
         if options.store == "local":
             stack.enter_context(object_server())
             options.store = "s3://bucket/run"
-        root = stack.enter_context(
-            tempfile.TemporaryDirectory(dir=options.directory, prefix="tiers-")
-        )
+        root = stack.enter_context(create_scratch_directory("tiers", options.directory))
         if options.restart:
-            show(measure_restarts(Path(root), options.turns, options.size_gb))
-            return
-        if options.lost_processes:
-            show(compare_restarts(Path(root), options.turns, options.size_gb))
-            return
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = store.port
-        del store
-        mp.spawn(worker, (2, options, Path(root), port), nprocs=2)
+            compare_restarts(root, options.turns, options.size_gb).print()
+        elif options.lost_processes:
+            compare_lost_processes(root, options.turns, options.size_gb).print()
+        else:
+            start_nodes(options, root)
 
 
 if __name__ == "__main__":

@@ -18,22 +18,27 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 
 
+def make_expert_options(args: argparse.Namespace) -> dict[str, object]:
+    """Return the options of `TransformerConfig` for experts in every layer."""
+    if not args.experts:
+        return {}
+    # 0.16.1 imports this name, which is missing without Transformer Engine.
+    moe_utils.te_general_gemm = None
+    return {
+        "num_moe_experts": args.experts,
+        "moe_ffn_hidden_size": args.ffn,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        # The other dispatcher makes CUDA streams.
+        "moe_token_dispatcher_type": "allgather",
+    }
+
+
 def build_model(args: argparse.Namespace, dtype: torch.dtype) -> GPTModel:
-    experts = {}
-    if args.experts:
-        moe_utils.te_general_gemm = (
-            None  # 0.16.1 imports this name, which is missing without Transformer Engine
-        )
-        experts = {
-            "num_moe_experts": args.experts,
-            "moe_ffn_hidden_size": args.ffn,
-            "moe_router_topk": 2,
-            "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": 0.01,
-            "moe_token_dispatcher_type": "allgather",  # the other one makes CUDA streams
-        }
+    """Build a Llama-like or Mixtral-like model with local layers."""
     config = TransformerConfig(
-        **experts,
+        **make_expert_options(args),
         num_layers=args.layers,
         hidden_size=args.hidden,
         ffn_hidden_size=args.ffn,
@@ -53,14 +58,69 @@ def build_model(args: argparse.Namespace, dtype: torch.dtype) -> GPTModel:
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    return GPTModel(
+    num_experts = args.experts or None
+    layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=num_experts)
+    model = GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization="RMSNorm", num_experts=args.experts or None),
+        layer_spec,
         vocab_size=args.vocab,
         max_sequence_length=args.seq,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
-    ).to(dtype)
+    )
+    return model.to(dtype)
+
+
+def build_optimizer(model: GPTModel) -> torch.optim.AdamW:
+    """Build an optimizer without weight decay of vectors."""
+    matrices = []
+    vectors = []
+    for param in model.parameters():
+        group = matrices if param.dim() > 1 else vectors
+        group.append(param)
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+
+def initialize(threads: int) -> None:
+    """Create the process groups of one process on the CPU."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29533", RANK="0", WORLD_SIZE="1")
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel()
+    # This tracker does not need CUDA.
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    # The rotary embedding creates its tables on this device.
+    torch.cuda.current_device = lambda: "cpu"
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train, and print the time of each step."""
+    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
+    model = build_model(args, dtype)
+    optimizer = build_optimizer(model)
+    generator = torch.Generator().manual_seed(1)
+    positions = torch.arange(args.seq).expand(args.batch, -1)
+    # True where a query (row) must not attend to a key (column).
+    mask = torch.ones(args.seq, args.seq, dtype=torch.bool).triu(1)[None, None]
+    for _ in range(args.steps):
+        began = time.perf_counter()
+        tokens = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator)
+        inputs = tokens[:, :-1].contiguous()
+        labels = tokens[:, 1:].contiguous()
+        losses = model(inputs, positions, mask, labels=labels)
+        loss = losses.float().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+        milliseconds = (time.perf_counter() - began) * 1e3
+        print(f"{milliseconds:.1f}", flush=True)
 
 
 def main() -> None:
@@ -83,39 +143,8 @@ def main() -> None:
         help="experts of width --ffn in every layer, 2 for a token",
     )
     args = parser.parse_args()
-
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29533", RANK="0", WORLD_SIZE="1")
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.random.initialize_rng_tracker(
-        inference_rng_tracker=True
-    )  # the one that needs no CUDA
-    torch.cuda.current_device = lambda: "cpu"  # where its rotary embedding puts its tables, unasked
-    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
-    model = build_model(args, dtype)
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    no_decay = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
-    generator = torch.Generator().manual_seed(1)
-    positions = torch.arange(args.seq).expand(args.batch, -1)
-    mask = torch.ones(args.seq, args.seq, dtype=torch.bool).triu(1)[None, None]
-    for _ in range(args.steps):
-        start = time.perf_counter()
-        tokens = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator)
-        loss = (
-            model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
-            .float()
-            .mean()
-        )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss.item()
-        print(f"{(time.perf_counter() - start) * 1e3:.1f}", flush=True)
+    initialize(args.threads)
+    train(args)
 
 
 if __name__ == "__main__":

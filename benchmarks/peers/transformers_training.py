@@ -26,6 +26,7 @@ from transformers import (
 
 
 def build_model(args: argparse.Namespace) -> PreTrainedModel:
+    """Build a Llama, or a Mixtral with `--experts`."""
     shape = {
         "vocab_size": args.vocab,
         "hidden_size": args.hidden,
@@ -39,15 +40,29 @@ def build_model(args: argparse.Namespace) -> PreTrainedModel:
     }
     if not args.experts:
         return LlamaForCausalLM(LlamaConfig(**shape))
-    router = {
-        "num_local_experts": args.experts,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.01,
-    }
     config = MixtralConfig(
-        **shape, **router, output_router_logits=True, experts_implementation=args.experts_by
+        **shape,
+        num_local_experts=args.experts,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.01,
+        output_router_logits=True,
+        experts_implementation=args.experts_by,
     )
     return MixtralForCausalLM(config)
+
+
+def build_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
+    """Build an optimizer without weight decay of vectors."""
+    matrices = []
+    vectors = []
+    for param in model.parameters():
+        group = matrices if param.dim() > 1 else vectors
+        group.append(param)
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
 
 class Saves:
@@ -56,68 +71,121 @@ class Saves:
     def __init__(
         self, path: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, stager: bool
     ) -> None:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if model.device.type == "cuda" else "gloo",
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
-        )
-        self.path = path
-        self.model = model
-        self.optimizer = optimizer
-        # As many bytes as a run of ours saves: moments in fp32, and main parameters.
-        missing = 3 * 4 - 2 * next(model.parameters()).element_size()
-        self.rest = [
-            torch.zeros(p.numel() * missing // 4, device=p.device) for p in model.parameters()
-        ]
-        pinned = model.device.type == "cuda"
-        options = StagingOptions(
-            pinned, False, use_async_staging=True, use_non_blocking_copy=pinned
-        )
-        self.stager = DefaultStager(options) if stager else None
-        self.staged: Callable[[], object] = lambda: None
-        self.written: Callable[[], object] = lambda: None
-        self.blocked = 0.0
-        self.previous: Path | None = None
+        on_gpu = model.device.type == "cuda"
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        self._path = path
+        self._model = model
+        self._optimizer = optimizer
+        self._rest = allocate_missing_state(model)
+        self._stager = None
+        if stager:
+            options = StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=True,
+                use_non_blocking_copy=on_gpu,
+            )
+            self._stager = DefaultStager(options)
+        self._wait_until_staged: Callable[[], object] = do_nothing
+        self._wait_until_written: Callable[[], object] = do_nothing
+        self._blocked = 0.0  # seconds in `begin`
+        self._previous: Path | None = None
 
     def begin(self, step: int) -> None:
-        start = time.perf_counter()
-        self.written()
-        if self.previous is not None:
+        """Begin to save the state of a step, after the previous save has been written."""
+        began = time.perf_counter()
+        self._wait_until_written()
+        if self._previous is not None:
             # In the background, as with --keep-last-n 1 of ours; a disk has room for two.
-            threading.Thread(target=shutil.rmtree, args=(self.previous,)).start()
-        directory = self.path / str(step)
-        self.previous = directory
+            threading.Thread(target=shutil.rmtree, args=(self._previous,)).start()
+        directory = self._path / str(step)
+        self._previous = directory
         state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "rest": self.rest,
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "rest": self._rest,
         }
         storage = dcp.FileSystemWriter(directory, sync_files=True)
-        if self.stager is None:
-            self.written = dcp.async_save(state, storage_writer=storage).result
+        if self._stager is None:
+            written = dcp.async_save(state, storage_writer=storage)
         else:
-            response = dcp.async_save(state, storage_writer=storage, async_stager=self.stager)
-            self.staged = response.staging_completion.result
-            self.written = response.upload_completion.result
-        self.blocked = time.perf_counter() - start
+            response = dcp.async_save(state, storage_writer=storage, async_stager=self._stager)
+            self._wait_until_staged = response.staging_completion.result
+            written = response.upload_completion
+        self._wait_until_written = written.result
+        self._blocked = time.perf_counter() - began
 
     def wait_staged(self) -> None:
-        """Wait until the state may change."""
-        start = time.perf_counter()
-        self.staged()
-        if self.blocked:
-            print(
-                f"blocking {(self.blocked + time.perf_counter() - start) * 1e3:.1f} ms", flush=True
-            )
-        self.staged = lambda: None
-        self.blocked = 0.0
+        """Wait until the state may change, and print the blocking time of a save."""
+        began = time.perf_counter()
+        self._wait_until_staged()
+        if self._blocked:
+            blocked = self._blocked + time.perf_counter() - began
+            print(f"blocking {blocked * 1e3:.1f} ms", flush=True)
+        self._wait_until_staged = do_nothing
+        self._blocked = 0.0
 
     def close(self) -> None:
-        self.written()
-        if self.stager is not None:
-            self.stager.close()
+        """Wait for the last save."""
+        self._wait_until_written()
+        if self._stager is not None:
+            self._stager.close()
         dist.destroy_process_group()
+
+
+def do_nothing() -> None:
+    """Replace a wait or a synchronization that is not needed."""
+
+
+def allocate_missing_state(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return tensors with the bytes that a run of ours saves in addition to this one.
+
+    Ours has fp32 moments and main parameters; this one has moments in the dtype of the weights.
+    """
+    tensors = []
+    for param in model.parameters():
+        missing = 3 * 4 - 2 * param.element_size()  # bytes per element
+        tensors.append(torch.zeros(param.numel() * missing // 4, device=param.device))
+    return tensors
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train, and print the time of each step."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
+    model = build_model(args).to(args.device, dtype)
+    if args.compile:
+        model.compile()
+    optimizer = build_optimizer(model)
+    synchronize = torch.cuda.synchronize if args.device == "cuda" else do_nothing
+    generator = torch.Generator().manual_seed(1)
+    saves = None
+    if args.save is not None:
+        saves = Saves(args.save, model, optimizer, args.stager)
+
+    for step in range(args.steps):
+        began = time.perf_counter()
+        if saves is not None and step > 0 and step % 10 == 0:
+            saves.begin(step)
+        tokens = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator)
+        tokens = tokens.to(args.device)
+        inputs = tokens[:, :-1]
+        labels = tokens[:, 1:].contiguous()
+        loss = model(input_ids=inputs, labels=labels, shift_labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if saves is not None:
+            saves.wait_staged()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+        synchronize()
+        milliseconds = (time.perf_counter() - began) * 1e3
+        print(f"{milliseconds:.1f}", flush=True)
+    if saves is not None:
+        saves.close()
 
 
 def main() -> None:
@@ -150,41 +218,7 @@ def main() -> None:
         action="store_true",
         help="with --save: DCP stages in a thread, into kept buffers",
     )
-    args = parser.parse_args()
-
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
-    model = build_model(args).to(args.device, dtype)
-    if args.compile:
-        model.compile()
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    no_decay = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
-    synchronize = torch.cuda.synchronize if args.device == "cuda" else lambda: None
-    generator = torch.Generator().manual_seed(1)
-    saves = Saves(args.save, model, optimizer, args.stager) if args.save is not None else None
-    for step in range(args.steps):
-        start = time.perf_counter()
-        if saves is not None and step > 0 and step % 10 == 0:
-            saves.begin(step)
-        tokens = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator).to(
-            args.device
-        )
-        labels = tokens[:, 1:].contiguous()
-        loss = model(input_ids=tokens[:, :-1], labels=labels, shift_labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if saves is not None:
-            saves.wait_staged()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss.item()
-        synchronize()
-        print(f"{(time.perf_counter() - start) * 1e3:.1f}", flush=True)
-    if saves is not None:
-        saves.close()
+    train(parser.parse_args())
 
 
 if __name__ == "__main__":
