@@ -45,6 +45,21 @@ RUNS = {  # name -> (processes, flags)
     "window": (1, UNTIED + "--window-size 32,0"),
     "window in every second layer": (1, UNTIED + "--window-size 32,0 --window-attn-skip-freq 2"),
     "documents": (1, UNTIED + "--reset-attention-mask --seq-length 256"),
+    "attention dropout": (1, UNTIED + "--attention-dropout 0.1"),
+    "attention dropout, bf16": (1, UNTIED + "--attention-dropout 0.1 --seq-length 256 --bf16"),
+    "attention dropout, selective": (
+        1,
+        UNTIED + "--attention-dropout 0.1 --recompute-granularity selective",
+    ),
+    "attention dropout, window, tp2": (
+        2,
+        UNTIED + TP2 + "--attention-dropout 0.1 --window-size 32,0",
+    ),
+    "attention dropout, documents": (
+        1,
+        UNTIED + "--attention-dropout 0.1 --reset-attention-mask",
+    ),
+    "both dropouts": (1, "--attention-dropout 0.1 --hidden-dropout 0.1"),
     "capped scores": (1, UNTIED + "--attn-logit-softcapping 5 --seq-length 256"),
     "capped scores, bf16": (1, UNTIED + "--attn-logit-softcapping 5 --seq-length 256 --bf16"),
     "alibi": (1, "--position-embedding-type alibi"),

@@ -3,8 +3,8 @@
 The method is that of Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large
 Transformer Models"). The terms are those of this code, which keeps fewer tensors: a norm its input,
 a linear layer its input, attention the query, key, value, output and one number per row, the gated
-MLP one input, the loss its logits once. A fused attention kernel is assumed, and dropout with one
-byte per element, as on CUDA.
+MLP one input, the loss its logits once. A fused attention kernel is assumed, except on a CPU with
+attention dropout: torch has no such kernel, and keeps scores `[b, heads / tp, s, s]`.
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ class ActivationMemory:
         # Documents are blocks, unless dropout requires the kernel of torch.
         return self.documents and not self.config.attention_dropout
 
+    def _keeps_scores(self, kind: LayerKind) -> bool:
+        """Return whether attention falls back to plain matrix products, which keep all scores."""
+        has_dropout = self.config.attention_dropout > 0
+        return self.device_type == "cpu" and has_dropout and not self._is_blockwise(kind)
+
     def _needs_mask(self, kind: LayerKind) -> bool:
         """Return whether attention needs a mask besides causal order."""
         has_slopes = self.config.position_embedding_type == "alibi"
@@ -160,6 +165,8 @@ class ActivationMemory:
             total += self._count_mlp(kind)
         if model.hidden_dropout:
             mask = self.local_tokens * model.hidden_size  # one byte per element
+            if self.device_type == "cpu":
+                mask = self.residual  # in the dtype of the model
             total += 2 * mask
         return total
 
@@ -203,6 +210,8 @@ class ActivationMemory:
         total = queries + keys_and_values + self.context
         if model.recomputes("core_attn"):
             return total
+        if self._keeps_scores(kind):
+            return self.context + self._count_kept_scores() + self._count_mask(kind)
 
         if self._exchanges_heads(kind) or model.v_width < model.qk_width:
             # The output of the kernel is a tensor of its own, not the input of the projection.
@@ -211,6 +220,20 @@ class ActivationMemory:
         num_rows = self.tokens * num_heads // self.tp_size
         log_sum_exp = num_rows * FP32
         return total + log_sum_exp + self._count_mask(kind)
+
+    @property
+    def scores(self) -> int:
+        """Bytes of `[b, heads / tp, s, s]` in fp32."""
+        num_heads = self.config.num_attention_heads
+        return self.tokens * self.seq_length * num_heads // self.tp_size * FP32
+
+    def _count_kept_scores(self) -> int:
+        """Return the bytes that plain matrix products with dropout keep, in fp32."""
+        # Queries, keys and values, the latter two repeated for all heads.
+        heads = 3 * self.per_head * self.config.num_attention_heads
+        wide_heads = heads * FP32 // self.itemsize
+        # Probabilities, the mask of the dropout, and their product.
+        return wide_heads + 3 * self.scores
 
     def _count_qk_norms(self) -> int:
         """Return the bytes of the heads before and after their norm."""
@@ -286,8 +309,10 @@ class ActivationMemory:
         if self.documents:
             # Documents differ between sequences: a boolean mask of each, and its additive form.
             num_scores = self.tokens * self.cp_size * self.seq_length
+            if self._keeps_scores(kind):
+                return num_scores
             return num_scores * (1 + self.itemsize)
-        if kind.window and not self._has_flash_window(kind):
+        if kind.window and not self._has_flash_window(kind) and not self._keeps_scores(kind):
             return self.seq_length**2 * self.itemsize
         return 0
 
@@ -419,10 +444,15 @@ class ActivationMemory:
         return self.residual + recomputed + most
 
     def _count_attention_backward(self, kind: LayerKind) -> int:
-        """Return the bytes of gradients and scores during backward of blockwise or exchanged
-        attention.
+        """Return the bytes of gradients and scores during backward of attention, unless a fused
+        kernel computes it within a rank.
         """
         output = self.per_head * self.config.num_attention_heads
+        if self._keeps_scores(kind):
+            recomputed = 0
+            if self.config.recomputes("core_attn"):
+                recomputed = self._count_kept_scores()
+            return recomputed + self.scores  # the gradient of the scores
         exchange = 0
         if self._exchanges_heads(kind):
             # The output, and queries, keys and values before and after their exchange.

@@ -141,11 +141,12 @@ def plan_run(
     config: Config,
     world_size: int,
     model_provider: ModelProvider,
-    device_type: str = "cuda",
+    device_type: str | None = None,
 ) -> RunPlan:
     """Return the plan of a run of `world_size` ranks.
 
-    `config.model.vocab_size` must be known. CPU and CUDA keep different tensors for backward.
+    `config.model.vocab_size` must be known. CPU and CUDA keep different tensors for backward. The
+    default of `device_type` is that of --device, or "cuda".
     """
     chunks = build_stages(config, world_size, model_provider)
     return plan_stages(config, world_size, chunks, device_type)
@@ -171,7 +172,7 @@ def plan_stages(
     config: Config,
     world_size: int,
     chunks_of_stages: Sequence[list[MetaChunk]],
-    device_type: str = "cuda",
+    device_type: str | None = None,
 ) -> RunPlan:
     """Return the plan of a run whose stages have these chunks.
 
@@ -182,6 +183,7 @@ def plan_stages(
     pp_size = parallel.pp_size
     batches = config.batch_schedule(parallel.dp_size(world_size))
     num_microbatches = batches.num_microbatches
+    device_type = device_type or config.distributed.device or "cuda"
     activations = ActivationMemory.from_run(config, device_type)
 
     # Plan one rank of each stage.

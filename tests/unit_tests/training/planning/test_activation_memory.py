@@ -104,6 +104,34 @@ def test_layer_bytes_match_autograd(changes, bf16):
     assert memory(model).count_layer(DENSE) == pytest.approx(saved_bytes(model), rel=0.01)
 
 
+@of_current_torch
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        GATED | GROUPED,
+        GATED | {"qk_layernorm": True},
+        LATENT,
+        LATENT | WHOLE_QUERIES,
+        {"recompute_granularity": "selective"},
+        {"hidden_dropout": 0.1},
+        {"hidden_dropout": 0.1, "attention_dropout": 0.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_layer_bytes_with_dropout_on_a_cpu_match_autograd(changes, bf16):
+    model = config(**({"attention_dropout": 0.1, "bf16": bf16} | changes))
+    assert memory(model).count_layer(DENSE) == pytest.approx(saved_bytes(model), rel=0.01)
+
+
+@of_current_torch
+def test_windows_with_dropout_on_a_cpu_keep_no_mask():
+    model = config(**GATED, attention_dropout=0.1, window_size=(8, 0))
+    counted = memory(model).count_layer(LayerKind(window=True))
+    assert counted == pytest.approx(saved_bytes(model), rel=0.01)
+
+
 def test_sequence_parallelism_halves_all_activations():
     """Korthikanti et al. 2022: with it all of a layer's activations are divided by the number of
     ranks.
