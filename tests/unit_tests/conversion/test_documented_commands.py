@@ -18,7 +18,7 @@ from tools.checkpoint.convert import parse
 
 PAGE = (ROOT / "docs/converting.md").read_text(encoding="utf-8")
 SOURCES = {
-    "run/checkpoints": "torch_dist",
+    "run": "torch_dist",
     "Llama-3.2-1B": "hf",
     "old": "legacy",
     "ds_run": "universal",
@@ -67,9 +67,9 @@ def merge_sources(tmp_path_factory):
     for iteration in range(7, 12):
         source = random_source(LLAMA_ARGS | {"bf16": True}, seed=iteration)
         source.training.iteration = iteration
-        write_torch_dist(source, root / f"run/checkpoints/iter_{iteration:07d}")
-    write_tracker(root / "run/checkpoints", 11)
-    convert(root / "run/checkpoints", root / "Llama-3.2-1B", "hf")
+        write_torch_dist(source, root / f"run/iter_{iteration:07d}")
+    write_tracker(root / "run", 11)
+    convert(root / "run", root / "Llama-3.2-1B", "hf")
     return root
 
 
