@@ -5,11 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 
 import pytest
 
+from megatron.commands.report import ReportServer
 from megatron.core.dist_checkpointing import Lineage, Segment
 from megatron.training.reporting import run_report
 from megatron.training.reporting.run_record import (
@@ -396,7 +398,7 @@ def run_browser(page, profile, width, theme, *arguments):
         f"--window-size={width},1800",
         "--virtual-time-budget=5000",
         *arguments,
-        f"file://{page}",
+        page if isinstance(page, str) else f"file://{page}",
     ]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert shown.returncode == 0, shown.stderr
@@ -435,6 +437,43 @@ def test_browser_draws_the_page_without_errors(run, tmp_path_factory, width, the
     assert_readable(measured, width, theme)
     # Loss, 6 curves, saves; iterations 20 and 30 of the first launch were repeated.
     assert measured["counts"] == {"svg": 8, "table": 2, "repeated": 7}
+
+
+# Selects an option when the page is loaded for the first time, and shows its state after each load.
+SELECT_ONCE = """<script>
+const loads = Number(sessionStorage.getItem("loads")) + 1;
+sessionStorage.setItem("loads", loads);
+const box = document.querySelector("input[type=checkbox]");
+document.body.dataset.state = `${loads}: ${box.checked}`;
+if (loads === 1) box.click();
+</script></body>"""
+
+
+class SelectingServer(ReportServer):
+    """Server of a page that selects an option, and reloads once, after a second."""
+
+    loads = 0
+
+    def render(self):
+        self.loads += 1
+        page = super().render().decode().replace("</body>", SELECT_ONCE)
+        # The browser would wait for the end of reloads.
+        wait = "1" if self.loads == 1 else "1000"
+        return page.replace('content="15"', f'content="{wait}"').encode()
+
+
+@needs_browser
+def test_served_page_keeps_the_selected_options_when_it_reloads(run, tmp_path):
+    with SelectingServer(0, [run], False) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        try:
+            shown = run_browser(address, tmp_path / "profile", 1280, "light", "--dump-dom")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert 'data-state="2: true"' in shown
 
 
 def write_long_run(root, num_launches=50, iterations=2000):

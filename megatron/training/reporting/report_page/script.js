@@ -98,9 +98,19 @@ function shortenLayout(layout) {
 
 // ---- Charts ----
 
-/* Charts over iterations share the range that is selected by dragging; null: everything. */
-let zoom = null;
+/* What the reader has selected. Charts over iterations share the range `zoom` that is selected by
+   dragging; null: everything. A served page reloads itself, and its tab keeps the selection. */
+const view = { zoom: null, isLog: false };
+const VIEW_KEY = "view";
+const isServed = location.protocol.startsWith("http");
+if (isServed) Object.assign(view, JSON.parse(sessionStorage.getItem(VIEW_KEY)));
 const charts = [];
+
+function changeView(changes) {
+  Object.assign(view, changes);
+  if (isServed) sessionStorage.setItem(VIEW_KEY, JSON.stringify(view));
+  redrawAll();
+}
 
 /* Add a chart that is drawn for the width of its figure, so that its text is readable on a phone.
    `draw` fills an SVG image; `describe` returns the table of its data: columns and rows. */
@@ -206,12 +216,10 @@ function addZoom(image, axes, range, width) {
     const ends = [from, position(event)].map(toIteration).sort((a, b) => a - b);
     from = null;
     if (ends[1] - ends[0] < (range[1] - range[0]) / 50) return;
-    zoom = ends;
-    redrawAll();
+    changeView({ zoom: ends });
   };
   image.ondblclick = () => {
-    zoom = null;
-    redrawAll();
+    changeView({ zoom: null });
   };
 }
 
@@ -234,24 +242,22 @@ function addLineChart(parent, { title, unit, format = formatValue, series, rings
   const all = [...series.flatMap(one => one.points), ...rings.flatMap(one => one.points)];
   if (!all.length) return;
   const end = Math.max(facts.train_iters ?? 0, ...all.map(point => point[0]));
-  let isLog = log && all.every(point => point[1] > 0);
+  const isAlwaysLog = log && all.every(point => point[1] > 0);
   let controls = null;
   if (logOption) {
     const box = el("input", { type: "checkbox" });
-    box.onchange = () => {
-      isLog = box.checked;
-      redrawAll();
-    };
+    box.checked = view.isLog;
+    box.onchange = () => changeView({ isLog: box.checked });
     controls = el("label", { class: "controls" }, box, " log scale");
   }
 
   const draw = (image, width, height, tip) => {
-    const range = zoom ?? [0, end];
+    const range = view.zoom ?? [0, end];
     const shown = all.filter(point => point[0] >= range[0] && point[0] <= range[1]);
     const values = (shown.length ? shown : all).map(point => point[1]);
     let low = values.reduce((a, b) => Math.min(a, b));
     let high = values.reduce((a, b) => Math.max(a, b));
-    const useLog = isLog && low > 0;
+    const useLog = (isAlwaysLog || (logOption && view.isLog)) && low > 0;
     if (useLog) {
       [low, high] = [low / 1.1, high * 1.1];
     } else {
@@ -358,7 +364,7 @@ function addSavesChart(parent, launches) {
   const highest = Math.max(...rows.map(([, stages]) => Math.max(stages["training waited"], total(stages))));
   const end = Math.max(facts.train_iters, ...rows.map(row => row[0]));
   const draw = (image, width, height) => {
-    const range = zoom ?? [0, end];
+    const range = view.zoom ?? [0, end];
     const axes = drawAxes(image, width, height, range, [0, 1.08 * highest], { unit: "seconds", format: formatValue });
     const shown = rows.filter(([iteration]) => iteration >= range[0] && iteration <= range[1]);
     // Bars of successive saves do not overlap.
