@@ -83,7 +83,7 @@ class ObjectStore:
             from obstore import store
         except ImportError as error:
             raise ValueError(
-                f"{root} needs the package obstore: pip install 'megatron[object-storage]', or "
+                f"{root} needs the package obstore: pip install 'obstore>=0.8,<0.13', or "
                 "give a directory"
             ) from error
         self._root = root

@@ -3,6 +3,8 @@
 import http.server
 import json
 import pickle
+import re
+import sys
 import threading
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from megatron.core.object_storage import (
     check_conditional_requests,
     path_of,
 )
+from tests import ROOT
 from tests.support.object_server import FaultyProxy, object_server
 
 
@@ -60,6 +63,15 @@ def test_paths_compare_and_pickle_like_values():
 def test_other_addresses_are_errors(name):
     with pytest.raises(ValueError, match="s3://bucket/prefix"):
         path_of(name)
+
+
+def test_missing_package_is_named_with_the_versions_that_work(monkeypatch):
+    # The name of this project belongs to another package in the index of pip.
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    (requirement,) = re.findall(r'"object-storage": \["(.+)"\]', setup)
+    with pytest.raises(ValueError, match=re.escape(f"pip install '{requirement}'")):
+        path_of("s3://bucket/x").exists()
 
 
 def test_file_system_functions_raise_an_error(server):
