@@ -15,12 +15,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from scratch import create_scratch_directory
 from training import SKIP, train_ours
-
-Event = dict[str, Any]  # of the trace: ts, dur in microseconds
 
 KINDS = {  # substring of an operator's name -> its kind
     "scaled_dot_product": "attention",
@@ -41,57 +38,70 @@ def find_kind(name: str) -> str:
 
 
 @dataclass
+class Call:
+    """One call of an operator; times are in microseconds."""
+
+    name: str
+    shapes: list[list[int]]  # of the inputs that have one
+    start: float
+    duration: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+    @property
+    def title(self) -> str:
+        """Name and shapes, by which calls are summed."""
+        return f"{self.name} {self.shapes}"
+
+    def order(self) -> tuple[float, float]:
+        """Return a sort key: of calls that start together, the caller comes first."""
+        return self.start, -self.duration
+
+
+@dataclass
 class Operators:
-    """Operators of one thread."""
+    """Calls of one thread, and their times without the calls that they make."""
 
-    # (start, end) of operators that no other operator has called.
-    outermost: list[tuple[float, float]]
-    # Name with shapes, and time without that of called operators.
-    own_times: list[tuple[str, float]]
+    outermost: list[Call]  # that no other operator has made
+    own_times: list[tuple[Call, float]]
 
 
-def name_with_shapes(event: Event) -> str:
-    """Return the name of an operator with the shapes of its inputs that have one."""
-    shapes = event.get("args", {}).get("Input Dims", [])
-    shapes = list(filter(None, shapes))
-    return f"{event['name']} {shapes}"
-
-
-def order_by_start(event: Event) -> tuple[float, float]:
-    """Return a sort key: of operators that start together, the caller comes first."""
-    return event["ts"], -event["dur"]
-
-
-def split_nested_operators(events: Iterable[Event]) -> Operators:
-    """Subtract from each operator of one thread the time of the operators that it calls."""
+def split_nested_calls(calls: Iterable[Call]) -> Operators:
+    """Subtract from each call of one thread the time of the calls that it makes."""
     operators = Operators([], [])
     own_times = operators.own_times
-    open_calls: list[tuple[float, int]] = []  # (end, index in `own_times`)
-    for event in sorted(events, key=order_by_start):
-        start = event["ts"]
-        duration = event["dur"]
-        end = start + duration
-        while open_calls and open_calls[-1][0] <= start:
+    open_calls: list[int] = []  # indices in `own_times`
+    for call in sorted(calls, key=Call.order):
+        # Close the calls that have ended.
+        while open_calls:
+            last, _ = own_times[open_calls[-1]]
+            if last.end > call.start:
+                break
             open_calls.pop()
+
+        # The time of this call is not the caller's own.
         if open_calls:
-            # The time of this operator is not the caller's own.
-            _, caller = open_calls[-1]
-            name, time = own_times[caller]
-            own_times[caller] = (name, time - duration)
+            index = open_calls[-1]
+            caller, time = own_times[index]
+            own_times[index] = (caller, time - call.duration)
         else:
-            operators.outermost.append((start, end))
-        open_calls.append((end, len(own_times)))
-        own_times.append((name_with_shapes(event), duration))
+            operators.outermost.append(call)
+
+        open_calls.append(len(own_times))
+        own_times.append((call, call.duration))
     return operators
 
 
-def measure_union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the total length covered by the intervals."""
+def measure_union(calls: Iterable[Call]) -> float:
+    """Return the total time in which at least one of the calls was running."""
     total = 0.0
     reached = float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
+    for call in sorted(calls, key=Call.order):
+        start = max(call.start, reached)
+        total += max(0.0, call.end - start)
+        reached = max(reached, call.end)
     return total
 
 
@@ -100,26 +110,30 @@ class Trace:
     """Contents of a trace file."""
 
     duration: float  # microseconds from the first phase to the last
-    threads: list[list[Event]]  # the operators of each thread
+    threads: list[list[Call]]
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the phases and operators of a trace."""
-    starts: list[float] = []
-    ends: list[float] = []
-    threads: dict[int, list[Event]] = defaultdict(list)
+    """Read the phases and the calls of each thread."""
+    phases: list[Call] = []
+    threads: dict[int, list[Call]] = defaultdict(list)
     content = json.loads(path.read_text())
     for event in content["traceEvents"]:
         if event.get("ph") != "X":
             continue  # not a span of time
-        if event["cat"] == "user_annotation":  # a phase
-            start = event["ts"]
-            starts.append(start)
-            ends.append(start + event["dur"])
+
+        shapes = event.get("args", {}).get("Input Dims", [])
+        shapes = list(filter(None, shapes))
+        call = Call(event["name"], shapes, event["ts"], event["dur"])
+        if event["cat"] == "user_annotation":
+            phases.append(call)
         elif event["cat"] == "cpu_op":
-            threads[event["tid"]].append(event)
-    duration = max(ends) - min(starts)
-    return Trace(duration, list(threads.values()))
+            thread = event["tid"]
+            threads[thread].append(call)
+
+    start = min(phase.start for phase in phases)
+    end = max(phase.end for phase in phases)
+    return Trace(end - start, list(threads.values()))
 
 
 class Profile:
@@ -129,26 +143,29 @@ class Profile:
         self.duration = trace.duration
         self.kinds: Counter[str] = Counter()
         self.operators: Counter[str] = Counter()
-        intervals: list[tuple[float, float]] = []
-        for events in trace.threads:
-            operators = split_nested_operators(events)
-            intervals += operators.outermost
-            for name, time in operators.own_times:
-                kind = find_kind(name)
+        outermost: list[Call] = []
+        for calls in trace.threads:
+            operators = split_nested_calls(calls)
+            outermost += operators.outermost
+            for call, time in operators.own_times:
+                kind = find_kind(call.name)
                 self.kinds[kind] += time
-                self.operators[name] += time
-        self.kinds["no operator"] = trace.duration - measure_union(intervals)
+                self.operators[call.title] += time
+        idle = trace.duration - measure_union(outermost)
+        self.kinds["no operator"] = idle
 
     def print(self, least: float) -> None:
         """Print all kinds, and the operators that take at least `least` per cent."""
         for name, time in self.kinds.most_common():
-            share = 100 * time / self.duration
-            print(f"  {share:5.1f} %  {name}")
+            self._print_share(name, time)
         print("operators and the shapes of their inputs:")
         for name, time in self.operators.most_common():
-            share = 100 * time / self.duration
-            if share >= least:
-                print(f"  {share:5.1f} %  {name[:140]}")
+            if 100 * time / self.duration >= least:
+                self._print_share(name[:140], time)
+
+    def _print_share(self, name: str, time: float) -> None:
+        share = 100 * time / self.duration
+        print(f"  {share:5.1f} %  {name}")
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -150,37 +150,54 @@ def allocate_missing_state(model: PreTrainedModel) -> list[torch.Tensor]:
     return tensors
 
 
+def train_step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    tokens: torch.Tensor,  # [b, s + 1]
+    saves: Saves | None,
+) -> None:
+    """Train on one batch, and wait until its loss is known."""
+    inputs = tokens[:, :-1]
+    labels = tokens[:, 1:].contiguous()
+    output = model(input_ids=inputs, labels=labels, shift_labels=labels)
+    output.loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    # The step changes the state that a save may still be copying.
+    if saves is not None:
+        saves.wait_staged()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    output.loss.item()
+
+
 def train(args: argparse.Namespace) -> None:
     """Train, and print the time of each step."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
-    model = build_model(args).to(args.device, dtype)
+    dtype = torch.float32
+    if args.dtype == "bf16":
+        dtype = torch.bfloat16
+    model = build_model(args)
+    model.to(args.device, dtype)
     if args.compile:
         model.compile()
     optimizer = build_optimizer(model)
-    synchronize = torch.cuda.synchronize if args.device == "cuda" else do_nothing
-    generator = torch.Generator().manual_seed(1)
+    synchronize = do_nothing
+    if args.device == "cuda":
+        synchronize = torch.cuda.synchronize
     saves = None
     if args.save is not None:
         saves = Saves(args.save, model, optimizer, args.stager)
 
+    generator = torch.Generator().manual_seed(1)
+    shape = (args.batch, args.seq + 1)
     for step in range(args.steps):
         began = time.perf_counter()
-        if saves is not None and step > 0 and step % 10 == 0:
+        if saves is not None and step in range(10, args.steps, 10):
             saves.begin(step)
-        tokens = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator)
-        tokens = tokens.to(args.device)
-        inputs = tokens[:, :-1]
-        labels = tokens[:, 1:].contiguous()
-        loss = model(input_ids=inputs, labels=labels, shift_labels=labels).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if saves is not None:
-            saves.wait_staged()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss.item()
+        tokens = torch.randint(args.vocab, shape, generator=generator)
+        train_step(model, optimizer, tokens.to(args.device), saves)
         synchronize()
         milliseconds = (time.perf_counter() - began) * 1e3
         print(f"{milliseconds:.1f}", flush=True)
