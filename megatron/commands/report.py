@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import http
 import http.server
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,14 +24,19 @@ class ReportHandler(http.server.BaseHTTPRequestHandler):
         if self.path != "/":
             self.send_error(404)
             return
+        status = http.HTTPStatus.OK
+        kind = "html"
         try:
             page = self.server.render()
-        except (ValueError, OSError) as error:  # e.g., the run has been removed
-            self.send_error(500, explain=format_error(error))
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
+        except (ValueError, OSError) as error:  # e.g., the run has been moved
+            status = http.HTTPStatus.INTERNAL_SERVER_ERROR
+            kind = "plain"
+            page = f"error: {format_error(error)}".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(page)))
+        if kind == "plain":
+            self.send_header("Refresh", str(REFRESH_SECONDS))  # as in the head of a page
         self.end_headers()
         self.wfile.write(page)
 

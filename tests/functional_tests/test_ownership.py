@@ -154,10 +154,10 @@ def test_edited_tracker_is_followed_with_a_warning(launcher, tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
     second = launcher.run(1, f"{flags} --train-iters 6")
     assert second.resumed_at() == 4
-    assert "although iter_0000006, iter_0000008 are newer" in second.output()
+    assert "although there are newer ones: iter_0000006, iter_0000008. " in second.output()
     # The last one is of an abandoned branch now, and not newer than the run.
     third = launcher.run(1, f"{flags} --train-iters 7")
-    assert third.resumed_at() == 6 and "are newer" not in third.output()
+    assert third.resumed_at() == 6 and "newer ones" not in third.output()
     assert checkpoints(tmp_path) == [2, 4, 6, 7, 8]
 
 

@@ -361,9 +361,9 @@ def _warn_of_newer(named: CheckpointRef) -> None:
             newer.append(path.name)
     if newer:
         logger.warning(
-            f"continuing from {named.directory}, which the tracker names, although "
-            f"{_abbreviate(newer)} are newer: they are left in place until this run saves the same "
-            "iterations; then they are replaced"
+            f"continuing from {named.directory}, which the tracker names, although there are newer "
+            f"ones: {_abbreviate(newer)}. Each is left in place until this run saves the same "
+            "iteration; then it is replaced"
         )
 
 

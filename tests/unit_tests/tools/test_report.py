@@ -293,6 +293,12 @@ def test_served_page_shows_the_run_in_progress(run):
         after = urllib.request.urlopen(address, timeout=60).read().decode()
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{address}/runs", timeout=60)
+        # A browser that shows an error asks again, too: the run may be moved back.
+        run.rename(run.with_name("moved"))
+        with pytest.raises(urllib.error.HTTPError, match="500") as failed:
+            urllib.request.urlopen(address, timeout=60)
+        assert failed.value.headers["Refresh"] == "15"
+        assert failed.value.read().startswith(b"error: ")
     finally:
         server.terminate()
         server.wait()
