@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.format.checksums import (
     BLOCK_SIZE,
     DIGEST_SIZE,
     FileChecksums,
+    count_blocks,
     decode_checksums,
     hash_blocks,
 )
@@ -52,31 +53,40 @@ from megatron.core.object_storage import first_line
 
 logger = logging.getLogger(__name__)
 
-_MAX_BLOCKS = 16  # of one request
+_MAX_BLOCKS = 16  # per request
 _SERVERS = 4  # threads: one reads from the disk while another one sends
 _REQUEST_TAG = 1
 _FIRST_ANSWER_TAG = 2  # every answer has its own tag
-# Position, length, tag of the answer, file; a request of length 0 ends the service. Followed by its
-# MAC. The answer is a byte (whether the range could be read), the MAC, and in a second message the
-# content.
+
+# A request is (position, length, tag of the answer, file), followed by its MAC. Length 0 ends the
+# service. The answer is a head (one byte: 1 if the range could be read; then the MAC), and a second
+# message with the content if there is any.
 _REQUEST = struct.Struct("<QQQ256p")
 _IDLE = timedelta(days=1)  # a rank may not receive any request during the whole load
 _PATIENCE = timedelta(minutes=10)  # for one answer
 
 
-class LocalCheckpointInfo(NamedTuple):
-    """A checkpoint that is complete on all nodes together.
+class WriterFiles(NamedTuple):
+    """The copies of the files of one writer."""
 
-    `writers[w]` is (size of the marker, nodes with the files) of writer w.
-    """
+    marker_size: int  # bytes of the file with its checksums
+    nodes: list[int]  # nodes that have all files of the writer
+
+
+class LocalCheckpointInfo(NamedTuple):
+    """A checkpoint that is complete on all nodes together."""
 
     name: str
-    writers: list[tuple[int, list[int]]]
+    writers: list[WriterFiles]  # by rank of the writer
 
     @property
     def order(self) -> tuple[int, int]:
-        """(start of the job, iteration)."""
+        """Return (start of the job, iteration)."""
         return order_of(self.name)
+
+
+# The checkpoints of one node: the result of `LocalTier.find_writers` by name.
+_CheckpointsOfNode = dict[str, dict[int, tuple[int, int]]]
 
 
 def find_local_checkpoints(tier: LocalTier) -> list[LocalCheckpointInfo]:
@@ -87,15 +97,13 @@ def find_local_checkpoints(tier: LocalTier) -> list[LocalCheckpointInfo]:
         mine = _find_on_this_node(tier)
 
     def merge(nodes: list[_CheckpointsOfNode]) -> list[list[LocalCheckpointInfo]]:
+        # One result per rank: only rank 0 chooses the checkpoint to load.
         results: list[list[LocalCheckpointInfo]] = [[] for _ in nodes]
         results[0] = _merge_nodes(nodes)
         return results
 
     result: list[LocalCheckpointInfo] = Coordination.of(None).gather_compute_scatter(mine, merge)
     return result
-
-
-_CheckpointsOfNode = dict[str, dict[int, tuple[int, int]]]  # name -> `LocalTier.find_writers`
 
 
 def _find_on_this_node(tier: LocalTier) -> _CheckpointsOfNode:
@@ -116,35 +124,48 @@ def _find_on_this_node(tier: LocalTier) -> _CheckpointsOfNode:
 
 def _merge_nodes(nodes: list[_CheckpointsOfNode]) -> list[LocalCheckpointInfo]:
     """Return the checkpoints that are complete on all nodes together, newest first."""
-    # For each checkpoint and writer: (size of the marker, nodes with the files).
-    merged: dict[str, dict[int, tuple[int, list[int]]]] = {}
-    counts: dict[str, int] = {}
-    for node, checkpoints in enumerate(nodes):
-        for name, writers in checkpoints.items():
-            writers_of_name = merged.setdefault(name, {})
-            for writer, (count, marker_size) in writers.items():
-                is_valid = 0 <= writer < count <= MAX_WRITERS and 0 < marker_size <= MAX_MARKER
-                if is_valid:
-                    _, holders = writers_of_name.setdefault(writer, (marker_size, []))
-                    holders.append(node)
-                    counts[name] = count
+    names: dict[str, None] = {}
+    for checkpoints in nodes:
+        names |= dict.fromkeys(checkpoints)
 
     complete = []
-    for name in sorted(merged, key=order_of, reverse=True):
-        writers_of_name = merged[name]
-        count = counts.get(name, 1)
-        # The files of every writer must be on some node.
-        missing = [writer for writer in range(count) if writer not in writers_of_name]
+    for name in sorted(names, key=order_of, reverse=True):
+        writers, count = _collect_writers(name, nodes)
+        missing = [writer for writer in range(count) if writer not in writers]
         if missing:
-            ranks = "rank" if len(missing) == 1 else "ranks"
-            logger.warning(
-                f"local checkpoint {name} cannot be used: no node has what "
-                f"{ranks} {', '.join(map(str, missing[:8]))} of {count} wrote"
-            )
+            _warn_of_missing_writers(name, missing, count)
             continue
-        writers_in_order = [writers_of_name[writer] for writer in range(count)]
-        complete.append(LocalCheckpointInfo(name, writers_in_order))
+        in_order = [writers[writer] for writer in range(count)]
+        complete.append(LocalCheckpointInfo(name, in_order))
     return complete
+
+
+def _collect_writers(
+    name: str, nodes: list[_CheckpointsOfNode]
+) -> tuple[dict[int, WriterFiles], int]:
+    """Return the writers of a checkpoint whose files some node has, and the number of writers."""
+    writers: dict[int, WriterFiles] = {}
+    num_writers = 1
+    for node, checkpoints in enumerate(nodes):
+        for writer, (count, marker_size) in checkpoints.get(name, {}).items():
+            # Another program may have changed the names and sizes of files.
+            is_valid_writer = 0 <= writer < count <= MAX_WRITERS
+            is_valid_marker = 0 < marker_size <= MAX_MARKER
+            if is_valid_writer and is_valid_marker:
+                files = writers.setdefault(writer, WriterFiles(marker_size, []))
+                files.nodes.append(node)
+                num_writers = count
+    return writers, num_writers
+
+
+def _warn_of_missing_writers(name: str, missing: list[int], count: int) -> None:
+    """Warn that no node has the files of the `missing` writers of a checkpoint."""
+    ranks = "rank" if len(missing) == 1 else "ranks"
+    first_missing = ", ".join(map(str, missing[:8]))
+    logger.warning(
+        f"local checkpoint {name} cannot be used: no node has what "
+        f"{ranks} {first_missing} of {count} wrote"
+    )
 
 
 class _ThreadBuffer(threading.local):
@@ -161,8 +182,11 @@ class DistributedLocalCheckpoint:
         self._info = info
         self.directory = LocalCheckpointPath(tier.root / info.name)
         self.directory.checkpoint = self
+        # Checksums by file, for each writer of which a file was requested.
         self._markers: dict[int, dict[str, FileChecksums]] = {}
+        # Copies of files (file, node) about which a warning was logged.
         self._reported: set[tuple[str, int]] = set()
+        # Connects the ranks for requests and answers; None if all ranks are on one node.
         self._group: dist.ProcessGroup | None = None
         is_single_node = len(set(tier.nodes)) == 1
         if not is_single_node:
@@ -183,13 +207,15 @@ class DistributedLocalCheckpoint:
         if self._group is None:
             return
         coordination = Coordination.of(None)
-        # All ranks have read: no request follows, except for those that end the service.
+
+        # Wait until all ranks have read: then only the requests follow that end the service.
         coordination.all_true(True)
         next_rank = (coordination.rank + 1) % coordination.size
-        self._send_request(next_rank, "", 0, 0)
+        self._send_request(next_rank, file="", position=0, length=0)
         self._thread.join()
         self._servers.close()
-        # All ranks have received their last request.
+
+        # Wait until all ranks have received their last request.
         coordination.all_true(True)
         dist.destroy_process_group(self._group)
         self._group = None
@@ -213,12 +239,15 @@ class DistributedLocalCheckpoint:
         """Fill `view` with whole blocks of a file, from block `first` on, as they were written."""
         start = first * BLOCK_SIZE
         stop = start + len(view)
-        count = -(-len(view) // BLOCK_SIZE)
+        num_blocks = count_blocks(len(view))
         digests = self.sums(file).blocks
-        expected = digests[first * DIGEST_SIZE : (first + count) * DIGEST_SIZE]
+        first_digest = first * DIGEST_SIZE
+        expected = digests[first_digest : first_digest + num_blocks * DIGEST_SIZE]
+
         # Try the copies of all nodes until one has the recorded hashes.
-        for node, arrived in self._read_copies(writer_of(file), file, start, view):
-            if not arrived:
+        writer = writer_of(file)
+        for node, is_read in self._read_copies(writer, file, start, view):
+            if not is_read:
                 self._report(file, node, "cannot be read")
                 continue
             if hash_blocks(view) == expected:
@@ -231,34 +260,35 @@ class DistributedLocalCheckpoint:
     def _read_marker(self, writer: int) -> dict[str, FileChecksums]:
         """Return the checksums of the files of a writer, from the first node with a valid copy."""
         file = marker_name(writer, len(self._info.writers))
-        marker_size, _ = self._info.writers[writer]
-        content = bytearray(marker_size)
-        for node, arrived in self._read_copies(writer, file, 0, memoryview(content)):
-            if not arrived:
+        path = self.directory / file
+        content = bytearray(self._info.writers[writer].marker_size)
+        view = memoryview(content)
+        for node, is_read in self._read_copies(writer, file, 0, view):
+            if not is_read:
                 self._report(file, node, "cannot be read")
                 continue
             try:
-                return decode_checksums(bytes(content), str(self.directory / file))
+                return decode_checksums(bytes(content), str(path))
             except CheckpointError:
                 self._report(file, node, "is damaged")
-        raise CheckpointError(f"{self.directory / file}: no node has it undamaged")
+        raise CheckpointError(f"{path}: no node has it undamaged")
 
     def _read_copies(
         self, writer: int, file: str, position: int, view: memoryview
     ) -> Iterator[tuple[int, bool]]:
-        """Fill `view` from each node that has `file`, this node first.
+        """Fill `view` from one node after the other, this node first.
 
-        Yields (node, whether it could be read) for each of them.
+        Yields (node, whether it could be read). The caller stops when the content is intact.
         """
-        _, nodes = self._info.writers[writer]
         this_node = self._tier.node
-        # Rotated, which distributes the readers over the nodes; this node first.
+        nodes = self._info.writers[writer].nodes
+        if this_node in nodes:
+            yield this_node, self._read(file, position, view)
+
+        # Ranks begin with different nodes, which distributes the readers.
         turn = self._tier.rank % len(nodes)
-        rotated = nodes[turn:] + nodes[:turn]
-        for node in sorted(rotated, key=lambda node: node != this_node):
-            if node == this_node:
-                yield node, self._read(file, position, view)
-            else:
+        for node in nodes[turn:] + nodes[:turn]:
+            if node != this_node:
                 yield node, self._read_remotely(node, file, position, view)
 
     def _read(self, file: str, position: int, view: memoryview) -> bool:
@@ -271,87 +301,109 @@ class DistributedLocalCheckpoint:
         return True
 
     def _read_remotely(self, node: int, file: str, position: int, view: memoryview) -> bool:
-        """Read from the disk of `node`. Returns whether that was possible."""
+        """Read from the disk of `node`. Returns whether that was possible.
+
+        Raises CheckpointError if the rank that serves the file is lost.
+        """
         # Distribute the requests over the ranks of the node.
         ranks = self._tier.ranks_of(node)
-        rank = ranks[self._tier.rank % len(ranks)]
+        server = ranks[self._tier.rank % len(ranks)]
+
+        # Send the request and receive the answer: the head, then the content, if there is any.
         head = torch.empty(1 + self._authenticator.size, dtype=torch.uint8)
+        head_view = view_bytes(head)
+        status = head_view[:1]
+        mac = head_view[1:]
+        answer = [status]
         try:
-            tag = self._send_request(rank, file, position, len(view))
-            _wait(dist.irecv(head, rank, self._group, tag))
-            status = view_bytes(head)[:1]
-            mac = view_bytes(head)[1:]
-            parts = [status]
+            tag = self._send_request(server, file, position, len(view))
+            _wait(dist.irecv(head, server, self._group, tag))
             is_found = bool(status[0])
             if is_found:
                 content = torch.frombuffer(view, dtype=torch.uint8)
-                _wait(dist.irecv(content, rank, self._group, tag))
-                parts.append(view)
+                _wait(dist.irecv(content, server, self._group, tag))
+                answer.append(view)
         except RuntimeError as error:
-            text = f"{self.directory / file}: rank {rank}, whose node has it, is dead or hanging"
-            raise CheckpointError(f"{text}: {first_line(error)}") from error
-        # The code authenticates the content as the answer to this request of this rank.
-        purpose = f"answer {rank} {self._tier.rank} {tag}"
-        is_authentic = self._authenticator.is_valid(mac, purpose, *parts)
+            raise CheckpointError(
+                f"{self.directory / file}: rank {server}, whose node has it, is dead or hanging: "
+                f"{first_line(error)}"
+            ) from error
+
+        # The purpose binds the answer to this request: an earlier answer is not accepted.
+        purpose = _answer_purpose(server, self._tier.rank, tag)
+        is_authentic = self._authenticator.is_valid(mac, purpose, *answer)
         return is_found and is_authentic
 
     def _send_request(self, rank: int, file: str, position: int, length: int) -> int:
-        """Send a request and return the tag of the answer."""
+        """Send a request to `rank`. Returns the tag of the answer."""
         tag = next(self._tags)
         content = _REQUEST.pack(position, length, tag, file.encode())
-        purpose = f"request {self._tier.rank} {rank}"
+        purpose = _request_purpose(self._tier.rank, rank)
         mac = self._authenticator.sign(purpose, content)
-        request = torch.frombuffer(bytearray(content + mac), dtype=torch.uint8)
+        request = _make_message(content, mac)
         _wait(dist.isend(request, rank, self._group, _REQUEST_TAG))
         return tag
 
     def _serve(self) -> None:
-        """Receive requests until one ends the service; several are answered at the same time."""
+        """Receive requests until one ends the service, and let the server threads answer them."""
         request = torch.empty(_REQUEST.size + self._authenticator.size, dtype=torch.uint8)
         while True:
             try:
-                source = dist.recv(request, None, self._group, _REQUEST_TAG)
+                client = dist.recv(request, None, self._group, _REQUEST_TAG)
             except RuntimeError:  # a rank is lost: the next collective reports it
                 return
+
+            # Copied: the next request overwrites the tensor.
             message = bytes(view_bytes(request))
             content = message[: _REQUEST.size]
             mac = message[_REQUEST.size :]
-            purpose = f"request {source} {self._tier.rank}"
+            purpose = _request_purpose(client, self._tier.rank)
             if not self._authenticator.is_valid(mac, purpose, content):
-                logger.warning(f"a request of rank {source} is not authentic: ignored")
+                logger.warning(f"a request of rank {client} is not authentic: ignored")
                 continue
+
             position, length, tag, file = _REQUEST.unpack(content)
-            if not length:
+            if length == 0:
                 return
-            self._servers.submit(partial(self._answer, source, tag, file, position, length))
+            answer = partial(self._answer, client, tag, file, position, length)
+            self._servers.submit(answer)
 
     def _answer(self, rank: int, tag: int, file: bytes, position: int, length: int) -> None:
-        """Send whether the range of the file can be read here, and its content."""
+        """Send `rank` the range of the file, or the status that it cannot be read here."""
         content = self._read_requested(file, position, length)
-        status = bytes([content is not None])
-        parts: list[bytes | memoryview] = [status]
+        is_found = content is not None
+        status = bytes([is_found])
+        answer: list[bytes | memoryview] = [status]
         if content is not None:
-            parts.append(view_bytes(content))
-        purpose = f"answer {self._tier.rank} {rank} {tag}"
-        mac = self._authenticator.sign(purpose, *parts)
-        head = torch.frombuffer(bytearray(status + mac), dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):  # the rank is lost: the next collective reports it
+            answer.append(view_bytes(content))
+
+        purpose = _answer_purpose(self._tier.rank, rank, tag)
+        mac = self._authenticator.sign(purpose, *answer)
+        head = _make_message(status, mac)
+        # An error means that the rank is lost: the next collective reports it.
+        with contextlib.suppress(RuntimeError):
             dist.send(head, rank, self._group, tag)
             if content is not None:
                 dist.send(content, rank, self._group, tag)
 
     def _read_requested(self, file: bytes, position: int, length: int) -> torch.Tensor | None:
-        """Return the requested range; None if it cannot be read or no reader would request it."""
+        """Return the requested range, or None if it cannot be read.
+
+        A range that readers do not request, or a file outside of the checkpoint, is not read.
+        """
+        # Readers request markers, and up to `_MAX_BLOCKS` blocks of other files.
         if length > max(MAX_MARKER, _MAX_BLOCKS * BLOCK_SIZE):
             return None
         try:
             name = file_name(file.decode(), "a request")
         except ValueError:
             return None
-        buffer = self._thread_buffer
-        if len(buffer.buffer) < length:
-            buffer.buffer = torch.empty(length, dtype=torch.uint8)
-        content = buffer.buffer[:length]
+
+        # Read into the buffer of this thread.
+        local = self._thread_buffer
+        if len(local.buffer) < length:
+            local.buffer = torch.empty(length, dtype=torch.uint8)
+        content = local.buffer[:length]
         if not self._read(name, position, view_bytes(content)):
             return None
         return content
@@ -366,6 +418,21 @@ class DistributedLocalCheckpoint:
             "trying the next node that has it",
             extra={"every_rank": True},
         )
+
+
+def _request_purpose(client: int, server: int) -> str:
+    """Return the purpose that the MAC of a request authenticates."""
+    return f"request {client} {server}"
+
+
+def _answer_purpose(server: int, client: int, tag: int) -> str:
+    """Return the purpose that the MAC of an answer authenticates."""
+    return f"answer {server} {client} {tag}"
+
+
+def _make_message(content: bytes, mac: bytes) -> torch.Tensor:
+    """Return `content` and its MAC as a tensor that can be sent."""
+    return torch.frombuffer(bytearray(content + mac), dtype=torch.uint8)
 
 
 def _wait(work: dist.Work | None) -> None:
@@ -403,7 +470,8 @@ class _LocalCheckpointFile(OpenFile):
         self.descriptor = None
         self._checkpoint = path.checkpoint
         self.size = self._checkpoint.sums(path.name).size
-        # The last block of which only a part was requested, and its position.
+        # The last block of which only a part was requested, and its position in the file. Kept,
+        # because small requests often follow each other in the same block.
         self._block = memoryview(b"")
         self._block_position = 0
 
@@ -411,34 +479,41 @@ class _LocalCheckpointFile(OpenFile):
         return self.size  # reported by ranks of this job
 
     def _read_some(self, view: memoryview, position: int) -> int:
+        """Fill the beginning of `view` with the file from `position` on. Returns the bytes read."""
         view = view[: self.size - position]
         if not view:
             return 0
 
-        # Whole blocks are read directly into `view`. The last block of the file may be shorter.
-        block_number, start_in_block = divmod(position, BLOCK_SIZE)
+        # Read whole blocks directly into `view`. Only the last block of the file may be shorter.
+        reaches_end = position + len(view) == self.size
         whole = len(view)
-        if position + len(view) < self.size:
-            whole = len(view) // BLOCK_SIZE * BLOCK_SIZE
-        if start_in_block == 0 and whole:
+        if not reaches_end:
+            whole -= len(view) % BLOCK_SIZE
+        is_aligned = position % BLOCK_SIZE == 0
+        if is_aligned and whole > 0:
             direct = view[: min(whole, _MAX_BLOCKS * BLOCK_SIZE)]
-            self._checkpoint.read_blocks_into(direct, self.path.name, block_number)
+            first_block = position // BLOCK_SIZE
+            self._checkpoint.read_blocks_into(direct, self.path.name, first_block)
             return len(direct)
 
-        # A part of a block is copied from the block, which is kept for the next request.
+        # Copy a part of a block from the whole block, which is kept for the next request.
         is_kept = 0 <= position - self._block_position < len(self._block)
         if not is_kept:
-            self._block = memoryview(b"")  # if reading raises
-            block_position = block_number * BLOCK_SIZE
-            block_size = min(BLOCK_SIZE, self.size - block_position)
-            block = memoryview(bytearray(block_size))
-            self._checkpoint.read_blocks_into(block, self.path.name, block_number)
-            self._block_position = block_position
-            self._block = block
-        rest_of_block = self._block[position - self._block_position :]
-        part = rest_of_block[: len(view)]
+            self._load_block(position // BLOCK_SIZE)
+        start_in_block = position - self._block_position
+        part = self._block[start_in_block : start_in_block + len(view)]
         view[: len(part)] = part
         return len(part)
+
+    def _load_block(self, number: int) -> None:
+        """Read a block of the file and keep it."""
+        position = number * BLOCK_SIZE
+        size = min(BLOCK_SIZE, self.size - position)
+        block = memoryview(bytearray(size))
+        self._checkpoint.read_blocks_into(block, self.path.name, number)
+        # Set only now: if reading raises, the previous block is still valid.
+        self._block_position = position
+        self._block = block
 
 
 OPENERS[LocalCheckpointPath] = _LocalCheckpointFile

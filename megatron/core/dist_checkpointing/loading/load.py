@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -40,17 +40,18 @@ from megatron.core.dist_checkpointing.planning.planner import (
 logger = logging.getLogger(__name__)
 
 _ROUND_BYTES = 256 << 20  # the buffer of one round of gathering, all ranks together
-_LARGEST_PART = 16 << 20
-_DIGEST_SIZE = 16
-_MAX_SUGGESTIONS = 200
+_LARGEST_PART = 16 << 20  # bytes that one rank contributes to a round
+_DIGEST_SIZE = 16  # bytes of an xxh3_128 digest
+_MAX_SUGGESTIONS = 200  # keys for which similar keys are searched
+_MAX_LINES = 50  # keys listed in an error
 
-BoxOf = dict[tuple[str, Shape], Box]
+BoxOf = dict[tuple[str, Shape], Box]  # by key and offset
 
+# Reactions of `STRICTNESS`
 RAISE = "raise"
 LOG = "log"
 RETURN = "return"
 IGNORE = "ignore"
-
 
 # Reactions to keys that are requested but not stored ("unexpected"), and to keys that are stored
 # but not requested ("missing").
@@ -134,14 +135,15 @@ def load(
     the tensors is undefined then.
     """
     reader = Coordination.of(group).run_on_all(lambda: Reader(directory, verify=verify))
-    options: dict[str, Any] = {
-        "group": group,
-        "strictness": strictness,
-        "skip": skip,
-        "workers": workers,
-    }
     return fill(
-        state, reader, str(directory), **options, parallelization_group=parallelization_group
+        state,
+        reader,
+        str(directory),
+        group=group,
+        strictness=strictness,
+        skip=skip,
+        workers=workers,
+        parallelization_group=parallelization_group,
     )
 
 
@@ -166,11 +168,13 @@ def fill(
     coordination = Coordination.of(group)
 
     def compare() -> tuple[LocalSpec, _KeyComparison]:
+        """Compare the keys of this rank with the checkpoint."""
         spec = describe(state)
         _check_apart(state)
         return spec, _compare_keys(spec, reader.metadata)
 
     def make_reports(comparisons: list[_KeyComparison]) -> list[LoadReport]:
+        """Return the report of every rank, on rank 0."""
         merged = _merge_comparisons(comparisons, reader.metadata, skip, where)
         report = _apply_strictness(merged, strictness, reader.metadata, where)
         return [report] * coordination.size
@@ -199,15 +203,18 @@ def _check_apart(state: ShardedStateDict) -> None:
 
     Only contiguous boxes are checked.
     """
+    # The memory of each box: (address of the first byte, address after the last byte, key)
     spans = []
     for (key, _), box in _index_boxes(state).items():
         tensor = box.tensor
         if tensor.is_contiguous() and tensor.nbytes:
             start = tensor.data_ptr()
             spans.append((start, start + tensor.nbytes, key))
+    # Sorted by address, only neighbors can overlap.
     spans.sort()
     for (_, stop, key), (next_start, _, next_key) in pairwise(spans):
-        assert stop <= next_start or key == next_key, (
+        overlap = next_start < stop
+        assert not overlap or key == next_key, (
             f"{key} and {next_key} are the same memory, which must have one source"
         )
 
@@ -225,7 +232,8 @@ def _index_boxes(state: ShardedStateDict) -> BoxOf:
 def _select_view(item: Item, boxes: BoxOf) -> torch.Tensor:
     """Return the rows of the local box that `item` selects."""
     whole = boxes[item.key, item.box].tensor.detach()
-    return narrow(whole, to_relative(item.offset, item.box), item.shape)
+    offset_in_box = to_relative(item.offset, item.box)
+    return narrow(whole, offset_in_box, item.shape)
 
 
 def _read_local(
@@ -246,16 +254,20 @@ def _read_local(
         for item in share:
             shared.add((item.key, item.box))
 
-    # Boxes of this rank only, then its share of the others
+    # Boxes that are not shared
     requests = []
     for (key, offset), box in boxes.items():
         if (key, offset) not in shared and key in contents.tensors:
             requests.append(Request(key, offset, box.tensor))
+    # This rank's share of the others
     if shares:
-        for item in shares[dist.get_rank(group)]:
-            requests.append(Request(item.key, item.offset, _select_view(item, boxes)))
+        own_share = shares[dist.get_rank(group)]
+        for item in own_share:
+            view = _select_view(item, boxes)
+            requests.append(Request(item.key, item.offset, view))
     reader.read_into(requests, workers)
 
+    # Objects
     objects = {}
     for entry in state.values():
         if isinstance(entry, ShardedObject) and entry.key in contents.objects:
@@ -284,15 +296,21 @@ def _share_reading(
     boxes.sort()
 
     # Find the boxes that all ranks have.
-    digests = [xxhash.xxh3_128_digest(repr(item).encode()) for item in boxes]
+    digests = [_digest_item(item) for item in boxes]
     common = set(digests)
-    for packed in Coordination.of(group).all_gather(b"".join(digests)):
+    packed_of_ranks = Coordination.of(group).all_gather(b"".join(digests))
+    for packed in packed_of_ranks:
         common &= _unpack_digests(packed)
     shared = []
     for item, digest in zip(boxes, digests, strict=True):
         if digest in common:
             shared.append(item)
     return share_evenly(shared, dist.get_world_size(group))
+
+
+def _digest_item(item: Item) -> bytes:
+    """Return a digest of the key, dtype and box of an item, equal on all ranks."""
+    return xxhash.xxh3_128_digest(repr(item).encode())
 
 
 def _unpack_digests(packed: bytes) -> set[bytes]:
@@ -310,46 +328,64 @@ def _all_gather_shares(
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
     # The memory of all shares, by rank, and the bytes of the longest share
-    views_of_ranks = []
+    views_by_rank = []
     longest = 0
     for share in shares:
         views = [_select_view(item, boxes) for item in share]
-        views_of_ranks.append(views)
-        longest = max(longest, sum(view.nbytes for view in views))
+        views_by_rank.append(views)
+        nbytes = sum(view.nbytes for view in views)
+        longest = max(longest, nbytes)
 
-    # Rounds of bounded size: gathering whole shares at once would double the memory of a replica.
-    round_size = max(1, min(longest, _LARGEST_PART, _ROUND_BYTES // size))
-    mine = torch.empty(round_size, dtype=torch.uint8, device=device)
-    received = torch.empty(size, round_size, dtype=torch.uint8, device=device)
-    for start in range(0, longest, round_size):
-        _copy_bytes(views_of_ranks[rank], start, mine)
-        dist.all_gather(list(received.unbind()), mine, group=group)
+    # Gather in rounds: whole shares at once would double the memory of a replica.
+    largest_part = min(_LARGEST_PART, _ROUND_BYTES // size)
+    part_size = max(1, min(longest, largest_part))
+    sent = torch.empty(part_size, dtype=torch.uint8, device=device)
+    received = torch.empty(size, part_size, dtype=torch.uint8, device=device)
+    parts_by_rank = list(received.unbind())
+    for start in range(0, longest, part_size):
+        _pack_bytes(views_by_rank[rank], start, sent)
+        dist.all_gather(parts_by_rank, sent, group=group)
         for other in range(size):
             if other != rank:
-                _copy_bytes(views_of_ranks[other], start, received[other], fill=True)
+                _unpack_bytes(parts_by_rank[other], views_by_rank[other], start)
 
 
-def _copy_bytes(
-    tensors: list[torch.Tensor], start: int, buffer: torch.Tensor, fill: bool = False
-) -> None:
-    """Copy bytes of concatenated tensors, from `start` on, to `buffer`; with `fill` from it."""
-    stop = start + len(buffer)
-    position = 0
+class _Overlap(NamedTuple):
+    """The part of a tensor that is in the buffer of a round of gathering."""
+
+    tensor: torch.Tensor
+    in_tensor: slice  # bytes
+    in_buffer: slice  # bytes
+
+
+def _find_overlaps(tensors: list[torch.Tensor], start: int, size: int) -> Iterator[_Overlap]:
+    """Yield the parts of tensors in bytes [start, start + size) of their concatenation."""
+    stop = start + size
+    position = 0  # of the tensor in the concatenation
     for tensor in tensors:
-        # The bytes [first, last) of all tensors are in this one and in the buffer.
         first = max(start, position)
         last = min(stop, position + tensor.nbytes)
         if first < last:
-            flat = tensor.reshape(-1).view(torch.uint8)
-            in_tensor = flat[first - position : last - position]
-            in_buffer = buffer[first - start : last - start]
-            if fill:
-                in_tensor.copy_(in_buffer)
-                if not tensor.is_contiguous():  # then `flat` was a copy
-                    tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
-            else:
-                in_buffer.copy_(in_tensor)
+            in_tensor = slice(first - position, last - position)
+            in_buffer = slice(first - start, last - start)
+            yield _Overlap(tensor, in_tensor, in_buffer)
         position += tensor.nbytes
+
+
+def _pack_bytes(tensors: list[torch.Tensor], start: int, buffer: torch.Tensor) -> None:
+    """Fill `buffer` with the bytes of concatenated tensors from `start` on."""
+    for tensor, in_tensor, in_buffer in _find_overlaps(tensors, start, len(buffer)):
+        flat = tensor.reshape(-1).view(torch.uint8)
+        buffer[in_buffer].copy_(flat[in_tensor])
+
+
+def _unpack_bytes(buffer: torch.Tensor, tensors: list[torch.Tensor], start: int) -> None:
+    """Copy `buffer` to the bytes of concatenated tensors from `start` on."""
+    for tensor, in_tensor, in_buffer in _find_overlaps(tensors, start, len(buffer)):
+        flat = tensor.reshape(-1).view(torch.uint8)
+        flat[in_tensor].copy_(buffer[in_buffer])
+        if not tensor.is_contiguous():  # then `flat` was a copy
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
 class _KeyComparison(NamedTuple):
@@ -359,32 +395,37 @@ class _KeyComparison(NamedTuple):
     """
 
     wrong: list[str]  # lines about keys whose shape or kind differs
-    unexpected: list[str]
-    requested: bytes  # a bit per key of the checkpoint, in sorted order: requested by this rank
+    unexpected: list[str]  # keys that this rank requests and the checkpoint does not have
+    requested: bytes  # one bit per key of `_list_keys`: 1 if this rank requests it
 
 
 def _compare_keys(spec: LocalSpec, contents: Contents) -> _KeyComparison:
     """Compare the keys that this rank requests with the checkpoint."""
     # Keys whose kind or shape differs
-    requested: set[str] = set()
     wrong = []
-    for key, shape, *_ in spec.tensors:
-        requested.add(key)
+    for tensor in spec.tensors:
+        key = tensor.key
         if key in contents.objects:
             wrong.append(f"{key}: an object in the checkpoint, a tensor here")
-        elif key in contents.tensors and contents.tensors[key].shape != shape:
-            wrong.append(f"{key}: {contents.tensors[key].shape} in the checkpoint, {shape} here")
+        elif key in contents.tensors:
+            stored_shape = contents.tensors[key].shape
+            if stored_shape != tensor.shape:
+                wrong.append(f"{key}: {stored_shape} in the checkpoint, {tensor.shape} here")
     for key in spec.objects:
-        requested.add(key)
         if key in contents.tensors:
             wrong.append(f"{key}: a tensor in the checkpoint, an object here")
 
-    # Keys that one side lacks. The requested ones are sent as bits, because rank 0 receives them
-    # from every rank, and a large model has tens of thousands of keys.
+    # Keys that only this rank has
+    requested = {tensor.key for tensor in spec.tensors}
+    requested.update(spec.objects)
     stored = _list_keys(contents)
     unexpected = sorted(requested - set(stored))
+
+    # Stored keys that this rank requests, as bits: rank 0 receives them from every rank, and a
+    # large model has tens of thousands of keys.
     is_requested = np.array([key in requested for key in stored], dtype=bool)
-    return _KeyComparison(wrong, unexpected, np.packbits(is_requested).tobytes())
+    bits = np.packbits(is_requested)
+    return _KeyComparison(wrong, unexpected, bits.tobytes())
 
 
 def _merge_comparisons(
@@ -393,7 +434,10 @@ def _merge_comparisons(
     skip: Callable[[str], bool],
     where: str,
 ) -> LoadReport:
-    """Merge the comparisons of all ranks. Raises CheckpointError if a shape or kind differs."""
+    """Return the unexpected and missing keys of all ranks together.
+
+    Raises CheckpointError if a shape or kind differs.
+    """
     wrong: set[str] = set()
     unexpected: set[str] = set()
     rows = []
@@ -402,14 +446,14 @@ def _merge_comparisons(
         unexpected.update(comparison.unexpected)
         rows.append(np.frombuffer(comparison.requested, np.uint8))
     if wrong:
-        raise CheckpointError(
-            f"{where}: does not fit this model:\n  " + abbreviate(sorted(wrong), 50)
-        )
+        lines = abbreviate(sorted(wrong), _MAX_LINES)
+        raise CheckpointError(f"{where}: does not fit this model:\n  {lines}")
 
     # A key is missing if no rank requests it.
     stored = _list_keys(contents)
-    bits_of_any_rank = np.bitwise_or.reduce(np.stack(rows), axis=0)  # [bytes]
-    requested = np.unpackbits(bits_of_any_rank, count=len(stored))
+    bits_by_rank = np.stack(rows)  # [ranks, bytes]
+    bits_of_any_rank = np.bitwise_or.reduce(bits_by_rank, axis=0)  # [bytes]
+    requested = np.unpackbits(bits_of_any_rank, count=len(stored))  # [keys], 0 or 1
     missing = []
     for key, is_requested in zip(stored, requested, strict=True):
         # The common state is read with `load_common`, outside of the plan of a load.
@@ -419,7 +463,7 @@ def _merge_comparisons(
 
 
 def _list_keys(contents: Contents) -> list[str]:
-    """Return all keys of a checkpoint in the order of the bits of `_KeyComparison.requested`."""
+    """Return all keys of a checkpoint, sorted, so that they have the same order on all ranks."""
     return sorted(contents.tensors.keys() | set(contents.objects))
 
 
@@ -433,15 +477,20 @@ def _apply_strictness(
         ("requested but not in the checkpoint", unexpected_lines, unexpected_reaction),
         ("in the checkpoint but not requested by any rank", report.missing, missing_reaction),
     )
-    raised = []
+
+    # Report both problems in one error.
+    errors = []
     for title, lines, reaction in problems:
-        text = f"keys {title} ({len(lines)}):\n  {abbreviate(lines, 50)}"
-        if lines and reaction == RAISE:
-            raised.append(text)
-        elif lines and reaction == LOG:
+        if not lines:
+            continue
+        text = f"keys {title} ({len(lines)}):\n  {abbreviate(lines, _MAX_LINES)}"
+        if reaction == RAISE:
+            errors.append(text)
+        elif reaction == LOG:
             logger.warning("%s: %s", where, text)
-    if raised:
-        raise CheckpointError(f"{where}: " + "\n".join(raised))
+    if errors:
+        text = "\n".join(errors)
+        raise CheckpointError(f"{where}: {text}")
 
     # Return only the keys that the caller handles.
     left = LoadReport()
@@ -453,14 +502,14 @@ def _apply_strictness(
 
 
 def _suggest_similar_keys(keys: list[str], stored: list[str]) -> list[str]:
-    """Return the keys, each with the most similar ones of the checkpoint.
-
-    The search takes time: only the first keys are searched for.
-    """
+    """Return one line per key: the key, and the most similar ones of the checkpoint."""
     lines = []
+    # The search takes time: only the first keys get suggestions.
     for key in keys[:_MAX_SUGGESTIONS]:
         similar = difflib.get_close_matches(key, stored, n=2, cutoff=0.75)
+        line = key
         if similar:
-            key = f"{key} (there is {' and '.join(similar)})"
-        lines.append(key)
-    return lines + keys[_MAX_SUGGESTIONS:]
+            line = f"{key} (there is {' and '.join(similar)})"
+        lines.append(line)
+    lines.extend(keys[_MAX_SUGGESTIONS:])
+    return lines

@@ -411,7 +411,8 @@ def a_holder_is_stopped(rank, size, root):
     node.close()
     held = [find_local_checkpoints(node.tier)]
     dist.broadcast_object_list(held, 0)
-    only_there = held[0][0]._replace(writers=[(size, [0]) for size, _ in held[0][0].writers])
+    writers = [files._replace(nodes=[0]) for files in held[0][0].writers]
+    only_there = held[0][0]._replace(writers=writers)
     local = DistributedLocalCheckpoint(node.tier, only_there)
     pids = [None] * size
     dist.all_gather_object(pids, os.getpid())
@@ -492,7 +493,8 @@ def save_with_secret(rank, size, root, tampered):
         report = node.save(1)
         found = [find_local_checkpoints(node.tier)]
         dist.broadcast_object_list(found, 0)
-        only_on_rank_0 = [(marker, [0]) for marker, nodes in found[0][0].writers if 0 in nodes]
+        writers = [files for files in found[0][0].writers if 0 in files.nodes]
+        only_on_rank_0 = [files._replace(nodes=[0]) for files in writers]
         values = None
         if not tampered:
             info = found[0][0]._replace(writers=only_on_rank_0)
