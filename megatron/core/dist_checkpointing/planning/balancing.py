@@ -6,27 +6,31 @@ from collections.abc import Iterator, Sequence
 
 
 def level_loads(loads: list[int], total: int) -> list[int]:
-    """Return the part of `total` bytes that each rank takes so that loads become equal."""
-    # The ranks with the lowest loads are filled up to a common level, the others get no bytes.
-    # `filled` is the sum of the loads of the first `count` ranks afterwards.
-    order = sorted(range(len(loads)), key=lambda index: (loads[index], index))
+    """Return the part of `total` bytes that each rank takes so that loads become equal.
+
+    The ranks with the lowest loads are filled up to a common level, the others get no bytes.
+    """
+    # Find the ranks to fill, in the order of their loads. `filled` is the sum of the loads of the
+    # first `count` of them after distributing all bytes over these.
+    order = sorted(range(len(loads)), key=lambda rank: (loads[rank], rank))
     filled = total
     count = 0
-    for index in order:
-        load = loads[index]
-        if count and filled <= load * count:
+    for rank in order:
+        load = loads[rank]
+        is_above_level = count > 0 and filled <= load * count
+        if is_above_level:
             break
         filled += load
         count += 1
 
     # The first ranks get the remainder of the division, one byte each.
-    level, rest = divmod(filled, count)
+    level, remainder = divmod(filled, count)
     shares = [0] * len(loads)
-    for position, index in enumerate(order[:count]):
+    for position, rank in enumerate(order[:count]):
         target = level
-        if position < rest:
+        if position < remainder:
             target += 1
-        shares[index] = target - loads[index]
+        shares[rank] = target - loads[rank]
     assert sum(shares) == total, (shares, total)
     return shares
 
@@ -34,45 +38,50 @@ def level_loads(loads: list[int], total: int) -> list[int]:
 def cut_into_shares(
     shares: list[int], sizes: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a sequence of boxes (rows, bytes) into shares of the given bytes, between rows.
+    """Cut a sequence of boxes into shares of the given bytes, between rows.
 
-    Yields (number of the share, number of the box, first row, count).
+    `sizes` are (number of rows, bytes) of each box. Yields (index of the share, index of the box,
+    first row, number of rows).
     """
-    # The shares that are not empty, (number, bytes)
-    due = []
-    for member, share in enumerate(shares):
-        if share:
-            due.append((member, share))
-    if not due:
-        due.append((0, 0))  # without any bytes, the first one gets all rows
+    # List the shares to fill: (index, bytes).
+    to_fill = []
+    for index, nbytes in enumerate(shares):
+        if nbytes:
+            to_fill.append((index, nbytes))
+    if not to_fill:
+        to_fill.append((0, 0))  # without any bytes, the first share gets all rows
 
+    # Fill one share after the other. `missing` are the bytes that the current one still needs.
     current = 0
-    last = len(due) - 1
-    member, left = due[current]
-    for number, (num_rows, nbytes) in enumerate(sizes):
+    last = len(to_fill) - 1
+    share, missing = to_fill[current]
+    for box, (num_rows, nbytes) in enumerate(sizes):
         row_bytes = nbytes // num_rows
-        done = 0
-        while done < num_rows:
-            count = num_rows - done
+        first = 0
+        while first < num_rows:
+            count = num_rows - first
+            # The last share takes all that is left.
             if row_bytes and current < last:
-                rows_left = _divide_to_nearest(left, row_bytes)
-                count = min(count, rows_left)
+                rows_to_fill = _divide_to_nearest(missing, row_bytes)
+                count = min(count, rows_to_fill)
             if count > 0:
-                yield member, number, done, count
-                done += count
-                left -= count * row_bytes
-            if done < num_rows:
+                yield share, box, first, count
+                first += count
+                missing -= count * row_bytes
+            if first < num_rows:
                 # The share is complete. The remainder of rounding to a row goes to the next one.
                 current += 1
-                member, share = due[current]
-                left += share
+                share, next_bytes = to_fill[current]
+                missing += next_bytes
     assert current <= last
 
 
 def _divide_to_nearest(nbytes: int, row_bytes: int) -> int:
-    """Return the number of rows nearest to `nbytes`, the smaller one of two.
+    """Return `nbytes / row_bytes` rounded to the nearest number of rows, halves down.
 
-    Rounding down would add all remainders to the last share.
+    Rounding all quotients down would add all remainders to the last share.
     """
-    doubled = 2 * nbytes - row_bytes
-    return -(-doubled // (2 * row_bytes))
+    # ceil(quotient - 1/2) in integers
+    numerator = 2 * nbytes - row_bytes
+    denominator = 2 * row_bytes
+    return -(-numerator // denominator)

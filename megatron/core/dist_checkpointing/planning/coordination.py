@@ -17,16 +17,18 @@ T = TypeVar("T")
 
 
 @cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
+def _get_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of this module on a device."""
     return torch.cuda.Stream(device)
 
 
-def _own_stream(device: torch.device) -> AbstractContextManager[object]:
+def _use_separate_stream(device: torch.device) -> AbstractContextManager[object]:
     """Return a context whose CUDA operations are queued on a stream of their own."""
     if device.type != "cuda":
         return nullcontext()
     current = torch.device("cuda", torch.cuda.current_device())
-    return torch.cuda.stream(_stream_of(current))
+    stream = _get_stream(current)
+    return torch.cuda.stream(stream)
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,14 @@ class Coordination:
         if self.size == 1:
             return value
         device = self._device()
-        with _own_stream(device):
+        with _use_separate_stream(device):
             # The minimum is 0 as soon as one rank has False.
             flag = torch.tensor([int(value)], dtype=torch.int32, device=device)
             dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
             return bool(flag.item())
 
     def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank. Values are pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -118,7 +121,9 @@ class Coordination:
         # Without errors, the usual case, only one number is exchanged.
         if self.all_true(error is None):
             return
-        text = None if error is None else str(error)
+        text = None
+        if error is not None:
+            text = str(error)
         texts = self.all_gather(text)
         if self.size == 1 and error is not None:
             raise error
@@ -131,7 +136,8 @@ class Coordination:
                 ranks.append(str(rank))
         lines = []
         for text, ranks in ranks_of_text.items():
-            lines.append(f"rank {', '.join(ranks)}: {text}")
+            all_ranks = ", ".join(ranks)
+            lines.append(f"rank {all_ranks}: {text}")
         raise CheckpointError("\n".join(lines)) from error
 
     def run_on_all(self, function: Callable[[], T]) -> T:
@@ -149,6 +155,7 @@ class Coordination:
         return result[0]
 
     def _gather(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on the coordinator, None elsewhere."""
         if self.size == 1:
             return [value]
         # Only the destination has a list for the results.
@@ -159,6 +166,7 @@ class Coordination:
         return values
 
     def _scatter(self, values: list[Any] | None) -> Any:
+        """Return this rank's entry of `values`, which the coordinator has."""
         if self.size == 1:
             assert values is not None
             return values[0]

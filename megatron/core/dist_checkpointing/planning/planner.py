@@ -38,16 +38,16 @@ class TensorSpec(NamedTuple):
     """The boxes of one tensor on one rank."""
 
     key: str
-    shape: Shape
+    shape: Shape  # global
     dtype: torch.dtype
-    boxes: tuple[Extent, ...]
+    boxes: tuple[Extent, ...]  # (offset, shape) of each
 
 
 class LocalSpec(NamedTuple):
     """The structure of one rank's state; a plan is valid while it is unchanged on every rank."""
 
     tensors: tuple[TensorSpec, ...]
-    objects: tuple[str, ...]
+    objects: tuple[str, ...]  # keys
 
 
 class PackedSpec(NamedTuple):
@@ -56,8 +56,8 @@ class PackedSpec(NamedTuple):
     # Pickled tuple of TensorType. Many ranks (e.g., those of a TP group) have equal ones, which
     # rank 0 reads once.
     types: bytes
-    objects: tuple[str, ...]
-    counts: np.ndarray  # boxes of each tensor
+    objects: tuple[str, ...]  # keys
+    counts: np.ndarray  # number of boxes of each tensor
     # [boxes, 2, dimensions]: offset and shape; missing dimensions at the end are 0 and 1.
     boxes: np.ndarray
 
@@ -112,7 +112,9 @@ def describe(state: ShardedStateDict) -> LocalSpec:
                 f"{name}: {type(entry).__name__} is neither ShardedTensor nor ShardedObject"
             )
         tensors.append(_describe_tensor(entry))
-    _check_unique_keys([tensor.key for tensor in tensors] + objects)
+
+    tensor_keys = [tensor.key for tensor in tensors]
+    _check_unique_keys(tensor_keys + objects)
     return LocalSpec(tuple(tensors), tuple(objects))
 
 
@@ -151,6 +153,7 @@ def _select_boxes(entry: ShardedTensor) -> tuple[Extent, ...]:
 
 
 def _is_inside(offset: Shape, shape: Shape, whole: Shape) -> bool:
+    """Return whether a box is inside a tensor of shape `whole`, with the same dimensions."""
     if not len(offset) == len(shape) == len(whole):
         return False
     for start, size, limit in zip(offset, shape, whole, strict=True):
@@ -173,17 +176,17 @@ def _check_unique_keys(keys: Sequence[str]) -> None:
 
 def pack(spec: LocalSpec) -> PackedSpec:
     """Convert a spec to arrays in which all boxes have the same number of dimensions."""
-    dims = 0
-    for tensor in spec.tensors:
-        dims = max(dims, len(tensor.shape))
-
     types: list[TensorType] = []
     counts: list[int] = []
-    extents: list[Extent] = []
+    dims = 0
     for tensor in spec.tensors:
         types.append((tensor.key, tensor.shape, tensor.dtype))
         counts.append(len(tensor.boxes))
-        # Dimensions that a tensor lacks have the offset 0 and the size 1.
+        dims = max(dims, len(tensor.shape))
+
+    # Dimensions that a tensor lacks have the offset 0 and the size 1.
+    extents: list[Extent] = []
+    for tensor in spec.tensors:
         missing = dims - len(tensor.shape)
         offset_end = (0,) * missing
         shape_end = (1,) * missing
@@ -193,9 +196,11 @@ def pack(spec: LocalSpec) -> PackedSpec:
             extents.append((padded_offset, padded_shape))
 
     boxes = np.array(extents, dtype=np.int64)
-    boxes = boxes.reshape(len(extents), 2, dims)
-    if boxes.max(initial=0) < 1 << 31:
-        boxes = boxes.astype(np.int32)  # to send less
+    boxes = boxes.reshape(len(extents), 2, dims)  # also where there are no boxes
+    fits_32_bits = boxes.max(initial=0) < 1 << 31
+    if fits_32_bits:
+        # Half the bytes to send: ranks send millions of boxes to rank 0.
+        boxes = boxes.astype(np.int32)
     return PackedSpec(
         types=pickle.dumps(tuple(types)),
         objects=spec.objects,
@@ -215,10 +220,10 @@ class Segments:
     rank: np.ndarray
     box: np.ndarray  # number among the rank's boxes
     tensor: np.ndarray  # number in `SavePlan.tensors`
-    first: np.ndarray
-    count: np.ndarray
+    first: np.ndarray  # first row
+    count: np.ndarray  # number of rows
     offset: np.ndarray  # [lines, dimensions], as in PackedSpec
-    shape: np.ndarray
+    shape: np.ndarray  # [lines, dimensions]
     nbytes: np.ndarray
 
     def select(self, line: np.ndarray, first: np.ndarray, count: np.ndarray) -> Segments:
@@ -261,18 +266,19 @@ class SavePlan:
     @property
     def loads(self) -> list[int]:
         """Bytes that each rank writes."""
-        segments = self.segments
-        return _sum_by_group(segments.rank, segments.nbytes, len(self.objects)).tolist()
+        world_size = len(self.objects)
+        loads = _sum_by_group(self.segments.rank, self.segments.nbytes, world_size)
+        return loads.tolist()
 
     def extents(self) -> Iterator[tuple[str, Extent]]:
         """Yield key and box (offset, shape) of each segment."""
-        segments = self.segments
-        numbers = segments.tensor.tolist()
-        offsets = segments.offset.tolist()
-        shapes = segments.shape.tolist()
+        # Lists: single elements of an array are slow.
+        numbers = self.segments.tensor.tolist()
+        offsets = self.segments.offset.tolist()
+        shapes = self.segments.shape.tolist()
         for number, offset, shape in zip(numbers, offsets, shapes, strict=True):
             key, global_shape, _ = self.tensors[number]
-            # The columns are those of the tensor with the most dimensions.
+            # The arrays have the dimensions of the tensor that has the most.
             dims = len(global_shape)
             box_offset = tuple(offset[:dims])
             box_shape = tuple(shape[:dims])
@@ -297,6 +303,7 @@ def make_plan(specs: Sequence[PackedSpec], fully_parallel: bool = True) -> SaveP
     replicas = _group_replicas(tensors, boxes)
     distinct = _select_distinct_boxes(tensors, boxes, replicas)
     _check_coverage(tensors, distinct)
+
     # Phase 2: choose the rank that writes each box, or the ranks that share its rows.
     segments = _choose_writers(boxes, replicas, fully_parallel, len(specs))
     return SavePlan(tensors, _assign_objects(specs), segments)
@@ -333,6 +340,7 @@ def _collect_boxes(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], Segme
     box = np.arange(len(offset))
     box -= np.repeat(first_of_rank, boxes_of_rank)
 
+    # A scalar or an empty box is one row.
     row_axis = _find_row_axes(shape)
     num_rows = shape[np.arange(len(shape)), row_axis]
     num_rows = np.maximum(1, num_rows)
@@ -375,34 +383,43 @@ def _number_tensors(specs: Sequence[PackedSpec]) -> tuple[list[TensorType], np.n
     # Tensors with the same key but another shape or dtype get different numbers.
     number_of_tensor: dict[TensorType, int] = {}
     numbers_of_types: dict[bytes, np.ndarray] = {}  # by `PackedSpec.types`
-    numbers_of_specs: list[np.ndarray] = []
-    objects: set[str] = set()
+    numbers_of_ranks: list[np.ndarray] = []
+    object_keys: set[str] = set()
     for spec in specs:
+        # Ranks with equal types are numbered once.
         numbers = numbers_of_types.get(spec.types)
         if numbers is None:
-            new = []
+            new_numbers = []
             for tensor in spec.read_types():
-                number = number_of_tensor.setdefault(tensor, len(number_of_tensor))
-                new.append(number)
-            numbers = np.array(new, dtype=np.int64)
+                next_number = len(number_of_tensor)
+                number = number_of_tensor.setdefault(tensor, next_number)
+                new_numbers.append(number)
+            numbers = np.array(new_numbers, dtype=np.int64)
             numbers_of_types[spec.types] = numbers
-        numbers_of_specs.append(numbers)
-        objects.update(spec.objects)
+        numbers_of_ranks.append(numbers)
+        object_keys.update(spec.objects)
 
+    # Every key must have one shape and dtype, or be an object.
     tensors = list(number_of_tensor)
-    keys = {key for key, _, _ in tensors}
-    has_conflict = len(keys) < len(tensors)
-    if has_conflict or keys & objects:
+    tensor_keys = {key for key, _, _ in tensors}
+    has_different_tensors = len(tensor_keys) < len(tensors)
+    has_different_kinds = not tensor_keys.isdisjoint(object_keys)
+    if has_different_tensors or has_different_kinds:
         raise CheckpointError(_describe_conflicts(specs))
-    return tensors, np.concatenate(numbers_of_specs)
+    return tensors, np.concatenate(numbers_of_ranks)
 
 
 def number_places(
     tensors: Sequence[TensorType], tensor: np.ndarray, offset: np.ndarray
 ) -> np.ndarray:
-    """Number the first element of each box: tensors in order, elements row-major."""
+    """Return the place of each box: the number of its first element among those of all tensors.
+
+    The elements are numbered by tensor, and row-major in each of them. `tensor` is the number of
+    each box's tensor, and `offset` is [boxes, dimensions].
+    """
     dims = offset.shape[1]
-    stride_of_tensor = _make_stride_table(_make_shape_table(tensors, dims))
+    shape_of_tensor = _make_shape_table(tensors, dims)
+    stride_of_tensor = _make_stride_table(shape_of_tensor)
     first_element = _number_first_elements(tensors)
     place = first_element[tensor]  # [boxes]
     # One axis at a time: this needs a third of the time of a product of [boxes, dims].
@@ -449,12 +466,9 @@ def _pad_dimensions(boxes: np.ndarray, dims: int) -> np.ndarray:
 class _Replicas(NamedTuple):
     """The lines of the whole boxes, grouped by box."""
 
-    order: np.ndarray
-    """The lines sorted by place; those of one box are in rank order."""
-    starts: np.ndarray
-    """The indices in `order` where a new box begins."""
-    places: np.ndarray
-    """The place of each box (`number_places`)."""
+    order: np.ndarray  # the lines sorted by place; those of one box are in rank order
+    starts: np.ndarray  # the indices in `order` where a new box begins
+    places: np.ndarray  # the place of each box (`number_places`)
 
     def count_ranks(self) -> np.ndarray:
         """Return the number of ranks that have each box."""
@@ -466,21 +480,20 @@ def _group_replicas(tensors: Sequence[TensorType], boxes: Segments) -> _Replicas
 
     Raises CheckpointError if a rank has a box twice.
     """
+    # Sort by place, so that replicas are neighbors. The sort is stable: they stay in rank order.
     places = number_places(tensors, boxes.tensor, boxes.offset)
     order = np.argsort(places, kind="stable")
     places = places[order]
-    shape = boxes.shape.take(order, axis=0)
+    shape = boxes.shape.take(order, axis=0)  # [lines, dimensions]
     rank = boxes.rank[order]
 
     # A line begins a new box if its place or shape differs from the previous line's.
-    is_new = np.ones(len(order), dtype=bool)
-    is_after_first = is_new[1:]
-    is_after_first[:] = _differs_from_previous(places)
+    differs = _differs_from_previous(places)  # [lines - 1]
     for axis in range(shape.shape[1]):
-        is_after_first |= _differs_from_previous(shape[:, axis])
+        differs |= _differs_from_previous(shape[:, axis])
 
-    # Lines of one box are in rank order, so two of the same rank are neighbors.
-    is_duplicate = ~is_after_first
+    # Replicas are in rank order, so two of the same rank are neighbors.
+    is_duplicate = ~differs
     is_duplicate &= ~_differs_from_previous(rank)
     duplicates = np.flatnonzero(is_duplicate)
     if len(duplicates):
@@ -489,6 +502,9 @@ def _group_replicas(tensors: Sequence[TensorType], boxes: Segments) -> _Replicas
         dims = len(global_shape)
         offset = tuple(boxes.offset[line, :dims].tolist())
         raise CheckpointError(f"{key}: rank {boxes.rank[line]} holds the box at {offset} twice")
+
+    is_new = np.ones(len(order), dtype=bool)  # the first line begins a box
+    is_new[1:] = differs
     starts = np.flatnonzero(is_new)
     return _Replicas(order, starts, places[starts])
 
@@ -502,10 +518,10 @@ def _differs_from_previous(values: np.ndarray) -> np.ndarray:
 class _DistinctBoxes(NamedTuple):
     """The boxes of all ranks without replicas, sorted by tensor and by place."""
 
-    tensor: np.ndarray
-    place: np.ndarray
+    tensor: np.ndarray  # number in `SavePlan.tensors`
+    place: np.ndarray  # as from `number_places`
     offset: np.ndarray  # [boxes, dimensions]
-    shape: np.ndarray
+    shape: np.ndarray  # [boxes, dimensions]
     # The boxes of tensor number i are `[ends[i], ends[i + 1])`.
     ends: np.ndarray
 
@@ -535,22 +551,23 @@ def _select_distinct_boxes(
 
 def _check_coverage(tensors: Sequence[TensorType], boxes: _DistinctBoxes) -> None:
     """Raise CheckpointError unless the boxes tile the tensors."""
-    # The quick check confirms most tensors; the exact one finds the faults of the others.
+    # The quick check confirms most tensors.
     is_tiled = np.zeros(len(tensors), dtype=bool)
     if len(boxes.tensor):
         is_tiled = _find_tiled_by_runs(tensors, boxes)
-    untiled = np.flatnonzero(~is_tiled)
 
+    # The exact check finds the faults of the others, if any. A main parameter and its moments have
+    # the same boxes, which are checked once.
     problems = []
-    # A main parameter and its moments have the same boxes, which are checked once.
-    faults: dict[tuple[Shape, bytes, bytes], str | None] = {}
-    for number in untiled.tolist():
+    known_faults: dict[tuple[Shape, bytes, bytes], str | None] = {}  # by the content of the boxes
+    unconfirmed = np.flatnonzero(~is_tiled)
+    for number in unconfirmed.tolist():
         key, global_shape, _ = tensors[number]
         table = boxes.make_table(number, len(global_shape))
         content = (global_shape, table.offset.tobytes(), table.shape.tobytes())
-        if content not in faults:
-            faults[content] = table.find_gap_or_overlap(global_shape)
-        fault = faults[content]
+        if content not in known_faults:
+            known_faults[content] = table.find_gap_or_overlap(global_shape)
+        fault = known_faults[content]
         if fault is not None:
             problems.append(f"{key} {global_shape}: {fault}")
     if problems:
@@ -564,39 +581,48 @@ def _find_tiled_by_runs(tensors: Sequence[TensorType], boxes: _DistinctBoxes) ->
     They are checked at once, which takes a tenth of the time of the exact check of each.
     """
     tensor = boxes.tensor
-    place = boxes.place
-    whole = _make_shape_table(tensors, boxes.shape.shape[1])
+    global_shape = _make_shape_table(tensors, boxes.shape.shape[1])
+    is_run = _find_runs(tensor, boxes.shape, global_shape)
 
-    # A run has one index on the axes before the first longer one, and all indices after it.
-    is_run = np.ones(len(tensor), dtype=bool)
-    has_begun = np.zeros(len(tensor), dtype=bool)
-    for axis in range(whole.shape[1]):
-        extent = boxes.shape[:, axis]
-        whole_extent = whole[:, axis]
-        is_run &= ~has_begun | (extent == whole_extent[tensor])
-        has_begun |= extent > 1
-
-    # It begins where the one before it ends, in the numbering of the elements of all tensors.
-    stop = place + boxes.shape.prod(axis=1)
-    is_next = np.ones(len(tensor), dtype=bool)
-    is_next[1:] = place[1:] == stop[:-1]
-
-    # The first run of a tensor begins at its first element, and the last one ends with it.
-    first_box = boxes.ends[:-1]
+    # A run must begin where the one before it ends. The first run of a tensor is checked below.
+    start = boxes.place
+    stop = start + boxes.shape.prod(axis=1)
+    is_consecutive = np.ones(len(tensor), dtype=bool)
+    is_consecutive[1:] = start[1:] == stop[:-1]
+    first_box = boxes.ends[:-1]  # [tensors]
     last_box = boxes.ends[1:] - 1
     has_boxes = last_box >= first_box
-    is_next[first_box[has_boxes]] = True
-    # The tensors that have no boxes may have any index here.
-    first_box = np.minimum(first_box, len(place) - 1)
+    is_consecutive[first_box[has_boxes]] = True
+
+    # The first run of a tensor must begin at its first element, and the last one end with its last.
     first_place = _number_first_elements(tensors)
-    last_place = first_place + whole.prod(axis=1)
-    is_complete = place[first_box] == first_place
-    is_complete &= stop[last_box] == last_place
+    end_place = first_place + global_shape.prod(axis=1)
+    # A tensor without boxes has an index that may be out of range; its result is not used.
+    first_box = np.minimum(first_box, len(tensor) - 1)
+    is_complete = start[first_box] == first_place
+    is_complete &= stop[last_box] == end_place
 
     # Count the boxes of each tensor that are not runs, or not consecutive.
-    is_faulty = ~(is_run & is_next)
+    is_faulty = ~(is_run & is_consecutive)
     num_faults = np.bincount(tensor[is_faulty], minlength=len(tensors))
     return has_boxes & is_complete & (num_faults == 0)
+
+
+def _find_runs(tensor: np.ndarray, shape: np.ndarray, global_shape: np.ndarray) -> np.ndarray:
+    """Return for each box whether its elements are consecutive in its tensor.
+
+    `tensor` is the number of each box's tensor, `shape` is [boxes, dimensions], and `global_shape`
+    [tensors, dimensions]. A run has one index on the axes before its first longer axis, any range
+    of it, and all indices of the axes after it.
+    """
+    is_run = np.ones(len(tensor), dtype=bool)
+    is_after_longer = np.zeros(len(tensor), dtype=bool)
+    for axis in range(global_shape.shape[1]):
+        size = shape[:, axis]
+        whole_size = global_shape[:, axis][tensor]
+        is_run &= ~is_after_longer | (size == whole_size)
+        is_after_longer |= size > 1
+    return is_run
 
 
 def _make_shape_table(tensors: Sequence[TensorType], dims: int) -> np.ndarray:
@@ -618,17 +644,17 @@ def _describe_conflicts(specs: Sequence[PackedSpec]) -> str:
 
 def _find_different_tensors(specs: Sequence[PackedSpec]) -> dict[str, str]:
     """Return a message for each key whose shape or dtype differs between ranks."""
-    first: dict[str, tuple[TensorType, int]] = {}  # by key, with its rank
+    first_seen: dict[str, tuple[TensorType, int]] = {}  # (tensor, rank) by key
     conflicts: dict[str, str] = {}
     for rank, spec in enumerate(specs):
         for tensor in spec.read_types():
             key, shape, dtype = tensor
-            known, other = first.setdefault(key, (tensor, rank))
-            if known == tensor or key in conflicts:
+            first_tensor, first_rank = first_seen.setdefault(key, (tensor, rank))
+            if tensor == first_tensor or key in conflicts:
                 continue
-            _, known_shape, known_dtype = known
+            _, first_shape, first_dtype = first_tensor
             conflicts[key] = (
-                f"{key}: {known_shape} {known_dtype} on rank {other}, "
+                f"{key}: {first_shape} {first_dtype} on rank {first_rank}, "
                 f"{shape} {dtype} on rank {rank}"
             )
     return conflicts
@@ -659,27 +685,38 @@ def _choose_writers(
     """Return the segments to write, sorted by rank and box."""
     # Boxes on one rank only (optimizer shards) have a fixed writer: count them before replicated
     # boxes are distributed.
-    has_fixed_writer = replicas.count_ranks() == 1
-    if not fully_parallel:
-        has_fixed_writer[:] = True
-    fixed_boxes = replicas.starts[has_fixed_writer]
-    is_fixed = np.zeros(len(boxes.rank), dtype=bool)
-    is_fixed[replicas.order[fixed_boxes]] = True
-    fixed = np.flatnonzero(is_fixed)
+    fixed_lines = _find_fixed_lines(replicas, fully_parallel)
     parts: list[_Part] = []
     if fully_parallel:
-        loads = _sum_by_group(boxes.rank[fixed], boxes.nbytes[fixed], world_size)
+        loads = _sum_by_group(boxes.rank[fixed_lines], boxes.nbytes[fixed_lines], world_size)
         parts = _share_replicated_boxes(boxes, replicas, loads.tolist())
 
-    # Whole boxes and parts as columns: line, first row, count
-    first_rows = np.zeros_like(fixed)
-    whole = np.stack([fixed, first_rows, boxes.count[fixed]])
+    # Merge whole boxes and parts. Columns: line, first row, number of rows
+    first_rows = np.zeros_like(fixed_lines)
+    whole = np.stack([fixed_lines, first_rows, boxes.count[fixed_lines]])
     shared = np.array(sorted(parts), dtype=np.int64)
     shared = shared.reshape(-1, 3).T
     line, first, count = np.concatenate([whole, shared], axis=1)
     # Both are sorted, so that sorting them together is a merge.
     order = np.argsort(line, kind="stable")
     return boxes.select(line[order], first[order], count[order])
+
+
+def _find_fixed_lines(replicas: _Replicas, fully_parallel: bool) -> np.ndarray:
+    """Return the lines, in order, of the boxes that are written whole by a fixed rank.
+
+    These are the boxes on one rank only. Without load balancing, the lowest rank with a box writes
+    it: the first line of every box.
+    """
+    has_fixed_writer = replicas.count_ranks() == 1  # [boxes]
+    if not fully_parallel:
+        has_fixed_writer[:] = True
+    first_lines = replicas.order[replicas.starts[has_fixed_writer]]
+
+    # A mask puts the lines in order faster than a sort.
+    is_fixed = np.zeros(len(replicas.order), dtype=bool)  # [lines]
+    is_fixed[first_lines] = True
+    return np.flatnonzero(is_fixed)
 
 
 class _Part(NamedTuple):
@@ -697,33 +734,40 @@ def _share_replicated_boxes(boxes: Segments, replicas: _Replicas, loads: list[in
     """
     parts = []
     for ranks, lines_of_boxes in _group_by_ranks(boxes, replicas):
-        # The replicas of a box have equal sizes.
+        # The replicas of a box have equal sizes: take them from the first one.
         first_lines = [lines[0] for lines in lines_of_boxes]
         num_rows = boxes.count[first_lines].tolist()
         nbytes = boxes.nbytes[first_lines].tolist()
         sizes = list(zip(num_rows, nbytes, strict=True))
 
+        # Divide the bytes of all boxes of the group, then cut the boxes accordingly.
         group_loads = [loads[rank] for rank in ranks]
         shares = level_loads(group_loads, sum(nbytes))
         for member, box, first, count in cut_into_shares(shares, sizes):
-            lines = lines_of_boxes[box]
-            parts.append(_Part(lines[member], first, count))
+            line_of_member = lines_of_boxes[box][member]
+            parts.append(_Part(line_of_member, first, count))
             row_bytes = nbytes[box] // num_rows[box]
-            rank = ranks[member]
-            loads[rank] += count * row_bytes
+            loads[ranks[member]] += count * row_bytes
     return parts
 
 
-def _group_by_ranks(
-    boxes: Segments, replicas: _Replicas
-) -> list[tuple[list[int], list[np.ndarray]]]:
-    """Return the lines of each replicated box, grouped by the ranks that have the box.
+class _ReplicaGroup(NamedTuple):
+    """Ranks that have the same replicated boxes."""
+
+    ranks: list[int]
+    lines_of_boxes: list[np.ndarray]  # of each box: its lines in the order of `ranks`
+
+
+def _group_by_ranks(boxes: Segments, replicas: _Replicas) -> list[_ReplicaGroup]:
+    """Return the replicated boxes, grouped by the ranks that have them.
 
     Small groups of ranks come first; larger groups then balance the remaining load.
     """
+    # The ranks as bytes are a key that is made quickly.
     boxes_of_ranks: dict[bytes, list[np.ndarray]] = defaultdict(list)
     counts = replicas.count_ranks()
-    for number in np.flatnonzero(counts > 1):
+    replicated = np.flatnonzero(counts > 1)
+    for number in replicated:
         start = replicas.starts[number]
         stop = start + counts[number]
         lines = replicas.order[start:stop]
@@ -733,13 +777,17 @@ def _group_by_ranks(
     groups = []
     for packed_ranks, lines_of_boxes in boxes_of_ranks.items():
         ranks = np.frombuffer(packed_ranks, dtype=boxes.rank.dtype)
-        groups.append((ranks.tolist(), lines_of_boxes))
-    groups.sort(key=lambda group: (len(group[0]), group[0]))
+        groups.append(_ReplicaGroup(ranks.tolist(), lines_of_boxes))
+    groups.sort(key=lambda group: (len(group.ranks), group.ranks))
     return groups
 
 
 def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:
-    """Split boxes that all `size` ranks have into shares of equal bytes, up to a row."""
+    """Split boxes that all `size` ranks have into shares of equal bytes, up to a row.
+
+    Returns the parts of boxes of each rank.
+    """
+    # (rows, bytes) of each box, and the bytes of all boxes
     sizes = []
     total = 0
     for item in items:
@@ -751,9 +799,9 @@ def share_evenly(items: Sequence[Item], size: int) -> list[list[Item]]:
         total += item.nbytes
 
     no_loads = [0] * size
-    bytes_of_rank = level_loads(no_loads, total)
+    bytes_of_ranks = level_loads(no_loads, total)
     shares: list[list[Item]] = [[] for _ in range(size)]
-    for rank, number, first, count in cut_into_shares(bytes_of_rank, sizes):
+    for rank, number, first, count in cut_into_shares(bytes_of_ranks, sizes):
         part = items[number].select_rows(first, count)
         shares[rank].append(part)
     return shares

@@ -45,6 +45,9 @@ from megatron.core.dist_checkpointing.planning.planner import (
     pack,
 )
 
+# Bytes of a typical envelope around raw data: many small items fill a file, too.
+_TYPICAL_ENVELOPE = 1024
+
 
 class PlacedItem(NamedTuple):
     """An item and its bytes in a file: prefix, raw data and suffix, from `position` on.
@@ -92,32 +95,33 @@ class FileLayout(NamedTuple):
 
 @dataclass
 class PlacedPlan:
-    """A plan with the file (`rank * workers + n`), position and length of each segment."""
+    """A plan with the place of each segment in the data files. The arrays are [segments]."""
 
     plan: SavePlan
-    workers: int
-    file: np.ndarray
-    position: np.ndarray
-    length: np.ndarray
+    workers: int  # files with tensors per rank
+    file: np.ndarray  # file `n` of rank `r` has the number `r * workers + n`
+    position: np.ndarray  # bytes from the beginning of the file
+    length: np.ndarray  # bytes of the item: raw data and envelope, without padding
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files with tensors."""
-        return int(_align(self.length).sum())
+        padded = _align(self.length)
+        return int(padded.sum())
 
     def select_rank(self, rank: int) -> RankPlan:
         """Return the part of the plan for one rank."""
         segments = self.plan.segments
-        # Lines are sorted by rank.
+        # Segments are sorted by rank.
         start, stop = np.searchsorted(segments.rank, [rank, rank + 1])
-        mine = slice(start, stop)
+        lines = slice(start, stop)
         first_file = rank * self.workers
         columns = (
-            segments.box[mine],
-            segments.first[mine],
-            segments.count[mine],
-            self.file[mine] - first_file,
-            self.position[mine],
+            segments.box[lines],
+            segments.first[lines],
+            segments.count[lines],
+            self.file[lines] - first_file,
+            self.position[lines],
         )
         items = np.stack(columns, axis=1)
         return RankPlan(items, self.plan.objects[rank])
@@ -128,18 +132,19 @@ class PlacedPlan:
         tensors = self.plan.tensors
         file_names, file = self._list_used_files()
 
-        # Chunks are sorted by tensor, and row-major in each tensor.
+        # Sort the segments by tensor, and row-major in each tensor: the lines of tensor number `i`
+        # are `order[ends[i] : ends[i + 1]]`.
         places = number_places(tensors, segments.tensor, segments.offset)
         order = np.argsort(places, kind="stable")
-        tensor = segments.tensor[order]
-        ends = np.searchsorted(tensor, np.arange(len(tensors) + 1))
+        sorted_tensor = segments.tensor[order]
+        ends = np.searchsorted(sorted_tensor, np.arange(len(tensors) + 1))
 
         result = CheckpointMetadata()
         for number, (key, shape, dtype) in enumerate(tensors):
-            dims = len(shape)
             start = ends[number]
             stop = ends[number + 1]
             lines = order[start:stop]
+            dims = len(shape)
             table = ChunkTable(
                 segments.offset[lines, :dims],
                 segments.shape[lines, :dims],
@@ -152,13 +157,20 @@ class PlacedPlan:
         return result
 
     def _list_used_files(self) -> tuple[tuple[str, ...], np.ndarray]:
-        """Return the names of all files with tensors, and the index of each line's file in them."""
-        is_used = np.bincount(self.file) > 0
-        index_of_file = np.cumsum(is_used) - 1
+        """Return the names of all files with tensors, and the index of each segment's file in them.
+
+        A rank may have fewer items than files.
+        """
+        num_segments = np.bincount(self.file)  # of each file
+        is_used = num_segments > 0
+        used_files = np.flatnonzero(is_used)
         names = []
-        for number in np.flatnonzero(is_used).tolist():
-            rank, number_of_rank = divmod(number, self.workers)
-            names.append(file_name(rank, number_of_rank))
+        for file in used_files.tolist():
+            rank, file_of_rank = divmod(file, self.workers)
+            names.append(file_name(rank, file_of_rank))
+
+        # The index of a used file is the number of used files before it.
+        index_of_file = np.cumsum(is_used) - 1
         return tuple(names), index_of_file[self.file]
 
 
@@ -169,57 +181,67 @@ def file_name(rank: int, number: int) -> str:
 
 def place_items(plan: SavePlan, workers: int) -> PlacedPlan:
     """Spread the items of every rank over at most `workers` files of about equal size."""
+    # Choose the file of each item.
     rank = plan.segments.rank
     nbytes = plan.segments.nbytes
     file_of_rank = _spread_over_files(rank, nbytes, workers)
     file = rank * workers + file_of_rank
+
+    # Sort the items by file, and place all files one after the other: `starts` are the positions
+    # of the sorted items in the concatenation.
     length = nbytes + _compute_envelope_sizes(plan)
-
-    # Sort the items by file, and add up their lengths over all files.
     order = np.argsort(file, kind="stable")
-    aligned = _align(length)
-    ends = np.cumsum(aligned[order])
-    begins = np.concatenate([[0], ends[:-1]])
+    sorted_file = file[order]
+    sorted_length = _align(length)[order]
+    ends = np.cumsum(sorted_length)
+    starts = np.concatenate([[0], ends[:-1]])
 
-    # A position is that sum minus the sum where the file begins.
-    is_first = np.diff(file[order], prepend=-1)
-    first_items = np.flatnonzero(is_first)
+    # The position in a file is that in the concatenation minus the start of the file.
+    begins_file = np.diff(sorted_file, prepend=-1)
+    first_items = np.flatnonzero(begins_file)
     num_items = np.diff(first_items, append=len(order))  # of each file
-    begin_of_file = np.repeat(begins[first_items], num_items)
+    start_of_file = np.repeat(starts[first_items], num_items)
     position = np.empty_like(ends)
-    position[order] = begins - begin_of_file
+    position[order] = starts - start_of_file
     return PlacedPlan(plan, workers, file, position, length)
 
 
 def _spread_over_files(rank: np.ndarray, nbytes: np.ndarray, workers: int) -> np.ndarray:
     """Return the file of each item: largest items first, each into its rank's smallest file.
 
-    The items are sorted by rank. The loop runs over turns: in each turn every rank places one item,
-    so that the number of iterations does not grow with the number of ranks.
+    `rank` and `nbytes` are [items], sorted by rank. The loop runs over turns: in each turn every
+    rank places one item, so that the number of iterations does not grow with the number of ranks.
     """
-    # The turn of an item is its index among the items of its rank, by decreasing size.
-    by_size = np.lexsort((-nbytes, rank))
-    first_of_rank = np.searchsorted(rank, rank)  # [items]
-    turn = np.empty_like(first_of_rank)
-    turn[by_size] = np.arange(len(rank)) - first_of_rank[by_size]
-
-    # The items of turn t are `in_turn[ends[t] : ends[t + 1]]`.
-    in_turn = np.argsort(turn, kind="stable")
+    # Group the items by turn: those of turn t are `by_turn[ends[t] : ends[t + 1]]`.
+    turn = _compute_turns(rank, nbytes)
+    by_turn = np.argsort(turn, kind="stable")
     num_turns = turn.max(initial=-1) + 1
-    ends = np.searchsorted(turn[in_turn], np.arange(num_turns + 1))
+    ends = np.searchsorted(turn[by_turn], np.arange(num_turns + 1))
 
+    # Place the items of one turn at a time.
     num_ranks = rank.max(initial=-1) + 1
     sizes = np.zeros((num_ranks, workers), dtype=np.int64)  # bytes of each file so far
     file = np.zeros_like(rank)
     for start, stop in itertools.pairwise(ends):
-        items = in_turn[start:stop]
+        items = by_turn[start:stop]
         ranks = rank[items]
-        sizes_of_ranks = sizes[ranks]
+        sizes_of_ranks = sizes[ranks]  # [items of the turn, workers]
         smallest = sizes_of_ranks.argmin(axis=1)
         file[items] = smallest
-        # 1024 bytes are about an envelope: many small items fill a file, too.
-        sizes[ranks, smallest] += nbytes[items] + 1024
+        sizes[ranks, smallest] += nbytes[items] + _TYPICAL_ENVELOPE
     return file
+
+
+def _compute_turns(rank: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    """Return the index of each item among the items of its rank, by decreasing size.
+
+    The items are sorted by rank.
+    """
+    by_size = np.lexsort((-nbytes, rank))  # by rank, then by decreasing size
+    first_of_rank = np.searchsorted(rank, rank)  # [items]
+    turn = np.empty_like(first_of_rank)
+    turn[by_size] = np.arange(len(rank)) - first_of_rank[by_size]
+    return turn
 
 
 def _compute_envelope_sizes(plan: SavePlan) -> np.ndarray:
@@ -228,18 +250,20 @@ def _compute_envelope_sizes(plan: SavePlan) -> np.ndarray:
     Millions of items have few combinations of dtype and shape: one envelope is made for each.
     """
     # Number the combinations: items with the same `kind` agree in all properties so far.
-    tensor = plan.segments.tensor
-    kind = _number_tensor_kinds(plan.tensors)[tensor]  # [items]
-    for extent in plan.segments.shape.T:
+    tensor = plan.segments.tensor  # [items]
+    shapes = plan.segments.shape  # [items, dimensions]
+    kind_of_tensor = _number_tensor_kinds(plan.tensors)
+    kind = kind_of_tensor[tensor]  # [items]
+    for extent in shapes.T:
         kind = _combine_numbers(kind, extent)
 
-    # Make one envelope per kind.
+    # Make one envelope per kind, from the first item of the kind.
     _, examples, kind = np.unique(kind, return_index=True, return_inverse=True)
     sizes = []
-    for line in examples.tolist():
-        _, global_shape, dtype = plan.tensors[tensor[line]]
+    for item in examples.tolist():
+        _, global_shape, dtype = plan.tensors[tensor[item]]
         dims = len(global_shape)
-        shape = tuple(plan.segments.shape[line, :dims].tolist())
+        shape = tuple(shapes[item, :dims].tolist())
         prefix, suffix = make_tensor_envelope(dtype, shape)
         sizes.append(len(prefix) + len(suffix))
     size_of_kind = np.array(sizes, dtype=np.int64)
@@ -256,20 +280,22 @@ def _number_tensor_kinds(tensors: Sequence[TensorType]) -> np.ndarray:
         number = dtypes.setdefault(dtype, len(dtypes))
         numbers.append(number)
         dims.append(len(shape))
-    return _combine_numbers(np.array(numbers, dtype=np.int64), np.array(dims, dtype=np.int64))
+    dtype_numbers = np.array(numbers, dtype=np.int64)
+    return _combine_numbers(dtype_numbers, np.array(dims, dtype=np.int64))
 
 
 def _combine_numbers(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Return a number for each pair of numbers, the same for equal pairs."""
-    # Numbers that could become too large are replaced by smaller ones, which needs a sort.
-    if _count_numbers(first) * _count_numbers(second) >= 1 << 63:
+    num_pairs = _count_numbers(first) * _count_numbers(second)
+    if num_pairs >= 1 << 63:
+        # Replace the numbers by consecutive ones, so that the result fits. This needs a sort.
         _, first = np.unique(first, return_inverse=True)
         _, second = np.unique(second, return_inverse=True)
     return first * _count_numbers(second) + second
 
 
 def _count_numbers(numbers: np.ndarray) -> int:
-    """Return one more than the largest number."""
+    """Return one more than the largest number, or 1 for an empty array."""
     return int(numbers.max(initial=0)) + 1
 
 
@@ -280,41 +306,43 @@ def _align(length: np.ndarray) -> np.ndarray:
 
 def build_file_layouts(spec: LocalSpec, plan: RankPlan, rank: int) -> list[FileLayout]:
     """Return the files that a rank writes."""
-    # Boxes by their number in the plan: in the order of the spec
+    # The plan numbers the boxes in the order of the spec.
     boxes: list[Item] = []
     for tensor in spec.tensors:
         for offset, shape in tensor.boxes:
-            boxes.append(Item(tensor.key, tensor.dtype, offset, offset, shape))
+            whole = Item(tensor.key, tensor.dtype, box=offset, offset=offset, shape=shape)
+            boxes.append(whole)
 
+    # Encode the envelope of each item, and collect the items of each file.
     items_of_file: dict[int, list[PlacedItem]] = {}
     for box, first, count, file, position in plan.items.tolist():
         item = boxes[box].select_rows(first, count)
-        items = items_of_file.setdefault(file, [])
-        items.append(place_item(item, position))
+        placed = place_item(item, position)
+        items_of_file.setdefault(file, []).append(placed)
 
     layouts = []
-    for file, items in sorted(items_of_file.items()):
+    for file in sorted(items_of_file):
         name = file_name(rank, file)
-        layouts.append(FileLayout(name, items))
+        layouts.append(FileLayout(name, items_of_file[file]))
     return layouts
 
 
 class SourceRange(NamedTuple):
-    """`length` bytes of source number `source`, from its byte `start`, at byte `at` of the slot."""
+    """A part of a source that is copied to a slot."""
 
-    at: int
-    source: int
-    start: int
-    length: int
+    at: int  # byte of the slot
+    source: int  # number of the source, see `FilePlan`
+    start: int  # byte of the source
+    length: int  # bytes
 
 
 class FileChunk(NamedTuple):
-    """`length` bytes at `offset` of file number `file`: the content of one slot."""
+    """A part of a file that is staged in one slot."""
 
-    file: int
-    offset: int
-    length: int
-    parts: list[SourceRange]
+    file: int  # number of the file in `FilePlan.files`
+    offset: int  # byte of the file
+    length: int  # bytes
+    parts: list[SourceRange]  # cover the chunk
 
 
 class FilePlan:
@@ -404,20 +432,24 @@ class MetadataCache:
         (`SaveBarrier.collect`). `name_of` renames the files of tensors; those in the lines have
         been renamed.
         """
-        # `name_of` is known by its effect on an example.
-        made_for = (objects, name_of("a.b"))
+        # Functions cannot be compared: `name_of` is identified by its effect on an example.
+        inputs = (objects, name_of("a.b"))
         with self._lock:
             if self._encoded is not None:
-                encoded_for, encoded = self._encoded
-                if encoded_for == made_for:
+                last_inputs, encoded = self._encoded
+                if inputs == last_inputs:
                     return encoded
+
+            # The first save encodes the entries of tensors.
             if self._tensors is not None:
                 self._encoder = MetadataEncoder(self._tensors)
                 self._tensors = None
+
             assert self._encoder is not None
             files = tuple(map(name_of, self._encoder.files))
-            encoded = self._encoder.encode(_read_locations(objects), files)
-            self._encoded = (made_for, encoded)
+            locations = _read_locations(objects)
+            encoded = self._encoder.encode(locations, files)
+            self._encoded = (inputs, encoded)
             return encoded
 
 
@@ -474,7 +506,7 @@ class Planner:
         plan = self._plan
         if plan is not None and self._assume_constant_structure:
             if spec != plan.spec:
-                raise _structure_error(spec, plan.spec)
+                raise _make_structure_error(spec, plan.spec)
             return plan
         is_unchanged = plan is not None and spec == plan.spec
         if not self._coordination.all_true(is_unchanged):
@@ -488,6 +520,7 @@ class Planner:
         metadata: MetadataCache | None = None  # on rank 0
 
         def plan(specs: list[PackedSpec | CheckpointError]) -> list[tuple[RankPlan, str, int]]:
+            """Return (plan, nonce, bytes of all ranks) for each rank."""
             nonlocal metadata
             save_plan = make_plan(_select_valid(specs), self._fully_parallel)
             placed = place_items(save_plan, self._workers)
@@ -500,15 +533,18 @@ class Planner:
                 results.append((rank_plan, nonce, total_bytes))
             return results
 
-        packed = spec if isinstance(spec, CheckpointError) else pack(spec)
-        mine, nonce, total = self._coordination.gather_compute_scatter(packed, plan)
+        # An error of this rank is sent like a spec: rank 0 reports those of all ranks together.
+        sent = spec if isinstance(spec, CheckpointError) else pack(spec)
+        rank_plan, nonce, total_bytes = self._coordination.gather_compute_scatter(sent, plan)
+
+        # Each rank encodes its own envelopes.
         assert isinstance(spec, LocalSpec)
-        layouts = build_file_layouts(spec, mine, self._coordination.rank)
+        layouts = build_file_layouts(spec, rank_plan, self._coordination.rank)
         return PreparedPlan(
             spec=spec,
-            objects=mine.objects,
+            objects=rank_plan.objects,
             nonce=nonce,
-            total_bytes=total,
+            total_bytes=total_bytes,
             files=FilePlan(layouts),
             metadata=metadata,
         )
@@ -529,14 +565,18 @@ def _select_valid(specs: Sequence[PackedSpec | CheckpointError]) -> list[PackedS
 
 
 def _try_describe(state: ShardedStateDict) -> LocalSpec | CheckpointError:
-    """Return an error instead of raising it: all ranks must take part in the collective."""
+    """Return the structure of `state`, or the error if it is inconsistent.
+
+    The error is not raised, because all ranks must take part in the collective.
+    """
     try:
         return describe(state)
     except CheckpointError as error:
         return error
 
 
-def _structure_error(spec: LocalSpec | CheckpointError, before: LocalSpec) -> CheckpointError:
+def _make_structure_error(spec: LocalSpec | CheckpointError, before: LocalSpec) -> CheckpointError:
+    """Return an error that names the keys in which two structures differ."""
     if isinstance(spec, CheckpointError):
         return spec
     # Entries that are in one of the structures only
@@ -544,7 +584,7 @@ def _structure_error(spec: LocalSpec | CheckpointError, before: LocalSpec) -> Ch
     changed_keys = set(spec.objects) ^ set(before.objects)
     for tensor in changed_tensors:
         changed_keys.add(tensor.key)
+    keys = ", ".join(sorted(changed_keys)[:10])
     return CheckpointError(
-        f"assume_constant_structure: the structure has changed since the last save: "
-        f"{', '.join(sorted(changed_keys)[:10])}"
+        f"assume_constant_structure: the structure has changed since the last save: {keys}"
     )
