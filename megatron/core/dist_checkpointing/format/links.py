@@ -45,7 +45,8 @@ def find_outside_target(path: str | os.PathLike[str]) -> str | None:
         return None
     # Hugging Face's cache: snapshots/<revision>/<file> is a link to blobs/<hash>.
     snapshots = Path(home).parent
-    if snapshots.name == "snapshots" and _is_inside(target, str(snapshots.parent / "blobs")):
+    blobs = snapshots.parent / "blobs"
+    if snapshots.name == "snapshots" and _is_inside(target, str(blobs)):
         return None
     return target
 
@@ -61,4 +62,5 @@ def _find_home(path: str) -> str:
 
 
 def _is_inside(path: str, directory: str) -> bool:
+    """Return whether an absolute path is below a directory."""
     return path.startswith(directory.rstrip("/") + "/")

@@ -33,15 +33,12 @@ class StoredChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkTable(BoxTable):
-    """The stored boxes of a tensor.
+    """The stored boxes of a tensor. The arrays are [boxes]."""
 
-    Box `i` is `length[i]` bytes at `position[i]` of file `files[file[i]]`.
-    """
-
-    files: Sequence[str]  # all files of the checkpoint
-    file: np.ndarray
-    position: np.ndarray
-    length: np.ndarray
+    files: Sequence[str]  # names of all files of the checkpoint
+    file: np.ndarray  # index in `files`
+    position: np.ndarray  # bytes from the beginning of the file
+    length: np.ndarray  # bytes
 
     def __getitem__(self, number: int) -> StoredChunk:
         offset = tuple(self.offset[number].tolist())
@@ -70,6 +67,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype. Raises CheckpointError if this version of torch lacks it."""
         dtype = getattr(torch, self.dtype_name, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(
@@ -80,6 +78,7 @@ class StoredTensor:
 
     @property
     def chunks(self) -> ChunkTable:
+        """Return the stored boxes, which are read on first access."""
         if not isinstance(self._chunks, ChunkTable):
             self._chunks = self._chunks()
         return self._chunks
@@ -114,7 +113,8 @@ class CheckpointMetadata:
         """Return the files of the checkpoint and the minimum size of each."""
         sizes = self.tensor_file_sizes()
         for file, position, length in self.objects.values():
-            sizes[file] = max(sizes.get(file, 0), position + length)
+            end = position + length
+            sizes[file] = max(sizes.get(file, 0), end)
         return sizes
 
     def tensor_file_sizes(self) -> dict[str, int]:
@@ -127,10 +127,10 @@ class CheckpointMetadata:
         # All tables number the files in the same way. The end of a file is that of its last box.
         tables = [tensor.chunks for tensor in self.tensors.values()]
         files = tables[0].files
-        # [files]: the end of the last box in each file
-        ends = np.zeros(len(files), dtype=np.int64)
+        ends = np.zeros(len(files), dtype=np.int64)  # [files]
         for table in tables:
-            np.maximum.at(ends, table.file, table.position + table.length)
+            end_of_box = table.position + table.length
+            np.maximum.at(ends, table.file, end_of_box)
         sizes = {}
         for file, end in zip(files, ends.tolist(), strict=True):
             if end > 0:
@@ -139,13 +139,18 @@ class CheckpointMetadata:
 
 
 def check_inside(table: BoxTable, shape: Shape, what: str) -> None:
-    """Raise CheckpointError for a box outside of a tensor of `shape`."""
-    # [boxes, dims]. The remaining extent is compared, because a sum could overflow.
+    """Raise CheckpointError for a box outside of a tensor of `shape`.
+
+    `what` names the tensor in the error.
+    """
+    # Compare along each axis: [boxes, dims]. The sum of offset and size could overflow.
     end = np.array(shape, dtype=np.int64)
+    rest = end - table.offset
     starts_outside = (table.offset < 0) | (table.offset > end)
-    ends_outside = (table.shape < 0) | (table.shape > end - table.offset)
-    wrong_boxes = (starts_outside | ends_outside).any(axis=1)
-    numbers = np.flatnonzero(wrong_boxes)
+    ends_outside = (table.shape < 0) | (table.shape > rest)
+
+    is_outside = (starts_outside | ends_outside).any(axis=1)
+    numbers = np.flatnonzero(is_outside)
     if not len(numbers):
         return
     first = numbers[0]

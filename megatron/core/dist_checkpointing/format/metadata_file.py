@@ -49,16 +49,18 @@ def open_metadata(read: Read, size: int, where: str) -> CheckpointMetadata:
 
     Raises CheckpointError that names `where`.
     """
+    # A file of another writer has no index: it is decoded as a whole.
     footer = b""
     if size >= FOOTER.size:
         footer = read(size - FOOTER.size, FOOTER.size)
     if not footer.endswith(MAGIC):
         return decode_dcp(read(0, size), where)
 
+    # Read and verify the index.
     position, length, digest, _ = FOOTER.unpack(footer)
     if length > MAX_JSON:
         raise CheckpointError(f"{where}: damaged: its index has {length} bytes")
-    content = b""  # whose hash differs
+    content = b""  # of an index outside of the file: its hash differs
     if position + length <= size:
         content = read(position, length)
     if xxhash.xxh3_64_intdigest(content) != digest:
@@ -80,9 +82,10 @@ def read_metadata(
     try:
         file = open_path(path)
         file.check_size()
-        if file.descriptor is None:  # an object: one request instead of two for every tensor
+        # Read an object as a whole: one request instead of two for every tensor.
+        if file.descriptor is None:
             return decode_metadata(file.read(0, file.size), str(path))
-        # Open as long as a tensor may read its entries.
+        # Keep a file open as long as a tensor may read its entries.
         weakref.finalize(file, os.close, file.descriptor)
         return open_metadata(file.read, file.size, str(path))
     except FileNotFoundError as error:
@@ -121,69 +124,71 @@ def decode_dcp(data: bytes, where: str) -> CheckpointMetadata:
     except CheckpointError:
         raise
     except Exception as error:  # the pickle is intact, its content is not
-        reason = escape_control_chars(f"{type(error).__name__}: {error}")[:300]
+        reason = escape_control_chars(f"{type(error).__name__}: {error}")
         raise CheckpointError(
-            f"{where}: not the metadata of a distributed checkpoint ({reason})"
+            f"{where}: not the metadata of a distributed checkpoint ({reason[:300]})"
         ) from error
 
 
-# Location of a stored item: (number of the file, position, length).
-_Place = tuple[int, int, int]
+_Place = tuple[int, int, int]  # (number of the file, position, length) of a stored item
+_Places = dict[tuple[str, Shape | None], _Place]  # by key and offset; None for an object
 
 
 def _decode(root: Mapping[str, Any], where: str) -> CheckpointMetadata:
     """Convert the fields of DCP's Metadata. Any exception means that its content is damaged."""
-    files: dict[str, int] = {}  # name -> number
-    places = _decode_places(root["storage_data"], files, where)
-    names = tuple(files)
+    # Locations of all items
+    numbers_of_files: dict[str, int] = {}
+    places = _decode_places(root["storage_data"], numbers_of_files, where)
+    files = tuple(numbers_of_files)
+
+    # Tensors and objects
     result = CheckpointMetadata()
     for key, entry in root["state_dict_metadata"].items():
         key_name(key, f"{where}: a key")
         if type(entry).__qualname__ == "BytesStorageMetadata":
-            file, position, length = places[key, None]
-            result.objects[key] = Location(names[file], position, length)
+            number, position, length = places[key, None]
+            result.objects[key] = Location(files[number], position, length)
         else:
-            result.tensors[key] = _decode_tensor(key, entry.state, places, names, where)
+            result.tensors[key] = _decode_tensor(key, entry.state, places, files, where)
+
+    # Additions of other writers
     result.extra = {name: value for name, value in root.items() if name not in _KNOWN_FIELDS}
     check_bounded(result.extra, where)
     return result
 
 
 def _decode_tensor(
-    key: str,
-    entry: Mapping[str, Any],
-    places: Mapping[tuple[str, Shape | None], _Place],
-    names: tuple[str, ...],
-    where: str,
+    key: str, entry: Mapping[str, Any], places: _Places, files: tuple[str, ...], where: str
 ) -> StoredTensor:
-    """Convert DCP's TensorStorageMetadata; `names` are the files that `places` refers to."""
-    shape = _check_shape(entry["size"], key, where)
+    """Convert DCP's TensorStorageMetadata; `files` are the names for the numbers in `places`."""
     what = f"{where}: {format_value(key)}"
+    shape = _check_shape(entry["size"], key, where)
+    dims = len(shape)
+
+    # Collect the boxes and their locations.
     boxes = []
     locations = []
     for chunk in entry["chunks"]:
         offset = _check_shape(chunk.state["offsets"], key, where)
         extent = _check_shape(chunk.state["sizes"], key, where)
-        if not len(offset) == len(extent) == len(shape):
+        if len(offset) != dims or len(extent) != dims:
             raise CheckpointError(f"{what} of shape {shape} has a chunk at {offset} of {extent}")
         boxes.append((offset, extent))
         locations.append(places[key, offset])
-    box_table = BoxTable.of(boxes, len(shape))
-    # [boxes, 3] -> a column each of files, positions and lengths
-    columns = np.array(locations, dtype=np.int64).reshape(-1, 3).T
-    table = ChunkTable(box_table.offset, box_table.shape, names, *columns)
+
+    # Convert them to columns.
+    box_table = BoxTable.of(boxes, dims)
+    rows = np.array(locations, dtype=np.int64).reshape(-1, 3)  # file, position, length
+    file, position, length = rows.T
+    table = ChunkTable(box_table.offset, box_table.shape, files, file, position, length)
     check_inside(table, shape, what)
-    return StoredTensor(shape, _get_dtype(entry["properties"]), table)
+    dtype = _get_dtype(entry["properties"])
+    return StoredTensor(shape, dtype, table)
 
 
-def _decode_places(
-    stored: Mapping[Any, Any], files: dict[str, int], where: str
-) -> dict[tuple[str, Shape | None], _Place]:
-    """Return the location of each item by key and offset; the offset of an object is None.
-
-    Adds the numbers of the files to `files`.
-    """
-    places: dict[tuple[str, Shape | None], _Place] = {}
+def _decode_places(stored: Mapping[Any, Any], files: dict[str, int], where: str) -> _Places:
+    """Return the location of each item by key and offset. Adds the numbers of files to `files`."""
+    places: _Places = {}
     for index, info in stored.items():
         key = index.state["fqn"]
         place = info.state
@@ -191,18 +196,22 @@ def _decode_places(
             raise CheckpointError(
                 f"{where}: {format_value(key)} was written through DCP extensions (compression)"
             )
-        # The file name is checked once per file, positions once per item.
+
+        # Check each file name once: a file contains many items.
         file = place["relative_path"]
+        if file not in files:
+            file_name(file, f"{where}: {format_value(key)}: its file")
+            files[file] = len(files)
+
         position = place["offset"]
         length = place["length"]
-        if file not in files:
-            files[file_name(file, f"{where}: {format_value(key)}: its file")] = len(files)
         if not _is_count(position) or not _is_count(length):
             refuse(
                 f"{where}: {format_value(key)}: its location",
                 (position, length),
                 f"two whole numbers from 0 to {MAX_COUNT}",
             )
+
         offset = index.state.get("offset")
         if offset is not None:
             offset = _check_shape(offset, key, where)
@@ -211,13 +220,19 @@ def _decode_places(
 
 
 def _is_count(value: Any) -> bool:
+    """Return whether a value is a whole number of plausible size (True and False are not)."""
     return type(value) is int and 0 <= value <= MAX_COUNT
 
 
 def _check_shape(value: Any, key: str, where: str) -> Shape:
     """Return a shape or an offset; raise CheckpointError for any other value."""
-    is_short_tuple = type(value) is tuple and len(value) <= MAX_RANK
-    if not is_short_tuple or not {int}.issuperset(map(type, value)) or min(value, default=0) < 0:
+    is_shape = (
+        type(value) is tuple
+        and len(value) <= MAX_RANK
+        and {int}.issuperset(map(type, value))  # faster than a loop
+        and min(value, default=0) >= 0
+    )
+    if not is_shape:
         raise CheckpointError(
             f"{where}: {format_value(key)} has a shape or an offset {format_value(value)}"
         )

@@ -50,10 +50,16 @@ NAMES = (
     "size",
     "chunks",
 )
-# BINGET of each shared value.
-_CLASS_GETS = [b"h" + bytes([i]) for i in range(NUM_CLASSES)]
+
+
+def _encode_shared_get(number: int) -> bytes:
+    """Return the opcode that pushes a shared value (BINGET)."""
+    return b"h" + bytes([number])
+
+
+_CLASS_GETS = [_encode_shared_get(number) for number in range(NUM_CLASSES)]
 _SIZE, _CHUNK, INDEX_CLASS, INFO_CLASS, TENSOR_CLASS = _CLASS_GETS
-_NAME = {name: b"h" + bytes([i]) for i, name in enumerate(NAMES, NUM_CLASSES)}
+_NAME = {name: _encode_shared_get(number) for number, name in enumerate(NAMES, NUM_CLASSES)}
 
 # Opcode and dtype of an integer, by width in bytes.
 INTEGERS = {
@@ -71,41 +77,44 @@ class Entry:
     """Template of a piece of a pickle that repeats with different numbers in fixed positions."""
 
     def __init__(self, *parts: Part) -> None:
-        # The opcodes, with zeros in the positions of the numbers.
-        self._template = b""
+        # The opcodes, with zeros in the positions of the numbers
+        template = b""
         offsets = []
-        kinds = []
+        dtypes = []
         for part in parts:
             if isinstance(part, bytes):
-                self._template += part
+                template += part
                 continue
-            opcode, kind = part
-            self._template += opcode
-            offsets.append(len(self._template))
-            kinds.append(kind)
-            self._template += bytes(np.dtype(kind).itemsize)
-        self.size = len(self._template)
+            opcode, dtype = part
+            template += opcode
+            offsets.append(len(template))
+            dtypes.append(dtype)
+            template += bytes(np.dtype(dtype).itemsize)
+        self._template = template
+        self.size = len(template)  # bytes
 
-        # A structured dtype of the same size, with a field for each number.
-        self._names = tuple(map(str, range(len(kinds))))
+        # A structured dtype of the same size, with a field for each number
+        self._names = tuple(map(str, range(len(dtypes))))
         self._dtype = np.dtype(
-            {"names": self._names, "formats": kinds, "offsets": offsets, "itemsize": self.size}  # type: ignore[arg-type]
+            {"names": self._names, "formats": dtypes, "offsets": offsets, "itemsize": self.size}  # type: ignore[arg-type]
         )
 
     def encode(self, columns: Sequence[np.ndarray]) -> bytes:
         """Encode one entry per row; there is a column for each number."""
-        template = np.frombuffer(self._template, dtype=np.uint8)
         rows = np.empty((len(columns[0]), self.size), dtype=np.uint8)
-        rows[:] = template
-        view = rows.view(self._dtype)[:, 0]
+        rows[:] = np.frombuffer(self._template, dtype=np.uint8)
+        numbers = rows.view(self._dtype)[:, 0]
         for name, column in zip(self._names, columns, strict=True):
-            view[name] = column
+            numbers[name] = column
         return rows.tobytes()
 
     def decode(self, data: bytes) -> list[np.ndarray]:
-        """Decode entries. Raises ValueError for bytes that `encode` would not have written."""
-        view = np.frombuffer(data, dtype=self._dtype)
-        columns = [view[name].astype(np.int64) for name in self._names]
+        """Decode entries. Returns a column for each number.
+
+        Raises ValueError for bytes that `encode` would not have written.
+        """
+        numbers = np.frombuffer(data, dtype=self._dtype)
+        columns = [numbers[name].astype(np.int64) for name in self._names]
         if self.encode(columns) != data:
             raise ValueError("entries that this program does not write")
         return columns
@@ -113,12 +122,12 @@ class Entry:
 
 def encode_instance(kind: bytes, **fields: Sequence[Part]) -> list[Part]:
     """Return the opcodes of an object with these attributes, as in `object.__reduce_ex__`."""
-    # EMPTY_TUPLE, NEWOBJ, EMPTY_DICT, MARK.
-    parts: list[Part] = [kind + b")\x81}("]
+    parts: list[Part] = [kind + b")\x81}("]  # EMPTY_TUPLE, NEWOBJ, EMPTY_DICT, MARK
     for name, value in fields.items():
-        parts += [_NAME[name], *value]
-    # SETITEMS, BUILD.
-    return [*parts, b"ub"]
+        parts.append(_NAME[name])
+        parts.extend(value)
+    parts.append(b"ub")  # SETITEMS, BUILD
+    return parts
 
 
 def encode_size(extents: Iterable[Part]) -> list[Part]:
@@ -139,7 +148,8 @@ def make_box_entry(offset: tuple[int, ...], shape: tuple[int, ...]) -> Entry:
     """
     offsets = encode_size(INTEGERS[width] for width in offset)
     sizes = encode_size(INTEGERS[width] for width in shape)
-    return Entry(*encode_instance(_CHUNK, offsets=[*offsets, _PUT], sizes=sizes))
+    chunk = encode_instance(_CHUNK, offsets=[*offsets, _PUT], sizes=sizes)
+    return Entry(*chunk)
 
 
 @lru_cache
@@ -193,22 +203,22 @@ def encode_text(value: str) -> bytes:
 class BoxList(NamedTuple):
     """A list of boxes in the pickle, shared by tensors with the same boxes (e.g., moments)."""
 
-    position: int
-    number: int
-    offset: tuple[int, ...]  # widths
-    shape: tuple[int, ...]
+    position: int  # of the first entry, bytes
+    number: int  # boxes
+    offset: tuple[int, ...]  # widths of integers
+    shape: tuple[int, ...]  # widths of integers
     first: int  # memo number of the first offset
 
 
 class PlaceList(NamedTuple):
-    """A tensor in the index: the number of its box list, and the position of their locations."""
+    """A tensor in the index, with the locations of its boxes."""
 
     key: str
     shape: Sequence[int]
     dtype: str
-    boxes: int
-    position: int
-    widths: Sequence[int]
+    boxes: int  # number of its `BoxList`
+    position: int  # of the first location, bytes
+    widths: Sequence[int]  # widths of position and length
 
 
 def _check_tuple(*checks: schema.Check) -> schema.Check:
@@ -224,6 +234,7 @@ def _check_tuple(*checks: schema.Check) -> schema.Check:
 
 
 def _check_dtype_name(value: Any, where: str) -> Any:
+    """Accept the name of a dtype, such as bfloat16."""
     schema.text(64)(value, where)
     if not DTYPE_NAME.fullmatch(value):
         schema.refuse(where, value, "the name of a dtype")
@@ -231,29 +242,27 @@ def _check_dtype_name(value: Any, where: str) -> Any:
 
 
 _WIDTH = schema.one_of(*INTEGERS)
-
 _WIDTHS = schema.sequence(_WIDTH, schema.MAX_RANK)
+
+_FILE = _check_tuple(schema.file_name, schema.COUNT)  # name, end of the last box in it
+_BOX_LIST = _check_tuple(schema.COUNT, schema.COUNT, _WIDTHS, _WIDTHS, schema.COUNT)
+_PLACE_LIST = _check_tuple(
+    schema.key,
+    schema.SHAPE,
+    _check_dtype_name,
+    schema.COUNT,
+    schema.COUNT,
+    _check_tuple(_WIDTH, _WIDTH),
+)
+_LOCATION = _check_tuple(schema.file_name, schema.COUNT, schema.COUNT)
 
 _INDEX_FIELDS = schema.record(
     {
-        "files": schema.sequence(_check_tuple(schema.file_name, schema.COUNT)),
-        "memo": _check_tuple(schema.COUNT, schema.COUNT),
-        "boxes": schema.sequence(
-            _check_tuple(schema.COUNT, schema.COUNT, _WIDTHS, _WIDTHS, schema.COUNT)
-        ),
-        "tensors": schema.sequence(
-            _check_tuple(
-                schema.key,
-                schema.SHAPE,
-                _check_dtype_name,
-                schema.COUNT,
-                schema.COUNT,
-                _check_tuple(_WIDTH, _WIDTH),
-            )
-        ),
-        "objects": schema.mapping(
-            _check_tuple(schema.file_name, schema.COUNT, schema.COUNT), schema.key
-        ),
+        "files": schema.sequence(_FILE),
+        "memo": _check_tuple(schema.COUNT, schema.COUNT),  # numbers of the first file and key
+        "boxes": schema.sequence(_BOX_LIST),
+        "tensors": schema.sequence(_PLACE_LIST),
+        "objects": schema.mapping(_LOCATION, schema.key),
     }
 )
 
@@ -272,7 +281,8 @@ class MetadataIndex:
         self._where = where
         self._files = tuple(dict(fields["files"]))
         self._first_file, self._first_key = fields["memo"]
-        self._boxes = [BoxList(*boxes) for boxes in fields["boxes"]]
+        self._box_lists = [BoxList(*boxes) for boxes in fields["boxes"]]
+        # Offsets and shapes of the box lists that have been read, by number.
         self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._fields = fields
 
@@ -284,67 +294,90 @@ class MetadataIndex:
         # An end of 0 means that the file contains no tensors.
         sizes = {file: end for file, end in self._fields["files"] if end}
         result = CheckpointMetadata(tensor_sizes=sizes)
-        for number, entry in enumerate(self._fields["tensors"]):
-            places = PlaceList(*entry)
-            table = partial(self._read_table, number, places)
-            result.tensors[places.key] = StoredTensor(tuple(places.shape), places.dtype, table)
-        result.objects = {key: Location(*place) for key, place in self._fields["objects"].items()}
+        for number, fields in enumerate(self._fields["tensors"]):
+            places = PlaceList(*fields)
+            shape = tuple(places.shape)
+            read_chunks = partial(self._read_table, number, places)
+            result.tensors[places.key] = StoredTensor(shape, places.dtype, read_chunks)
+        for key, fields in self._fields["objects"].items():
+            result.objects[key] = Location(*fields)
         return result
 
     def _read_table(self, number: int, places: PlaceList) -> ChunkTable:
-        """Read the chunks of tensor `number`; raise CheckpointError if they are damaged."""
+        """Read the chunks of tensor `number`. Raises CheckpointError if they are damaged."""
         what = f"{self._where}: {schema.format_value(places.key)}"
+        shape = tuple(places.shape)
         try:
-            # Offsets and shapes: [boxes, dims].
-            boxes = self._boxes[places.boxes]
-            offset, shape = self._read_boxes(places.boxes)
-            if not offset.shape[1] == shape.shape[1] == len(places.shape):
+            box_offset, box_shape = self._read_boxes(places.boxes)  # [boxes, dims]
+            if not box_offset.shape[1] == box_shape.shape[1] == len(shape):
                 raise ValueError("boxes with another number of dimensions")
-
-            # Locations, which refer to the offsets and the files by their memo numbers.
-            entry = make_place_entry(*places.widths)
-            keys, memos, file, position, length = self._read_entries(
-                entry, places.position, boxes.number, b"u"
-            )
-            if (keys != self._first_key + number).any():
-                raise ValueError("places of another tensor")
-            file -= self._first_file
-            if not np.array_equal(memos, np.arange(boxes.number) + boxes.first):
-                raise ValueError("places in another order than its boxes")
-            if boxes.number and not (file.min() >= 0 and file.max() < len(self._files)):
-                raise ValueError("a file that is not in the index")
-            if min(position.min(initial=0), length.min(initial=0)) < 0:
-                raise ValueError("a negative position")
-            table = ChunkTable(offset, shape, self._files, file, position, length)
+            file, position, length = self._read_places(number, places)  # [boxes]
+            table = ChunkTable(box_offset, box_shape, self._files, file, position, length)
         except Exception as error:
             raise schema.CheckpointError(
                 f"{what}: damaged or not written by this program ({error})"
             ) from error
-        check_inside(table, tuple(places.shape), what)
+        check_inside(table, shape, what)
         return table
 
+    def _read_places(
+        self, number: int, places: PlaceList
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return (index of the file, position, length) of the boxes of tensor `number`.
+
+        Raises ValueError for entries that this program would not write.
+        """
+        # Entries refer to key, offset and file by memo numbers.
+        boxes = self._box_lists[places.boxes]
+        entry = make_place_entry(*places.widths)
+        keys, offsets, files, position, length = self._read_entries(
+            entry, places.position, boxes.number, b"u"
+        )
+        if (keys != self._first_key + number).any():
+            raise ValueError("places of another tensor")
+        expected_offsets = np.arange(boxes.number) + boxes.first
+        if not np.array_equal(offsets, expected_offsets):
+            raise ValueError("places in another order than its boxes")
+        file = files - self._first_file
+        is_known_file = (file >= 0) & (file < len(self._files))
+        if not is_known_file.all():
+            raise ValueError("a file that is not in the index")
+        if min(position.min(initial=0), length.min(initial=0)) < 0:
+            raise ValueError("a negative position")
+        return file, position, length
+
     def _read_boxes(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read offsets and shapes of a box list, once for all tensors that share it."""
+        """Return offsets and shapes of a box list, read once for all tensors that share it.
+
+        Both are [boxes, dims]. Raises ValueError for entries that this program would not write.
+        """
         if number in self._known:
             return self._known[number]
-        boxes = self._boxes[number]
+        boxes = self._box_lists[number]
         dims = len(boxes.offset)
         entry = make_box_entry(tuple(boxes.offset), tuple(boxes.shape))
         # The columns are those of the offset, the memo number, and those of the shape.
         columns = self._read_entries(entry, boxes.position, boxes.number, b"e")
         memos = columns.pop(dims)
-        if not np.array_equal(memos, np.arange(boxes.number) + boxes.first):
+        expected_memos = np.arange(boxes.number) + boxes.first
+        if not np.array_equal(memos, expected_memos):
             raise ValueError("boxes in another order")
-        table = np.empty((boxes.number, 0), dtype=np.int64)  # of a scalar
+
+        table = np.empty((boxes.number, 0), dtype=np.int64)  # the boxes of a scalar
         if columns:
             table = np.stack(columns, axis=1)
-        self._known[number] = (table[:, :dims], table[:, dims:])
-        return self._known[number]
+        offset = table[:, :dims]
+        shape = table[:, dims:]
+        self._known[number] = (offset, shape)
+        return offset, shape
 
     def _read_entries(
         self, entry: Entry, position: int, count: int, end: bytes
     ) -> list[np.ndarray]:
-        """Read entries between a MARK and the opcode `end`, which pops up to the mark."""
+        """Read entries between a MARK and the opcode `end`, which pops up to the mark.
+
+        Returns a column for each number. Raises ValueError for anything else at `position`.
+        """
         length = entry.size * count
         if not 0 < position <= position + length < self._size:
             raise ValueError("entries outside of the file")

@@ -49,7 +49,8 @@ class Placeholder:
     def __repr__(self) -> str:
         """Return the name and the arguments, but not the contents of containers."""
         name = escape_control_chars(f"{type(self).__module__}.{type(self).__qualname__}")
-        return f"<{name}({', '.join(map(format_value, self.args))})>"
+        arguments = ", ".join(map(format_value, self.args))
+        return f"<{name}({arguments})>"
 
 
 @lru_cache(maxsize=4096)
@@ -99,7 +100,7 @@ _MAX_EXPANDED = 65536  # elements of a tensor that is larger than its storage
 
 
 def _check_extents(value: Any) -> tuple[int, ...]:
-    """Check a shape or strides."""
+    """Return a shape or strides as a tuple. Raises UnsafePickleError for any other value."""
     is_sequence = isinstance(value, tuple | list) and len(value) <= MAX_RANK
     if not is_sequence or not all(type(extent) is int for extent in value):
         raise UnsafePickleError(f"a tensor of shape or strides {format_value(value)}")
@@ -107,25 +108,35 @@ def _check_extents(value: Any) -> tuple[int, ...]:
 
 
 def _make_layout_error(layout: str) -> UnsafePickleError:
+    """Return an error about a tensor whose shape or strides do not fit its storage."""
     return UnsafePickleError(f"cannot be rebuilt: a tensor of {layout}")
 
 
 def _build_tensor(
     storage: Any, offset: Any, shape: Any, stride: Any, dtype: torch.dtype | None = None
 ) -> Any:
-    """Build a tensor over a record of the archive."""
+    """Build a tensor over a record of the archive. Offset and strides are in elements.
+
+    Raises UnsafePickleError for a tensor that its storage does not contain.
+    """
+    # Check the types.
     if not isinstance(storage, TypedStorage):
         raise UnsafePickleError(f"a tensor over {format_value(storage)} instead of a storage")
     shape = _check_extents(shape)
     stride = _check_extents(stride)
-    content = storage.content
-    dtype = dtype or storage.dtype
-    if type(offset) is not int or len(shape) != len(stride) or min((offset, *shape, *stride)) < 0:
+    is_layout = (
+        type(offset) is int
+        and len(shape) == len(stride)
+        and min((offset, *shape, *stride)) >= 0  # torch has no negative strides
+    )
+    if not is_layout:
         raise _make_layout_error(f"offset {format_value(offset)}, shape {shape}, strides {stride}")
+    dtype = dtype or storage.dtype
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
 
     # The last element must be in the storage.
+    content = storage.content
     numel = content.nbytes // dtype.itemsize
     last = offset
     for extent, step in zip(shape, stride, strict=True):
@@ -134,6 +145,7 @@ def _build_tensor(
         raise _make_layout_error(
             f"shape {shape} at {offset}, which exceeds its storage of {numel} elements"
         )
+
     # Strides of 0 repeat elements: a few bytes could become terabytes when the tensor is copied.
     if math.prod(shape) > max(numel, _MAX_EXPANDED):
         raise _make_layout_error(
@@ -143,12 +155,14 @@ def _build_tensor(
 
 
 def _build_tensor_v2(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Any:
+    """Build a tensor of the dtype of its storage."""
     return _build_tensor(storage, offset, shape, stride)
 
 
 def _build_tensor_v3(
     storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
 ) -> Any:
+    """Build a tensor over an untyped storage."""
     if not is_dtype(dtype):
         raise UnsafePickleError(f"a tensor of dtype {format_value(dtype)}")
     return _build_tensor(storage, offset, shape, stride, dtype)
@@ -156,11 +170,9 @@ def _build_tensor_v3(
 
 def _build_tensor_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """Build the values of a tensor subclass, without its attributes."""
-    rebuilds = isinstance(function, Function) and function.call in (
-        _build_tensor_v2,
-        _build_tensor_v3,
-    )
-    if not rebuilds or type(args) is not tuple:
+    builders = (_build_tensor_v2, _build_tensor_v3)
+    is_builder = isinstance(function, Function) and function.call in builders
+    if not is_builder or type(args) is not tuple:
         raise UnsafePickleError(f"a tensor rebuilt by {format_value(function)}")
     return function.call(*args)
 
@@ -179,14 +191,16 @@ def _build_numpy_dtype(name: Any, *_: Any) -> np.dtype:
 
     It is a new object, because the pickle sets its byte order afterwards.
     """
+    # A comma would define a structured dtype.
     if type(name) is str and len(name) < 32 and "," not in name:
-        dtype = np.dtype(name, False, True)
-        if dtype.kind in "biufcSU":
+        dtype = np.dtype(name, align=False, copy=True)
+        if dtype.kind in "biufcSU":  # numbers, bytes and text; not objects
             return dtype
     raise UnsafePickleError(f"numpy dtype {format_value(name)}")
 
 
 def _build_numpy_scalar(dtype: Any, data: Any) -> Any:
+    """Build a scalar from its bytes."""
     if not isinstance(dtype, np.dtype):
         raise UnsafePickleError(f"a numpy scalar of dtype {format_value(dtype)}")
     return np.frombuffer(_decode_content(data), dtype)[0]
@@ -194,21 +208,29 @@ def _build_numpy_scalar(dtype: Any, data: Any) -> Any:
 
 def set_numpy_state(value: Any, state: Any) -> None:
     """Set the byte order of a dtype, or shape and content of an array, as in numpy's pickles."""
+    # `__setstate__` trusts its argument, so it gets the state of a dtype or an array built here.
     if not isinstance(value, np.ndarray):
-        if state[1] == ">":
-            value.__setstate__(value.newbyteorder(">").__reduce__()[2])
+        byte_order = state[1]
+        if byte_order == ">":
+            _copy_state(value.newbyteorder(">"), value)
         return
-    _, shape, dtype, fortran, data = state
+
+    _, shape, dtype, is_column_major, data = state
     if not isinstance(dtype, np.dtype):
         raise UnsafePickleError(f"a numpy array of dtype {format_value(dtype)}")
     flat = np.frombuffer(_decode_content(data), dtype)
     shape = _check_extents(shape)
     array = flat.reshape(shape)
-    if fortran:  # column-major order
-        array = flat.reshape(shape[::-1]).T
-    # `__setstate__` trusts its argument, so it gets the state of an array built here.
-    state_of_array: Any = array.__reduce__()[2]
-    value.__setstate__(state_of_array)
+    if is_column_major:
+        reversed_shape = shape[::-1]
+        array = flat.reshape(reversed_shape).T
+    _copy_state(array, value)
+
+
+def _copy_state(source: Any, target: Any) -> None:
+    """Set the state of a numpy object to that of another one."""
+    _, _, state = source.__reduce__()
+    target.__setstate__(state)
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
@@ -219,6 +241,7 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
 
 
 def _build_bytearray(data: Any = b"", encoding: Any = "latin1") -> bytearray:
+    """Build a bytearray from bytes, or from text in protocol 2."""
     if isinstance(data, str):
         return bytearray(_encode(data, encoding))
     return bytearray(_decode_content(data))
@@ -246,10 +269,12 @@ def _make_dict_function(kind: type[dict]) -> Function:
     """Return the constructor of a dictionary, which hashes its keys."""
 
     def build(*args: Any) -> Any:
-        return kind(_list_pairs(*args))
+        pairs = _list_pairs(*args)
+        return kind(pairs)
 
     def list_keys(*args: Any) -> list[Any]:
-        return [key for key, _ in _list_pairs(*args)]
+        pairs = _list_pairs(*args)
+        return [key for key, _ in pairs]
 
     return Function(build, list_keys)
 
@@ -261,7 +286,8 @@ def _restrict(make: Callable[..., Any], *kinds: type) -> Function:
         for arg in args:
             is_long = type(arg) is str and len(arg) > 4096
             if type(arg) not in kinds or is_long:
-                raise UnsafePickleError(f"a call with {', '.join(map(format_value, args))}")
+                arguments = ", ".join(map(format_value, args))
+                raise UnsafePickleError(f"a call with {arguments}")
         return make(*args)
 
     return Function(call)
@@ -272,9 +298,10 @@ def get_torch_globals() -> dict[tuple[str, str], Any]:
     """Return the globals of torch except dtypes."""
     storages: dict[tuple[str, str], Any] = {}
     for dtype, name in torch.storage._dtype_to_storage_type_map().items():
-        if not name.startswith("Q"):  # quantized
+        is_quantized = name.startswith("Q")
+        if not is_quantized:
             storages["torch", name] = StorageKind(dtype)
-    same = Function(lambda data, *_: data)  # a parameter is read as a tensor
+    take_tensor = Function(lambda data, *_: data)  # a parameter is read as a tensor
     return {
         **storages,
         ("torch.storage", "UntypedStorage"): StorageKind(torch.uint8),
@@ -288,8 +315,8 @@ def get_torch_globals() -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_tensor"): Function(_build_tensor_v2),
         ("torch._utils", "_rebuild_tensor_v2"): Function(_build_tensor_v2),
         ("torch._utils", "_rebuild_tensor_v3"): Function(_build_tensor_v3),
-        ("torch._utils", "_rebuild_parameter"): same,
-        ("torch._utils", "_rebuild_parameter_with_state"): same,
+        ("torch._utils", "_rebuild_parameter"): take_tensor,
+        ("torch._utils", "_rebuild_parameter_with_state"): take_tensor,
         ("torch._tensor", "_rebuild_from_type_v2"): Function(_build_tensor_subclass),
     }
 

@@ -63,26 +63,31 @@ _MAX_LISTED = 8  # entries of a container in a message
 
 def format_value(value: Any) -> str:
     """Return one short printable line for any value, without trusting it."""
+    kind = type(value)
     if isinstance(value, str | bytes):
         shortened = repr(value[:_MAX_FORMATTED])
         if len(value) > _MAX_FORMATTED:
             shortened += "..."
         return shortened
+
     # `repr` of a huge integer takes quadratic time.
-    if type(value) is int and value.bit_length() > 256:
+    if kind is int and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
-    if value is None or type(value) in (bool, int, float, complex) or is_dtype(value):
+    if value is None or kind in (bool, int, float, complex) or is_dtype(value):
         return repr(value)
+
+    # `repr` of a container may unfold without end.
     if isinstance(value, list | tuple | dict | set | frozenset):
-        if type(value) is not dict and _is_short_and_flat(value):
+        if kind is not dict and _is_short_and_flat(value):
             return escape_control_chars(str(value))[:200]
-        return f"a {type(value).__name__} of {len(value)} entries"
-    # The `repr` of any other object could run code of a hostile file.
-    kind = type(value)
+        return f"a {kind.__name__} of {len(value)} entries"
+
+    # `repr` of any other object could run code of a hostile file.
     return escape_control_chars(f"a {kind.__module__}.{kind.__qualname__}")[:200]
 
 
 def _is_short_and_flat(values: Any) -> bool:
+    """Return whether a container has few entries, which are numbers and texts."""
     is_flat = all(type(item) in (int, float, str) for item in values)
     return len(values) <= _MAX_LISTED and is_flat
 
@@ -149,8 +154,8 @@ def number(low: float = -math.inf, high: float = math.inf) -> Check:
         limits = f" from {low:g} to {high:g}"
 
     def check(value: Any, where: str) -> Any:
-        is_number = type(value) in (int, float)
-        if not is_number or not low <= value <= high or value in (math.inf, -math.inf):
+        is_finite = type(value) in (int, float) and -math.inf < value < math.inf
+        if not is_finite or not low <= value <= high:
             refuse(where, value, f"a finite number{limits}")
         return value
 
@@ -282,7 +287,7 @@ def plain(value: Any, where: str) -> Any:
 # Files
 
 
-# Bytes of a file that is read whole.
+# Bytes of a file that is read whole
 MAX_JSON = 256 << 20
 _PLAUSIBLE_SIZE = 64 << 20  # always accepted
 _MAX_SIZE = 1 << 30  # accepted if the files next to it are as large
@@ -294,20 +299,20 @@ def _open_descriptor(path: str | os.PathLike[str], follow_links: bool) -> int:
     Raises CheckpointError unless it is a regular file inside its checkpoint, OSError if it is
     missing.
     """
-    target = None
+    name = escape_control_chars(str(path))
     if not follow_links:
         target = links.find_outside_target(path)
-    if target is not None:
-        raise CheckpointError(
-            f"{escape_control_chars(str(path))} is a link to {escape_control_chars(target)}, "
-            "outside of the checkpoint. If you trust it, use --follow-links, or set "
-            f"{links.FOLLOW_LINKS}=1"
-        )
+        if target is not None:
+            raise CheckpointError(
+                f"{name} is a link to {escape_control_chars(target)}, "
+                "outside of the checkpoint. If you trust it, use --follow-links, or set "
+                f"{links.FOLLOW_LINKS}=1"
+            )
     # Non-blocking: opening a pipe must not wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{escape_control_chars(str(path))} is not a regular file")
+        raise CheckpointError(f"{name} is not a regular file")
     return descriptor
 
 
@@ -375,10 +380,11 @@ class OpenFile:
         directory use on disk, up to 1 GiB. MEGATRON_MAX_FILE_SIZE replaces these limits.
         """
         maximum = limit("FILE_SIZE", 0)
-        if maximum == 0:
+        if maximum == 0:  # not set by the user
             maximum = _PLAUSIBLE_SIZE
             if self.size > maximum:
-                maximum = min(max(maximum, self.measure_directory()), _MAX_SIZE)
+                used = self.measure_directory()
+                maximum = min(max(maximum, used), _MAX_SIZE)
         if self.size > maximum:
             raise CheckpointError(
                 f"{escape_control_chars(str(self.path))} has {self.size} bytes, but at most "
@@ -392,6 +398,7 @@ class OpenFile:
             os.posix_fadvise(self.descriptor, position, length, os.POSIX_FADV_DONTNEED)
 
     def _read_some(self, view: memoryview, position: int) -> int:
+        """Fill the beginning of `view` from `position` on. Returns the bytes read, 0 at the end."""
         assert self.descriptor is not None
         return os.preadv(self.descriptor, [view], position)
 
@@ -423,7 +430,9 @@ class _OpenObject(OpenFile):
             return 0
 
         def fetch(start: int) -> None:
-            part = view[start : min(start + PART_SIZE, length)]
+            """Fill one part of `view` with one request."""
+            stop = min(start + PART_SIZE, length)
+            part = view[start:stop]
             store = self._object.store
             content = memoryview(store.get_range(self._object.key, position + start, len(part)))
             if len(content) != len(part):
@@ -440,7 +449,9 @@ class _OpenObject(OpenFile):
         return length
 
     def measure_directory(self) -> int:
-        return sum(self._object.store.sizes(self._object.parent.key).values())
+        directory = self._object.parent.key
+        sizes = self._object.store.sizes(directory)
+        return sum(sizes.values())
 
 
 # By the type of the path; any other path is one of the local file system.

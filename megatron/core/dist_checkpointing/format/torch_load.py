@@ -1,6 +1,4 @@
-"""Loads files of `torch.save` without executing code; tensors are mapped, read, or left in
-place.
-"""
+"""Loading of `torch.save` files without executing code: mapped, whole, or the structure only."""
 
 from __future__ import annotations
 
@@ -22,7 +20,11 @@ from megatron.core.dist_checkpointing.format.schema import (
     OpenFile,
     open_file,
 )
-from megatron.core.dist_checkpointing.format.torch_zip import Archive, view_bytes
+from megatron.core.dist_checkpointing.format.torch_zip import (
+    LOCAL_SIGNATURE,
+    Archive,
+    view_bytes,
+)
 from megatron.core.dist_checkpointing.format.unpickler import Budget, check_bounded, unpickle
 from megatron.core.dist_checkpointing.format.verified_file import ChecksumVerifier
 from megatron.core.dist_checkpointing.mapping import Shape
@@ -71,7 +73,8 @@ def load_file_tensors(value: Any) -> Any:
     if type(value) is dict:
         return {key: load_file_tensors(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(load_file_tensors(item) for item in value)
+        items = [load_file_tensors(item) for item in value]
+        return type(value)(items)
     return value
 
 
@@ -100,7 +103,7 @@ def safe_load(
     try:
         with open_file(path) as file:
             # Objects and empty files cannot be mapped.
-            if mmap and file.size and file.descriptor is not None:
+            if mmap and file.size > 0 and file.descriptor is not None:
                 # Copy on write: changes of the tensors do not reach the file.
                 mapped = mmap_module.mmap(file.descriptor, 0, access=mmap_module.ACCESS_COPY)
                 return _load_archive(mapped, where, placeholders)
@@ -148,12 +151,14 @@ def open_archive(
     copies = Budget(65536 + 4 * length)
 
     def read(offset: int, size: int) -> bytes:
-        return file.read(start + offset, min(size, length - offset))
+        rest_of_archive = length - offset
+        return file.read(start + offset, min(size, rest_of_archive))
 
-    def storage(position: int, nbytes: int) -> Storage:
-        return Storage(nbytes, partial(_view_in_file, file.path, start + position, nbytes, copies))
+    def find_storage(position: int, nbytes: int) -> Storage:
+        view = partial(_view_in_file, file.path, start + position, nbytes, copies)
+        return Storage(nbytes, view)
 
-    return _load(read, length, where, storage, placeholders)
+    return _load(read, length, where, find_storage, placeholders)
 
 
 def _view_in_file(
@@ -192,9 +197,10 @@ def _load_archive(
     """Load an archive in memory or mapped; `check_crc` reads all bytes, so not for mapped ones."""
     view = memoryview(buffer)
 
-    def storage(position: int, nbytes: int) -> Storage:
-        if not nbytes:
-            return Storage(0, partial(_view_in_memory, torch.empty(0, dtype=torch.uint8)))
+    def find_storage(position: int, nbytes: int) -> Storage:
+        if not nbytes:  # `frombuffer` does not accept it
+            empty = torch.empty(0, dtype=torch.uint8)
+            return Storage(0, partial(_view_in_memory, empty))
         data = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=position)
         if data.data_ptr() % 16 != 0:
             data = data.clone()  # is aligned for every dtype
@@ -203,16 +209,17 @@ def _load_archive(
     def read(offset: int, size: int) -> memoryview:
         return view[offset : offset + size]
 
-    return _load(read, len(buffer), where, storage, placeholders, check_crc)
+    return _load(read, len(buffer), where, find_storage, placeholders, check_crc)
 
 
 def _view_in_memory(
     data: torch.Tensor, dtype: torch.dtype, offset: int, shape: Shape, stride: Shape
 ) -> torch.Tensor:
-    """Return a tensor over the bytes of a storage."""
-    numel = len(data) // dtype.itemsize
+    """Return a tensor over the bytes of a storage. Offset and strides are in elements."""
     # A storage may end in the middle of an element of another dtype.
-    typed = data[: numel * dtype.itemsize].view(dtype)
+    numel = len(data) // dtype.itemsize
+    whole_elements = data[: numel * dtype.itemsize]
+    typed = whole_elements.view(dtype)
     return typed.as_strided(shape, stride, typed.storage_offset() + offset)
 
 
@@ -220,19 +227,19 @@ def _load(
     read: Callable[[int, int], bytes | memoryview],
     length: int,
     where: str,
-    storage_at: Callable[[int, int], Storage],
+    find_storage: Callable[[int, int], Storage],
     placeholders: bool,
     check_crc: bool = False,
 ) -> Any:
     """Load the object of an archive of `length` bytes.
 
-    `storage_at(position, nbytes)` returns the storage of tensor data in it.
+    `find_storage(position, nbytes)` returns the storage of tensor data in it.
     """
     # Check the format.
     if not length:
         raise CheckpointError(f"{where}: the file is empty")
     start = bytes(read(0, 8))
-    if start[:4] != b"PK\3\4":
+    if not start.startswith(LOCAL_SIGNATURE):
         raise CheckpointError(
             f"{where}: not a torch.save archive (zip), it starts with {start!r}. "
             "Files of torch < 1.6 must be saved again with a newer torch."
@@ -241,11 +248,11 @@ def _load(
     if "byteorder" in archive.records and archive.read("byteorder") != b"little":
         raise CheckpointError(f"{where}: written on a big-endian machine, which is not supported")
 
-    # Unpickle.
+    # Unpickle. Tensors that share a record share its storage.
     storages: dict[str, Storage] = {}
 
-    def storage(name: str) -> Storage:
-        """Return the storage that all tensors of a record share."""
+    def find_record(name: str) -> Storage:
+        """Return the storage of a record. Raises CheckpointError if it is missing or damaged."""
         if name not in archive.records:
             raise CheckpointError(f"{where}: tensor data {escape_control_chars(name)} is missing")
         if name not in storages:
@@ -253,9 +260,9 @@ def _load(
             nbytes = archive.records[name].size
             if check_crc:
                 archive.check_crc(name, read(position, nbytes))
-            storages[name] = storage_at(position, nbytes)
+            storages[name] = find_storage(position, nbytes)
         return storages[name]
 
-    result = unpickle(archive.read("data.pkl"), where, storage, placeholders)
+    result = unpickle(archive.read("data.pkl"), where, find_record, placeholders)
     check_bounded(result, where)
     return result

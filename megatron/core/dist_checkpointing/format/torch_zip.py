@@ -31,11 +31,18 @@ from megatron.core.terminal import escape_control_chars
 
 # Bytes. Raw data is aligned in its archive, and archives are aligned in files.
 ALIGNMENT = 64
-_LOCAL = struct.Struct("<4s5H3I2H")
-_CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
-_END64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR64 = struct.Struct("<4sIQI")
+# Structures of zip files, which PKWARE's APPNOTE.TXT specifies. Each begins with its signature.
+_LOCAL = struct.Struct("<4s5H3I2H")  # header before a record
+LOCAL_SIGNATURE = b"PK\3\4"
+_CENTRAL = struct.Struct("<4s6H3I5H2I")  # entry of a record in the directory
+_CENTRAL_SIGNATURE = b"PK\1\2"
+_END = struct.Struct("<4s4H2IH")  # end record of the directory
+_END_SIGNATURE = b"PK\5\6"
+_END64 = struct.Struct("<4sQ2H2I4Q")  # its form for large files
+_END64_SIGNATURE = b"PK\6\6"
+_LOCATOR64 = struct.Struct("<4sIQI")  # position of the latter
+_LOCATOR64_SIGNATURE = b"PK\6\7"
+_ZIP64_KIND = 1  # of the extra field with 64-bit numbers
 _MAX32 = 0xFFFFFFFF
 _UTF8_NAMES = 1 << 11
 _ZIP64_VERSION = 45
@@ -50,10 +57,10 @@ class Envelope(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One file of an archive; `header` is the offset of its local header in the archive."""
+    """One file of an archive."""
 
-    header: int
-    size: int
+    header: int  # offset of its local header in the archive
+    size: int  # bytes of the content
     crc: int  # 0 if there is none
 
 
@@ -107,20 +114,27 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Return the function that rebuilds a tensor and its arguments."""
-        if isinstance(obj, torch.Tensor):
-            obj = TensorSlot(obj.dtype, tuple(obj.shape), obj.detach().cpu().contiguous())
-        if not isinstance(obj, TensorSlot):
+        if isinstance(obj, TensorSlot):
+            slot = obj
+        elif isinstance(obj, torch.Tensor):
+            content = obj.detach().cpu().contiguous()
+            slot = TensorSlot(obj.dtype, tuple(obj.shape), content)
+        else:
             return NotImplemented
-        storage = _Storage(obj.dtype, math.prod(obj.shape), str(len(self.slots)))
-        self.slots.append(obj)
+
+        # The record of a tensor is named by its number.
+        record = str(len(self.slots))
+        self.slots.append(slot)
+        storage = _Storage(slot.dtype, math.prod(slot.shape), record)
+
         offset = 0
+        stride = _compute_row_major_stride(slot.shape)
         requires_grad = False
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        stride = _compute_row_major_stride(obj.shape)
-        common = (storage, offset, obj.shape, stride, requires_grad, hooks)
-        if obj.dtype in torch.storage._new_dtypes():
-            return torch._utils._rebuild_tensor_v3, (*common, obj.dtype)
-        return torch._utils._rebuild_tensor_v2, common
+        arguments = (storage, offset, slot.shape, stride, requires_grad, hooks)
+        if slot.dtype in torch.storage._new_dtypes():
+            return torch._utils._rebuild_tensor_v3, (*arguments, slot.dtype)
+        return torch._utils._rebuild_tensor_v2, arguments
 
 
 def _compute_row_major_stride(shape: Shape) -> Shape:
@@ -139,9 +153,9 @@ def lay_out_archive(value: Any) -> ArchiveLayout:
     pickler = _Pickler(pickled)
     pickler.dump(value)
 
-    # Records with known content.
+    # Records with known content
     central = bytearray()  # the directory at the end of the archive
-    head = bytearray()  # everything before the bytes of the next tensor
+    head = bytearray()  # everything between the bytes of the previous and of the next tensor
     known_records = (
         (b"archive/data.pkl", pickled.getvalue()),
         (b"archive/byteorder", b"little"),
@@ -152,25 +166,28 @@ def lay_out_archive(value: Any) -> ArchiveLayout:
         head += local
         central += entry
 
-    # Records of tensors.
+    # Records of tensors
     fixed = []
     places = []
     start = 0  # of `head` in the archive
     for number, slot in enumerate(pickler.slots):
         name = b"archive/data/%d" % number
-        local, entry = _encode_data_record(name, slot.nbytes, start + len(head))
+        header_offset = start + len(head)
+        local, entry = _encode_data_record(name, slot.nbytes, header_offset)
         head += local
         central += entry
         fixed.append((start, bytes(head)))
-        data = start + len(head)
-        places.append((slot, data))
-        start = data + slot.nbytes
+
+        data_offset = start + len(head)
+        places.append((slot, data_offset))
+        start = data_offset + slot.nbytes
         head = bytearray()
 
-    # The directory.
-    end = start + len(head)
+    # The directory
+    central_offset = start + len(head)
     num_records = len(known_records) + len(places)
-    tail = bytes(head + central) + _encode_end(num_records, len(central), end)
+    end = _encode_end(num_records, len(central), central_offset)
+    tail = bytes(head + central) + end
     fixed.append((start, tail))
     return ArchiveLayout(fixed, places, start + len(tail))
 
@@ -183,7 +200,7 @@ def _encode_local_header(
     time = 0
     date = 0
     fields = (version, _UTF8_NAMES, method, time, date, crc, size, size, len(name), len(extra))
-    return _LOCAL.pack(b"PK\3\4", *fields) + name + extra
+    return _LOCAL.pack(LOCAL_SIGNATURE, *fields) + name + extra
 
 
 def _encode_directory_entry(
@@ -193,15 +210,32 @@ def _encode_directory_entry(
     method = 0
     time = 0
     date = 0
-    fields = (version, version, _UTF8_NAMES, method, time, date, crc, size, size)
-    # No comment, on the first disk, no attributes.
-    return (
-        _CENTRAL.pack(b"PK\1\2", *fields, len(name), len(extra), 0, 0, 0, 0, header) + name + extra
+    comment_size = 0
+    disk = 0
+    attributes = (0, 0)
+    entry = _CENTRAL.pack(
+        _CENTRAL_SIGNATURE,
+        version,
+        version,
+        _UTF8_NAMES,
+        method,
+        time,
+        date,
+        crc,
+        size,
+        size,
+        len(name),
+        len(extra),
+        comment_size,
+        disk,
+        *attributes,
+        header,
     )
+    return entry + name + extra
 
 
 def _encode_known_record(name: bytes, content: bytes, header: int) -> tuple[bytes, bytes]:
-    """Return a record, and its directory entry."""
+    """Return a record with its header, and its directory entry."""
     crc = zlib.crc32(content)
     local = _encode_local_header(name, 0, crc, len(content))
     entry = _encode_directory_entry(name, 0, crc, len(content), header)
@@ -211,53 +245,77 @@ def _encode_known_record(name: bytes, content: bytes, header: int) -> tuple[byte
 def _encode_data_record(name: bytes, nbytes: int, header: int) -> tuple[bytes, bytes]:
     """Return local header and directory entry of tensor data, in zip64 form for any size.
 
-    A field with the maximum is replaced by an entry of the zip64 extra field (kind 1).
+    `header` is the offset of the header. A field with the maximum is replaced by a number of the
+    zip64 extra field.
     """
-    # Align the data, as torch does.
-    sizes = struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
-    padding_header_size = 4
-    unaligned = header + _LOCAL.size + len(name) + len(sizes) + padding_header_size
+    # A second extra field aligns the data, as torch does.
+    sizes = _encode_zip64_field(nbytes, nbytes)
+    padding_head_size = 4
+    unaligned = header + _LOCAL.size + len(name) + len(sizes) + padding_head_size
     padding = -unaligned % ALIGNMENT
-    extra = sizes + struct.pack("<2s H", b"FB", padding) + bytes(padding)
-    local = _encode_local_header(name, _ZIP64_VERSION, 0, _MAX32, extra)
+    padding_head = struct.pack("<2sH", b"FB", padding)
+    extra = sizes + padding_head + bytes(padding)
+    local = _encode_local_header(name, _ZIP64_VERSION, crc=0, size=_MAX32, extra=extra)
 
-    # The offset is the third, optional entry of the zip64 field.
-    place = b""
+    # The offset is the third, optional number of the zip64 field.
+    wide = sizes
     if header >= _MAX32:
-        place = struct.pack("<Q", header)
-    wide = struct.pack("<2H2Q", 1, 16 + len(place), nbytes, nbytes) + place
+        wide = _encode_zip64_field(nbytes, nbytes, header)
+    short_header = min(header, _MAX32)
     entry = _encode_directory_entry(
-        name, _ZIP64_VERSION, 0, _MAX32, min(header, _MAX32), extra=wide
+        name, _ZIP64_VERSION, crc=0, size=_MAX32, header=short_header, extra=wide
     )
     return local, entry
+
+
+def _encode_zip64_field(*numbers: int) -> bytes:
+    """Return the extra field with 64-bit numbers for fields that have the maximum."""
+    head = struct.pack("<2H", _ZIP64_KIND, 8 * len(numbers))
+    return head + struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
 @lru_cache(maxsize=65536)
 def make_tensor_envelope(dtype: torch.dtype, shape: Shape) -> Envelope:
     """Return prefix and suffix of the archive of a contiguous tensor."""
-    (_, prefix), (_, suffix) = lay_out_archive(TensorSlot(dtype, shape)).fixed
+    layout = lay_out_archive(TensorSlot(dtype, shape))
+    (_, prefix), (_, suffix) = layout.fixed
     return Envelope(prefix, suffix)
 
 
 def _encode_end(entries: int, central_size: int, central_offset: int) -> bytes:
     """Return the end record of the directory, with its zip64 form and the locator of that."""
+    disk = 0
+    size_after_this_field = _END64.size - 12
     end64 = _END64.pack(
-        b"PK\6\6",
-        44,
+        _END64_SIGNATURE,
+        size_after_this_field,
         _ZIP64_VERSION,
         _ZIP64_VERSION,
-        0,
-        0,
+        disk,
+        disk,
         entries,
         entries,
         central_size,
         central_offset,
     )
-    locator = _LOCATOR64.pack(b"PK\6\7", 0, central_offset + central_size, 1)
+    num_disks = 1
+    end64_offset = central_offset + central_size
+    locator = _LOCATOR64.pack(_LOCATOR64_SIGNATURE, disk, end64_offset, num_disks)
+
     # Values that do not fit the old record are its maxima; readers then use the zip64 record.
-    few = min(entries, 0xFFFF)
+    short_entries = min(entries, 0xFFFF)
+    short_size = min(central_size, _MAX32)
+    short_offset = min(central_offset, _MAX32)
+    comment_size = 0
     end = _END.pack(
-        b"PK\5\6", 0, 0, few, few, min(central_size, _MAX32), min(central_offset, _MAX32), 0
+        _END_SIGNATURE,
+        disk,
+        disk,
+        short_entries,
+        short_entries,
+        short_size,
+        short_offset,
+        comment_size,
     )
     return end64 + locator + end
 
@@ -307,7 +365,7 @@ class Archive:
         """Return the offset of the content of record `name` in the archive."""
         record = self.records[name]
         header = bytes(self._read(record.header, _LOCAL.size))
-        if len(header) < _LOCAL.size or header[:4] != b"PK\3\4":
+        if len(header) < _LOCAL.size or not header.startswith(LOCAL_SIGNATURE):
             raise self._make_error(f"no record header at byte {record.header}")
         # The name and the extra field follow.
         *_, name_size, extra_size = _LOCAL.unpack(header)
@@ -340,30 +398,17 @@ class Archive:
         return self._source(offset, min(size, self._length - offset))
 
     def _check_size(self, what: str, size: int) -> None:
+        """Raise CheckpointError for a part that is too large to be read whole."""
         if size > _MAX_RECORD:
             raise self._make_error(f"{what} has {size} bytes, at most {_MAX_RECORD} are plausible")
 
     def _make_error(self, reason: str) -> CheckpointError:
+        """Return an error that names the archive."""
         return CheckpointError(f"{self._where}: not an intact torch.save archive: {reason}")
 
     def _read_directory(self) -> None:
         """Fill `records`."""
-        # The end record, which a comment of up to 64 kB may follow.
-        for tail_size in (min(self._length, 4096), min(self._length, 1 << 17)):
-            tail = bytes(self._read(self._length - tail_size, tail_size))
-            end = tail.rfind(b"PK\5\6")
-            if end >= 0:
-                break
-        else:
-            raise self._make_error("no end record (the file is truncated or of another format)")
-        _, _, _, _, entries, size, offset, _ = _END.unpack_from(tail, end)
-        # Its zip64 form, if there is one.
-        locator = end - _LOCATOR64.size
-        if locator >= 0 and tail[locator : locator + 4] == b"PK\6\7":
-            _, _, end64_offset, _ = _LOCATOR64.unpack_from(tail, locator)
-            end64 = bytes(self._read(end64_offset, _END64.size))
-            *_, entries, size, offset = _END64.unpack(end64)
-        # The entries.
+        entries, size, offset = self._find_directory()
         if offset + size > self._length:
             raise self._make_error("its directory exceeds its end")
         self._check_size("its directory", size)
@@ -372,33 +417,58 @@ class Archive:
         for _ in range(entries):
             position = self._read_entry(directory, position)
 
+    def _find_directory(self) -> tuple[int, int, int]:
+        """Return the number of entries, the size and the offset of the directory."""
+        # Find the end record, which a comment of up to 64 kB may follow. Most have no comment.
+        end = -1
+        for tail_size in (4096, 1 << 17):
+            tail_size = min(self._length, tail_size)
+            tail = bytes(self._read(self._length - tail_size, tail_size))
+            end = tail.rfind(_END_SIGNATURE)
+            if end >= 0:
+                break
+        if end < 0:
+            raise self._make_error("no end record (the file is truncated or of another format)")
+        _, _, _, _, entries, size, offset, _ = _END.unpack_from(tail, end)
+
+        # Its zip64 form, if there is one, is found via the locator before it.
+        locator = end - _LOCATOR64.size
+        if locator >= 0 and tail.startswith(_LOCATOR64_SIGNATURE, locator):
+            _, _, end64_offset, _ = _LOCATOR64.unpack_from(tail, locator)
+            end64 = bytes(self._read(end64_offset, _END64.size))
+            *_, entries, size, offset = _END64.unpack(end64)
+        return entries, size, offset
+
     def _read_entry(self, directory: bytes, position: int) -> int:
         """Add the record at `position` of the directory; return the position after its entry."""
-        signature, _, _, _, method, _, _, crc, packed_size, size, *rest = _CENTRAL.unpack_from(
-            directory, position
-        )
-        name_size, extra_size, comment_size, _, _, _, header = rest
-        position += _CENTRAL.size
-        extra_start = position + name_size
+        fields = _CENTRAL.unpack_from(directory, position)
+        signature, _, _, _, method, _, _, crc, packed_size, size, *others = fields
+        name_size, extra_size, comment_size, _, _, _, header = others
+
+        # The name and the extra field follow.
+        name_start = position + _CENTRAL.size
+        extra_start = name_start + name_size
         extra_stop = extra_start + extra_size
-        name = directory[position:extra_start].decode()
+        path = directory[name_start:extra_start].decode()
         extra = directory[extra_start:extra_stop]
-        if signature != b"PK\1\2":
+        if signature != _CENTRAL_SIGNATURE:
             raise self._make_error("its directory is garbled")
         if method != 0:
             raise self._make_error(
-                f"record {escape_control_chars(name)} is compressed; torch.save never compresses"
+                f"record {escape_control_chars(path)} is compressed; torch.save never compresses"
             )
-        wide = _read_zip64_values(extra)
+
         # A field with the maximum is replaced by the next number of the zip64 field: size,
         # compressed size (the same number), offset.
+        wide = _read_zip64_values(extra)
         if size == _MAX32 and wide:
             size = wide.pop(0)
             if packed_size == _MAX32:
                 wide = wide[1:]
         if header == _MAX32 and wide:
             header = wide.pop(0)
-        name = name.partition("/")[2]
+
+        _, _, name = path.partition("/")  # without the top folder
         if name in self.records:
             raise self._make_error(f"it has two records {escape_control_chars(name)}")
         self.records[name] = Record(header, size, crc)
@@ -411,8 +481,9 @@ def _read_zip64_values(extra: bytes) -> list[int]:
     while position + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, position)
         position += 4
-        if kind == 1:
-            return list(struct.unpack_from(f"<{size // 8}Q", extra, position))
+        if kind == _ZIP64_KIND:
+            numbers = struct.unpack_from(f"<{size // 8}Q", extra, position)
+            return list(numbers)
         position += size
     return []
 

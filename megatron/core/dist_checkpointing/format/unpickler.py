@@ -100,9 +100,11 @@ class Budget:
     """Limit of the bytes that opening a file may allocate."""
 
     def __init__(self, nbytes: int) -> None:
-        self.allowed = self._left = nbytes
+        self.allowed = nbytes
+        self._left = nbytes
 
     def charge(self, nbytes: int) -> None:
+        """Count an allocation. Raises UnsafePickleError if the limit is exceeded."""
         self._left -= nbytes
         if self._left < 0:
             raise UnsafePickleError(
@@ -119,18 +121,24 @@ class _Unpickler:
     def __init__(
         self, data: bytes, storage: Callable[[str], Storage] | None, placeholders: bool, names: bool
     ) -> None:
+        # State of the machine
         self.data = data
-        self.position = 0
+        self.position = 0  # of the next byte
         self.stack: list[Any] = []
-        self.marks: list[int] = []
+        self.marks: list[int] = []  # positions in the stack
         self.memo: list[Any] = []
-        self.charge = Budget(_FREE_MEMORY + _MEMORY_PER_BYTE * len(data)).charge
+
+        # Limits
+        budget = Budget(_FREE_MEMORY + _MEMORY_PER_BYTE * len(data))
+        self.charge = budget.charge
         self._objects_left = _FREE_OBJECTS + int(_OBJECTS_PER_BYTE * len(data))
         self._odd_keys = 0
+
+        # Options of `unpickle`
         self._storage = storage
         self._placeholders = placeholders
         self._names = names
-        self._known: dict[tuple[str, str], Any] = {}
+        self._known: dict[tuple[str, str], Any] = {}  # replacements of globals found so far
 
     def run(self) -> Any:
         """Execute the pickle and return its object."""
@@ -157,8 +165,9 @@ class _Unpickler:
                 stack.append(data[position])
                 position += 1
             elif 0x85 <= opcode <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
-                items = tuple(stack[0x84 - opcode :])
-                del stack[0x84 - opcode :]
+                first = 0x84 - opcode  # -1, -2 or -3
+                items = tuple(stack[first:])
+                del stack[first:]
                 self.push_new(items, _LIST_SIZE)
             elif opcode == 0x28:  # MARK
                 marks.append(len(stack))
@@ -177,6 +186,7 @@ class _Unpickler:
     # Arguments of opcodes
 
     def read_bytes(self, size: int) -> bytes:
+        """Return the next bytes. Raises EOFError if there are fewer."""
         content = self.data[self.position : self.position + size]
         if len(content) != size:
             raise EOFError("it is cut")
@@ -184,10 +194,13 @@ class _Unpickler:
         return content
 
     def read_number(self, size: int) -> int:
+        """Return an unsigned number of `size` bytes."""
+        start = self.position
         self.position += size
-        return int.from_bytes(self.data[self.position - size : self.position], "little")
+        return int.from_bytes(self.data[start : self.position], "little")
 
     def read_line(self) -> str:
+        """Return the text up to the end of the line."""
         start = self.position
         end = self.data.index(b"\n", self.position)
         self.position = end + 1
@@ -196,6 +209,7 @@ class _Unpickler:
     # Stack and memo
 
     def push_new(self, value: Any, size: int) -> None:
+        """Push a new container, which takes `size` bytes of memory."""
         self.charge(size)
         self.stack.append(value)
 
@@ -236,15 +250,19 @@ class _Unpickler:
     def check_hashed(self, values: Iterable[Any]) -> None:
         """Check keys of a dictionary or members of a set before they are hashed.
 
-        Plain values are allowed, and a limited number of others, such as flat tuples.
+        Plain values are allowed, and a limited number of others, such as flat tuples. Raises
+        UnsafePickleError for nested tuples, and if there are too many others.
         """
         for value in values:
+            # Texts and small integers first, for speed.
             kind = type(value)
             if kind is str or (kind is int and value.bit_length() <= 64):
                 continue
+            # Large integers can be made to collide.
             is_leaf = kind is not int and kind in _LEAVES
             if is_leaf or isinstance(value, Placeholder) or is_dtype(value):
                 continue
+
             if isinstance(value, tuple):
                 is_flat = all(type(item) in _LEAVES or is_dtype(item) for item in value)
                 if not is_flat:
@@ -261,11 +279,12 @@ class _Unpickler:
         target = self.stack[-1]
         keys = items[::2]
         values = items[1::2]
+        pairs = zip(keys, values, strict=True)
         if isinstance(target, dict):
             self.check_hashed(keys)
-            target.update(zip(keys, values, strict=True))
+            target.update(pairs)
         else:
-            self.extend(list(zip(keys, values, strict=True)))
+            self.extend(list(pairs))
 
     def extend(self, items: list[Any]) -> None:
         """Append items to the list on top of the stack."""
@@ -281,18 +300,20 @@ class _Unpickler:
     def add(self, members: list[Any]) -> None:
         """Add members to the set on top of the stack."""
         self.check_hashed(members)
-        if type(self.stack[-1]) is not set:
-            raise UnsafePickleError(f"a pickle adds members to {format_value(self.stack[-1])}")
-        self.stack[-1].update(members)
+        target = self.stack[-1]
+        if type(target) is not set:
+            raise UnsafePickleError(f"a pickle adds members to {format_value(target)}")
+        target.update(members)
 
     def push_frozen(self, members: list[Any]) -> None:
+        """Push a frozenset."""
         self.check_hashed(members)
         self.push_new(frozenset(members), _DICT_SIZE)
 
     # Globals and calls
 
     def find(self, module: Any, name: Any) -> Any:
-        """Return the replacement of a global."""
+        """Return the replacement of a global. Raises UnsafePickleError for a refused one."""
         if type(module) is not str or type(name) is not str:
             raise UnsafePickleError(f"its pickle names {format_value(module)}.{format_value(name)}")
         if (module, name) not in self._known:
@@ -304,30 +325,36 @@ class _Unpickler:
         return self._known[module, name]
 
     def _find(self, module: str, name: str) -> Any:
-        # Other names of the same thing.
+        """Find the replacement of a global that is not known yet."""
+        # Other names of the same thing
         module = _RENAMED_MODULES.get(module, module)
         if module.startswith("torch.cuda"):
             module = "torch"  # e.g., `torch.cuda.FloatStorage`: the device is ignored
 
-        # Harmless values and functions.
+        # Harmless values and functions
         if (module, name) in SAFE_GLOBALS:
             return SAFE_GLOBALS[module, name]
-        if self._names and module == "torch" and DTYPE_NAME.fullmatch(name):
-            return DtypeName(f"torch.{name}")
-        if self._names and (module, name) == ("torch", "Size"):
-            return PLAIN_SIZE
+        if self._names and module == "torch":
+            if DTYPE_NAME.fullmatch(name):
+                return DtypeName(f"torch.{name}")
+            if name == "Size":
+                return PLAIN_SIZE
+
+        # Values and functions of torch
+        package, _, _ = module.partition(".")
         is_inert = module.startswith(_INERT_PACKAGES)
-        if module.partition(".")[0] == "torch" and not is_inert:
-            if (module, name) in get_torch_globals():
-                return get_torch_globals()[module, name]
+        if package == "torch" and not is_inert:
+            torch_globals = get_torch_globals()
+            if (module, name) in torch_globals:
+                return torch_globals[module, name]
             if module == "torch":
                 found = vars(torch).get(name)
                 if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
                     return found
 
-        # Everything else: refused, or an inert placeholder.
+        # Everything else: refused, or an inert placeholder
         full_name = escape_control_chars(f"{module}.{name}")
-        if module.partition(".")[0] in _GUARDED and not is_inert:
+        if package in _GUARDED and not is_inert:
             raise UnsafePickleError(
                 f"its pickle names {full_name}, which no checkpoint needs. "
                 "Nothing was executed. "
@@ -346,9 +373,11 @@ class _Unpickler:
                 self.charge(item_size * len(value))
 
     def call(self, state: Any = None) -> None:
-        """Execute REDUCE or NEWOBJ."""
+        """Execute REDUCE or NEWOBJ; `state` are the keyword arguments of NEWOBJ_EX."""
         args = self.stack.pop()
         function = self.stack.pop()
+
+        # Limit the number and the memory of the results.
         self._objects_left -= 1
         if self._objects_left < 0:
             raise UnsafePickleError(f"its pickle of {len(self.data)} bytes makes too many objects")
@@ -356,7 +385,7 @@ class _Unpickler:
             raise UnsafePickleError(f"a pickle calls with {format_value(args)}")
         self.charge(_OBJECT_SIZE)
 
-        # Instantiate a placeholder, or call a known function; `state` are keyword arguments.
+        # Instantiate a placeholder, or call a known function.
         if type(function) is type and issubclass(function, Placeholder):
             value: Any = function.__new__(function)
             value.args = args
@@ -390,10 +419,11 @@ class _Unpickler:
 
     def find_storage(self, pid: Any) -> TypedStorage:
         """Return the storage that a persistent id names: the record `data/<key>` as a dtype."""
+        # torch's are ("storage", class, key of the record, device, number of elements).
         if type(pid) is tuple and len(pid) >= 5 and self._storage is not None:
-            # ("storage", class, key of the record, device, number of elements)
             tag, kind, key, *_ = pid
-            if tag == "storage" and isinstance(kind, StorageKind) and type(key) in (str, int):
+            is_storage = tag == "storage" and isinstance(kind, StorageKind)
+            if is_storage and type(key) in (str, int):
                 content = self._storage(f"data/{key}")
                 return TypedStorage(kind.dtype, content)
         raise UnsafePickleError(f"unknown persistent id {format_value(pid)}")
@@ -404,20 +434,24 @@ def _read_counted(size: int, decode: Callable[[bytes], Any]) -> Callable[[_Unpic
 
     def push(run: _Unpickler) -> None:
         length = run.read_number(size)
-        run.stack.append(decode(run.read_bytes(length)))
+        content = run.read_bytes(length)
+        run.stack.append(decode(content))
 
     return push
 
 
 def _decode_utf8(content: bytes) -> str:
+    """Decode a text, which may contain surrogates."""
     return content.decode("utf-8", "surrogatepass")
 
 
 def _decode_latin1(content: bytes) -> str:
-    return content.decode("latin1")  # in old pickles, which store numpy's bytes as text
+    """Decode a text of an old pickle, which stores numpy's bytes as text."""
+    return content.decode("latin1")
 
 
 def _decode_signed(content: bytes) -> int:
+    """Decode an integer in two's complement."""
     return int.from_bytes(content, "little", signed=True)
 
 
@@ -493,8 +527,8 @@ def unpickle(
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can cause any error
-        reason = escape_control_chars(f"{type(error).__name__}: {error}")[:300]
-        raise CheckpointError(f"{where}: not an intact pickle ({reason})") from error
+        reason = escape_control_chars(f"{type(error).__name__}: {error}")
+        raise CheckpointError(f"{where}: not an intact pickle ({reason[:300]})") from error
 
 
 def check_bounded(root: Any, where: str) -> None:
@@ -515,20 +549,24 @@ def check_bounded(root: Any, where: str) -> None:
             return 1
         if depth > MAX_DEPTH:
             raise CheckpointError(f"{where}: its containers are nested more than {MAX_DEPTH} deep")
-        if id(value) in sizes:
-            return sizes[id(value)]
-        sizes[id(value)] = math.inf  # until all children are counted: a cycle unfolds without end
+        container = id(value)
+        if container in sizes:
+            return sizes[container]
+
+        # Infinite until all children are counted: a cycle unfolds without end.
+        sizes[container] = math.inf
         size = 1.0
         for child in children:
             if type(child) in _LEAVES:  # without a call, for speed
                 size += 1
             else:
                 size += unfold(child, depth + 1)
-        sizes[id(value)] = size
+        sizes[container] = size
         num_values += len(children)
         return size
 
-    if unfold(root, 0) > _MAX_UNFOLDED + 8 * num_values:
+    unfolded = unfold(root, 0)
+    if unfolded > _MAX_UNFOLDED + 8 * num_values:
         raise CheckpointError(
             f"{where}: a container contains itself, "
             "or unfolds to far more values than are in the file"

@@ -45,7 +45,8 @@ class ChecksumVerifier:
             )
         expected = self._checksums[name]
         # All readers of a file share the record of verified blocks.
-        verified = self._verified.setdefault(name, bytearray(len(expected.blocks) // DIGEST_SIZE))
+        num_blocks = len(expected.blocks) // DIGEST_SIZE
+        verified = self._verified.setdefault(name, bytearray(num_blocks))
         file = open_file(path)
         if file.size != expected.size:
             file.close()
@@ -141,6 +142,7 @@ class VerifiedFile(OpenFile):
             self._verified[block] = 1
 
     def _is_verified(self, block: int) -> bool:
+        """Return whether a block was compared. A block after the end of the file never is."""
         return block < len(self._verified) and bool(self._verified[block])
 
     def _read_blocks(self, view: memoryview, position: int) -> None:
@@ -149,8 +151,10 @@ class VerifiedFile(OpenFile):
         start = position
         while start < stop:
             end = stop
-            if self.descriptor is not None:  # in pieces that stay in the CPU's cache
-                end = min(stop, (start // _READ_SIZE + 1) * _READ_SIZE)
+            if self.descriptor is not None:
+                # In pieces that are still in the CPU's cache when they are hashed.
+                next_piece = (start // _READ_SIZE + 1) * _READ_SIZE
+                end = min(stop, next_piece)
             part = view[start - position : end - position]
             self._file.read_into(part, start)
             self.check(part, start)
@@ -159,18 +163,22 @@ class VerifiedFile(OpenFile):
     def _read_with_edges(self, view: memoryview, position: int) -> None:
         """Read the first and the last block via a buffer, and the ones between directly."""
         stop = position + len(view)
+        start_of_last = stop // BLOCK_SIZE * BLOCK_SIZE
         start = position
         while start < stop:
             end_of_block = (start // BLOCK_SIZE + 1) * BLOCK_SIZE
             end = min(end_of_block, stop)
             first, last = self.widen(start, end)
-            if (first, last) == (start, end):
+            can_be_verified = (first, last) == (start, end)
+            if can_be_verified:
                 # Extend the direct read up to the last block, which may be a partial one.
-                start_of_last = stop // BLOCK_SIZE * BLOCK_SIZE
                 end = max(end, start_of_last)
-                self._read_blocks(view[start - position : end - position], start)
+                part = view[start - position : end - position]
+                self._read_blocks(part, start)
             else:
+                # Read the whole block, and copy the requested part of it.
                 block = memoryview(bytearray(last - first))
                 self._read_blocks(block, first)
-                view[start - position : end - position] = block[start - first : end - first]
+                part = view[start - position : end - position]
+                part[:] = block[start - first : end - first]
             start = end
