@@ -46,7 +46,8 @@ def list_flags_without_effect(args: argparse.Namespace, saver: str) -> list[str]
     for name in get_target_values(args):
         savers = TARGET_FLAGS[name].savers
         if saver not in savers:
-            lines.append(f"{name} (for {', '.join(savers)})")
+            formats = ", ".join(savers)
+            lines.append(f"{name} (for {formats})")
     return lines
 
 
@@ -81,8 +82,9 @@ def make_write_options(
         if name == "--dtype":
             value = getattr(torch, DTYPES[value])
         elif name == "--max-shard-size":
-            value = parse_size(value)
-        fields[TARGET_FLAGS[name].option] = value
+            value = parse_size(value)  # bytes
+        option = TARGET_FLAGS[name].option
+        fields[option] = value
     return WriteOptions(**fields, optimizer=optimizer, note=note, edits=make_edits(args))
 
 

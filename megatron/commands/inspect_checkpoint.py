@@ -6,7 +6,7 @@ import argparse
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +39,7 @@ from megatron.core.dist_checkpointing.format.links import allow_links
 from megatron.core.dist_checkpointing.format.schema import format_value
 from megatron.core.dist_checkpointing.mapping import cut_rows
 from megatron.core.dist_checkpointing.verification import (
+    VerifyReport,
     compute_digest,
     compute_verify_size,
     verify,
@@ -46,10 +47,11 @@ from megatron.core.dist_checkpointing.verification import (
 )
 from megatron.core.progress import ProgressBar, format_size
 from megatron.core.terminal import print_json, print_line
-from megatron.training.planning.pictures import draw_shares
+from megatron.training.planning.pictures import Shares, draw_shares
 
 SLICE = 64 << 20  # bytes of a tensor in memory at once
 NUM_LARGEST = 10  # tensors and files that `show` prints without --all
+OPTIMIZER_STATE = "optimizer.state."  # prefix of keys, followed by the name of the state
 # Axis in the output -> argument of the run.
 LAYOUT_ARGS = {
     "tp": "tensor_model_parallel_size",
@@ -93,14 +95,15 @@ def open_view(root: Path, step: int | None) -> View:
     A torch_dist checkpoint that does not contain one of our models is opened under its own keys.
     """
     path, kind, _ = require_checkpoint(root, step)
+    is_torch_dist = kind == "torch_dist"
     try:
         source = open_checkpoint(path, kind, read_options=_EVERYTHING)
     except ValueError:
-        if kind != "torch_dist":
+        if not is_torch_dist:
             raise
         return open_stored_view(path)
-    if kind == "torch_dist" and source.unused:
-        # Do not hide tensors that have no name in model space.
+    # Do not hide tensors that have no name in model space.
+    if is_torch_dist and source.unused:
         return open_stored_view(path)
     return View(path, kind, source.tensors, source.read)
 
@@ -120,7 +123,10 @@ def format_shape(shape: Shape | list[int]) -> str:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Print the contents of a checkpoint; return the exit status."""
+    """Print the contents of a checkpoint; return the exit status.
+
+    Only the metadata is read, not the tensors.
+    """
     path, kind, _ = require_checkpoint(args.path, args.ckpt_step)
     if args.plot is not None and kind != "torch_dist":
         raise ValueError(
@@ -128,7 +134,7 @@ def run_show(args: argparse.Namespace) -> int:
             "use plan --plot"
         )
 
-    # Collect.
+    # Collect the facts of each format.
     tensors: Mapping[str, TensorInfo | StoredTensor]
     if kind == "torch_dist":
         metadata = read_metadata(path)
@@ -141,13 +147,20 @@ def run_show(args: argparse.Namespace) -> int:
         if source.training is not None:
             iteration = source.training.iteration
         facts = collect_run_facts(source.args, iteration)
-    result = {"path": str(path), "format": kind, **sum_sizes(tensors), **facts}
     described = {}
     for key in fnmatch.filter(tensors, args.keys):
         described[key] = describe_tensor(tensors[key])
-    result["tensors"] = described
 
-    # Report.
+    # These are the fields of the JSON output.
+    result = {
+        "path": str(path),
+        "format": kind,
+        **sum_sizes(tensors),
+        **facts,
+        "tensors": described,
+    }
+
+    # Report them.
     if args.plot is not None:
         title = f"{path.name}: bytes in each file"
         shares = compute_file_shares(path)
@@ -167,7 +180,7 @@ def describe_tensor(info: TensorInfo | StoredTensor) -> dict[str, Any]:
     return described
 
 
-def compute_file_shares(path: Path) -> dict[str, dict[str, dict[str, int]]]:
+def compute_file_shares(path: Path) -> Shares:
     """Return bytes by file, part of the model and kind (weights, optimizer state, objects).
 
     A file is called `__{rank}_{writer}.distcp`, so this also shows the work of each rank.
@@ -182,19 +195,30 @@ def compute_file_shares(path: Path) -> dict[str, dict[str, dict[str, int]]]:
         kinds = shares[file].setdefault(part, {})
         kinds[kind] = kinds.get(kind, 0) + nbytes
 
+    # Tensors
     for key, stored in metadata.tensors.items():
         part = name_model_part(key)
-        kind = "weights"
-        if key.startswith("optimizer.state."):
-            kind = key.split(".")[2]
-        elif key.startswith("ema."):
-            kind = "ema"
+        kind = name_kind(key).removeprefix(OPTIMIZER_STATE)
         chunks = stored.chunks
-        for file, length in zip(chunks.file.tolist(), chunks.length.tolist(), strict=True):
-            add(chunks.files[file], part, kind, length)
-    for location in set(metadata.objects.values()):  # several keys may share one object
+        numbers = chunks.file.tolist()
+        lengths = chunks.length.tolist()
+        for number, length in zip(numbers, lengths, strict=True):
+            add(chunks.files[number], part, kind, length)
+
+    # Objects, which several keys may share
+    for location in set(metadata.objects.values()):
         add(location.file, "objects", "objects", location.length)
     return shares
+
+
+def name_kind(key: str) -> str:
+    """Return the kind of a tensor: weights, ema, or e.g. optimizer.state.exp_avg."""
+    if key.startswith(OPTIMIZER_STATE):
+        state, _, _ = key.removeprefix(OPTIMIZER_STATE).partition(".")
+        return OPTIMIZER_STATE + state
+    if key.startswith("ema."):
+        return "ema"
+    return "weights"
 
 
 def extract_numbers(name: str) -> tuple[int, ...]:
@@ -206,13 +230,12 @@ def sum_sizes(tensors: Mapping[str, TensorInfo | StoredTensor]) -> dict[str, Any
     """Return the number of tensors, and their bytes in total and by kind."""
     sizes: Counter[str] = Counter()
     for key, info in tensors.items():
-        kind = "weights"
-        if key.startswith("optimizer.state."):
-            kind = ".".join(key.split(".")[:3])  # e.g., optimizer.state.exp_avg
-        elif key.startswith("ema."):
-            kind = "ema"
-        sizes[kind] += info.nbytes
-    return {"num_tensors": len(tensors), "bytes": sum(sizes.values()), "bytes_by_kind": dict(sizes)}
+        sizes[name_kind(key)] += info.nbytes
+    return {
+        "num_tensors": len(tensors),
+        "bytes": sum(sizes.values()),
+        "bytes_by_kind": dict(sizes),
+    }
 
 
 def collect_torch_dist_facts(path: Path, metadata: CheckpointMetadata) -> dict[str, Any]:
@@ -220,15 +243,19 @@ def collect_torch_dist_facts(path: Path, metadata: CheckpointMetadata) -> dict[s
 
     The size of a missing file is None.
     """
+    # Newer Megatron-LM stores the common state in a shard.
     common = load_common(path)
-    if not common:  # newer Megatron-LM keeps it in a shard
+    if not common:
         common = read_common(Reader(path), path)
+
+    # Other programs may store an instance of a class of theirs.
     args = common.get("args", {})
     if isinstance(args, argparse.Namespace):
         args = vars(args)
     if not isinstance(args, dict):
-        args = {}  # a class of another program
+        args = {}
 
+    # The metadata names the files, of which some may be missing.
     files: dict[str, int | None] = {}
     for name in sorted(metadata.file_sizes()):
         file = path / name
@@ -249,34 +276,29 @@ def collect_run_facts(args: Mapping[str, Any], iteration: Any) -> dict[str, Any]
     for axis, name in LAYOUT_ARGS.items():
         if args.get(name) is not None:
             layout[axis] = args[name]
-    if layout.get("cp") == 1:  # the usual size
+    # Context parallelism is rare: leave its usual size out.
+    if layout.get("cp") == 1:
         del layout["cp"]
     return {"iteration": iteration, "layout": layout, "args": dict(args)}
 
 
 def print_checkpoint(result: dict[str, Any], print_all: bool) -> None:
     """Print a summary, and the largest files and tensors, or all of them."""
+    # Print the summary.
     iteration = "not stored"
     if result["iteration"] is not None:
         iteration = format_value(result["iteration"])
-    axes = []
-    for name, size in result["layout"].items():
-        axes.append(f"{name.upper()} {format_value(size)}")
-    layout = ", ".join(axes) or "not stored"
-    kinds = []
-    for kind, nbytes in result["bytes_by_kind"].items():
-        kinds.append(f"{kind} {format_size(nbytes)}")
-    sizes = f"{format_size(result['bytes'])} ({', '.join(kinds)})"
-
-    # Print the summary, then files and tensors.
+    sizes = summarize_sizes(result["bytes"], result["bytes_by_kind"])
     print_line(result["path"])
     print_line(f"  format     {result['format']}")
     print_line(f"  iteration  {iteration}")
-    print_line(f"  written at {layout}")
+    print_line(f"  written at {summarize_layout(result['layout'])}")
     print_line(f"  tensors    {result['num_tensors']}, {sizes}")
     mixers = describe_foreign_mixers(result["args"])
     if mixers:
         print_line(f"  foreign    {mixers}: can be converted, not trained")
+
+    # Print the files, which are only known for torch_dist, and the tensors.
     if "files" in result:
         checksums = "no (written by another program)"
         if result["checksums"]:
@@ -288,30 +310,45 @@ def print_checkpoint(result: dict[str, Any], print_all: bool) -> None:
     print_tensors(result["tensors"], print_all)
 
 
+def summarize_layout(layout: Mapping[str, Any]) -> str:
+    """Return the sizes of a layout, e.g. TP 2, PP 4."""
+    axes = []
+    for name, size in layout.items():
+        axes.append(f"{name.upper()} {format_value(size)}")
+    return ", ".join(axes) or "not stored"
+
+
+def summarize_sizes(total: int, by_kind: Mapping[str, int]) -> str:
+    """Return the bytes of all tensors, in total and by kind."""
+    kinds = []
+    for kind, nbytes in by_kind.items():
+        kinds.append(f"{kind} {format_size(nbytes)}")
+    return f"{format_size(total)} ({', '.join(kinds)})"
+
+
 def print_files(files: dict[str, int | None], print_all: bool) -> None:
     """Print the number and balance of the files, and the largest ones or all of them."""
+    # Summarize the files that exist.
     sizes = [size for size in files.values() if size is not None]
     if sizes:
+        largest = max(sizes)
         mean = sum(sizes) / len(sizes)
-        balance = max(sizes) / mean
-        largest = f"largest {format_size(max(sizes))} = {balance:.2f} x the mean"
-        print_line(f"  files      {len(sizes)}, {largest}")
+        balance = f"largest {format_size(largest)} = {largest / mean:.2f} x the mean"
+        print_line(f"  files      {len(sizes)}, {balance}")
 
     def rank_missing_first(name: str) -> tuple[bool, int]:
         size = files[name]
         return size is not None, -(size or 0)
 
-    # Missing files come first, then the largest.
+    # List missing files first, then the largest.
     names = list(files)
     if not print_all:
         names.sort(key=rank_missing_first)
         names = names[:NUM_LARGEST]
     for name in names:
         size = files[name]
-        shown_size = "missing"
-        if size is not None:
-            shown_size = format_size(size)
-        print_line(f"    {name:24} {shown_size:>12}")
+        text = "missing" if size is None else format_size(size)
+        print_line(f"    {name:24} {text:>12}")
     print_omitted(len(files) - len(names), "files")
 
 
@@ -321,14 +358,17 @@ def print_tensors(tensors: dict[str, dict[str, Any]], print_all: bool) -> None:
     if not print_all:
         keys.sort(key=lambda key: tensors[key]["bytes"], reverse=True)
         keys = keys[:NUM_LARGEST]
+
+    # The column of keys is as wide as the longest one.
     width = max(map(len, keys), default=0)
     print_line(f"  {'key':{width}}  {'shape':>20}  {'dtype':>9}  {'size':>10}  chunks")
     for key in keys:
         tensor = tensors[key]
         shape = format_shape(tensor["shape"])
+        dtype = tensor["dtype"]
         size = format_size(tensor["bytes"])
-        chunks = tensor.get("chunks", "")
-        print_line(f"  {key:{width}}  {shape:>20}  {tensor['dtype']:>9}  {size:>10}  {chunks:>6}")
+        chunks = tensor.get("chunks", "")  # of torch_dist only
+        print_line(f"  {key:{width}}  {shape:>20}  {dtype:>9}  {size:>10}  {chunks:>6}")
     print_omitted(len(tensors) - len(keys), "tensors")
 
 
@@ -374,21 +414,29 @@ def has_tensor_files(directory: Path) -> bool:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Check a checkpoint and print its damage; return the exit status."""
+    # Verify.
     path = find_verify_target(args.path, args.ckpt_step)
     total = compute_verify_size(path)
     with ProgressBar("verify", total, quiet=args.quiet or args.json) as progress:
         report = verify(path, workers=args.workers, progress=progress.add)
         if args.write_integrity_json and report.ok:
             write_integrity(path, progress.add)
+
+    # Report.
     if args.json:
         print_json({"path": str(path), "ok": report.ok, **asdict(report)}, indent=1)
-        return int(not report.ok)
+    else:
+        print_verification(path, report)
+    return int(not report.ok)
+
+
+def print_verification(path: Path, report: VerifyReport) -> None:
+    """Print the damage, the outcome and the extent of a verification."""
     for problem in report.problems:
         print_line(f"DAMAGED  {problem}")
     for note in report.notes:
         print_line(f"note     {note}")
 
-    # Print the outcome and the extent of the check.
     extent = f"{report.tensors} tensors, {report.objects} objects"
     if report.has_checksums:
         size = format_size(report.bytes)
@@ -398,7 +446,6 @@ def run_verify(args: argparse.Namespace) -> int:
         count = len(report.problems)
         outcome = f"{count} problem" if count == 1 else f"{count} problems"
     print_line(f"{path}: {outcome} ({extent})")
-    return int(not report.ok)
 
 
 # diff
@@ -413,6 +460,7 @@ class Difference:
     max_abs: float | None = None  # None where values cannot be compared
 
     def __str__(self) -> str:
+        """Return the line that is printed."""
         text = f"{self.key}: {self.what}"
         if self.max_abs is not None:
             text += f", by at most {self.max_abs:.3g}"
@@ -422,40 +470,47 @@ class Difference:
 def run_diff(args: argparse.Namespace) -> int:
     """Compare two checkpoints and print the differences; return the exit status."""
     first, second = open_comparable_views(args.path, args.other, args.ckpt_step)
-    differences = list_missing(first, second) + list_missing(second, first)
+    differences = list_missing(first, second)
+    differences += list_missing(second, first)
 
     # Compare the tensors that both contain.
     keys = [key for key in first.select_keys(args.keys) if key in second.tensors]
     total = sum(first.tensors[key].nbytes for key in keys)
     with ProgressBar("diff", total, quiet=args.quiet or args.json) as progress:
         for key in keys:
-            found = compare_tensor(first, second, key, args.atol, progress.add)
-            if found is not None:
-                differences.append(found)
+            difference = compare_tensor(first, second, key, args.atol, progress.add)
+            if difference is not None:
+                differences.append(difference)
 
     # Report.
     if args.json:
-        listed = [asdict(difference) for difference in differences]
-        compared = {"a": str(first.path), "b": str(second.path), "compared": len(keys)}
-        print_json(compared | {"differences": listed})
-        return int(bool(differences))
-    print_line(f"A {first.path} ({first.format})")
-    print_line(f"B {second.path} ({second.format})")
-    for difference in differences:
-        print_line(f"  {difference}")
-    outcome = "equal bitwise"
-    if differences:
-        outcome = f"{len(differences)} differences"
-    elif args.atol:
-        outcome = f"equal within {args.atol:g}"
-    print_line(f"{len(keys)} tensors compared: {outcome}")
-    return int(bool(differences))
+        result = {
+            "a": str(first.path),
+            "b": str(second.path),
+            "compared": len(keys),
+            "differences": [asdict(difference) for difference in differences],
+        }
+        print_json(result)
+    else:
+        print_line(f"A {first.path} ({first.format})")
+        print_line(f"B {second.path} ({second.format})")
+        for difference in differences:
+            print_line(f"  {difference}")
+        outcome = "equal bitwise"
+        if differences:
+            outcome = f"{len(differences)} differences"
+        elif args.atol:
+            outcome = f"equal within {args.atol:g}"
+        print_line(f"{len(keys)} tensors compared: {outcome}")
+    has_differences = len(differences) > 0
+    return int(has_differences)
 
 
 def open_comparable_views(path: Path, other: Path, step: int | None) -> tuple[View, View]:
     """Open two checkpoints under the same keys, if there are such keys."""
     first = open_view(path, step)
     second = open_view(other, step)
+    # Other formats are in model space only.
     are_torch_dist = first.format == "torch_dist" and second.format == "torch_dist"
     if not are_torch_dist or first.tensors.keys() == second.tensors.keys():
         return first, second
@@ -480,7 +535,10 @@ def list_missing(view: View, other: View) -> list[Difference]:
 def compare_tensor(
     first: View, second: View, key: str, atol: float, progress: Callable[[int], None]
 ) -> Difference | None:
-    """Compare a tensor: bitwise and by dtype, or up to `atol` if that is not 0."""
+    """Compare a tensor: bitwise and by dtype, or up to `atol` if that is not 0.
+
+    Returns None if it is equal. `progress` receives the bytes that have been compared.
+    """
     a = first.tensors[key]
     b = second.tensors[key]
     if a.shape != b.shape:
@@ -488,24 +546,24 @@ def compare_tensor(
         return Difference(key, f"shape {a.shape} and {b.shape}")
 
     # Compare the values slice by slice.
+    num_different = 0
     largest = 0.0
-    count = 0
     for offset, part in first.iterate_slices(key):
         other = second.read(key, offset, tuple(part.shape))
         progress(part.nbytes)
         if part.dtype == other.dtype and is_bitwise_equal(part, other):
             continue
-        num_different, distance = measure_distance(part, other)
+        count, distance = measure_distance(part, other)
+        num_different += count
         largest = max(largest, distance)
-        count += num_different
 
     # With a tolerance, equal values may have different dtypes.
-    is_equal = count == 0 and a.dtype == b.dtype
+    is_equal = num_different == 0 and a.dtype == b.dtype
     is_within_tolerance = atol > 0 and largest <= atol
     if is_equal or is_within_tolerance:
         return None
     total = torch.Size(a.shape).numel()
-    text = f"{count} of {total} values differ"
+    text = f"{num_different} of {total} values differ"
     if a.dtype != b.dtype:
         text = f"{a.dtype_name} and {b.dtype_name}, {text}"
     return Difference(key, text, largest)
@@ -515,13 +573,15 @@ def measure_distance(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
     """Return how many values differ (two NaNs are equal), and the largest absolute difference."""
     a = convert_to_double(a)
     b = convert_to_double(b)
-    is_same = (a == b) | (a.isnan() & b.isnan())
-    distance = (a - b).abs()[~is_same]
-    if not distance.numel():
+    are_both_nan = a.isnan() & b.isnan()
+    is_same = (a == b) | are_both_nan
+    distances = (a - b).abs()
+    distances = distances[~is_same]
+    if not distances.numel():
         return 0, 0.0
     # A NaN on one side is infinitely far from any number.
-    largest = distance.nan_to_num(float("inf")).max()
-    return distance.numel(), float(largest)
+    distances = distances.nan_to_num(float("inf"))
+    return distances.numel(), float(distances.max())
 
 
 def convert_to_double(tensor: torch.Tensor) -> torch.Tensor:
@@ -538,20 +598,24 @@ def run_digest(args: argparse.Namespace) -> int:
     """Print a digest of each tensor; return the exit status."""
     view = open_view(args.path, args.ckpt_step)
     keys = sorted(view.select_keys(args.keys))
-    digests: dict[str, str] = {}
     total = sum(view.tensors[key].nbytes for key in keys)
+
+    # Compute the digests from slices, which bound the memory for large tensors.
+    digests: dict[str, str] = {}
     with ProgressBar("digest", total, quiet=args.quiet or args.json) as progress:
         for key in keys:
-            # Slices bound the memory for large tensors.
             rows = (part for _, part in view.iterate_slices(key))
             digests[key] = compute_digest(rows)
             progress.add(view.tensors[key].nbytes)
+
+    # Report.
     if args.json:
         print_json({"path": str(view.path), "digests": digests}, indent=1)
         return 0
-    for key, value in digests.items():
+    for key, digest in digests.items():
         info = view.tensors[key]
-        print_line(f"{value}  {info.dtype_name:>8}  {format_shape(info.shape):>16}  {key}")
+        shape = format_shape(info.shape)
+        print_line(f"{digest}  {info.dtype_name:>8}  {shape:>16}  {key}")
     return 0
 
 
@@ -560,13 +624,15 @@ def run_digest(args: argparse.Namespace) -> int:
 
 def run_plan(args: argparse.Namespace) -> int:
     """Print the share of each rank at a layout; return the exit status."""
-    # Plan, which fails if the layout does not fit the model.
     source = open_checkpoint(args.path, step=args.ckpt_step, read_options=_EVERYTHING)
     tp = args.tensor_model_parallel_size
     pp = args.pipeline_model_parallel_size
     vpp = args.virtual_pipeline_model_parallel_size
-    layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": args.data_parallel_size}
+    dp = args.data_parallel_size
+    layout = {"tp": tp, "pp": pp, "vpp": vpp, "dp": dp}
     facts: dict[str, Any] = {"path": str(args.path), "layout": layout}
+
+    # Plan, which fails if the layout does not fit the model.
     try:
         num_layers = source.args.get("num_layers") or 0
         target = Layout.of(num_layers, tp, pp, vpp, vars(args))
@@ -579,12 +645,11 @@ def run_plan(args: argparse.Namespace) -> int:
         return 1
 
     # Report.
-    rows = [describe_rank(rank, args.data_parallel_size) for rank in ranks]
     if args.plot is not None:
-        shares = {f"tp {rank.tp}, pp {rank.pp}": rank.parts for rank in ranks}
         axes = " x ".join(f"{axis.upper()} {size}" for axis, size in layout.items())
         title = f"{args.path.name}: bytes that each rank reads at {axes}"
-        draw_shares(shares, args.plot, title, "rank")
+        draw_rank_shares(ranks, args.plot, title)
+    rows = [describe_rank(rank, dp) for rank in ranks]
     if args.json:
         print_json(facts | {"loadable": True, "ranks": rows}, indent=1)
         return 0
@@ -592,6 +657,15 @@ def run_plan(args: argparse.Namespace) -> int:
     print_line(f"loadable at {layout}; every rank reads (optimizer: sharded over data parallelism)")
     print_plan(rows)
     return 0
+
+
+def draw_rank_shares(ranks: Sequence[RankLoad], path: Path, title: str) -> None:
+    """Draw which parts of the model each model-parallel rank reads."""
+    shares = {}
+    for rank in ranks:
+        column = f"tp {rank.tp}, pp {rank.pp}"
+        shares[column] = rank.parts
+    draw_shares(shares, path, title, "rank")
 
 
 def describe_rank(rank: RankLoad, dp_size: int) -> dict[str, Any]:
@@ -619,13 +693,13 @@ def print_plan(rows: list[dict[str, Any]]) -> None:
         f"{'tp':>4}{'pp':>4}  {'layers':24}{'parameters':>16}{'weights':>12}{'optimizer':>12}"
     )
     for row in rows:
-        layers = " ".join(f"{start}..{stop - 1}" for start, stop in row["layers"])
+        rank = f"{row['tp']:>4}{row['pp']:>4}"
+        chunks = [f"{start}..{stop - 1}" for start, stop in row["layers"]]
+        layers = " ".join(chunks)
+        parameters = row["parameters"]
         weights = format_size(row["weight_bytes"])
         optimizer = format_size(row["optimizer_bytes"])
-        print_line(
-            f"{row['tp']:>4}{row['pp']:>4}  {layers:24}{row['parameters']:>16,}"
-            f"{weights:>12}{optimizer:>12}"
-        )
+        print_line(f"{rank}  {layers:24}{parameters:>16,}{weights:>12}{optimizer:>12}")
 
 
 # repair

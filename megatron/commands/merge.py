@@ -57,16 +57,19 @@ def find_base(optimizer: str | None, count: int) -> int:
     if optimizer == "from=FIRST":
         return 0
     match = re.fullmatch(r"from=(\d+)", optimizer)
-    if match is None or not 1 <= int(match[1]) <= count:
+    number = 0
+    if match is not None:
+        number = int(match[1])
+    if not 1 <= number <= count:
         raise ValueError(
             f"--optimizer {optimizer}: give from=LAST, from=FIRST or from=N with N from 1 to "
             f"{count}"
         )
-    return int(match[1]) - 1
+    return number - 1
 
 
 @contextmanager
-def removals_explained(paths: Sequence[Path]) -> Iterator[None]:
+def explain_removals(paths: Sequence[Path]) -> Iterator[None]:
     """Turn an error into one that names an input which has been removed in the meantime, if any.
 
     A run in progress removes its old checkpoints (--keep-last-n).
@@ -86,9 +89,14 @@ def removals_explained(paths: Sequence[Path]) -> Iterator[None]:
 def run(
     args: argparse.Namespace, given: dict[str, Any], note: Callable[[str], None] = lambda text: None
 ) -> ConversionReport:
-    """Merge as the command line specifies."""
+    """Merge as the command line specifies.
+
+    `given` contains the model's arguments on the command line, `note` receives notes for the user.
+    """
     if args.follow_links:
         allow_links()
+
+    # Choose the inputs.
     paths, weights = choose_inputs(args)
     base = find_base(args.optimizer, len(paths))
     for path, weight in zip(paths, weights, strict=True):
@@ -96,10 +104,13 @@ def run(
 
     # Open the inputs. Their main parameters are part of the optimizer state.
     read_options = make_read_options(args, given, optimizer=not args.no_optim)
+    # Only paths that a search has found are known to have existed.
     existing = [] if args.average_last is None else paths
-    with removals_explained(existing):
+    with explain_removals(existing):
         found = [require_checkpoint(path) for path in paths]
         sources = [open_found(checkpoint, read_options) for checkpoint in found]
+
+    # Merge them, which evaluates one tensor at a time while the target is written.
     saver = args.saver or found[base].format
     options = make_write_options(args, True, note)
     dtype = options.dtype
@@ -108,13 +119,15 @@ def run(
         dtype = dtype or sources[base].tensors[WORD_EMBEDDINGS].dtype
         sources = [AveragedWeights(source, torch.float32) for source in sources]
     keep_optimizer = args.optimizer is not None
-    source = MergedSource(sources, weights, base, dtype, keep_optimizer)
-    if any(average_key(WORD_EMBEDDINGS) in source.tensors for source in sources):
+    merged = MergedSource(sources, weights, base, dtype, keep_optimizer)
+    ema_key = average_key(WORD_EMBEDDINGS)
+    if any(ema_key in source.tensors for source in sources):
         note("averages of the weights (ema.*) of the inputs: left out; --weights ema merges them")
 
-    with removals_explained(paths), ProgressBar(f"-> {saver}") as progress:
+    # Write the target.
+    with explain_removals(paths), ProgressBar(f"-> {saver}") as progress:
         report = write_checkpoint(
-            source,
+            merged,
             paths,
             args.save_dir,
             saver,

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.progress import format_size
 from megatron.core.terminal import print_json, print_line
@@ -34,16 +34,35 @@ from megatron.training.planning.summary import format_plan
 from megatron.training.reporting.run_record import read_record
 
 MONTH = 30 * 24 * 3600.0  # seconds
-NUM_LAYOUTS = 5  # that a run is shown whose single changes do not fit
+NUM_LAYOUTS = 5  # proposed if no single change of the flags lets the run fit
+GB = 1e9
 
 
-def format_verdict(needed: int, available: float, reserve: float) -> str:
-    """Return whether `needed` bytes fit into a device, with the numbers."""
-    verdict = "fits" if needed + reserve <= available else "WILL NOT FIT"
-    return (
-        f"{verdict}: {format_size(needed)} and a reserve of {format_size(reserve)}, of "
-        f"{format_size(available)}"
-    )
+class DeviceMemory(NamedTuple):
+    """Memory of a device, and the part of it that a plan must leave unused, in bytes."""
+
+    available: float
+    reserve: float
+
+    def fits(self, needed: int) -> bool:
+        """Return whether `needed` bytes fit next to the reserve."""
+        return needed + self.reserve <= self.available
+
+    def format_verdict(self, needed: int) -> str:
+        """Return whether `needed` bytes fit, with the numbers."""
+        verdict = "fits" if self.fits(needed) else "WILL NOT FIT"
+        reserve = format_size(self.reserve)
+        available = format_size(self.available)
+        return f"{verdict}: {format_size(needed)} and a reserve of {reserve}, of {available}"
+
+
+class Comparison(NamedTuple):
+    """A plan compared with the memory of a device, and changes that need less memory."""
+
+    memory: DeviceMemory
+    fits: bool
+    alternatives: list[Alternative]  # single changes of the flags
+    layouts: list[Layout]  # if none of the alternatives fits
 
 
 def make_json(config: Config, plan: RunPlan, world_size: int) -> dict[str, Any]:
@@ -70,13 +89,16 @@ def make_stage_json(stage: StagePlan) -> dict[str, Any]:
     """Return the plan of a stage as plain values."""
     values: dict[str, Any] = {}
     for field in fields(stage):
-        if field.name != "ps":
+        if field.name != "ps":  # the topology: only the number of the stage is of interest
             values[field.name] = getattr(stage, field.name)
     values["stage"] = stage.ps.pp.rank
+
+    # Add the properties of nested dataclasses.
     values["memory"] = asdict(stage.memory) | {"total": stage.memory.total}
-    values["traffic"] = {}
+    traffic = {}
     for name, axis in stage.traffic.items():
-        values["traffic"][name] = asdict(axis) | {"wire": axis.wire}
+        traffic[name] = asdict(axis) | {"wire": axis.wire}
+    values["traffic"] = traffic
     return values
 
 
@@ -86,12 +108,12 @@ def find_layouts(
     """Return the layouts that fit, as --search requests."""
     hardware = Hardware(
         tflops=options.device_tflops,
-        memory_bandwidth=1e9 * options.memory_gbps,
-        node_bandwidth=1e9 * options.node_gbps,
-        network_bandwidth=1e9 * options.network_gbps,
+        memory_bandwidth=GB * options.memory_gbps,
+        node_bandwidth=GB * options.node_gbps,
+        network_bandwidth=GB * options.network_gbps,
         devices_per_node=options.devices_per_node,
     )
-    available = 1e9 * (options.device_memory_gb - options.reserve_gb)
+    available = GB * (options.device_memory_gb - options.reserve_gb)
     search = LayoutSearch(given, options.world_size, model_provider, available, hardware)
     return search.find(options.search or NUM_LAYOUTS)
 
@@ -130,44 +152,45 @@ def list_tiers(options: argparse.Namespace, config: Config, plan: RunPlan) -> li
     """Return the tiers of a run, the persistent one first, with their estimated costs."""
     checkpoint = config.checkpoint
     # All ranks share the bandwidth of the storage, and read as much as they write.
-    seconds = plan.checkpoint_bytes / (1e9 * options.storage_gbps)
-    tiers = [
-        Tier(
-            "--save-interval",
-            interval=checkpoint.save_interval or 1,
-            blocking=options.blocking_seconds,
-            total=seconds,
-            loading=seconds,
-        )
-    ]
-    if checkpoint.non_persistent_ckpt_type == "local":
-        # The rank with the most bytes determines the time of a local save.
-        largest = max(stage.checkpoint_bytes for stage in plan.stages)
-        local_seconds = largest / (1e9 * options.local_gbps)
-        copies = checkpoint.replication_factor if checkpoint.replication else 1
-        tiers.append(
-            Tier(
-                "--non-persistent-save-interval",
-                interval=checkpoint.non_persistent_save_interval or 1,
-                blocking=options.blocking_seconds,
-                total=copies * local_seconds,
-                loading=local_seconds,
-            )
-        )
-    return tiers
+    seconds = plan.checkpoint_bytes / (GB * options.storage_gbps)
+    persistent = Tier(
+        "--save-interval",
+        interval=checkpoint.save_interval or 1,
+        blocking=options.blocking_seconds,
+        total=seconds,
+        loading=seconds,
+    )
+    if checkpoint.non_persistent_ckpt_type != "local":
+        return [persistent]
+
+    # The rank with the most bytes determines the time of a local save.
+    largest = max(stage.checkpoint_bytes for stage in plan.stages)
+    local_seconds = largest / (GB * options.local_gbps)
+    copies = checkpoint.replication_factor if checkpoint.replication else 1
+    local = Tier(
+        "--non-persistent-save-interval",
+        interval=checkpoint.non_persistent_save_interval or 1,
+        blocking=options.blocking_seconds,
+        total=copies * local_seconds,
+        loading=local_seconds,
+    )
+    return [persistent, local]
 
 
 def simulate_month(options: argparse.Namespace, config: Config, plan: RunPlan) -> list[str]:
     """Return the lines of --goodput."""
+    # Hours between failures, and between those that lose a node, default to published rates.
+    mtbf_hours = options.mtbf_hours or [DEVICE_HOURS_PER_FAILURE / options.world_size]
+    hours = mtbf_hours[0]
+    lost_node_hours = LOST_NODES_FACTOR * hours
+    if len(mtbf_hours) > 1:
+        lost_node_hours = mtbf_hours[1]
+
     # Draw the failures once: all intervals are compared with the same ones.
-    hours = options.mtbf_hours or [DEVICE_HOURS_PER_FAILURE / options.world_size]
-    lost_node_hours = LOST_NODES_FACTOR * hours[0]
-    if len(hours) > 1:
-        lost_node_hours = hours[1]
-    failures = list(draw_failures(MONTH, 3600 * hours[0], 3600 * lost_node_hours))
+    failures = list(draw_failures(MONTH, 3600 * hours, 3600 * lost_node_hours))
     num_lost = sum(failure.loses_node for failure in failures)
     lines = [
-        f"30 days on {options.world_size} GPUs, a failure every {hours[0]:.3g} h: {len(failures)} "
+        f"30 days on {options.world_size} GPUs, a failure every {hours:.3g} h: {len(failures)} "
         f"failures, {num_lost} of them with the loss of a node and its replicas"
     ]
 
@@ -188,56 +211,92 @@ def simulate_month(options: argparse.Namespace, config: Config, plan: RunPlan) -
 def format_goodput(label: str, spent: SpentTime) -> str:
     """Return a line with the shares of a simulated run."""
     total = spent.training + spent.repeated + spent.saving + spent.restarting
-    shares = {"repeated": spent.repeated, "saves": spent.saving, "restarts": spent.restarting}
-    parts = [f"{name} {100 * seconds / total:.2f} %" for name, seconds in shares.items()]
-    return f"  {label}: {100 * spent.goodput:.2f} % progress ({', '.join(parts)})"
+    lost_seconds = {
+        "repeated": spent.repeated,
+        "saves": spent.saving,
+        "restarts": spent.restarting,
+    }
+    shares = []
+    for name, seconds in lost_seconds.items():
+        percent = 100 * seconds / total
+        shares.append(f"{name} {percent:.2f} %")
+    progress = 100 * spent.goodput
+    return f"  {label}: {progress:.2f} % progress ({', '.join(shares)})"
+
+
+def compare_with_device(
+    options: argparse.Namespace, given: Given, model_provider: ModelProvider, plan: RunPlan
+) -> Comparison | None:
+    """Compare the plan with --device-memory-gb; return None without that option."""
+    if options.device_memory_gb is None:
+        return None
+    memory = DeviceMemory(GB * options.device_memory_gb, GB * options.reserve_gb)
+    if memory.fits(plan.largest):
+        return Comparison(memory, True, [], [])
+
+    # Find changes that need less memory. Search for layouts only if none of them is enough.
+    alternatives = find_alternatives(given, options.world_size, model_provider, plan.largest)
+    layouts: list[Layout] = []
+    if not any(memory.fits(other.memory) for other in alternatives):
+        with contextlib.suppress(ValueError):  # flags that fix the layout
+            layouts = find_layouts(options, given, model_provider)
+    return Comparison(memory, False, alternatives, layouts)
+
+
+def add_comparison(values: dict[str, Any], comparison: Comparison) -> None:
+    """Add a comparison to the plan as plain values."""
+    values["fits"] = comparison.fits
+    values["alternatives"] = []
+    for other in comparison.alternatives:
+        fits = comparison.memory.fits(other.memory)
+        values["alternatives"].append(asdict(other) | {"fits": fits})
+    values["layouts"] = [asdict(layout) for layout in comparison.layouts]
+
+
+def format_comparison(
+    options: argparse.Namespace, plan: RunPlan, comparison: Comparison
+) -> list[str]:
+    """Return the lines about the memory of a device."""
+    memory = comparison.memory
+    lines = [memory.format_verdict(plan.largest)]
+    for other in comparison.alternatives:
+        lines.append(f"  with {other.flags}: {memory.format_verdict(other.memory)}")
+    if comparison.layouts:
+        lines += format_layouts(options, comparison.layouts)
+    return lines
 
 
 def run(options: argparse.Namespace, flags: Sequence[str], model_provider: ModelProvider) -> int:
     """Plan the run and print the plan; return the exit status."""
-    # Plan the run.
     world_size = options.world_size
     given = parse_planned_flags(flags)
     if options.search is not None:
         fitting = find_layouts(options, given, model_provider)
         print_layouts(options, fitting)
         return 0 if fitting else 1
+
+    # Plan the run.
     config, plan = plan_flags(given, world_size, model_provider)
     intervals: list[str] = []
     if options.measured is not None and options.mtbf_hours is not None:
-        intervals = propose_save_intervals(read_record(options.measured), options.mtbf_hours)
+        record = read_record(options.measured)
+        intervals = propose_save_intervals(record, options.mtbf_hours)
     goodput: list[str] = []
     if options.goodput:
         goodput = simulate_month(options, config, plan)
 
-    # Compare with the memory of a device.
-    available = None
-    reserve = 0.0
-    fits = True
-    alternatives: list[Alternative] = []
-    layouts: list[Layout] = []
-    if options.device_memory_gb is not None:
-        available = options.device_memory_gb * 1e9
-        reserve = options.reserve_gb * 1e9
-        fits = plan.largest + reserve <= available
-        if not fits:
-            alternatives = find_alternatives(given, world_size, model_provider, plan.largest)
-            if all(other.memory + reserve > available for other in alternatives):
-                with contextlib.suppress(ValueError):  # flags that fix the layout
-                    layouts = find_layouts(options, given, model_provider)
+    comparison = compare_with_device(options, given, model_provider, plan)
 
     # Report.
     if options.plot is not None:
-        draw_plan(plan, options.plot, available, reserve)
+        if comparison is None:
+            draw_plan(plan, options.plot)
+        else:
+            draw_plan(plan, options.plot, *comparison.memory)
     if options.json:
         values = make_json(config, plan, world_size)
-        if available is not None:
-            values["fits"] = fits
-            values["alternatives"] = []
-            for other in alternatives:
-                other_fits = other.memory + reserve <= available
-                values["alternatives"].append(asdict(other) | {"fits": other_fits})
-            values["layouts"] = [asdict(layout) for layout in layouts]
+        if comparison is not None:
+            add_comparison(values, comparison)
         if intervals:
             values["save_intervals"] = intervals
         if goodput:
@@ -249,13 +308,9 @@ def run(options: argparse.Namespace, flags: Sequence[str], model_provider: Model
             lines += ["", *intervals]
         if goodput:
             lines += ["", *goodput]
-        if available is not None:
-            lines += ["", format_verdict(plan.largest, available, reserve)]
-            for other in alternatives:
-                verdict = format_verdict(other.memory, available, reserve)
-                lines.append(f"  with {other.flags}: {verdict}")
-        if layouts:
-            lines += format_layouts(options, layouts)
+        if comparison is not None:
+            lines += ["", *format_comparison(options, plan, comparison)]
         for line in lines:
             print_line(line)
+    fits = comparison is None or comparison.fits
     return 0 if fits else 1

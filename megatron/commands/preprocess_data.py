@@ -21,9 +21,7 @@ MAX_BAD_LINES_PRINTED = 10
 
 
 class Progress:
-    """Display of the progress: a bar on a terminal, otherwise a line every `log_interval`
-    documents.
-    """
+    """Display of progress: a bar on a terminal, else a line every `log_interval` documents."""
 
     def __init__(self, bar: ProgressBar, log_interval: int) -> None:
         self.num_documents = 0
@@ -32,14 +30,16 @@ class Progress:
         self._start = time.perf_counter()
 
     def add(self, num_documents: int, num_bytes: int) -> None:
+        """Count documents of the input and their bytes."""
         self._bar.add(num_bytes)
-        before = self.num_documents // self._log_interval
+        intervals_before = self.num_documents // self._log_interval
         self.num_documents += num_documents
-        is_due = self.num_documents // self._log_interval > before
-        if is_due and self._bar.quiet:
+        intervals = self.num_documents // self._log_interval
+        if intervals > intervals_before and self._bar.quiet:
             self.print()
 
     def print(self) -> None:
+        """Print the number of documents so far and their rate."""
         seconds = max(time.perf_counter() - self._start, 1e-9)
         rate = self.num_documents / seconds
         line = f"{self.num_documents} documents, {rate:.1f} docs/s; {self._bar}"
@@ -47,28 +47,35 @@ class Progress:
 
 
 def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> None:
-    """Read documents, tokenize them in parallel, and write the token files."""
+    """Read documents, tokenize them in parallel, and write the token files.
+
+    Raises ValueError if there are more bad lines than allowed, or no tokens.
+    """
+    # Find the input, and build the encoder.
     assert config.input is not None and config.output_prefix is not None
     paths = find_files(config.input)
     tokenizer = build_tokenizer(tokenizer_config)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes are the parallelism
-
+    # The worker processes use all cores: threads of the tokenizer would compete with them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     limits = WorkerLimits(config.num_workers, config.document_cpu_seconds)
     encoder = DocumentEncoder(tokenizer, config.keys, config.append_eod, limits)
-    chunks = _read_all_chunks(paths, config)
+
     prefixes = {key: f"{config.output_prefix}_{key}_document" for key in config.keys}
+    dtype = token_dtype(tokenizer.vocab_size)
     bad_lines: list[BadLine] = []
     with contextlib.ExitStack() as stack:
         # Open the outputs; an exception discards their files.
         builders = {}
         for key, prefix in prefixes.items():
-            builder = IndexedDatasetBuilder(prefix, token_dtype(tokenizer.vocab_size))
+            builder = IndexedDatasetBuilder(prefix, dtype)
             builders[key] = stack.enter_context(builder)
         bar = ProgressBar("tokenizing", count_bytes(paths), quiet=not sys.stderr.isatty())
         progress = Progress(stack.enter_context(bar), config.log_interval)
-        encoded_chunks = stack.enter_context(
-            contextlib.closing(encode_chunks(chunks, encoder, config.num_workers))
-        )
+
+        # Start the workers; closing the generator stops them.
+        chunks = _read_all_chunks(paths, config)
+        encoded_chunks = encode_chunks(chunks, encoder, config.num_workers)
+        stack.enter_context(contextlib.closing(encoded_chunks))
 
         # Write tokens in the order of the input.
         for chunk, encoded in encoded_chunks:
@@ -84,33 +91,38 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> N
                     "written"
                 )
 
+    # Report.
     progress.print()
     print_bad_lines(bad_lines)
+    num_good = progress.num_documents - len(bad_lines)
     for key, builder in builders.items():
-        documents = f"{builder.num_documents} documents"
-        num_empty = progress.num_documents - len(bad_lines) - builder.num_documents
-        if num_empty:
-            documents += f" ({num_empty} empty ones left out)"
-        print_line(
-            f"{prefixes[key]}: {documents}, {builder.num_tokens} tokens",
-            file=sys.stderr,
-        )
+        print_output(prefixes[key], builder, num_good)
 
 
 def _read_all_chunks(paths: list[str], config: PreprocessConfig) -> Iterator[Chunk]:
+    """Yield the documents of all files in chunks."""
     max_bytes = int(config.max_document_mb * 1e6)
     for path in paths:
         yield from read_chunks(path, config.is_json(path), config.text_documents, max_bytes)
 
 
 def check_bad_lines(bad_lines: list[BadLine], limit: int) -> None:
-    """Raise ValueError with the first line above the number to skip."""
+    """Raise ValueError with the first bad line beyond `limit`, the number that may be skipped."""
     if len(bad_lines) <= limit:
         return
     hint = ""
     if limit > 0:
         hint = f" (bad line {limit + 1}; --skip-bad-lines {limit} allows {limit})"
     raise ValueError(f"{bad_lines[limit]}{hint}")
+
+
+def print_output(prefix: str, builder: IndexedDatasetBuilder, num_documents: int) -> None:
+    """Report the documents and tokens that were written, of `num_documents` in the input."""
+    documents = f"{builder.num_documents} documents"
+    num_empty = num_documents - builder.num_documents
+    if num_empty:
+        documents += f" ({num_empty} empty ones left out)"
+    print_line(f"{prefix}: {documents}, {builder.num_tokens} tokens", file=sys.stderr)
 
 
 def print_bad_lines(bad_lines: list[BadLine]) -> None:
@@ -120,5 +132,6 @@ def print_bad_lines(bad_lines: list[BadLine]) -> None:
     print_line(f"{len(bad_lines)} bad lines skipped:", file=sys.stderr)
     for bad in bad_lines[:MAX_BAD_LINES_PRINTED]:
         print_line(f"  {bad}", file=sys.stderr)
-    if len(bad_lines) > MAX_BAD_LINES_PRINTED:
-        print_line(f"  and {len(bad_lines) - MAX_BAD_LINES_PRINTED} more", file=sys.stderr)
+    num_others = len(bad_lines) - MAX_BAD_LINES_PRINTED
+    if num_others > 0:
+        print_line(f"  and {num_others} more", file=sys.stderr)

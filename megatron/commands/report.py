@@ -21,6 +21,7 @@ class ReportHandler(http.server.BaseHTTPRequestHandler):
     server: ReportServer
 
     def do_GET(self) -> None:
+        """Send the page, or an error."""
         if self.path != "/":
             self.send_error(404)
             return
@@ -41,7 +42,7 @@ class ReportHandler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(page)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing about requests."""
+        """Ignore the message: requests are not logged."""
 
 
 class ReportServer(http.server.HTTPServer):
@@ -53,7 +54,10 @@ class ReportServer(http.server.HTTPServer):
         self._verify = verify
 
     def render(self) -> bytes:
-        return render_page(collect_facts(self._runs, self._verify), REFRESH_SECONDS).encode()
+        """Return a new page. Raises ValueError or OSError if a run cannot be read."""
+        facts = collect_facts(self._runs, self._verify)
+        page = render_page(facts, REFRESH_SECONDS)
+        return page.encode()
 
 
 def run(args: argparse.Namespace) -> None:
