@@ -83,11 +83,11 @@ _IGNORED_OBJECTS = (
 class StoredPart(NamedTuple):
     """A stored tensor that is a parameter, or one expert of it, or a half of either.
 
-    Of a gated layer, gate is the first half of the rows and up the second.
+    The parts of a gated layer are the gate (the first half of the rows) and up (the second half).
     """
 
     name: str  # in the files, without wrappers
-    expert: int | None
+    expert: int | None  # None for a part of all experts, or of a layer without experts
 
 
 def is_megatron_fsdp(keys: Iterable[str]) -> bool:
@@ -113,52 +113,51 @@ class MegatronFsdpSource:
     """An iteration directory of Megatron-FSDP."""
 
     def __init__(self, directory: Path, read_options: ReadOptions) -> None:
+        where = str(directory)
         self.description = f"Megatron-FSDP checkpoint {directory}"
         self._reader = Reader(directory, verify=read_options.verify is not False)
-        stored = self._reader.metadata
-        names = rename_tensors(
-            {key: key for key in stored.tensors}, read_options.renames, self.description
-        )
-        # Parameter, and (parameter, state) of the optimizer -> key in the files.
+
+        # Keys in the files: of the weight of each parameter, and of each (parameter, state).
         self._weights: dict[str, str] = {}
         self._states: dict[tuple[str, str], str] = {}
         self.unused: list[str] = []
-        for name, key in names.items():
-            self._sort_key(name, key)
-        self._rename_norms()
+        self._index_tensors(read_options)
 
-        # Arguments.
+        # Arguments
         self._objects = self._index_objects()
         common = self._read_common(read_options.args)
-        self.args = read_arguments(common, str(directory))
+        self.args = read_arguments(common, where)
         self.args |= find_stored_tokenizer(self.args, directory) | dict(read_options.args)
         self.args.pop("use_megatron_fsdp", None)
 
-        # The model, whose vocabulary has the stored rows.
-        rows = read_vocabulary_rows(self._describe_embedding(), str(directory))
+        # The model, whose vocabulary has the stored rows
+        rows = read_vocabulary_rows(self._describe_embedding(), where)
         self.args["model_vocab_size"] = rows
         self.config = model_config(self.args, rows, self.description)
         parameters = model_parameters(self.config)
 
-        # Weights and optimizer state.
-        self._table = PieceTable(self.description)
+        # Weights and optimizer state
         states: list[str] = []
         groups = None
         if read_options.optimizer:
             states = self._list_states()
             groups = self._read_groups(common, parameters)
         is_optimizer_stored = bool(states) or has_optimizer(self.args, (), groups)
+        self._table = PieceTable(self.description)
         for parameter in parameters:
             self._add_parameter(parameter, states, is_optimizer_stored)
         self._table.complete(is_optimizer_stored)
         self.tensors: dict[str, TensorInfo] = dict(self._table.tensors)
-        check_optimizer_complete(self.tensors, self.args, str(directory))
+        check_optimizer_complete(self.tensors, self.args, where)
+
+        # The remaining tensors
         if read_options.keep_foreign:
             self._add_foreign()
         else:
             self.unused += sorted(self._weights.values())
         if read_options.optimizer:
             self.unused += sorted(self._states.values())
+
         self.training: TrainingState | None = read_training_state(common, self.args, groups)
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
@@ -168,11 +167,21 @@ class MegatronFsdpSource:
 
     # ---- Keys ----
 
+    def _index_tensors(self, read_options: ReadOptions) -> None:
+        """Find the keys of all weights and optimizer states."""
+        stored_names = {key: key for key in self._reader.metadata.tensors}
+        names = rename_tensors(stored_names, read_options.renames, self.description)
+        for name, key in names.items():
+            self._sort_key(name, key)
+        self._rename_norms()
+
     def _sort_key(self, name: str, key: str) -> None:
         """Add a key of the files to the weights or the optimizer state."""
         if name.startswith(_STATE):
-            parameter, _, state = _find_parameter(name.removeprefix(_STATE)).rpartition(".")
-            self._states[parameter, _RENAMED_STATES.get(state, state)] = key
+            path = _find_parameter(name.removeprefix(_STATE))
+            parameter, _, state = path.rpartition(".")
+            state = _RENAMED_STATES.get(state, state)
+            self._states[parameter, state] = key
         elif name.startswith("model."):
             self._weights[_find_parameter(name)] = key
         else:
@@ -205,7 +214,7 @@ class MegatronFsdpSource:
         if parts or match is None:
             return parts
 
-        # Experts one by one.
+        # The experts may be stored one by one, under the names of either kind of module.
         module, linear, kind = match.groups()
         for number in range(parameter.shape[0]):
             grouped = f"{module}.{linear}.{kind}{number}"
@@ -239,6 +248,7 @@ class MegatronFsdpSource:
         for key in _COMMON:
             if key in self._objects:
                 common[key] = self._reader.read_object(key)
+
         # The arguments may be missing: then the command line defines the model.
         if "args" not in common:
             if not given.get("num_layers"):
@@ -247,6 +257,7 @@ class MegatronFsdpSource:
                     "the training flags that define it (--num-layers, --hidden-size, ...)"
                 )
             common["args"] = argparse.Namespace(**given)
+
         # Fields of the schedule are stored one by one.
         schedule = {}
         for key in sorted(self._objects):
@@ -258,7 +269,9 @@ class MegatronFsdpSource:
 
     def _list_states(self) -> list[str]:
         """Return the optimizer states in the files. Raises CheckpointError for unknown ones."""
-        states = sorted({state for _, state in self._states} - {"step"})
+        names = {state for _, state in self._states}
+        names.discard("step")
+        states = sorted(names)
         if states:
             refuse_unknown_optimizer(self.args, states, self.description)
         return states
@@ -268,48 +281,61 @@ class MegatronFsdpSource:
     ) -> list[dict[str, Any]] | None:
         """Return the parameter groups: with weight decay, and without.
 
-        They are stored by group, or by parameter. Then those of one parameter of each group are
-        read. torch's optimizers store the step as a tensor of each parameter.
+        Adds them to `common`, and removes the steps from the optimizer states.
         """
+        # They are stored by group, or by parameter.
         groups = self._read_numbered_groups()
         if not groups:
             groups = self._read_groups_of_parameters(parameters)
-        steps = [key for (_, state), key in self._states.items() if state == "step"]
-        if steps:
-            step = self._reader.read(steps[0], (), ())
-            for group in groups:
-                group.setdefault("step", int(step))
+
+        # torch's optimizers store the step as a tensor of each parameter: all are equal.
+        step: int | None = None
         for parameter, state in list(self._states):
             if state == "step":
-                del self._states[parameter, state]
+                key = self._states.pop((parameter, state))
+                if step is None:
+                    step = int(self._reader.read(key, (), ()))
+        if step is not None:
+            for group in groups:
+                group.setdefault("step", step)
         common["optimizer"] = {"param_groups": groups}
         return find_param_groups(common["optimizer"]) or None
 
     def _read_numbered_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups that are stored by number, one object per field."""
         groups: dict[int, dict[str, Any]] = {}
         for key in sorted(self._objects):
             match = _GROUP.fullmatch(key)
-            if match is not None and match[2] != "params":
-                group = groups.setdefault(int(match[1]), {})
-                group[match[2]] = self._reader.read_object(key)
+            if match is None:
+                continue
+            number, field = match.groups()
+            if field != "params":
+                group = groups.setdefault(int(number), {})
+                group[field] = self._reader.read_object(key)
         return [plain_numbers(groups[number]) for number in sorted(groups)]
 
     def _read_groups_of_parameters(self, parameters: Iterable[ParamSpec]) -> list[dict[str, Any]]:
-        # Parameter -> field -> key of the object.
+        """Return the fields of one parameter of each group, which are stored by parameter."""
+        # Parameter -> field -> key of the object
         fields: dict[str, dict[str, str]] = {}
         for key in self._objects:
             if key.startswith(_GROUP_OF_PARAMETER):
-                name, _, field = key.removeprefix(_GROUP_OF_PARAMETER).rpartition(".")
-                fields.setdefault(_strip_wrappers(name), {})[field] = key
+                path = key.removeprefix(_GROUP_OF_PARAMETER)
+                name, _, field = path.rpartition(".")
+                own_fields = fields.setdefault(_strip_wrappers(name), {})
+                own_fields[field] = key
 
-        # One parameter with weight decay, and one without.
+        # Read those of one parameter with weight decay, and of one without.
         groups: dict[bool, dict[str, Any]] = {}
         for parameter in parameters:
             has_weight_decay = parameter.group.weight_decay
             own = fields.get(parameter.name)
-            if own is not None and has_weight_decay not in groups:
-                group = {field: self._reader.read_object(key) for field, key in own.items()}
-                groups[has_weight_decay] = plain_numbers(group)
+            if own is None or has_weight_decay in groups:
+                continue
+            group = {}
+            for field, key in own.items():
+                group[field] = self._reader.read_object(key)
+            groups[has_weight_decay] = plain_numbers(group)
         return list(groups.values())
 
     # ---- Tensors ----
@@ -317,37 +343,52 @@ class MegatronFsdpSource:
     def _add_parameter(
         self, parameter: ParamSpec, states: Iterable[str], is_optimizer_stored: bool
     ) -> None:
-        """Add the weight of a parameter, and its optimizer state."""
+        """Add the weight of a parameter, and its optimizer state.
+
+        Removes them from the stored keys. Raises CheckpointError if the weight is missing.
+        """
+        name = parameter.name
         parts = self._find_parts(parameter)
         keys = [self._weights.pop(part.name) for part in parts]
         if not keys:
-            raise CheckpointError(
-                f"{self.description} lacks {parameter.name}, which its arguments call for"
-            )
-        dtype = self._reader.metadata.tensors[keys[0]].dtype
-        weight_dtype = dtype
-        if is_trained(parameter.name) and isinstance(self.args.get("params_dtype"), torch.dtype):
-            weight_dtype = self.args["params_dtype"]
-        self._add_parts(parameter, parameter.name, parts, keys, weight_dtype)
-        if not is_trained(parameter.name):
+            raise CheckpointError(f"{self.description} lacks {name}, which its arguments call for")
+
+        # The weight, in the dtype of the run
+        stored_dtype = self._get_dtype(keys[0])
+        dtype = stored_dtype
+        params_dtype = self.args.get("params_dtype")
+        if is_trained(name) and isinstance(params_dtype, torch.dtype):
+            dtype = params_dtype
+        self._add_parts(parameter, name, parts, keys, dtype)
+        if not is_trained(name):
             return
 
+        # The optimizer states that are stored for all parts
         for state in states:
-            own = [self._states.pop((part.name, state), None) for part in parts]
-            stored = [key for key in own if key is not None]
-            if stored and len(stored) == len(parts):
-                key = optimizer_key(state, parameter.name)
-                state_dtype = self._reader.metadata.tensors[stored[0]].dtype
-                self._add_parts(parameter, key, parts, stored, state_dtype)
+            state_keys = []
+            for part in parts:
+                key = self._states.pop((part.name, state), None)
+                if key is not None:
+                    state_keys.append(key)
+            if len(state_keys) == len(parts):
+                target = optimizer_key(state, name)
+                state_dtype = self._get_dtype(state_keys[0])
+                self._add_parts(parameter, target, parts, state_keys, state_dtype)
 
         # Without main parameters of their own, the fp32 weights in the files are the main ones.
-        main = optimizer_key("param", parameter.name)
-        if is_optimizer_stored and dtype == torch.float32 and main not in self._table.tensors:
-            self._add_parts(parameter, main, parts, keys, dtype)
+        main = optimizer_key("param", name)
+        is_main_stored = main in self._table.tensors
+        if is_optimizer_stored and not is_main_stored and stored_dtype == torch.float32:
+            self._add_parts(parameter, main, parts, keys, stored_dtype)
+
+    def _get_dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a stored tensor."""
+        return self._reader.metadata.tensors[key].dtype
 
     def _add_foreign(self) -> None:
-        """Add the tensors of the model that are not its parameters, without their optimizer
-        state.
+        """Add the tensors of the model that are not its parameters, as foreign tensors.
+
+        Their optimizer state is not added.
         """
         for name, key in self._weights.items():
             stored = self._reader.metadata.tensors[key]
@@ -361,7 +402,10 @@ class MegatronFsdpSource:
         stored_keys: Sequence[str],
         dtype: torch.dtype,
     ) -> None:
-        """Add the stored tensors as the parts of the tensor `key`, converted to `dtype`."""
+        """Add the stored tensors as the parts of the tensor `key`, converted to `dtype`.
+
+        Raises CheckpointError unless they are exactly the elements of the parameter.
+        """
         info = TensorInfo(parameter.shape, dtype)
         row = 0  # of the next part in its expert, or in the whole parameter
         expert: int | None = None
@@ -371,16 +415,21 @@ class MegatronFsdpSource:
             if part.expert != expert:
                 expert = part.expert
                 row = 0
-            stored = self._reader.metadata.tensors[stored_key]
-            place: Shape = (row,) + (0,) * (len(stored.shape) - 1)
-            shape = stored.shape
+
+            # Parts are joined along the rows. An expert's lacks the first axis of the parameter.
+            stored_shape = self._reader.metadata.tensors[stored_key].shape
+            other_axes = len(stored_shape) - 1
+            offset: Shape = (row,) + (0,) * other_axes
+            shape = stored_shape
             if expert is not None:
-                place = (expert, *place)
+                offset = (expert, *offset)
                 shape = (1, *shape)
-            _check_part(place, shape, parameter, f"{self.description}: {stored_key}")
-            row += stored.shape[0]
+            _check_part(offset, shape, parameter, f"{self.description}: {stored_key}")
+
+            read_region = self._make_region_reader(stored_key, dtype)
+            self._table.add(key, info, offset, shape, read_region)
+            row += stored_shape[0]
             num_elements += math.prod(shape)
-            self._table.add(key, info, place, shape, self._make_region_reader(stored_key, dtype))
         if num_elements != parameter.numel:
             raise CheckpointError(
                 f"{self.description}: the files contain {num_elements} of {parameter.numel} "
@@ -400,11 +449,11 @@ class MegatronFsdpSource:
         return read
 
 
-def _check_part(place: Shape, shape: Shape, parameter: ParamSpec, where: str) -> None:
+def _check_part(offset: Shape, shape: Shape, parameter: ParamSpec, where: str) -> None:
     """Raise CheckpointError unless the box is inside the parameter."""
     fits = len(shape) == len(parameter.shape)
     if fits:
-        for start, length, size in zip(place, shape, parameter.shape, strict=True):
+        for start, length, size in zip(offset, shape, parameter.shape, strict=True):
             fits = fits and start + length <= size
     if not fits:
         raise CheckpointError(

@@ -71,8 +71,12 @@ def find_pattern(keys: Iterable[str], where: str) -> str:
 
 def make_gpt_key(key: str) -> str:
     """Return the key of a GPT model for one of HybridModel."""
-    key = key.replace(_FINAL_NORM, _GPT_FINAL_NORM)
-    return _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) // 2}.{match[2]}", key)
+
+    def halve(match: re.Match[str]) -> str:
+        layer = int(match[1]) // 2
+        return f"decoder.layers.{layer}.{match[2]}"
+
+    return _LAYER.sub(halve, key.replace(_FINAL_NORM, _GPT_FINAL_NORM))
 
 
 def make_hybrid_key(key: str) -> str:
@@ -81,7 +85,8 @@ def make_hybrid_key(key: str) -> str:
     def double(match: re.Match[str]) -> str:
         # Layer i of the GPT model is layers 2 i (attention) and 2 i + 1 (MLP) of HybridModel.
         is_mlp = match[2] in _MLP_MODULES
-        return f"decoder.layers.{2 * int(match[1]) + is_mlp}.{match[2]}"
+        layer = 2 * int(match[1]) + is_mlp
+        return f"decoder.layers.{layer}.{match[2]}"
 
     return _LAYER.sub(double, key.replace(_GPT_FINAL_NORM, _FINAL_NORM))
 

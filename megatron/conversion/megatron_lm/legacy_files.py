@@ -33,8 +33,13 @@ class MegatronRank(NamedTuple):
     @classmethod
     def list_all(cls, parallel: ParallelConfig, world_size: int) -> list[MegatronRank]:
         """Return every rank of a run that writes a directory; `world_size` 0 is unknown."""
+        # Without expert parallelism, the first data-parallel rank of each (tp, pp) writes.
         if parallel.ep_size == 1:
-            return [cls(tp, pp) for pp in range(parallel.pp_size) for tp in range(parallel.tp_size)]
+            ranks = []
+            for pp in range(parallel.pp_size):
+                for tp in range(parallel.tp_size):
+                    ranks.append(cls(tp, pp))
+            return ranks
 
         # The smallest run of the layout has the same directories as a larger one.
         minimum = compute_minimum_world_size(parallel)
@@ -43,13 +48,13 @@ class MegatronRank(NamedTuple):
         RANKS(world_size, f"a world of {world_size} ranks")
 
         # Only the first replica of the experts (first expert-data-parallel rank) writes.
-        result = []
+        ranks = []
         for rank in range(world_size):
             state = ParallelState.for_rank(parallel, world_size, rank)
             if state.edp.is_first:
                 expert = (state.etp.rank, state.ep.rank)
-                result.append(cls(state.tp.rank, state.pp.rank, expert, state.dp.is_first))
-        return result
+                ranks.append(cls(state.tp.rank, state.pp.rank, expert, state.dp.is_first))
+        return ranks
 
     @property
     def is_first(self) -> bool:
@@ -57,6 +62,7 @@ class MegatronRank(NamedTuple):
         return (self.tp, self.pp) == (0, 0) and self.expert in (None, (0, 0))
 
     def __str__(self) -> str:
+        """Return the rank as named in messages."""
         if self.expert is None:
             return f"tensor-parallel rank {self.tp}, pipeline rank {self.pp}"
         etp, ep = self.expert
@@ -113,11 +119,15 @@ def find_first_legacy_file(directory: Path) -> Path:
 
 
 def list_legacy_damage(directory: Path) -> list[str]:
-    """Return a line for each missing or damaged file of the ranks that the arguments call for."""
+    """Return a line for each missing or damaged file of the ranks that the arguments call for.
+
+    A checkpoint that is refused when it is opened has no damage.
+    """
     first = find_first_legacy_file(directory)
-    stored = COMMON(open_legacy(first), str(first)).get("args")
+    content = COMMON(open_legacy(first), str(first))
+    stored = content.get("args")
     if not isinstance(stored, argparse.Namespace):
-        return []  # refused when it is opened
+        return []
     args = vars(stored)
 
     # List the directories of the layout.
@@ -128,7 +138,7 @@ def list_legacy_damage(directory: Path) -> list[str]:
     ranks = MegatronRank.list_all(parallel, int(args.get("world_size") or 0))
     directories = {rank.directory(parallel) for rank in ranks}
     if not args or first.parent.name not in directories:
-        return []  # a layout or an age that is refused when it is opened
+        return []  # a layout or an age that is refused
 
     # Check the files of each: the model, and the sharded optimizer if any rank has one.
     has_optimizer = any(directory.glob(f"mp_rank_*/{OPTIMIZER_FILE}"))

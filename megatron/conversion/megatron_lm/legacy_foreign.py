@@ -31,17 +31,21 @@ class ForeignPart:
 
     @property
     def name(self) -> str:
-        """The name with the number of the layer in the model."""
+        """Return the name with the number of the layer in the model.
+
+        Raises CheckpointError for a layer that the chunk does not have.
+        """
         match = _LAYER.fullmatch(self.local_name)
         if match is None:
             return self.local_name
-        before, layer, after = match.groups()
-        if int(layer) >= len(self.layers):
+        before, local_layer, after = match.groups()
+        index = int(local_layer)
+        if index >= len(self.layers):
             raise CheckpointError(
                 f"--keep-foreign: {self.folder} has {self.local_name}, but the arguments give its "
                 f"chunk {len(self.layers)} layers"
             )
-        return f"{before}{self.layers[int(layer)]}{after}"
+        return f"{before}{self.layers[index]}{after}"
 
 
 @dataclass(frozen=True)
@@ -63,25 +67,34 @@ class JoinedTensor:
         return tuple(shape)
 
     def read(self, offset: Shape, shape: Shape) -> torch.Tensor:
-        """Return a box."""
+        """Return the box at `offset` of `shape`."""
         if len(self.parts) == 1:
             return read_stored(self.parts[0], offset, shape)
+
+        # Read the overlap of the box with each part. Only their ranges along the axis differ.
         axis = self.axis
+        box_start = offset[axis]
+        box_stop = box_start + shape[axis]
         pieces = []
         first = 0  # index of the part's first element along the axis
         for part in self.parts:
             extent = part.shape[axis]
-            # Overlap of the box and this part, relative to the part
-            start = max(offset[axis], first) - first
-            stop = min(offset[axis] + shape[axis], first + extent) - first
+            start = max(box_start, first)
+            stop = min(box_stop, first + extent)
             if start < stop:
-                part_offset = (*offset[:axis], start, *offset[axis + 1 :])
-                part_shape = (*shape[:axis], stop - start, *shape[axis + 1 :])
-                pieces.append(read_stored(part, part_offset, part_shape))
+                part_offset = _replace_axis(offset, axis, start - first)
+                part_shape = _replace_axis(shape, axis, stop - start)
+                piece = read_stored(part, part_offset, part_shape)
+                pieces.append(piece)
             first += extent
         if not pieces:
             return torch.empty(shape, dtype=self.dtype)
         return torch.cat(pieces, axis)
+
+
+def _replace_axis(values: Shape, axis: int, value: int) -> Shape:
+    """Return an offset or a shape with another value along an axis."""
+    return (*values[:axis], value, *values[axis + 1 :])
 
 
 def join_foreign(
@@ -96,25 +109,29 @@ def join_foreign(
     by_name: dict[str, list[ForeignPart]] = {}
     for part in parts:
         by_name.setdefault(part.name, []).append(part)
+
     for split in splits:
         if not any(split.fits(name) for name in by_name):
             raise CheckpointError(
                 f"--foreign-split {split.name}={split.axis}: no rank has such a tensor in addition "
                 "to the model's"
             )
+
     result = {}
     for name, members in by_name.items():
         axes = [split.axis for split in splits if split.fits(name)]
-        axis = axes[0] if axes else None
-        result[name] = _join(name, members, tp_size, axis)
+        members = _select_one_per_rank(name, members, tp_size)
+        if axes:
+            result[name] = _join_along_axis(name, members, axes[0])
+        else:
+            result[name] = _take_equal(name, members)
     return result
 
 
-def _join(
-    name: str, members: Sequence[ForeignPart], tp_size: int, axis: int | None
-) -> JoinedTensor:
-    """Return the tensor `name`, joined along `axis`; None if all ranks have the same."""
-    # One part per tensor-parallel rank. Other copies must be equal.
+def _select_one_per_rank(
+    name: str, members: Sequence[ForeignPart], tp_size: int
+) -> list[ForeignPart]:
+    """Return one part per tensor-parallel rank. Raises CheckpointError if its copies differ."""
     by_rank: dict[int, ForeignPart] = {}
     for member in members:
         known = by_rank.setdefault(member.rank.tp, member)
@@ -130,31 +147,43 @@ def _join(
             f"--keep-foreign: {len(by_rank)} of {tp_size} tensor-parallel ranks have {name} "
             f"(e.g. {members[0].folder}): the checkpoint is incomplete, or drop the flag"
         )
-    parts = [by_rank[tp] for tp in range(tp_size)]
-    first = parts[0]
-    if axis is None:
-        for part in parts[1:]:
-            if not _is_equal(first.tensor, part.tensor):
-                raise CheckpointError(
-                    f"--keep-foreign: {name} of {first.folder} differs from that of "
-                    f"{part.folder}, so {tp_size} tensor-parallel ranks split it: give "
-                    f"--foreign-split {name}=AXIS, or drop the flag to leave it out"
-                )
-        return JoinedTensor((first.tensor,), 0)
+    return [by_rank[tp] for tp in range(tp_size)]
 
-    # All axes but the one that is split must agree.
-    for part in parts:
-        fits = part.tensor.dtype == first.tensor.dtype and axis < len(part.tensor.shape)
-        if not fits or _remove(part.tensor.shape, axis) != _remove(first.tensor.shape, axis):
+
+def _take_equal(name: str, parts: Sequence[ForeignPart]) -> JoinedTensor:
+    """Return the tensor that all ranks have. Raises CheckpointError if theirs differ."""
+    first = parts[0]
+    for part in parts[1:]:
+        if not _is_equal(first.tensor, part.tensor):
             raise CheckpointError(
-                f"--foreign-split {name}={axis}: {part.folder} has {part.tensor.dtype} of shape "
-                f"{list(part.tensor.shape)}, which cannot be joined along axis {axis} with "
+                f"--keep-foreign: {name} of {first.folder} differs from that of "
+                f"{part.folder}, so {len(parts)} tensor-parallel ranks split it: give "
+                f"--foreign-split {name}=AXIS, or drop the flag to leave it out"
+            )
+    return JoinedTensor((first.tensor,), 0)
+
+
+def _join_along_axis(name: str, parts: Sequence[ForeignPart], axis: int) -> JoinedTensor:
+    """Join the tensors of all ranks. Raises CheckpointError if their other axes differ."""
+    first = parts[0]
+    for part in parts:
+        tensor = part.tensor
+        fits = (
+            tensor.dtype == first.tensor.dtype
+            and axis < len(tensor.shape)
+            and _remove_axis(tensor.shape, axis) == _remove_axis(first.tensor.shape, axis)
+        )
+        if not fits:
+            raise CheckpointError(
+                f"--foreign-split {name}={axis}: {part.folder} has {tensor.dtype} of shape "
+                f"{list(tensor.shape)}, which cannot be joined along axis {axis} with "
                 f"{first.tensor.dtype} of shape {list(first.tensor.shape)} of {first.folder}"
             )
     return JoinedTensor(tuple(part.tensor for part in parts), axis)
 
 
-def _remove(shape: Shape, axis: int) -> Shape:
+def _remove_axis(shape: Shape, axis: int) -> Shape:
+    """Return a shape without an axis."""
     return (*shape[:axis], *shape[axis + 1 :])
 
 
@@ -166,8 +195,8 @@ def _is_equal(first: StoredTensor, second: StoredTensor) -> bool:
     if shape != tuple(second.shape) or first.dtype != second.dtype:
         return False
     for offset, extent in cut_rows(shape, first.dtype.itemsize, _COMPARED_BYTES):
-        if not is_bitwise_equal(
-            read_stored(first, offset, extent), read_stored(second, offset, extent)
-        ):
+        rows_of_first = read_stored(first, offset, extent)
+        rows_of_second = read_stored(second, offset, extent)
+        if not is_bitwise_equal(rows_of_first, rows_of_second):
             return False
     return True

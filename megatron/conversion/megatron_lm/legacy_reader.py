@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,12 +99,16 @@ class _GroupedExpert:
         return math.prod(self.shape)
 
     def read_flat(self, start: int, count: int) -> torch.Tensor:
-        """Return elements of the matrix; all of it is read, as its rows are columns in the file."""
+        """Return row-major elements of the matrix.
+
+        All of it is read, because its rows are columns in the file.
+        """
         read_stored = _make_flat_reader(self.stored)
         flat = read_stored(self.first, self.numel())
         rows, columns = self.shape
         matrix = flat.view(columns, rows).t()  # [rows, columns]
-        return matrix.reshape(-1)[start : start + count]
+        row_major = matrix.reshape(-1)
+        return row_major[start : start + count]
 
 
 Stored = FileTensor | torch.Tensor | _GroupedExpert
@@ -152,21 +156,13 @@ class LegacySource:
         vocab_size = self.args.setdefault("model_vocab_size", padded_size)
         self.config = model_config(self.args, vocab_size, self.description)
 
-        # Weights and optimizer state of each rank.
+        # Weights and optimizer state of each rank
         self._table = PieceTable(self.description)
         self._foreign: dict[str, JoinedTensor] = {}  # by name
         self._surplus: list[_Surplus] = []
-        is_sharded = with_optimizer and _has_sharded_optimizer(files)
-        for file in files:
-            chunks = self._add_weights(file, self._list_parameters(file.rank, rows_per_rank))
-            if is_sharded:
-                path = file.folder / OPTIMIZER_FILE
-                self._add_optimizers(open_legacy(path, list, dict), path, file, chunks)
-            elif with_optimizer:
-                path = file.folder / MODEL_FILE
-                self._add_optimizers(file.content.get("optimizer") or {}, path, file, chunks)
+        self._add_ranks(files, rows_per_rank, with_optimizer)
 
-        # State that is the same on every rank, and the generators of each.
+        # Parameter groups, which are the same on every rank, show whether there is an optimizer.
         groups = None
         if with_optimizer:
             groups = find_param_groups(first.content.get("optimizer"))
@@ -174,6 +170,8 @@ class LegacySource:
         self.tensors: dict[str, TensorInfo] = dict(self._table.tensors)
         check_optimizer_complete(self.tensors, self.args, self.description)
         self._add_foreign(first, read_options)
+
+        # Training state, and the generators of each rank
         self.training: TrainingState | None = read_training_state(first.content, self.args, groups)
         # With expert parallelism, several ranks share the key of a (tp, pp) pair.
         if self._layout.parallel.ep_size == 1:
@@ -207,6 +205,23 @@ class LegacySource:
             stale.append(f"{name} (the arguments specify {sizes})")
         return stale
 
+    def _add_ranks(
+        self, files: Sequence[_RankFiles], rows_per_rank: int, with_optimizer: bool
+    ) -> None:
+        """Add weights and optimizer state of all ranks."""
+        is_sharded = with_optimizer and _has_sharded_optimizer(files)
+        for file in files:
+            expected = self._list_parameters(file.rank, rows_per_rank)
+            chunks = self._add_weights(file, expected)
+            if is_sharded:
+                path = file.folder / OPTIMIZER_FILE
+                optimizer = open_legacy(path, list, dict)
+                self._add_optimizers(optimizer, path, file, chunks)
+            elif with_optimizer:
+                path = file.folder / MODEL_FILE
+                optimizer = file.content.get("optimizer") or {}
+                self._add_optimizers(optimizer, path, file, chunks)
+
     def _list_parameters(
         self, rank: MegatronRank, rows_per_rank: int
     ) -> list[list[LocalParameter]]:
@@ -235,7 +250,7 @@ class LegacySource:
         for model, parameters, chunk_layers in zip(models, chunks, layers, strict=True):
             # Find each parameter of the chunk in the file.
             model = _split_grouped_experts(model, parameters, path)
-            stored: dict[str, LocalParameter] = {}
+            stored: dict[str, LocalParameter] = {}  # by name in the file
             for parameter in parameters:
                 name = _find_stored_name(model, parameter, path)
                 stored[name] = replace(parameter, name=name)
@@ -255,19 +270,24 @@ class LegacySource:
         models of all ranks.
         """
         where = f"{first.folder / MODEL_FILE}: {FOREIGN}"
-        stored = check_foreign(first.content.get(FOREIGN) or {}, where)
+        whole_tensors = check_foreign(first.content.get(FOREIGN) or {}, where)
         if not read_options.keep_foreign:
-            self.unused += [f"{each.file.folder.name}: {each.name}" for each in self._surplus]
-            self.unused += stored
+            for surplus in self._surplus:
+                self.unused.append(f"{surplus.file.folder.name}: {surplus.name}")
+            self.unused += whole_tensors
             return
 
+        # Join those of Megatron-LM.
         parts = []
         for file, layers, name, value in self._surplus:
             tensor = check_stored_tensor(value, f"{file.folder}: {name}")
-            parts.append(ForeignPart(file.rank, file.folder.name, layers, name, tensor))
+            part = ForeignPart(file.rank, file.folder.name, layers, name, tensor)
+            parts.append(part)
         tp_size = self._layout.parallel.tp_size
         self._foreign = join_foreign(parts, tp_size, read_options.foreign_splits)
-        for name, tensor in stored.items():
+
+        # Add those of a conversion.
+        for name, tensor in whole_tensors.items():
             self._foreign[name] = JoinedTensor((tensor,), 0)
         for name, joined in self._foreign.items():
             self.tensors[foreign_key(name)] = TensorInfo(joined.shape, joined.dtype)
@@ -281,7 +301,8 @@ class LegacySource:
                 f"{path}: {key} has shape {shape}, but the stored arguments make it "
                 f"{parameter.shape}"
             )
-        self._table.add_local(key, parameter, tensor.dtype, _make_flat_reader(tensor), 0)
+        read_flat = _make_flat_reader(tensor)
+        self._table.add_local(key, parameter, tensor.dtype, read_flat, 0)
 
     def _add_optimizers(
         self, stored: Any, path: Path, file: _RankFiles, chunks: list[list[LocalParameter]]
@@ -316,8 +337,9 @@ class LegacySource:
     def _add_buffers(
         self, content: Any, path: Path, chunks: list[list[LocalParameter]], pp: int
     ) -> None:
-        """Add the state in `distrib_optim.pt`: flat tensors of whole chunks, concatenated
-        buckets.
+        """Add the state in `distrib_optim.pt`: flat tensors of whole chunks.
+
+        Each is the concatenation of the buckets of its chunk.
         """
         buffers = mapping(anything, keys=anything)(content, str(path))
         # --ddp-num-buckets divides the parameters of all chunks of the rank.
@@ -333,15 +355,17 @@ class LegacySource:
             # The only key is a pair of dtypes, of parameters and gradients.
             (states,) = buffer.values()
             _BUFFER(states, where)
+
             bucket_size = compute_bucket_size(self.args, pp, index, num_parameters)
-            self._add_buffer(states, path, plan_buckets(parameters, bucket_size))
+            plan = plan_buckets(parameters, bucket_size)
+            self._add_buffer(states, path, plan)
 
     def _add_buffer(self, states: Mapping[str, Any], path: Path, plan: BucketPlan) -> None:
         """Add the flat tensors of one chunk: one tensor for each optimizer state."""
-        if plan.size != states["numel_unpadded"]:
+        num_elements = states["numel_unpadded"]
+        if plan.size != num_elements:
             raise CheckpointError(
-                f"{path}: {states['numel_unpadded']} elements, but the stored arguments make "
-                f"it {plan.size}"
+                f"{path}: {num_elements} elements, but the stored arguments make it {plan.size}"
             )
         names = [name for name in states if name != "numel_unpadded"]
         refuse_unknown_optimizer(self.args, names, str(path))
@@ -362,7 +386,7 @@ class LegacySource:
 
         With half precision the main parameters are stored separately.
         """
-        # Check the form.
+        # Check the form. With half precision, torch's state is nested.
         where = f"{path}: optimizer"
         mapping(anything)(optimizer, where)
         inner = optimizer.get("optimizer", optimizer) or {}
@@ -379,11 +403,13 @@ class LegacySource:
         parameters = list(itertools.chain.from_iterable(chunks))
         for index, group in enumerate(inner["param_groups"]):
             members = _select_members(parameters, group, f"{path}: parameter group {index}")
+            numbers = group["params"]
             for position, parameter in enumerate(members):
-                self._add_moments(states, group["params"][position], parameter, path)
+                self._add_moments(states, numbers[position], parameter, path)
                 if main is None:
                     continue
-                if index >= len(main) or position >= len(main[index]):
+                is_stored = index < len(main) and position < len(main[index])
+                if not is_stored:
                     raise CheckpointError(
                         f"{path}: the main parameter of {parameter.key} is missing"
                     )
@@ -427,6 +453,7 @@ def _select_members(
 
 
 def _check_tensor(value: Any, where: str) -> Stored:
+    """Accept a stored tensor."""
     if isinstance(value, Stored):
         return value
     schema.refuse(where, value, "a tensor")
@@ -443,21 +470,27 @@ _NUMBERED = record(
 
 
 def _list_models(content: dict[str, Any], path: Path) -> list[dict[str, Stored]]:
-    """Return the weights of each chunk, which are numbered (model0, ...) if there are several."""
-    check = mapping(anything, keys=schema.key)
-    names = [f"model{number}" for number in range(len(content))]
+    """Return the weights of each chunk by name."""
+    # The chunks are numbered (model0, ...) if there are several.
+    chunk_names = [f"model{number}" for number in range(len(content))]
     if "model" in content:
-        names = ["model"]
+        chunk_names = ["model"]
+
+    check = mapping(anything, keys=schema.key)
     models = []
-    for name in names:
-        if name in content:
-            model = check(content[name], f"{path}: {name}")
-            models.append({rename_prediction_layer(key): value for key, value in model.items()})
+    for chunk_name in chunk_names:
+        if chunk_name in content:
+            stored = check(content[chunk_name], f"{path}: {chunk_name}")
+            model = {rename_prediction_layer(name): value for name, value in stored.items()}
+            models.append(model)
     return models
 
 
 def _read_vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
-    """Return the number of rows of the rank's word embedding."""
+    """Return the number of rows of the rank's word embedding.
+
+    Raises CheckpointError if the file does not contain a model of Megatron-core.
+    """
     path = folder / MODEL_FILE
     models = _list_models(content, path)
     if not models or WORD_EMBEDDINGS not in models[0]:
@@ -479,16 +512,17 @@ def _read_vocabulary_rows(content: dict[str, Any], folder: Path) -> int:
 
 
 def _find_stored_name(model: Mapping[str, Any], parameter: LocalParameter, path: Path) -> str:
-    """Return the name of the parameter in the file; modules of different kinds use
-    different names.
+    """Return the name of the parameter in the file.
+
+    The names depend on the kind of the modules. Raises CheckpointError if it is missing.
     """
-    # Grouped experts: experts.linear_fc1.weight3 is experts.local_experts.3.linear_fc1.weight.
-    grouped = re.sub(r"\.local_experts\.(\d+)\.(.+)", r".\2\1", parameter.name)
-    local = make_local_name(parameter.name)
-    norm = find_norm_key(parameter.name, model)
-    # Names of Transformer Engine's modules, of the local ones, of norms that are separate modules,
-    # and of grouped experts.
-    for name in (parameter.name, local, norm, grouped):
+    in_transformer_engine = parameter.name
+    in_local_modules = make_local_name(parameter.name)
+    of_separate_norm = find_norm_key(parameter.name, model)
+    # experts.local_experts.3.linear_fc1.weight is experts.linear_fc1.weight3.
+    of_grouped_expert = re.sub(r"\.local_experts\.(\d+)\.(.+)", r".\2\1", parameter.name)
+    names = (in_transformer_engine, in_local_modules, of_separate_norm, of_grouped_expert)
+    for name in names:
         if name in model:
             return name
     raise CheckpointError(f"{path}: {parameter.name} is missing")
@@ -512,41 +546,42 @@ def _split_grouped_experts(
     model: dict[str, Stored], parameters: Sequence[LocalParameter], path: Path
 ) -> dict[str, Stored]:
     """Return `model` with a name for each expert instead of GroupedMLP's one for all of them."""
-    # Number of experts that share a stored matrix, by its name.
-    num_experts: Counter[str] = Counter()
+    # Stored matrix of all experts -> the matrices of single experts in it, with their numbers.
+    members: dict[str, list[tuple[int, LocalParameter]]] = defaultdict(list)
     for parameter in parameters:
         match = _EXPERT_MATRIX.fullmatch(parameter.name)
-        if match is not None and match[3] in _GROUPED:
-            num_experts[match[1] + _GROUPED[match[3]]] += 1
+        if match is None:
+            continue
+        experts_module, number, matrix = match.groups()
+        if matrix in _GROUPED:
+            grouped = experts_module + _GROUPED[matrix]
+            members[grouped].append((int(number), parameter))
 
     # Replace each stored matrix by its experts.
     result = dict(model)
-    for parameter in parameters:
-        match = _EXPERT_MATRIX.fullmatch(parameter.name)
-        if match is None or match[3] not in _GROUPED:
-            continue
-        experts_module, number, matrix = match.groups()
-        grouped = experts_module + _GROUPED[matrix]
+    for grouped, experts in members.items():
         if grouped not in model:
             continue
-        result.pop(grouped, None)
-
-        # The nominal shape of the stored matrix: [columns, experts * rows], or for fc2 [experts *
-        # columns, rows].
-        stored = _check_tensor(model[grouped], f"{path}: {grouped}")
-        rows, columns = parameter.shape
-        shape = (columns, num_experts[grouped] * rows)
-        if matrix == "linear_fc2.weight":
-            shape = (num_experts[grouped] * columns, rows)
+        stored = _check_tensor(result.pop(grouped), f"{path}: {grouped}")
+        shape = _compute_grouped_shape(grouped, experts[0][1].shape, len(experts))
         if isinstance(stored, _GroupedExpert) or tuple(stored.shape) != shape:
             raise CheckpointError(
                 f"{path}: {grouped} has shape {tuple(stored.shape)}, but the stored arguments "
                 f"make it {shape}"
             )
-        # The experts of a rank are numbered from 0 in its file.
-        first = int(number) * parameter.numel
-        result[parameter.name] = _GroupedExpert(stored, first, parameter.shape)
+        for number, parameter in experts:
+            # The experts of a rank are numbered from 0 in its file.
+            first = number * parameter.numel
+            result[parameter.name] = _GroupedExpert(stored, first, parameter.shape)
     return result
+
+
+def _compute_grouped_shape(grouped: str, expert_shape: Shape, num_experts: int) -> Shape:
+    """Return the nominal shape of a stored matrix of all experts, from that of one expert."""
+    rows, columns = expert_shape
+    if grouped.endswith(_GROUPED["linear_fc2.weight"]):
+        return (num_experts * columns, rows)
+    return (columns, num_experts * rows)
 
 
 def _make_flat_reader(tensor: Stored) -> ReadFlat:
@@ -558,8 +593,10 @@ def _make_flat_reader(tensor: Stored) -> ReadFlat:
 
 
 def _has_sharded_optimizer(files: Sequence[_RankFiles]) -> bool:
-    """Return whether the optimizer is stored in `distrib_optim.pt`: by all ranks or by none."""
-    # All ranks write the file, or none: a mix is a damaged checkpoint.
+    """Return whether the optimizer is stored in `distrib_optim.pt`.
+
+    Raises CheckpointError if only some of the ranks have the file.
+    """
     missing = []
     for file in files:
         path = file.folder / OPTIMIZER_FILE

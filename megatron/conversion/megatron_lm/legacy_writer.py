@@ -93,6 +93,8 @@ def write_legacy(
     contents = _Contents(source, args)
     ranks = MegatronRank.list_all(layout.parallel, args["world_size"])
     _check_directories(layout, ranks)
+
+    # Write to a directory that a reader does not find, and rename it at the end.
     pending = directory.with_name(f".saving-{directory.name}-{os.getpid()}")
     pending.mkdir(parents=True)
     try:
@@ -130,10 +132,11 @@ def _lay_out_files(
     folder.mkdir()
     for name, content in contents.build_files(layout, rank).items():
         path = folder / name
-        for slot, position in write_archive(path, content):
+        for slot, slot_position in write_archive(path, content):
             for key, box, start in contents.sources.get(slot, ()):
-                place = position + start * slot.dtype.itemsize
-                places[key].append(FilePlace(box.offset, box.shape, path, place))
+                position = slot_position + start * slot.dtype.itemsize
+                place = FilePlace(box.offset, box.shape, path, position)
+                places[key].append(place)
 
 
 def _check_directories(layout: Layout, ranks: Sequence[MegatronRank]) -> None:
@@ -142,8 +145,10 @@ def _check_directories(layout: Layout, ranks: Sequence[MegatronRank]) -> None:
     Directories are named after (tp, pp, ep).
     """
     names = {rank.directory(layout.parallel) for rank in ranks}
-    dense = {(rank.tp, rank.pp) for rank in ranks}
-    if len(names) < len(ranks) or dense < set(layout.ranks):
+    has_shared_directory = len(names) < len(ranks)
+    dense_ranks = {(rank.tp, rank.pp) for rank in ranks}
+    lacks_dense_rank = dense_ranks < set(layout.ranks)
+    if has_shared_directory or lacks_dense_rank:
         tp = layout.parallel.tp_size
         etp = layout.parallel.etp_size
         ep = layout.parallel.ep_size
@@ -156,31 +161,36 @@ def _check_directories(layout: Layout, ranks: Sequence[MegatronRank]) -> None:
 
 def _make_target_args(source: Source, layout: Layout) -> dict[str, Any]:
     """Return the source's arguments with those that the layout determines."""
-    vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
-    divisible_by = int(source.args.get("make_vocab_size_divisible_by") or _DIVISIBLE_BY)
     tp = layout.parallel.tp_size
     pp = layout.parallel.pp_size
     args = dict(source.args)
     args.setdefault("use_distributed_optimizer", True)
 
-    # Keep the number of replicas if the experts fit.
-    minimum = compute_minimum_world_size(layout.parallel)
-    replicas = int(args.get("data_parallel_size") or 1)
-    world_size = tp * pp * replicas
-    if world_size % minimum != 0:
-        world_size = minimum
-
+    # Sizes of the parallel groups
     by_layout = layout.arguments()
     stage_layout = "pipeline_model_parallel_layout"
     if stage_layout not in args and by_layout[stage_layout] is None:
         del by_layout[stage_layout]  # releases before 0.13 do not have it
     args |= by_layout
+
+    # Keep the number of replicas if the experts fit.
+    minimum = compute_minimum_world_size(layout.parallel)
+    replicas = int(source.args.get("data_parallel_size") or 1)
+    world_size = tp * pp * replicas
+    if world_size % minimum != 0:
+        world_size = minimum
     args["world_size"] = world_size
     if layout.parallel.ep_size > 1:
         args["data_parallel_size"] = world_size // (tp * pp)
+
+    # Vocabulary, whose padding depends on TP
+    vocab_size = source.tensors[WORD_EMBEDDINGS].shape[0]
+    divisible_by = int(source.args.get("make_vocab_size_divisible_by") or _DIVISIBLE_BY)
     args["make_vocab_size_divisible_by"] = divisible_by
     args["padded_vocab_size"] = compute_padded_vocab_size(vocab_size, divisible_by, tp)
     args["model_vocab_size"] = vocab_size
+
+    # Format
     args["ckpt_format"] = "torch"
     args["use_dist_ckpt"] = False
     return args
@@ -217,24 +227,28 @@ class _Contents:
             self._config, layout, rank.tp, rank.pp, divisible_by, rank.expert, args
         )
 
-        # Model and generators.
+        # Model
         content = build_common_state(argparse.Namespace(**args), training, torch_dist=False)
         if len(chunks) == 1:
             content["model"] = self._build_model(chunks[0])
         else:
             for index, parameters in enumerate(chunks):
                 content[f"model{index}"] = self._build_model(parameters)
-        # Whole tensors, stored once.
-        foreign = self._build_foreign() if rank.is_first else {}
-        if foreign:
-            content[FOREIGN] = foreign
-        files: dict[str, Any] = {MODEL_FILE: content}
+
+        # Foreign tensors are whole, and stored once.
+        if rank.is_first:
+            foreign = self._build_foreign()
+            if foreign:
+                content[FOREIGN] = foreign
+
+        # Generators
         if training is not None:
             content["rng_state"] = self._build_generators(training, layout, rank)
+        files: dict[str, Any] = {MODEL_FILE: content}
         if not optimizer_states(self._source.tensors):
             return files
 
-        # Optimizer.
+        # Optimizer
         if training is None or training.param_groups is None:
             raise ValueError(
                 f"{self._source.description} has the state of an optimizer, but not its parameter "
@@ -256,14 +270,15 @@ class _Contents:
 
         There is one optimizer, or with expert parallelism one for dense layers and one for experts.
         """
+        # Parameter groups
         has_expert_optimizer = rank.expert is not None
-        by_optimizer = split_by_optimizer(chunks, has_expert_optimizer)
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
         optimizers: list[dict[str, Any]] = [split_by_expert_optimizer(optimizer, self._args)]
         if has_expert_optimizer:
             optimizers = list(optimizers[0].values())
 
         # Tensors: flat buffers in a file of their own, or numbered ones next to the groups.
+        by_optimizer = split_by_optimizer(chunks, has_expert_optimizer)
         buffers: list[Any] = []
         if self._args["use_distributed_optimizer"]:
             buffers = [self._build_buffers(own, rank.pp) for own in by_optimizer]
@@ -274,7 +289,8 @@ class _Contents:
         else:
             numbered = []
             for state, own in zip(optimizers, by_optimizer, strict=True):
-                numbered.append(self._build_numbered(state["optimizer"]["param_groups"], own))
+                param_groups = state["optimizer"]["param_groups"]
+                numbered.append(self._build_numbered(param_groups, own))
             optimizers = numbered
 
         if training.grad_scaler is not None:
@@ -283,9 +299,7 @@ class _Contents:
         return optimizers, buffers
 
     def _build_model(self, parameters: list[LocalParameter]) -> OrderedDict[str, TensorSlot | None]:
-        """Return local tensors by Megatron-LM's names, with the empty extra states of its
-        modules.
-        """
+        """Return local tensors by Megatron-LM's names, and the empty extra states of its modules."""
         model: OrderedDict[str, TensorSlot | None] = OrderedDict()
         is_last_stage = False
         for module, members in itertools.groupby(parameters, key=_get_module):
@@ -307,7 +321,8 @@ class _Contents:
         for key, info in self._source.tensors.items():
             if is_foreign(key):
                 slot = TensorSlot(info.dtype, info.shape)
-                whole = LocalBox((0,) * len(info.shape), info.shape, 0)
+                origin = (0,) * len(info.shape)
+                whole = LocalBox(origin, info.shape, 0)
                 self.sources[slot].append((key, whole, 0))
                 foreign[foreign_name(key)] = slot
         return foreign
@@ -340,36 +355,40 @@ class _Contents:
             for state in optimizer_states(tensors):
                 slot = TensorSlot(torch.float32, (plan.size,))
                 for parameter, first in plan.list_positions():
-                    self._assign(slot, optimizer_key(state, parameter.key), parameter, first)
+                    key = optimizer_key(state, parameter.key)
+                    self._assign(slot, key, parameter, first)
                 states[state] = slot
             states["numel_unpadded"] = plan.size
+            # Of parameters and of gradients
             dtypes = (tensors[parameters[0].key].dtype, torch.float32)
             content[index] = {dtypes: states}
         return content
 
     def _build_numbered(self, param_groups: list[dict[str, Any]], chunks: Chunks) -> dict[str, Any]:
-        """Return the state in torch's own form: parameters are numbered, with weight decay
-        first.
-        """
-        tensors = self._source.tensors
-        parameters = list(itertools.chain.from_iterable(chunks))
-        decayed = [p for p in parameters if p.group.weight_decay]
-        others = [p for p in parameters if not p.group.weight_decay]
-        self._check_groups(param_groups, has_others=bool(others))
+        """Return the state in torch's own form, in which parameters are numbered.
 
-        # The moments of each group's parameters. The second group may be missing.
-        state: dict[int, dict[str, TensorSlot]] = {}
+        Those with weight decay are first.
+        """
+        parameters = list(itertools.chain.from_iterable(chunks))
+        decayed = [parameter for parameter in parameters if parameter.group.weight_decay]
+        others = [parameter for parameter in parameters if not parameter.group.weight_decay]
+        self._check_groups(param_groups, has_others=len(others) > 0)
+
+        # Moments of each group's parameters. The second group may be missing.
+        state: dict[int, dict[str, TensorSlot]] = {}  # by number
         groups = []
         for group, members in zip(param_groups, (decayed, others), strict=False):
-            first_number = len(state)
-            for number, parameter in enumerate(members, start=first_number):
+            numbers = []
+            for parameter in members:
+                number = len(state)
+                numbers.append(number)
                 state[number] = self._make_moment_slots(parameter)
-            numbers = list(range(first_number, len(state)))
             groups.append(group | {"params": numbers})
         inner = {"state": state, "param_groups": groups}
 
-        # The main parameters, which fp32 weights are themselves.
-        if tensors[parameters[0].key].dtype == torch.float32:
+        # Main parameters. fp32 weights are main parameters themselves.
+        weight_dtype = self._source.tensors[parameters[0].key].dtype
+        if weight_dtype == torch.float32:
             for parameter in parameters:
                 self.implied.add(optimizer_key("param", parameter.key))
             return inner
@@ -398,7 +417,8 @@ class _Contents:
         factors = [group.get("wd_mult") for group in param_groups]
         decays = [float(group.get("wd_mult", 1.0)) > 0 for group in param_groups]
         is_known = decays in ([True], [True, False], [])
-        if is_known and (len(decays) == 2 or not has_others):
+        has_all_groups = len(decays) == 2 or not has_others
+        if is_known and has_all_groups:
             return
         raise ValueError(
             f"{self._source.description}: the optimizer has groups of wd_mult {factors}; legacy "

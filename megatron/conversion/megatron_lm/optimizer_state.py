@@ -151,7 +151,8 @@ def fit_buckets(
     for parameter in reversed(parameters):
         start = round_up(end, ALIGNMENT)
         # A bucket before a tied embedding ends at `start`, others at `end`.
-        if end and bucket < len(sizes) and sizes[bucket] in (end, start):
+        is_bucket_full = end > 0 and bucket < len(sizes) and sizes[bucket] in (end, start)
+        if is_bucket_full:
             bucket += 1
             start = 0
         end = start + parameter.numel
@@ -309,7 +310,9 @@ class PieceTable:
             if not extent:
                 continue
             # A few elements of the last axis, at one index of the others.
-            shape = (1,) * (len(extent) - 1) + (min(_SAMPLE, extent[-1]),)
+            num_sampled = min(_SAMPLE, extent[-1])
+            other_axes = len(extent) - 1
+            shape = (1,) * other_axes + (num_sampled,)
             last = []
             for start, length, sample in zip(first, extent, shape, strict=True):
                 last.append(start + length - sample)

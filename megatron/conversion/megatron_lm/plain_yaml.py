@@ -16,9 +16,20 @@ import yaml
 _MAX_DEPTH = 20  # of nested lists and mappings
 
 # Plain (unquoted) scalars as PyYAML writes them; anything else is text.
-_CONSTANTS: dict[str, Any] = {"": None, "~": None, "null": None}
-_CONSTANTS |= {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_CONSTANTS |= {".inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
+_CONSTANTS: dict[str, Any] = {
+    "": None,
+    "~": None,
+    "null": None,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    ".inf": float("inf"),
+    "-.inf": float("-inf"),
+    ".nan": float("nan"),
+}
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,30})")
 _FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+][0-9]{1,3})?")
 
@@ -78,8 +89,9 @@ def _build(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> Any:
 def _build_list(events: Iterator[yaml.Event], depth: int) -> list[Any]:
     """Return the list whose start event was just consumed."""
     items = []
-    while not isinstance(item := next(events), yaml.SequenceEndEvent):
-        items.append(_build(item, events, depth + 1))
+    while not isinstance(event := next(events), yaml.SequenceEndEvent):
+        item = _build(event, events, depth + 1)
+        items.append(item)
     return items
 
 
@@ -95,7 +107,8 @@ def _build_mapping(events: Iterator[yaml.Event], depth: int) -> dict[str, Any]:
             raise PlainYamlError(f"line {line}: merge keys are not supported")
         if key in entries:
             raise PlainYamlError(f"line {line}: the key {key[:60]!r} is repeated")
-        entries[key] = _build(next(events), events, depth + 1)
+        value_event = next(events)
+        entries[key] = _build(value_event, events, depth + 1)
     return entries
 
 

@@ -25,7 +25,12 @@ from megatron.conversion.megatron_lm.optimizer_state import (
     plan_buckets,
     split_by_optimizer,
 )
-from megatron.conversion.model_space.model import Layout, LocalParameter, rank_parameters
+from megatron.conversion.model_space.model import (
+    Layout,
+    LocalBox,
+    LocalParameter,
+    rank_parameters,
+)
 from megatron.conversion.model_space.source import (
     Shape,
     Source,
@@ -47,8 +52,13 @@ class Cut:
     """A parameter's elements in a flat buffer: where they are, and where they were cut out."""
 
     parameter: LocalParameter
-    start: int  # in the buffer without padding
+    start: int  # first element of the parameter, in the buffer without padding
     stored: int  # first element that was cut out; the tensor in the file begins with it
+
+    @property
+    def stored_end(self) -> int:
+        """Return the position after the last element that was cut out."""
+        return self.stored + self.parameter.numel
 
 
 class ShiftedBuffer:
@@ -75,50 +85,47 @@ class ShiftedBuffer:
         Lost elements of the main parameter are those of the weight, which is rounded; those of
         other states are zero.
         """
+        # Values of lost elements
         if state == "param":
-            value = self._read_local(cut.parameter.key, cut.parameter, start, count).float()
+            weight = self._read_local(cut.parameter.key, cut.parameter, start, count)
+            value = weight.float()
         else:
             value = torch.zeros(count)
+
+        # Replace them by the stored values, which are in tensors of this or of other parameters.
         first = cut.start + start
         for other, begin, end in self._find_stored(first, count):
             key = optimizer_key(state, other.parameter.key)
-            part = self._read_local(key, other.parameter, begin - other.stored, end - begin)
-            value[begin - first : end - first] = part
+            stored = self._read_local(key, other.parameter, begin - other.stored, end - begin)
+            value[begin - first : end - first] = stored
         return value
 
     def _find_stored(self, start: int, count: int) -> Iterator[tuple[Cut, int, int]]:
-        """Yield the cuts that contain elements of `[start, start + count)`, with the range."""
+        """Yield (cut, begin, end) for each cut that contains elements of `[start, start + count)`.
+
+        The common elements are `[begin, end)` of the buffer.
+        """
         for cut in self.cuts:
             begin = max(start, cut.stored)
-            end = min(start + count, cut.stored + cut.parameter.numel)
+            end = min(start + count, cut.stored_end)
             if begin < end:
                 yield cut, begin, end
 
     def _read_local(
         self, key: str, parameter: LocalParameter, start: int, count: int
     ) -> torch.Tensor:
-        """Return elements of the part of the tensor `key` that the rank of `parameter` owns."""
+        """Return elements of the part of the tensor `key` that the rank of `parameter` owns.
+
+        They are `count` of its row-major local elements, from element `start` on.
+        """
         value: torch.Tensor | None = None
         for box in parameter.boxes:
             begin = max(start, box.start)
             end = min(start + count, box.start + math.prod(box.shape))
             if begin >= end:
                 continue
-
-            # Read whole rows of the box.
-            rows = [axis for axis, size in enumerate(box.shape) if size > 1]
-            # The first axis with more than one element: axes before it do not affect the order.
-            axis = rows[0] if rows else 0
-            row_size = math.prod(box.shape[axis + 1 :])
-            first_row = (begin - box.start) // row_size
-            last_row = -(-(end - box.start) // row_size)  # rounded up
-            offset = list(box.offset)
-            offset[axis] += first_row
-            shape = list(box.shape)
-            shape[axis] = last_row - first_row
-            region = self._source.read(key, tuple(offset), tuple(shape)).reshape(-1)
-            skipped = begin - box.start - first_row * row_size
-            part = region[skipped : skipped + end - begin]
+            part = self._read_box(key, box, begin - box.start, end - box.start)
+            # Most ranges are in one box, and need no copy.
             if end - begin == count:
                 return part
             if value is None:
@@ -126,6 +133,24 @@ class ShiftedBuffer:
             value[begin - start : end - start] = part
         assert value is not None, f"{key}: elements {start} to {start + count} are in no box"
         return value
+
+    def _read_box(self, key: str, box: LocalBox, begin: int, end: int) -> torch.Tensor:
+        """Return elements `[begin, end)` of a box, via the rows that contain them."""
+        # Rows are counted along the first axis with more than one element: axes before it do not
+        # affect the order.
+        long_axes = [axis for axis, size in enumerate(box.shape) if size > 1]
+        axis = long_axes[0] if long_axes else 0
+        row_size = math.prod(box.shape[axis + 1 :])
+        first_row = begin // row_size
+        end_row = -(-end // row_size)  # rounded up
+        offset = list(box.offset)
+        offset[axis] += first_row
+        shape = list(box.shape)
+        shape[axis] = end_row - first_row
+        rows = self._source.read(key, tuple(offset), tuple(shape))
+
+        skipped = begin - first_row * row_size
+        return rows.reshape(-1)[skipped : skipped + end - begin]
 
 
 class RepairedOptimizer(SourceView):
@@ -137,14 +162,19 @@ class RepairedOptimizer(SourceView):
 
     def __init__(self, source: Source, config: TransformerConfig) -> None:
         super().__init__(source)
-        states = optimizer_states(source.tensors)
         self.lost = 0  # elements of each state that no tensor contains
         self.moved = 0  # elements of each state that were stored at another position
         self._table = PieceTable(source.description)
+
+        # Weights, as they are stored
         for key, info in source.tensors.items():
             if not key.startswith("optimizer."):
                 origin = (0,) * len(info.shape)
-                self._table.add(key, info, origin, info.shape, partial(source.read, key))
+                read_region = partial(source.read, key)
+                self._table.add(key, info, origin, info.shape, read_region)
+
+        # Optimizer state, from the buffers
+        states = optimizer_states(source.tensors)
         for cuts in _list_buffers(config, source.args):
             buffer = ShiftedBuffer(source, cuts)
             self.lost += buffer.count_lost()
@@ -152,11 +182,7 @@ class RepairedOptimizer(SourceView):
                 if cut.start != cut.stored:
                     self.moved += cut.parameter.numel
                 for state in states:
-                    key = optimizer_key(state, cut.parameter.key)
-                    if key in source.tensors:
-                        read_flat = partial(buffer.read, state, cut)
-                        dtype = source.tensors[key].dtype
-                        self._table.add_local(key, cut.parameter, dtype, read_flat, 0)
+                    self._add_state(buffer, cut, state)
         if not self.moved:
             raise CheckpointError(
                 f"{source.description}: its arguments specify no bucket that ends in padding, so "
@@ -167,31 +193,46 @@ class RepairedOptimizer(SourceView):
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         return self._table.read(key, offset, shape)
 
+    def _add_state(self, buffer: ShiftedBuffer, cut: Cut, state: str) -> None:
+        """Add a state of a parameter, if the source has it."""
+        key = optimizer_key(state, cut.parameter.key)
+        if key not in self._source.tensors:
+            return
+        read_flat = partial(buffer.read, state, cut)
+        dtype = self._source.tensors[key].dtype
+        self._table.add_local(key, cut.parameter, dtype, read_flat, 0)
+
 
 def _list_buffers(config: TransformerConfig, args: Mapping[str, Any]) -> Iterator[list[Cut]]:
     """Yield the cuts of every chunk of every model-parallel rank."""
     layout = Layout.from_args(args)
     parallel = layout.parallel
     has_expert_optimizer = parallel.ep_size > 1
-    # Replicas over DP and CP. Those of experts follow from the same number of ranks.
-    dp_size = args.get("data_parallel_size") or 1
-    replicas = dp_size * (args.get("context_parallel_size") or 1)
-    ranks_per_stage = replicas * parallel.tp_size
-    expert_replicas = max(1, ranks_per_stage // (parallel.etp_size * parallel.ep_size))
 
-    def cut_chunks(rank: MegatronRank, number: int, alignment: int) -> Iterator[list[Cut]]:
+    def cut_chunks(rank: MegatronRank, optimizer: int, alignment: int) -> Iterator[list[Cut]]:
+        """Yield the cuts of the chunks that an optimizer of the rank has."""
         chunks = rank_parameters(config, layout, rank.tp, rank.pp, 1, rank.expert, args)
-        own = split_by_optimizer(chunks, has_expert_optimizer)[number]
+        own = split_by_optimizer(chunks, has_expert_optimizer)[optimizer]
         num_parameters = count_elements(own)
         for index, parameters in enumerate(own):
             bucket_size = compute_bucket_size(args, rank.pp, index, num_parameters)
             yield _cut_out(parameters, bucket_size, alignment)
 
+    # The optimizer of dense layers has replicas over DP and CP.
+    dp_size = args.get("data_parallel_size") or 1
+    cp_size = args.get("context_parallel_size") or 1
+    replicas = dp_size * cp_size
+    alignment = _align_buckets(args, replicas)
     for tp, pp in layout.ranks:
-        yield from cut_chunks(MegatronRank(tp, pp), 0, _align_buckets(args, replicas))
+        yield from cut_chunks(MegatronRank(tp, pp), 0, alignment)
+
+    # The optimizer of experts has the same number of ranks per stage.
     if has_expert_optimizer:
+        ranks_per_stage = replicas * parallel.tp_size
+        expert_replicas = max(1, ranks_per_stage // (parallel.etp_size * parallel.ep_size))
+        alignment = _align_buckets(args, expert_replicas)
         for rank in list_expert_ranks(parallel):
-            yield from cut_chunks(rank, 1, _align_buckets(args, expert_replicas))
+            yield from cut_chunks(rank, 1, alignment)
 
 
 def _align_buckets(args: Mapping[str, Any], replicas: int) -> int:
@@ -207,10 +248,15 @@ def _cut_out(
 ) -> list[Cut]:
     """Return where a chunk's parameters are in its buffer, and where they were cut out."""
     plan = plan_buckets(parameters, bucket_size)
-    padding = [0]  # at the ends of the buckets before
+
+    # Elements of padding before each bucket: at the ends of all buckets before it
+    padding_before = [0]
     for size in plan.sizes:
-        padding.append(padding[-1] + round_up(size, alignment) - size)
+        padding = round_up(size, alignment) - size
+        padding_before.append(padding_before[-1] + padding)
+
     cuts = []
     for (parameter, start), placed in zip(plan.list_positions(), plan.placed, strict=True):
-        cuts.append(Cut(parameter, start, start + padding[placed.bucket]))
+        stored = start + padding_before[placed.bucket]
+        cuts.append(Cut(parameter, start, stored))
     return cuts

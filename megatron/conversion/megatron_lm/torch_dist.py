@@ -218,32 +218,69 @@ class TorchDistSource:
         read_options = read_options or ReadOptions()
         with_optimizer = read_options.optimizer
         verify = read_options.verify is not False
+        where = str(directory)
         self.description = f"torch_dist checkpoint {directory}"
         self._reader = Reader(directory, verify=verify)
         stored = self._reader.metadata
         # Name of every tensor -> its key in the files.
-        self._keys = rename_tensors(
-            {key: key for key in stored.tensors}, read_options.renames, self.description
-        )
+        names = {key: key for key in stored.tensors}
+        self._keys = rename_tensors(names, read_options.renames, self.description)
 
-        # Arguments.
-        common = read_common(self._reader, directory, verify)
-        if "args" not in common and (directory / RUN_CONFIG).is_file():
-            common = read_bridge_common(directory, common)
-        if "args" in common and is_hybrid(self._keys):
-            pattern = find_pattern(self._keys, self.description)
-            common = common | {"args": make_gpt_arguments(common["args"], pattern)}
-            self._keys = {make_gpt_key(name): key for name, key in self._keys.items()}
-        self.args = read_arguments(common, str(directory))
+        # Arguments
+        common = self._read_common(directory, verify)
+        self.args = read_arguments(common, where)
         self.args |= find_stored_tokenizer(self.args, directory)
         self._num_layers = int(self.args["num_layers"])
-        self._originals = _ORIGINALS(stored.extra.get("mcore_data", {}), f"{directory}: mcore_data")
+        self._originals = _ORIGINALS(stored.extra.get("mcore_data", {}), f"{where}: mcore_data")
 
-        # Weights, and optimizer state except flat buckets.
+        # Weights, and optimizer state except flat buckets
         self.unused: list[str] = []
         self._table = PieceTable(self.description, compares_weights)
         if with_optimizer:
             self._check_optimizer_states(self._keys)
+        buckets = self._add_stored_tensors(with_optimizer)
+
+        # The model. The stored rows define the vocabulary: Megatron-LM stores its padding, runs
+        # here do not.
+        rows = read_vocabulary_rows(self._table.tensors, where)
+        self.args["model_vocab_size"] = rows
+        self.config = model_config(self.args, rows, self.description)
+
+        # Flat buckets, which need the model
+        groups = None
+        if with_optimizer:
+            groups = self._read_groups(common.get("optimizer"))
+        if buckets:
+            self._add_buckets(buckets)
+        self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
+
+        # Training state
+        self.training: TrainingState | None = read_training_state(common, self.args, groups)
+        self.training.rng = _list_generators(self._reader)
+        self.tensors = self._table.tensors
+        self._check_model(directory, read_options.keep_foreign)
+
+    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
+        return self._table.read(foreign_name(key), offset, shape)
+
+    def _read_common(self, directory: Path, verify: bool) -> dict[str, Any]:
+        """Return the common state, with arguments of a GPT model.
+
+        Renames the tensors of a HybridModel as in a GPT model.
+        """
+        common = read_common(self._reader, directory, verify)
+        # Megatron-Bridge stores its configuration in a file of its own.
+        if "args" not in common and (directory / RUN_CONFIG).is_file():
+            common = read_bridge_common(directory, common)
+        if "args" in common and is_hybrid(self._keys):
+            pattern = find_pattern(self._keys, self.description)
+            args = make_gpt_arguments(common["args"], pattern)
+            common = common | {"args": args}
+            self._keys = {make_gpt_key(name): key for name, key in self._keys.items()}
+        return common
+
+    def _add_stored_tensors(self, with_optimizer: bool) -> Buckets:
+        """Add all tensors except flat buckets of the optimizer, which are returned."""
         buckets: Buckets = {}
         for name, key in self._keys.items():
             match = _BUCKET.fullmatch(name)
@@ -254,30 +291,11 @@ class TorchDistSource:
                     owner = 0  # 0 has the matrices, one by one; the rest is in flat buckets
                 place = _ChunkPlace(owner, int(rank), int(chunk))
                 buckets[place, int(number), state] = key
-            elif with_optimizer or not name.startswith(("optimizer.", "chained_")):
+                continue
+            is_optimizer_state = name.startswith(("optimizer.", "chained_"))
+            if with_optimizer or not is_optimizer_state:
                 self._add(name, key)
-
-        # The stored rows define the vocabulary: Megatron-LM stores its padding, runs here do not.
-        rows = read_vocabulary_rows(self._table.tensors, str(directory))
-        self.args["model_vocab_size"] = rows
-        self.config = model_config(self.args, rows, self.description)
-
-        # Flat buckets, which need the model.
-        groups = None
-        if with_optimizer:
-            groups = self._read_groups(common.get("optimizer"))
-        if buckets:
-            self._add_buckets(buckets)
-        self._table.complete(has_optimizer(self.args, self._table.tensors, groups))
-
-        # Training state.
-        self.training: TrainingState | None = read_training_state(common, self.args, groups)
-        self.training.rng = _list_generators(self._reader)
-        self.tensors = self._table.tensors
-        self._check_model(directory, read_options.keep_foreign)
-
-    def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
-        return self._table.read(foreign_name(key), offset, shape)
+        return buckets
 
     def _check_optimizer_states(self, keys: Iterable[str]) -> None:
         """Raise CheckpointError if the keys contain the state of an unsupported optimizer."""
@@ -296,10 +314,11 @@ class TorchDistSource:
     def _add(self, name: str, key: str) -> None:
         """Add one stored tensor: a whole global tensor, or the tensor of all layers stacked."""
         parameter, state = _split_stored_key(name)
-        name = find_norm_key(parameter, self._keys)
-        is_stacked = name.startswith("decoder.layers.") and not _NUMBERED.match(name)
+        parameter = find_norm_key(parameter, self._keys)
+        layers = "decoder.layers."
+        is_stacked = parameter.startswith(layers) and not _NUMBERED.match(parameter)
         if not is_stacked:
-            self._add_layer(key, name, state, ())
+            self._add_layer(key, parameter, state, lead=())
             return
 
         # The first axis of a stacked tensor is that of the layers.
@@ -310,43 +329,56 @@ class TorchDistSource:
                 f"{self._num_layers} layers"
             )
         for layer in range(self._num_layers):
-            own = name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
-            self._add_layer(key, own, state, (layer,))
+            own = parameter.replace(layers, f"{layers}{layer}.", 1)
+            self._add_layer(key, own, state, lead=(layer,))
 
-    def _add_layer(self, key: str, name: str, state: str | None, lead: Shape) -> None:
-        """Add the part of the stored tensor `key` at index `lead` as the parameter `name`."""
-        target = name
+    def _add_layer(self, key: str, parameter: str, state: str | None, lead: Shape) -> None:
+        """Add the part of the stored tensor `key` at index `lead` of its first axes.
+
+        It is the weight of a parameter, or an optimizer state or average of it.
+        """
+        target = parameter
         if state == AVERAGE:
-            target = average_key(name)
+            target = average_key(parameter)
         elif state is not None:
-            target = optimizer_key(state, name)
-        stored = self._reader.metadata.tensors[key]
-        extra = self._originals.get(key) or {}
+            target = optimizer_key(state, parameter)
+
         # Flattened optimizer state is stored in fragments of the original shape.
+        extra = self._originals.get(key) or {}
         original_shape = extra.get(_ORIGINAL_SHAPE)
         if original_shape is not None:
-            self._add_fragments(key, target, lead, tuple(original_shape)[len(lead) :])
+            shape = tuple(original_shape)[len(lead) :]
+            self._add_fragments(key, target, lead, shape)
             return
+
+        stored = self._reader.metadata.tensors[key]
         shape = stored.shape[len(lead) :]
         info = TensorInfo(shape, stored.dtype)
         origin = (0,) * len(shape)
-        self._table.add(target, info, origin, shape, self._make_region_reader(key, lead))
+        read_region = self._make_region_reader(key, lead)
+        self._table.add(target, info, origin, shape, read_region)
 
     def _make_region_reader(self, key: str, lead: Shape) -> ReadRegion:
         """Return a reader of the stored tensor at index `lead` of its first axes."""
 
+        lead_shape = (1,) * len(lead)
+
         def read(offset: Shape, shape: Shape) -> torch.Tensor:
-            return self._reader.read(key, lead + offset, (1,) * len(lead) + shape).view(shape)
+            box = self._reader.read(key, lead + offset, lead_shape + shape)
+            return box.view(shape)
 
         return read
 
     def _add_fragments(self, key: str, target: str, lead: Shape, shape: Shape) -> None:
-        """Add a tensor of 0.12's model space: a grid of equal fragments, each stored flat."""
+        """Add a tensor of 0.12's model space: a grid of equal fragments, each stored flat.
+
+        The stored tensor is [*lead axes, *grid, elements of a fragment].
+        """
         stored = self._reader.metadata.tensors[key]
         grid = stored.shape[len(lead) : -1]
         # Each fragment is a piece of its own in the files, which also bounds their number.
-        fits = len(grid) == len(shape) and 0 < math.prod(grid) <= len(stored.chunks)
-        if not fits or any(map(operator.mod, shape, grid)):
+        is_grid = len(grid) == len(shape) and 0 < math.prod(grid) <= len(stored.chunks)
+        if not is_grid or any(map(operator.mod, shape, grid)):
             raise CheckpointError(
                 f"{self.description}: {key} of shape {shape} is stored as a grid of {grid} "
                 "fragments"
@@ -357,37 +389,38 @@ class TorchDistSource:
         for index in itertools.product(*map(range, grid)):
             offset = tuple(map(operator.mul, index, extent))
             read_flat = self._make_flat_reader(key, lead + index)
-            region = make_region_reader(read_flat, 0, extent)
-            self._table.add(target, info, offset, extent, region)
+            read_region = make_region_reader(read_flat, 0, extent)
+            self._table.add(target, info, offset, extent, read_region)
 
     def _add_buckets(self, buckets: Buckets) -> None:
         """Add dp_reshardable state: flat buckets of every model-parallel rank.
 
         They are cut by the rules that filled them.
         """
+        # The ranks of the optimizer of dense layers, and of that of experts
         layout = Layout.from_args(self.args)
         has_expert_optimizer = layout.parallel.ep_size > 1
         ranks_by_optimizer = [[MegatronRank(tp, pp) for tp, pp in layout.ranks]]
         if has_expert_optimizer:
             ranks_by_optimizer.append(list_expert_ranks(layout.parallel))
 
-        # Before any bucket is added: matrices of a layer-wise optimizer, which have tensors of
-        # their own.
+        # Before any bucket is added, the table has the states that are not in buckets: matrices of
+        # a layer-wise optimizer, which have tensors of their own.
         stored_apart = set(self._table.tensors)
         for optimizer, ranks in enumerate(ranks_by_optimizer):
             for index, rank in enumerate(ranks):
                 chunks = rank_parameters(
                     self.config, layout, rank.tp, rank.pp, 1, rank.expert, self.args
                 )
-                own = split_by_optimizer(chunks, has_expert_optimizer)[optimizer]
-                for chunk, trained in enumerate(own):
-                    parameters = []
+                trained_chunks = split_by_optimizer(chunks, has_expert_optimizer)[optimizer]
+                for chunk, trained in enumerate(trained_chunks):
+                    in_buckets = []
                     for parameter in trained:
                         if not list_parameter_states(parameter.key, stored_apart):
-                            parameters.append(parameter)
-                    if parameters:
+                            in_buckets.append(parameter)
+                    if in_buckets:
                         place = _ChunkPlace(optimizer, index, chunk)
-                        self._add_chunk(buckets, place, parameters, f"{self.description}, {rank}")
+                        self._add_chunk(buckets, place, in_buckets, f"{self.description}, {rank}")
         self.unused += sorted(buckets.values())
 
     def _add_chunk(
@@ -403,7 +436,8 @@ class TorchDistSource:
             # Buckets are numbered without gaps; the remaining ones are reported as unused.
             keys: list[str] = []
             while (place, len(keys), state) in buckets:
-                keys.append(buckets.pop((place, len(keys), state)))
+                key = buckets.pop((place, len(keys), state))
+                keys.append(key)
 
             # Each bucket is a tensor of one axis.
             stored = [self._reader.metadata.tensors[key] for key in keys]
@@ -412,14 +446,16 @@ class TorchDistSource:
                 raise CheckpointError(f"{where}: buckets of shapes {shapes} are not flat")
             sizes = [shape[0] for shape in shapes]
 
+            # Cut the parameters out of them.
             for parameter, bucket, start in fit_buckets(parameters, sizes, where):
                 key = optimizer_key(state, parameter.key)
                 read_flat = self._make_flat_reader(keys[bucket], ())
                 self._table.add_local(key, parameter, stored[bucket].dtype, read_flat, start)
 
     def _read_groups(self, optimizer: Any) -> list[dict[str, Any]] | None:
-        """Return the parameter groups in `optimizer` of the common state, or in the object where
-        dp_reshardable state has them.
+        """Return the parameter groups of the optimizer, if they are stored.
+
+        They are in `optimizer` of the common state, or in an object for dp_reshardable state.
         """
         stored = []
         for prefix in ("", "chained_0.", "chained_1."):
@@ -437,9 +473,11 @@ class TorchDistSource:
     def _make_flat_reader(self, key: str, index: Shape) -> ReadFlat:
         """Return a reader of the stored tensor's last axis, at `index` on the other axes."""
 
+        lead_shape = (1,) * len(index)
+
         def read(start: int, count: int) -> torch.Tensor:
-            shape = (1,) * len(index) + (count,)
-            return self._reader.read(key, (*index, start), shape).view(-1)
+            box = self._reader.read(key, (*index, start), (*lead_shape, count))
+            return box.view(-1)
 
         return read
 
@@ -453,15 +491,18 @@ class TorchDistSource:
 
         # Set tensors aside that are neither weights nor optimizer state of the model.
         known: dict[str, TensorInfo] = {}
+        known_states = (None, AVERAGE, *OPTIMIZER_STATES)
         for key, info in self.tensors.items():
             parameter, state = split_key(key)
-            if parameter in wanted and state in (None, AVERAGE, *OPTIMIZER_STATES):
+            if parameter in wanted and state in known_states:
                 known[key] = info
             elif keep_foreign and state is None:
                 known[foreign_key(key)] = info
             elif not self._table.is_implied(key):
                 self.unused.append(key)
         self.unused.sort()
+
+        # The same for objects.
         for key in sorted(self._reader.metadata.objects):
             if not is_extra_state(key) and not key.startswith(_IGNORED_OBJECTS):
                 self.unused.append(key)
@@ -498,7 +539,7 @@ class RunCheckpoint:
                 f"{directory} holds tensors, but not the arguments and the state of a training run"
             )
 
-        # Arguments. A released model contains weights alone.
+        # Arguments. A released model consists of weights alone.
         self.args: dict[str, Any] = dict(vars(common["args"]))
         is_released = "iteration" not in common and "optimizer" not in common
         if not is_released:
@@ -535,17 +576,17 @@ class StackedLayers(SourceView):
         self._layers: dict[str, list[str]] = {}  # stacked key -> the key of every layer
 
         # Group the keys of layers: stacked key -> number of the layer -> its key.
-        found: dict[str, dict[int, str]] = defaultdict(dict)
+        layers_of_key: dict[str, dict[int, str]] = defaultdict(dict)
         for key, info in source.tensors.items():
             match = _LAYER.fullmatch(key)
             if match is None:
                 self.tensors[key] = info
             else:
                 prefix, layer, name = match.groups()
-                found[prefix + name][int(layer)] = key
+                layers_of_key[prefix + name][int(layer)] = key
 
-        # Stack those that all layers have, with the same shape and dtype.
-        for key, layers in found.items():
+        # Stack them. All layers must have the tensor, with the same shape and dtype.
+        for key, layers in layers_of_key.items():
             infos = {source.tensors[layer_key] for layer_key in layers.values()}
             if len(infos) > 1 or len(layers) != self.num_layers:
                 raise ValueError(
@@ -606,6 +647,7 @@ def write_torch_dist(
     if source.training is not None:
         for key, read_state in source.training.rng.items():
             state[key] = ShardedObject(key, read_state())
+    # Newer Megatron-LM reads the common state from an object, older releases from common.pt.
     common = _build_common(source)
     state[COMMON_STATE] = ShardedObject(COMMON_STATE, common)
     save(
@@ -620,8 +662,9 @@ def write_torch_dist(
 
 
 def _make_stored_name(source: Source, key: str) -> str:
-    """Return the name of a tensor in the files. Raises ValueError for a foreign tensor with the
-    name of another part of the checkpoint.
+    """Return the name of a tensor in the files.
+
+    Raises ValueError for a foreign tensor with the name of another part of the checkpoint.
     """
     name = foreign_name(key)
     is_taken = name in source.tensors or _split_stored_key(name) != (name, None)
@@ -652,13 +695,13 @@ def _build_extra_states(source: Source) -> ShardedStateDict:
 
 def _build_common(source: Source) -> dict[str, Any]:
     """Return `common.pt` with the arguments and the training state of `source`."""
-    # Arguments and counters.
+    # Arguments and counters
     training = source.training
     args = _build_args(source)
     is_stacked = isinstance(source, StackedLayers)
     common = build_common_state(argparse.Namespace(**args), training, stacked=is_stacked)
 
-    # Parameter groups and schedule, without tensors.
+    # Parameter groups and schedule, without tensors
     if training is not None and training.param_groups is not None:
         optimizer: dict[str, Any] = {"optimizer": {"param_groups": training.param_groups}}
         if training.grad_scaler is not None:
