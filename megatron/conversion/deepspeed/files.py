@@ -74,7 +74,7 @@ def list_universal_damage(directory: Path) -> list[str]:
     """
     folders = _list_parameter_folders(directory)
 
-    # The states that any parameter has.
+    # Find the states that any parameter has.
     names = [STATE_FILES["param"]]
     for name in STATE_FILES.values():
         if any((folder / name).exists() for folder in folders):
@@ -89,6 +89,7 @@ def list_universal_damage(directory: Path) -> list[str]:
 
 
 def _list_parameter_folders(directory: Path) -> list[Path]:
+    """Return the directories of all parameters."""
     return sorted(path for path in (directory / ZERO).iterdir() if path.is_dir())
 
 
@@ -103,18 +104,20 @@ class UniversalFiles:
         self.directory = directory
         self.description = f"DeepSpeed universal checkpoint {directory}"
 
-        # Arguments, schedule and counters.
+        # Arguments, schedule and counters, which all files contain
         paths = sorted(directory.glob("mp_rank_*_model_states.pt"))
         if not paths:
             raise ValueError(f"{self.description} is incomplete: it has no {model_state_name(0)}")
-        self.state: dict[str, Any] = dict(MODEL_STATE_SCHEMA(safe_load(paths[0]), str(paths[0])))
-        # Under the names of their programs.
-        self.args: dict[str, Any] = vars(self.state.pop("args", argparse.Namespace()))
+        path = paths[0]
+        state = MODEL_STATE_SCHEMA(safe_load(path), str(path))
+        self.state: dict[str, Any] = dict(state)
+        args = self.state.pop("args", argparse.Namespace())
+        self.args: dict[str, Any] = vars(args)  # under the names of their programs
 
-        # Parameters.
+        # Parameters: model-space key -> folder
         folders = [path.name for path in _list_parameter_folders(directory)]
         sequence(check_key)(folders, str(directory / ZERO))
-        self.names = map_to_model_space(folders, self.description)  # model-space key -> folder
+        self.names = map_to_model_space(folders, self.description)
         self.shapes: dict[str, Shape] = {}
         for key in self.names:
             self.shapes[key] = tuple(self.read_tensor(key, "param").shape)
@@ -125,8 +128,9 @@ class UniversalFiles:
         self.shapes[new] = self.shapes.pop(old)
 
     def read_entry(self, key: str, state: str) -> Any:
-        """Return the content of a file: a dict with `param`, or from ZeRO-3 the flat tensor
-        itself.
+        """Return the content of a file: a dict with `param`, or from ZeRO-3 the flat tensor.
+
+        Raises ValueError if the file is missing.
         """
         path = self.directory / ZERO / self.names[key] / STATE_FILES[state]
         if not path.exists():
@@ -134,8 +138,9 @@ class UniversalFiles:
         return safe_load(path)
 
     def read_tensor(self, key: str, state: str) -> torch.Tensor:
-        """Return a state of a parameter; raise ValueError for another shape than the
-        parameter's.
+        """Return a state of a parameter.
+
+        Raises ValueError if it is not a tensor of the parameter's shape.
         """
         where = f"{self.description}: {STATE_FILES[state]} of {self.names[key]}"
         entry = self.read_entry(key, state)
@@ -185,7 +190,8 @@ class UniversalFiles:
         for name in self.names.values():
             path = self.directory / ZERO / name / STEP
             if path.exists():
-                steps.add(int(check_scalar(safe_load(path), str(path))))
+                step = check_scalar(safe_load(path), str(path))
+                steps.add(int(step))
         if len(steps) > 1:
             raise ValueError(
                 f"{self.description}: parameters are at different steps: {sorted(steps)}"

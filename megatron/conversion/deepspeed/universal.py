@@ -97,10 +97,12 @@ class UniversalSource:
 
     def __init__(self, directory: Path, read_options: ReadOptions | None = None) -> None:
         read_options = read_options or ReadOptions()
-        self._files = files = UniversalFiles(directory)
+        files = UniversalFiles(directory)
+        self._files = files
         self.description = files.description
 
-        # Arguments and model.
+        # Arguments and model. The command line has precedence over stored arguments, and these over
+        # inferred ones.
         if files.args:
             files.args = read_args(files.args, self.description)
         stored_tokenizer = find_stored_tokenizer(files.args, files.directory)
@@ -110,56 +112,65 @@ class UniversalSource:
         config = model_config(self.args, vocab_size, self.description)
         self.args |= resolve_arguments(config)
 
-        # Tensors. Before foreign mixers the norm is a module of its own.
+        # Parameters. Before foreign mixers the norm is a module of its own.
         for key in list(files.names):
             native = find_native_key(key, config)
             if native is not None and native != key:
                 files.rename(key, native)
         self.tensors = _list_tensors(files, config, read_options.optimizer)
-        blocks = self._find_qkv_blocks(read_options.qkv_layout, config)
         self._qkv_map = None
+        blocks = self._find_qkv_blocks(read_options.qkv_layout, config)
         if blocks is not None:
             heads = config.num_attention_heads
             self._qkv_map = map_fused_qkv(heads, config.query_groups, config.head_dim, blocks)
 
+        # Parts that are not converted
         self.unused = [f"model states: {name}" for name in list_lost_state(files.state)]
         self._foreign = ForeignFile(files.directory / FOREIGN_FILE)
         if read_options.keep_foreign:
             self.tensors |= self._foreign.tensors
         else:
             self.unused += self._foreign.names
+
+        # Training state
         optimizer = files.read_optimizer_state()
-        self.training: TrainingState | None = read_training(
-            files.state, optimizer, files.read_step(), self.args
-        )
+        step = files.read_step()
+        training = read_training(files.state, optimizer, step, self.args)
         if not read_options.optimizer:
-            self.training.param_groups = None
-            self.training.grad_scaler = None
+            training.param_groups = None
+            training.grad_scaler = None
+        self.training: TrainingState | None = training
 
     def read(self, key: str, offset: Shape, shape: Shape) -> torch.Tensor:
         if is_foreign(key):
             return self._foreign.read(key, offset, shape)
+
+        # Weights are main parameters, cast.
         info = self.tensors[key]
         parameter, state = split_key(key)
-        # Weights are main parameters, cast.
         stored = self._files.read_tensor(parameter, state or "param")
-        if stored.dim() != len(info.shape):
-            stored = stored.view(info.shape)  # flat, from ZeRO-3
+        is_flat = stored.dim() != len(info.shape)  # from ZeRO-3
+        if is_flat:
+            stored = stored.view(info.shape)
 
-        # Cut the box out of the other dimensions, and map its rows.
+        # Rows of the box are cut out of all other dimensions.
         columns = []
         for start, length in zip(offset[1:], shape[1:], strict=True):
             columns.append(slice(start, start + length))
 
         def read_rows(source: int, first: int, count: int) -> torch.Tensor:
-            return stored[(slice(first, first + count), *columns)]
+            """Return stored rows. There is only one `source`, 0."""
+            rows = slice(first, first + count)
+            return stored[(rows, *columns)]
 
+        # The rows of q, k and v may be stored in another order.
         row_map = map_unchanged(info.shape[0])
         is_qkv = parameter.endswith(("linear_qkv.weight", "linear_qkv.bias"))
         if is_qkv and self._qkv_map is not None:
             row_map = self._qkv_map
-        rows = unpack_rows(row_map, offset[0], offset[0] + shape[0], read_rows)
-        return rows.to(info.dtype, copy=True)
+        first_row = offset[0]
+        box = unpack_rows(row_map, first_row, first_row + shape[0], read_rows)
+        return box.to(info.dtype, copy=True)
 
     def _find_qkv_blocks(self, layout: str | None, config: TransformerConfig) -> int | None:
         """Return the number of [q; k; v] blocks, None for the layout by query groups.
@@ -193,12 +204,18 @@ class UniversalSource:
 
 
 def _find_vocab_size(files: UniversalFiles, given: Mapping[str, Any]) -> int:
-    """Return the number of tokens: given, or recorded, or that of rows without padding."""
-    if not files.shapes.get(WORD_EMBEDDINGS):
+    """Return the number of tokens: given, or recorded, or that of rows without padding.
+
+    Raises ValueError if it is unknown.
+    """
+    shape = files.shapes.get(WORD_EMBEDDINGS)
+    if not shape:
         raise ValueError(f"{files.description} has no word embedding")
-    rows = files.shapes[WORD_EMBEDDINGS][0]
+    rows = shape[0]
+
     # BigScience's fork has the older name.
-    info = files.state.get("universal_checkpoint_info") or files.state.get("checkpoint_info") or {}
+    state = files.state
+    info = state.get("universal_checkpoint_info") or state.get("checkpoint_info") or {}
     wanted = given.get("vocab_size") or info.get("original_vocab_size")
     if wanted is None:
         # DeepSpeed's converter marks embeddings whose padding it has removed.
@@ -210,7 +227,8 @@ def _find_vocab_size(files: UniversalFiles, given: Mapping[str, Any]) -> int:
                 f"(rows: {rows})"
             )
         wanted = rows
-    if len(files.shapes[WORD_EMBEDDINGS]) > 1 and wanted > rows:
+    is_flat = len(shape) == 1  # from ZeRO-3: its rows are unknown
+    if not is_flat and wanted > rows:
         raise ValueError(
             f"--vocab-size {wanted} is more than the {rows} rows of {files.description}"
         )
@@ -219,6 +237,7 @@ def _find_vocab_size(files: UniversalFiles, given: Mapping[str, Any]) -> int:
 
 def _infer_args(files: UniversalFiles, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that names and shapes imply, for directories without arguments."""
+    # Properties of the whole model. Every layer has one norm before its attention.
     names = files.names
     shapes = files.shapes
     num_layers = 0
@@ -250,13 +269,13 @@ def _infer_args(files: UniversalFiles, given: Mapping[str, Any]) -> dict[str, An
     heads = given.get("num_attention_heads")
     if heads and len(proj) == len(qkv) == 2 and proj[1] >= heads:
         head_dim = proj[1] // heads
-        # qkv has (heads + 2 groups) * head_dim rows.
-        groups = (qkv[0] // head_dim - heads) // 2
+        heads_and_groups = qkv[0] // head_dim  # heads + 2 * groups
+        groups = (heads_and_groups - heads) // 2
         inferred["kv_channels"] = head_dim
         inferred["num_query_groups"] = groups
         inferred["group_query_attention"] = groups != heads
 
-    # Positions.
+    # Positions
     if len(shapes.get(_POSITIONS, ())) == 2:
         inferred["position_embedding_type"] = "learned_absolute"
         inferred["max_position_embeddings"] = shapes[_POSITIONS][0]
@@ -273,6 +292,7 @@ def _list_tensors(
 
     Raises ValueError unless files and arguments describe the same model.
     """
+    # Compare the files with the arguments.
     wanted = model_tensors(config)
     _check_names(files, wanted)
     for key, shape in wanted.items():
@@ -285,13 +305,15 @@ def _list_tensors(
                 f"make it {list(shape)}"
             )
 
+    # The weights have the dtype of the run, optimizer states are fp32.
     tensors = {}
     for key, shape in wanted.items():
         tensors[key] = TensorInfo(shape, config.params_dtype)
     if optimizer:
         for state in files.find_states():
             for key, shape in wanted.items():
-                tensors[optimizer_key(state, key)] = TensorInfo(shape, torch.float32)
+                state_key = optimizer_key(state, key)
+                tensors[state_key] = TensorInfo(shape, torch.float32)
     return tensors
 
 
@@ -338,19 +360,23 @@ def write_universal(
     make_empty_directory(directory)
     training = source.training or TrainingState()
     target = directory / file_name(f"global_step{training.iteration}_universal", "the iteration")
-    (target / ZERO).mkdir(parents=True)
+    parameters = target / ZERO
+    parameters.mkdir(parents=True)
     jobs = []
     for key, name in names.items():
-        jobs.append(partial(writer.write_parameter, target / ZERO / name, key, progress))
+        jobs.append(partial(writer.write_parameter, parameters / name, key, progress))
     run_jobs(jobs, options.workers)
     write_foreign_file(source, target / FOREIGN_FILE, options.workers, progress)
 
     # Write the other state. The schemas of the reader ensure that it is readable.
     optimizer_state = writer.build_optimizer_state(training)
-    _save(target / ZERO / OPTIMIZER_STATE, OPTIMIZER_SCHEMA(optimizer_state, source.description))
+    OPTIMIZER_SCHEMA(optimizer_state, source.description)
+    _save(parameters / OPTIMIZER_STATE, optimizer_state)
     model_state = writer.build_model_state(training, names)
-    _save(target / model_state_name(0), MODEL_STATE_SCHEMA(model_state, source.description))
+    MODEL_STATE_SCHEMA(model_state, source.description)
+    _save(target / model_state_name(0), model_state)
     write_tokenizer_files(copy_tokenizer_files(source.args, options.trusted), target)
+
     # `latest_universal` makes the directory a checkpoint, so everything else must be durable first.
     fsync_tree(directory)
     with committed(directory / LATEST) as temporary:
@@ -368,14 +394,16 @@ class _UniversalWriter:
     """Writes the files of a universal checkpoint."""
 
     def __init__(self, source: Source, options: WriteOptions) -> None:
+        # Model
+        config = make_export_config(source, options.vocab_size)
         self.source = source
-        self.config = config = make_export_config(source, options.vocab_size)
+        self.config = config
         self.parameters = {parameter.name: parameter for parameter in model_parameters(config)}
         shapes = {key: parameter.shape for key, parameter in self.parameters.items()}
         check_parameters(source.tensors, shapes, source.description, config.vocab_size)
         self.style = _choose_style(options.universal_style, config)
 
-        # QKV layout: None for query groups, or the number of blocks.
+        # QKV layout: by query groups, or a number of [q; k; v] blocks.
         heads = config.num_attention_heads
         groups = config.query_groups
         self.blocks: int | None = None
@@ -390,6 +418,7 @@ class _UniversalWriter:
                     "--group-query-attention"
                 )
 
+        # Optimizer
         self.states = optimizer_states(source.tensors)
         self.has_optimizer = bool(self.states)
         self.step = 0.0
@@ -422,7 +451,11 @@ class _UniversalWriter:
         _save(folder / STEP, torch.tensor(self.step))
 
     def _read_state(self, key: str, state: str) -> torch.Tensor:
-        """Return the fp32 main parameter or the weight, or a moment, which is initially zero."""
+        """Return a state of a parameter in fp32.
+
+        It is the main parameter (or the weight) for "param", otherwise a moment, which is zero
+        without an optimizer.
+        """
         shape = self.parameters[key].shape
         if state == "param":
             stored = full_precision_key(key, self.source.tensors)
@@ -430,7 +463,8 @@ class _UniversalWriter:
             stored = optimizer_key(state, key)
         else:
             return torch.zeros(shape)
-        return self.source.read(stored, (0,) * len(shape), shape).float()
+        origin = (0,) * len(shape)
+        return self.source.read(stored, origin, shape).float()
 
     def _make_marks(self, key: str) -> dict[str, Any]:
         """Return the marks by which a loader splits the tensor for its own tensor parallelism."""
@@ -524,10 +558,11 @@ class _UniversalWriter:
     def _list_patterns(self, names: Mapping[str, str]) -> dict[str, list[str]]:
         """Return the names of parameters by the way they are split."""
 
-        marks = {name: self._make_marks(key) for key, name in names.items()}
+        marks_of_name = {name: self._make_marks(key) for key, name in names.items()}
 
         def select(mark: str, value: Any) -> list[str]:
-            return [name for name in marks if marks[name].get(mark) == value]
+            """Return the names whose mark has this value; None selects those without the mark."""
+            return [name for name, marks in marks_of_name.items() if marks.get(mark) == value]
 
         return {
             "vocabulary_parameter_patterns": select("vocab_tensor", True),

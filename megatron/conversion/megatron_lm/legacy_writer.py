@@ -299,7 +299,7 @@ class _Contents:
         return optimizers, buffers
 
     def _build_model(self, parameters: list[LocalParameter]) -> OrderedDict[str, TensorSlot | None]:
-        """Return local tensors by Megatron-LM's names, and the empty extra states of its modules."""
+        """Return local tensors, and empty extra states, by Megatron-LM's names."""
         model: OrderedDict[str, TensorSlot | None] = OrderedDict()
         is_last_stage = False
         for module, members in itertools.groupby(parameters, key=_get_module):
