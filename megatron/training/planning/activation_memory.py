@@ -364,12 +364,13 @@ class ActivationMemory:
         return sum(map(self._count_layer_tables, kind_by_exchange.values()))
 
     def _count_layer_tables(self, kind: LayerKind) -> int:
+        """Return the bytes of the rotary table and the fixed mask of layers of this kind."""
         model = self.config
         is_latent = model.multi_latent_attention
         is_blockwise = self._is_blockwise(kind)
         total = 0
 
-        # The rotary table: [positions, width].
+        # The rotary table: [positions, width]
         if model.position_embedding_type == "rope" or is_latent:
             positions = self.seq_length
             if is_blockwise or is_latent:
@@ -569,6 +570,7 @@ class ActivationMemory:
         return num_layers - num_stored
 
     def _count_layers(self, kinds: Sequence[LayerKind]) -> int:
+        """Return the bytes that layers of these kinds keep for backward."""
         total = 0
         # A model has few kinds of layers, but may have hundreds of layers.
         for kind in set(kinds):

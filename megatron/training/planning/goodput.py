@@ -61,6 +61,8 @@ class SpentTime:
 
 @dataclass(frozen=True)
 class _Save:
+    """A save of a simulated run."""
+
     tier: Tier
     iteration: int
     durable: float  # time at which it is usable
@@ -72,18 +74,19 @@ class _SimulatedRun:
 
     persistent: Tier
     local: Tier | None
-    step: float
+    step: float  # seconds of an iteration
     now: float = 0.0
     iteration: int = 0
+    # Time of all iterations, also of those that were lost
     computed: float = 0.0
-    """Time of all iterations, also of those that were lost."""
+    # The newest two saves of each tier: the older one is durable.
     saves: list[_Save] = field(default_factory=list)
-    """The newest two saves of each tier: the older one is durable."""
     spent: SpentTime = field(default_factory=SpentTime)
 
     def train_until(self, end: float) -> None:
         """Train and save until the time `end`."""
         while True:
+            # Train up to the next save.
             due, tier = self._find_next_save()
             reached = self.now + (due - self.iteration) * self.step
             if reached >= end:
@@ -91,8 +94,9 @@ class _SimulatedRun:
             self.computed += reached - self.now
             self.now = reached
             self.iteration = due
-            begin = self._find_begin(tier)
+
             # Training waits for earlier saves, then for the copy to staging buffers.
+            begin = self._find_begin(tier)
             resumed = begin + tier.blocking
             if resumed >= end:
                 self.spent.saving += end - self.now
@@ -157,6 +161,7 @@ class _SimulatedRun:
         return begin
 
     def _save(self, tier: Tier, iteration: int, begin: float) -> None:
+        """Save to the local tier, if there is one, and then to the persistent one if it is due."""
         durable = begin
         if self.local is not None:
             durable += self.local.total
@@ -166,9 +171,11 @@ class _SimulatedRun:
             self._add_save(_Save(tier, iteration, durable))
 
     def _get_newest_save(self) -> _Save | None:
+        """Return the save of the latest iteration, if any."""
         return max(self.saves, key=lambda save: save.iteration, default=None)
 
     def _add_save(self, added: _Save) -> None:
+        """Add a save, and forget all but one older save of its tier."""
         older = [save for save in self.saves if save.tier is added.tier]
         if len(older) == 2:
             self.saves.remove(older[0])
@@ -176,6 +183,7 @@ class _SimulatedRun:
 
 
 def _find_multiple_after(iteration: int, interval: int) -> int:
+    """Return the smallest multiple of `interval` that is larger than `iteration`."""
     return (iteration // interval + 1) * interval
 
 
@@ -220,26 +228,32 @@ def choose_intervals(
 
     The search starts at Daly's intervals and changes one interval at a time, by a factor of 1.25.
     """
+    # Mean time between failures for which each tier is needed. A local checkpoint survives all
+    # failures but those that lose a node.
+    num_lost_nodes = sum(failure.loses_node for failure in failures)
     mtbf = duration / max(1, len(failures))
-    lost_node_mtbf = duration / max(1, sum(failure.loses_node for failure in failures))
+    lost_node_mtbf = duration / max(1, num_lost_nodes)
     mtbf_of_tiers = [mtbf]
     if len(tiers) > 1:
-        mtbf_of_tiers = [lost_node_mtbf, mtbf]  # a local checkpoint survives other failures
+        mtbf_of_tiers = [lost_node_mtbf, mtbf]
+
+    # Start at intervals that are not shorter than a save takes: the next one would wait.
     best: list[Tier] = []
     for tier, mtbf_of_tier in zip(tiers, mtbf_of_tiers, strict=True):
-        # Not shorter than a save takes: the next one would wait.
         seconds = find_best_interval(tier.blocking, mtbf_of_tier)
-        interval = max(1, round(max(seconds, tier.total) / step))
-        best.append(replace(tier, interval=interval))
-    # Change intervals as long as that gains.
+        iterations = max(seconds, tier.total) / step
+        best.append(replace(tier, interval=max(1, round(iterations))))
+
+    # Change intervals as long as the goodput grows.
     goodput = simulate_run(best, step, restart, failures, duration).goodput
     improved = True
     while improved:
         improved = False
         for number, tier in enumerate(best):
             for factor in (0.8, 1.25):
+                interval = max(1, round(tier.interval * factor))
                 changed = list(best)
-                changed[number] = replace(tier, interval=max(1, round(tier.interval * factor)))
+                changed[number] = replace(tier, interval=interval)
                 other = simulate_run(changed, step, restart, failures, duration).goodput
                 if other > goodput:
                     best = changed

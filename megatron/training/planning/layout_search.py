@@ -150,8 +150,9 @@ class LayoutSearch:
         return found
 
     def _list_context_sizes(self) -> list[int]:
-        largest = self.given["seq_length"] // MIN_TOKENS_PER_RANK
-        return _list_powers(min(max(1, largest), self.world_size))
+        """Return the sizes of CP with which a rank has enough tokens."""
+        largest = max(1, self.given["seq_length"] // MIN_TOKENS_PER_RANK)
+        return _list_powers(min(largest, self.world_size))
 
     def _check_flags(self) -> None:
         """Raise ValueError for flags that conflict with the search or that it requires."""
@@ -178,7 +179,8 @@ class LayoutSearch:
         return self.given | sizes
 
     def _list_shapes(self, base: Config) -> list[tuple[float, _Shape]]:
-        """Return all shapes, in the order of the lower bounds of their step times."""
+        """Return (lower bound of the seconds of a step, shape) of all shapes, sorted."""
+        # The embedding and the loss may count as layers of the pipeline.
         num_layers = base.model.num_layers
         num_layers += base.pipeline_layout.account_for_embedding_in_pipeline_split
         num_layers += base.pipeline_layout.account_for_loss_in_pipeline_split
@@ -186,40 +188,45 @@ class LayoutSearch:
         if base.model.has_experts:
             num_experts = base.model.experts
 
+        # With the largest CP the bubble is smallest: a replica has more micro-batches.
+        largest_cp = self._list_context_sizes()[-1]
         tp_sizes = _list_powers(min(self.hardware.devices_per_node, self.world_size))
         pp_sizes = [size for size in range(1, num_layers + 1) if num_layers % size == 0]
         ep_sizes = _list_powers(num_experts)
         shapes = []
         for tp, pp, ep in itertools.product(tp_sizes, pp_sizes, ep_sizes):
-            if self.world_size % math.lcm(tp * pp, ep * pp):
+            is_divisible = self.world_size % math.lcm(tp * pp, ep * pp) == 0
+            if not is_divisible:
                 continue
             for vpp in _list_chunks_per_stage(num_layers, pp):
                 shape = _Shape(tp, pp, vpp, ep)
-                # With the largest CP the bubble is smallest: a replica has more micro-batches.
-                largest = self._list_context_sizes()[-1]
-                _, values = next(self._list_changes(shape, largest, 1))
-                shapes.append((self.estimate_shortest_step(base, values), shape))
+                changes = self._list_changes(shape, largest_cp, micro_batch_size=1)
+                _, values = next(changes)
+                seconds = self.estimate_shortest_step(base, values)
+                shapes.append((seconds, shape))
         return sorted(shapes)
 
     def estimate_shortest_step(self, base: Config, values: Mapping[str, Any]) -> float:
-        """Return a lower bound of the seconds of a step with these flags: matrix products, bubble,
-        and TP messages.
+        """Return a lower bound of the seconds of a step with these flags.
+
+        It is the time of matrix products and of TP messages, stretched by the bubble.
         """
         model = base.model
         tp_size = values["tensor_model_parallel_size"]
         pp_size = values["pipeline_model_parallel_size"]
-        replica_size = tp_size * pp_size * values["context_parallel_size"]
+        cp_size = values["context_parallel_size"]
+        replica_size = tp_size * pp_size * cp_size
 
-        # The bubble.
+        # The bubble, as a fraction of the work
         num_samples = base.training.global_batch_size
         assert num_samples is not None
         samples_per_replica = num_samples * replica_size / self.world_size
         num_microbatches = samples_per_replica / values["micro_batch_size"]
         num_chunks = values["virtual_pipeline_model_parallel_size"]
-        num_idle = (pp_size - 1) / (num_microbatches * num_chunks)
+        bubble = (pp_size - 1) / (num_microbatches * num_chunks)
 
-        # Every layer gathers and reduces the output of attention; a dense one also its input, and
-        # both of the MLP.
+        # Messages. Every layer gathers and reduces the output of attention; a dense one also its
+        # input, and both of the MLP.
         messages_per_layer = 2
         if not model.has_experts and not model.multi_latent_attention:
             messages_per_layer = 8
@@ -228,10 +235,11 @@ class LayoutSearch:
         num_messages = messages_per_layer * (model.num_layers + model.num_mtp_layers)
         num_messages += _MESSAGES_PER_MTP_LAYER * model.num_mtp_layers
         sent = num_messages * message * (tp_size - 1)
+        messages = sent / self.hardware.node_bandwidth
 
         level = values.get("recompute_granularity", model.recompute_granularity)
         compute = _estimate_compute(base, level, self.world_size, self.hardware)
-        return (compute + sent / self.hardware.node_bandwidth) * (1 + num_idle)
+        return (compute + messages) * (1 + bubble)
 
     def _list_changes(
         self, shape: _Shape, cp_size: int, micro_batch_size: int
@@ -249,11 +257,13 @@ class LayoutSearch:
         if (self.given.get("num_experts") or 0) > 1:
             sizes["expert_tensor_parallel_size"] = 1
             required.add("expert_tensor_parallel_size")  # its default is TP
+
+        # Flags of the sizes. 1 is the default, but replaces another value on the command line.
         words = []
         for name, size in sizes.items():
-            # A size of 1 is the default, but replaces another value on the command line.
-            if size != 1 or name in required | self.given.keys():
-                words.append(f"--{name.replace('_', '-')} {size}")
+            if size != 1 or name in required or name in self.given:
+                flag = name.replace("_", "-")
+                words.append(f"--{flag} {size}")
 
         switches = {"use_distributed_optimizer": True}
         words.append("--use-distributed-optimizer")
@@ -266,15 +276,18 @@ class LayoutSearch:
         for flags, changes in RECOMPUTATION.items():
             if flags and level_given in ("full", changes["recompute_granularity"]):
                 continue
-            yield " ".join([*words, flags]).strip(), sizes | switches | changes
+            command_line = " ".join([*words, flags]).strip()
+            yield command_line, sizes | switches | changes
 
     def _make_layout(self, flags: str, config: Config, plan: RunPlan) -> Layout:
+        """Return a layout with the estimates of its slowest stage and of the most bytes sent."""
         seconds = 0.0
         traffic = 0.0
         for stage in plan.stages:
-            of_stage = _estimate_step(config, plan, stage, self.world_size, self.hardware)
-            seconds = max(seconds, of_stage)
-            traffic = max(traffic, sum(axis.wire for axis in stage.traffic.values()))
+            seconds_of_stage = _estimate_step(config, plan, stage, self.world_size, self.hardware)
+            sent_by_stage = sum(axis.wire for axis in stage.traffic.values())
+            seconds = max(seconds, seconds_of_stage)
+            traffic = max(traffic, sent_by_stage)
         return Layout(flags, seconds, plan.largest, plan.bubble, traffic)
 
 
@@ -298,14 +311,16 @@ def _count_smallest_state(base: Config, shape: _Shape) -> float:
     Counts only matrices of attention and dense MLPs, which TP and PP divide.
     """
     model = base.model
+    if model.multi_latent_attention or model.fp8_param_gather:
+        return 0.0
+
+    # Elements of a layer: one square matrix of attention, and the MLP
     per_layer = model.hidden_size * model.hidden_size
     if not model.has_experts:
         num_matrices = 3 if model.gated else 2
         per_layer += num_matrices * model.hidden_size * model.ffn_size
     grad_itemsize = base.ddp.grad_dtype(model.params_dtype).itemsize
     itemsize = model.params_dtype.itemsize + grad_itemsize
-    if model.multi_latent_attention or model.fp8_param_gather:
-        return 0.0
     num_layers = model.num_layers + model.num_mtp_layers
     return num_layers * per_layer * itemsize / (shape.pp * shape.tp)
 

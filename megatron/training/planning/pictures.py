@@ -1,5 +1,6 @@
-"""Pictures of a plan and of checkpoints, drawn with matplotlib (the extra `plots`): the pipeline
-schedule over time, the memory of stages, and the contents of ranks or files.
+"""Pictures of plans and checkpoints, drawn with matplotlib (the extra `plots`).
+
+They show the pipeline schedule over time, the memory of stages, and the contents of ranks or files.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ MAX_MICROBATCHES = 4  # per stage in the picture; more of them repeat the patter
 BREAK_WIDTH = 0.05  # of the picture, for the omitted middle of a long schedule
 MAX_LABELED_PASSES = 24  # per stage; labels of more passes would overlap
 SMALLEST_PART = 0.002  # fraction of the memory below which a part is not drawn
+GB = 1e9
 
 
 class Pass(NamedTuple):
@@ -47,19 +49,19 @@ def make_timeline(pp_size: int, vpp_size: int, num_microbatches: int) -> list[Pa
                 ticks.append((tick.clock, rank, tick.action))
     ticks.sort(key=lambda row: row[:2])  # by clock and rank
 
-    # Start each of them at the later of two times.
-    stage_end = [0.0] * pp_size
+    # Start each of them when its stage and its input are ready. Passes without an entry in
+    # `input_ready` read the batch, or follow a pass of their own stage.
+    stage_ready = [0.0] * pp_size
     input_ready = dict[tuple[int, Action], float]()
-    # Passes without an entry read the batch, or follow a pass of their own stage.
     passes = []
     for _, rank, action in ticks:
-        input_end = input_ready.get((rank, action), 0.0)
-        start = max(stage_end[rank], input_end)
+        start = max(stage_ready[rank], input_ready.get((rank, action), 0.0))
         duration = 1.0
         if action.kind == "backward":
             duration = BACKWARD_COST
         end = start + duration
-        stage_end[rank] = end
+        stage_ready[rank] = end
+
         # The result of a pass is the input of a pass of a neighboring stage.
         message = consumer(rank, action, pp_size, vpp_size)
         if message is not None:
@@ -72,21 +74,29 @@ class Excerpt(NamedTuple):
     """Head and tail of a timeline, and the omitted time in between."""
 
     passes: list[Pass]
+    # The omitted time. Both are equal if the excerpt is the whole timeline.
     start: float = 0.0
     end: float = 0.0
-    """End of the omitted time; equal to `start` if nothing is omitted."""
+
+    @property
+    def omitted(self) -> float:
+        """Return the length of the omitted time."""
+        return self.end - self.start
 
 
 def select_excerpt(passes: Sequence[Pass], pp_size: int, vpp_size: int) -> Excerpt:
     """Return the head and the tail of a long timeline, which contain its whole bubble."""
     total = max(item.end for item in passes)
-    work = (1 + BACKWARD_COST) * vpp_size * MAX_MICROBATCHES * pp_size
-    drawn = work + (1 + BACKWARD_COST) * (pp_size - 1)
+    cost_of_chunk = 1 + BACKWARD_COST
+    work = cost_of_chunk * vpp_size * MAX_MICROBATCHES * pp_size
+    bubble = cost_of_chunk * (pp_size - 1)
+    drawn = work + bubble
     if total <= drawn:
         return Excerpt(list(passes))
+
+    # Omit the middle. A pass at the edge of the omitted time is cut.
     start = drawn / 2
     end = total - drawn / 2
-    # A pass at the edge of the omitted time is cut.
     selected = []
     for item in passes:
         if item.start < start:
@@ -118,45 +128,48 @@ def draw_plan(
     _save(figure, path)
 
 
+class _Break(NamedTuple):
+    """The omitted middle of a schedule in the picture: a band between head and tail."""
+
+    start: float  # where the head ends
+    width: float
+    shift: float  # of the tail, to the left
+
+
 def _draw_schedule(axes: Any, plan: RunPlan) -> None:
+    """Draw the passes of all stages over time, without the middle of a long schedule."""
     pp_size = len(plan.stages)
     vpp_size = plan.stages[0].ps.vpp_size
     timeline = make_timeline(pp_size, vpp_size, plan.num_microbatches)
-    excerpt = select_excerpt(timeline, pp_size, vpp_size)
     end_of_step = max(item.end for item in timeline)
-    omitted = excerpt.end - excerpt.start
-    break_width = 0.0
-    if omitted:
-        break_width = BREAK_WIDTH * (end_of_step - omitted)
-    shift = omitted - break_width  # of the tail, to the left
+    excerpt = select_excerpt(timeline, pp_size, vpp_size)
+    band = _Break(excerpt.start, 0.0, 0.0)
+    if excerpt.omitted:
+        width = BREAK_WIDTH * (end_of_step - excerpt.omitted)
+        band = _Break(excerpt.start, width, excerpt.omitted - width)
 
-    # The passes, one row per stage.
+    # Draw the passes, one row per stage.
     num_passes = plan.num_microbatches * vpp_size
     has_labels = num_passes <= MAX_LABELED_PASSES
     for item in excerpt.passes:
-        if item.start >= excerpt.end > excerpt.start:
-            item = item._replace(start=item.start - shift, end=item.end - shift)
+        is_in_tail = item.start >= excerpt.end > excerpt.start
+        if is_in_tail:
+            item = item._replace(start=item.start - band.shift, end=item.end - band.shift)
         _draw_pass(axes, item, vpp_size, has_labels)
+    if excerpt.omitted:
+        _draw_break(axes, band, pp_size)
 
-    # Ticks of head and tail show the time before the tail is moved.
-    step = max(1, round((end_of_step - omitted) / 8))
-    ticks = {float(time): time for time in range(0, round(end_of_step) + 1, step)}
-    if omitted:
-        ticks = {float(time): time for time in range(0, round(excerpt.start) - 1, step)}
-        for time in range(round(end_of_step), round(excerpt.end) + 1, -step):
-            ticks[time - shift] = time
-        middle = excerpt.start + break_width / 2
-        axes.axvspan(excerpt.start, excerpt.start + break_width, color=GRID_COLOR, linewidth=0)
-        center = (pp_size - 1) / 2
-        text = "no bubble"
-        axes.text(middle, center, text, ha="center", va="center", rotation=90, fontsize=8)
-    axes.set_xticks(list(ticks), [str(time) for time in ticks.values()])
+    # Label the time before the tail is moved.
+    ticks = _choose_ticks(excerpt, end_of_step, band.shift)
+    labels = [str(time) for time in ticks.values()]
+    axes.set_xticks(list(ticks), labels)
 
-    # Title, legend and axes.
+    # Add title, legend and axes.
     bubble = 100 * plan.bubble
     title = f"Pipeline: {bubble:.1f} % of a step is bubble (white)"
-    if omitted:
-        title += f", {100 * omitted / end_of_step:.0f} % of the step is omitted"
+    if excerpt.omitted:
+        share = 100 * excerpt.omitted / end_of_step
+        title += f", {share:.0f} % of the step is omitted"
     axes.set_title(f"{title}\n", loc="left", fontsize=11)
     legend = [("forward", FORWARD_COLOR), ("backward", BACKWARD_COLOR)]
     if vpp_size > 1:
@@ -169,6 +182,31 @@ def _draw_schedule(axes: Any, plan: RunPlan) -> None:
     _apply_style(axes)
 
 
+def _choose_ticks(excerpt: Excerpt, end_of_step: float, shift: float) -> dict[float, int]:
+    """Return the times to label, by their position in the picture: about 8 in all."""
+    drawn = end_of_step - excerpt.omitted
+    step = max(1, round(drawn / 8))
+    if not excerpt.omitted:
+        times = range(0, round(end_of_step) + 1, step)
+        return {float(time): time for time in times}
+
+    # Count forwards in the head and backwards in the tail, which is moved by `shift`.
+    head = range(0, round(excerpt.start) - 1, step)
+    tail = range(round(end_of_step), round(excerpt.end) + 1, -step)
+    ticks = {float(time): time for time in head}
+    for time in tail:
+        ticks[time - shift] = time
+    return ticks
+
+
+def _draw_break(axes: Any, band: _Break, pp_size: int) -> None:
+    """Draw the band that replaces the middle of the schedule."""
+    axes.axvspan(band.start, band.start + band.width, color=GRID_COLOR, linewidth=0)
+    x = band.start + band.width / 2
+    y = (pp_size - 1) / 2
+    axes.text(x, y, "no bubble", ha="center", va="center", rotation=90, fontsize=8)
+
+
 def _draw_pass(axes: Any, item: Pass, vpp_size: int, has_label: bool) -> None:
     """Draw a bar, paler for later chunks, with the number of the micro-batch as its label."""
     color = FORWARD_COLOR
@@ -176,7 +214,8 @@ def _draw_pass(axes: Any, item: Pass, vpp_size: int, has_label: bool) -> None:
     if item.action.kind == "backward":
         color = BACKWARD_COLOR
         label_color = "white"
-    # A bar from begin to end in the row of the stage.
+
+    # A bar from begin to end in the row of the stage
     duration = item.end - item.start
     axes.barh(
         item.stage,
@@ -202,31 +241,16 @@ def _draw_pass(axes: Any, item: Pass, vpp_size: int, has_label: bool) -> None:
 
 
 def _draw_memory(axes: Any, plan: RunPlan, device_bytes: float | None, reserve: float) -> None:
-    stages = range(len(plan.stages))
-    largest = plan.largest / 1e9
+    """Draw a bar for the memory of each stage, and the limit of the device."""
+    largest = plan.largest / GB
+    legend = _draw_memory_bars(axes, plan)
 
-    # Stacked bars; parts that are too small to see are left out of the legend.
-    bottom = np.zeros(len(stages))
-    legend = []
-    for (part, name), color in zip(MEMORY_PARTS.items(), COLORS, strict=True):
-        nbytes = [getattr(stage.memory, part) for stage in plan.stages]
-        sizes = np.array(nbytes) / 1e9
-        # Parts have the same color in every picture, drawn or not.
-        if sizes.max() > SMALLEST_PART * largest:
-            axes.bar(stages, sizes, bottom=bottom, width=0.62, color=color)
-            legend.append((name, color))
-        bottom += sizes
-    # The total above each bar.
-    for stage, top in enumerate(bottom):
-        label = f" {top:.3g} GB\n"
-        axes.text(stage, top, label, ha="center", va="bottom", fontsize=9, linespacing=0.4)
-
-    # The memory of the device.
+    # The memory of the device
     title = "Memory per rank"
     top_of_axis = largest
     if device_bytes is not None:
-        device_size = device_bytes / 1e9
-        reserve_size = reserve / 1e9
+        device_size = device_bytes / GB
+        reserve_size = reserve / GB
         available = device_size - reserve_size
         top_of_axis = max(top_of_axis, device_size)
         axes.axhline(device_size, color=LIMIT_COLOR, linewidth=1.6)
@@ -238,7 +262,8 @@ def _draw_memory(axes: Any, plan: RunPlan, device_bytes: float | None, reserve: 
         if reserve:
             title += f" less {reserve_size:.0f} GB in reserve (red)"
 
-    # Title, legend and axes, with room for the labels of the bars.
+    # Title, legend and axes, with room for the labels of the bars
+    stages = range(len(plan.stages))
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_ylim(0, 1.12 * top_of_axis)
     right = len(stages) - 0.4
@@ -248,6 +273,28 @@ def _draw_memory(axes: Any, plan: RunPlan, device_bytes: float | None, reserve: 
     axes.set_ylabel("GB", fontsize=9)
     _add_legend(axes, legend[::-1], outside=True)
     _apply_style(axes)
+
+
+def _draw_memory_bars(axes: Any, plan: RunPlan) -> list[tuple[str, str]]:
+    """Draw a bar for each stage, stacked by part of the memory. Returns the legend."""
+    stages = range(len(plan.stages))
+    smallest_drawn = SMALLEST_PART * plan.largest / GB
+    bottom = np.zeros(len(stages))
+    legend = []
+    for (part, name), color in zip(MEMORY_PARTS.items(), COLORS, strict=True):
+        nbytes = [getattr(stage.memory, part) for stage in plan.stages]
+        sizes = np.array(nbytes) / GB
+        # Parts have the same color in every picture, whether they are large enough to be seen.
+        if sizes.max() > smallest_drawn:
+            axes.bar(stages, sizes, bottom=bottom, width=0.62, color=color)
+            legend.append((name, color))
+        bottom += sizes
+
+    # The total above each bar
+    for stage, top in enumerate(bottom):
+        label = f" {top:.3g} GB\n"
+        axes.text(stage, top, label, ha="center", va="bottom", fontsize=9, linespacing=0.4)
+    return legend
 
 
 Shares = Mapping[str, Mapping[str, Mapping[str, int]]]
@@ -269,7 +316,7 @@ def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
             all_kinds |= dict.fromkeys(part)
     parts = sorted(all_parts, key=_order_of_part)
 
-    # Two pictures with the same columns; each column and part has the space of its label.
+    # Two pictures with the same columns. Each column and part has the space of its label.
     width = max(7.0, 2.2 + 0.32 * len(shares))
     grid_height = max(1.6, 0.26 * len(parts))
     figure, (bars, grid) = _make_figure(
@@ -282,6 +329,8 @@ def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
     _draw_kinds(bars, shares, list(all_kinds))
     bars.set_title(title, loc="left", fontsize=11)
     image = _draw_parts(grid, shares, parts)
+
+    # The scale of the colors
     color_axes = grid.inset_axes([1.02, 0.05, 0.02, 0.9])  # to the right of the grid
     figure.colorbar(image, cax=color_axes, label="MB")
     grid.set_xlabel(columns, fontsize=9)
@@ -290,16 +339,19 @@ def draw_shares(shares: Shares, path: Path, title: str, columns: str) -> None:
 
 def _draw_kinds(axes: Any, shares: Shares, kinds: Sequence[str]) -> None:
     """Draw a bar for each column, stacked by kind of tensor."""
+    # The colors repeat if there are more kinds than colors.
     num_rounds = 1 + len(kinds) // len(COLORS)
     colors = COLORS * num_rounds
+
+    # Each kind is drawn on top of the previous ones.
     positions = range(len(shares))
     bottom = np.zeros(len(shares))
-    # Each kind is drawn on top of the previous ones.
     for kind, color in zip(kinds, colors, strict=False):
         sizes = []
         for column in shares.values():
             size = sum(part.get(kind, 0) for part in column.values())
             sizes.append(size)
+
         megabytes = np.array(sizes) / 1e6
         axes.bar(positions, megabytes, bottom=bottom, width=0.72, color=color)
         bottom += megabytes
@@ -311,8 +363,9 @@ def _draw_kinds(axes: Any, shares: Shares, kinds: Sequence[str]) -> None:
 
 def _draw_parts(axes: Any, shares: Shares, parts: Sequence[str]) -> Any:
     """Draw a heat map of the bytes by part of the model and column, and return the image."""
+    # [parts, columns]. NaN is drawn white.
     grid_shape = (len(parts), len(shares))
-    megabytes = np.full(grid_shape, np.nan)  # NaN is drawn white
+    megabytes = np.full(grid_shape, np.nan)
     for x, column in enumerate(shares.values()):
         for y, part in enumerate(parts):
             size_by_kind = column.get(part, {})
@@ -328,7 +381,8 @@ def _draw_parts(axes: Any, shares: Shares, parts: Sequence[str]) -> Any:
     names = list(shares)
     column_step = max(1, len(names) // 64)
     columns = range(0, len(names), column_step)
-    axes.set_xticks(columns, names[::column_step], rotation=90, fontsize=7)
+    column_labels = names[::column_step]
+    axes.set_xticks(columns, column_labels, rotation=90, fontsize=7)
     return image
 
 
@@ -343,6 +397,7 @@ def _order_of_part(part: str) -> tuple[int, int, str]:
 
 
 def _import_pyplot() -> Any:
+    """Return matplotlib.pyplot. Raises ValueError if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -372,6 +427,7 @@ def _make_figure(
 
 
 def _apply_style(axes: Any) -> None:
+    """Remove lines that are not data, and add a grid for the axis of values."""
     hidden_lines = axes.spines[["top", "right", "left"]]
     hidden_lines.set_visible(False)
     axes.tick_params(length=0, labelsize=9)
@@ -402,6 +458,7 @@ def _add_legend(
 
 
 def _save(figure: Any, path: Path) -> None:
+    """Write the picture in the format of the file name, and free its memory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     _import_pyplot().close(figure)

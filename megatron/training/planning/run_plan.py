@@ -240,6 +240,8 @@ def _plan_stage(
     activations: ActivationMemory,
     num_microbatches: int,
 ) -> StagePlan:
+    """Return the plan of the stage that rank `ps` is part of."""
+    # Memory
     peak = _find_peak(config, activations, ps, chunks, num_microbatches)
     weights, gradients, optimizer = _count_buffer_bytes(config, chunks)
     memory = MemoryPlan(
@@ -252,7 +254,7 @@ def _plan_stage(
         temporary=peak.temporary,
     )
 
-    # All ranks that hold the same boxes share writing them.
+    # Checkpoint. All ranks that hold the same boxes share writing them.
     dense: dict[StoredParameter, int] = {}
     experts: dict[StoredParameter, int] = {}
     for parameter, numel in count_stored_elements(chunks, whole=False).items():

@@ -29,7 +29,8 @@ def dry_run(argv: Sequence[str], model_provider: ModelProvider) -> str:
     is_launched = "WORLD_SIZE" in os.environ
     world_size = environment_world_size() if is_launched else compute_replica_size(argv)
     # A dry run has no process group, so that this process reads the checkpoint.
-    config = parse_args(argv, world_size, read_checkpoint_args(argv))
+    stored_args = read_checkpoint_args(argv)
+    config = parse_args(argv, world_size, stored_args)
     set_planned_vocab_size(config)
     plan = plan_run(config, world_size, model_provider)
     return format_plan(config, world_size, plan)
@@ -118,7 +119,7 @@ def describe_layout(config: Config, world_size: int) -> str:
     """Return the parallel layout, e.g. TP 2 x CP 2 (p2p) x PP 4 (2 chunks) x DP 8."""
     parallel = config.parallel
 
-    # Axes of the dense layers.
+    # Axes of the dense layers
     sizes = [f"TP {parallel.tp_size}"]
     if parallel.cp_size > 1:
         comm_types = "/".join(dict.fromkeys(parallel.cp_comm_type))
@@ -130,7 +131,7 @@ def describe_layout(config: Config, world_size: int) -> str:
     dp_size = parallel.dp_size(world_size)
     sizes.append(f"DP {dp_size}")
 
-    # Axes of the experts, and options that change the contents of a rank.
+    # Axes of the experts, and options that change the contents of a rank
     layout = [" x ".join(sizes)]
     if parallel.splits_experts:
         edp_size = parallel.edp_size(world_size)
@@ -175,10 +176,11 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
-# Topics.
+# Topics
 
 
 def _describe_model(config: Config) -> str:
+    """Describe the sizes and the architecture of the model."""
     model = config.model
     layers = f"{model.num_layers} layers"
     if model.num_mtp_layers:
@@ -201,6 +203,7 @@ def _describe_model(config: Config) -> str:
 
 
 def _describe_parameters(plan: RunPlan) -> str:
+    """Describe the number of parameters, in total and for each token."""
     total = format_count(plan.num_parameters)
     active = format_count(plan.num_active)
     if plan.num_active == plan.num_parameters:
@@ -209,6 +212,7 @@ def _describe_parameters(plan: RunPlan) -> str:
 
 
 def _describe_stage(config: Config, world_size: int, stage: StagePlan) -> str:
+    """Describe the ranks, layers and memory of a pipeline stage."""
     ranks = _describe_ranks(config, world_size, stage)
     chunks = config.layer_ranges()[stage.ps.pp.rank]
     content = _describe_layers(chunks)
@@ -222,6 +226,7 @@ def _describe_stage(config: Config, world_size: int, stage: StagePlan) -> str:
 
 
 def _describe_ranks(config: Config, world_size: int, stage: StagePlan) -> str:
+    """Describe the ranks of a stage, e.g. ranks 8-15."""
     parallel = config.parallel
     num_ranks = world_size // parallel.pp_size
     # `stage.ps` is of the first TP rank, which the others of its group follow.
@@ -251,6 +256,7 @@ def _describe_layers(chunks: Sequence[range]) -> str:
 
 
 def _describe_precision(config: Config) -> str:
+    """Describe the dtypes of parameters and layers."""
     model = config.model
     name = str(model.params_dtype).removeprefix("torch.")
     if model.low_precision is not None:
@@ -265,6 +271,7 @@ def _describe_precision(config: Config) -> str:
 
 
 def _describe_batch(config: Config, world_size: int, plan: RunPlan) -> str:
+    """Describe the global batch and how it is divided."""
     training = config.training
     num_replicas = config.parallel.dp_size(world_size)
     return (
@@ -275,9 +282,9 @@ def _describe_batch(config: Config, world_size: int, plan: RunPlan) -> str:
 
 
 def _describe_length(config: Config) -> str:
+    """Describe the length of the run, which is given in samples or in iterations."""
     training = config.training
     seq_length = config.data.seq_length
-    # Either the samples or the iterations are given.
     if training.train_samples is not None:
         tokens = training.train_samples * seq_length
         return f"{training.train_samples} samples = {format_count(tokens)} tokens"
@@ -306,10 +313,12 @@ def _describe_memory(plan: RunPlan) -> str:
 
 
 def _describe_checkpoint(config: Config, plan: RunPlan) -> str:
+    """Describe the size of checkpoints and exports, and where they are saved."""
     size = format_size(plan.checkpoint_bytes)
     checkpoint = config.checkpoint
     if checkpoint.save and checkpoint.async_save:
-        staged = format_size(max(stage.checkpoint_bytes for stage in plan.stages))
+        largest = max(stage.checkpoint_bytes for stage in plan.stages)
+        staged = format_size(largest)
         size += f", saved through {staged} of host memory on each rank,"
     if checkpoint.save_hf_interval is not None:
         export = format_size(plan.export_bytes)

@@ -83,64 +83,91 @@ def count_sends(pp_rank: int, pp_size: int, vpp_size: int, num_microbatches: int
     return num_microbatches * (num_passes - num_ends)
 
 
+@dataclass
+class _Messages:
+    """Messages of a tensor-parallel group for one micro-batch, in units of `[s/cp, b, h]`.
+
+    A layer gathers its input in forward, and again in backward; in backward the gradient of the
+    input is reduced. It reduces its output in forward, and gathers the gradient of the output.
+    """
+
+    reductions: float = 0.0
+    gathers: float = 0.0
+    exchanges: int = 0  # of the columns of one projection, or gathers of them
+
+    def add_ends(self, config: Config, chunk: MetaChunk) -> None:
+        """Add the embeddings and losses of a chunk, and projections for multi-token prediction."""
+        # Embedding and loss have one of each, and the loss gathers its input again. Layers for
+        # multi-token prediction have an embedding and a loss each.
+        num_mtp_layers = len(chunk.mtp_kinds)
+        num_embeddings = chunk.pre_process + num_mtp_layers
+        num_losses = chunk.post_process + num_mtp_layers
+        self.reductions += num_embeddings + num_losses
+        self.gathers += num_embeddings + 2 * num_losses
+
+        # The projection for multi-token prediction gathers two inputs in each pass, and reduces
+        # their gradients.
+        num_mtp_forwards = num_mtp_layers * (1 + config.model.recomputes_mtp)
+        self.reductions += 2 * num_mtp_layers
+        self.gathers += 2 * (num_mtp_forwards + num_mtp_layers)
+        self.exchanges += num_mtp_forwards
+        if config.parallel.sequence_parallel:
+            self.exchanges += num_mtp_layers
+
+    def add_attention(self, model: TransformerConfig, num_forwards: int) -> None:
+        """Add the attention of a layer whose forward runs `num_forwards` times."""
+        # The input is narrower if it is latent.
+        input_width = _get_attention_input_width(model) / model.hidden_size
+        num_gathered_inputs = num_forwards + 1
+        self.reductions += num_forwards + input_width
+        self.gathers += num_gathered_inputs * input_width + 1
+        if model.recomputes("mla_up_proj"):
+            self.gathers += input_width
+
+    def add_mlp(self, num_forwards: int) -> None:
+        """Add the MLP of a layer whose forward runs `num_forwards` times."""
+        self.reductions += num_forwards + 1
+        self.gathers += num_forwards + 2
+
+
 def _count_tensor_parallel(
     config: Config,
     chunks: list[MetaChunk],
     activations: ActivationMemory,
     num_microbatches: int,
 ) -> Traffic:
+    """Return the traffic of a rank's tensor-parallel group in a step."""
     size = config.parallel.tp_size
     if size == 1:
         return Traffic(1)
     model = config.model
 
-    # Counted in units of `[s/cp, b, h]`. The input of attention, narrower if it is latent, is
-    # gathered in forward and again in backward, and its gradient reduced; the output is reduced in
-    # forward, and its gradient gathered. The MLP is the same.
-    attention_input = _get_attention_input_width(model) / model.hidden_size
-    reductions = 0.0
-    gathers = 0.0
-    exchanges = 0  # of the columns of one projection, or gathers of them
+    # Count the messages of one micro-batch.
+    messages = _Messages()
     for chunk in chunks:
-        # Embedding and loss have one of each, and the loss gathers its input again. Layers for
-        # multi-token prediction have an embedding and a loss each.
-        num_mtp_layers = len(chunk.mtp_kinds)
-        num_embeddings = chunk.pre_process + num_mtp_layers
-        num_losses = chunk.post_process + num_mtp_layers
-        reductions += num_embeddings + num_losses
-        gathers += num_embeddings + 2 * num_losses
-        # Their projection gathers two inputs in each pass, and reduces the gradients.
-        num_mtp_forwards = num_mtp_layers * (1 + model.recomputes_mtp)
-        reductions += 2 * num_mtp_layers
-        gathers += 2 * (num_mtp_forwards + num_mtp_layers)
-        exchanges += num_mtp_forwards
-        if config.parallel.sequence_parallel:
-            exchanges += num_mtp_layers
+        messages.add_ends(config, chunk)
         for kind, num_forwards in _list_layers(chunk, activations):
-            # Attention. Recomputed layers run forward again as a part of backward.
-            num_gathered_inputs = num_forwards + 1
-            reductions += num_forwards + attention_input
-            gathers += num_gathered_inputs * attention_input + 1
-            if model.recomputes("mla_up_proj"):
-                gathers += attention_input
-            # The MLP. Experts themselves are not split over TP like other layers.
-            if kind.experts and not model.has_shared_experts:
-                continue
-            num_mlp_forwards = num_forwards + activations.recomputes_mlp(kind)
-            reductions += num_mlp_forwards + 1
-            gathers += num_mlp_forwards + 2
+            # Recomputed layers run forward again as a part of backward.
+            messages.add_attention(model, num_forwards)
+            # Experts themselves are not split over TP like other layers.
+            has_split_mlp = not kind.experts or model.has_shared_experts
+            if has_split_mlp:
+                num_mlp_forwards = num_forwards + activations.recomputes_mlp(kind)
+                messages.add_mlp(num_mlp_forwards)
 
+    # Convert them to bytes of the collectives that send them.
     whole = activations.whole * num_microbatches
-    reduced_bytes = round(reductions * whole)
-    gathered_bytes = round(gathers * whole)
+    reduced_bytes = round(messages.reductions * whole)
+    gathered_bytes = round(messages.gathers * whole)
+    exchanged_bytes = messages.exchanges * whole
     if not config.parallel.sequence_parallel:
         # Every rank has the whole sequence, so only columns are gathered.
-        return Traffic(size, all_reduce=reduced_bytes, all_gather=exchanges * whole)
+        return Traffic(size, all_reduce=reduced_bytes, all_gather=exchanged_bytes)
     return Traffic(
         size,
         all_gather=gathered_bytes,
         reduce_scatter=reduced_bytes,
-        all_to_all=exchanges * whole // size,
+        all_to_all=exchanged_bytes // size,
     )
 
 

@@ -62,6 +62,7 @@ class _Printer(logging.Handler):
                 self._report_failure(error)
 
     def _report_failure(self, error: OSError) -> None:
+        """Warn once that the output cannot be written."""
         if self._has_failed:
             return
         self._has_failed = True
@@ -74,6 +75,7 @@ class _Printer(logging.Handler):
 
 
 def _format_text(record: logging.LogRecord) -> str:
+    """Return a line for people."""
     # Measurements are complete lines of their own.
     if "fields" in vars(record):
         return record.getMessage()
@@ -84,6 +86,7 @@ def _format_text(record: logging.LogRecord) -> str:
 
 
 def _format_json(record: logging.LogRecord) -> str:
+    """Return a line of JSON: the time and the measurements, or the level and the message."""
     fields = vars(record).get("fields")
     if not fields:
         fields = {"level": record.levelname.lower(), "message": record.getMessage()}

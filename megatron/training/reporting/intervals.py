@@ -186,25 +186,28 @@ class TrainingLog:
         self._excluded += self._now() - start
 
     def close_interval(self) -> Interval:
-        """Return all iterations since the last call, with the same losses on every rank.
-        Collective.
+        """Return all iterations since the last call. Collective.
+
+        They have the same losses on every rank.
         """
+        # Read all iterations with one transfer and one collective per kind of measurement.
         assert self._pending
-        # One transfer and one collective for all iterations of the interval.
-        losses = reduce_losses([on_device.losses for _, on_device in self._pending], self._ps)
+        measured = [on_device for _, on_device in self._pending]
+        losses = reduce_losses([on_device.losses for on_device in measured], self._ps)
+        scalars = _read_scalars(measured)
+        experts = self._reduce_expert_metrics()
+
         iterations = []
-        for (iteration, _), losses_of_iteration, scalars, experts in zip(
-            self._pending,
-            losses,
-            _read_scalars([on_device for _, on_device in self._pending]),
-            self._reduce_expert_metrics(),
-            strict=True,
-        ):
-            lm_loss, *mtp_losses = losses_of_iteration
-            metrics = replace(
-                iteration, lm_loss=lm_loss, mtp_losses=mtp_losses, experts=experts, **scalars
+        for index, (iteration, _) in enumerate(self._pending):
+            lm_loss, *mtp_losses = losses[index]
+            complete = replace(
+                iteration,
+                lm_loss=lm_loss,
+                mtp_losses=mtp_losses,
+                experts=experts[index],
+                **scalars[index],
             )
-            iterations.append(metrics)
+            iterations.append(complete)
 
         # Reading the losses has waited for the device, so that the clock includes all its work.
         now = self._now()
@@ -244,6 +247,7 @@ class TrainingLog:
         return metrics
 
     def _now(self) -> float:
+        """Return the time, after the kernels that are queued on the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # kernels are asynchronous
         return self._clock()

@@ -1,6 +1,4 @@
-"""Measurements besides the loss: memory in use, the norm of the parameters, operations per
-token.
-"""
+"""Measurements besides the loss: memory, norm of the parameters, operations per token."""
 
 from __future__ import annotations
 
@@ -35,7 +33,8 @@ def measure_memory(device: torch.device) -> dict[str, float]:
         }
     values = {"mem-max-resident-bytes": measure_max_memory(device)}
     if _STATM.exists():
-        resident_pages = int(_STATM.read_text().split()[1])
+        _, resident, *_ = _STATM.read_text().split()  # numbers of pages
+        resident_pages = int(resident)
         values["mem-resident-bytes"] = resident_pages * os.sysconf("SC_PAGE_SIZE")
     return values
 
@@ -47,25 +46,27 @@ def measure_max_memory(device: torch.device) -> float:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts in KiB
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return 1024.0 * usage.ru_maxrss  # Linux counts in KiB
 
 
 def format_memory_line(iteration: int, device: torch.device) -> str:
-    """Return a log line with the maximum of each metric over all ranks, and its rank.
-    Collective.
-    """
-    # All ranks have the same kind of device, hence the same metrics.
+    """Return a log line with the maximum of each metric over all ranks. Collective."""
     gathered: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, measure_memory(device))
+
+    # All ranks have the same kind of device, hence the same metrics.
     parts = []
     for name in gathered[0]:
         values = [metrics[name] for metrics in gathered]
         largest = max(values)
-        label = name.removeprefix("mem-").removesuffix("-bytes").replace("-", " ")
+        rank = values.index(largest)
         amount = f"{largest:.0f}"
         if name.endswith("-bytes"):
             amount = f"{largest / 1e9:.3f} GB"
-        parts.append(f"{label} {amount} (rank {values.index(largest)})")
+        label = name.removeprefix("mem-").removesuffix("-bytes")
+        label = label.replace("-", " ")
+        parts.append(f"{label} {amount} (rank {rank})")
     return f"memory after iteration {iteration}, maximum over ranks: {', '.join(parts)}"
 
 
@@ -73,8 +74,9 @@ def format_memory_line(iteration: int, device: torch.device) -> str:
 def compute_params_norm(
     chunks: Sequence[DistributedDataParallel], ps: ParallelState
 ) -> torch.Tensor:
-    """Return the Euclidean norm of the whole model as a scalar on the device; each parameter counts
-    once. Collective.
+    """Return the Euclidean norm of the whole model as a scalar on the device. Collective.
+
+    Each parameter counts once, although several ranks may have it.
     """
     # Sum the squares in fp64: the norms of large models exceed the precision of fp32.
     device = chunks[0].flat_buffers[0].param_data.device
@@ -88,7 +90,8 @@ def compute_params_norm(
                 continue
             tensors = (param,) if info.fp8 is None else info.fp8.tensors
             for values in tensors:
-                total += torch.linalg.vector_norm(values.float()).double().square()
+                norm = torch.linalg.vector_norm(values.float())
+                total += norm.double().square()
 
     # Ranks of another replica have the same parameters, unless experts are split over them.
     if ps.config.splits_experts:
@@ -99,23 +102,26 @@ def compute_params_norm(
 
 
 def compute_flops_per_token(config: TransformerConfig, seq_length: int, vocab_size: int) -> float:
-    """Return the operations of forward and backward per token: 2 per multiply-add, backward twice
-    the forward.
+    """Return the operations of forward and backward per token.
+
+    A multiply-add is 2 operations, and backward has twice those of forward.
 
     Counts the matrix products that the mathematics needs: projections, MLP, attention over the keys
     that the causal mask and the window leave, logits. Recomputed activations and element-wise
     operations do not count (Chowdhery et al. 2022, "PaLM", appendix B; the convention of
     Megatron-LM's TFLOP/s).
     """
-    # 6 = 2 operations per multiply-add x 3 products (forward, and the gradients of input and
-    # weight).
-    # Layers for multi-token prediction also have a projection of their inputs, and logits.
+    # Multiply-adds of forward. Layers for multi-token prediction also have a projection of their
+    # inputs, and logits.
     num_mtp_layers = config.num_mtp_layers
     num_layers = config.num_layers + num_mtp_layers
     attention = num_layers * _count_attention_products(config, seq_length)
-    logits = (1 + num_mtp_layers) * config.hidden_size * vocab_size
+    mlps = _count_mlp_products(config)
     inputs = num_mtp_layers * 2 * config.hidden_size**2
-    return 6 * (attention + _count_mlp_products(config) + inputs + logits)
+    logits = (1 + num_mtp_layers) * config.hidden_size * vocab_size
+
+    # 2 operations per multiply-add, 3 products (forward, gradients of input and of weight)
+    return 6 * (attention + mlps + inputs + logits)
 
 
 def _count_attention_products(config: TransformerConfig, seq_length: int) -> float:
@@ -123,18 +129,21 @@ def _count_attention_products(config: TransformerConfig, seq_length: int) -> flo
     num_heads = config.num_attention_heads
     hidden_size = config.hidden_size
 
-    # Projections of queries, keys and values.
+    # Projections of queries, keys and values
     if config.multi_latent_attention:
         # Down-projections to the latent vectors, then up-projections for every head.
-        qkv = hidden_size * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
-        qkv += config.kv_lora_rank * num_heads * (config.qk_head_dim + config.v_head_dim)
+        latent_width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        qkv = hidden_size * latent_width
+        key_and_value_width = config.qk_head_dim + config.v_head_dim
+        qkv += config.kv_lora_rank * num_heads * key_and_value_width
         query_input = hidden_size
         if config.q_lora_rank is not None:
             qkv += hidden_size * config.q_lora_rank
             query_input = config.q_lora_rank
         qkv += query_input * num_heads * config.qk_width
     else:
-        qkv = hidden_size * (num_heads + 2 * config.query_groups) * config.head_dim
+        num_rows = num_heads + 2 * config.query_groups  # queries, keys and values
+        qkv = hidden_size * num_rows * config.head_dim
 
     # Scores and weighted sum. Without a window, a token attends to half of the sequence on average.
     window_fraction = sum(config.window_pattern) / config.num_layers
@@ -147,14 +156,19 @@ def _count_attention_products(config: TransformerConfig, seq_length: int) -> flo
 
 
 def _count_mlp_products(config: TransformerConfig) -> float:
-    """Return the multiply-adds per token of all MLPs; of the experts only the chosen ones."""
+    """Return the multiply-adds per token of all MLPs, including the chosen experts."""
     hidden_size = config.hidden_size
-    # Up, down, and the gate if there is one.
+    # Up, down, and the gate if there is one
     num_matrices = 3 if config.gated else 2
     per_width = num_matrices * hidden_size
+
+    # Dense layers
     pattern = config.moe_layer_pattern_with_mtp
     num_moe_layers = sum(pattern)
-    mlps = per_width * config.ffn_size * (len(pattern) - num_moe_layers)
+    num_dense_layers = len(pattern) - num_moe_layers
+    mlps = per_width * config.ffn_size * num_dense_layers
+
+    # Layers with experts
     if config.has_experts:
         width = config.moe_router_topk * config.moe_ffn_size
         width += config.moe_shared_expert_intermediate_size or 0
@@ -164,8 +178,9 @@ def _count_mlp_products(config: TransformerConfig) -> float:
 
 
 def count_attended_keys(config: TransformerConfig, seq_length: int) -> float:
-    """Return the mean number of keys per token in a layer with a window; without one, half the
-    sequence.
+    """Return the mean number of keys per token in a layer with a window.
+
+    Without a window, it is half of the sequence.
     """
     # Position i attends to min(i, window) keys: a ramp of length window, then a constant.
     window = seq_length

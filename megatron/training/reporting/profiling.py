@@ -56,13 +56,15 @@ class Timers:
             self._seconds[name] += self._now() - start
 
     def _now(self) -> float:
+        """Return the time, after the kernels that are queued on the device."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()  # kernels are asynchronous
         return time.perf_counter()
 
     def take(self) -> dict[str, list[float]]:
-        """Return the seconds of every rank by name, and reset the timers. Collective if the level
-        is above 0.
+        """Return the seconds of every rank by name, and reset the timers.
+
+        Collective if the level is above 0.
         """
         if self.level == 0:
             return {}
@@ -75,7 +77,8 @@ class Timers:
         result: dict[str, list[float]] = {}
         for rank, seconds_by_name in enumerate(gathered):
             for name, seconds in seconds_by_name.items():
-                result.setdefault(name, [0.0] * num_ranks)[rank] = seconds
+                times = result.setdefault(name, [0.0] * num_ranks)
+                times[rank] = seconds
         return result
 
     def report(self, taken: dict[str, list[float]], iterations: int) -> str:
@@ -85,7 +88,9 @@ class Timers:
         lines = [f"{TITLES[self._option]} (ms):"]
         for name, seconds in taken.items():
             milliseconds = [1000 * total / iterations for total in seconds]
-            lines.append(f"    {name + ' ':.<46}: {_format_times(milliseconds, self._option)}")
+            label = f"{name} "
+            times = _format_times(milliseconds, self._option)
+            lines.append(f"    {label:.<46}: {times}")
         return "\n".join(lines)
 
 
@@ -95,8 +100,8 @@ def _format_times(times: Sequence[float], option: str) -> str:
         return f"{max(times):.2f}"
     if option == "minmax":
         return f"({min(times):.2f}, {max(times):.2f})"
-    of_ranks = [f"rank {rank}: {time:.2f}" for rank, time in enumerate(times)]
-    return "  ".join(of_ranks)
+    parts = [f"rank {rank}: {time:.2f}" for rank, time in enumerate(times)]
+    return "  ".join(parts)
 
 
 class StepProfiler:
@@ -150,6 +155,7 @@ class StepProfiler:
             )
 
     def _start(self, iteration: int) -> None:
+        """Start the trace with an iteration."""
         self._requested = False
         self._first = iteration
         activities = [ProfilerActivity.CPU]
@@ -160,19 +166,24 @@ class StepProfiler:
         self._timers.traced = True
 
     def _finish(self, last: int) -> None:
+        """End the trace, whose last iteration is `last`, and write it."""
         assert self._profiler is not None
         self._profiler.stop()
         self._timers.traced = False
+
+        # The trace. TensorBoard finds traces by this suffix.
         name = f"rank_{self._rank}_iterations_{self._first}_to_{last}"
-        # TensorBoard finds traces by this suffix.
         trace = self._directory / f"{name}.pt.trace.json"
         self._profiler.export_chrome_trace(str(trace))
+
+        # A table of the slowest operators, which needs no trace viewer
         sort_key = "self_cpu_time_total"
         if torch.cuda.is_available():
             sort_key = "self_device_time_total"
-        # A summary for those without a trace viewer.
-        table = self._profiler.key_averages().table(sort_by=sort_key, row_limit=40)
-        (self._directory / f"{name}.txt").write_text(table)
+        averages = self._profiler.key_averages()
+        table = averages.table(sort_by=sort_key, row_limit=40)
+        summary = self._directory / f"{name}.txt"
+        summary.write_text(table)
         logger.info(
             f"rank {self._rank}: trace of iterations {self._first} to {last} in {trace}",
             extra=EVERY_RANK,

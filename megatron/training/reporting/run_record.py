@@ -121,7 +121,8 @@ class RunRecord:
     def __init__(self, save: str | Path, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         # The process id separates launches on a shared file system.
-        self._path = Path(save) / RECORDS / f"{_format_file_time(clock())}-{os.getpid()}.jsonl"
+        began = _format_file_time(clock())
+        self._path = Path(save) / RECORDS / f"{began}-{os.getpid()}.jsonl"
         self._started = False
         self._warned = False
 
@@ -163,12 +164,19 @@ def failed_launch_recorded(
 def _record_failed_launch(
     records: Path, began: str, now: float, command: Sequence[str], error: Exception
 ) -> None:
+    """Write a `.failed` file, unless the process has begun a record, or there are none."""
     # A launch that has begun its record ends it with the reason.
-    own_records = [path for path in records.glob(f"*-{os.getpid()}.jsonl") if path.name >= began]
+    pid = os.getpid()
+    own_records = [path for path in records.glob(f"*-{pid}.jsonl") if path.name >= began]
     if own_records or not records.is_dir():
         return
-    row = {"kind": "failed", "time": round(now, 3), "reason": str(error), "command": list(command)}
-    path = records / f"{began}-{os.getpid()}.failed"
+    row = {
+        "kind": "failed",
+        "time": round(now, 3),
+        "reason": str(error),
+        "command": list(command),
+    }
+    path = records / f"{began}-{pid}.failed"
     with contextlib.suppress(OSError):  # the original error matters more
         path.write_text(json.dumps(row), encoding="utf-8")
 
@@ -176,7 +184,8 @@ def _record_failed_launch(
 def _format_file_time(now: float) -> str:
     """Return seconds since 1970 as text that sorts by time."""
     day_and_time = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now))
-    return f"{day_and_time}.{int(now % 1 * 1e6):06d}"
+    microseconds = int(now % 1 * 1e6)
+    return f"{day_and_time}.{microseconds:06d}"
 
 
 @dataclass
@@ -190,13 +199,14 @@ class RecordedLaunch:
 
     @property
     def first(self) -> int:
-        """The last iteration before this launch."""
+        """Return the last iteration before this launch."""
         return int(self.start["iteration"])
 
     @property
     def last(self) -> int:
-        """The last recorded iteration."""
-        return max([self.first, *(row["iteration"] for row in self.intervals)])
+        """Return the last recorded iteration."""
+        iterations = [row["iteration"] for row in self.intervals]
+        return max([self.first, *iterations])
 
     @property
     def began(self) -> float:
@@ -204,11 +214,12 @@ class RecordedLaunch:
 
     @property
     def ended(self) -> float:
-        """The time of its last line."""
+        """Return the time of its last line."""
         rows = [self.start, *self.intervals, *self.points]
         if self.end is not None:
             rows.append(self.end)
-        return float(max(row["time"] for row in rows))
+        times = [row["time"] for row in rows]
+        return float(max(times))
 
 
 def read_record(save: str | Path) -> list[RecordedLaunch]:
@@ -290,25 +301,32 @@ def compute_goodput(launches: Sequence[RecordedLaunch]) -> dict[str, float]:
         "between starts",
     )
     spent = dict.fromkeys(names, 0.0)
-    ended = launches[0].began  # of the launches before
+    began = launches[0].began
+    ended = began  # the last line of the launches before
     for launch, kept in zip(launches, find_kept_iterations(launches), strict=True):
-        # From the end of the previous launch to the first iteration.
+        # From the end of the previous launch to the first iteration
         loading = launch.start.get("loading", 0.0)
+        before_training = launch.start["time"] - launch.began
         spent["between starts"] += max(0.0, launch.began - ended)
         spent["loading"] += loading
-        spent["starting"] += max(0.0, launch.start["time"] - launch.began - loading)
+        spent["starting"] += max(0.0, before_training - loading)
 
-        # Iterations, of which a later launch may have repeated some, and saves.
+        # Saves
         for row in launch.points:
             for name in ("save-blocking-time", "local-save-blocking-time"):
-                spent["held up by saves"] += max(0.0, row["values"].get(name) or 0.0)
+                seconds = row["values"].get(name) or 0.0
+                spent["held up by saves"] += max(0.0, seconds)
+
+        # Iterations, of which a later launch may have repeated some. The time of an interval is
+        # divided among its iterations in equal parts.
         for row in launch.intervals:
             num_iterations = row["iterations"]
-            # Time is divided among the iterations of an interval in equal parts.
-            num_repeated = min(max(0, row["iteration"] - kept), num_iterations)
-            repeated = num_repeated / num_iterations
+            num_repeated = max(0, row["iteration"] - kept)
+            repeated = min(num_repeated, num_iterations) / num_iterations
             spent["done again later"] += repeated * row["seconds"]
             spent["training"] += (1 - repeated) * row["seconds"]
         ended = max(ended, launch.ended)
-    spent["evaluation and other"] = max(0.0, ended - launches[0].began - sum(spent.values()))
+
+    accounted = sum(spent.values())
+    spent["evaluation and other"] = max(0.0, ended - began - accounted)
     return spent

@@ -13,7 +13,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from megatron.conversion.formats import find_problem
 from megatron.core.dist_checkpointing import CheckpointDirectory, read_tracker, verify
@@ -53,10 +53,17 @@ SAVE_TIMES = (
 SAVE_SIZE = "save-gigabytes"
 _PRODUCTIVE_SHARE = 0.9  # below, the verdict is a warning
 _TREND_SHARE = 0.1  # of the losses, compared with as many before
-_SILENCE_SECONDS = 600.0  # a launch without an end and without a line for so long is not running
+_SILENCE_SECONDS = 600.0  # without an end or a new line for longer, a launch is not running
 
 Row = dict[str, Any]
-Point = tuple[float, float]
+Point = tuple[float, float]  # (iteration, value)
+
+
+class Sentence(NamedTuple):
+    """A sentence of the verdict on a run."""
+
+    mood: Literal["good", "warn", "bad"]
+    text: str
 
 
 def collect_facts(
@@ -68,34 +75,39 @@ def collect_facts(
     """
     now = clock()
     runs = [describe_run(root, verify_checkpoints, now) for root in roots]
+    arguments = [run["arguments"] for run in runs]
     return {
         "generated": now,
         "train_iters": max(run["train_iters"] for run in runs),
         "runs": runs,
-        "differences": find_differences([run["arguments"] for run in runs]),
+        "differences": find_differences(arguments),
     }
 
 
 def describe_run(root: Path, verify_checkpoints: bool, now: float) -> Row:
-    """Return all data of one run."""
+    """Return all data of one run. Raises ValueError if there is no record of it."""
     launches = read_record(root)
     if not launches:
         raise ValueError(
             f"{escape_control_chars(str(root))}: no record of a run (runs/*.jsonl); "
             "give the --save directory of a run"
         )
-    newest = launches[-1]
-    # A page with many launches draws fewer points of each.
-    max_points = min(MAX_POINTS, max(20, MAX_POINTS_OF_RUN // len(launches)))
-    described = []
+
+    # Describe each launch. A page with many of them draws fewer points of each.
+    max_points = max(20, MAX_POINTS_OF_RUN // len(launches))
+    max_points = min(max_points, MAX_POINTS)
     kept_iterations = find_kept_iterations(launches)
+    described = []
     for index, launch in enumerate(launches):
         row = describe_launch(launch, kept_iterations[index], max_points)
         row["changes"] = []
         if index > 0:
-            row["changes"] = describe_changes(launches[index - 1], launch)
+            before = launches[index - 1]
+            row["changes"] = describe_changes(before, launch)
         described.append(row)
+
     # Summarize the whole run.
+    newest = launches[-1]
     checkpoints = describe_checkpoints(root, launches, verify_checkpoints)
     goodput = compute_goodput(launches)
     train_iters = newest.start.get("train_iters", newest.last)
@@ -114,7 +126,7 @@ def describe_run(root: Path, verify_checkpoints: bool, now: float) -> Row:
     }
 
 
-# Verdict.
+# Verdict
 
 
 def make_verdict(
@@ -124,7 +136,7 @@ def make_verdict(
     goodput: Mapping[str, float],
     now: float,
 ) -> list[Row]:
-    """Return the state of the run in sentences, each with the mood `good`, `warn` or `bad`."""
+    """Return the state of the run in sentences, as plain values."""
     sentences = [
         _judge_progress(launches[-1], train_iters, now),
         _judge_numbers(launches),
@@ -132,41 +144,48 @@ def make_verdict(
         _judge_checkpoints(checkpoints),
         _judge_time(goodput),
     ]
-    return [{"mood": mood, "text": text} for mood, text in filter(None, sentences)]
+    return [sentence._asdict() for sentence in sentences if sentence is not None]
 
 
-def _judge_progress(newest: RecordedLaunch, train_iters: int, now: float) -> tuple[str, str]:
+def _judge_progress(newest: RecordedLaunch, train_iters: int, now: float) -> Sentence:
+    """Report whether the newest launch is running, or how it ended."""
     place = f"iteration {newest.last} of {train_iters}"
     if newest.end is None:
         silence = max(0.0, now - newest.ended)
         if silence < _SILENCE_SECONDS:
-            return "good", f"Running: {place}."
-        return "bad", (
-            f"Killed or hanging: no end is recorded, and the last line, at {place}, is "
-            f"{_format_duration(silence)} old."
+            return Sentence("good", f"Running: {place}.")
+        age = _format_duration(silence)
+        return Sentence(
+            "bad",
+            f"Killed or hanging: no end is recorded, and the last line, at {place}, is {age} old.",
         )
+    reason = newest.end["reason"]
     if newest.end["failed"]:
-        return "bad", f"Failed at {place}: {newest.end['reason']}"
+        return Sentence("bad", f"Failed at {place}: {reason}")
     if newest.last >= train_iters:
-        return "good", f"Finished: all {train_iters} iterations."
-    return "warn", f"Ended early at {place}: {newest.end['reason']}"
+        return Sentence("good", f"Finished: all {train_iters} iterations.")
+    return Sentence("warn", f"Ended early at {place}: {reason}")
 
 
-def _judge_numbers(launches: Sequence[RecordedLaunch]) -> tuple[str, str]:
+def _judge_numbers(launches: Sequence[RecordedLaunch]) -> Sentence:
+    """Report losses that are not finite, and skipped iterations."""
     num_nan = 0
     num_skipped = 0
     for launch in launches:
-        num_nan += sum(row.get("nan", 0) for row in launch.intervals)
-        num_skipped += sum(row.get("skipped", 0) for row in launch.intervals)
+        for row in launch.intervals:
+            num_nan += row.get("nan", 0)
+            num_skipped += row.get("skipped", 0)
+    skipped = f"skipped iterations: {num_skipped}."
     if num_nan:
-        return "bad", f"Losses that are not finite: {num_nan}; skipped iterations: {num_skipped}."
+        return Sentence("bad", f"Losses that are not finite: {num_nan}; {skipped}")
     if num_skipped:
-        return "warn", f"All losses are finite; skipped iterations: {num_skipped}."
-    return "good", "All losses are finite; no iteration was skipped."
+        return Sentence("warn", f"All losses are finite; {skipped}")
+    return Sentence("good", "All losses are finite; no iteration was skipped.")
 
 
-def _judge_loss(launches: Sequence[RecordedLaunch]) -> tuple[str, str] | None:
+def _judge_loss(launches: Sequence[RecordedLaunch]) -> Sentence | None:
     """Compare the mean of the last losses with the mean of as many before them."""
+    # Losses of iterations that were not repeated
     losses = []
     for launch, kept in zip(launches, find_kept_iterations(launches), strict=True):
         for row in launch.intervals:
@@ -174,49 +193,61 @@ def _judge_loss(launches: Sequence[RecordedLaunch]) -> tuple[str, str] | None:
                 losses.append(row["lm_loss"])
     if not losses:
         return None
+    newest = losses[-1]
+
     # Means over a share of the run are less noisy than single losses.
     size = max(1, int(_TREND_SHARE * len(losses)))
     if len(losses) < 2 * size:
-        return "good", f"Training loss {losses[-1]:.3f}."
+        return Sentence("good", f"Training loss {newest:.3f}.")
     recent = sum(losses[-size:]) / size
     before = sum(losses[-2 * size : -size]) / size
-    change = (recent - before) / abs(before) if before else 0.0
+    change = 0.0
+    if before != 0:
+        change = (recent - before) / abs(before)
+
     trend = f"{change:+.2%}"
     if trend in ("+0.00%", "-0.00%"):
         trend = "unchanged"
-    text = f"Training loss {losses[-1]:.3f}, {trend} over the last {_TREND_SHARE:.0%} of it."
-    return ("good" if change < 0.01 else "warn"), text
+    text = f"Training loss {newest:.3f}, {trend} over the last {_TREND_SHARE:.0%} of it."
+    is_falling = change < 0.01
+    return Sentence("good" if is_falling else "warn", text)
 
 
-def _judge_checkpoints(checkpoints: Sequence[Row]) -> tuple[str, str]:
-    if not checkpoints:
-        return "warn", "There is no checkpoint."
+def _judge_checkpoints(checkpoints: Sequence[Row]) -> Sentence:
+    """Report the newest usable checkpoint, and the number of damaged ones."""
+    total = len(checkpoints)
+    if total == 0:
+        return Sentence("warn", "There is no checkpoint.")
     usable = [row["iteration"] for row in checkpoints if row["usable"]]
     if not usable:
-        return "bad", f"None of {len(checkpoints)} checkpoints is usable."
+        return Sentence("bad", f"None of {total} checkpoints is usable.")
     text = f"Newest usable checkpoint: iteration {max(usable)}"
-    num_damaged = len(checkpoints) - len(usable)
+    num_damaged = total - len(usable)
     if num_damaged:
-        return "warn", f"{text}; {num_damaged} of {len(checkpoints)} are not usable."
-    return "good", f"{text}; all {len(checkpoints)} are usable."
+        return Sentence("warn", f"{text}; {num_damaged} of {total} are not usable.")
+    return Sentence("good", f"{text}; all {total} are usable.")
 
 
-def _judge_time(goodput: Mapping[str, float]) -> tuple[str, str] | None:
+def _judge_time(goodput: Mapping[str, float]) -> Sentence | None:
+    """Report the share of productive time, and the two activities that lost the most."""
     total = sum(goodput.values())
     if total <= 0:
         return None
     share = goodput["training"] / total
     text = f"{share:.0%} of the time was productive training"
-    lost = {name: seconds for name, seconds in goodput.items() if name != "training"}
+
     # Name the two largest losses, if they matter.
-    largest = sorted(lost.items(), key=lambda item: -item[1])[:2]
+    lost = {name: seconds for name, seconds in goodput.items() if name != "training"}
+    by_seconds = sorted(lost.items(), key=lambda item: -item[1])
     parts = []
-    for name, seconds in largest:
+    for name, seconds in by_seconds[:2]:
         if seconds > 0.01 * total:
-            parts.append(f"{_LOSSES.get(name, name)} {_format_duration(seconds)}")
+            label = _LOSSES.get(name, name)
+            parts.append(f"{label} {_format_duration(seconds)}")
     if parts:
         text += f"; most was lost by: {', '.join(parts)}"
-    return ("good" if share >= _PRODUCTIVE_SHARE else "warn"), f"{text}."
+    is_productive = share >= _PRODUCTIVE_SHARE
+    return Sentence("good" if is_productive else "warn", f"{text}.")
 
 
 # Activities of `compute_goodput`, as the page calls them.
@@ -228,6 +259,7 @@ _LOSSES = {
 
 
 def _format_duration(seconds: float) -> str:
+    """Return a time in the unit that suits its size."""
     if seconds < 90:
         return f"{seconds:.1f} s"
     if seconds < 5400:
@@ -237,7 +269,7 @@ def _format_duration(seconds: float) -> str:
     return f"{seconds / 86_400:.1f} days"
 
 
-# Launches.
+# Launches
 
 
 def describe_launch(launch: RecordedLaunch, kept: int, max_points: int = MAX_POINTS) -> Row:
@@ -245,15 +277,18 @@ def describe_launch(launch: RecordedLaunch, kept: int, max_points: int = MAX_POI
     end = launch.end
     if end is None:
         end = {"reason": "no end recorded: killed, or still running", "failed": True}
+    # Validation losses: (iteration, loss)
     validation = []
     for row in launch.points:
         loss = row["values"].get(VALIDATION_LOSS)
         if loss is not None:
             validation.append((row["iteration"], loss))
-    # Saves, with the time that each took from training.
+
+    # Saves: (iteration, seconds by phase)
     saves = []
     for row in find_saves(launch):
-        saves.append((row["iteration"], split_save_time(row["values"])))
+        phases = split_save_time(row["values"])
+        saves.append((row["iteration"], phases))
     return {
         "layout": launch.start.get("layout", ""),
         "host": launch.start.get("host", ""),
@@ -284,33 +319,40 @@ def make_curve(launch: RecordedLaunch, name: str, max_points: int = MAX_POINTS) 
     for start in range(0, len(points), group_size):
         group = points[start : start + group_size]
         mean = sum(value for _, value in group) / len(group)
-        curve.append((group[-1][0], mean))
+        last_iteration, _ = group[-1]
+        curve.append((last_iteration, mean))
     return curve
 
 
 def find_saves(launch: RecordedLaunch) -> list[Row]:
     """Return the points of committed saves that have all measurements."""
+    required = {*SAVE_TIMES, SAVE_SIZE}
     saves = []
     for row in launch.points:
-        measurements = [row["values"].get(name) for name in (*SAVE_TIMES, SAVE_SIZE)]
-        if None not in measurements:
+        values = row["values"]
+        if all(values.get(name) is not None for name in required):
             saves.append(row)
     return saves
 
 
 def split_save_time(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each phase of a save; `training waited` overlaps with them."""
+    """Return the seconds of each phase of a save, and its bytes.
+
+    `training waited` overlaps with the phases.
+    """
+    # Staging and writing overlap; the times are those at which they ended.
     staged, written, total, blocking = [values[name] for name in SAVE_TIMES]
+    all_written = max(staged, written)
     return {
         "copy to host memory": staged,
         "write": max(0.0, written - staged),
-        "commit": max(0.0, total - max(staged, written)),
+        "commit": max(0.0, total - all_written),
         "training waited": blocking,
         "bytes": values[SAVE_SIZE] * 1e9,
     }
 
 
-# Differences between launches.
+# Differences between launches
 
 
 def collect_arguments(launch: RecordedLaunch) -> dict[str, str]:
@@ -318,8 +360,12 @@ def collect_arguments(launch: RecordedLaunch) -> dict[str, str]:
     start = launch.start
     arguments = {}
     for name, value in start.get("arguments", {}).items():
-        arguments[f"--{name.replace('_', '-')}"] = value
-    for part in start.get("summary", {}).get("versions", "").split(", "):
+        flag = name.replace("_", "-")
+        arguments[f"--{flag}"] = value
+
+    # Versions are recorded as text: "torch 2.13.0, python 3.11".
+    versions = start.get("summary", {}).get("versions", "")
+    for part in versions.split(", "):
         name, _, version = part.partition(" ")
         if version:
             arguments[name] = version
@@ -331,7 +377,7 @@ def collect_arguments(launch: RecordedLaunch) -> dict[str, str]:
 
 
 def describe_changes(before: RecordedLaunch, after: RecordedLaunch) -> list[str]:
-    """Return texts such as "--lr 0.003 -> 0.001" for what differs between two launches."""
+    """Return texts such as "--lr 0.003 -> 0.001" for the differences between two launches."""
     differences = find_differences([collect_arguments(before), collect_arguments(after)])
     changes = []
     for name, old, new in differences:
@@ -345,27 +391,33 @@ def find_differences(columns: Sequence[Mapping[str, str]]) -> list[list[str]]:
 
     A value that is not recorded is empty.
     """
+    # All names, in the order of their first column
+    names: dict[str, None] = {}
+    for column in columns:
+        names |= dict.fromkeys(column)
+
     rows = []
-    for name in dict.fromkeys(name for column in columns for name in column):
+    for name in names:
         values = [column.get(name, "") for column in columns]
         if len(set(values)) > 1:
             rows.append([name, *values])
     return rows
 
 
-# Checkpoints.
+# Checkpoints
 
 
 def describe_checkpoints(
     root: Path, launches: Sequence[RecordedLaunch], verify_checkpoints: bool
 ) -> list[Row]:
     """Return a row for each checkpoint: state, size, writer, parent, branch, command to resume."""
-    writers = {}  # iteration -> number of the launch that saved it last, from 1
-    for number_of_launch, launch in enumerate(launches, start=1):
+    # The number (from 1) of the launch that saved each iteration last
+    writers = {}
+    for number, launch in enumerate(launches, start=1):
         for row in find_saves(launch):
-            writers[row["iteration"]] = number_of_launch
+            writers[row["iteration"]] = number
 
-    # The branch on which the next launch continues.
+    # The branch on which the next launch continues
     checkpoints = CheckpointDirectory(root)
     lineages = checkpoints.read_lineages()
     head = None
@@ -379,45 +431,59 @@ def describe_checkpoints(
         directory = checkpoints.path(iteration)
         row = measure_files(directory)
         row["iteration"] = iteration
-        row["launch"] = writers.get(iteration)
+
+        # The launch that saved it, if it is known
+        number_of_writer = writers.get(iteration)
+        writer = None
+        if number_of_writer is not None:
+            writer = launches[number_of_writer - 1]
+        row["launch"] = number_of_writer
         row["layout"] = None
         row["validation"] = None
-        writer = None
-        if iteration in writers:
-            writer = launches[writers[iteration] - 1]
+        if writer is not None:
             row["layout"] = writer.start.get("layout")
             row["validation"] = find_validation_loss(writer, iteration)
+
+        # Its state, and its place in the history
+        is_usable, state = find_state(directory, verify_checkpoints)
+        row["usable"] = is_usable
+        row["state"] = state
         row["parent"] = find_parent(directory, writer)
         row["branch"] = "current" if iteration in current else "left"
-        row["usable"], row["state"] = find_state(directory, verify_checkpoints)
         row["resume"] = make_resume_command(command, root, iteration)
         rows.append(row)
     return rows
 
 
 def make_resume_command(command: Sequence[str], root: Path, iteration: int) -> str:
-    """Return the recorded command with the flags that resume from a checkpoint; empty if none is
-    recorded.
+    """Return the recorded command with the flags that resume from a checkpoint.
+
+    Returns an empty text if no command is recorded.
     """
     if not command:
         return ""
+
+    # Remove these flags, with a value in the same word or in the next one.
     kept = []
-    skips_value = False
+    is_value = False
     for word in command:
-        if skips_value:
-            skips_value = False
+        if is_value:
+            is_value = False
         elif word in ("--load", "--ckpt-step"):
-            skips_value = True
+            is_value = True
         elif not word.startswith(("--load=", "--ckpt-step=")):
             kept.append(word)
-    return shlex.join([*kept, "--load", str(root.absolute()), "--ckpt-step", str(iteration)])
+
+    kept += ["--load", str(root.absolute()), "--ckpt-step", str(iteration)]
+    return shlex.join(kept)
 
 
 def find_validation_loss(launch: RecordedLaunch, iteration: int) -> float | None:
     """Return the validation loss that a launch has measured at an iteration, if any."""
     for row in launch.points:
-        if row["iteration"] == iteration and row["values"].get(VALIDATION_LOSS) is not None:
-            return float(row["values"][VALIDATION_LOSS])
+        loss = row["values"].get(VALIDATION_LOSS)
+        if row["iteration"] == iteration and loss is not None:
+            return float(loss)
     return None
 
 
@@ -432,8 +498,10 @@ def measure_files(directory: Path) -> Row:
 
 
 def find_parent(directory: Path, writer: RecordedLaunch | None) -> str | None:
-    """Return the name of the previous checkpoint; for the first one of a directory, the checkpoint
-    from which its launch started.
+    """Return the name of the previous checkpoint.
+
+    For the first one of a directory, it is the checkpoint from which its launch started. Returns
+    None if that is unknown.
     """
     before = read_parent(directory)
     if before is not None:
@@ -447,7 +515,7 @@ def find_parent(directory: Path, writer: RecordedLaunch | None) -> str | None:
 
 
 def find_state(directory: Path, verify_checkpoints: bool) -> tuple[bool, str]:
-    """Return whether a checkpoint is usable, and its state: complete, verified or damaged."""
+    """Return whether a checkpoint is usable, and its state, e.g. complete, verified or damaged."""
     if any(directory.glob("mp_rank_*")):
         return True, "legacy format"
     problem = find_problem(directory)
@@ -462,7 +530,7 @@ def find_state(directory: Path, verify_checkpoints: bool) -> tuple[bool, str]:
     return True, "verified"
 
 
-# Page.
+# Page
 
 
 def render_page(facts: Row, refresh_seconds: int | None = None) -> str:
@@ -485,4 +553,5 @@ def render_page(facts: Row, refresh_seconds: int | None = None) -> str:
 
 
 def _read_part(name: str) -> str:
+    """Return the content of a file of the page."""
     return (PAGE / name).read_text(encoding="utf-8")

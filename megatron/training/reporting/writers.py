@@ -52,7 +52,7 @@ def make_writers(config: LoggingConfig, save: str | None, args: dict[str, Any]) 
     return writers
 
 
-# The log line.
+# The log line
 
 
 def format_throughput(tflops: float) -> str:
@@ -68,12 +68,16 @@ def format_throughput(tflops: float) -> str:
 def format_log_line(interval: Interval, train_iters: int) -> str:
     """Return the log line of an interval: Megatron-LM's fields in its order, then our own."""
     last = interval.last
+    now = f"{datetime.now():%Y-%m-%d %H:%M:%S.%f}"
+    milliseconds = 1000 * interval.seconds_per_iteration
+    throughput = format_throughput(interval.tflops_per_device)
+
     # Megatron-LM, and the scripts that parse its logs, define these names and formats.
     parts = [
-        f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {last.iteration:8d}/{train_iters:8d}",
+        f" [{now}] iteration {last.iteration:8d}/{train_iters:8d}",
         f"consumed samples: {last.consumed_train_samples:12d}",
-        f"elapsed time per iteration (ms): {1000 * interval.seconds_per_iteration:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {format_throughput(interval.tflops_per_device)}",
+        f"elapsed time per iteration (ms): {milliseconds:.1f}",
+        f"throughput per GPU (TFLOP/s/GPU): {throughput}",
         f"learning rate: {last.learning_rate:.6E}",
         f"global batch size: {last.batch_size:5d}",
         f"lm loss: {interval.mean_loss:.6E}",
@@ -82,7 +86,9 @@ def format_log_line(interval: Interval, train_iters: int) -> str:
         parts.append(f"mtp_{depth} loss: {loss:.6E}")
     for name, values in last.experts.items():
         if name != LOAD:
-            parts.append(f"{name}: {_mean(values):.6E}")
+            parts.append(f"{name}: {_compute_mean(values):.6E}")
+
+    # State of the optimizer. Metrics that the flags do not request are None.
     parts.append(f"loss scale: {last.loss_scale:.1f}")
     parts.append(f"grad norm: {last.grad_norm:.3f}")
     if last.num_zeros_in_grad is not None:
@@ -93,13 +99,14 @@ def format_log_line(interval: Interval, train_iters: int) -> str:
     parts.append(f"number of nan iterations: {interval.num_nan:3d}")
 
     # Fields that Megatron-LM does not have come last: scripts cut its line by position.
-    remaining = timedelta(seconds=round(interval.estimate_remaining_seconds(train_iters)))
+    seconds = interval.estimate_remaining_seconds(train_iters)
+    remaining = timedelta(seconds=round(seconds))
     parts.append(f"tokens/s: {interval.tokens_per_second:.0f}")
     parts.append(f"ETA: {remaining}")
     return " | ".join(parts) + " |"
 
 
-# Scalars.
+# Scalars
 
 
 def make_iteration_scalars(iteration: Iteration) -> dict[str, float]:
@@ -115,11 +122,14 @@ def make_iteration_scalars(iteration: Iteration) -> dict[str, float]:
     }
     for depth, loss in enumerate(iteration.mtp_losses, start=1):
         values[f"mtp_{depth} loss"] = loss
+
+    # Metrics of experts: the mean over layers, and each layer
     for name, layer_values in iteration.experts.items():
         mean_name = "moe/max-load-over-mean" if name == LOAD else name
-        values[mean_name] = _mean(layer_values)
+        values[mean_name] = _compute_mean(layer_values)
         for index, value in enumerate(layer_values):
             values[f"moe/{name}_layer_{index}"] = value
+
     # Metrics that the flags do not request are None.
     return {name: float(value) for name, value in values.items() if value is not None}
 
@@ -133,11 +143,12 @@ def make_throughput_scalars(interval: Interval) -> dict[str, float]:
     }
 
 
-def _mean(values: Sequence[float]) -> float:
+def _compute_mean(values: Sequence[float]) -> float:
+    """Return the mean of at least one value."""
     return sum(values) / len(values)
 
 
-# Writers.
+# Writers
 
 
 class RecordWriter:
@@ -177,6 +188,7 @@ class FaultTolerantWriter:
         self._write(lambda writer: writer.close())
 
     def _write(self, write: Callable[[Writer], None]) -> None:
+        """Call a method of the writer, unless an earlier call failed."""
         if self._writer is None:
             return
         try:
@@ -189,8 +201,9 @@ class FaultTolerantWriter:
 
 
 class TensorBoardWriter:
-    """Writes scalars under Megatron-LM's names, over iterations and (`... vs samples`) over
-    consumed samples.
+    """Writes scalars under Megatron-LM's names to TensorBoard.
+
+    Each has a curve over iterations, and one over consumed samples (`... vs samples`).
     """
 
     def __init__(self, config: LoggingConfig, args: dict[str, Any]) -> None:
@@ -201,7 +214,7 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(
             log_dir=config.tensorboard_dir, max_queue=config.tensorboard_queue_size
         )
-        # The arguments, in the tab for texts.
+        # The arguments are in the tab for texts.
         for name, value in args.items():
             self._writer.add_text(name, str(value))
 
